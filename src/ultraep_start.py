@@ -1,54 +1,48 @@
-"""The command `ultraep` from its first moment on: Ctrl-C while the package loads is one line, too.
+"""Start the command `ultraep` such that Ctrl-C prints one line, even while the package loads.
 
-Outside of the package, since importing any part of it imports NumPy first.
+This module is outside the package, because importing any part of the package imports NumPy.
 """
 
 import signal
 import sys
-from types import FrameType, TracebackType
 from typing import Any
 
 SOON = 0.05  # seconds
 
 
-def main() -> None:
-    """The entry point."""
-    with _Interrupts():
-        from ultraep.tools.cli import main as run
-
-        run()
-
-
 class _Interrupts:
-    """Ctrl-C is one line, also where an extension module that loads makes another error of it."""
+    """Turn Ctrl-C into one line, even if a loading extension module raises another error for it."""
 
-    noted = False
+    interrupted = False
 
     def __enter__(self) -> None:
-        signal.signal(signal.SIGINT, self._note)
-        signal.signal(signal.SIGALRM, self._note)
-        sys.unraisablehook = self._note_ignored
+        signal.signal(signal.SIGINT, self._interrupt)
+        signal.signal(signal.SIGALRM, self._interrupt)
+        sys.unraisablehook = self._retry
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.noted = True
+    def _interrupt(self, *_: Any) -> None:
+        self.interrupted = True
         raise KeyboardInterrupt
 
-    def _note_ignored(self, unraisable: Any) -> None:
-        """Interrupt again where Python drops what a callback raises, as those of its imports."""
+    def _retry(self, unraisable: Any) -> None:
+        """Interrupt again if Python ignored the exception, as it does in callbacks of imports."""
         if unraisable.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(unraisable)
         else:
             signal.setitimer(signal.ITIMER_REAL, SOON)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.noted and error is not None and not isinstance(error, SystemExit):
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if self.interrupted and error is not None and not isinstance(error, SystemExit):
             print("ultraep: interrupted", file=sys.stderr)
             sys.exit(130)
+
+
+def main() -> None:
+    """Run the command line; the entry point."""
+    with _Interrupts():
+        from ultraep.tools.cli import main as run
+
+        run()
 
 
 if __name__ == "__main__":

@@ -6,22 +6,17 @@ import sys
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import ultraep
 from ultraep.backends import BackendInfo
 from ultraep.policies import BUILT_IN
-from ultraep.tools.cli import app, env
+from ultraep.tools.cli import env
 
-
-def invoke(*arguments):
-    result = CliRunner().invoke(app, ["env", *arguments], env={"COLUMNS": "100"})
-    assert result.exit_code == 0
-    return result.stdout
+from .commands import output
 
 
 def test_json_holds_all_facts():
-    facts = json.loads(invoke("--json"))
+    facts = json.loads(output("env", "--json"))
     assert facts["ultraep"] == ultraep.__version__
     assert facts["python"].endswith(platform.python_version())
     assert facts["packages"]["numpy"] == np.__version__
@@ -32,15 +27,15 @@ def test_json_holds_all_facts():
     assert set(facts["torch"]) == {"cuda", "rocm", "available", "devices"}
 
 
-def test_the_table_says_the_same():
-    shown = invoke()
+def test_the_table_has_the_same_facts():
+    shown = output("env")
     for word in (ultraep.__version__, np.__version__, platform.platform(), "eplb", "numba"):
         assert word in shown
     assert "chosen for CPU tensors" in shown
     assert "chosen for GPU tensors" in shown
 
 
-def test_what_is_missing_is_said(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(env, "PACKAGES", ("numpy", "no-such-package"))
     monkeypatch.setattr(
         env,
@@ -50,18 +45,18 @@ def test_what_is_missing_is_said(monkeypatch):
             BackendInfo("reference", "y", "cpu", None, ""),
         ),
     )
-    lines = {line.split()[0]: line for line in invoke().splitlines() if line.strip()}
+    lines = {line.split()[0]: line for line in output("env").splitlines() if line.strip()}
     assert "not installed" in lines["no-such-package"]
-    chosen = json.loads(invoke("--json"))["chosen"]
+    chosen = json.loads(output("env", "--json"))["chosen"]
     assert chosen == {"cpu": "reference", "cuda": "reference"}
-    assert "chosen for CPU and GPU tensors" in invoke()
-    assert "not available: needs no_such_module" in invoke()
+    assert "chosen for CPU and GPU tensors" in output("env")
+    assert "not available: needs no_such_module" in output("env")
 
 
-def test_a_torch_that_does_not_load_is_a_fact(monkeypatch):
+def test_a_torch_that_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "error" in json.loads(invoke("--json"))["torch"]
-    assert "torch cannot be imported" in invoke()
+    assert "error" in json.loads(output("env", "--json"))["torch"]
+    assert "torch cannot be imported" in output("env")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Small jobs for tests, and watching over the processes of a run."""
+"""Small jobs for tests, and the processes of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultraep.tools.demo.sizes import Job, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_COMMAND = Path(__file__).with_name("tiny_command.py")
-LIMIT = 120.0  # seconds; only what hangs needs them
+LIMIT = 120.0  # seconds; reached only by a program that hangs
 TINY = {
     "ranks": 2,
     "experts": 8,
@@ -38,7 +38,7 @@ def tiny_job(out, policies=("none", "ultraep"), **sizes):
 
 
 def start(*command, **environment):
-    """A program in a session of its own, with its output as text."""
+    """Start a program in a session of its own, with its output as text."""
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -52,7 +52,7 @@ def start(*command, **environment):
 
 
 def wait_for_line(process, words):
-    """Read its output up to a line with these words; the lines so far."""
+    """Read the output up to a line with these words; return all lines."""
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -67,20 +67,20 @@ def children(pid):
 
 
 def alive(pids):
-    """Those that still run; a zombie does not."""
-    found = []
+    """Return the processes that still run; a zombie does not."""
+    running = []
     for pid in pids:
         stat = Path(f"/proc/{pid}/stat")
         try:
             if stat.read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append(pid)
+                running.append(pid)
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return running
 
 
 def gone(pids, patience=20.0):
-    """Whether they are all gone in time; who stays is killed."""
+    """Return whether all processes end in time; kill the rest."""
     until = time.monotonic() + patience
     while alive(pids) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The folder of a demo: replaced is what a demo made, and a demo at work is left alone."""
+"""The output directory of a demo: only its own files are replaced, and never of a running demo."""
 
 import json
 import os
@@ -8,25 +8,27 @@ import time
 from contextlib import suppress
 
 import pytest
+from cli.commands import invoke
 from cli.test_demo import RESULT
 from traces import plan_for, record
-from typer.testing import CliRunner
 
 from demo.runs import LIMIT, children, gone, start, tiny_job, wait_for_line
 from ultraep.errors import FileError
-from ultraep.tools.cli import app
-from ultraep.tools.demo import run as runs
+from ultraep.tools.cli import demo
 from ultraep.tools.demo.result import trace_folder
-from ultraep.tools.demo.run import claim_folder, prepare
 
 MARKER = ".ultraep-demo"
 POLICIES = ("none", "ultraep")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
+def claim(out, policies=POLICIES):
+    return demo.prepare(tiny_job(out, policies))
+
+
 def make(out):
-    """What a demo leaves in its folder."""
-    with claim_folder(out, POLICIES):
+    """Write the output of a demo."""
+    with claim(out):
         for policy in POLICIES:
             record(trace_folder(out, policy), [plan_for(0)])
         RESULT.save(out)
@@ -34,7 +36,7 @@ def make(out):
 
 
 def content(folder):
-    """All files by name, and what is in them."""
+    """Return all files and their contents."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
@@ -42,16 +44,16 @@ def content(folder):
     }
 
 
-def test_the_next_demo_takes_the_place_of_the_last(tmp_path):
+def test_the_next_demo_replaces_the_last(tmp_path):
     make(tmp_path)
     made = json.loads((tmp_path / MARKER).read_text())["made"]
     assert made == ["none/trace", "report.html", "result.json", "ultraep/trace"]
     (tmp_path / "mine.txt").write_text("kept")
-    with claim_folder(tmp_path, ["ultraep"]):
+    with claim(tmp_path, ["ultraep"]):
         assert sorted(os.listdir(tmp_path)) == [MARKER, "mine.txt", "none", "ultraep"]
         assert not trace_folder(tmp_path, "ultraep").exists()
         assert trace_folder(tmp_path, "none").exists()
-    with claim_folder(tmp_path, POLICIES):
+    with claim(tmp_path):
         assert not trace_folder(tmp_path, "none").exists()
     assert (tmp_path / "mine.txt").read_text() == "kept"
 
@@ -64,13 +66,13 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_no_demo_made_is_refused_by_name_and_stays(tmp_path, name):
+def test_a_file_of_the_user_is_refused_and_stays(tmp_path, name):
     file, named = FOREIGN[name]
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text("mine")
     before = content(tmp_path)
     with pytest.raises(FileError, match=str(tmp_path / named)) as caught:
-        prepare(tiny_job(tmp_path))
+        claim(tmp_path)
     assert "\n" not in str(caught.value)
     assert content(tmp_path) == before
     assert not (tmp_path / MARKER).exists()
@@ -84,31 +86,31 @@ STRAY = {
 
 
 @pytest.mark.parametrize("name", STRAY)
-def test_what_was_put_into_the_folder_of_a_demo_stays(tmp_path, name):
+def test_a_file_inside_a_trace_is_refused_and_stays(tmp_path, name):
     make(tmp_path)
     STRAY[name](tmp_path)
     before = content(tmp_path)
     with pytest.raises(FileError, match="move it away"):
-        claim_folder(tmp_path, POLICIES)
+        claim(tmp_path)
     assert content(tmp_path) == before
 
 
-def test_a_folder_in_use_is_refused(tmp_path):
-    with claim_folder(tmp_path, POLICIES):
+def test_a_directory_in_use_is_refused(tmp_path):
+    with claim(tmp_path):
         for policy in POLICIES:
             record(trace_folder(tmp_path, policy), [plan_for(0)])
         before = content(tmp_path)
         with pytest.raises(FileError, match=f"in use by another demo, process {os.getpid()}"):
-            claim_folder(tmp_path, POLICIES)
+            claim(tmp_path)
         assert content(tmp_path) == before
-    claim_folder(tmp_path, POLICIES).close()
+    claim(tmp_path).close()
 
 
 def claimed_in_time(folder, patience=20.0):
-    """Whether it becomes free."""
+    """Return whether the directory becomes free."""
     until = time.monotonic() + patience
     while time.monotonic() < until:
-        with suppress(FileError), claim_folder(folder, POLICIES):
+        with suppress(FileError), claim(folder):
             return True
         time.sleep(0.05)
     return False
@@ -116,22 +118,22 @@ def claimed_in_time(folder, patience=20.0):
 
 @pytest.mark.slow
 @linux
-def test_a_running_demo_keeps_its_folder_until_its_last_rank_is_gone(tmp_path):
+def test_a_running_demo_keeps_its_directory_until_its_last_rank_ends(tmp_path):
     command = ("-m", "ultraep", "demo", "--quick", "--steps", 999, "--out", tmp_path)
     first = start(*command)
     wait_for_line(first, "ultraep  code")
     ranks = children(first.pid)
     try:
         second = start(*command)
-        told, errors = second.communicate(timeout=LIMIT)
-        assert (second.returncode, told, errors.count("\n")) == (2, "", 1)
+        text, errors = second.communicate(timeout=LIMIT)
+        assert (second.returncode, text, errors.count("\n")) == (2, "", 1)
         assert f"in use by another demo, process {first.pid}" in errors
-        for rank in ranks:  # as slow as an orphan can be
+        for rank in ranks:  # an orphan that takes its time
             os.kill(rank, signal.SIGSTOP)
         first.kill()
         first.communicate(timeout=LIMIT)
         with pytest.raises(FileError, match="in use by another demo"):
-            claim_folder(tmp_path, POLICIES)
+            claim(tmp_path)
         assert (trace_folder(tmp_path, "ultraep") / "header.json").exists()
     finally:
         for rank in ranks:
@@ -144,9 +146,9 @@ def test_results_are_printed_before_they_are_saved(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runs, "run", lambda *_: RESULT)
+    monkeypatch.setattr(demo, "run", lambda *_: RESULT)
     monkeypatch.setattr(os, "replace", full)
-    result = CliRunner().invoke(app, ["demo", "--ranks", "2", "--out", str(tmp_path)])
+    result = invoke("demo", "--ranks", "2", "--out", tmp_path)
     assert result.exit_code == 2
     assert "MoE layers 1.20x as fast with ultraep, same loss." in result.stdout
     assert result.stderr == (

@@ -1,4 +1,4 @@
-"""Sizes follow the machine, and say so."""
+"""Sizes follow the machine, with notes."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_slots_follow_the_ranks():
     assert [choose(Machine(n, None))[0].slots for n in (2, 4, 8)] == [2, 1, 1]
 
 
-def test_too_few_cores_are_told():
+def test_too_few_cores_give_a_note():
     sizes, notes = choose(Machine(1, None))
     assert sizes.ranks == 2
     assert "2 ranks share 1 core:" in notes[0]
@@ -27,7 +27,7 @@ def test_too_few_cores_are_told():
     assert choose(Machine(2, None), ranks=1)[1] == ["one rank: there is nothing to balance"]
 
 
-def test_little_memory_makes_it_smaller_and_is_told():
+def test_little_memory_reduces_tokens_and_ranks_with_a_note():
     plenty = choose(Machine(8, 64 * GIB))
     assert plenty == choose(Machine(8, None))
     sizes, notes = choose(Machine(8, 5 * GIB))
@@ -36,11 +36,11 @@ def test_little_memory_makes_it_smaller_and_is_told():
     assert "5.0 GiB of memory are free" in notes[0]
     least, notes = choose(Machine(8, 100_000_000))
     assert (least.ranks, least.tokens) == (2, module.FEWEST_TOKENS)
-    assert "more than is free" in notes[1]
+    assert "more than is free" in notes[0]
     assert choose(Machine(8, 100_000_000), ranks=8)[0].ranks == 8
 
 
-def test_steps_that_were_asked_for_are_all_done():
+def test_steps_set_by_the_user_have_no_time_limit():
     assert choose(Machine(2, None), steps=7)[0].seconds is None
     quick = choose(Machine(2, None), quick=True)[0]
     assert quick.seconds is not None
@@ -48,7 +48,7 @@ def test_steps_that_were_asked_for_are_all_done():
 
 
 @pytest.mark.parametrize(("name", "value"), [("ranks", 0), ("ranks", 99), ("steps", 0)])
-def test_nonsense_is_refused(name, value):
+def test_invalid_sizes_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"--{name} must"):
         choose(Machine(2, None), **{name: value})
 

@@ -151,7 +151,7 @@ def test_layers_with_different_numbers_of_experts_are_refused():
 
 def test_files_of_others_are_not_overwritten(tmp_path):
     (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(FileError, match="no inspection has marked it as its own"):
+    with pytest.raises(FileError, match="exists, but not as output of an earlier inspection"):
         claim_folder(tmp_path)
     assert (tmp_path / "report.html").read_text() == "mine"
 

@@ -1,4 +1,4 @@
-"""Text of the machine: real, the same every time, and shifting."""
+"""Text of Python's library: its subjects, held-out part and shifts."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def subjects():
     return Text()
 
 
-def test_subjects_are_what_they_say():
+def test_subjects_have_their_kind_of_text():
     code, prose, tables = (read().decode("utf-8", "replace") for read in SUBJECTS.values())
     assert min(len(code), len(prose), len(tables)) > 10 * texts.LEAST
     assert "\nimport " in code
@@ -24,7 +24,7 @@ def test_subjects_are_what_they_say():
     assert "0041;LATIN CAPITAL LETTER A;Lu;0;L" in tables
 
 
-def test_most_of_it_is_of_the_subject_of_the_hour():
+def test_most_sequences_have_the_main_subject():
     text, rng = Text(), np.random.default_rng(0)
     main = [max(s, key=s.count) for s in (text.shifting(rng, i, 99, 2) for i in range(6))]
     assert main == [i // 2 % len(text.names) for i in range(6)]
@@ -38,7 +38,7 @@ def test_held_out_text_is_never_trained_on(subjects):
     assert torch.equal(torch.cat([whole, rest]), subjects._all[0].long())
 
 
-def test_a_machine_without_a_library_is_an_error(monkeypatch, tmp_path):
+def test_a_missing_library_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(texts.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(FileError, match="no text in Python's library"):
         Text({"code": SUBJECTS["code"]})

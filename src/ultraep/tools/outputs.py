@@ -1,8 +1,8 @@
-"""OutputDir: the output directory of a command, in which earlier outputs of it are replaced.
+"""OutputDir: the output directory of a command, whose earlier outputs are replaced.
 
-A marker file lists what runs of that command have made; everything else is left alone. A running
-command holds a lock on the marker, and so do its processes: the directory is free when the last of
-them is gone, however they end.
+A marker file lists the outputs of earlier runs; everything else in the directory stays. A running
+command and its processes hold a lock on the marker, so the directory is free once the last of them
+has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MOST_MARKER = 1 << 16  # bytes
 class OutputDir:
     """The directory of one run of a command, until it is closed.
 
-    work: what such a run is called: "demo" of `ultraep demo`.
-    files, traces: what it makes, by name in the directory.
-    lock: a descriptor; a process that has it keeps the directory.
+    work: the name of the run, for the marker and for errors.
+    files, traces: its outputs, by name in the directory.
+    lock: a file descriptor; a process that has it open keeps the directory.
     """
 
     def __init__(
@@ -42,15 +42,19 @@ class OutputDir:
             if os.path.lexists(path) and not path.is_dir():
                 raise FileError(f"{path}: cannot be written to: not a directory")
         if not self.marker.exists():
-            self._check([])  # before anything is made
-        self.lock = self._locked()
+            self._check([])  # before the marker is created
+        self.lock = self._open_marker()
         try:
-            made = self._content().get("made", [])
-            if not isinstance(made, list):
-                raise FileError(f"{self.marker}: not the marker of a run: move it away")
-            self._check(made)
-            self._mark(made)
-            self._clear()
+            earlier = self._content().get("made", [])
+            if not isinstance(earlier, list):
+                raise self._invalid_marker()
+            self._check(earlier)
+            self._write_marker(earlier)
+            for path in self.files:
+                path.unlink(missing_ok=True)
+            for path in self.traces:
+                if path.exists():
+                    shutil.rmtree(path)
         except OSError as error:
             self.close()
             raise FileError(f"{folder}: cannot be written to: {error.strerror}") from None
@@ -68,84 +72,77 @@ class OutputDir:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check(self, made: Sequence[str]) -> None:
-        """Refuse a directory in which another file is in the way."""
+    def _check(self, earlier: Sequence[str]) -> None:
+        """Raise if a file that this command did not write would be replaced."""
         for path, name in zip((*self.files, *self.traces), self._names, strict=True):
-            if os.path.lexists(path) and name not in made:
+            if os.path.lexists(path) and name not in earlier:
                 raise FileError(
-                    f"{path}: no {self.work} has marked it as its own, and this one would write "
-                    "there: move it away, or name another folder with --out"
+                    f"{path}: exists, but not as output of an earlier {self.work}: move it away, "
+                    "or choose another directory with --out"
                 )
-        for path in self.files:
-            if os.path.lexists(path) and not _is_own_file(path):
-                raise FileError(f"{path}: no file that a run made: move it away")
-        for trace in self.traces:
-            for path in _foreign(trace):
-                raise FileError(f"{path}: not part of a trace, it would be removed: move it away")
+        foreign = [path for path in self.files if os.path.lexists(path) and not _is_file(path)]
+        for path in (*foreign, *(path for trace in self.traces for path in _foreign(trace))):
+            raise FileError(f"{path}: not written by an earlier {self.work}: move it away")
 
-    def _clear(self) -> None:
-        for path in self.files:
-            path.unlink(missing_ok=True)
-        for path in self.traces:
-            if path.exists():
-                shutil.rmtree(path)
-
-    def _locked(self) -> int:
+    def _open_marker(self) -> int:
         """Open and lock the marker."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            self.lock = os.open(self.marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise FileError(f"{self.folder}: cannot be written to: {error.strerror}") from None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self.lock = lock
             reason = f"cannot be locked: {error.strerror}"
             if isinstance(error, BlockingIOError):
-                process = self._content().get("process")
-                reason = f"in use by another {self.work}, process {process}"
+                reason = f"in use by another {self.work}, process {self._content().get('process')}"
             self.close()
-            raise FileError(f"{self.folder}: {reason}: name another folder with --out") from None
-        return lock
+            raise FileError(
+                f"{self.folder}: {reason}: choose another directory with --out"
+            ) from None
+        return self.lock
 
-    def _mark(self, made: Sequence[str]) -> None:
-        """Write the marker in place: the lock is on this very file."""
+    def _write_marker(self, earlier: Sequence[str]) -> None:
+        """Overwrite the marker in place, because the lock belongs to this file."""
         content = {
             "made by": f"ultraep {self.work}",
             "process": os.getpid(),
-            "made": sorted({*map(str, made), *self._names}),
+            "made": sorted({*map(str, earlier), *self._names}),
         }
         os.ftruncate(self.lock, 0)
         os.pwrite(self.lock, json.dumps(content).encode() + b"\n", 0)
 
     def _content(self) -> dict[str, Any]:
-        """Return what the marker says; nothing if it is new."""
+        """Return the contents of the marker; empty if it is new."""
         try:
             content = json.loads(os.pread(self.lock, MOST_MARKER, 0) or b"{}")
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            raise FileError(f"{self.marker}: not the marker of a run: move it away")
+            raise self._invalid_marker()
         return content
 
+    def _invalid_marker(self) -> FileError:
+        return FileError(f"{self.marker}: not the marker of a {self.work}: move it away")
 
-def _foreign(folder: Path) -> Iterator[Path]:
-    """Yield what no recorder has written into the folder of a trace."""
-    if not os.path.lexists(folder):
+
+def _foreign(trace: Path) -> Iterator[Path]:
+    """Yield the files in the folder of a trace that no recorder wrote."""
+    if not os.path.lexists(trace):
         return
-    if folder.is_symlink() or not folder.is_dir():
-        yield folder
+    if trace.is_symlink() or not trace.is_dir():
+        yield trace
         return
-    for path in sorted(folder.iterdir()):
+    for path in sorted(trace.iterdir()):
         if RANK_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             for piece in sorted(path.iterdir()):
                 known = PIECE.fullmatch(piece.name) or is_unfinished(piece.name)
-                if not known or not _is_own_file(piece):
+                if not known or not _is_file(piece):
                     yield piece
-        elif (path.name != HEADER_FILE and not is_unfinished(path.name)) or not _is_own_file(path):
+        elif (path.name != HEADER_FILE and not is_unfinished(path.name)) or not _is_file(path):
             yield path
 
 
-def _is_own_file(path: Path) -> bool:
+def _is_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()

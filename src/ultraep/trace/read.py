@@ -202,16 +202,16 @@ def holds_trace(path: str | Path) -> bool:
 
 
 def _folder_of_trace(path: Path) -> Path:
-    """Return the folder itself, or the only trace in it."""
+    """Return the folder itself, or the only trace one or two levels below it."""
     if (path / HEADER_FILE).is_file():
         return path
-    folders = sorted(header.parent for header in path.glob(f"*/{HEADER_FILE}"))
-    if len(folders) == 1:
-        return folders[0]
-    if not folders:
+    headers = [*path.glob(f"*/{HEADER_FILE}"), *path.glob(f"*/*/{HEADER_FILE}")]
+    if len(headers) > 1:
+        names = ", ".join(sorted(str(header.parent) for header in headers))
+        raise FileError(f"{path}: holds {len(headers)} traces; pass one of them: {names}")
+    if not headers:
         raise FileError(f"{path}: holds no trace, there is no {HEADER_FILE}")
-    names = ", ".join(folder.name for folder in folders)
-    raise FileError(f"{path}: holds {len(folders)} traces, choose one of {names}")
+    return headers[0].parent
 
 
 def _read_folder(folder: Path) -> Trace:

@@ -1,8 +1,4 @@
-"""The command `ultraep`: plan loads from a file, simulate a cluster, read traces, take a tour,
-describe this installation.
-
-`commands.py` has them all. It is imported when `main` runs, so that Ctrl-C meanwhile is one line.
-"""
+"""The command `ultraep`. `commands.py` lists its subcommands and is imported when `main` runs."""
 
 from __future__ import annotations
 
@@ -11,62 +7,51 @@ import os
 import sys
 from typing import Any, NoReturn
 
-CLOSED_PIPE = 141  # as of a process that SIGPIPE ends: `| head` is no failed check
+CLOSED_PIPE = 141  # exit code of a process that SIGPIPE ends, as in `ultraep ... | head`
 
 
 def main() -> None:
     """Run the command line; the entry point of the package."""
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    _show_notices()
+    _log_compilation()
     try:
         from ultraep.tools.cli.commands import app
 
-        app(prog_name="ultraep")
+        try:
+            app(prog_name="ultraep")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print("ultraep: interrupted", file=sys.stderr)
         sys.exit(130)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich and Typer exit with 1
-            _give_up(end.__context__)
+            _exit_on(end.__context__)
         raise
     except OSError as error:
-        _give_up(error)
-    finally:
-        _flush()
+        _exit_on(error)
 
 
-def _show_notices() -> None:
-    """Print a line on stderr while the planner is compiled: a pipe sees no progress bar."""
+def _log_compilation() -> None:
+    """Print a line on stderr while the planner is being compiled."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("ultraep: %(message)s"))
-    notices = logging.getLogger("ultraep.compile")
-    notices.addHandler(handler)
-    notices.setLevel(logging.INFO)
+    logger = logging.getLogger("ultraep.compile")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
-def _flush() -> None:
-    """Write what is left."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError as error:
-        _give_up(error)
-
-
-def _give_up(error: OSError) -> NoReturn:
-    """End with one line about what the system refused; a closed pipe ends silently."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+def _exit_on(error: OSError) -> NoReturn:
+    """Print the error in one line and exit; exit silently if a pipe was closed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards buffered output
     if isinstance(error, BrokenPipeError):
         sys.exit(CLOSED_PIPE)
-    reason = error.strerror or str(error)
-    if error.filename is None:
-        reason = f"standard output cannot be written: {reason}"
-    else:
-        reason = f"{error.filename}: {reason}"
-    from ultraep.tools.cli.terminal import complain
+    from ultraep.tools.cli.terminal import print_error
 
-    complain(reason)
+    reason = error.strerror or str(error)
+    print_error(f"{error.filename or 'standard output cannot be written'}: {reason}")
     sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""`ultraep bench prefill`: the time to the first token under load, policy by policy."""
+"""`ultraep bench prefill`: the time to first token under load, policy by policy."""
 
 from __future__ import annotations
 
@@ -12,21 +12,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.text import Text
 
-from ultraep.errors import ConfigError, UltraEPError
+from ultraep.errors import UltraEPError
 from ultraep.files.writing import check_targets, write_text
-from ultraep.tools.cli import render
-from ultraep.tools.cli.lists import names_in
-from ultraep.tools.cli.options import Force, with_options
-from ultraep.tools.cli.progress import Tell, duration, progress
-from ultraep.tools.cli.tables import grid_of
-from ultraep.tools.cli.terminal import complain, make_console
+from ultraep.tools.cli.options import (
+    Force,
+    option,
+    refuse_options,
+    set_options,
+    split_floats,
+    split_names,
+    with_options,
+)
+from ultraep.tools.cli.terminal import (
+    make_console,
+    make_grid,
+    print_error,
+    print_facts,
+    print_notes,
+    progress,
+)
+from ultraep.tools.report.words import counted
 
 if TYPE_CHECKING:
     from ultraep.tools.serving.endpoint import EndpointOptions
     from ultraep.tools.serving.load import LoadOptions
     from ultraep.tools.serving.measure import Turn
+    from ultraep.tools.serving.model import ModelFacts
     from ultraep.tools.serving.run import Calibrated, EngineOptions
 
 EXAMPLE = (
@@ -37,117 +49,91 @@ EXAMPLE = (
 )
 ENGINE_OPTIONS = ("policy", "ranks", "slots", "routing", "budget")
 INTERRUPTED = 130  # exit code
-SETTING_UP = 25.0  # seconds of starting and calibrating, roughly
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure how fast something is here.",
+    help="Measure speed on this machine.",
     epilog="Five minutes on two idle cores: ultraep bench prefill --html prefill.html",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions:
-    """Options of the command; None: not given."""
+    """Options of the command; None means not set."""
 
     endpoint: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "Measure a server with the OpenAI protocol instead of the built-in engine. Repeat the "
+            "option to compare servers.",
             metavar="[NAME=]URL",
-            help="A server of the OpenAI protocol instead of the engine here; several are "
-            "compared: --endpoint A=URL --endpoint B=URL.",
         ),
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Directory of a checkpoint; with --endpoint, the servers' model name.",
+            "a random model; the first model of a server",
             metavar="DIR|NAME",
-            help="Directory of a checkpoint; with --endpoint the model name of the servers.",
-            show_default="a random model; the first that a server has",
         ),
     ] = None
     policy: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Policies to compare with the first one. eplb places replicas by the previous "
+            "microbatch, with fixed homes; even forces even routing, an upper bound.",
+            "none,eplb,ultraep,even",
             metavar="NAME,...",
-            help="Policies to compare; gains are over the first. eplb: placed by the microbatch "
-            "before, with fixed homes; even: none with forced even routing, a ceiling.",
-            show_default="none,eplb,ultraep,even",
         ),
     ] = None
-    ranks: Annotated[
-        int | None, typer.Option(help="Processes of the engine.", show_default="2")
-    ] = None
-    slots: Annotated[
-        int | None, typer.Option(help="Spare slots of every rank.", show_default="2")
-    ] = None
+    ranks: Annotated[int | None, option("Processes of the engine.", "2")] = None
+    slots: Annotated[int | None, option("Spare slots per rank.", "2")] = None
     routing: Annotated[
         str | None,
-        typer.Option(
-            metavar="own|even",
-            help="Experts chosen by the model's router, or dealt out evenly.",
-            show_default="own",
-        ),
+        option("Use the model's router, or assign experts evenly.", "own", metavar="own|even"),
     ] = None
     budget: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Most tokens of a rank in a microbatch.",
-            show_default="as many as take 0.5 s",
-        ),
+        int | None, option("Most tokens per rank and microbatch.", "calibrated to 0.5 s")
     ] = None
-    rate: Annotated[
-        str | None,
-        typer.Option(metavar="X,...", help="Prompts a second.", show_default="by --load"),
-    ] = None
+    rate: Annotated[str | None, option("Prompts per second.", "set by --load", metavar="X,...")] = (
+        None
+    )
     load: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Rates as fractions of the unbalanced engine's throughput.",
+            "0.4,0.8,1.1,1.4",
             metavar="X,...",
-            help="Rates as shares of what the engine serves unbalanced.",
-            show_default="0.4,0.8,1.1,1.4",
         ),
     ] = None
     arrivals: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "Recorded arrivals: lines of seconds[,tokens]; --rate rescales their times.",
+            "a Poisson process",
             metavar="FILE",
-            help="Recorded arrivals: lines of seconds[,tokens]; --rate stretches them.",
-            show_default="a Poisson process",
         ),
     ] = None
-    seconds: Annotated[float, typer.Option(help="Seconds of arrivals in every turn.")] = 5.0
-    rounds: Annotated[int, typer.Option(help="Turns of every policy at every rate.")] = 3
-    shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompt.")] = 16
-    longest: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 256
-    burst: Annotated[int, typer.Option(help="Prompts until the subject changes.")] = 12
-    slo: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Objective for the time to the first token.")
-    ] = 1.0
-    timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds to wait for a server's answer.", show_default="30"),
-    ] = None
-    seed: Annotated[int, typer.Option(help="Seed of weights, arrivals and prompts.")] = 0
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all numbers as JSON.")
-    ] = None
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report as a page.")
-    ] = None
+    seconds: Annotated[float, option("Seconds of arrivals per run.")] = 5.0
+    rounds: Annotated[int, option("Runs of every policy at every rate.")] = 3
+    shortest: Annotated[int, option("Tokens of the shortest prompt.")] = 16
+    longest: Annotated[int, option("Tokens of the longest prompt.")] = 256
+    burst: Annotated[int, option("Consecutive prompts with the same subject.")] = 12
+    slo: Annotated[float, option("Target time to first token, in seconds.")] = 1.0
+    timeout: Annotated[float | None, option("Seconds to wait for a server.", "30")] = None
+    seed: Annotated[int, option("Seed of weights, arrivals and prompts.")] = 0
+    json: Annotated[Path | None, option("Write all numbers as JSON.", metavar="FILE")] = None
+    html: Annotated[Path | None, option("Write a report.", metavar="FILE")] = None
 
     def load_options(self) -> LoadOptions:
-        """The load, checked."""
+        """Check and return the load."""
         from ultraep.tools.serving.load import Lengths, LoadOptions, read_arrivals
 
-        if self.load is not None and (self.rate is not None or self.arrivals is not None):
-            raise ConfigError(
-                "give --rate, --load or --arrivals alone; --rate goes with --arrivals"
-            )
-        shares = {} if self.load is None else {"shares": numbers_of(self.load, "--load")}
+        if self.load is not None:
+            refuse_options(self, ("rate", "arrivals"), "--load sets the rates")
+        shares = {} if self.load is None else {"shares": split_floats(self.load, "--load")}
         return LoadOptions(
-            rates=() if self.rate is None else numbers_of(self.rate, "--rate"),
+            rates=() if self.rate is None else split_floats(self.rate, "--rate"),
             seconds=self.seconds,
             rounds=self.rounds,
             lengths=Lengths(shortest=self.shortest, longest=self.longest, burst=self.burst),
@@ -158,52 +144,33 @@ class PrefillOptions:
         )
 
     def engine_options(self) -> EngineOptions:
-        """The engine, checked; options of servers are refused."""
+        """Check and return the options of the engine; refuse options of servers."""
         from ultraep.tools.serving.run import EngineOptions
 
-        self.refuse(("timeout",), "of servers: only with --endpoint")
-        options = {name: getattr(self, name) for name in ENGINE_OPTIONS}
-        options = {name: value for name, value in options.items() if value is not None}
+        refuse_options(self, ("timeout",), "the built-in engine has no timeout")
+        options = set_options(self, ENGINE_OPTIONS)
         if self.policy is not None:
-            options["variants"] = tuple(names_in(options.pop("policy"), "--policy"))
+            options["variants"] = tuple(split_names(options.pop("policy"), "--policy"))
         return EngineOptions(load=self.load_options(), model=self.model, **options)
 
     def endpoint_options(self) -> EndpointOptions:
-        """The servers, checked; options of the engine are refused."""
+        """Check and return the servers; refuse options of the engine."""
         from ultraep.tools.serving.endpoint import EndpointOptions, endpoint_of
 
-        self.refuse((*ENGINE_OPTIONS, "load"), "of the engine: not with --endpoint")
+        refuse_options(self, (*ENGINE_OPTIONS, "load"), "--endpoint replaces the built-in engine")
         timeout = {} if self.timeout is None else {"timeout": self.timeout}
         servers = tuple(endpoint_of(name, self.model) for name in self.endpoint or ())
         return EndpointOptions(load=self.load_options(), endpoints=servers, **timeout)
-
-    def refuse(self, names: tuple[str, ...], why: str) -> None:
-        """Refuse options that do not apply, instead of ignoring them."""
-        given = [f"--{name}" for name in names if getattr(self, name) is not None]
-        if given:
-            raise ConfigError(f"{', '.join(given)}: {why}")
-
-
-def numbers_of(text: str, option: str) -> tuple[float, ...]:
-    """Numbers with commas between them.
-
-    >>> numbers_of("0.5, 2", "--rate")
-    (0.5, 2.0)
-    """
-    try:
-        return tuple(float(number) for number in names_in(text, option))
-    except ValueError:
-        raise ConfigError(f"{option} must be numbers like 0.5,2, got {text!r}") from None
 
 
 @app.command("prefill", epilog=EXAMPLE)
 @with_options(PrefillOptions)
 def prefill(options: PrefillOptions, force: Force = False) -> None:
-    """Measure the time to the first token while prompts arrive, for every policy and rate.
+    """Measure the time to first token while prompts arrive, for every policy and rate.
 
-    Prompts of mixed subjects and lengths arrive in real time, whether or not those before are
-    answered. All policies get the same ones, in turns. Without --endpoint, processes of this
-    machine serve a Mixture-of-Experts model of transformers.
+    Prompts of mixed subjects and lengths arrive in real time, whether or not earlier ones are
+    answered. The policies take turns and get the same prompts. Without --endpoint, processes on
+    this machine serve a Mixture-of-Experts model of transformers.
     """
     check_targets((options.json, "benchmark"), (options.html, "page"), force=force)
     test = LoadTest(options)
@@ -211,101 +178,90 @@ def prefill(options: PrefillOptions, force: Force = False) -> None:
         from ultraep.tools.serving import endpoint
 
         servers = options.endpoint_options()
-        test.introduce_servers(servers)
+        test.introduce(_describe_servers(servers), servers.load, len(servers.endpoints))
         test.measure(lambda report: endpoint.run(servers, report))
     else:
         from ultraep.tools.serving import run
 
         engine = options.engine_options()
-        test.introduce_engine(engine, run.check(engine))
+        facts = _describe_engine(engine, run.check(engine))
+        test.introduce(facts, engine.load, len(engine.variants))
         test.measure(lambda report: run.run(engine, report))
 
 
+def _describe_engine(engine: EngineOptions, model: ModelFacts) -> dict[str, str]:
+    return {
+        "model": f"{model.name}: {model.parameters / 1e6:.1f} million parameters, {model.layers} "
+        f"layers of {model.experts} experts, {model.top_k} per token; {decimal(model.nbytes)}",
+        "engine": f"{counted(engine.ranks, 'rank')}, one core and thread each; "
+        f"{counted(engine.slots, 'spare slot')}; routing: {engine.routing}; "
+        f"policies {', '.join(engine.variants)}; calibrated before the first run",
+    }
+
+
+def _describe_servers(servers: EndpointOptions) -> dict[str, str]:
+    names = [f"{server.name} at {server.url}" for server in servers.endpoints]
+    return {"servers": f"{', '.join(names)}; timeout {servers.timeout:g} s"}
+
+
 class LoadTest:
-    """One load test on the terminal: its introduction, its turns, its results."""
+    """The terminal output of a load test: introduction, progress, results."""
 
     def __init__(self, options: PrefillOptions) -> None:
         self.options, self.console, self.began = options, make_console(), time.perf_counter()
         self.turns: list[Turn] = []
-        self.total = 0  # turns in all
-        self.facts: list[tuple[str, str]] = []
+        self.total = 0
+        self.facts: dict[str, str] = {}
 
-    def introduce_engine(self, engine: EngineOptions, facts: Any) -> None:
-        """Print what will be measured by processes of this machine."""
-        self._say(
-            "model",
-            f"{facts.name}: {facts.parameters / 1e6:.1f} million parameters, {facts.layers} layers "
-            f"of {facts.experts} experts, {facts.top_k} per token; {decimal(facts.nbytes)}",
-        )
-        self._say(
-            "engine",
-            f"{engine.ranks} rank{'s' * (engine.ranks > 1)} of this machine, one core and thread "
-            f"each; {engine.slots} spare slots; routing: {engine.routing}; "
-            f"{', '.join(engine.variants)}",
-        )
-        load = engine.load
-        rates = len(load.known_rates() or load.shares)
-        each = sum(map(load.seconds_at, load.known_rates())) or rates * load.seconds
-        about = SETTING_UP + 1.2 * each * len(engine.variants) * load.rounds
-        self._introduce_load(
-            load, rates * len(engine.variants), f"about {duration(about)} on idle cores"
-        )
-
-    def introduce_servers(self, servers: EndpointOptions) -> None:
-        """Print what will be measured by servers."""
-        names = [f"{server.name} at {server.url}" for server in servers.endpoints]
-        self._say("servers", f"{', '.join(names)}; {servers.timeout:g} s for an answer")
-        rates, count = servers.load.known_rates(), len(servers.endpoints)
-        least = sum(map(servers.load.seconds_at, rates)) * count * servers.load.rounds
-        self._introduce_load(servers.load, len(rates) * count, f"at least {duration(least)}")
-
-    def _introduce_load(self, load: LoadOptions, turns: int, how_long: str) -> None:
-        lengths, arrivals = load.lengths, f"{len(load.recorded)} recorded arrivals"
-        if not load.recorded:
-            arrivals = f"arrivals of a Poisson process, {load.seconds:g} s a turn"
-        self._say(
-            "prompts",
-            f"{lengths.shortest} to {lengths.longest} tokens, code, prose and tables in bursts of "
-            f"{lengths.burst}; {arrivals}; objective {load.objective:g} s; rounds: {load.rounds}",
-        )
-        self.total = turns * load.rounds
-        self.console.print(f"{'to do':<9}{self.total} turns, {how_long}", soft_wrap=True)
-
-    def _say(self, name: str, words: str) -> None:
-        self.facts.append((name.capitalize(), words))
-        self.console.print(Text(f"{name:<9}{words}"), soft_wrap=True)
+    def introduce(self, facts: dict[str, str], load: LoadOptions, variants: int) -> None:
+        """Print the setup and the amount of work."""
+        lengths, rates = load.lengths, load.known_rates()
+        arrivals = f"Poisson arrivals, {load.seconds:g} s per run"
+        if load.recorded:
+            arrivals = f"{len(load.recorded)} recorded arrivals"
+        self.facts = facts | {
+            "prompts": f"{lengths.shortest} to {lengths.longest} tokens, code, prose and tables in "
+            f"bursts of {lengths.burst}; {arrivals}; target {load.objective:g} s; "
+            f"{counted(load.rounds, 'round')}",
+        }
+        seconds = sum(map(load.seconds_at, rates)) or len(load.shares) * load.seconds
+        self.total = (len(rates) or len(load.shares)) * variants * load.rounds
+        arrivals = f"{variants * load.rounds * seconds:.0f} s of arrivals in total"
+        work = {"work": f"{counted(self.total, 'run')}, {arrivals}"}
+        print_facts(self.console, self.facts | work)
 
     def measure(self, work: Callable[[Callable[[Any], None]], None]) -> None:
-        """Do the work; what was measured is printed and written, whatever ends it."""
+        """Run the test; print and write the finished runs even if it is interrupted or fails."""
         try:
-            with progress("measuring") as tell:
-                work(lambda event: self._add(event, tell))
+            with progress("measuring") as report:
+                work(lambda event: self._add(event, report))
         except KeyboardInterrupt:
             self._conclude()
-            complain("interrupted; the table shows the turns before")
+            print_error("interrupted; the table shows the finished runs")
             raise typer.Exit(INTERRUPTED) from None
         except UltraEPError:
             self._conclude()
             raise
         self._conclude()
 
-    def _add(self, event: Turn | Calibrated, tell: Tell) -> None:
+    def _add(self, event: Turn | Calibrated, report: Callable[..., None]) -> None:
         from ultraep.tools.serving.measure import Turn
 
-        if not isinstance(event, Turn):
-            self._say(
-                "speed",
-                f"{event.tokens_per_second:,.0f} tokens/s unbalanced; up to {event.budget} tokens "
-                f"of a rank in a microbatch; a copy takes {1e3 * event.copy_seconds:.1f} ms and "
-                f"pays from {event.min_tokens} rows on; prompts a second: "
-                + ", ".join(f"{rate:g}" for rate in event.rates),
-            )
+        if isinstance(event, Turn):
+            self.turns.append(event)
+            times = sorted(waited for waited in event.waited if waited is not None)
+            median = f"{times[len(times) // 2]:.3f} s" if times else "no first token"
+            text = f"round {event.number + 1}, {event.variant} at {event.rate:g}/s: {median}"
+            report(len(self.turns), self.total, text)
             return
-        self.turns.append(event)
-        known = sorted(waited for waited in event.waited if waited is not None)
-        median = f"{known[len(known) // 2]:.3f} s" if known else "no first token"
-        words = f"round {event.number + 1}, {event.variant} at {event.rate:g}/s: {median}"
-        tell(len(self.turns), self.total, words)
+        rates = ", ".join(f"{rate:g}" for rate in event.rates)
+        speed = {
+            "speed": f"{event.tokens_per_second:,.0f} tokens/s unbalanced; at most {event.budget} "
+            f"tokens per rank and microbatch; a replica takes {1e3 * event.copy_seconds:.1f} ms "
+            f"and pays from {event.min_tokens} rows; prompts per second: {rates}"
+        }
+        self.facts |= speed
+        print_facts(self.console, speed)
 
     def _conclude(self) -> None:
         from ultraep.tools.report.rows import as_json
@@ -315,19 +271,20 @@ class LoadTest:
         if not self.turns:
             return
         loads, options, console = under_load(self.turns), self.options, self.console
-        title = "Seconds to the first token; sooner: than the first policy, in the median"
+        head, rows = table(loads, options.slo)
         console.print()
-        console.print(grid_of(title, *table(loads, options.slo)))
+        title = "Seconds to first token; sooner: gain of the median over the first policy"
+        console.print(make_grid(head, rows, title))
         console.print(f"\n{headline(loads)}.", soft_wrap=True)
-        for note in notes(self.turns):
-            console.print(Text(f"note: {note}", render.FAINT), soft_wrap=True)
-        console.print(f"It took {time.perf_counter() - self.began:.0f} s in all.")
+        print_notes(console, notes(self.turns))
+        console.print(f"Measured in {time.perf_counter() - self.began:.0f} s.")
         if options.json is not None:
             command = shlex.join(["ultraep", *sys.argv[1:]])
             write_text(options.json, as_json(rows_of(loads, options.slo, command)))
-            console.print(f"numbers  {options.json}", soft_wrap=True)
+            print_facts(console, {"numbers": str(options.json)})
         if options.html is not None:
             from ultraep.tools.serving.report import write_report
 
-            write_report(options.html, self.turns, options.slo, self.facts)
-            console.print(f"figure   {options.html}", soft_wrap=True)
+            facts = [(name.capitalize(), text) for name, text in self.facts.items()]
+            write_report(options.html, self.turns, options.slo, facts)
+            print_facts(console, {"report": str(options.html)})

@@ -1,8 +1,8 @@
 """All commands of `ultraep`, and how they report errors.
 
-A user error is one line on stderr and exit code 2; anything else is a bug and leaves a traceback.
-The module of a command is imported when the command runs: `--help` is quick. torch and numba are
-imported by the functions that need them.
+A user error prints one line on stderr and exits with code 2; any other exception is a bug and
+leaves a traceback. The module of a command is imported when the command runs, which keeps `--help`
+fast. torch and numba are imported by the functions that need them.
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ from typer.core import TyperGroup
 
 from ultraep import __version__
 from ultraep.errors import UltraEPError
-from ultraep.tools.cli.terminal import complain
+from ultraep.tools.cli.terminal import print_error
 
 # Typer comes with its own click or uses the installed one; this is the class of either.
 UsageError: Any = typer.BadParameter.__base__
 
 SUMMARIES = {
-    "plan": "Plan the loads of a file: imbalance before and after, copies, and what they cost.",
+    "plan": "Plan the loads in a file: imbalance before and after, replicas, planning time.",
     "simulate": "Simulate training or prefill on a cluster: would balancing pay there?",
-    "advise": "Advise on a cluster before it is rented: does balancing pay, and with which "
-    "settings?",
-    "trace": "Look into a trace of a run, plan it again, hand it to other programs.",
-    "view": "Look at traces in the browser: over time, layer by layer, down to one microbatch.",
-    "demo": "Train a small MoE model here, answer requests with it, and measure its layers.",
-    "inspect": "Look into a model: how uneven is its routing, and what would balancing bring?",
-    "bench": "Measure how fast something is here.",
-    "env": "Show versions, devices, backends and policies: what a bug report should say.",
+    "advise": "Recommend settings for a cluster before you rent it: does balancing pay there?",
+    "trace": "Summarise a trace of a run, plan it again, convert it for other programs.",
+    "view": "Show traces in the browser: over time, layer by layer, down to one microbatch.",
+    "demo": "Train a small MoE model, serve requests with it, and measure its layers.",
+    "inspect": "Inspect a model: how imbalanced is its routing, and how much does balancing help?",
+    "bench": "Measure speed on this machine.",
+    "env": "Show versions, devices, backends and policies for a bug report.",
 }
-EXITS = "Exit codes: 0, done; 2, wrong option, setting or file; 130, interrupted; 141, closed pipe."
+EXITS = "Exit codes: 0 done; 2 wrong option, setting or file; 130 interrupted; 141 closed pipe."
+EPILOG = (
+    "New here? Start with: ultraep demo\n\n"
+    "Exit codes: 0 done; 1 plans differ (trace replay); 2 wrong option, setting or file; "
+    "130 interrupted; 141 closed pipe.\n\n"
+    "Environment: ULTRAEP_TRACE=FOLDER records the runs of all balancers."
+)
 
 
 def load_command(name: str) -> Any:
     """Import the module of a command and return the command with all its options."""
     module, parent = importlib.import_module(f"ultraep.tools.cli.{name}"), typer.Typer()
-    parent.callback()(lambda: None)  # makes it a group, whose only command this is
+    parent.callback()(lambda: None)  # makes the parent a group with one command
     if hasattr(module, "app"):
         parent.add_typer(module.app, name=name)
     else:
@@ -49,7 +54,7 @@ def load_command(name: str) -> Any:
 
 
 class Commands(TyperGroup):
-    """All commands, with errors turned into one line and an exit code."""
+    """All commands; errors become one line and an exit code."""
 
     _summaries_suffice = False
 
@@ -68,43 +73,34 @@ class Commands(TyperGroup):
             self._summaries_suffice = False
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run a command line; a wrong one is one line instead of Typer's box."""
+        """Run a command line; print a usage error in one line instead of Typer's box."""
         if not extra.get("standalone_mode", True):
             return super().main(*args, **extra)
         try:
             code = super().main(*args, **extra | {"standalone_mode": False})
         except UsageError as error:
             if type(error).__name__ != "NoArgsIsHelpError":  # that one has printed the help
-                complain(_in_one_line(error))
+                message = error.format_message().strip().rstrip(".")
+                where = error.ctx.command_path if error.ctx is not None else "ultraep"
+                print_error(f"{message[:1].lower()}{message[1:]} (see {where} --help)")
             code = 2
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
+        """Run a command; print a user error in one line."""
         try:
             return super().invoke(ctx)
         except UltraEPError as error:
-            complain(error)
+            print_error(error)
             raise typer.Exit(2) from None
         except MemoryError as error:
-            complain(f"out of memory: {error}".rstrip(": "))
+            print_error(f"out of memory: {error}".rstrip(": "))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            complain("interrupted")
+            print_error("interrupted")
             raise typer.Exit(130) from None
 
 
-def _in_one_line(error: Any) -> str:
-    message = error.format_message().strip().rstrip(".")
-    where = error.ctx.command_path if error.ctx is not None else "ultraep"
-    return f"{message[:1].lower()}{message[1:]} (see {where} --help)"
-
-
-EPILOG = (
-    "New here? Start with: ultraep demo\n\n"
-    "Exit codes: 0, done; 1, a check failed (trace replay); 2, a wrong option, setting or file, "
-    "with one line on stderr; 130, interrupted; 141, the reader of a pipe closed it.\n\n"
-    "Environment: ULTRAEP_TRACE=FOLDER records the runs of all balancers."
-)
 app = typer.Typer(
     name="ultraep",
     cls=Commands,
@@ -112,13 +108,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog=EPILOG,
 )
-
 for _name, _summary in SUMMARIES.items():
     app.command(_name, help=_summary)(lambda: None)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"ultraep {__version__}")
         raise typer.Exit
 

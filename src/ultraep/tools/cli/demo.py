@@ -1,14 +1,20 @@
-"""`ultraep demo`: train, serve and measure a small MoE model on this machine, with and without
-balancing.
+"""`ultraep demo`: train, serve and measure a small MoE model, with and without balancing.
+
+OUT/
+|-- result.json                a `DemoResult`
+|-- none/trace, ultraep/trace  the training under each policy, for `ultraep.read_trace`
+|-- report.html
+`-- .ultraep-demo              marker: lists these files, and is locked while a demo runs
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,90 +23,92 @@ from rich.table import Table
 from rich.text import Text
 
 from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.policies import get_policy, policy_names
 from ultraep.tools.cli import render
-from ultraep.tools.cli.tables import grid_of
-from ultraep.tools.cli.terminal import Grid, make_console
-from ultraep.tools.demo.result import DemoResult, Event, Note, Progress, trace_folder
-from ultraep.tools.demo.sizes import (
-    Job,
-    Machine,
-    choose,
-    core_speed,
-    expected_seconds,
-    this_machine,
+from ultraep.tools.cli.options import option, split_names
+from ultraep.tools.cli.terminal import Grid, make_console, make_grid, print_facts, print_notes
+from ultraep.tools.demo.result import (
+    REPORT_FILE,
+    RESULT_FILE,
+    TRACE,
+    DemoResult,
+    Event,
+    Note,
+    Progress,
+    trace_folder,
 )
-from ultraep.tools.launch.processes import RankPlace
+from ultraep.tools.demo.sizes import Job, Machine, choose, this_machine
+from ultraep.tools.launch.processes import RankPlace, run_ranks, stop_on_sigterm
+from ultraep.tools.outputs import OutputDir
+from ultraep.tools.report.words import counted
 
 EXAMPLE = (
     "Example: ultraep demo --quick\n\n"
     "Example: torchrun --nproc-per-node 8 -m ultraep demo --out demo"
 )
 DEVICES = ("cpu", "cuda")
-LINES = 8  # of a phase, where there is no terminal
+LINES = 8  # per phase, without a terminal
 HISTORY = 30  # steps in a sparkline
-LESS, MORE = 0.8, 1.4  # of the estimated time
 PHASES = {
     "training": "1 training",
-    "prefill": "2 answering requests",
+    "prefill": "2 serving requests",
     "layers": "3 measuring layers",
 }
 
 
 def command(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Run a smaller demo, under a minute.")
-    ] = False,
+    quick: Annotated[bool, option("Run a smaller demo, 1 to 2 minutes.", flag="--quick")] = False,
     steps: Annotated[
-        int | None,
-        typer.Option(help="Steps of the training.", show_default="100, or as time allows"),
+        int | None, option("Training steps.", "100 (--quick: 30), fewer on a slow machine")
     ] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option(help="Processes of the expert-parallel group.", show_default="by cores"),
+        int | None, option("Processes in the expert-parallel group.", "by cores, 2 to 8")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda with a GPU for every rank.")] = "cpu",
+    device: Annotated[
+        str, option("cpu, or cuda with one GPU per rank.", metavar="cpu|cuda")
+    ] = "cpu",
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Output directory for result, traces and report.")
+        Path, option("Output directory for result, traces and report.", metavar="DIR")
     ] = Path("ultraep-demo"),
-    seed: Annotated[int, typer.Option(help="Seed of weights, texts and requests.")] = 0,
+    seed: Annotated[int, option("Seed of weights, texts and requests.")] = 0,
     policy: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Policies to compare, in this order.")
+        str,
+        option(
+            "Policies to compare; the first is the baseline. They must fit the spare slots, which "
+            "eplb and lplb do not.",
+            metavar="NAME,...",
+        ),
     ] = "none,ultraep",
-    no_report: Annotated[
-        bool, typer.Option("--no-report", help="Do not write report.html.")
-    ] = False,
+    no_report: Annotated[bool, option("Do not write report.html.", flag="--no-report")] = False,
 ) -> None:
-    """Train a small MoE model here, answer requests with it, and measure its layers.
+    """Train a small MoE model, serve requests with it, and measure its layers.
 
-    The text is Python's own library, the ranks are real processes. All printed numbers are
-    measured in this run. Under torchrun, the demo runs on its ranks instead.
+    The text is Python's own library, the ranks are processes on this machine, and every printed
+    number is measured in this run. Under torchrun, the demo uses torchrun's ranks.
     """
-    from ultraep.tools.demo.run import prepare, run
-
     if seed < 0:
         raise ConfigError(f"--seed must not be negative, got {seed}")
-    place, names = RankPlace.of_torchrun(), tuple(name.strip() for name in policy.split(","))
+    place, policies = RankPlace.of_torchrun(), tuple(split_names(policy, "--policy"))
     if place is not None and ranks not in (None, place.size):
-        raise ConfigError(f"--ranks {ranks}, but torchrun has started {place.size}")
+        raise ConfigError(f"--ranks is {ranks}, but torchrun started {place.size} ranks")
     sizes, notes = choose(
         _machine(device),
         quick=quick,
         ranks=place.size if place else ranks,
         steps=steps,
         device=device,
-        policies=len(names),
+        policies=len(policies),
     )
-    job = Job(sizes, names, str(out), seed, device, tuple(notes))
+    job = Job(sizes, policies, str(out), seed, device, tuple(notes))
     console = make_console()
     console.quiet = place is not None and place.rank > 0
-    with prepare(job, place) as claim:
+    with prepare(job, place) as output_dir:
         _introduce(console, job)
-        display = Display(console, names)
         try:
-            with display:
-                result = run(job, display.show, place, claim)
+            with Display(console, policies) as display:
+                result = run(job, display.show, place, output_dir)
         except KeyboardInterrupt:
-            console.print(f"interrupted; what was recorded so far is in {out}")
+            console.print(f"interrupted; the traces so far are in {out}")
             raise
         _conclude(console, result)
         if not console.quiet:
@@ -109,7 +117,7 @@ def command(
 
 def _machine(device: str) -> Machine:
     if device not in DEVICES:
-        raise ConfigError(f"--device is one of {', '.join(DEVICES)}, got {device!r}")
+        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
     machine = this_machine()
     if device == "cpu":
         return machine
@@ -118,49 +126,71 @@ def _machine(device: str) -> Machine:
     return Machine(machine.cores, machine.memory, gpus())
 
 
-# -- before --------------------------------------------------------------------------------------
+def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[OutputDir | None]:
+    """Check the policies and claim the output directory; under torchrun, rank 0 claims it."""
+    for name in job.policies:
+        if not get_policy(name).within_limits:
+            runnable = [other for other in policy_names() if get_policy(other).within_limits]
+            raise ConfigError(
+                f"policy {name!r} exceeds the spare slots or moves experts, so it cannot run; use "
+                f"{', '.join(runnable)} (the report compares other policies on the same loads)"
+            )
+    if place is not None and place.rank:
+        return nullcontext()
+    traces = [f"{policy}/{TRACE}" for policy in job.policies]
+    return OutputDir(job.out, work="demo", files=(RESULT_FILE, REPORT_FILE), traces=traces)
+
+
+def run(
+    job: Job,
+    report: Callable[[Event], None],
+    place: RankPlace | None = None,
+    output_dir: OutputDir | None = None,
+) -> DemoResult:
+    """Run the job on processes of this machine, or as one rank of torchrun.
+
+    report: called with every event. On interruption all processes end; the traces stay readable.
+    """
+    if place is None:
+        keep = [] if output_dir is None else [output_dir.lock]
+        work = "ultraep.tools.demo.ranks:work"
+        result: DemoResult = run_ranks(work, job, job.sizes.ranks, report, keep)
+        return result
+    from ultraep.tools.demo.ranks import work as work_as_rank  # imports torch
+
+    stop_on_sigterm()
+    return work_as_rank(place, job, report)
 
 
 def _introduce(console: Console, job: Job) -> None:
-    sizes, cores = job.sizes, this_machine().cores
-    ranks = f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}"
-    where = "a GPU" if job.device == "cuda" else "one thread"
-    slots = f"{sizes.slots} spare slot{'s' * (sizes.slots > 1)}"
-    lines = {
-        "demo": "train a small language model under every policy, answer requests with it, measure "
-        "its MoE layers beside even routing, write a report",
-        "ranks": f"{ranks}, {where} and {slots} each; this machine has {cores} "
-        f"core{'s' * (cores > 1)}",
+    sizes = job.sizes
+    unit = "a GPU" if job.device == "cuda" else "one thread"
+    time = "depends on --steps"
+    if sizes.seconds is not None:  # training takes about half of the time
+        low, high = max(1, round(2 * sizes.seconds / 60)), math.ceil(4 * sizes.seconds / 60)
+        time = f"about {low} to {high} minutes"
+    facts = {
+        "demo": "train a small language model under every policy, serve requests with it, measure "
+        "its MoE layers, write a report",
+        "ranks": f"{counted(sizes.ranks, 'rank')} with {unit} and "
+        f"{counted(sizes.slots, 'spare slot')} each; {counted(this_machine().cores, 'core')} here",
         "model": f"bytes as tokens, {sizes.layers} MoE layers of {sizes.experts} experts, "
         f"{sizes.top_k} per token, width {sizes.hidden}, {sizes.dtype}",
         "text": "Python's own library: code, then prose, then tables; "
         f"{sizes.tokens} tokens per rank and step, {sizes.steps} steps",
         "policies": f"{', '.join(job.policies)}, in turns, with the same seeds and the same text",
-        "time": _how_long(job, cores),
+        "time": f"{time}, longer if other programs use the cores",
     }
-    for name, words in lines.items():
-        console.print(Text(f"{name:<10}{words}"), soft_wrap=True)
-    for words in job.notes:
-        console.print(f"note: {words}", soft_wrap=True)
+    print_facts(console, facts)
+    print_notes(console, job.notes)
     console.print()
 
 
-def _how_long(job: Job, cores: int) -> str:
-    """An estimate for this machine, as wide as it is uncertain."""
-    if job.device != "cpu":
-        return "some minutes"
-    speed = core_speed(job.sizes.dtype)
-    seconds = expected_seconds(job.sizes, len(job.policies), cores, speed)
-    low, high = LESS * seconds / 60, MORE * seconds / 60
-    span = f"{max(1, int(low))} to {math.ceil(high)} minutes"
-    return f"{span if high > 1 else 'under a minute'} on idle cores; other programs make it longer"
-
-
-# -- while it runs -------------------------------------------------------------------------------
+# -- progress ------------------------------------------------------------------------------------
 
 
 class Display:
-    """Progress: a picture that changes on a terminal, else a line now and then."""
+    """A live picture on a terminal, else a line from time to time."""
 
     def __init__(self, console: Console, policies: tuple[str, ...]) -> None:
         self.console = console
@@ -178,22 +208,17 @@ class Display:
     def show(self, event: Event) -> None:
         """Print or draw an event of rank 0."""
         if isinstance(event, Note):
-            self.console.print(f"note: {event.words}")
+            print_notes(self.console, [event.text])
             return
         if event.policy:
             self.past[event.policy].append(event)
         if self.console.is_terminal:
             self.live.update(self.picture(event), refresh=True)
-        else:
-            self.line(event)
-
-    def line(self, now: Progress) -> None:
-        every = -(-now.of // LINES)
-        if now.done % every == 0 or now.done in (1, now.of):
-            where = f"{PHASES[now.phase]:<21} {now.done:>4}/{now.of:<4}"
-            self.console.print(f"{where} {now.policy:<8} {_summary(now)}", soft_wrap=True)
+        elif event.done % -(-event.of // LINES) == 0 or event.done in (1, event.of):
+            self.console.print(_line(event), soft_wrap=True)
 
     def picture(self, now: Progress) -> Group:
+        """Draw the phase, and the current numbers of every policy."""
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(PHASES[now.phase], "bold"),
@@ -204,16 +229,28 @@ class Display:
         grid = Grid(box=box.SIMPLE_HEAD, show_edge=False)
         for name in ("policy", "loss", "tokens/s", "imbalance", "before", "after"):
             grid.add_column(name, justify="right" if name in ("loss", "tokens/s") else "left")
-        lines = {policy: past for policy, past in self.past.items() if past}
-        high = max([1.1, *(p.before or 1.0 for past in lines.values() for p in past[-HISTORY:])])
-        for policy, past in lines.items():
-            grid.add_row(policy, *_cells(past, high, render.glyphs_for(self.console)))
+        recent = {policy: past[-HISTORY:] for policy, past in self.past.items() if past}
+        high = max([1.1, *(event.before or 1.0 for past in recent.values() for event in past)])
+        glyphs = render.glyphs_for(self.console)
+        for policy, past in recent.items():
+            last = past[-1]
+            phase = [event for event in past if event.phase == last.phase]
+            before = render.sparkline([event.before for event in phase], high, glyphs)
+            after = render.sparkline([event.after for event in phase], high, glyphs)
+            grid.add_row(
+                policy,
+                "" if last.loss is None else f"{last.loss:.3f}",
+                f"{last.tokens_per_second:,.0f}",
+                f"{last.before:.3f} -> {last.after:.3f}",
+                Text(before, render.OVERFULL),
+                Text(after, render.CALM),
+            )
         return Group(head, grid)
 
 
-def _summary(now: Progress) -> str:
+def _line(now: Progress) -> str:
     parts = [
-        f"{now.subject:<6}",
+        f"{PHASES[now.phase]:<21} {now.done:>4}/{now.of:<4} {now.policy:<8} {now.subject:<6}",
         "" if now.loss is None else f"loss {now.loss:.3f}",
         "" if now.tokens_per_second is None else f"{now.tokens_per_second:>7,.0f} tokens/s",
         "" if now.after is None else f"imbalance {now.before:.3f} -> {now.after:.3f}",
@@ -221,52 +258,34 @@ def _summary(now: Progress) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _cells(past: list[Progress], high: float, glyphs: render.Glyphs) -> list[str | Text]:
-    now = past[-1]
-    same = [p for p in past if p.phase == now.phase][-HISTORY:]
-
-    def chart(values: list[float | None], style: str) -> Text:
-        known = [value for value in values if value is not None]
-        return Text(render.sparkline(known, low=1.0, high=high, glyphs=glyphs), style)
-
-    return [
-        "" if now.loss is None else f"{now.loss:.3f}",
-        f"{now.tokens_per_second:,.0f}",
-        f"{now.before:.3f} -> {now.after:.3f}",
-        chart([p.before for p in same], render.OVERFULL),
-        chart([p.after for p in same], render.CALM),
-    ]
-
-
-# -- afterwards ----------------------------------------------------------------------------------
+# -- result --------------------------------------------------------------------------------------
 
 
 def _conclude(console: Console, result: DemoResult) -> None:
-    sizes, last = result.sizes, result.policies[-1]
+    last = result.policies[-1]
     title = (
-        f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {result.steps} steps, "
+        f"{counted(result.sizes.ranks, 'rank')}, {result.steps} steps, "
         f"{result.parameters / 1e6:.1f} M parameters, {result.requests} requests"
     )
     console.print()
-    console.print(grid_of(title, *result.table()))
+    console.print(make_grid(*result.table(), title))
     console.print(f"\n{result.headline}.", style="bold", soft_wrap=True)
     console.print(
         f"Imbalance {last.imbalance_before:.2f} -> {last.imbalance_after:.3f}, "
-        f"{last.layer_share:.0%} of the speed of even routing; losses differ by at most "
+        f"{last.layer_share:.0%} of the speed of forced balance; losses differ by at most "
         f"{result.loss_difference:.0e}. Measured in {result.wall_seconds:.0f} s.\n"
     )
 
 
 def _save(console: Console, result: DemoResult, out: Path, *, report: bool) -> None:
-    """Save after printing, so that a full disk costs nothing."""
-    for policy in result.policies:
-        console.print(f"trace    {trace_folder(out, policy.policy)}", soft_wrap=True)
-    console.print(f"result   {result.save(out)}", soft_wrap=True)
-    if not report:
-        return
-    from ultraep.tools.demo.report import write_report
+    """Save after printing, so that a full disk loses no output."""
+    for row in result.policies:
+        print_facts(console, {"trace": str(trace_folder(out, row.policy))})
+    print_facts(console, {"result": str(result.save(out))})
+    if report:
+        from ultraep.tools.demo.report import write_report
 
-    try:
-        console.print(f"report   {write_report(out)}", soft_wrap=True)
-    except BackendUnavailable as missing:
-        console.print(f"note: {missing}", soft_wrap=True)
+        try:
+            print_facts(console, {"report": str(write_report(out, result))})
+        except BackendUnavailable as missing:
+            print_notes(console, [str(missing)])

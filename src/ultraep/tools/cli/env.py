@@ -1,4 +1,4 @@
-"""`ultraep env`: what is installed here, to paste into a bug report."""
+"""`ultraep env`: versions, devices, backends and policies, to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ import json
 import os
 import platform
 from itertools import combinations
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich import box
 
 from ultraep import __version__
 from ultraep.backends import BACKENDS, BackendInfo
 from ultraep.policies import policy_names
+from ultraep.tools.cli.options import AsJson
 from ultraep.tools.cli.terminal import Grid, make_console
+from ultraep.tools.report.words import counted
 
 EXAMPLE = "Example: ultraep env --json > env.json"
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 PACKAGES = ("numpy", "numba", "torch", "triton")
 
 
-def command(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object instead of a table.")
-    ] = False,
-) -> None:
-    """Show versions, devices, backends and policies: what a bug report should say."""
+def command(as_json: AsJson = False) -> None:
+    """Show versions, devices, backends and policies for a bug report."""
     facts = collect()
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -36,7 +33,7 @@ def command(
 
 
 def collect() -> dict[str, Any]:
-    """All facts, as they are printed by `--json`."""
+    """Return the facts that `--json` prints."""
     torch = _torch()
     return {
         "ultraep": __version__,
@@ -53,9 +50,9 @@ def collect() -> dict[str, Any]:
 
 
 def _chosen(device: str) -> str:
-    """The backend for tensors of a device, without a word in the log about the others."""
-    fitting = (info for info in BACKENDS if info.device in (device, "cpu"))
-    return next(info.name for info in fitting if info.available)
+    """Return the backend for tensors on a device; unlike `select`, log nothing."""
+    candidates = (info for info in BACKENDS if info.device in (device, "cpu"))
+    return next(info.name for info in candidates if info.available)
 
 
 def _version(package: str) -> str | None:
@@ -66,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def _torch() -> dict[str, Any]:
-    """What torch says of its devices; a torch that does not load is a fact too."""
+    """Return torch's devices, or the error of importing torch."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -82,7 +79,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _plane_of_gpus(facts: dict[str, Any]) -> str:
-    """The data plane of a group of all GPUs here, and why; groups on several hosts find out."""
+    """Return the data plane of a group of all GPUs of this machine, and the reason."""
     if not facts.get("available"):
         return "messages: torch sees no GPU"
     for info in BACKENDS:
@@ -91,10 +88,10 @@ def _plane_of_gpus(facts: dict[str, Any]) -> str:
     import torch
 
     count = torch.cuda.device_count()
-    for one, other in combinations(range(count), 2):
-        if not torch.cuda.can_device_access_peer(one, other):
-            return f"messages: GPUs {one} and {other} do not map each other's memory"
-    return f"mapped: {count} GPU{'s' * (count > 1)} here, all of which map each other's memory"
+    for first, second in combinations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(first, second):
+            return f"messages: GPUs {first} and {second} cannot map each other's memory"
+    return f"mapped: {counted(count, 'GPU')} can map each other's memory"
 
 
 def _table(facts: dict[str, Any]) -> Grid:
@@ -117,10 +114,10 @@ def _table(facts: dict[str, Any]) -> Grid:
 def _devices(torch: dict[str, Any]) -> str:
     if "error" in torch:
         return f"unknown, torch cannot be imported: {torch['error']}"
-    kind = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['rocm']}"
     if not torch["cuda"] and not torch["rocm"]:
         return "CPU only: torch was built without CUDA and ROCm"
-    return f"{kind}: {', '.join(torch['devices']) or 'no device found'}"
+    platform = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['rocm']}"
+    return f"{platform}: {', '.join(torch['devices']) or 'no device found'}"
 
 
 def _backend(info: BackendInfo, chosen: dict[str, str]) -> str:

@@ -1,6 +1,6 @@
-"""Plans as tables and pictures for the terminal: functions of numbers that return renderables.
+"""Tables and bar charts of plans for the terminal.
 
-A skyline is a bar for every rank, in multiples of the mean load:
+A skyline has a bar for every rank, in multiples of the mean load:
 
     2x |   #
     1x | : #--
@@ -20,29 +20,30 @@ from rich.text import Text
 
 from ultraep.arrays import IntArray
 from ultraep.plan import Plan
-from ultraep.tools.cli.terminal import Grid, make_grid
+from ultraep.tools.cli.terminal import FAINT, Grid, make_grid
+from ultraep.tools.report.words import counted
 
-HEIGHT = 8  # rows of a skyline, roughly: the mean is to lie on the edge of a row
+HEIGHT = 8  # approximate rows of a skyline; the mean must lie on the edge of a row
 MARGIN = 7  # columns left of the bars
-CALM, OVERFULL, FAINT = "cyan", "bold red", "dim"
+CALM, OVERFULL = "cyan", "bold red"
 
 
 class Outcome(NamedTuple):
-    """One microbatch, planned; `label` is the name of its line in the table."""
+    """The plan of one microbatch; `label` names its policy in the table."""
 
     label: str
     microbatch: int
     plan: Plan
     plan_us: float
-    without_past: bool  # the policy places by past loads, had none, and saw the load itself
+    without_past: bool  # the policy plans from past loads, had none, and used the loads themselves
 
 
 class Glyphs(NamedTuple):
-    """What bars are drawn with."""
+    """Characters of bars and axes."""
 
     ramp: str  # from an empty cell to a full one
     spark: str  # from low to high, in one row
-    mean: str  # the mean, in an empty cell right below it
+    mean: str  # in an empty cell right below the mean
     side: str
     mark: str
     corner: str
@@ -55,11 +56,16 @@ ASCII = Glyphs(" .:#", "_.-=*#", "-", "|", "+", "+", "-", "+")
 
 
 def glyphs_for(console: Console) -> Glyphs:
-    """Blocks where the encoding of the terminal has them."""
+    """Return block characters if the terminal's encoding has them."""
     return ASCII if console.options.ascii_only else BLOCKS
 
 
 # -- table ---------------------------------------------------------------------------------------
+
+HEADERS = (
+    *("policy", "imbalance\nbefore", "imbalance\nafter", "lower\nbound", "\nreplicas"),
+    *("max\nfan-out", "max\ningress", "remote\nrows", "plan\nus"),
+)
 
 
 def by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
@@ -71,54 +77,31 @@ def by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def table(outcomes: Sequence[Outcome]) -> Grid:
-    """Return a line for every policy, with means and worst values of several microbatches."""
-    groups = by_label(outcomes).values()
-    several = any(len(group) > 1 for group in groups)
-    rows = [_cells(group, several=several) for group in groups]
-    grid = make_grid(*rows[0], padding=(0, 0, 0, 0 if several else 1))
-    for cells in rows:
-        grid.add_row(*cells.values())
-    return grid
+    """Return a line for every policy, with means over all microbatches."""
+    return make_grid(HEADERS, map(_cells, by_label(outcomes).values()), padding=0)
 
 
-def _cells(outcomes: Sequence[Outcome], *, several: bool) -> dict[str, str]:
-    """Return the cells of one policy by header."""
+def _cells(outcomes: Sequence[Outcome]) -> list[str]:
     plans = [outcome.plan for outcome in outcomes]
     mark = "" if all(plan.within_limits for plan in plans) else "*"
-    before = [plan.initial_imbalance for plan in plans]
-    after = [plan.imbalance for plan in plans]
-    bound = f"{fmean(plan.lower_bound for plan in plans):.3f}"
-    copies = fmean(plan.num_replicas for plan in plans)
-    fanout = str(max(plan.max_fanout for plan in plans))
-    ingress = str(max(plan.max_ingress for plan in plans))
-    remote = f"{fmean(plan.remote_tokens / max(plan.total, 1) for plan in plans):.1%}"
-    median_us = median(outcome.plan_us for outcome in outcomes)
-    plan_us = f"{median_us:.1f}" if median_us < 100 else f"{median_us:.0f}"
-    if not several:
-        return {
-            "policy": outcomes[0].label + mark,
-            "before": f"{before[0]:.3f}",
-            "after": f"{after[0]:.3f}",
-            "bound": bound,
-            "copies": f"{copies:.0f}",
-            "max\nfan-out": fanout,
-            "max\ningress": ingress,
-            "remote\ntokens": remote,
-            "planning\nus": plan_us,
-        }
-    return {
-        "policy": outcomes[0].label + mark,
-        "before\nmean": f"{fmean(before):.3f}",
-        "before\nworst": f"{max(before):.3f}",
-        "after\nmean": f"{fmean(after):.3f}",
-        "after\nworst": f"{max(after):.3f}",
-        "bound\nmean": bound,
-        "copies\nmean": f"{copies:.1f}",
-        "fan-out\nmax": fanout,
-        "ingress\nmax": ingress,
-        "remote\nmean": remote,
-        "plan us\nmedian": plan_us,
-    }
+    replicas = fmean(plan.num_replicas for plan in plans)
+    plan_us = median(outcome.plan_us for outcome in outcomes)
+    return [
+        outcomes[0].label + mark,
+        _mean_and_worst([plan.initial_imbalance for plan in plans]),
+        _mean_and_worst([plan.imbalance for plan in plans]),
+        f"{fmean(plan.lower_bound for plan in plans):.3f}",
+        f"{replicas:.0f}" if len(plans) == 1 else f"{replicas:.1f}",
+        str(max(plan.max_fanout for plan in plans)),
+        str(max(plan.max_ingress for plan in plans)),
+        f"{fmean(plan.remote_tokens / max(plan.total, 1) for plan in plans):.1%}",
+        f"{plan_us:.1f}" if plan_us < 100 else f"{plan_us:.0f}",
+    ]
+
+
+def _mean_and_worst(values: Sequence[float]) -> str:
+    worst = f" ({max(values):.2f})" if len(values) > 1 else ""
+    return f"{fmean(values):.3f}{worst}"
 
 
 # -- skyline -------------------------------------------------------------------------------------
@@ -128,10 +111,10 @@ class Scale(NamedTuple):
     """The y axis that the skylines of one microbatch share."""
 
     rows: int
-    rows_to_mean: float  # a whole number, or less than one if the mean is low in the first row
+    rows_to_mean: float  # a whole number, or less than one if the mean lies inside the first row
 
     def label(self, row: int) -> str:
-        """Return the multiple of the mean at the upper edge of a row, if it is a whole one."""
+        """Return the multiple of the mean at a row's upper edge, if it is an integer."""
         if self.rows_to_mean >= 1:
             multiple = (row + 1) / self.rows_to_mean
             return f"{multiple:.2f}x" if multiple.is_integer() else ""
@@ -149,16 +132,16 @@ def scale_for(highest: float) -> Scale:
 
 
 def _rows(highest: float, rows_to_mean: float) -> int:
-    """Return the rows that a bar reaches into, if it is drawn in eighths."""
+    """Return the number of rows of a bar that is drawn in eighths."""
     return math.ceil(round(8 * highest * rows_to_mean) / 8)
 
 
 def skyline(
     rank_loads: IntArray, scale: Scale, *, width: int, domain: int, glyphs: Glyphs = BLOCKS
 ) -> Text:
-    """Draw a bar for every rank, or for the fullest of neighbours where `width` is too small.
+    """Draw a bar for every rank, or for the busiest of several where `width` is too small.
 
-    The mean shows in the empty cells right below it; what stands above the mean is red.
+    Empty cells right below the mean mark it; the part of a bar above the mean is red.
     """
     ranks, mean = len(rank_loads), float(rank_loads.mean()) or 1.0
     group = group_of(ranks, width)
@@ -190,7 +173,7 @@ def skyline(
 
 
 def _level(rows_left: float, full: int, *, bottom: bool) -> int:
-    """Return how full a cell is; a load above zero always shows."""
+    """Return how full a cell is; a load above zero is always visible."""
     least = 1 if bottom and rows_left > 0 else 0
     return min(max(round(rows_left * full), least), full)
 
@@ -205,38 +188,37 @@ def _rank_labels(ranks: int, width: int) -> str:
 
 
 def group_of(ranks: int, width: int) -> int:
-    """Ranks that share a column."""
+    """Return the number of ranks that share a column."""
     return math.ceil(ranks / max(width, 1))
 
 
 def skylines(outcomes: Sequence[Outcome], console: Console) -> list[Text]:
-    """One microbatch before, and after every policy that copies anything, on one scale."""
+    """Draw a microbatch before, and after every policy that replicates anything, on one scale."""
     plan = outcomes[0].plan
-    idle = [outcome.label for outcome in outcomes if not outcome.plan.num_replicas]
-    drawn = [(", ".join(["before", *idle]), "", plan.initial_rank_loads)]
-    drawn += [
-        (outcome.label, f", {outcome.plan.num_replicas} copies", outcome.plan.rank_loads)
-        for outcome in outcomes
-        if outcome.plan.num_replicas
-    ]
+    unchanged = [outcome.label for outcome in outcomes if not outcome.plan.num_replicas]
+    drawn = [(", ".join(["before", *unchanged]), "", plan.initial_rank_loads)]
+    for outcome in outcomes:
+        if outcome.plan.num_replicas:
+            replicas = f", {counted(outcome.plan.num_replicas, 'replica')}"
+            drawn.append((outcome.label, replicas, outcome.plan.rank_loads))
     scale = scale_for(max(_over_mean(rank_loads) for _, _, rank_loads in drawn))
     options = {"width": console.width - MARGIN, "domain": plan.topology.domain_size}
     return [
         Text.assemble(
-            (label, "bold"), f"  fullest rank {_over_mean(rank_loads):.3f}x the mean{copies}\n"
+            (label, "bold"), f"  busiest rank {_over_mean(rank_loads):.3f}x the mean{replicas}\n"
         )
         + skyline(rank_loads, scale, **options, glyphs=glyphs_for(console))
-        for label, copies, rank_loads in drawn
+        for label, replicas, rank_loads in drawn
     ]
 
 
 def legend(plan: Plan, console: Console) -> Text:
-    """What the skylines do not say themselves."""
+    """Explain the axes of the skylines."""
     topology = plan.topology
-    parts = [f"1.00x is the mean, {plan.total / topology.ranks:,.0f} tokens per rank"]
+    parts = [f"1.00x is the mean, {plan.total / topology.ranks:,.0f} rows per rank"]
     group = group_of(topology.ranks, console.width - MARGIN)
     if group > 1:
-        parts.append(f"each column is the fullest of {group} neighbouring ranks")
+        parts.append(f"each column is the busiest of {group} neighbouring ranks")
     elif topology.num_domains > 1:
         parts.append(f"a tick for each domain of {topology.domain_size} ranks")
     return Text("; ".join(parts), FAINT)
@@ -250,11 +232,8 @@ def _over_mean(rank_loads: IntArray) -> float:
 # -- sparkline -----------------------------------------------------------------------------------
 
 
-def sparkline(values: Sequence[float], *, low: float, high: float, glyphs: Glyphs = BLOCKS) -> str:
-    """One character per value, from `low`, the lowest bar, to `high`, a full cell."""
-    levels = glyphs.spark
-    span = (high - low) or 1.0
-    return "".join(
-        levels[round(min(max((value - low) / span, 0.0), 1.0) * (len(levels) - 1))]
-        for value in values
-    )
+def sparkline(values: Sequence[float | None], high: float, glyphs: Glyphs = BLOCKS) -> str:
+    """Draw one character per imbalance, from 1 (lowest bar) to `high` (full cell)."""
+    top, span = len(glyphs.spark) - 1, (high - 1) or 1.0
+    heights = [(value - 1) / span for value in values if value is not None]
+    return "".join(glyphs.spark[round(min(max(height, 0.0), 1.0) * top)] for height in heights)

@@ -1,4 +1,4 @@
-"""The `Scenario` of a command's options, and its description."""
+"""The `Scenario` that a command's options describe, and its description."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any
 
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
-from ultraep.tools.cli.options import IMBALANCE, MOST_PROCESSES, ScenarioOptions
-from ultraep.tools.cli.terminal import count
+from ultraep.tools.cli.options import (
+    IMBALANCE,
+    MOST_PROCESSES,
+    ScenarioOptions,
+    refuse_options,
+    set_options,
+)
+from ultraep.tools.report.words import counted
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.scenario import Scenario
@@ -24,29 +30,29 @@ from ultraep.tools.sim.workload import (
     read_workload,
 )
 
-LITTLE_WORK = 1000  # layers times microbatches for which a second process costs more than it saves
-DRAWING = ("imbalance", "noise", "topic_length", "drift_length")
-TRAINING = ("sequence", "pipeline", "groups", "microbatches", "steps", "no_recompute")
-
-
-# -- the scenario --------------------------------------------------------------------------------
+LITTLE_WORK = 1000  # layers times microbatches below which one process is fastest
+SYNTHETIC = ("imbalance", "noise", "topic_length", "drift_length")
+TRAINING = ("sequence_length", "pipeline", "groups", "microbatches", "steps", "no_recompute")
 
 
 def make_scenario(options: ScenarioOptions, **balance: Any) -> Scenario:
-    """What the options say; what cannot work is refused before loads are fitted.
+    """Return the scenario; raise on wrong options before the loads are fitted.
 
-    balance: slots, tolerance and interval of the scenario, where the command asks for them.
+    balance: slots, tolerance and interval, if the command has these options.
     """
-    job, model = _job(options), load_model(options.model)
+    model = load_model(options.model)
     even = Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0, seed=options.seed)
+    objective = options.objective or ("time" if options.prefill is None else "balance")
+    if options.rates is not None and objective == "balance":
+        raise ConfigError("--rates have no effect on plans for balance; add --objective time")
     scenario = Scenario(
         cluster=load_cluster(options.cluster),
         model=model,
         workload=even,
-        job=job,
+        job=_job(options),
         ranks=options.ep,
         domain=options.domain,
-        objective=_objective(options),
+        objective=objective,
         prices=None if options.rates is None else Rates.from_text(options.rates),
         **balance,
     )
@@ -54,111 +60,83 @@ def make_scenario(options: ScenarioOptions, **balance: Any) -> Scenario:
 
 
 def _job(options: ScenarioOptions) -> Training | Serving:
-    given = _given(options, TRAINING)
-    if options.prefill is None:
-        recompute = not given.pop("no_recompute", False)
-        sizes = {"tokens": options.tokens, "sequence": options.tokens, **given}
-        return Training(recompute=recompute, **sizes)
-    _refuse(given, "--prefill serves requests", "training")
-    return Serving(
-        requests=load_requests(options.prefill), tokens=options.tokens, seed=options.seed
-    )
-
-
-def _objective(options: ScenarioOptions) -> str:
-    """What is asked for, or what the library does: engines for serving plan for balance."""
-    usual = "time" if options.prefill is None else "balance"
-    objective = usual if options.objective is None else options.objective
-    if options.rates is not None and objective == "balance":
-        raise ConfigError("--rates are what plans by time reckon with: --objective time")
-    return objective
+    if options.prefill is not None:
+        refuse_options(options, TRAINING, "--prefill simulates serving, not training")
+        requests = load_requests(options.prefill)
+        return Serving(requests=requests, tokens=options.tokens, seed=options.seed)
+    sizes = set_options(options, TRAINING)
+    sequence = sizes.pop("sequence_length", options.tokens)
+    recompute = not sizes.pop("no_recompute", False)
+    return Training(tokens=options.tokens, sequence=sequence, recompute=recompute, **sizes)
 
 
 def _workload(options: ScenarioOptions, scenario: Scenario) -> Workload:
-    """Recorded loads, or drawn ones with the imbalance that was asked for."""
-    given, model = _given(options, DRAWING), scenario.model
+    model = scenario.model
     if options.trace is not None:
-        _refuse(given, "--trace brings its own loads", "drawn loads")
+        refuse_options(options, SYNTHETIC, "--trace replaces synthetic loads")
         return read_workload(options.trace, experts=model.experts, top_k=model.top_k)
     noise = calibrated_noise(training=scenario.job.trains)
+    settings = {"noise": noise, **set_options(options, SYNTHETIC)}
     return fit_skew(
-        given.pop("imbalance", IMBALANCE),
+        settings.pop("imbalance", IMBALANCE),
         scenario.topology,
         model.top_k,
         model.expert_layers,
         seed=options.seed,
-        **{"noise": noise, **given},
+        **settings,
     )
-
-
-def _given(options: ScenarioOptions, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the named options that were given."""
-    values = {name: getattr(options, name) for name in names}
-    return {
-        name: value for name, value in values.items() if value is not None and value is not False
-    }
-
-
-def _refuse(given: dict[str, Any], why: str, kind: str) -> None:
-    """Raise if options of the other kind were given."""
-    names = [f"--{name.replace('_', '-')}" for name in given]
-    if names:
-        have = "has" if len(names) == 1 else "have"
-        raise ConfigError(f"{why}: {' and '.join(names)} {have} no meaning there, only for {kind}")
-
-
-# -- in words ------------------------------------------------------------------------------------
 
 
 def describe(scenario: Scenario, *, imbalance: float | None = None, slots: bool = True) -> str:
     """Return three lines: cluster and model, the job, the loads.
 
-    imbalance: as asked for, of drawn loads.
-    slots: whether to name the spare slots.
+    imbalance: of synthetic loads, if it was set.   slots: whether to name the spare slots.
     """
-    topology, workload = scenario.topology, scenario.workload
+    topology, workload, job = scenario.topology, scenario.workload, scenario.job
+    domains = "one fast-link domain"
+    if topology.num_domains > 1:
+        domains = f"fast-link domains of {topology.domain_size}"
     where = (
         f"{scenario.model.title} on {scenario.cluster.name}: "
-        f"{count(scenario.devices, 'device')}, EP{scenario.ranks} in "
-        + (
-            f"fast-link domains of {topology.domain_size}"
-            if topology.num_domains > 1
-            else "one fast-link domain"
-        )
-        + (f", {count(scenario.slots, 'spare slot')}" if slots else "")
+        f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}"
     )
-    loads = f"drawn loads of imbalance {imbalance or IMBALANCE:g} when nothing is balanced"
+    if slots:
+        where += f", {counted(scenario.slots, 'spare slot')}"
+    loads = f"synthetic loads of imbalance {imbalance or IMBALANCE:g} without balancing"
     if isinstance(workload, Recorded):
         windows, layers, _ = workload.loads.shape
-        loads = f"recorded loads: {count(windows, 'microbatch')} of {count(layers, 'layer')}"
+        loads = f"recorded loads: {counted(windows, 'microbatch')} of {counted(layers, 'layer')}"
     plans = "by time" if scenario.objective == "time" else "for balance"
-    return f"{where}\n{_describe_job(scenario.job)}\n{loads}; ultraep plans {plans}"
+    does = _describe_prefill(job) if isinstance(job, Serving) else _describe_training(job)
+    return f"{where}\n{does}\n{loads}; ultraep plans {plans}"
 
 
-def _describe_job(job: Training | Serving) -> str:
-    if isinstance(job, Serving):
-        requests = job.requests
-        return (
-            f"prefill of {requests.name}: prompts of {requests.mean_tokens:,.0f} tokens, chunks of "
-            f"{job.tokens:,}, first token after {requests.limit_s:g} s on average"
-        )
+def _describe_prefill(job: Serving) -> str:
+    requests = job.requests
+    return (
+        f"prefill of {requests.name}: prompts of {requests.mean_tokens:,.0f} tokens, chunks of "
+        f"{job.tokens:,}, mean time to first token at most {requests.limit_s:g} s"
+    )
+
+
+def _describe_training(job: Training) -> str:
     parts = [
         f"training: {job.tokens:,} tokens per rank and microbatch",
-        f"{count(job.steps, 'step')} of {count(job.microbatches, 'microbatch')}",
+        f"{counted(job.steps, 'step')} of {counted(job.microbatches, 'microbatch')}",
     ]
     if job.pipeline > 1:
-        parts.append(f"{job.pipeline} pipeline parts")
+        parts.append(f"{job.pipeline} pipeline stages")
     if job.groups > 1:
         parts.append(f"{job.groups} data-parallel groups")
     return ", ".join([*parts, "recompute" if job.recompute else "no recompute"])
 
 
-def processes_for(scenario: Scenario, asked: int | None) -> int:
-    """Return the processes asked for; else one for little work, or the cores."""
-    if asked is not None:
-        if asked < 1:
-            raise ConfigError(f"--processes must be at least 1, got {asked}")
-        return asked
+def processes_for(scenario: Scenario, processes: int | None) -> int:
+    """Return --processes, or one for little work, or one per core."""
+    if processes is not None:
+        if processes < 1:
+            raise ConfigError(f"--processes must be at least 1, got {processes}")
+        return processes
     if scenario.model.moe_layers * scenario.microbatches <= LITTLE_WORK:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

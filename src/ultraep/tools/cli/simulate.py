@@ -10,24 +10,30 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
-from typer import Option
 
 from ultraep.errors import ConfigError
 from ultraep.files.writing import check_targets
 from ultraep.policies import get_policy
 from ultraep.tools.cli import render
 from ultraep.tools.cli import scenario as scenarios
-from ultraep.tools.cli.lists import names_in
 from ultraep.tools.cli.options import (
+    AsJson,
     Force,
-    Interval,
     ScenarioOptions,
     Slots,
     Tolerance,
+    option,
+    split_names,
     with_options,
 )
-from ultraep.tools.cli.progress import progress
-from ultraep.tools.cli.terminal import Grid, make_console, make_grid, print_records
+from ultraep.tools.cli.terminal import (
+    FAINT,
+    Grid,
+    make_console,
+    make_grid,
+    print_records,
+    progress,
+)
 from ultraep.tools.sim.plots import Picture, check_plot, write_plot
 from ultraep.tools.sim.presets import presets
 from ultraep.tools.sim.run import Result
@@ -43,38 +49,17 @@ EXAMPLE = (
     "Example: ultraep simulate --trace routing.npz --plot out.html --timeline out.json"
 )
 NONE, IDEAL, OURS = "none", "ideal", "ultraep"
-WORTH_IT = 1.01  # gain over no balancing from which on balancing pays
+WORTH_IT = 1.01  # smallest gain over no balancing that pays
 GB = 1e9
-
-
-# -- options -------------------------------------------------------------------------------------
-
-Policies = Annotated[
-    str,
-    Option(
-        metavar="NAME,...",
-        help="Policies to compare; `ultraep env` lists them. ideal is forced balance. NAME=OTHER "
-        "prices a policy of unknown cost as another one: echo=ultraep.",
-    ),
-]
-AsJson = Annotated[bool, Option("--json", help="Print only a JSON list, one object per policy.")]
-Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the results: .png, .svg or .html.")]
-Timeline = Annotated[
-    Path | None,
-    Option(
-        metavar="FILE.json",
-        help="Write one microbatch, rank by rank, for ui.perfetto.dev or chrome://tracing.",
-    ),
-]
-TimelineLayers = Annotated[int, Option(help="Layers in the timeline, from the first one on.")]
-Presets = Annotated[
-    bool, Option("--presets", help="List clusters, models and sets of requests, and exit.")
-]
+RESULT_NUMBERS = (  # in JSON, besides the scenario
+    *("policy", "priced_as", "throughput", "unit", "tokens_per_second", "imbalance"),
+    *("worst_imbalance", "copies", "slots", "seconds", "stages", "out_of_memory"),
+)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The results of the policies asked for, of no balancing, and of forced balance."""
+    """The results of the selected policies, of no balancing, and of forced balance."""
 
     scenario: Scenario
     seed: int
@@ -83,37 +68,56 @@ class Answer:
     ideal: Result
 
     def share(self, result: Result) -> float:
-        """Throughput over that of forced balance."""
+        """Return the throughput relative to forced balance."""
         return result.throughput / self.ideal.throughput
 
     def gain(self, result: Result) -> float:
-        """Throughput over that without balancing."""
+        """Return the throughput relative to no balancing."""
         return result.throughput / self.none.throughput
 
 
 @with_options(ScenarioOptions)
 def command(
     options: ScenarioOptions,
-    policy: Policies = "none,eplb,lplb,quota,ultraep,ideal",
+    policy: Annotated[
+        str,
+        option(
+            "Policies to compare; `ultraep env` lists them. ideal is forced balance. NAME=OTHER "
+            "uses the costs of OTHER for a policy of unknown cost: echo=ultraep.",
+            metavar="NAME,...",
+        ),
+    ] = "none,eplb,lplb,quota,ultraep,ideal",
     slots: Slots = 1,
     tolerance: Tolerance = 0.01,
-    interval: Interval = 100,
+    interval: Annotated[
+        int, option("Microbatches between placements of policies that plan from past loads.")
+    ] = 100,
     as_json: AsJson = False,
-    plot: Plot = None,
-    timeline: Timeline = None,
-    timeline_layers: TimelineLayers = 4,
-    list_presets: Presets = False,
+    plot: Annotated[
+        Path | None, option("Draw the results: .png, .svg or .html.", metavar="FILE")
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        option(
+            "Write one microbatch, rank by rank, for ui.perfetto.dev or chrome://tracing.",
+            metavar="FILE",
+        ),
+    ] = None,
+    timeline_layers: Annotated[int, option("Layers in the timeline, from the first.")] = 4,
+    list_presets: Annotated[
+        bool, option("List clusters, models and request sets, and exit.", flag="--presets")
+    ] = False,
     force: Force = False,
 ) -> None:
     """Simulate training or prefill on a cluster: would balancing pay there?
 
-    The policies plan exactly as they would at run time; seconds come from data sheets, measured
-    points and few calibrated constants.
+    The policies make the same plans as at run time. Times come from data sheets, measurements and a
+    few calibrated constants.
     """
     if list_presets:
         print_presets(make_console())
         return
-    names = [Contender.of(name).label for name in names_in(policy, "--policy")]
+    names = [Contender.of(name).label for name in split_names(policy, "--policy")]
     if timeline_layers < 1:
         raise ConfigError(f"--timeline-layers must be at least 1, got {timeline_layers}")
     if plot:
@@ -136,13 +140,14 @@ def run(scenario: Scenario, names: list[str], *, seed: int, processes: int | Non
     """Simulate the named policies, no balancing, and forced balance."""
     every = list(dict.fromkeys([*names, NONE, IDEAL]))
     workers = scenarios.processes_for(scenario, processes)
-    with progress("simulating layers", lines=False) as tell:
-        results = run_simulation(scenario, every, processes=workers, report=tell)
+    with progress("simulating layers", lines=False) as report_layer:
+        results = run_simulation(scenario, every, processes=workers, report=report_layer)
     by_name = {result.label: result for result in results}
     none, ideal = by_name[NONE], by_name[IDEAL]
     if not min(none.throughput, ideal.throughput):
         raise ConfigError(
-            "no rate of requests, however low, keeps the limit of the mean time to the first token"
+            "no request rate keeps the mean time to first token below the limit of the requests; "
+            "raise their limit_s or use more ranks"
         )
     return Answer(scenario, seed, [by_name[name] for name in names], none, ideal)
 
@@ -150,7 +155,7 @@ def run(scenario: Scenario, names: list[str], *, seed: int, processes: int | Non
 def _write(
     answer: Answer, heading: str, plot: Path | None, timeline: Path | None, layers: int
 ) -> Iterator[str]:
-    """Write the files that were asked for, and yield a line for each."""
+    """Write picture and timeline, and yield a line for each."""
     scenario = answer.scenario
     if plot:
         first = scenario.model.dense_layers
@@ -172,21 +177,10 @@ def _record(answer: Answer, result: Result) -> dict[str, Any]:
     scenario, memory = answer.scenario, result.memory
     parts = asdict(memory) | {"total": memory.total}
     return {
-        "policy": result.policy,
-        "priced_as": result.priced_as,
-        "throughput": result.throughput,
-        "unit": result.unit,
+        **{name: getattr(result, name) for name in RESULT_NUMBERS},
         "share_of_ideal": answer.share(result),
         "gain_over_none": answer.gain(result),
-        "tokens_per_second": result.tokens_per_second,
-        "imbalance": result.imbalance,
-        "worst_imbalance": result.worst_imbalance,
-        "copies": result.copies,
-        "slots": result.slots,
-        "seconds": result.seconds,
-        "stages": result.stages,
         "memory_gb": {name: size / GB for name, size in parts.items()},
-        "out_of_memory": result.out_of_memory,
         "imbalance_by_layer": result.imbalance_by_layer.tolist(),
         "cluster": scenario.cluster.name,
         "model": scenario.model.name,
@@ -199,39 +193,36 @@ def _record(answer: Answer, result: Result) -> dict[str, Any]:
     }
 
 
-# -- showing -------------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------
 
 
 def report(answer: Answer, heading: str, console: Console) -> None:
-    """What every policy brings, where its time goes, and what that means."""
+    """Print throughput and memory of every policy, its time by stage, and a verdict."""
     console.print(heading + "\n")
     console.print(_table(answer))
     for note in _notes(answer):
-        console.print(Text(note, render.FAINT))
+        console.print(Text(note, FAINT))
     training = answer.scenario.job.trains
     passes = ", forward and backward" if training else ""
-    console.print(f"\nMilliseconds of a microbatch through all layers{passes}:\n")
+    console.print(f"\nMilliseconds per microbatch through all layers{passes}:\n")
     console.print(_stage_table(answer))
-    named = "replicate, reroute, weights again, reduce" if training else "replicate, reroute"
-    console.print(Text(f"{named}: the part that nothing else hides\n", render.FAINT))
+    stages = "replicate, reroute, weights again, reduce" if training else "replicate, reroute"
+    console.print(Text(f"{stages}: only the time that does not overlap other work\n", FAINT))
     console.print(verdict(answer))
-    console.print(Text("How far to trust these figures: docs/simulator.md", render.FAINT))
+    console.print(Text("How accurate these numbers are: docs/simulator.md", FAINT))
 
 
 def _table(answer: Answer) -> Grid:
     short = any(result.out_of_memory for result in answer.results)
     grid = make_grid(
-        "policy",
-        answer.results[0].unit.replace(" per ", "\nper "),
-        "of\nideal",
-        "over\nnone",
-        "imbalance\nmean (worst)",
-        "copies\nper layer",
-        "fullest\ndevice GB",
-        *(["out of\nmemory"] if short else []),
+        [
+            *("policy", answer.results[0].unit.replace(" per ", "\nper "), "of\nideal"),
+            *("over\nnone", "imbalance\nmean (worst)", "replicas\nper layer"),
+            *("fullest\ndevice GB", *(["out of\nmemory"] if short else [])),
+        ]
     )
     for result in answer.results:
-        mark = "!" if result.out_of_memory else " "
+        mark = "!" if result.out_of_memory else ""
         grid.add_row(
             result.label,
             f"{result.throughput:,.1f}",
@@ -239,7 +230,7 @@ def _table(answer: Answer) -> Grid:
             f"{answer.gain(result):.2f}x",
             f"{result.imbalance:.3f} ({result.worst_imbalance:.2f})",
             f"{result.copies:.1f}",
-            f"{result.memory.total / GB:.1f}{mark if short else ''}",
+            f"{mark}{result.memory.total / GB:.1f}",
             *([f"{result.out_of_memory:.0%}"] if short else []),
             style="bold" if result.policy == OURS else None,
         )
@@ -247,24 +238,24 @@ def _table(answer: Answer) -> Grid:
 
 
 def _notes(answer: Answer) -> Iterator[str]:
-    yield "imbalance: fullest over mean rank; ideal: forced balance, all experts the same"
+    yield "imbalance: busiest over mean rank; ideal: forced balance, all experts equally loaded"
     if any(result.out_of_memory for result in answer.results):
         memory = answer.scenario.cluster.memory_gb
-        yield f"! a device has {memory:g} GB; out of memory: share of the microbatches"
+        yield f"! more than the {memory:g} GB of a device; out of memory: share of microbatches"
     if any(get_policy(result.policy).needs_history for result in answer.results):
-        yield "eplb, lplb and flashlb also move experts; one that moved counts as a copy"
+        yield "eplb, lplb and flashlb also move experts; a moved expert counts as a replica"
 
 
 def _stage_table(answer: Answer) -> Grid:
-    """A line for every stage that takes any time, a column for every policy."""
+    """Return a line for every stage that takes time, and a column for every policy."""
     results = answer.results
-    grid = make_grid("stage", *(result.label for result in results))
+    grid = make_grid(["stage", *(result.label for result in results)])
     for name in results[0].stages:
         seconds = [result.stages[name] for result in results]
         if any(seconds):
             grid.add_row(name, *(f"{1e3 * value:,.1f}" if value else "-" for value in seconds))
     grid.add_section()
-    grid.add_row("in all", *(f"{1e3 * result.seconds:,.1f}" for result in results))
+    grid.add_row("total", *(f"{1e3 * result.seconds:,.1f}" for result in results))
     return grid
 
 
@@ -273,21 +264,21 @@ def verdict(answer: Answer) -> str:
     rivals = [result for result in answer.results if result.policy not in (NONE, IDEAL)]
     if not rivals:
         most = answer.gain(answer.ideal)
-        return f"Balancing can bring at most {most:.2f}x over no balancing here."
+        return f"Balancing can reach at most {most:.2f}x the throughput of no balancing here."
     best = max(rivals, key=answer.gain)
     ours = next((result for result in rivals if result.policy == OURS), best)
     gain = answer.gain(ours)
-    words = "would bring" if gain >= WORTH_IT else "would not pay here:"
+    reaches = "reaches" if gain >= WORTH_IT else "does not pay here:"
     sentence = (
-        f"{ours.label} {words} {gain:.2f}x over no balancing, "
+        f"{ours.label} {reaches} {gain:.2f}x the throughput of no balancing, "
         f"{answer.share(ours):.0%} of forced balance"
     )
     if answer.gain(best) > max(gain, WORTH_IT) * WORTH_IT:
         sentence += f"; {best.label} {answer.gain(best):.2f}x"
     if ours.out_of_memory:
-        sentence += ", but its fullest device would run out of memory"
+        sentence += ", but its fullest device runs out of memory"
     elif answer.none.out_of_memory:
-        sentence += ", and it fits into memory where no balancing does not"
+        sentence += ", and it fits into memory, unlike no balancing"
     return f"{sentence}."
 
 
@@ -296,12 +287,12 @@ def verdict(answer: Answer) -> str:
 
 def print_presets(console: Console) -> None:
     """Print names, titles and sources of all presets."""
-    for kind, option in {"clusters": "cluster", "models": "model", "requests": "prefill"}.items():
-        console.print(Text(f"{kind}  (--{option} NAME)", "bold"))
+    for kind, flag in {"clusters": "cluster", "models": "model", "requests": "prefill"}.items():
+        console.print(Text(f"{kind}  (--{flag} NAME)", "bold"))
         for name, table in presets(kind).items():
             title = Text.assemble((name, render.CALM), f"  {table['title']}")
             console.print(Padding(title, (0, 2)))
             if "source" in table:
-                console.print(Padding(Text(table["source"], render.FAINT), (0, 6)))
+                console.print(Padding(Text(table["source"], FAINT), (0, 6)))
         console.print()
-    console.print("A TOML file of your own has tables of the same form: --cluster FILE.toml:NAME")
+    console.print("Your own TOML file has tables of the same form: --cluster FILE.toml:NAME")

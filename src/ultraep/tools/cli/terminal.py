@@ -1,21 +1,28 @@
-"""What is printed: consoles, tables and error lines that suit any terminal and any file name."""
+"""Consoles, tables, progress bars and error lines that suit any terminal and any file name."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ultraep.tools.report.words import counted
 from ultraep.topology import Topology
 
 WIDEST = 10_000  # columns; wide enough for any table
+FAINT = "dim"
+PROGRESS_LINES = 10  # printed without a terminal
+
+Report = Callable[..., None]  # takes the work done, all work, and a description
 
 
 def plain(text: str) -> str:
@@ -26,21 +33,20 @@ def plain(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
 
 
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
-
-
-def complain(message: object) -> None:
+def print_error(message: object) -> None:
     """Print one line on stderr."""
     if sys.stderr is not None:
         print(f"ultraep: {plain(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 class PlainConsole(Console):
-    """A console that escapes control characters in whatever it prints."""
+    """A console that escapes control characters in its output."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -51,20 +57,42 @@ class PlainConsole(Console):
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console that takes text literally: brackets and colons have no meaning in it."""
+    """Return a console that takes text literally, without markup."""
     return PlainConsole(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
+def print_facts(console: Console, facts: Mapping[str, str]) -> None:
+    """Print a line with name and text for every fact."""
+    for name, text in facts.items():
+        console.print(Text(f"{name:<9} {text}"), soft_wrap=True)
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """Print remarks, each on its own line."""
+    for note in notes:
+        console.print(Text(f"note: {note}", FAINT), soft_wrap=True)
+
+
+def print_records(records: Iterable[dict[str, Any]]) -> None:
+    """Print a JSON list with one record per line."""
+    print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
 class Grid(Table):
-    """A table; where the terminal is too narrow for its words, a paragraph for every row."""
+    """A table that becomes one paragraph per row where the terminal is too narrow."""
+
+    heading = ""  # unlike a title, not wrapped to the width of the table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.heading:
+            yield Text(self.heading)
         unbounded = options.update(max_width=WIDEST)
         if self.__rich_measure__(console, unbounded).minimum <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
-        if self.title:
-            yield Text(str(self.title))
         names = [" ".join(str(column.header).split()) for column in self.columns]
         width = max(map(len, names[1:]), default=0)
         for first, *cells in zip(*(column.cells for column in self.columns), strict=True):
@@ -77,36 +105,57 @@ def _text(cell: Any) -> Text:
     return cell if isinstance(cell, Text) else Text(str(cell))
 
 
-def make_grid(*headers: str, padding: tuple[int, int, int, int] = (0, 1, 0, 1)) -> Grid:
-    """Return a table whose first column holds names and whose other columns hold numbers."""
-    grid = Grid(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=False)
+def make_grid(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str | Text]] = (),
+    heading: str = "",
+    *,
+    padding: int = 1,
+) -> Grid:
+    """Return a table with names in the first column and numbers in all others."""
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False, show_edge=False)
+    grid.heading = heading
     for index, header in enumerate(headers):
-        grid.add_column(header, justify="right" if index else "left", overflow="fold")
+        justify = "right" if index else "left"
+        grid.add_column(header, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for row in rows:
+        grid.add_row(*row)
     return grid
-
-
-def count(number: int, word: str) -> str:
-    """Return a number with its noun.
-
-    >>> count(1, "rank"), count(2000, "microbatch")
-    ('1 rank', '2,000 microbatches')
-    """
-    plural = "es" if word.endswith("ch") else "s"
-    return f"{number:,} {word}{'' if number == 1 else plural}"
 
 
 def describe_topology(topology: Topology) -> list[str]:
     """Return ranks, experts, spare slots and domains in words."""
     parts = [
-        count(topology.ranks, "rank"),
-        count(topology.experts, "expert"),
-        f"{count(topology.slots, 'spare slot')} each",
+        counted(topology.ranks, "rank"),
+        counted(topology.experts, "expert"),
+        f"{counted(topology.slots, 'spare slot')} each",
     ]
     if topology.num_domains > 1:
-        parts.append(f"domains of {count(topology.domain_size, 'rank')}")
+        parts.append(f"domains of {counted(topology.domain_size, 'rank')}")
     return parts
 
 
-def print_records(records: Iterable[dict[str, Any]]) -> None:
-    """Print a JSON list with one record per line."""
-    print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")
+# -- progress ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
+    """Show a progress bar on stderr while the block runs.
+
+    lines: without a terminal, print a line from time to time instead.
+    """
+    stderr = make_console(stderr=True)
+    columns = (
+        *(TextColumn(f"{title:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+        TextColumn("{task.description}", markup=False),
+    )
+    bar = Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
+    with bar:
+        task = bar.add_task("", total=None)
+
+        def report(done: int, total: int, text: str = "") -> None:
+            bar.update(task, completed=done, total=total, description=text)
+            if lines and not stderr.is_terminal and done % -(-total // PROGRESS_LINES) == 0:
+                stderr.print(f"{title:<9}{done:>6}/{total:<6}{text}", soft_wrap=True)
+
+        yield report

@@ -1,12 +1,10 @@
-"""The main job: train a small MoE model on text of this machine, answer requests, measure layers.
+"""The demo: train a small MoE model on text of this machine, serve requests, measure its layers.
 
-    sizes.py     the job: how much of it fits this machine, and how long it takes
-    train.py     one rank's training loop
-    measure.py   throughput of the MoE layers beside forced balance
+    sizes.py     the job, fitted to this machine
+    train.py     one rank's training loop, and the speed of its layers
     ranks.py     all phases of one rank
-    run.py       starts the ranks, or joins those of torchrun
-    result.py    one `DemoResult`, its headline and its table
-    report.py    the page
+    result.py    `DemoResult` with its headline and table
+    report.py    the HTML report
 
-Model, text and requests are those of `ultraep.tools.tiny`. `ultraep demo` shows it in the terminal.
+The model, text and requests come from `ultraep.tools.tiny`. `ultraep demo` starts the ranks.
 """

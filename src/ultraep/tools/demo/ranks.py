@@ -1,4 +1,4 @@
-"""All phases of one rank of the demo: training in turns, requests, layers; all ranks together."""
+"""The phases of one rank of the demo: training, requests, layers. All calls are collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ultraep.config import BalanceConfig
 from ultraep.parallel.full_state import State, full_state_dict, load_full_state_dict
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.connect import ALONE
-from ultraep.tools.demo.measure import FORCED, layer_speeds
 from ultraep.tools.demo.result import (
     DemoResult,
     Event,
@@ -30,21 +29,28 @@ from ultraep.tools.demo.result import (
     trace_folder,
 )
 from ultraep.tools.demo.sizes import Job
-from ultraep.tools.demo.train import Step, Trainer, TrainingOptions, held_out_text, train
+from ultraep.tools.demo.train import (
+    FORCED,
+    Step,
+    Trainer,
+    held_out_loss,
+    layer_speeds,
+    make_model,
+    subject_steps,
+    train,
+)
 from ultraep.tools.launch.group import process_group, settle
 from ultraep.tools.launch.processes import RankPlace
 from ultraep.tools.serving.engine import from_first
 from ultraep.tools.serving.load import Prompt
 from ultraep.tools.serving.measure import Turn
-from ultraep.tools.tiny.model import ModelConfig, TinyMoE, next_byte_loss
+from ultraep.tools.tiny.model import TinyMoE
 from ultraep.tools.tiny.prefill import Answers, Queue, answer, make_requests
 from ultraep.tools.tiny.text import Text
 from ultraep.topology import even_homes
 
-Tell = Callable[[Event], None]
-TRIAL = 3  # steps that show how long the training will take
+TRIAL_STEPS = 3  # steps that show how long the training takes
 FEWEST_STEPS = 12
-LATE = 1.3  # times as long as planned, and the training ends
 
 
 @dataclass(frozen=True)
@@ -52,44 +58,43 @@ class Trained:
     """The training of one policy."""
 
     steps: list[Step]
-    stats: list[dict[str, Any]]  # of all ranks
+    stats: list[dict[str, Any]]  # one per rank
     state: State  # of the model, with all experts
 
 
-def work(place: RankPlace, job: Job, tell: Tell) -> DemoResult:
-    """The whole demo, as one rank; the result is the same on all. Rank 0 alone calls `tell`."""
+def work(place: RankPlace, job: Job, report: Callable[[Event], None]) -> DemoResult:
+    """Run the demo as one rank. All ranks return the same result; only rank 0 reports events."""
     begin = time.perf_counter()
     device = settle(place, job.device)
     wait_until_compiled()
     with process_group(place, job.device):
-        demo = Demo(from_first(job), device, tell if place.rank == 0 else lambda _: None)
+        demo = Demo(from_first(job), device, report if place.rank == 0 else lambda _: None)
         return demo.run(begin)
 
 
 class Demo:
-    """The phases, one after the other."""
+    """The phases of the demo, in order."""
 
-    def __init__(self, job: Job, device: torch.device, tell: Tell) -> None:
-        self.job, self.device, self.tell = job, device, tell
-        self.sizes, self.notes = job.sizes, list(job.notes)
-        self.text, self.dtype = Text(), getattr(torch, job.sizes.dtype)
-        names = ("hidden", "ffn", "experts", "top_k", "layers", "heads")
-        self.config = ModelConfig(**{name: getattr(job.sizes, name) for name in names})
+    def __init__(self, job: Job, device: torch.device, report: Callable[[Event], None]) -> None:
+        self.job, self.device, self.report = job, device, report
+        self.sizes, self.notes, self.text = job.sizes, list(job.notes), Text()
 
     def run(self, begin: float) -> DemoResult:
         trained = self.train()
+        first = trained[self.job.policies[0]]
+        held_out = {}
         with self.balancer("none") as balancer:
-            model = TinyMoE(self.config, balancer, seed=self.job.seed)
-            model.to(self.device, self.dtype).eval()
-            held_out = {policy: self.check(model, own) for policy, own in trained.items()}
-            first = trained[self.job.policies[0]]
-            load_full_state_dict(model, first.state)  # the same weights for all from here on
+            model = make_model(self.sizes, balancer, self.job.seed, self.device).eval()
+            for policy, training in trained.items():
+                load_full_state_dict(model, training.state)
+                held_out[policy] = held_out_loss(model, self.text, self.sizes.length)
+            load_full_state_dict(model, first.state)  # all policies use these weights from here on
             requests = make_requests(self.text, self.queue())
             answers = self.answer(model, requests)
-            speeds = layer_speeds(model, self.text, self.job, self.tell_round)
+            speeds = layer_speeds(model, self.text, self.job, self.report_round)
         rows = [
-            self.row(policy, own, held_out[policy], answers[policy], speeds)
-            for policy, own in trained.items()
+            self.row(policy, training, held_out[policy], answers[policy], speeds)
+            for policy, training in trained.items()
         ]
         steps = len(first.steps)
         return DemoResult(
@@ -114,10 +119,10 @@ class Demo:
 
     @contextmanager
     def balancer(self, policy: str, record: str | None = None) -> Iterator[Balancer]:
-        """A balancer over all ranks, whose messages do not mix with those of the model."""
+        """Make a balancer over all ranks with a process group of its own."""
         sizes = self.sizes
         balancer = Balancer(
-            dist.new_group() if sizes.ranks > 1 else ALONE,  # the demo itself reports one rank
+            dist.new_group() if sizes.ranks > 1 else ALONE,  # the demo prints its own note for one
             experts=sizes.experts,
             slots=sizes.slots,
             homes=even_homes(sizes.experts, dist.get_world_size()),
@@ -127,103 +132,63 @@ class Demo:
         with closing(balancer):
             yield balancer
 
-    def note(self, words: str) -> None:
-        self.notes.append(words)
-        self.tell(Note(words))
-
     # -- training --------------------------------------------------------------------------------
 
     def train(self) -> dict[str, Trained]:
-        """Train under every policy, in turns."""
+        """Train under every policy, in turns; fewer steps if the first ones are slow."""
         with ExitStack() as stack:
             trainers = {}
             for policy in self.job.policies:
                 folder = str(trace_folder(self.job.out, policy))
                 balancer = stack.enter_context(self.balancer(policy, folder))
                 trainers[policy] = Trainer(
-                    self.config, self.training(), balancer, self.text, self.device
+                    self.sizes, self.job.seed, balancer, self.text, self.device
                 )
-            steps = self.steps(trainers)
+            trial = train(trainers, min(TRIAL_STEPS, self.sizes.steps), self.report_step)
+            self.limit_steps(trial)
+            for trainer in trainers.values():
+                trainer.sizes = self.sizes
+            rest = train(trainers, self.sizes.steps - TRIAL_STEPS, self.report_step)
             return {
                 policy: Trained(
-                    steps[policy],
+                    trial[policy] + rest[policy],
                     trainer.balancer.comm.gather_objects(trainer.balancer.stats()),
                     full_state_dict(trainer.model),
                 )
                 for policy, trainer in trainers.items()
             }
 
-    def training(self) -> TrainingOptions:
-        """The text moves through all subjects once."""
-        sizes = self.sizes
-        return TrainingOptions(
-            tokens=sizes.tokens,
-            length=sizes.length,
-            period=-(-sizes.steps // len(self.text.names)),
-            lr=sizes.lr,
-            warmup=min(10, sizes.steps // 4),
-            even=sizes.even,
-            seed=self.job.seed,
-            dtype=self.dtype,
-        )
-
-    def steps(self, trainers: dict[str, Trainer]) -> dict[str, list[Step]]:
-        """A few steps first; if they show that it would take too long, there will be fewer."""
-        limit = self.sizes.seconds and LATE * self.sizes.seconds
-        trial = train(trainers, min(TRIAL, self.sizes.steps), self.tell_step)
-        self.shorten(trial)
-        for trainer in trainers.values():
-            trainer.options = self.training()
-        least = train(trainers, min(FEWEST_STEPS, self.sizes.steps) - TRIAL, self.tell_step)
-        rest = train(trainers, self.sizes.steps - FEWEST_STEPS, self.tell_step, limit)
-        steps = {policy: trial[policy] + least[policy] + rest[policy] for policy in trainers}
-        done = len(steps[self.job.policies[0]])
-        if done < self.sizes.steps:
-            self.note(f"{done} of {self.sizes.steps} steps, as the machine became slower")
-        return steps
-
-    def shorten(self, done: dict[str, list[Step]]) -> None:
-        """Fewer steps, if the machine is slow; rank 0 decides."""
-        limit, turn = self.sizes.seconds, sum(min(s.seconds for s in d) for d in done.values())
-        fitting = self.sizes.steps if limit is None else max(FEWEST_STEPS, int(limit / turn))
-        decided = from_first(min(self.sizes.steps, fitting))
-        if decided < self.sizes.steps:
-            self.note(f"{decided} steps in place of {self.sizes.steps}, as each takes {turn:.1f} s")
-            self.sizes = replace(self.sizes, steps=decided)
-
-    def tell_step(self, policy: str, number: int, step: Step) -> None:
-        self.tell(
-            Progress(
-                phase="training",
-                done=number,
-                of=self.sizes.steps,
-                policy=policy,
-                subject=self.subject(number - 1),
-                loss=step.loss,
-                tokens_per_second=self.group_tokens / step.seconds,
-                before=step.before,
-                after=step.after,
+    def limit_steps(self, trial: dict[str, list[Step]]) -> None:
+        """Reduce the steps to those that fit into the time limit, by the clock of rank 0."""
+        limit = self.sizes.seconds
+        if limit is None:
+            return
+        seconds = sum(min(step.seconds for step in steps) for steps in trial.values())
+        steps = from_first(max(FEWEST_STEPS, int(limit / seconds)))
+        if steps < self.sizes.steps:
+            note = (
+                f"{steps} steps instead of {self.sizes.steps}, because each takes {seconds:.1f} s"
             )
-        )
+            self.notes.append(note)
+            self.report(Note(note))
+            self.sizes = replace(self.sizes, steps=steps)
+
+    def report_step(self, policy: str, number: int, step: Step) -> None:
+        speed, subject = self.group_tokens / step.seconds, self.subject(number - 1)
+        progress = Progress("training", number, self.sizes.steps, policy, subject, step.loss, speed)
+        self.report(replace(progress, before=step.before, after=step.after))
 
     @property
     def group_tokens(self) -> int:
         return self.sizes.tokens * dist.get_world_size()
 
     def subject(self, step: int) -> str:
-        return self.text.names[self.text.main(step, self.training().period)]
-
-    @torch.no_grad()
-    def check(self, model: TinyMoE, trained: Trained) -> float:
-        """The loss on held-out text of all subjects."""
-        load_full_state_dict(model, trained.state)
-        tokens = held_out_text(self.text, self.sizes.length).to(self.device)
-        return next_byte_loss(model, tokens).item()
+        return self.text.names[self.text.main(step, subject_steps(self.sizes, self.text))]
 
     # -- requests and layers ---------------------------------------------------------------------
 
     def queue(self) -> Queue:
-        """Requests of all subjects, mixed."""
+        """Return the settings of requests with mixed subjects."""
         sizes = self.sizes
         return Queue(
             requests=sizes.requests,
@@ -236,26 +201,17 @@ class Demo:
             seed=self.job.seed,
         )
 
-    def tell_round(self, done: int, rounds: int) -> None:
-        self.tell(Progress("layers", done, rounds, subject="each in turn"))
+    def report_round(self, done: int, rounds: int) -> None:
+        self.report(Progress("layers", done, rounds, subject="each in turn"))
 
     def answer(self, model: TinyMoE, requests: list[Prompt]) -> dict[str, Answers]:
-        def tell(policy: str, number: int, turn: Turn) -> None:
-            self.tell(
-                Progress(
-                    phase="prefill",
-                    done=number,
-                    of=self.sizes.rounds,
-                    policy=policy,
-                    subject="mixed",
-                    tokens_per_second=sum(turn.tokens) / turn.seconds,
-                    before=turn.before,
-                    after=turn.after,
-                )
-            )
+        def report_turn(policy: str, number: int, turn: Turn) -> None:
+            speed = sum(turn.tokens) / turn.seconds
+            progress = Progress("prefill", number, self.sizes.rounds, policy, "mixed", None, speed)
+            self.report(replace(progress, before=turn.before, after=turn.after))
 
-        of_policies = answer(model, requests, self.queue(), self.job.policies, tell)
-        return {answers.policy: answers for answers in of_policies}
+        answers = answer(model, requests, self.queue(), self.job.policies, report_turn)
+        return {of_policy.policy: of_policy for of_policy in answers}
 
     def row(
         self,
@@ -268,7 +224,6 @@ class Demo:
         steps, waited = trained.steps, [wait for wait in answers.turn.waited if wait is not None]
         last = steps[-max(1, len(steps) // 10) :]
         timed = [step.seconds for step in steps[1:]] or [steps[0].seconds]  # the first warms up
-        speed = speeds[policy]
         return PolicyResult(
             policy=policy,
             losses=[step.loss for step in steps],
@@ -284,10 +239,10 @@ class Demo:
             imbalance_after_worst=max(step.worst_after for step in steps),
             imbalance_bound=fmean(step.bound for step in steps),
             copies_per_layer=sum(s.copies for s in steps) / len(steps) / self.sizes.layers,
-            weights_bytes=sum(of_rank["weights_bytes_sent"] for of_rank in trained.stats),
-            gradients_bytes=sum(of_rank["gradients_bytes_sent"] for of_rank in trained.stats),
-            layer_tokens_per_second=speed,
-            layer_share=speed / speeds[FORCED],
+            weights_bytes=sum(stats["weights_bytes_sent"] for stats in trained.stats),
+            gradients_bytes=sum(stats["gradients_bytes_sent"] for stats in trained.stats),
+            layer_tokens_per_second=speeds[policy],
+            layer_share=speeds[policy] / speeds[FORCED],
             first_token_median=median(waited),
             first_token_p90=float(np.percentile(waited, 90)),
             prefill_seconds=answers.turn.seconds,
@@ -296,5 +251,5 @@ class Demo:
 
 
 def difference(values: list[float], reference: list[float]) -> float:
-    """The largest relative difference."""
+    """Return the largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(values, reference, strict=True))

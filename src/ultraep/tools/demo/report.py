@@ -1,8 +1,8 @@
-"""The report of a demo: one HTML file with interactive plots, made of result.json and a trace.
+"""The report of a demo: one HTML file with interactive plots of its result and a trace.
 
-The plots show the training under `ultraep`, or under the last policy if `ultraep` did not run. Its
-loads are also replayed under other policies. Policies that place by history use the last
-microbatches of their layer, as many as half of the shortest domain has steps.
+The plots show the training under `ultraep`, or under the last policy if `ultraep` did not run. The
+report also replays its loads under other policies. Policies that plan from past loads use half the
+steps of the shortest domain as history.
 
 Shapes: N records.
 """
@@ -19,46 +19,48 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.errors import FileError
 from ultraep.files.writing import write_text
-from ultraep.tools.demo.result import REPORT_FILE, RESULT_FILE, DemoResult, trace_folder
+from ultraep.tools.demo.result import REPORT_FILE, DemoResult, trace_folder
 from ultraep.tools.report.numbers import FloatArray, Numbers, microbatches, plain
 from ultraep.tools.report.page import BEYOND, PICKER, Page, Section, own_file, plotly_js
 from ultraep.tools.report.words import counted, table
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import cases, replayed
 
-SHOWN = "ultraep"  # the policy that is shown in detail, if it was run
+SHOWN = "ultraep"  # the policy that the plots show, if it ran
 POLICIES = ("none", "eplb", "lplb", "echo", "quota", "ultraep")  # of the replay
-AROUND = 5  # steps on either side of a change of domain, if a domain has twice as many
-MOST_RECORDS = 3000  # of a replay: fewer layers if there are more
+AROUND = 5  # most steps before and after a change of domain
+MOST_RECORDS = 3000  # of a replay; fewer layers if there are more
 SECTIONS = (
-    Section("imbalance", "Imbalance during the training", ("imbalance",)),
+    Section("imbalance", "Imbalance during training", ("imbalance",)),
     Section("speed", "Speed", ("requests", "speed")),
     Section("loss", "Loss", ("loss",)),
-    Section("layers", "Imbalance of every layer", ("layers",)),
+    Section("layers", "Imbalance by layer", ("layers",)),
     Section("microbatches", "One microbatch, rank by rank", ("microbatches",)),
-    Section("copies", "Copies and their cost", ("copies",)),
+    Section("copies", "Replicas and their cost", ("copies",)),
     Section("replay", "The same loads under other policies", ("replay",)),
 )
 CAPTIONS = {
-    "imbalance": "Mean of the layers in every step, without and with copies. The band reaches from "
-    "the best to the worst layer.",
-    "requests": "Time to the first token of a request, and speed of the MoE layers alone. The "
-    "dashed line is forced balance: the same work with its rows dealt out evenly.",
+    "imbalance": "Mean of all layers in every step, without and with replicas. The band reaches "
+    "from the best to the worst layer.",
+    "requests": "Time to first token of a request, and speed of the MoE layers alone. The dashed "
+    "line is forced balance: the same work with evenly assigned rows.",
     "speed": "Tokens per second of all ranks in every training step.",
-    "loss": "Balancing changes only where a row is computed, so the lines lie on each other. "
-    "Differences in the last bit come from another order of sums, and training amplifies them.",
-    "layers": "Mean of all steps, without and with copies.",
-    "microbatches": "One bar is one rank and one block is one expert. The colour of a block is the "
-    "home of its expert; hatched blocks are copies. The first one shown is the worst of all.",
-    "copies": "Copies per layer, and bytes of weights and gradients that all ranks moved for them.",
-    "replay": "eplb and lplb place by past loads, so their imbalance rises when the text changes. "
-    "ultraep plans by the loads of the step itself.",
+    "loss": "Balancing changes only where a row is computed, so the lines coincide. The order of "
+    "sums changes the last bits, and training amplifies that.",
+    "layers": "Mean of all steps, without and with replicas.",
+    "microbatches": "A bar is a rank and a block is an expert. The colour of a block is the home "
+    "of its expert; hatched blocks are replicas. The plot starts with the most imbalanced "
+    "microbatch.",
+    "copies": "Replicas per layer, and bytes of weights and gradients that all ranks sent for "
+    "them.",
+    "replay": "eplb and lplb plan from past loads, so their imbalance rises when the text changes. "
+    "ultraep plans from the loads of the step itself.",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """A finished demo: its result, and the training under the policy that is shown in detail."""
+    """A finished demo: its result, and the trace that the plots show."""
 
     result: DemoResult
     policy: str
@@ -74,52 +76,34 @@ class Demo:
             spans[-1]["end"] = step
         return spans
 
-    def axis(self) -> Numbers:
-        """What all plots over time share."""
-        steps = list(range(self.result.steps))
-        return {"step": steps, "steps_per_point": 1, "domains": self.domains}
 
-
-def write_report(out: str | Path) -> Path:
-    """Write OUT/report.html from OUT/result.json and the trace beside it."""
-    out = Path(out)
+def write_report(out: str | Path, result: DemoResult) -> Path:
+    """Write OUT/report.html from the result and the traces in OUT."""
     library = plotly_js()
-    demo = read_demo(out)
-    numbers = all_numbers(demo)
-    path = out / REPORT_FILE
-    write_text(path, page(demo, numbers).html(library))
-    return path
-
-
-def read_demo(out: Path) -> Demo:
-    """The result and the trace; `FileError` if a part is missing or damaged."""
-    result = DemoResult.load(out)
     names = [row.policy for row in result.policies]
     policy = SHOWN if SHOWN in names else names[-1]
     folder = trace_folder(out, policy)
     trace = read_trace(folder)
-    if trace.header.ranks != result.sizes.ranks:
-        raise FileError(
-            f"{folder}: a trace of {trace.header.ranks} ranks, but {RESULT_FILE} has "
-            f"{result.sizes.ranks}: they are not of one run"
-        )
     training = np.flatnonzero(trace.step < result.steps)
     if not len(training):
         raise FileError(f"{folder}: the trace has no record of the training")
-    return Demo(result, policy, trace.take(training))
+    demo = Demo(result, policy, trace.take(training))
+    path = Path(out) / REPORT_FILE
+    write_text(path, page(demo, all_numbers(demo)).html(library))
+    return path
 
 
 def page(demo: Demo, numbers: dict[str, Numbers]) -> Page:
-    """Everything on the page."""
-    head, rows = demo.result.table()
+    """Return the contents of the page."""
     beyond = any(row["beyond"] for row in numbers["replay"]["table"])
     return Page(
+        kind="ultraep demo",
         title=demo.result.headline,
         facts=_facts(demo),
         notes=_notes(demo, numbers),
-        result=f"<h2>Result</h2>\n{table(head, rows, 'result')}",
+        result=f"<h2>Result</h2>\n{table(*demo.result.table(), 'result')}",
         sections=SECTIONS,
-        told=CAPTIONS,
+        captions=CAPTIONS,
         numbers=numbers,
         script=own_file("ultraep.tools.report", "demo.js"),
         controls={"microbatches": PICKER.format(noun="step")},
@@ -136,10 +120,10 @@ def _facts(demo: Demo) -> list[tuple[str, str]]:
     subjects = ", ".join(span["name"] for span in demo.domains)
     return [
         ("Model", f"{model}{sizes.experts} experts per layer, {sizes.top_k} per token"),
-        ("Ranks", f"{sizes.ranks}, with {counted(sizes.slots, 'spare slot')} each"),
+        ("Ranks", f"{sizes.ranks}, {counted(sizes.slots, 'spare slot')} each"),
         ("Training", f"{result.steps} steps of {sizes.tokens * sizes.ranks:,} tokens: {subjects}"),
-        ("Requests", f"{result.requests}, {result.request_tokens:,} tokens in all"),
-        ("Shown", f"the training under {demo.policy}"),
+        ("Requests", f"{result.requests}, {result.request_tokens:,} tokens in total"),
+        ("Plots", f"show the training under {demo.policy}"),
         ("Machine", f"{result.machine}, {result.device}, Python {result.python}"),
         ("Version", f"ultraep {result.version}, seed {result.seed}"),
         ("Recorded", f"{demo.trace.header.created}, in {result.wall_seconds:.0f} s"),
@@ -147,16 +131,16 @@ def _facts(demo: Demo) -> list[tuple[str, str]]:
 
 
 def _notes(demo: Demo, numbers: dict[str, Numbers]) -> list[str]:
-    """Limits of the figures."""
+    """Return what limits the numbers."""
     trace, notes = demo.trace, list(demo.result.notes)
     if trace.dropped or trace.left_out:
         notes.append(
-            f"the trace is not complete: {trace.dropped} records were dropped, {trace.left_out} "
-            "are not there of all ranks"
+            f"the trace is incomplete: {trace.dropped} records were dropped, {trace.left_out} were "
+            "not recorded by all ranks"
         )
     shown, recorded = len(numbers["microbatches"]["moments"]), numbers["microbatches"]["recorded"]
     if shown < recorded:
-        notes.append(f"{shown} of the {recorded} microbatches can be chosen")
+        notes.append(f"{shown} of {recorded} microbatches can be selected")
     layers = len(numbers["replay"]["layers"])
     if layers < len(trace.layers):
         notes.append(f"{layers} of {len(trace.layers)} layers were replayed")
@@ -165,7 +149,7 @@ def _notes(demo: Demo, numbers: dict[str, Numbers]) -> list[str]:
 
 def _replay_table(replay: Numbers) -> str:
     span = counted(replay["span"], "step")
-    head = ["policy", "mean", f"{span} before a change", f"{span} after", "worst", "copies/layer"]
+    head = ["policy", "mean", f"{span} before a change", f"{span} after", "worst", "replicas/layer"]
     rows = []
     for row in replay["table"]:
         past = f", last {counted(row['window'], 'step')}" if row["window"] else ""
@@ -179,9 +163,11 @@ def _replay_table(replay: Numbers) -> str:
 
 
 def all_numbers(demo: Demo) -> dict[str, Numbers]:
-    """By plot; everything that the page draws."""
-    trace, axis, rows = demo.trace, demo.axis(), demo.result.policies
-    tokens = demo.result.sizes.tokens * demo.result.sizes.ranks
+    """Return the numbers of every plot."""
+    trace, result, rows = demo.trace, demo.result, demo.result.policies
+    steps = list(range(result.steps))
+    axis = {"step": steps, "steps_per_point": 1, "domains": demo.domains}
+    tokens = result.sizes.tokens * result.sizes.ranks
     return {
         "imbalance": axis
         | {
@@ -189,7 +175,7 @@ def all_numbers(demo: Demo) -> dict[str, Numbers]:
             "after": by_step(demo, trace.imbalance_after),
         },
         "layers": by_layer(trace),
-        "microbatches": microbatches(trace, trace.plan, demo.result.domains, noun="Step"),
+        "microbatches": microbatches(trace, trace.plan, result.domains, noun="Step"),
         "copies": axis | copies_by_step(demo),
         "replay": axis | replay(demo),
         "loss": axis | {"losses": {row.policy: plain(row.losses) for row in rows}},
@@ -204,13 +190,13 @@ def all_numbers(demo: Demo) -> dict[str, Numbers]:
             "first_token_median": plain([row.first_token_median for row in rows]),
             "first_token_p90": plain([row.first_token_p90 for row in rows]),
             "layer_tokens_per_second": plain([row.layer_tokens_per_second for row in rows]),
-            "forced_tokens_per_second": plain([demo.result.forced_tokens_per_second])[0],
+            "forced_tokens_per_second": plain([result.forced_tokens_per_second])[0],
         },
     }
 
 
 def by_step(demo: Demo, values: FloatArray, step: IntArray | None = None) -> Numbers:
-    """Mean, least and largest value of the layers of every step; None where there is no record."""
+    """Return mean, least and largest value of every step; None where nothing was recorded."""
     step = demo.trace.step if step is None else step
     steps = demo.result.steps
     low, high = np.full(steps, np.inf), np.full(steps, -np.inf)
@@ -222,7 +208,7 @@ def by_step(demo: Demo, values: FloatArray, step: IntArray | None = None) -> Num
 
 
 def by_layer(trace: Trace) -> Numbers:
-    """Mean and worst imbalance of every layer."""
+    """Return mean and worst imbalance of every layer."""
     numbers: Numbers = {"layer": trace.layers.tolist()}
     for name, values in (("before", trace.imbalance_before), ("after", trace.imbalance_after)):
         own = [values[trace.layer == layer] for layer in trace.layers]
@@ -232,7 +218,7 @@ def by_layer(trace: Trace) -> Numbers:
 
 
 def copies_by_step(demo: Demo) -> Numbers:
-    """Copies of a layer, mean over the layers; bytes of all ranks and layers of a step."""
+    """Return replicas per layer, and the bytes of all ranks and layers, for every step."""
     trace = demo.trace
     step, place = np.unique(trace.step, return_inverse=True)
     moved = np.bincount(place, trace.bytes_moved.sum(axis=1)).astype(np.float64)
@@ -243,10 +229,10 @@ def copies_by_step(demo: Demo) -> Numbers:
 
 
 def replay(demo: Demo) -> Numbers:
-    """The recorded loads planned under all policies: lines by step, and a row for each policy.
+    """Plan the recorded loads under all policies: a line by step, and a table row for each.
 
-    Means are taken over all steps, and over a few right before and right after every change of
-    domain: the router learns, so loads drift inside of a domain, too.
+    Besides the mean of all steps, a row has the means of a few steps right before and right after
+    every change of domain. The router learns, so loads drift inside a domain as well.
     """
     trace, domains = fewer_layers(demo.trace), demo.domains
     window = max(1, min(span["end"] + 1 - span["begin"] for span in domains) // 2)
@@ -287,7 +273,7 @@ def replay(demo: Demo) -> Numbers:
 
 
 def fewer_layers(trace: Trace) -> Trace:
-    """All layers, or evenly spread ones: policies that place by history need all steps."""
+    """Return the trace with at most MOST_RECORDS records: evenly spread layers, all steps."""
     layers = trace.layers
     count = max(1, MOST_RECORDS * len(layers) // len(trace))
     if count >= len(layers):

@@ -1,9 +1,9 @@
-"""One rank's training loop.
+"""One rank's training loop, and the speed of its MoE layers beside forced balance.
 
-Experts are spread over the ranks. The rest of the model is on every rank, where
-DistributedDataParallel averages its gradients; `ultraep.parallel` does the same for experts.
+Experts are spread over the ranks. Every rank holds the rest of the model, whose gradients
+DistributedDataParallel averages; `ultraep.parallel` does the same for experts.
 
-Shapes: B sequences, T tokens.
+Shapes: B sequences, T tokens, D model width.
 """
 
 from __future__ import annotations
@@ -12,87 +12,73 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
+from ultraep.layer import BalancedMoE
 from ultraep.parallel import average_expert_gradients, clip_grad_norm, data_parallel
-from ultraep.plan import Plan
+from ultraep.parallel.full_state import moe_layers
+from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
-from ultraep.tools.serving.engine import from_first
+from ultraep.tools.demo.sizes import Job, Sizes
+from ultraep.tools.tiny.even import EvenTurns
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE, next_byte_loss
 from ultraep.tools.tiny.text import Text
 
-LARGEST_NORM = 1.0  # of the gradient
-CHECKED = 4  # held-out sequences of each subject
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """How to train; tokens are those of one rank in one microbatch."""
-
-    tokens: int = 1024
-    length: int = 64
-    accumulate: int = 1
-    period: int = 20  # steps until the subject changes
-    lr: float = 3e-3
-    warmup: int = 0  # steps until the learning rate is reached
-    even: float = 0.0  # weight of the auxiliary loss that asks the router to be even
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
+MAX_GRADIENT_NORM = 1.0
+HELD_OUT_SEQUENCES = 4  # of each subject
+WARMUP_ROUNDS = 1  # of the layer measurement
+FORCED = "forced balance"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of all ranks; imbalance over all its layers and microbatches."""
+    """One training step of all ranks; imbalance over all layers."""
 
     loss: float
-    before: float  # mean imbalance without copies
-    after: float  # mean imbalance with them
-    bound: float  # what no plan with these slots could go below, mean
+    before: float  # mean imbalance without replicas
+    after: float  # mean imbalance with replicas
+    bound: float  # mean lower bound of any plan with these slots
     worst_before: float
     worst_after: float
     copies: int
     seconds: float
 
 
+def make_model(sizes: Sizes, balancer: Balancer, seed: int, device: torch.device) -> TinyMoE:
+    """Return the model on a device, with the same weights on all ranks."""
+    names = ("hidden", "ffn", "experts", "top_k", "layers", "heads")
+    config = ModelConfig(**{name: getattr(sizes, name) for name in names})
+    model = TinyMoE(config, balancer, seed=seed)
+    return model.to(device, getattr(torch, sizes.dtype))
+
+
 class Trainer:
-    """One rank of the training. To make one is collective."""
+    """One rank of the training. Constructing it is collective."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        options: TrainingOptions,
-        balancer: Balancer,
-        text: Text,
-        device: torch.device | None = None,
+        self, sizes: Sizes, seed: int, balancer: Balancer, text: Text, device: torch.device
     ) -> None:
-        self.options, self.balancer, self.text, self.done = options, balancer, text, 0
-        self.device = device or torch.device("cpu")
-        self.model = TinyMoE(config, balancer, seed=options.seed)
-        self.model.to(self.device, options.dtype)
+        self.sizes, self.seed, self.balancer, self.text = sizes, seed, balancer, text
+        self.device, self.done = device, 0
+        self.model = make_model(sizes, balancer, seed, device)
         self.parallel = data_parallel(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=options.lr, betas=(0.9, 0.95)
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=sizes.lr, betas=(0.9, 0.95))
 
     def step(self) -> Step:
-        """One step of the optimizer, over all its microbatches."""
-        begin, parts = time.perf_counter(), self.options.accumulate
-        plans: list[Plan] = []
-        total = torch.zeros((), dtype=torch.float64)
+        """Run one step of the optimizer."""
+        begin = time.perf_counter()
         self.optimizer.zero_grad()
-        for part in range(parts):
-            tokens = self.batch(part)
-            last = part == parts - 1
-            with nullcontext() if last else self.parallel.no_sync():
-                loss = next_byte_loss(self.parallel, tokens) / parts
-                plans += self.model.last_plans()
-                (loss + self.options.even / parts * self.model.unevenness).backward()
-            total += loss.detach().cpu()
-        self.descend()
+        loss = next_byte_loss(self.parallel, self.batch())
+        plans = self.model.last_plans()
+        (loss + self.sizes.even * self.model.unevenness).backward()
+        total = loss.detach().double().cpu()
+        self.update_weights()
         dist.all_reduce(total)  # on the host: the device has finished by then
         before = [plan.initial_imbalance for plan in plans]
         after = [plan.imbalance for plan in plans]
@@ -107,50 +93,128 @@ class Trainer:
             seconds=time.perf_counter() - begin,
         )
 
-    def descend(self) -> None:
-        """Change the weights by the gradients of this step."""
+    def update_weights(self) -> None:
+        """Average and clip gradients, then run the optimizer."""
         average_expert_gradients(self.model)
-        clip_grad_norm(self.model, LARGEST_NORM)
+        clip_grad_norm(self.model, MAX_GRADIENT_NORM)
+        warmup = min(10, self.sizes.steps // 4)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.lr * min(1.0, (self.done + 1) / (self.options.warmup + 1))
+            group["lr"] = self.sizes.lr * min(1.0, (self.done + 1) / (warmup + 1))
         self.optimizer.step()
         self.done += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def batch(self, part: int) -> torch.Tensor:
-        """[B, T + 1] sequences of this rank: another text, but the same subject, on every rank."""
-        options = self.options
-        rng = np.random.default_rng([options.seed, self.done, part, self.balancer.rank])
-        count = options.tokens // options.length
-        subjects = self.text.shifting(rng, self.done, count, options.period)
-        return self.text.sequences(rng, subjects, options.length + 1).to(self.device)
+    def batch(self) -> torch.Tensor:
+        """[B, T + 1] sequences of this rank; the ranks share the subject, not the text."""
+        sizes = self.sizes
+        rng = np.random.default_rng([self.seed, self.done, 0, self.balancer.rank])
+        count = sizes.tokens // sizes.length
+        subjects = self.text.shifting(rng, self.done, count, subject_steps(sizes, self.text))
+        return self.text.sequences(rng, subjects, sizes.length + 1).to(self.device)
+
+
+def subject_steps(sizes: Sizes, text: Text) -> int:
+    """Return the steps until the subject of the text changes; training visits each once."""
+    return -(-sizes.steps // len(text.names))
 
 
 def train(
-    trainers: Mapping[str, Trainer],
-    steps: int,
-    tell: Callable[[str, int, Step], None],
-    seconds: float | None = None,
+    trainers: Mapping[str, Trainer], steps: int, report: Callable[[str, int, Step], None]
 ) -> dict[str, list[Step]]:
-    """Let several trainers take turns, step by step, so that all see the same machine.
+    """Alternate the trainers step by step, so that all run on the same state of the machine.
 
-    tell: called after every step with the trainer's name, the number of the step, and the step.
-    seconds: after which no other turn begins, by the clock of rank 0.
+    report: called after every step with the trainer's name, the step's number, and the step.
     """
-    begin = time.perf_counter()
     done: dict[str, list[Step]] = {name: [] for name in trainers}
     for number in range(steps):
-        if seconds is not None and from_first(time.perf_counter() - begin > seconds):
-            break
         names = list(trainers)
         for name in names if number % 2 == 0 else reversed(names):
             done[name].append(trainers[name].step())
-            tell(name, trainers[name].done, done[name][-1])
+            report(name, trainers[name].done, done[name][-1])
     return done
 
 
-def held_out_text(text: Text, length: int) -> torch.Tensor:
-    """[B, T + 1] some sequences of every subject, the same on every rank."""
-    subjects = CHECKED * list(range(len(text.names)))
-    return text.sequences(np.random.default_rng(0), subjects, length + 1, held_out=True)
+@torch.no_grad()
+def held_out_loss(model: TinyMoE, text: Text, length: int) -> float:
+    """Return the loss on held-out text of all subjects, the same on every rank."""
+    subjects = HELD_OUT_SEQUENCES * list(range(len(text.names)))
+    rng = np.random.default_rng(0)
+    tokens_BT = text.sequences(rng, subjects, length + 1, held_out=True)
+    return next_byte_loss(model, tokens_BT.to(model.norm.weight.device)).item()
+
+
+# -- speed of the layers -------------------------------------------------------------------------
+
+
+def layer_speeds(
+    model: TinyMoE, text: Text, job: Job, report: Callable[[int, int], None]
+) -> dict[str, float]:
+    """Return tokens per second of all ranks through the MoE layers, forward and backward.
+
+    The layers get the hidden states of held-out text, and their own routers choose. Forced balance
+    is the upper bound: the same tokens and work, with experts assigned round-robin. The policies
+    and forced balance alternate, and every call sends its replicas again.
+
+    report: called after every round with its number and the number of rounds.
+    """
+    layers, rounds = list(moe_layers(model).values()), WARMUP_ROUNDS + job.sizes.layer_rounds
+    comm, length = layers[0].balancer.comm, job.sizes.length
+    inputs = []
+    for subject in range(len(text.names)):
+        rng = np.random.default_rng([job.seed, comm.rank, subject])
+        subjects = [subject] * (job.sizes.tokens // length)
+        inputs.append(layer_inputs(model, text.sequences(rng, subjects, length, held_out=True)))
+    seconds: dict[str, list[float]] = {name: [] for name in (*job.policies, FORCED)}
+    for number in range(rounds):
+        for name, times in seconds.items():
+            calls = [
+                time_layer(moe, x, name)
+                for states in inputs
+                for moe, x in zip(layers, states, strict=True)
+            ]
+            if number >= WARMUP_ROUNDS:
+                times.append(sum(calls) / len(calls))
+        report(number + 1, rounds)
+    group_tokens = comm.size * inputs[0][0][..., 0].numel()
+    return {name: group_tokens / median(times) for name, times in seconds.items()}
+
+
+@torch.no_grad()
+def layer_inputs(model: TinyMoE, tokens_BT: torch.Tensor) -> list[torch.Tensor]:
+    """[B, T, D] the input of every MoE layer for these tokens."""
+    inputs: list[torch.Tensor] = []
+    hooks = [
+        moe.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach().clone()))
+        for moe in moe_layers(model).values()
+    ]
+    model(tokens_BT.to(model.norm.weight.device))
+    for hook in hooks:
+        hook.remove()
+    return inputs
+
+
+def time_layer(moe: BalancedMoE, states_BTD: torch.Tensor, policy: str) -> float:
+    """Return the seconds of forward and backward on the slowest rank, after a barrier."""
+    comm, x = moe.balancer.comm, states_BTD.clone().requires_grad_()
+    moe.zero_grad(set_to_none=True)
+    with route_evenly(moe) if policy == FORCED else nullcontext():
+        comm.all_gather(torch.zeros(1, device=x.device))
+        begin = time.perf_counter()
+        y = moe(x, policy="none" if policy == FORCED else policy)
+        y.backward(torch.ones_like(y))
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+        seconds = time.perf_counter() - begin
+    return float(comm.all_gather(torch.tensor([seconds], device=x.device)).max())
+
+
+def route_evenly(moe: BalancedMoE) -> RemovableHandle:
+    """Replace the router's choices by experts of all ranks in turn, until the handle is removed."""
+    even = EvenTurns(moe.balancer.topology, moe.balancer.rank)
+
+    def replace_choices(_: Any, __: Any, routing: Routing) -> Routing:
+        ids, gates, logits = routing
+        return Routing(even.chosen(ids), gates, logits)
+
+    return moe.router.register_forward_hook(replace_choices)

@@ -68,7 +68,7 @@ def page(result: InspectionResult, findings: Findings) -> Page:
         notes=result.notes,
         result=f"<h2>Result</h2>\n<p>{LEGEND}.</p>\n{table(*result.table(), 'result')}{beyond}",
         sections=[section for section in SECTIONS if section.plots[0] in numbers],
-        told=CAPTIONS,
+        captions=CAPTIONS,
         numbers=numbers,
         script=own_file("ultraep.tools.report", "inspect.js"),
         controls={

@@ -125,8 +125,12 @@ def cut(ids: IntArray, *, window: int, sequence: int) -> list[IntArray]:
 def excerpts(
     texts: dict[str, str], encode: Encode, *, tokens: int, window: int, sequence: int
 ) -> list[Excerpt]:
-    """The first windows of every text. All sequences have the same length."""
-    for name, value in (("--tokens", tokens), ("--window", window), ("--sequence", sequence)):
+    """The first windows of every text. All of them have sequences of one length."""
+    for name, value in (
+        ("--tokens", tokens),
+        ("--window", window),
+        ("--sequence-length", sequence),
+    ):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     ids_of = {name: first_tokens(text, encode, tokens) for name, text in texts.items()}

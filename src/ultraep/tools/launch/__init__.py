@@ -1,1 +1,1 @@
-"""Processes of one host that form a group, for the demo and for load tests."""
+"""Start ranks as processes of this machine, for the demo and for load tests."""

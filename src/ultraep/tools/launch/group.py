@@ -1,4 +1,4 @@
-"""The process group of the ranks, whoever started them, and the core that each one has."""
+"""The process group of the ranks, and the core or GPU of each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 def process_group(
     place: RankPlace | None = None, device: str = "cpu"
 ) -> Iterator[dist.ProcessGroup]:
-    """The group of all ranks; without a place that of torchrun, or of this process alone."""
+    """Yield the group of all ranks; without a place, of torchrun or of this process alone."""
     backend = BACKENDS[device]
     place = place or RankPlace.of_torchrun()
     if place is None:
@@ -38,22 +38,25 @@ def process_group(
 
 
 def gpus() -> int:
-    """GPUs of this machine; none is an error."""
+    """Return the number of GPUs; raise if torch finds no GPU."""
     if not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch finds no GPU here; --device cpu works anywhere")
+        raise ConfigError("--device cuda needs a GPU, but torch finds none; use --device cpu")
     return torch.cuda.device_count()
 
 
 def settle(place: RankPlace, device: str) -> torch.device:
-    """Take one core and one thread, or one GPU."""
+    """Bind this process to one core and thread, or to one GPU; return the device."""
     if device == "cuda":
         if place.local >= torch.cuda.device_count():
-            raise ConfigError(f"rank {place.rank} has no GPU: {torch.cuda.device_count()} found")
+            raise ConfigError(
+                f"rank {place.rank} has no GPU: local rank {place.local}, but torch finds "
+                f"{torch.cuda.device_count()}; start fewer ranks per host"
+            )
         torch.cuda.set_device(place.local)
         return torch.device("cuda", place.local)
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        if len(cores) > 1:  # torchrun may have bound this process already
+        if len(cores) > 1:  # not yet bound by torchrun
             os.sched_setaffinity(0, {cores[place.local % len(cores)]})
     return torch.device("cpu")

@@ -1,8 +1,8 @@
-"""Ranks as processes of this machine: they start, report events and a result, and all end.
+"""Run a function on ranks that are processes of this machine, with events and clean shutdown.
 
 Every rank has a pipe to this process. It receives its job through the pipe and sends back events,
-then a result or an error. A rank ends by itself when its pipe closes, however this process ended.
-`torch.multiprocessing` would import torch in this process, too, and reports no events.
+then a result or an error. A rank exits when its pipe closes, however this process ended.
+`torch.multiprocessing` would import torch in this process as well, and reports no events.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from typing import Any, NamedTuple, NoReturn
 
 from ultraep.errors import CommunicationError, ConfigError, UltraEPError
 
-GRACE = 3.0  # seconds for a rank to close what it has open
-LAST_WORDS = 2.0  # seconds to hear from the other ranks why one of them failed
+GRACE = 3.0  # seconds for a rank to close its files
+CAUSE_WAIT = 2.0  # seconds to wait for other ranks' errors after the first one
 MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands in its group. `store`: a file through which the ranks find each other."""
+    """The position of a rank in its group. `store`: the file through which ranks connect."""
 
     rank: int
     size: int
-    local: int  # number on its host
-    store: str | None = None  # None: torchrun has set the environment
+    local: int  # rank on its host
+    store: str | None = None  # None: torchrun set the environment
 
     @classmethod
     def of_torchrun(cls) -> RankPlace | None:
-        """The place that torchrun gave to this process, if it did."""
+        """Return the position that torchrun set in the environment, if it did."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
         rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
         if rank >= size:
-            raise ConfigError(f"RANK is {rank} in the environment, but WORLD_SIZE {size}")
+            raise ConfigError(f"RANK is {rank} in the environment, but WORLD_SIZE is {size}")
         return cls(rank, size, _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else rank)
 
 
@@ -62,10 +62,10 @@ def _number(variable: str, least: int) -> int:
 
 
 class Failure(NamedTuple):
-    """Why a rank did not finish. `weight`: how likely it is the cause and no consequence."""
+    """The failure of a rank. Of several failures, the one with the highest weight is the cause."""
 
     rank: int
-    words: str
+    text: str
     weight: int
 
 
@@ -76,12 +76,12 @@ class Finished(NamedTuple):
 
 
 class Rank:
-    """One process."""
+    """The process of one rank."""
 
     def __init__(self, number: int, folder: Path, keep: Sequence[int] = ()) -> None:
         self.number, self.log = number, folder / f"rank{number}.log"
         self.pipe, theirs = Pipe()
-        code = f"from ultraep.tools.launch.processes import live; live({theirs.fileno()})"
+        code = f"from ultraep.tools.launch.processes import run_rank; run_rank({theirs.fileno()})"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -90,30 +90,29 @@ class Rank:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for this process, which stops the ranks
+                start_new_session=True,  # Ctrl-C reaches only this process, which stops the ranks
             )
         theirs.close()
 
     def lost(self) -> Failure:
-        """Describe how a rank ended whose pipe is closed."""
+        """Describe how the process ended after its pipe closed."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(LAST_WORDS)
-        code, words = self.process.returncode, self.log.read_text("utf-8", "replace").splitlines()
-        how = (
-            f"ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with {code}"
-        )
-        last = f": {words[-1]}" if words else ""
-        return Failure(self.number, f"process {self.process.pid} {how}{last}", 2)
+            self.process.wait(CAUSE_WAIT)
+        code, lines = self.process.returncode, self.log.read_text("utf-8", "replace").splitlines()
+        signalled = code is not None and code < 0
+        end = f"ended by {signal.Signals(-code).name}" if signalled else f"ended with {code}"
+        last = f": {lines[-1]}" if lines else ""
+        return Failure(self.number, f"process {self.process.pid} {end}{last}", 2)
 
 
 def run_ranks(
-    work: str, job: Any, ranks: int, tell: Callable[[Any], None], keep: Sequence[int] = ()
+    work: str, job: Any, ranks: int, report: Callable[[Any], None], keep: Sequence[int] = ()
 ) -> Any:
-    """Start the ranks, pass on their events, and return the result of rank 0.
+    """Start the ranks, report their events, and return the result of rank 0.
 
-    work: "package.module:function", called as `function(place, job, tell)` by every rank. The
-        module is imported there, and not here.
-    keep: descriptors that the ranks hold open as long as they live.
+    work: "package.module:function", called as `function(place, job, report)` by every rank. Only
+        the ranks import the module.
+    keep: file descriptors that the ranks keep open until they end.
     """
     with tempfile.TemporaryDirectory(prefix="ultraep-ranks-") as folder:
         started: list[Rank] = []
@@ -122,30 +121,30 @@ def run_ranks(
                 started.append(Rank(number, Path(folder), keep))
             for rank in started:
                 place = RankPlace(rank.number, ranks, rank.number, f"{folder}/store")
-                with suppress(BrokenPipeError):  # it is dead already; its pipe will say so
+                with suppress(BrokenPipeError):  # `collect` reports a rank that ended already
                     rank.pipe.send_bytes(pickle.dumps((work, place, job)))
-            return collect(started, tell)
+            return collect(started, report)
         finally:
             stop(started)
 
 
 def stop(ranks: list[Rank]) -> None:
-    """End all processes; they have a moment to close their traces."""
+    """End all processes, with a moment to close their traces."""
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.terminate()
-    until = time.monotonic() + GRACE
+    deadline = time.monotonic() + GRACE
     for rank in ranks:
         try:
-            rank.process.wait(max(0.0, until - time.monotonic()))
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             rank.process.kill()
             rank.process.wait()
         rank.pipe.close()
 
 
-def collect(ranks: list[Rank], tell: Callable[[Any], None]) -> Any:
-    """Receive from all ranks until each has finished, or one of them has failed."""
+def collect(ranks: list[Rank], report: Callable[[Any], None]) -> Any:
+    """Receive messages until all ranks have finished, or one has failed."""
     pending = {rank.pipe: rank for rank in ranks}
     results: dict[int, Any] = {}
     while pending:
@@ -157,12 +156,12 @@ def collect(ranks: list[Rank], tell: Callable[[Any], None]) -> Any:
                 results[rank.number] = message.result
                 del pending[rank.pipe]
             else:
-                tell(message)
+                report(message)
     return results[0]
 
 
 def receive(pending: dict[Connection, Rank], timeout: float | None) -> Iterator[tuple[Rank, Any]]:
-    """Events, results and failures of the ranks that have sent something, or have ended."""
+    """Yield events, results and failures of ranks that have sent a message or ended."""
     for pipe in wait(list(pending), timeout):
         assert isinstance(pipe, Connection)
         rank = pending[pipe]
@@ -174,20 +173,20 @@ def receive(pending: dict[Connection, Rank], timeout: float | None) -> Iterator[
 
 
 def raise_cause(first: Failure, pending: dict[Connection, Rank]) -> NoReturn:
-    """Raise what went wrong: the first failure may only be the consequence of another one."""
-    failures, until = [first], time.monotonic() + LAST_WORDS
-    while pending and first.weight < 2 and time.monotonic() < until:
-        for rank, message in receive(pending, max(0.0, until - time.monotonic())):
+    """Raise the cause; the first failure may be only a consequence of another one."""
+    failures, deadline = [first], time.monotonic() + CAUSE_WAIT
+    while pending and first.weight < 2 and time.monotonic() < deadline:
+        for rank, message in receive(pending, max(0.0, deadline - time.monotonic())):
             if isinstance(message, Failure):
                 failures.append(message)
             if isinstance(message, Failure | Finished):
                 del pending[rank.pipe]
     cause = max(failures, key=lambda failure: failure.weight)
-    raise CommunicationError(f"rank {cause.rank} failed, all others were stopped: {cause.words}")
+    raise CommunicationError(f"rank {cause.rank} failed, all others were stopped: {cause.text}")
 
 
 def environment() -> dict[str, str]:
-    """One thread for every rank, and the same modules as here."""
+    """Return the environment of a rank: one thread, and the modules of this process."""
     own = {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": "1",
@@ -201,36 +200,33 @@ def environment() -> dict[str, str]:
 # -- in the process of a rank --------------------------------------------------------------------
 
 
-def live(descriptor: int) -> None:
-    """Run one rank: receive the job, do it, and send the result."""
+def run_rank(descriptor: int) -> None:
+    """Receive the job, run it, and send the result."""
     stop_on_sigterm()
     pipe = Connection(descriptor)
     work, place, job = pickle.loads(pipe.recv_bytes())
-    threading.Thread(target=leave_with, args=(pipe,), daemon=True).start()
+    threading.Thread(target=exit_with, args=(pipe,), daemon=True).start()
     module, _, function = work.partition(":")
-    number = place.rank
 
-    def tell(message: Any) -> None:
+    def send(message: Any) -> None:
         pipe.send_bytes(pickle.dumps(message))
 
     try:
-        tell(Finished(getattr(import_module(module), function)(place, job, tell)))
-    except CommunicationError as error:
-        tell(Failure(number, str(error), 0))
-        sys.exit(1)
+        send(Finished(getattr(import_module(module), function)(place, job, send)))
     except (UltraEPError, RuntimeError, OSError, MemoryError) as error:
         traceback.print_exc()
-        tell(Failure(number, f"{type(error).__name__}: {error}", weight_of(error)))
+        send(Failure(place.rank, f"{type(error).__name__}: {error}", weight_of(error)))
         sys.exit(1)
 
 
 def weight_of(error: Exception) -> int:
-    """Return 0 for a lost connection, which torch raises as RuntimeError: rarely the cause."""
-    return 0 if isinstance(error, RuntimeError) and "onnection" in str(error) else 1
+    """Return 0 for a lost connection, which is rarely the cause; torch raises RuntimeError."""
+    lost = isinstance(error, RuntimeError) and "onnection" in str(error)
+    return 0 if lost or isinstance(error, CommunicationError) else 1
 
 
-def leave_with(pipe: Connection) -> None:
-    """Wait until the pipe is closed, then end this process."""
+def exit_with(pipe: Connection) -> None:
+    """Wait until the pipe closes, then end this process."""
     with suppress(EOFError, OSError):
         pipe.recv_bytes()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -239,7 +235,7 @@ def leave_with(pipe: Connection) -> None:
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM end this process as an exception, so that traces are closed."""
+    """Turn SIGTERM into SystemExit, so that traces are closed."""
 
     def stop_now(number: int, _: Any) -> None:
         signal.signal(number, signal.SIG_IGN)

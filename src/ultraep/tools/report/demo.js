@@ -1,11 +1,11 @@
-// The plots of a demo.
+// The plots of the demo report.
 
 function lines(data, byPolicy, more = {}) {
   return Object.entries(byPolicy).map(([name, values], place) =>
     line(data.step, values, name, policyColour(name, place), more));
 }
 
-// -- the plots: numbers -> [traces, layout] -----------------------------------------------------
+// -- numbers -> [traces, layout] ----------------------------------------------------------------
 
 const figures = {
   imbalance: imbalanceFigure,
@@ -14,7 +14,7 @@ const figures = {
 
   replay(data) {
     const drawn = lines(data, data.imbalance);
-    for (const one of drawn) one.line.dash = DASHES[one.name] || "solid";
+    for (const trace of drawn) trace.line.dash = DASHES[trace.name] || "solid";
     return [
       drawn,
       { ...regions(data.domains), xaxis: stepAxis(data), yaxis: title("imbalance, mean of layers") },
@@ -23,8 +23,8 @@ const figures = {
 
   loss(data) {
     const drawn = lines(data, data.losses, { hovertemplate: "%{y:.4f}" });
-    drawn.forEach((one, place) => {
-      one.line.width = place ? 2 : 5; // the first one stays visible under the others
+    drawn.forEach((trace, place) => {
+      trace.line.width = place ? 2 : 5; // the first line stays visible below the others
     });
     return [drawn, { ...regions(data.domains), xaxis: stepAxis(data), yaxis: title("loss") }];
   },

@@ -1,6 +1,6 @@
 // Figures that several reports and the viewer draw: numbers -> [traces, layout].
 
-// The kinds of text, as shaded regions with their names.
+// Shaded regions with the kind of text of each.
 function regions(domains) {
   const edges = domains.map(({ begin, end }) => [begin - 0.5, end + 0.5]);
   return {
@@ -93,7 +93,7 @@ function timeFigure(data) {
 
 // -- a map of cells ------------------------------------------------------------------------------
 
-// One hue, ever darker (or, on a dark page, ever brighter): readable without colours.
+// One hue from light to dark (on a dark page, dark to light), readable without colours.
 function heatTrace(z, { x, y, low, high, words, hover }) {
   return {
     type: "heatmap", z, x, y, zmin: low, zmax: high, xgap: 0, ygap: y.length > 60 ? 0 : 1, hoverongaps: false,
@@ -185,7 +185,7 @@ const STAGES = {
   loads: ["other", ""], reroute: ["other", "/"], attention: ["other", "-"], "attention back": ["other", "-"],
 };
 
-// Forward or backward of one microbatch: a row for every rank; waiting is drawn thin.
+// Forward or backward of one microbatch: a row per rank; waiting is drawn thin.
 function stagesFigure({ stages, begin, seconds, waited }) {
   const ranks = begin.map((_, rank) => rank);
   const traces = stages.flatMap((name, place) => {

@@ -1,18 +1,18 @@
-// The plots of an inspection.
+// The plots of an inspection report.
 
-const MOST = 4; // times the mean load, from where on a cell is of one colour
+const MOST = 4; // times the mean load; cells above it have the same colour
 
-// Several slots of one policy have one colour, and fade.
+// All slot counts of a policy share a colour; more slots are more transparent.
 function look(cases, { policy, slots }) {
-  const names = [...new Set(cases.map((one) => one.policy))];
-  const fewest = Math.min(...cases.filter((one) => one.policy === policy).map((one) => one.slots));
+  const names = [...new Set(cases.map((entry) => entry.policy))];
+  const fewest = Math.min(...cases.filter((entry) => entry.policy === policy).map((entry) => entry.slots));
   return { color: policyColour(policy, names.indexOf(policy)), opacity: slots > fewest ? 0.55 : 1 };
 }
 
 function caseBars(x, cases, values, more = () => ({})) {
-  return cases.map((one) => ({
-    type: "bar", x, y: values[one.label], name: one.label, marker: look(cases, one),
-    hovertemplate: "%{y:.3f}", ...more(one),
+  return cases.map((entry) => ({
+    type: "bar", x, y: values[entry.label], name: entry.label, marker: look(cases, entry),
+    hovertemplate: "%{y:.3f}", ...more(entry),
   }));
 }
 
@@ -34,11 +34,11 @@ const figures = {
 
   layers(data) {
     const size = picked("layers");
-    const drawn = data.cases.map((one) => {
-      const { color, opacity } = look(data.cases, one);
-      return line(data.names, data.mean[size][one.label], one.label, color, {
-        mode: "lines+markers", opacity, marker: { size: 5 }, customdata: data.worst[size][one.label],
-        line: { color, dash: DASHES[one.policy] || "solid" },
+    const drawn = data.cases.map((entry) => {
+      const { color, opacity } = look(data.cases, entry);
+      return line(data.names, data.mean[size][entry.label], entry.label, color, {
+        mode: "lines+markers", opacity, marker: { size: 5 }, customdata: data.worst[size][entry.label],
+        line: { color, dash: DASHES[entry.policy] || "solid" },
         hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
       });
     });
@@ -58,9 +58,9 @@ const figures = {
 
   history(data) {
     const ranks = data.sizes.map((size) => `EP${size}`);
-    const bars = (key, words, pattern) => caseBars(ranks, data.cases, data[key], (one) => ({
-      name: `${one.label}: ${words}`,
-      marker: { ...look(data.cases, one), pattern: { shape: pattern, size: 7, fgcolor: css("back"), fillmode: "overlay" } },
+    const bars = (key, words, pattern) => caseBars(ranks, data.cases, data[key], (entry) => ({
+      name: `${entry.label}: ${words}`,
+      marker: { ...look(data.cases, entry), pattern: { shape: pattern, size: 7, fgcolor: css("back"), fillmode: "overlay" } },
     }));
     return [
       [...bars("same", "within a text", ""), ...bars("changed", "after a change of text", "/")],

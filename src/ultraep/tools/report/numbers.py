@@ -1,4 +1,4 @@
-"""Numbers of a report, ready for JSON."""
+"""Numbers of plots, ready for JSON."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from ultraep.trace.read import Trace
 
 Numbers = dict[str, Any]
 FloatArray = NDArray[np.float64]
-MOST_NUMBERS = 400_000  # of the microbatches to choose from
+MOST_NUMBERS = 400_000  # in the microbatches that a page offers
 DIGITS = 6
 
 
 def plain(values: Any) -> list[float | None]:
-    """Return rounded numbers as JSON allows them: None in place of NaN and infinity."""
+    """Return rounded numbers for JSON, with None for NaN and infinity."""
     numbers = np.asarray(values, dtype=np.float64).tolist()
     return [round(value, DIGITS) if math.isfinite(value) else None for value in numbers]
 
 
-def kept(count: int, size: int, wanted: int, most: int = MOST_NUMBERS) -> IntArray:
-    """Moments of so many numbers each: as many as fit, evenly spread, and the wanted one.
+def sample(count: int, size: int, required: int, most: int = MOST_NUMBERS) -> IntArray:
+    """Return evenly spread indices below `count` whose items fit, and the required index.
 
-    >>> kept(9, size=1, wanted=5, most=3)
+    size: numbers per item.   most: numbers of all items.
+
+    >>> sample(9, size=1, required=5, most=3)
     array([0, 4, 5, 8])
     """
     fitting = max(2, most // max(size, 1))
     if count <= fitting:
         return np.arange(count)
     spread = np.linspace(0, count - 1, fitting).round().astype(np.int64)
-    return np.union1d(spread, [wanted])
+    return np.union1d(spread, [required])
 
 
 def microbatches(
     trace: Trace, plan_of: Callable[[int], Plan], domains: Sequence[str], *, noun: str
 ) -> Numbers:
-    """Microbatches of every layer to choose from; `records[moment][layer]` is None where missing.
+    """Return microbatches to select from; `records[moment][layer]` is None where missing.
 
-    plan_of: the plan of a record.   domains: the kind of text of every step.
-    noun: what a step of the trace is called.
+    plan_of: returns the plan of a record.   domains: the kind of text of every step.
+    noun: the page's word for a step of the trace.
     """
     moments, moment_N = np.unique(
         np.column_stack([trace.step, trace.microbatch]), axis=0, return_inverse=True
@@ -54,7 +56,7 @@ def microbatches(
     topology = plans[0].topology
     worst = int(np.argmax([plan.initial_imbalance for plan in plans]))
     size = len(layers) * 2 * (topology.experts + topology.ranks * topology.slots)
-    shown = kept(len(moments), size, int(moment_N[worst]))
+    shown = sample(len(moments), size, int(moment_N[worst]))
     place = {int(moment): number for number, moment in enumerate(shown)}
     records: list[list[Numbers | None]] = [[None] * len(layers) for _ in shown]
     for plan, moment, layer in zip(plans, moment_N.tolist(), trace.layer.tolist(), strict=True):
@@ -76,9 +78,9 @@ def microbatches(
 
 
 def microbatch(plan: Plan) -> Numbers:
-    """Loads of all experts, and what every slot holds and serves.
+    """Return the loads of all experts, and the expert and rows of every slot.
 
-    Policies beyond the limits may hold more replicas than there are slots; those are not shown.
+    Replicas beyond the spare slots, which some policies have, are left out.
     """
     topology = plan.topology
     held_RL = np.full((topology.ranks, topology.slots), -1)

@@ -1,6 +1,6 @@
 "use strict";
-// Parts of all reports. Nothing is computed here but sums and ratios of what is shown; what a report
-// draws stands in `figures`: for each of its numbers a function to [traces, layout].
+// Functions that all reports share. They compute only sums and ratios of the embedded numbers. A
+// report's `figures` maps the name of each plot to a function: numbers -> [traces, layout].
 
 const numbers = (name) => JSON.parse(document.getElementById(`numbers-${name}`).textContent);
 const find = (id) => document.getElementById(id);
@@ -81,12 +81,12 @@ function even(xref, y, yref = "y") {
 function microbatchFigure(data) {
   const [moment, layer] = [Number(find("moment").value), Number(find("layer").value)];
   const { step, microbatch, domain } = data.moments[moment];
-  const several = data.moments.some((one) => one.microbatch > 0);
+  const several = data.moments.some((moment) => moment.microbatch > 0);
   const where = `${data.noun} ${step}${several ? `, microbatch ${microbatch}` : ""} (${domain}), ` +
     `layer ${data.layers[layer]}: `;
   const record = data.records[moment][layer];
   if (record === null) {
-    find("told").textContent = where + "nothing was recorded.";
+    find("told").textContent = where + "not recorded.";
     return [[], {}];
   }
   const [drawn, more, told] = ranksFigure(data, record);
@@ -185,15 +185,15 @@ function words({ expert, rows, of, copy }, home, rank) {
   return `rank ${rank}: ${what}<br>${rows.toLocaleString("en")} rows, ${share} % of the expert's`;
 }
 
-// Ascending numbers in words: 0, 2-5.
+// Ascending numbers as text: 0, 2-5.
 function stretches(numbers) {
-  const found = [];
-  for (const one of numbers) {
-    const last = found[found.length - 1];
-    if (last && last[1] === one - 1) last[1] = one;
-    else found.push([one, one]);
+  const ranges = [];
+  for (const number of numbers) {
+    const last = ranges[ranges.length - 1];
+    if (last && last[1] === number - 1) last[1] = number;
+    else ranges.push([number, number]);
   }
-  return found.map(([from, to]) => (to > from + 1 ? `${from}-${to}` : to > from ? `${from}, ${to}` : from)).join(", ");
+  return ranges.map(([from, to]) => (to > from + 1 ? `${from}-${to}` : to > from ? `${from}, ${to}` : from)).join(", ");
 }
 
 function account(data, before, after) {
@@ -281,7 +281,7 @@ function saveCsv(name, traces) {
   URL.revokeObjectURL(link.href);
 }
 
-// Whether its numbers are there, and its place is shown: not all views of the viewer are.
+// Whether a plot has numbers and is visible; the viewer hides some views.
 function drawable(name) {
   const plot = find(`plot-${name}`);
   return plot && plot.offsetParent !== null && (parsed[name] || find(`numbers-${name}`));

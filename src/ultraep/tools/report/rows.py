@@ -1,4 +1,4 @@
-"""Numbers to keep: each carries all that is needed to read it alone, or to measure it again."""
+"""Records of measured numbers, each with the command, device and versions to repeat it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ultraep import __version__
+from ultraep.tools.report.words import counted
 
 PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNumber:
-    """One number, and all that is needed to understand and to repeat it."""
+    """One number, with everything that is needed to interpret and repeat it."""
 
     benchmark: str
     case: Mapping[str, str | int | float]
@@ -31,16 +32,16 @@ class MeasuredNumber:
 
 
 def as_json(rows: Iterable[MeasuredNumber]) -> str:
-    """A JSON list, one number a line."""
+    """Return a JSON list with one number per line."""
     lines = (json.dumps(asdict(row), separators=(",", ":")) for row in rows)
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 def cpu_device() -> str:
-    """The CPU by name, and how many of its cores this process may use."""
+    """Return the name of the CPU and the number of usable cores."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+    return f"{_cpu_name()}, {counted(cores, 'core')}"
 
 
 def _cpu_name() -> str:
@@ -53,7 +54,7 @@ def _cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package and of what it computes with; nothing is imported for it."""
+    """Return the versions of this package and its numerical dependencies, without importing."""
     numbers = {"ultraep": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:

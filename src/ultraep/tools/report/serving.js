@@ -1,13 +1,13 @@
-// The plots of a load test.
+// The plots of a load test report.
 
 const rateAxis = { ...title("prompts per second"), rangemode: "tozero" };
 
 function lines(data, key, look = () => ({})) {
-  return data.lines.map((one, place) => {
-    const colour = one.variant === "even" ? "#3d9970" : policyColour(one.variant, place);
-    return line(data.rates, one[key], one.label, colour, {
-      mode: "lines+markers", marker: { size: 7 }, line: { color: colour, dash: DASHED[one.variant] || "solid" },
-      ...look(one, colour),
+  return data.lines.map((entry, place) => {
+    const colour = entry.variant === "even" ? "#3d9970" : policyColour(entry.variant, place);
+    return line(data.rates, entry[key], entry.label, colour, {
+      mode: "lines+markers", marker: { size: 7 }, line: { color: colour, dash: DASHED[entry.variant] || "solid" },
+      ...look(entry, colour),
     });
   });
 }
@@ -16,8 +16,8 @@ const DASHED = { even: "dash" };
 
 const figures = {
   waits(data) {
-    const tail = lines(data, "p90", (one, colour) => ({
-      name: `${one.label}, p90`, showlegend: false, opacity: 0.55, marker: { size: 4 },
+    const tail = lines(data, "p90", (entry, colour) => ({
+      name: `${entry.label}, p90`, showlegend: false, opacity: 0.55, marker: { size: 4 },
       line: { color: colour, dash: "dot", width: 1.5 }, hovertemplate: "%{y:.3f} s",
     }));
     const median = lines(data, "p50", () => ({ hovertemplate: "%{y:.3f} s" }));
@@ -46,8 +46,8 @@ const figures = {
   },
 
   loads(data) {
-    const routed = lines(data, "before", (one, colour) => ({
-      name: `${one.label}, as routed`, showlegend: false, opacity: 0.55,
+    const routed = lines(data, "before", (entry, colour) => ({
+      name: `${entry.label}, as routed`, showlegend: false, opacity: 0.55,
       line: { color: colour, dash: "dot", width: 1.5 },
     }));
     return [[...routed, ...lines(data, "after")], {

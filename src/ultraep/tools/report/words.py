@@ -1,4 +1,4 @@
-"""Text of a report: sizes, shares, lists, tables."""
+"""Sizes, counts and tables as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def size(count: float) -> str:
-    """Bytes, readable.
+    """Return bytes with a unit.
 
     >>> size(0), size(2048), size(3.2e9)
     ('0 B', '2.05 kB', '3.2 GB')
@@ -20,35 +20,18 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def per_cent(share: float) -> str:
-    """A small share, readable.
-
-    >>> per_cent(0.0), per_cent(0.0035), per_cent(4e-8)
-    ('0 %', '0.35 %', '4e-06 %')
-    """
-    return f"{100 * share:.2g} %"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in a sentence.
-
-    >>> listed(["a"]), listed(["a", "b", "c"])
-    ('a', 'a, b and c')
-    """
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
-
-
 def counted(number: int, noun: str) -> str:
-    """A number with its noun.
+    """Return a number with its noun.
 
-    >>> counted(1, "text"), counted(2, "text")
-    ('1 text', '2 texts')
+    >>> counted(1, "rank"), counted(2000, "microbatch")
+    ('1 rank', '2,000 microbatches')
     """
-    return f"{number} {noun}{'s' * (number != 1)}"
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str) -> str:
-    """HTML; the first column names the rows."""
+    """Return an HTML table; the first column names the rows."""
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     cells = [[f"<td>{escape(cell)}</td>" for cell in row[1:]] for row in rows]
     lines = zip((escape(row[0]) for row in rows), map("".join, cells), strict=True)

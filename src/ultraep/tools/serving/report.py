@@ -165,7 +165,7 @@ def page(turns: Sequence[Turn], objective: float, facts: Sequence[tuple[str, str
         notes=notes(turns),
         result=f"<h2>Result</h2>\n<p>{LEGEND}</p>\n{html_table(head, rows, 'result')}",
         sections=[section for section in SECTIONS if section.plots[0] in numbers],
-        told=CAPTIONS,
+        captions=CAPTIONS,
         numbers=numbers,
         script=own_file("ultraep.tools.report", "serving.js"),
     )

@@ -1,6 +1,6 @@
-"""A tiny model to train and serve: what the demo, the examples and the benchmarks have in common.
+"""A tiny model to train and serve, for the demo, the examples and the benchmarks.
 
-text.py      bytes that every machine has, by subject
+text.py      text of Python's library, by subject
 model.py     a byte-level MoE transformer on `BalancedMoE` layers
-prefill.py   requests, and the time to their first token
+prefill.py   requests, and their time to first token
 """

@@ -1,4 +1,4 @@
-"""Forced even routing: as many choices as before, dealt out to all ranks and experts in turn.
+"""Forced even routing: assign experts of all ranks round-robin.
 
 Shapes: T tokens, K experts per token.
 """
@@ -14,20 +14,20 @@ from ultraep.topology import Topology
 
 
 class EvenTurns:
-    """What one rank chooses when experts are dealt out in turn."""
+    """The round-robin choices of one rank."""
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self.turns, self.rank = dealt_in_turn(topology), rank
 
     def chosen(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """[T, K] other choices; another part of the turn on every rank."""
+        """[T, K] the choices that replace the router's; each rank has its part of the round."""
         first = self.rank * ids_TK.numel()
         rows = torch.arange(first, first + ids_TK.numel()) % len(self.turns)
         return self.turns[rows].reshape(ids_TK.shape).to(ids_TK)
 
 
 def dealt_in_turn(topology: Topology) -> torch.Tensor:
-    """Experts such that consecutive choices go to all ranks, and their experts, in turn.
+    """Return experts in an order that visits all ranks, and each rank's experts, in turn.
 
     >>> dealt_in_turn(Topology(ranks=2, experts=4)).tolist()
     [0, 2, 1, 3]

@@ -24,7 +24,7 @@ VOCABULARY = 256  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of the model; checkpoints carry it."""
+    """The shape of the model, stored in checkpoints."""
 
     hidden: int = 64
     ffn: int = 128
@@ -32,15 +32,18 @@ class ModelConfig:
     top_k: int = 2
     layers: int = 3
     heads: int = 4
-    tied: bool = True  # the head is the embedding
+    tied: bool = True  # embedding and head share their weights
 
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads):
-            raise ConfigError(f"heads have an even width: hidden {self.hidden}, heads {self.heads}")
+            raise ConfigError(
+                f"the width of a head must be even: hidden={self.hidden}, heads={self.heads}; "
+                f"make hidden a multiple of {2 * self.heads}"
+            )
 
 
 class TinyMoE(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A model of bytes that returns the logits of the next byte."""
 
     def __init__(
         self,
@@ -52,9 +55,9 @@ class TinyMoE(nn.Module):
         bitwise: bool = False,
     ) -> None:
         super().__init__()
-        torch.manual_seed(seed)  # all ranks draw the same
+        torch.manual_seed(seed)  # the same weights on all ranks
         self.config, self.checkpointing = config, checkpointing
-        self.unevenness = torch.zeros(())  # of the last forward pass, the sum of all layers
+        self.unevenness = torch.zeros(())  # sum of all layers in the last forward pass
         self.embedding = nn.Embedding(VOCABULARY, config.hidden)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(
@@ -72,7 +75,7 @@ class TinyMoE(nn.Module):
         positions_BT: torch.Tensor | None = None,
         policy: str | None = None,
     ) -> torch.Tensor:
-        """[B, T, V]. Positions that start anew at 0 begin another text in the same sequence."""
+        """[B, T, V] logits. A position 0 begins another text in the same sequence."""
         mask = None
         if positions_BT is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -92,13 +95,13 @@ class TinyMoE(nn.Module):
         return logits
 
     def last_plans(self) -> list[Plan]:
-        """The plan of every layer in the last forward pass."""
+        """Return the plan of every layer in the last forward pass."""
         plans = (moe.last_plan for moe in moe_layers(self).values())
         return [plan.to_host() for plan in plans if plan is not None]
 
 
 class Block(nn.Module):
-    """Attention, then experts, each added to what came in."""
+    """Attention and experts, with residual connections."""
 
     def __init__(
         self, config: ModelConfig, balancer: Balancer, *, seed: int, bitwise: bool
@@ -125,7 +128,7 @@ class Block(nn.Module):
         mask: torch.Tensor | None,
         policy: str | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, T, D], and how unevenly the router of this block spread the tokens."""
+        """[B, T, D] outputs, and the auxiliary loss of this block."""
         x_BTD = x_BTD + self.attend(self.norms[0](x_BTD), positions_BT, mask)
         tokens_BTD = self.norms[1](x_BTD)
         y_BTD, routing = self.moe(tokens_BTD, policy=policy, with_routing=True)
@@ -142,9 +145,9 @@ class Block(nn.Module):
 
 
 def unevenness(plan: AnyPlan | None, logits_TE: torch.Tensor) -> torch.Tensor:
-    """The usual auxiliary loss: loads of the experts times their mean probabilities.
+    """Return the usual auxiliary loss: loads of the experts times their mean probabilities.
 
-    The loads are those of the whole group, which the plan of this microbatch knows.
+    The loads of the whole group come from the plan of this microbatch.
     """
     if not torch.is_grad_enabled() or plan is None or not plan.to_host().total:
         return logits_TE.new_zeros(())
@@ -155,7 +158,7 @@ def unevenness(plan: AnyPlan | None, logits_TE: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x_BHTC: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
-    """Rotary positions. Angles are large numbers: autocast must not shorten them."""
+    """Apply rotary position embeddings; angles are too large for reduced precision."""
     left, right = x_BHTC.chunk(2, dim=-1)
     width, wide = left.shape[-1], torch.promote_types(x_BHTC.dtype, torch.float32)
     steps = torch.arange(width, dtype=wide, device=x_BHTC.device)
@@ -166,6 +169,6 @@ def rotate(x_BHTC: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
 
 
 def next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of every byte but the first."""
+    """Return the mean cross-entropy of all bytes but the first."""
     logits = model(tokens[:, :-1])
     return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,6 +1,6 @@
 """Prefill of the tiny model: requests of mixed lengths and subjects, served by the serving engine.
 
-On a rank, the requests of a batch stand one after the other in a single sequence.
+A rank packs the requests of a batch into a single sequence.
 
 Shapes: n requests of this rank, T tokens, V vocabulary.
 """
@@ -24,15 +24,15 @@ from ultraep.tools.tiny.text import Text
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """The requests. `rate` requests arrive in a second; 0: all at once."""
+    """The requests. `rate` requests arrive per second; 0 means all at once."""
 
     requests: int = 200
     shortest: int = 8  # tokens of a request
     longest: int = 256
     budget: int = 1024  # tokens of a rank in a batch
     rate: float = 0.0
-    period: int = 25  # requests until the subject changes
-    warmup: int = 20  # requests that are served before, untimed
+    period: int = 25  # consecutive requests with the same subject
+    warmup: int = 20  # requests that are served untimed first
     rounds: int = 3
     seed: int = 0
 
@@ -41,8 +41,8 @@ class Queue:
 class Answers:
     """The round of median speed under one policy.
 
-    difference: of the logits from those of the first policy, the largest of all rounds, relative to
-        the largest logit.
+    difference: largest difference of the logits to the first policy in any round, relative to the
+        largest logit.
     """
 
     policy: str
@@ -51,7 +51,7 @@ class Answers:
 
 
 class ServedTinyMoE:
-    """The model as the engine serves it; its outputs are logits."""
+    """The interface of the model for the engine; outputs are logits."""
 
     even_choices = ()
 
@@ -60,7 +60,7 @@ class ServedTinyMoE:
         self.balancers = [next(iter(moe_layers(model).values())).balancer]  # all layers share it
 
     def encode(self, prompt: Prompt) -> torch.Tensor:
-        """[T] its bytes."""
+        """[T] the bytes of the prompt."""
         return torch.frombuffer(bytearray(prompt.text), dtype=torch.uint8).long()
 
     def first_outputs(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ class ServedTinyMoE:
 
 
 def make_requests(text: Text, queue: Queue) -> list[Prompt]:
-    """Requests of held-out text."""
+    """Return requests with held-out text."""
     lengths = Lengths(shortest=queue.shortest, longest=queue.longest, burst=queue.period)
     arrivals = [Arrival(0.0)] * queue.requests
     if queue.rate:
@@ -79,7 +79,7 @@ def make_requests(text: Text, queue: Queue) -> list[Prompt]:
 
 @torch.no_grad()
 def first_logits(model: TinyMoE, texts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n, V] on the host. A rank without texts takes part with no tokens."""
+    """[n, V] logits on the host. The call is collective, also for a rank without texts."""
     device = model.norm.weight.device
     packed = torch.cat([torch.empty(0, dtype=torch.int64), *texts])
     positions = torch.cat([packed[:0], *(torch.arange(len(text)) for text in texts)])
@@ -93,11 +93,11 @@ def answer(
     requests: Sequence[Prompt],
     queue: Queue,
     policies: Sequence[str],
-    tell: Callable[[str, int, Turn], None] = lambda *_: None,
+    report: Callable[[str, int, Turn], None] = lambda *_: None,
 ) -> list[Answers]:
     """Serve the requests under every policy, with the same weights, in turns.
 
-    tell: called after every round of a policy, with its name and the number of the round.
+    report: called after every round with the policy, the number of the round, and the round.
     """
     engine = Engine(ServedTinyMoE(model), budget=queue.budget, grace=math.inf)
     rate = queue.rate or math.inf
@@ -107,7 +107,7 @@ def answer(
     for number in range(queue.rounds):
         for policy in policies:
             rounds[policy].append(engine.serve(requests, policy, rate, number))
-            tell(policy, number + 1, rounds[policy][-1])
+            report(policy, number + 1, rounds[policy][-1])
     first = torch.stack(rounds[policies[0]][0].first)
     answers = []
     for policy, turns in rounds.items():

@@ -1,7 +1,7 @@
-"""Text that every machine has: Python's own library, as bytes, by subject.
+"""Text of Python's own library, as bytes, by subject.
 
-Subjects differ in their bytes, and so in the experts that they load. A text that moves from one
-to the next keeps moving the load. It is the same on every machine with the same Python.
+Subjects use different bytes and therefore different experts, so a change of subject shifts the
+loads. The text is the same on every machine with the same version of Python.
 
 Shapes: B sequences, T bytes.
 """
@@ -22,14 +22,14 @@ import torch
 
 from ultraep.errors import FileError
 
-LEAST = 1 << 14  # bytes of a subject worth having
-HELD_OUT = 10  # one byte of so many, at the end of each subject, is not trained on
-MAIN = 0.8  # share of the subject of the hour
-TALKATIVE = ("argparse.py", "decimal.py", "_pydecimal.py", "difflib.py", "tarfile.py", "typing.py")
+LEAST = 1 << 14  # bytes of the shortest usable subject
+HELD_OUT = 10  # the last tenth of each subject is held out
+MAIN = 0.8  # share of a step's main subject
+DOCUMENTED = ("argparse.py", "decimal.py", "_pydecimal.py", "difflib.py", "tarfile.py", "typing.py")
 
 
 class Text:
-    """The subjects of this machine, each as one long tensor of bytes."""
+    """The subjects, each as one long tensor of bytes."""
 
     def __init__(self, subjects: Mapping[str, Callable[[], bytes]] | None = None) -> None:
         texts = {name: bytearray(read()) for name, read in (subjects or SUBJECTS).items()}
@@ -42,7 +42,7 @@ class Text:
     def sequences(
         self, rng: np.random.Generator, subjects: list[int], length: int, *, held_out: bool = False
     ) -> torch.Tensor:
-        """[B, T] one random piece of each of these subjects, as token ids."""
+        """[B, T] token ids of a random piece of every listed subject."""
         pieces = []
         for subject in subjects:
             data = self._all[subject]
@@ -53,23 +53,23 @@ class Text:
         return torch.stack(pieces)
 
     def held_out(self) -> dict[str, bytes]:
-        """The part of every subject that is not trained on."""
+        """Return the held-out part of every subject."""
         parts = (data[len(data) - len(data) // HELD_OUT :] for data in self._all)
         return {name: bytes(part.tolist()) for name, part in zip(self.names, parts, strict=True)}
 
     def main(self, step: int, period: int) -> int:
-        """The subject of a step; it changes every `period` steps."""
+        """Return the main subject of a step; it changes every `period` steps."""
         return step // period % len(self.names)
 
     def shifting(self, rng: np.random.Generator, step: int, count: int, period: int) -> list[int]:
-        """`count` subjects, of which most are the one of this step."""
-        others = rng.integers(len(self.names), size=count)
-        mostly = rng.random(count) < MAIN
-        return [int(s) for s in np.where(mostly, self.main(step, period), others)]
+        """Draw `count` subjects, most of them the main subject of the step."""
+        drawn = rng.integers(len(self.names), size=count)
+        is_main = rng.random(count) < MAIN
+        return [int(subject) for subject in np.where(is_main, self.main(step, period), drawn)]
 
 
 def files(*patterns: str) -> bytes:
-    """All files of the library that match, in the order of the patterns, then of their names."""
+    """Return all matching files of the library, ordered by pattern and name."""
     return b"\n".join(path.read_bytes() for path in _matching(patterns))
 
 
@@ -79,12 +79,12 @@ def _matching(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def prose() -> bytes:
-    """English: the licence, Python's help, and what modules say about themselves."""
-    return b"\n\n".join([files("LICENSE.txt"), _topics(), _docstrings(*TALKATIVE)])
+    """Return English text: the licence, Python's help, and docstrings of modules."""
+    return b"\n\n".join([files("LICENSE.txt"), _topics(), _docstrings(*DOCUMENTED)])
 
 
 def _topics() -> bytes:
-    """What `help()` knows about the language, where it is installed."""
+    """Return the language topics of `help()`, if they are installed."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ModuleNotFoundError:
@@ -102,19 +102,20 @@ def _docstrings(*patterns: str) -> bytes:
 
 
 def tables() -> bytes:
-    """Rows and columns: code pages, entities, opcodes, characters with their properties."""
+    """Return tables: code pages, entities, opcodes, characters with their properties."""
     pages = files("encodings/cp*.py", "encodings/mac_*.py", "html/entities.py", "opcode.py")
     return pages + _characters()
 
 
 def _characters() -> bytes:
-    """A line for every named character of the first planes: number, name, kind, direction."""
+    """Return a line for every named character: number, name, category, direction."""
     lines = []
     for code in range(min(0x3000, sys.maxunicode)):
         name = unicodedata.name(chr(code), "")
         if name:
-            kind, way = unicodedata.category(chr(code)), unicodedata.bidirectional(chr(code))
-            lines.append(f"{code:04X};{name};{kind};{unicodedata.combining(chr(code))};{way}")
+            category, combining = unicodedata.category(chr(code)), unicodedata.combining(chr(code))
+            direction = unicodedata.bidirectional(chr(code))
+            lines.append(f"{code:04X};{name};{category};{combining};{direction}")
     return "\n".join(lines).encode()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ultraep.errors import ConfigError
 from ultraep.files.writing import write_text
-from ultraep.tools.report.numbers import MOST_NUMBERS, Numbers, kept
+from ultraep.tools.report.numbers import MOST_NUMBERS, Numbers, sample
 from ultraep.tools.report.page import embedded
 from ultraep.tools.view.api import Api
 from ultraep.tools.view.catalogue import Catalogue
@@ -54,7 +54,7 @@ def _answers(api: Api, name: str, trace: OpenTrace) -> Numbers:
     slots = int(header.topology.first_slot_of_rank[-1])
     per_record = header.experts + 2 * slots + 3 * header.ranks * len(header.stages)
     worst = int(moment_N[table.before.argmax()])
-    moments = kept(len(step_M), per_record * len(table.layers[0]), worst, MOST_NUMBERS)
+    moments = sample(len(step_M), per_record * len(table.layers[0]), worst, MOST_NUMBERS)
     records = map(table.key, np.flatnonzero(np.isin(moment_N, moments)).tolist())
     notes = []
     if len(moments) < len(step_M):

@@ -1,0 +1,77 @@
+"""Options are stable and explained, help is fast, and the version is printed."""
+
+import pytest
+
+import ultraep
+from ultraep.tools.cli.commands import SUMMARIES, load_command
+
+from .commands import invoke, output, shell
+
+SCENARIO = (
+    "--cluster --domain --drift-length --ep --groups --imbalance --json --microbatches --model "
+    "--no-recompute --noise --objective --pipeline --prefill --processes --rates --seed "
+    "--sequence-length --stages --steps --tokens --topic-length --trace"
+)
+OPTIONS = {
+    "plan": "--backend --domain --experts --history --json --max-replicas --min-tokens "
+    "--no-locality --policy --ranks --rates --show --slots --tolerance --window file",
+    "inspect": "--device --dtype --ep --history --layers --no-report --out --policy --random "
+    "--seed --sequence-length --slots --text --tokens --window model",
+    "simulate": f"{SCENARIO} --force --interval --plot --policy --presets --slots --timeline "
+    "--timeline-layers --tolerance",
+    "advise": SCENARIO,
+    "demo": "--device --no-report --out --policy --quick --ranks --seed --steps",
+    "env": "--json",
+    "view": "--export --force --host --live --open --port paths",
+    "trace info": "--json path",
+    "trace replay": "--ep --history --json --policy --slots --tolerance path",
+    "trace export": "--csv --force --npz --perfetto path",
+    "bench prefill": "--arrivals --budget --burst --endpoint --force --html --json --load "
+    "--longest --model --policy --ranks --rate --rounds --routing --seconds --seed --shortest "
+    "--slo --slots --timeout",
+}
+
+
+@pytest.mark.parametrize("line", OPTIONS)
+def test_options_are_stable_and_explained(line):
+    name, *verb = line.split()
+    command = load_command(name)
+    for word in verb:
+        command = command.commands[word]
+    names = {option for parameter in command.params for option in parameter.opts}
+    assert names == set(OPTIONS[line].split())
+    assert all(parameter.help for parameter in command.params)
+    assert "ultraep" in command.epilog
+
+
+def test_summaries_are_those_of_the_commands():
+    assert {line.split()[0] for line in OPTIONS} == set(SUMMARIES)
+    for name, summary in SUMMARIES.items():
+        assert " ".join(load_command(name).help.split("\n\n")[0].split()) == summary
+
+
+def test_help_is_fast():
+    code = (
+        "import sys; from typer.testing import CliRunner; import ultraep.tools.cli as cli\n"
+        "assert CliRunner().invoke(cli.app, ['--help']).exit_code == 0\n"
+        "late = {'ultraep.tools.cli.plan', 'ultraep.tools.sim', 'ultraep.trace'}\n"
+        "assert not late & set(sys.modules)\n"
+        f"for line in {list(OPTIONS)}:\n"
+        "    if 'inspect' not in line:\n"
+        "        words = [*line.split(), '--help']\n"
+        "        assert CliRunner().invoke(cli.app, words).exit_code == 0\n"
+        "heavy = {'torch', 'numba', 'scipy', 'matplotlib', 'plotly', 'starlette', 'uvicorn'}\n"
+        "assert not heavy & set(sys.modules)"
+    )
+    result = shell(program=("-c", code))
+    assert result.returncode == 0, result.stderr
+
+
+def test_help_shows_examples():
+    for verb in ("info", "replay", "export"):
+        assert f"Example: ultraep trace {verb} run/" in output("trace", verb, "--help")
+    assert "ULTRAEP_TRACE=FOLDER" in output("trace", "--help")
+
+
+def test_version():
+    assert invoke("--version").stdout == f"ultraep {ultraep.__version__}\n"
