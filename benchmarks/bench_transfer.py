@@ -150,8 +150,8 @@ def critical(bench: Bench) -> None:
         title = f"critical path, in experts of {nbytes / 1e6:.1f} MB; {scale.seeds} seeds"
         bench.table(title, samples.lines())
     bench.report.note(
-        "out: different experts that the busiest home gives away; in: replicas per rank; hops: the\n"
-        "longest chain; maximum over seeds. direct: replicas that the busiest rank sends, all from\n"
+        "out: different experts that the busiest home gives away; in: replicas per rank; hops: of\n"
+        "the longest chain; maximum over seeds. direct: replicas that the busiest rank sends from\n"
         "their home. chain: hops that the busiest rank sends or forwards, plus (d - 1) / n for d\n"
         "hops in n chunks. auto: the shorter for each plan."
     )

@@ -9,8 +9,8 @@ The router is included; outputs are compared before the timing.
 `card`: eight ranks on partitions of one GPU, in graphs, with the library's own experts through the
 seam.
 `gain`: two processes, one pinned core and one thread each, with fixed skewed routing, with and
-without balancing; even routing is the ceiling. `cpu ms` is the CPU time of the busiest rank; on a busy
-machine it is more reliable than the time of a step.
+without balancing; even routing is the ceiling. `cpu ms` is the CPU time of the busiest rank; on a
+busy machine it is more reliable than the time of a step.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 """

@@ -1,12 +1,12 @@
-"""Write docs/results/paper.md: the published evaluation beside what the simulator says.
+"""Write docs/results/paper.md: the published evaluation and the predictions of the simulator.
 
     make paper                                    # some minutes
     python benchmarks/paper.py --toy --out /tmp/x # few layers, for CI
 
-Tables: the published settings (throughput, share of forced balance, imbalance, predicted and
-published), how well predictions fit where something was measured, the exposed cost of a layer,
-scaling in groups and in ranks, and what changes with slots, tolerance, tokens, domains, links and
-relays. Everything is seeded; the same versions write the same text.
+The page compares the published settings with predictions, and predictions with our measurements.
+It shows the exposed cost of a layer, scaling in groups and ranks, and the effect of slots,
+tolerance, tokens, domains, links and relays. Everything is seeded; the same versions write the same
+text.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ultraep.tools.sim.published import CONTENDERS, Setting, scenario_of, settin
 from ultraep.tools.sim.run import Result
 
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
-WITHIN = 5.0  # points
+WITHIN = 5.0  # percentage points
 Found = list[tuple[Setting, list[Result]]]
 
 
 def published(page: Page, effort: Effort) -> None:
-    """Every setting: published beside simulated."""
+    """Simulate every published setting."""
     found = []
     for setting in settings()[: effort.settings]:
         results = effort.run(scenario_of(setting, steps=effort.steps), CONTENDERS)
@@ -39,9 +39,9 @@ def published(page: Page, effort: Effort) -> None:
     page.text(
         "## The published settings",
         "",
-        "Share: throughput over that of forced balance. Published throughput is TFLOP/s per device in "
-        "training and requests/s at the limit of the mean time to the first token in serving. "
-        "Settings marked *calibrate* gave the constants of `calibrated.toml`; the others are held back.",
+        "Share: throughput divided by the throughput of forced balance. Published throughput is TFLOP/s "
+        "per device in training, and requests/s at the limit of the mean time to first token in serving. "
+        "The constants of `calibrated.toml` come from the settings marked *calibrate*; the others are held back.",
     )
     for setting, results in found:
         setting_table(page, setting, results)
@@ -73,7 +73,7 @@ def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
             ]
         )
     head = "policy, published, simulated, share published, share simulated, points, over none, "
-    head += "imbalance published, simulated, copies"
+    head += "imbalance published, simulated, replicas"
     page.table(head.split(", "), rows)
 
 
@@ -125,8 +125,8 @@ def ours(page: Page, found: Found) -> None:
 
 
 def errors(page: Page, found: Found) -> None:
-    """How many ratios fit, and what the published ones imply."""
-    page.text("## How well it fits")
+    """Count the shares that fit, and show what the published ones imply."""
+    page.text("## Accuracy")
     counts: dict[str, list[float]] = {"calibrate": [], "hold back": []}
     wrong = []
     for setting, results in found:
@@ -148,13 +148,13 @@ def errors(page: Page, found: Found) -> None:
         ["settings", "ratios", f"within {WITHIN:g} points", "mean error, points", "largest"], rows
     )
     if wrong:
-        page.text("Pairs of policies that stand the other way round than published:")
+        page.text("Pairs of policies in the opposite order of the published one:")
         page.text(*(f"- {pair}" for pair in wrong))
     implied(page, found)
 
 
 def swapped(setting: Setting, known: list[Result]) -> list[str]:
-    """Pairs whose order differs from the published one."""
+    """Pairs of policies whose order differs from the published one."""
     found = []
     for index, one in enumerate(known):
         for two in known[index + 1 :]:
@@ -169,7 +169,7 @@ def swapped(setting: Setting, known: list[Result]) -> list[str]:
 
 
 def implied(page: Page, found: Found) -> None:
-    """The part of the time that grows with the fullest rank, if time is linear in it."""
+    """The share of the time that grows with the busiest rank, if time is linear in it."""
 
     def part(gain: float, imbalance: float) -> float:
         return (gain - 1) / (imbalance - 1)
@@ -184,16 +184,16 @@ def implied(page: Page, found: Found) -> None:
         simulated = part(ideal.throughput / none.throughput, none.imbalance)
         rows.append([setting.title, *(f"{value:.2f}" for value in pairs), f"{simulated:.2f}"])
     page.text(
-        "What the published figures imply: if the time of a step is a part that does not depend on the "
-        "balance and a part that grows with the fullest rank, `none` and `EPLB` each say how large the "
-        "latter is. One model on one kind of work has one such part; where two published columns, or two "
-        "models of nearly the same shape, disagree by a factor, no model of this kind can meet both."
+        "If the time of a step has a fixed part and a part that grows with the busiest rank, the published "
+        "figures of `none` and of `EPLB` each determine the share of the second part. A model has one such "
+        "share for one type of work. Where the two columns, or two models of nearly the same shape, differ "
+        "by a factor, no linear model can reproduce both."
     )
     page.table(["setting", "by none, published", "by EPLB, published", "by none, simulated"], rows)
 
 
 def exposed(page: Page, found: Found) -> None:
-    """What a layer pays for balancing, forward."""
+    """The exposed cost of balancing a layer, forward."""
     rows = []
     for setting, results in found:
         layers = load_model(setting.model).moe_layers
@@ -208,24 +208,24 @@ def exposed(page: Page, found: Found) -> None:
     page.text(
         "## Exposed on the critical path",
         "",
-        "Microseconds of one layer, forward: loads + plan + weights (with the reroute). Published for "
-        "EP64: 252 to 300.",
+        "Microseconds of one layer, forward: loads + plan + weights (with the reroute). The published "
+        "value for EP64 is 252 to 300.",
     )
-    page.table(["setting", "`quota`", "of it", "`ultraep`", "of it"], rows)
+    page.table(["setting", "`quota`", "parts", "`ultraep`", "parts"], rows)
 
 
-# -- where something was measured ----------------------------------------------------------------
+# -- measurements ---------------------------------------------------------------------------------
 
 
 def measured(page: Page, *, small: bool) -> None:
-    """Predictions beside our own measurements."""
+    """Compare predictions with our measurements."""
     page.text(
-        "## Predicted beside measured",
+        "## Predicted and measured",
         "",
         "Share of forced balance of one layer, forward and backward: eight ranks on partitions of one "
-        "H200, and two processes on two cores. Nothing was calibrated on the H200 runs; on the cores "
-        "the one rate comes from forced balance. A dash: what was measured there was another plan. "
-        "`python benchmarks/bench_sim.py`.",
+        "H200, and two processes on two cores. No constant was calibrated on the H200 runs; the rate of "
+        "the cores is fitted to forced balance. A dash means that another plan was measured. "
+        "`python benchmarks/bench_sim.py` prints the same tables.",
     )
     for title, lines in (*bench_sim.card_tables(small), bench_sim.cpu_table()):
         page.text(f"### {title.split(':')[0]}")
@@ -248,7 +248,7 @@ def by_label(results: list[Result]) -> dict[str, Result]:
 
 
 def write(folder: Path, effort: Effort) -> None:
-    """Everything, into a folder."""
+    """Write the page and its pictures into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     page = Page(folder)
     known = versions()
@@ -257,9 +257,9 @@ def write(folder: Path, effort: Effort) -> None:
         "",
         "Written by `make paper` "
         f"(ultraep {known['ultraep']}, NumPy {known['numpy']}); "
-        "[how the simulator works and how far it can be trusted](../simulator.md). "
-        "All simulated figures are predictions for a GB200 NVL72, not measurements; what was measured "
-        "stands in the section that says so.",
+        "see [how the simulator works and how accurate it is](../simulator.md). "
+        "All simulated figures are predictions for a GB200 NVL72. One section compares predictions with "
+        "measurements.",
     )
     published(page, effort)
     measured(page, small=effort.layers is not None)
@@ -271,7 +271,12 @@ def write(folder: Path, effort: Effort) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--toy", action="store_true", help="few layers and points, for CI")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "docs" / "results",
+        help="folder of the page (default: docs/results)",
+    )
     options = parser.parse_args()
     write(options.out, TOY if options.toy else FULL)
     print(f"wrote {options.out / 'paper.md'}")
