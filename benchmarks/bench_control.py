@@ -229,13 +229,13 @@ def launch_hook(hook: Callable[..., None]) -> Iterator[None]:
     modules = [
         import_module(f"{kernels.__name__}.{m.name}") for m in iter_modules(kernels.__path__)
     ]
-    found = {id(k): k for m in modules for k in vars(m).values() if hasattr(k, "pre_run_hooks")}
-    for kernel in found.values():
+    launched = {id(k): k for m in modules for k in vars(m).values() if hasattr(k, "pre_run_hooks")}
+    for kernel in launched.values():
         kernel.add_pre_run_hook(hook)
     try:
         yield
     finally:
-        for kernel in found.values():
+        for kernel in launched.values():
             kernel.pre_run_hooks.remove(hook)
 
 

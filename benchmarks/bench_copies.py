@@ -92,8 +92,8 @@ def loads_of(ranks: int, scale: Scale) -> Iterator[tuple[str, IntArray]]:
         yield "training", _from_one_source(tokens, ranks)
     if scale.routing is not None:
         recorded = RecordedRouting(scale.routing, None, scale.window)
-        found = [loads.sum(axis=0) for loads, _ in recorded.microbatches(1)]
-        for tokens in _some(found, scale):
+        windows = [loads.sum(axis=0) for loads, _ in recorded.microbatches(1)]
+        for tokens in _some(windows, scale):
             if len(tokens) >= ranks:
                 yield "routing", _from_one_source(tokens, ranks)
 

@@ -67,10 +67,10 @@ def named(tolerance: float) -> str:
 def configs(by_time: BalanceConfig | None) -> dict[str, BalanceConfig]:
     """The config of every variant; without `by_time`, only variants that need no rates."""
     none = BalanceConfig(policy="none")
-    found = {NONE: none}
+    by_variant = {NONE: none}
     for tolerance in TOLERANCES:
-        found[named(tolerance)] = BalanceConfig(objective="balance", tolerance=tolerance)
-    return found if by_time is None else {**found, TIME: by_time, AGAIN: none}
+        by_variant[named(tolerance)] = BalanceConfig(objective="balance", tolerance=tolerance)
+    return by_variant if by_time is None else {**by_variant, TIME: by_time, AGAIN: none}
 
 
 def on_rank(rank: int, size: Size) -> dict[str, Any]:
@@ -88,21 +88,21 @@ def measure(rank: int, size: Size, comm: Communicator) -> dict[str, Any]:
         for ratio in size.ratios:
             shape = replace(size, tokens=tokens)
             ids = even_ids(shape) if ratio == EVEN else skewed_ids(shape, ratio)
-            found = take_turns(layers, ids[rank], shape, rank)
-            cases.append({"tokens": tokens, "ratio": ratio, **found})
+            facts = take_turns(layers, ids[rank], shape, rank)
+            cases.append({"tokens": tokens, "ratio": ratio, **facts})
     return {"cases": cases, "rates": str(layers[TIME].balancer.stats()["rates"][0])}
 
 
 def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE]:
     """One layer per variant, all with the same weights."""
-    made, weights = {}, None
+    layers, weights = {}, None
     for name, config in configs(BalanceConfig()).items():
         balancer = ultraep.Balancer(experts=size.experts, communicator=comm, config=config)
         if weights is None:
             home = balancer.topology.home_experts(balancer.rank).tolist()
             weights = Experts(size.hidden, size.ffn, home).bundle
-        made[name] = given_layer(balancer, Given(), weights)
-    return made
+        layers[name] = given_layer(balancer, Given(), weights)
+    return layers
 
 
 def take_turns(
@@ -116,13 +116,13 @@ def take_turns(
         moe = layers[name]
         moe.router.ids = ids
         moe.router.gates = torch.full(ids.shape, 1 / size.top_k, requires_grad=True)
-        mine = torch.tensor([one_step(moe, tokens, moe.balancer.config.policy)])
-        return float(moe.balancer.comm.all_gather(mine).max())
+        elapsed = torch.tensor([one_step(moe, tokens, moe.balancer.config.policy)])
+        return float(moe.balancer.comm.all_gather(elapsed).max())
 
-    found = in_turns(list(layers), size.rounds, seconds)
+    seconds_of = in_turns(list(layers), size.rounds, seconds)
     plans = {name: moe.last_plan.to_host() for name, moe in layers.items()}  # type: ignore[union-attr]
     return {
-        "seconds": found,
+        "seconds": seconds_of,
         "copies": {name: plan.num_replicas for name, plan in plans.items()},
         "before": plans[NONE].initial_imbalance,
     }
@@ -176,12 +176,12 @@ def summary(bench: Bench, cases: Sequence[Mapping[str, Any]]) -> None:
 def cost(bench: Bench) -> None:
     """Measure all cases."""
     size: Size = bench.scale
-    found = on_ranks(size.ranks, on_rank, size)
+    result = on_ranks(size.ranks, on_rank, size)
     title = f"a layer, forward and backward, EP{size.ranks}: D {size.hidden}, F {size.ffn}"
-    for case in found["cases"]:
+    for case in result["cases"]:
         bench.table(title, lines_of(case))
-    bench.report.note(f"Rates in picoseconds: {found['rates']}")
-    summary(bench, found["cases"])
+    bench.report.note(f"Rates in picoseconds: {result['rates']}")
+    summary(bench, result["cases"])
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ def fitted(plans: Sequence[Plan], seconds: Sequence[float]) -> Rates:
     facts = np.array([_facts(plan) for plan in plans], dtype=np.float64)
     scale = facts.max(axis=0)
     scale[scale == 0] = 1
-    found, _ = nnls(facts / scale, np.array(seconds))
-    _, row, copy, each, layer = (found / scale).tolist()
+    fitted_rates, _ = nnls(facts / scale, np.array(seconds))
+    _, row, copy, each, layer = (fitted_rates / scale).tolist()
     return Rates.from_seconds(row=row, copy=copy, each=each, layer=layer)
 
 
@@ -116,8 +116,8 @@ def run_tokens(bench: Bench, parts: Sequence[Partition], size: Size) -> list[dic
     for drawn in loads.values():
         world.route(drawn)
         plans = plans_of(size, drawn, None)
-        found = take_turns(world, plans, 1)
-        known += [(plans[name], median(times)) for name, times in found.items()]
+        times_of = take_turns(world, plans, 1)
+        known += [(plans[name], median(times)) for name, times in times_of.items()]
     world.check()
     rates = fitted(*zip(*known, strict=True))
     bench.report.note(f"... {size.tokens} tokens: {rates}")
@@ -140,9 +140,9 @@ def only_plans(bench: Bench, size: Size) -> None:
     bench.report.note("No GPU: plans only, with example rates; nothing is timed.")
     lines = []
     for tokens in size.all_tokens:
-        one = replace(size, tokens=tokens)
+        sized = replace(size, tokens=tokens)
         for ratio in size.ratios:
-            plans = plans_of(one, loads_of(one, ratio), Rates(row=300_000, copy=150_000_000))
+            plans = plans_of(sized, loads_of(sized, ratio), Rates(row=300_000, copy=150_000_000))
             for name, plan in plans.items():
                 case: Case = {"tokens": tokens, "ratio": ratio, "variant": name}
                 lines.append(Line(case, plan_values(plan)))
@@ -159,10 +159,10 @@ def cost(bench: Bench) -> None:
     about = f"{size.model}: {size.about}"
     cases: list[dict[str, Any]] = []
     for tokens in size.all_tokens:
-        found = run_tokens(bench, parts, replace(size, tokens=tokens))
-        for case in found:
+        measured = run_tokens(bench, parts, replace(size, tokens=tokens))
+        for case in measured:
             bench.table(f"{about}, EP{size.ranks} on {size.sms} SMs each", lines_of(case))
-        cases += found
+        cases += measured
     summary(bench, cases)
 
 

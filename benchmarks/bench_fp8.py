@@ -24,7 +24,7 @@ import torch
 from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
 from layers import Given, distance, given_layer
-from timing import Call, free, in_a_row_ms, in_turns, medians
+from timing import Call, alternating_ms, free
 from torch import nn
 from torch.nn.functional import pad, silu
 
@@ -112,13 +112,7 @@ def measured(bench: Bench, calls: Mapping[str, Call]) -> dict[str, float]:
     """Median milliseconds per call of each variant; the variants alternate."""
     for call in calls.values():
         call()
-    rounds = in_turns(
-        list(calls),
-        bench.scale.rounds,
-        lambda name: in_a_row_ms(bench.clock, calls[name], bench.scale.calls),
-        warmup=0,
-    )
-    return medians(rounds)
+    return alternating_ms(bench.clock, calls, bench.scale.rounds, bench.scale.calls)
 
 
 def values_of(ms: float, plain: float, flops: int) -> Values:
@@ -132,9 +126,9 @@ def engines(offsets: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     from ultraep.ops.activations import activation_named
 
     swiglu = activation_named("swiglu")
-    found: dict[str, Any] = {PLAIN: TritonProducts(offsets, swiglu, dtype)}
+    plain: dict[str, Any] = {PLAIN: TritonProducts(offsets, swiglu, dtype)}
     ours = {n: TritonQuantised(offsets, swiglu, dtype, form) for n, form in FORMATS.items()}
-    return found | ours
+    return plain | ours
 
 
 def offsets_of(bench: Bench, slots: int, rows: int) -> torch.Tensor:
@@ -212,14 +206,14 @@ def errors_of(
     rows: int,
 ) -> Values:
     """Errors of some rows of the first and the last slot."""
-    found = call()
+    outputs = call()
     rounding, error = [], []
     for slot in (0, len(weights) - 1):
         part = slice(slot * rows, slot * rows + min(rows, SAMPLE))
         full = given[part].double() @ weights[slot].double().T
         exact = full if held is None else held.exact(slot, part)
-        rounding.append(distance(found[part], exact))
-        error.append(distance(found[part], full))
+        rounding.append(distance(outputs[part], exact))
+        error.append(distance(outputs[part], full))
     return {ROUNDING: max(rounding), ERROR: max(error)}
 
 
@@ -333,10 +327,10 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
         with ExitStack() as promises:
             for moe in moes.values() if work == PROMISED else ():
                 promises.enter_context(moe.balancer.unchanged_weights())
-            found = measured(bench, {name: partial(call, moe) for name, moe in moes.items()})
-        for name, ms in found.items():
+            times = measured(bench, {name: partial(call, moe) for name, moe in moes.items()})
+        for name, ms in times.items():
             case = {"model": model.name, "work": work, "path": name}
-            speeds = values_of(ms, found[PLAIN], flops * (3 if call is step else 1))
+            speeds = values_of(ms, times[PLAIN], flops * (3 if call is step else 1))
             lines.append(Line(case, {**speeds, ERROR: errors[name] if call is forward else None}))
     return lines
 

@@ -96,11 +96,11 @@ def stopwatches(mlp: Mlp, clock: Clock) -> dict[str, Stopwatch]:
 
 def measured(watches: Mapping[str, Stopwatch], flops: int) -> Values:
     """Time forward, then backward, which uses the results of forward."""
-    found: dict[Metric, float | None] = {}
+    values: dict[Metric, float | None] = {}
     for name, stopwatch in watches.items():
         us = stopwatch()
-        found |= {TIME[name]: us / 1e3, RATE[name]: PASSES[name] * flops / us / 1e6}
-    return found
+        values |= {TIME[name]: us / 1e3, RATE[name]: PASSES[name] * flops / us / 1e6}
+    return values
 
 
 def grouped(bench: Bench) -> None:

@@ -111,14 +111,14 @@ def one_step(moe: ultraep.BalancedMoE, tokens: torch.Tensor, policy: str) -> flo
 def gain(bench: Bench) -> None:
     """Time the layer with every policy."""
     size: Size = replace(bench.scale, experts=4 * bench.scale.ranks)
-    found = on_ranks(size.ranks, on_rank, size)
+    results = on_ranks(size.ranks, on_rank, size)
     case = {"ranks": size.ranks, "tokens": size.tokens, "hidden": size.hidden, "ffn": size.ffn}
     case |= {"experts": size.experts, "top_k": size.top_k, "slots": size.slots}
     lines = []
-    for name, facts in found.items():
+    for name, facts in results.items():
         values = {
-            **step_values(size, facts["step"] * 1e3, found["none"]["step"] * 1e3),
-            SHARE: found[FORCED]["step"] / facts["step"],
+            **step_values(size, facts["step"] * 1e3, results["none"]["step"] * 1e3),
+            SHARE: results[FORCED]["step"] / facts["step"],
             BEFORE: facts["before"],
             AFTER: facts["after"],
             COPIES: facts["copies"],

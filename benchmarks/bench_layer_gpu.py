@@ -61,9 +61,9 @@ def place_with(slots: int) -> str:
     def place(problem: Problem) -> IntArray:
         """Place like EPLB, with homes chosen among its places."""
         topology = problem.topology
-        seen = Topology(ranks=topology.ranks, experts=topology.experts, slots=slots)
+        own_topology = Topology(ranks=topology.ranks, experts=topology.experts, slots=slots)
         assert problem.history is not None
-        places = place_by_past(problem.history, seen)
+        places = place_by_past(problem.history, own_topology)
         shares = split_equally(problem.expert_loads[None], places)
         return away_from_home(*shares, topology)[:, 1:]
 
@@ -80,13 +80,13 @@ def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
     """
     other = loads[:, np.random.default_rng(7).permutation(size.experts)]
     past = (loads + other).sum(axis=0)
-    seen = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
-    places = place_by_past(past, seen)
+    own_topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
+    places = place_by_past(past, own_topology)
     homes: list[int] = []
     for ranks in (np.flatnonzero(row) for row in places):
         homes.append(int(min(ranks, key=lambda rank: (homes.count(int(rank)), rank))))
     held = np.count_nonzero(places, axis=0) - np.bincount(homes, minlength=size.ranks)
-    topology = replace(seen, slots=max(1, int(held.max())), homes=homes)
+    topology = replace(own_topology, slots=max(1, int(held.max())), homes=homes)
     return ultraep.plan(loads, topology, BalanceConfig(policy=place_with(slots)), history=past)
 
 
@@ -106,18 +106,18 @@ class Result:
     ms: float
     plan: Plan
     outputs: list[torch.Tensor]
-    seen: Measured | None = None
+    measured: Measured | None = None
 
 
 def measure(world: World, load: HotRank, policy: str, ceilings: Ceilings | None = None) -> Result:
     """Measure one policy on one load, alone or in turn with the ceilings."""
     loads, plan = plan_for(world.size, load, policy)
     world.prepare(loads, plan, placed=policy == "eplb")
-    seen = ceilings.in_turn_with(world.replay, world.size.rounds) if ceilings else None
-    ms = seen.ms if seen else world.time(UNEVEN_ROUNDS)
+    measured = ceilings.in_turn_with(world.replay, world.size.rounds) if ceilings else None
+    ms = measured.ms if measured else world.time(UNEVEN_ROUNDS)
     world.check()
     outputs = [rank.y.detach().clone() for rank in world.ranks]
-    return Result(ms, plan, outputs, seen)
+    return Result(ms, plan, outputs, measured)
 
 
 def measure_all(
@@ -125,18 +125,18 @@ def measure_all(
 ) -> dict[HotRank, dict[str, Result]]:
     """Measure all policies on all loads, the uneven ones first: they need the most memory."""
     world = World(size)
-    found: dict[HotRank, dict[str, Result]] = {load: {} for load in loads}
+    results: dict[HotRank, dict[str, Result]] = {load: {} for load in loads}
     for load, policy in product(loads, ("none", "eplb")):
         bench.report.note(f"... {size.model}, {load.name}, {policy}")
-        found[load][policy] = measure(world, load, policy)
-        compare(load, found[load])
+        results[load][policy] = measure(world, load, policy)
+        compare(load, results[load])
     world.leave()
     ceilings = Ceilings(world.beside())
     for load in loads:
         bench.report.note(f"... {size.model}, {load.name}, ultraep and ceilings")
-        found[load]["ultraep"] = measure(world, load, "ultraep", ceilings)
-        compare(load, found[load])
-    return found
+        results[load]["ultraep"] = measure(world, load, "ultraep", ceilings)
+        compare(load, results[load])
+    return results
 
 
 def compare(load: HotRank, results: Mapping[str, Result]) -> None:
@@ -155,20 +155,19 @@ def compare(load: HotRank, results: Mapping[str, Result]) -> None:
 
 def on_card(bench: Bench, size: Size, loads: tuple[HotRank, ...]) -> None:
     """Print the tables of one model."""
-    found = measure_all(bench, size, loads)
-    lines = [line for load, results in found.items() for line in gain_lines(size, load, results)]
+    results = measure_all(bench, size, loads)
+    lines = [line for load, of_load in results.items() for line in gain_lines(size, load, of_load)]
     about = f"{size.model}: {size.about}"
     about += f", {size.tokens} tokens per rank, EP{size.ranks} on {size.sms} SMs each"
     bench.table(about, lines, section="gain")
-    flops = (
-        3 * 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows
-    )  # forward, and twice as many backward
+    # Forward, and twice as many operations in backward.
+    flops = 3 * 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows
     lines = []
-    for load, results in found.items():
-        seen = results["ultraep"].seen
-        assert seen is not None
+    for load, of_load in results.items():
+        measured = of_load["ultraep"].measured
+        assert measured is not None
         case: Case = {"load": load.name, "policy": "ultraep"}
-        lines.append(Line(case, {STEP: seen.ms, **seen.values(flops)}))
+        lines.append(Line(case, {STEP: measured.ms, **measured.values(flops)}))
     title = f"{size.model}: shares of three ceilings, in turn; clock and power"
     bench.table(title, lines, section="ceilings")
 
@@ -179,13 +178,13 @@ def case_of(load: HotRank, policy: str) -> Case:
 
 def gain_lines(size: Size, load: HotRank, results: Mapping[str, Result]) -> list[Line]:
     """Lines of the policies and of both kinds of even routing."""
-    none, seen = results["none"], results["ultraep"].seen
-    assert seen is not None
-    found = {policy: (result.ms, result.plan) for policy, result in results.items()}
-    found |= {kind: (seen.ceilings[kind], even_plan(size, kind)) for kind in DRAWN}
+    none, measured = results["none"], results["ultraep"].measured
+    assert measured is not None
+    times = {policy: (result.ms, result.plan) for policy, result in results.items()}
+    times |= {kind: (measured.ceilings[kind], even_plan(size, kind)) for kind in DRAWN}
     lines = []
-    for policy, (ms, plan) in found.items():
-        values = {**step_values(size, ms, none.ms), **seen.shares(ms), **plan_values(plan)}
+    for policy, (ms, plan) in times.items():
+        values = {**step_values(size, ms, none.ms), **measured.shares(ms), **plan_values(plan)}
         if policy == "eplb":  # EPLB has moved homes
             values[BEFORE] = none.plan.initial_imbalance
         lines.append(Line(case_of(load, policy), values))

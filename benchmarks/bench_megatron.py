@@ -132,8 +132,8 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
 def gain(bench: Bench) -> None:
     """Measure tokens per second of two ranks."""
     shape = bench.scale.shape
-    found = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
-    bench.table("a layer in processes, forward and backward", gain_lines(shape, found))
+    facts = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
+    bench.table("a layer in processes, forward and backward", gain_lines(shape, facts))
 
 
 if __name__ == "__main__":

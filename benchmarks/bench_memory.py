@@ -77,10 +77,10 @@ def shared_bytes(balancer: ultraep.Balancer, device: str) -> tuple[dict[str, int
     """Mapped bytes of a rank by use, and its row capacity."""
     plane: Any = balancer.plane(device)
     memory = plane.workspaces.last.memory
-    found: dict[str, int] = defaultdict(int)
+    nbytes_of: dict[str, int] = defaultdict(int)
     for (kind, nbytes), _ in memory._regions.items():
-        found["rows" if kind in ("values", "served") else "slots"] += nbytes
-    return found, memory.capacity
+        nbytes_of["rows" if kind in ("values", "served") else "slots"] += nbytes
+    return nbytes_of, memory.capacity
 
 
 class OneRank:
@@ -122,8 +122,8 @@ def on_host(size: Size, contender: Contender, capacity: int | str) -> tuple[dict
     ids = torch.zeros(size.tokens, size.top_k, dtype=torch.int32)
     row = torch.zeros(1, size.hidden, dtype=torch.bfloat16)
     balancer.prepare(ids, row, layer.experts.bundle)
-    found, room = shared_bytes(balancer, "cpu")
-    return found | {"kept": room * EACH * (size.hidden + 3 * size.ffn)}, room
+    nbytes_of, rows = shared_bytes(balancer, "cpu")
+    return nbytes_of | {"kept": rows * EACH * (size.hidden + 3 * size.ffn)}, rows
 
 
 def on_card(
@@ -133,22 +133,22 @@ def on_card(
     world.regroup(plan, capacity)
     world.route(plan.loads)
     first, *others = world.ranks
-    found, room = shared_bytes(first.balancer, "cuda")
+    nbytes_of, rows = shared_bytes(first.balancer, "cuda")
     first.capture()  # loads kernels, which are not part of the step
     first.forget()
     free()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     first.capture()
-    found["step"] = torch.cuda.max_memory_allocated() - before
+    nbytes_of["step"] = torch.cuda.max_memory_allocated() - before
     if not timed:
-        return found, room, None
+        return nbytes_of, rows, None
     for rank in others:
         rank.capture()
     torch.cuda.synchronize()
     world.replay()
     world.check()
-    return found, room, world.time()
+    return nbytes_of, rows, world.time()
 
 
 def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Iterator[Line]:
@@ -156,25 +156,27 @@ def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Itera
     whole = 0.0
     for contender in contenders(size):
         plan = plan_of(size, skew, contender)
-        fullest = int(plan.rank_loads.max())
-        capacity = contender.capacity or fullest
+        busiest = int(plan.rank_loads.max())
+        capacity = contender.capacity or busiest
         ms = None
         if world is None:
-            found, room = on_host(size, contender, capacity)
+            nbytes_of, rows = on_host(size, contender, capacity)
         else:
-            found, room, ms = on_card(world, plan, capacity, timed=timed)
-        total = sum(found.values())
+            nbytes_of, rows, ms = on_card(world, plan, capacity, timed=timed)
+        total = sum(nbytes_of.values())
         whole = whole or total
         values = {
-            AFTER: fullest,
-            CAPACITY: room,
-            SLOTS: found["slots"] / 1e6,
-            ROWS: found["rows"] / 1e6,
-            KEPT: found["kept"] / 1e6 if "kept" in found else None,
-            STEP_MEMORY: found["step"] / 1e6 if "step" in found else None,
+            AFTER: busiest,
+            CAPACITY: rows,
+            SLOTS: nbytes_of["slots"] / 1e6,
+            ROWS: nbytes_of["rows"] / 1e6,
+            KEPT: nbytes_of["kept"] / 1e6 if "kept" in nbytes_of else None,
+            STEP_MEMORY: nbytes_of["step"] / 1e6 if "step" in nbytes_of else None,
             ALL: total / 1e6,
             OVER: total / whole,
-            MODEL: (total + (LAYERS - 1) * found["kept"]) / 1e6 if "kept" in found else None,
+            MODEL: (total + (LAYERS - 1) * nbytes_of["kept"]) / 1e6
+            if "kept" in nbytes_of
+            else None,
             STEP: ms,
         }
         yield Line({"skew": skew, "way": contender.name, "slots": contender.slots}, values)
@@ -196,8 +198,8 @@ def memory(bench: Bench) -> None:
     about += f", {size.tokens} tokens per rank, EP{size.ranks}; bytes of one rank"
     section = "counted" if world is None else "measured"
     for skew in skews[::-1]:
-        found = list(lines(size, skew, world, timed=skew == skews[-1]))
-        bench.table(about, found, section=section)
+        table = list(lines(size, skew, world, timed=skew == skews[-1]))
+        bench.table(about, table, section=section)
     if world is None:
         bench.report.note("No GPU: buffers are counted, nothing runs.")
 

@@ -145,13 +145,13 @@ def on_rank(rank: int, size: Size, folder: str) -> dict[str, list[float]]:
                 elapsed += time_call(metrics[kind].step, 1, 0).p50
             return float(comm.all_gather(torch.tensor([elapsed])).max())
 
-        found = in_turns(OBSERVED, size.rounds, seconds_of)
+        seconds = in_turns(OBSERVED, size.rounds, seconds_of)
         for kind in (RECORDER, BOTH):
             recorder: Any = layers[kind].balancer.recorder
             recorder.close()
             if recorder.dropped:
                 raise SystemExit(f"{recorder.dropped} records were dropped")
-        return found
+        return seconds
 
 
 def cpu(bench: Bench) -> None:
@@ -338,9 +338,9 @@ class Watched:
     def check(self, replays: int) -> None:
         """Check that all replays were counted; write the trace, if any."""
         self.world.check()
-        found = self.metrics[0].read()
-        if found.totals.microbatches != replays:
-            raise SystemExit(f"{found.totals.microbatches} of {replays} replays were counted")
+        reading = self.metrics[0].read()
+        if reading.totals.microbatches != replays:
+            raise SystemExit(f"{reading.totals.microbatches} of {replays} replays were counted")
         for rank in self.world.ranks:
             rank.balancer.close()
 

@@ -82,7 +82,7 @@ TOY = Scale(
 
 def loads_of(ranks: int, experts: int, scale: Scale) -> list[tuple[str, IntArray]]:
     """Name of the family and [R, E] loads of every microbatch."""
-    found = [
+    named_loads = [
         (family, Kind(family, ratio).draw(ranks, experts, tokens=scale.tokens, seed=seed))
         for family in (ORDERED, SHUFFLED)
         for ratio in scale.ratios
@@ -95,8 +95,8 @@ def loads_of(ranks: int, experts: int, scale: Scale) -> list[tuple[str, IntArray
         groups = [every[begin : begin + layers] for begin in range(0, len(every), layers)]
         whole = [np.concatenate(group, axis=1) for group in groups if len(group) == layers]
         step = max(1, len(whole) // scale.windows)
-        found += [("recorded", loads) for loads in whole[::step][: scale.windows]]
-    return found
+        named_loads += [("recorded", loads) for loads in whole[::step][: scale.windows]]
+    return named_loads
 
 
 class Planned:
@@ -111,10 +111,10 @@ class Planned:
         """Replace the loads, and compare the plans of device and CPU."""
         self.loads.copy_(torch.from_numpy(loads))
         wanted = ultraep.plan(loads, self.topology, self.config, backend="cpu")
-        found = self.call().to_host()
+        plan = self.call().to_host()
         self.control.check()
-        same_loads = np.array_equal(found.rank_loads, wanted.rank_loads)
-        if found.digest() != wanted.digest() or not same_loads:
+        same_loads = np.array_equal(plan.rank_loads, wanted.rank_loads)
+        if plan.digest() != wanted.digest() or not same_loads:
             raise Mismatch(f"the plan for {self.topology}, {self.config}")
         return wanted
 

@@ -57,40 +57,40 @@ def timed_steps(size: Size, hot: Sequence[HotRank]) -> dict[HotRank, tuple[float
         uneven[load] = world.time()
         world.check()
     world.leave()
-    ceilings, found = Ceilings(world.beside()), {}
+    ceilings, times = Ceilings(world.beside()), {}
     for load in hot:
         loads = load.draw(size)
         world.prepare(loads, planned(size, loads, "ultraep", load.slots))
-        found[load] = uneven[load], ceilings.in_turn_with(world.replay, size.rounds)
+        times[load] = uneven[load], ceilings.in_turn_with(world.replay, size.rounds)
         world.check()
     world.leave()
     ceilings.world.leave()
-    return found
+    return times
 
 
 def lines_of(size: Size, hot: Sequence[HotRank], *, timed: bool) -> list[Line]:
     """Lines of all loads and policies; even routing as timed with the last load."""
-    found = timed_steps(size, hot) if timed else {}
+    times = timed_steps(size, hot) if timed else {}
     lines = []
     for load, policy in product(hot, POLICIES):
         plan = planned(size, load.draw(size), policy, load.slots)
-        values = values_of(size, policy, *found[load]) if load in found else {}
+        values = values_of(size, policy, *times[load]) if load in times else {}
         case: Case = {"tokens": size.tokens, "load": load.name, "policy": policy}
         lines.append(Line(case, {**values, **plan_values(plan)}))
     for kind in DRAWN:
         case = {"tokens": size.tokens, "load": kind, "policy": "none"}
-        values = values_of(size, kind, *found[hot[-1]]) if found else {}
+        values = values_of(size, kind, *times[hot[-1]]) if times else {}
         lines.append(Line(case, {**values, **plan_values(even_plan(size, kind))}))
     return lines
 
 
-def values_of(size: Size, variant: str, uneven_ms: float, seen: Measured) -> Values:
+def values_of(size: Size, variant: str, uneven_ms: float, measured: Measured) -> Values:
     """Values of a policy, or of a kind of even routing."""
     flops = 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows
-    times = {"none": uneven_ms, "ultraep": seen.ms} | seen.ceilings
+    times = {"none": uneven_ms, "ultraep": measured.ms} | measured.ceilings
     ms = times[variant]
-    of_matmul = seen.values(flops)[OF_MATMUL] if variant == "ultraep" else None
-    return {**step_values(size, ms, uneven_ms), **seen.shares(ms), OF_MATMUL: of_matmul}
+    of_matmul = measured.values(flops)[OF_MATMUL] if variant == "ultraep" else None
+    return {**step_values(size, ms, uneven_ms), **measured.shares(ms), OF_MATMUL: of_matmul}
 
 
 def break_even(tokens: list[int], gains: list[float]) -> float | None:
@@ -110,15 +110,15 @@ def break_even(tokens: list[int], gains: list[float]) -> float | None:
 
 def break_even_lines(lines: list[Line]) -> list[Line]:
     """Break-even tokens of every load; the smallest size if balancing is always faster."""
-    found = []
+    found_lines = []
     for name in dict.fromkeys(line.case["load"] for line in lines):
         case = {"load": name, "policy": "ultraep"}
-        ours = [line for line in lines if case.items() <= line.case.items()]
-        gains = [line.values[GAIN] or 0.0 for line in ours]
-        if ours:
-            tokens = [int(line.case["tokens"]) for line in ours]
-            found.append(Line(case, {BREAK_EVEN: break_even(tokens, gains)}))
-    return found
+        own = [line for line in lines if case.items() <= line.case.items()]
+        gains = [line.values[GAIN] or 0.0 for line in own]
+        if own:
+            tokens = [int(line.case["tokens"]) for line in own]
+            found_lines.append(Line(case, {BREAK_EVEN: break_even(tokens, gains)}))
+    return found_lines
 
 
 @dataclass(frozen=True)

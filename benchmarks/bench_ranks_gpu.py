@@ -166,11 +166,11 @@ class Variants:
     def _results(self, name: str) -> dict[str, torch.Tensor]:
         y = self.step(name)
         assert self.x.grad is not None
-        found = {"outputs": y.detach(), "gradients of tokens": self.x.grad}
-        found |= {
+        tensors = {"outputs": y.detach(), "gradients of tokens": self.x.grad}
+        tensors |= {
             f"gradients of {n}": w.grad for n, w in self.weights.items() if w.grad is not None
         }
-        return {what: tensor.clone() for what, tensor in found.items()}
+        return {what: tensor.clone() for what, tensor in tensors.items()}
 
     def close(self) -> None:
         for layer in self.layers.values():
@@ -182,20 +182,20 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    found = []
+    cases = []
     for load in size.loads:
         # New for every load, because memory grows with the busiest rank and is kept.
         variants = Variants(size, rank, device, 1.0 if load is None else load.ratio)
         for mode in size.modes:
             facts = measure(variants, load, mode)
             name = EVEN if load is None else load.name
-            found.append({"load": name, "mode": mode, "variants": facts})
+            cases.append({"load": name, "mode": mode, "variants": facts})
             if rank == 0:
                 print(f"... {size.tokens} tokens, {name}, {mode}", file=sys.stderr, flush=True)
         variants.close()
         del variants
         free()
-    return found
+    return cases
 
 
 def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
@@ -225,9 +225,9 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
         elapsed, _ = slowest(partial(repeat, steps[name]))
         return elapsed / variants.size.steps
 
-    found = in_turns(list(steps), variants.size.rounds, seconds, warmup=1)
+    seconds_of = in_turns(list(steps), variants.size.rounds, seconds, warmup=1)
     variants.router.ids, variants.router.gates = routed
-    facts = {name: {"step": median(times)} for name, times in found.items()}
+    facts = {name: {"step": median(times)} for name, times in seconds_of.items()}
     for name, plan in plans.items():
         facts[name] |= {
             "before": plan.initial_imbalance,
@@ -255,13 +255,13 @@ def stepper(variants: Variants, name: str, mode: str) -> Step:
 def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
     facts: Facts = case["variants"]
     lines = []
-    for name, found in facts.items():
+    for name, variant in facts.items():
         values = {
-            **step_values(size, found["step"] * 1e3, facts[NONE]["step"] * 1e3),
-            OF_EVEN: facts[EVEN]["step"] / found["step"],
-            BEFORE: found.get("before"),
-            AFTER: found.get("after"),
-            COPIES: found.get("copies"),
+            **step_values(size, variant["step"] * 1e3, facts[NONE]["step"] * 1e3),
+            OF_EVEN: facts[EVEN]["step"] / variant["step"],
+            BEFORE: variant.get("before"),
+            AFTER: variant.get("after"),
+            COPIES: variant.get("copies"),
         }
         about = {"tokens": size.tokens, "mode": case["mode"], "load": case["load"]}
         lines.append(Line({"model": size.model, **about, "variant": name}, values))
@@ -270,10 +270,10 @@ def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
 
 def run_model(report: Report, size: Size, *, cuda: bool) -> None:
     for tokens in size.all_tokens:
-        one = replace(size, tokens=tokens)
-        cases = on_ranks(size.ranks, partial(on_rank, size=one, cuda=cuda))
+        sized = replace(size, tokens=tokens)
+        cases = on_ranks(size.ranks, partial(on_rank, size=sized, cuda=cuda))
         for case in cases:
-            report.add(f"EP{size.ranks}: {size.about}", lines_of(one, case))
+            report.add(f"EP{size.ranks}: {size.about}", lines_of(sized, case))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ from single_contenders import (
     experts_alone,
     name_of,
 )
-from timing import free, in_a_row_ms, in_turns, medians
+from timing import alternating_ms, free
 
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 SPEED = Metric("speed_over_torch_grouped", "ratio", "speed", ".3f")
@@ -99,15 +99,12 @@ def measured(bench: Bench, inputs: Inputs, makes: Mapping[str, Make]) -> dict[st
     """Median milliseconds per step of each contender; they alternate."""
     contenders = {name: Contender(inputs, make) for name, make in makes.items()}
     compare(contenders)
-    rounds = in_turns(
-        list(contenders),
-        bench.scale.rounds,
-        lambda name: in_a_row_ms(bench.clock, contenders[name].step, bench.scale.steps),
-        warmup=0,  # all are warm, because they were compared
-    )
+    steps = {name: contender.step for name, contender in contenders.items()}
+    times = alternating_ms(bench.clock, steps, bench.scale.rounds, bench.scale.steps)
+    del steps
     contenders.clear()
     free()
-    return medians(rounds)
+    return times
 
 
 if __name__ == "__main__":

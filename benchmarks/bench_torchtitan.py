@@ -44,8 +44,8 @@ def on_rank(rank: int, scale: Scale) -> Any:
 def gain(bench: Bench) -> None:
     """Measure tokens per second of two ranks."""
     shape = bench.scale.shape
-    found = on_ranks(shape.ranks, on_rank, bench.scale)
-    lines = gain_lines(shape, found, {"layers": bench.scale.layers})
+    facts = on_ranks(shape.ranks, on_rank, bench.scale)
+    lines = gain_lines(shape, facts, {"layers": bench.scale.layers})
     bench.table("steps of the Trainer in processes", lines)
 
 

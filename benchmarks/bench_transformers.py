@@ -39,7 +39,7 @@ from layers import (
     timed_steps,
 )
 from load_cases import HotRank, Shape, even_ids, skewed_ids
-from timing import in_a_row_ms, in_turns, medians
+from timing import alternating_ms
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from transformers_card import Blocks, GivenChoices
@@ -111,12 +111,7 @@ def overhead(bench: Bench) -> None:
     for name, step in steps.items():
         step()
         step.compare(name, steps[PLAIN])
-    rounds = in_turns(
-        list(steps),
-        bench.scale.rounds,
-        lambda name: in_a_row_ms(clock, steps[name], bench.scale.steps),
-    )
-    times = medians(rounds)
+    times = alternating_ms(clock, steps, bench.scale.rounds, bench.scale.steps, warmup=2)
     about = "/".join(str(n) for n in (shape.hidden, shape.ffn, shape.experts, shape.top_k))
     lines = []
     for name, ms in times.items():
@@ -153,8 +148,8 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
 def gain(bench: Bench) -> None:
     """Measure tokens per second of two ranks."""
     shape = bench.scale.spread
-    found = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
-    bench.table("a block in processes, forward and backward", gain_lines(shape, found))
+    facts = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
+    bench.table("a block in processes, forward and backward", gain_lines(shape, facts))
 
 
 def card(bench: Bench) -> None:
@@ -165,12 +160,12 @@ def card(bench: Bench) -> None:
     forced = blocks.run(loads[0], FORCED, rounds)
     lines = []
     for load in loads:
-        found = {policy: blocks.run(load, policy, rounds) for policy in ("none", "ultraep")}
-        for got, want in zip(found["ultraep"].outputs, found["none"].outputs, strict=True):
+        steps = {policy: blocks.run(load, policy, rounds) for policy in ("none", "ultraep")}
+        for got, want in zip(steps["ultraep"].outputs, steps["none"].outputs, strict=True):
             check_close(load.name, got, want)
-        for policy, step in (found | {FORCED: forced}).items():
+        for policy, step in (steps | {FORCED: forced}).items():
             values: Values = {
-                **step_values(shape, step.ms, found["none"].ms),
+                **step_values(shape, step.ms, steps["none"].ms),
                 SHARE: forced.ms / step.ms,
                 **plan_values(step.plan),
             }

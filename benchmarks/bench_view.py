@@ -79,8 +79,8 @@ class Server:
     def peak(self) -> float | None:
         """Peak memory of the server in MB, if the system reports it."""
         status = Path(f"/proc/{self.process.pid}/status")
-        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
-        return int(found[1]) * 1024 / MB if found else None
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
+        return int(peak[1]) * 1024 / MB if peak else None
 
 
 @contextmanager
@@ -88,11 +88,11 @@ def installed(folder: Path) -> Iterator[dict[str, str]]:
     """Environment variables for a package with compiled modules, as after an installation."""
     source = str(Path(__file__).resolve().parent.parent / "src")
     with tempfile.TemporaryDirectory() as compiled:
-        found = os.environ | {"PYTHONPATH": source, "PYTHONPYCACHEPREFIX": compiled}
-        found.pop("PYTHONDONTWRITEBYTECODE", None)
-        with served(folder, found) as server:
+        environment = os.environ | {"PYTHONPATH": source, "PYTHONPYCACHEPREFIX": compiled}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        with served(folder, environment) as server:
             opened(server)
-        yield found
+        yield environment
 
 
 @contextmanager
@@ -107,10 +107,10 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
     )
     try:
         assert process.stdout is not None
-        found = re.match(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
-        if found is None:
+        address = re.match(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
+        if address is None:
             raise SystemExit("ultraep view did not start")
-        yield Server(process, http.client.HTTPConnection("127.0.0.1", int(found[1])), began)
+        yield Server(process, http.client.HTTPConnection("127.0.0.1", int(address[1])), began)
     finally:
         process.terminate()
         process.wait()
@@ -167,7 +167,7 @@ def waited(server: Server) -> float:
 
 def lines_of(took: dict[str, list[Took]], case: dict[str, Any], *, alone: bool) -> list[Line]:
     """Lines of response times. alone: the server does nothing else, so its CPU time counts."""
-    found = []
+    lines = []
     for name, values in took.items():
         times: NDArray[np.float64] = 1e3 * np.array([seconds for seconds, _ in values])
         worked = [work for _, work in values if work is not None]
@@ -178,8 +178,8 @@ def lines_of(took: dict[str, list[Took]], case: dict[str, Any], *, alone: bool) 
             WORST: float(times.max()),
             WORK: 1e3 * fmean(worked) if alone and worked else None,
         }
-        found.append(Line(case | {"asked for": name}, shown))
-    return found
+        lines.append(Line(case | {"asked for": name}, shown))
+    return lines
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ class Drawn:
         """[N] the plan of each of these records."""
         moment, layer = np.divmod(np.arange(begin, end), self.size.layers)
         phase = (moment * PHASES // self.size.microbatches + layer // 7) % PHASES
-        found: NDArray[np.int64] = phase * VARIANTS + (moment * 5 + layer * 3) % VARIANTS
-        return found
+        plan: NDArray[np.int64] = phase * VARIANTS + (moment * 5 + layer * 3) % VARIANTS
+        return plan
 
 
 def piece_of(drawn: Drawn, rank: int, begin: int, end: int, rng: np.random.Generator) -> Arrays:

@@ -42,8 +42,8 @@ def imbalance_under_eplb(setting: Setting, noise: float) -> float:
 
 def share(setting: Setting, contender: Contender, factor: float) -> float:
     rates = replace(measured_rates(), framework=factor)
-    found, ideal = simulate(scenario_of(setting, rates=rates), [contender, IDEAL])
-    return found.throughput / ideal.throughput
+    result, ideal = simulate(scenario_of(setting, rates=rates), [contender, IDEAL])
+    return result.throughput / ideal.throughput
 
 
 def noise_of(setting: Setting) -> float:

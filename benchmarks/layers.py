@@ -199,21 +199,21 @@ def timed_steps(
     return facts
 
 
-def gain_lines(shape: Shape, found: Mapping[str, Facts], more: Case | None = None) -> list[Line]:
+def gain_lines(shape: Shape, results: Mapping[str, Facts], more: Case | None = None) -> list[Line]:
     """Return one line per variant; the variants include "none" and forced balance."""
     case: dict[str, str | int | float] = {"ranks": shape.ranks, "tokens": shape.tokens}
     case |= more or {}
     case |= {"hidden": shape.hidden, "ffn": shape.ffn}
     case |= {"experts": shape.experts, "top_k": shape.top_k}
     lines = []
-    for name, facts in found.items():
+    for name, facts in results.items():
         values = {
             HOST_STEP: facts["step"] * 1e3,
             BUSY: facts["busy"] * 1e3,
             RATE: shape.ranks * shape.tokens / facts["step"],
-            SHARE: found[FORCED]["step"] / facts["step"],
-            GAIN: found["none"]["step"] / facts["step"],
-            LESS: found["none"]["busy"] / facts["busy"],
+            SHARE: results[FORCED]["step"] / facts["step"],
+            GAIN: results["none"]["step"] / facts["step"],
+            LESS: results["none"]["busy"] / facts["busy"],
             BEFORE: facts["before"],
             AFTER: facts["after"],
         }

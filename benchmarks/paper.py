@@ -27,15 +27,15 @@ from ultraep.tools.sim.run import Result
 
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
 WITHIN = 5.0  # percentage points
-Found = list[tuple[Setting, list[Result]]]
+Runs = list[tuple[Setting, list[Result]]]
 
 
 def published(page: Page, effort: Effort) -> None:
     """Simulate every published setting."""
-    found = []
+    runs = []
     for setting in settings()[: effort.settings]:
         results = effort.run(scenario_of(setting, steps=effort.steps), CONTENDERS)
-        found.append((setting, results))
+        runs.append((setting, results))
     page.text(
         "## The published settings",
         "",
@@ -43,12 +43,12 @@ def published(page: Page, effort: Effort) -> None:
         "per device in training, and requests/s at the limit of the mean time to first token in serving. "
         "The constants of `calibrated.toml` come from the settings marked *calibrate*; the others are held back.",
     )
-    for setting, results in found:
+    for setting, results in runs:
         setting_table(page, setting, results)
-    picture_of_shares(page, found)
-    ours(page, found)
-    errors(page, found)
-    exposed(page, found)
+    picture_of_shares(page, runs)
+    ours(page, runs)
+    errors(page, runs)
+    exposed(page, runs)
 
 
 def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
@@ -77,10 +77,10 @@ def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
     page.table(head.split(", "), rows)
 
 
-def picture_of_shares(page: Page, found: Found) -> None:
+def picture_of_shares(page: Page, runs: Runs) -> None:
     def draw(axes: Any) -> None:
         colours = {"none": "#b0b0b0", "eplb": "#d8a657", "lplb": "#a9b665", "quota": "#7daea3"}
-        for index, (setting, results) in enumerate(found):
+        for index, (setting, results) in enumerate(runs):
             shares = share_of_ideal(results)
             for place, result in enumerate(results[:-1]):
                 x = index + (place - 2) * 0.16
@@ -89,7 +89,7 @@ def picture_of_shares(page: Page, found: Found) -> None:
                 axes.bar(x, 100 * shares[result.label], 0.15, color=colour, label=label)
                 if result.policy in setting.throughput:
                     axes.plot(x, 100 * setting.share(result.policy), "k_", markersize=7)
-        axes.set_xticks(range(len(found)), [s.title.replace(" ", "\n", 1) for s, _ in found])
+        axes.set_xticks(range(len(runs)), [s.title.replace(" ", "\n", 1) for s, _ in runs])
         axes.tick_params(axis="x", labelsize=7)
         axes.set_ylabel("% of forced balance")
         axes.set_ylim(0, 108)
@@ -100,16 +100,14 @@ def picture_of_shares(page: Page, found: Found) -> None:
     page.text("Bars: simulated. Marks: published.")
 
 
-def ours(page: Page, found: Found) -> None:
+def ours(page: Page, runs: Runs) -> None:
     def means(label: str) -> tuple[float, float]:
-        shares = [share_of_ideal(results)[label] for _, results in found]
-        gains = [
-            by_label(results)[label].throughput / results[0].throughput for _, results in found
-        ]
+        shares = [share_of_ideal(results)[label] for _, results in runs]
+        gains = [by_label(results)[label].throughput / results[0].throughput for _, results in runs]
         return float(np.mean(shares)), float(np.mean(gains))
 
-    paper = np.mean([setting.share("quota") for setting, _ in found])
-    paper_gain = np.mean([s.throughput["quota"] / s.throughput["none"] for s, _ in found])
+    paper = np.mean([setting.share("quota") for setting, _ in runs])
+    paper_gain = np.mean([s.throughput["quota"] / s.throughput["none"] for s, _ in runs])
     rows = [
         ["published, two slots", percent(float(paper)), f"{paper_gain:.2f}x"],
         *(
@@ -124,12 +122,12 @@ def ours(page: Page, found: Found) -> None:
     page.table(["", "share of forced balance", "over none"], rows)
 
 
-def errors(page: Page, found: Found) -> None:
+def errors(page: Page, runs: Runs) -> None:
     """Count the shares that fit, and show what the published ones imply."""
     page.text("## Accuracy")
     counts: dict[str, list[float]] = {"calibrate": [], "hold back": []}
     wrong = []
-    for setting, results in found:
+    for setting, results in runs:
         shares = share_of_ideal(results)
         known = [result for result in results[:-1] if result.policy in setting.throughput]
         counts[setting.use] += [100 * abs(shares[r.label] - setting.share(r.policy)) for r in known]
@@ -150,32 +148,32 @@ def errors(page: Page, found: Found) -> None:
     if wrong:
         page.text("Pairs of policies in the opposite order of the published one:")
         page.text(*(f"- {pair}" for pair in wrong))
-    implied(page, found)
+    implied(page, runs)
 
 
 def swapped(setting: Setting, known: list[Result]) -> list[str]:
     """Pairs of policies whose order differs from the published one."""
-    found = []
+    pairs = []
     for index, one in enumerate(known):
         for two in known[index + 1 :]:
             gap = setting.throughput[one.policy] - setting.throughput[two.policy]
             if gap * (one.throughput - two.throughput) < 0:
-                found.append(
+                pairs.append(
                     f"{setting.title}: `{one.policy}` and `{two.policy}` "
                     f"(published {setting.throughput[one.policy]:g} and "
                     f"{setting.throughput[two.policy]:g})"
                 )
-    return found
+    return pairs
 
 
-def implied(page: Page, found: Found) -> None:
+def implied(page: Page, runs: Runs) -> None:
     """The share of the time that grows with the busiest rank, if time is linear in it."""
 
     def part(gain: float, imbalance: float) -> float:
         return (gain - 1) / (imbalance - 1)
 
     rows = []
-    for setting, results in found:
+    for setting, results in runs:
         none, ideal = results[0], results[-1]
         pairs = [
             part(1 / setting.share(policy), setting.imbalance[policy])
@@ -192,10 +190,10 @@ def implied(page: Page, found: Found) -> None:
     page.table(["setting", "by none, published", "by EPLB, published", "by none, simulated"], rows)
 
 
-def exposed(page: Page, found: Found) -> None:
+def exposed(page: Page, runs: Runs) -> None:
     """The exposed cost of balancing a layer, forward."""
     rows = []
-    for setting, results in found:
+    for setting, results in runs:
         layers = load_model(setting.model).moe_layers
         labels = by_label(results)
         cells = [setting.title]

@@ -42,9 +42,9 @@ OPTIONAL = ("megatron", "scipy", "torchtitan", "transformers")
 def available() -> dict[str, bool]:
     """Which requirements this machine meets."""
     cuda = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-    found = {"a GPU": torch.cuda.is_available(), "cuda-python": cuda}
-    found["CUDA MPS"] = shutil.which(CONTROL) is not None
-    return found | {name: find_spec(name) is not None for name in OPTIONAL}
+    known = {"a GPU": torch.cuda.is_available(), "cuda-python": cuda}
+    known["CUDA MPS"] = shutil.which(CONTROL) is not None
+    return known | {name: find_spec(name) is not None for name in OPTIONAL}
 
 
 def select_scripts(has: Mapping[str, bool]) -> tuple[list[str], list[str]]:

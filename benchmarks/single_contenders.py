@@ -66,8 +66,8 @@ class Inputs:
     def counts(self) -> list[int]:
         """[E] rows per expert."""
         counts = torch.bincount(self.ids.flatten(), minlength=self.shape.experts)
-        found: list[int] = counts.tolist()
-        return found
+        rows: list[int] = counts.tolist()
+        return rows
 
 
 class Contender:
@@ -91,13 +91,13 @@ class Contender:
     def results(self) -> dict[str, torch.Tensor]:
         """Outputs and all gradients of a step."""
         y = self.forward()
-        found = {"outputs": y.detach().clone()}  # backward may overwrite them
+        results = {"outputs": y.detach().clone()}  # backward may overwrite them
         y.backward(self._dy)
         for name, leaf in self._leaves.items():
             assert leaf.grad is not None, name
-            found[f"gradient of {name}"] = leaf.grad.clone()
+            results[f"gradient of {name}"] = leaf.grad.clone()
             leaf.grad = None
-        return found
+        return results
 
 
 class Gathered(torch.autograd.Function):
@@ -167,8 +167,8 @@ def with_torch(inputs: Inputs, weights: Mapping[str, Any], *, gathers: bool) -> 
 
 
 def apply(function: Any, *args: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = function.apply(*args)
-    return found
+    outputs: torch.Tensor = function.apply(*args)
+    return outputs
 
 
 def with_ultraep(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
@@ -246,7 +246,7 @@ def compare(contenders: Mapping[str, Contender]) -> None:
     """Raise if the results of a contender differ from the first one."""
     wanted: dict[str, torch.Tensor] = {}
     for name, contender in contenders.items():
-        found = contender.results()
-        wanted = wanted or found
-        for what, tensor in found.items():
+        results = contender.results()
+        wanted = wanted or results
+        for what, tensor in results.items():
             check_close(f"{what} of {name!r}", tensor, wanted[what])

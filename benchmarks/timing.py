@@ -106,6 +106,14 @@ def in_a_row_ms(clock: Clock, call: Call, times: int) -> float:
     return us / 1e3 / times
 
 
+def alternating_ms(
+    clock: Clock, calls: Mapping[str, Call], rounds: int, times: int, *, warmup: int = 0
+) -> dict[str, float]:
+    """Median milliseconds per call of every variant; variants alternate, `times` calls each."""
+    measure = lambda name: in_a_row_ms(clock, calls[name], times)  # noqa: E731
+    return medians(in_turns(list(calls), rounds, measure, warmup=warmup))
+
+
 def captured(call: Callable[[], Any], times: int) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Return a graph of this many calls, and the result of the last one."""
     side = torch.cuda.Stream()

@@ -224,12 +224,12 @@ class Copied:
 
 def copied_experts(scale: Scale) -> list[Copied]:
     """One expert with several replicas, and several experts with one each."""
-    found = [
+    single = [
         Copied(f"fan {fan}", tuple((0, host) for host in range(1, fan + 1)))
         for fan in scale.pull_fans
     ]
     each = tuple((expert, expert + 1) for expert in range(scale.homes))
-    return [*found, Copied(f"{scale.homes} x fan 1", each)]
+    return [*single, Copied(f"{scale.homes} x fan 1", each)]
 
 
 class Pull:
