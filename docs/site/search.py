@@ -82,8 +82,8 @@ def write_search(site: Path) -> None:
     if 'id="search-results"' not in html:
         raise SystemExit(f"{page} has no element with the id search-results")
     sections: list[Section] = []
-    for path in sorted(site.rglob("*.html")):
-        if path.name not in ("search.html", "genindex.html", "py-modindex.html"):
+    for path in sorted(site.rglob("*.html"), key=lambda path: (path.stem == "CHANGELOG", path)):
+        if path.stem not in ("search", "genindex", "py-modindex"):
             sections += sections_of(path.read_text(), path.relative_to(site).as_posix())
     index = json.dumps(sections, ensure_ascii=False)
     (site / "_static" / "sections.js").write_text(f"const SECTIONS = {index};\n")
