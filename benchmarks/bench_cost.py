@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from bench_layer import one_step
 from harness import Bench, Line, Metric, main
-from layers import BEFORE, COPIES, STEP, Given, given_layer, on_ranks
+from layers import BEFORE, COPIES, STEP, FixedRouter, layer_with_weights, on_ranks
 from load_cases import Shape, even_ids, skewed_ids
 from timing import in_turns
 
@@ -101,7 +101,7 @@ def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE
         if weights is None:
             home = balancer.topology.home_experts(balancer.rank).tolist()
             weights = Experts(size.hidden, size.ffn, home).bundle
-        layers[name] = given_layer(balancer, Given(), weights)
+        layers[name] = layer_with_weights(balancer, FixedRouter(), weights)
     return layers
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
-from layers import Given, distance, given_layer
+from layers import FixedRouter, distance, layer_with_weights
 from timing import Call, alternating_ms, free
 from torch import nn
 from torch.nn.functional import pad, silu
@@ -303,10 +303,10 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
         balancer = ultraep.Balancer(
             "alone", experts=slots, data_plane="mapped" if x.is_cuda else "messages"
         )
-        router = Given(ids)
+        router = FixedRouter(ids)
         router.gates = best / best.sum(dim=1, keepdim=True)
         own = {n: nn.Parameter(weight) for n, weight in weights.items()}
-        moes[name] = given_layer(balancer, router, own, None if name == PLAIN else name)
+        moes[name] = layer_with_weights(balancer, router, own, None if name == PLAIN else name)
     leaf = x.clone().requires_grad_()
 
     def forward(moe: nn.Module) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Bench, Line, Metric, main
-from layers import AFTER, BEFORE, COPIES, FORCED, SHARE, STAGE, Given, on_ranks, step_values
+from layers import AFTER, BEFORE, COPIES, FORCED, SHARE, STAGE, FixedRouter, on_ranks, step_values
 from load_cases import Shape, even_ids, skewed_ids
 from timing import in_turns
 
@@ -71,7 +71,7 @@ def measure(rank: int, size: Size, comm: Communicator) -> dict[str, dict[str, fl
     moe = ultraep.BalancedMoE.swiglu(
         size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
     )
-    moe.router = router = Given()
+    moe.router = router = FixedRouter()
     skewed, even = skewed_ids(size, size.ratio), even_ids(size)
     variants = {"none": (skewed, "none"), "ultraep": (skewed, "ultraep"), FORCED: (even, "none")}
     tokens = torch.randn(size.tokens, size.hidden, generator=torch.Generator().manual_seed(rank))
@@ -130,7 +130,7 @@ def gain(bench: Bench) -> None:
     bench.report.note("since. MB moved: by all ranks, both ways.")
 
 
-class Others:
+class PreparedCommunicator:
     """A communicator of a group in which only this rank runs; other messages are prepared."""
 
     def __init__(self, size: int) -> None:
@@ -153,9 +153,9 @@ def control(bench: Bench) -> None:
     lines, ranks, rounds = [], bench.scale.control_ranks, bench.scale.control_rounds
     for experts, top_k, tokens in bench.scale.control:
         wide = Size(ranks=ranks, tokens=tokens, experts=experts, top_k=top_k)
-        ids, others = skewed_ids(wide, wide.ratio), Others(ranks)
-        others.loads = torch.stack([torch.bincount(i.reshape(-1), minlength=experts) for i in ids])
-        balancer = ultraep.Balancer(experts=experts, communicator=others)  # type: ignore[arg-type]
+        ids, comm = skewed_ids(wide, wide.ratio), PreparedCommunicator(ranks)
+        comm.loads = torch.stack([torch.bincount(i.reshape(-1), minlength=experts) for i in ids])
+        balancer = ultraep.Balancer(experts=experts, communicator=comm)  # type: ignore[arg-type]
         passes = [control_pass(balancer, ids[0], rounds) for _ in range(CONTROL_PASSES)]
         stages = min(passes, key=lambda stages: sum(stages.values()))
         case = {"ranks": ranks, "experts": experts, "top_k": top_k, "tokens": tokens}

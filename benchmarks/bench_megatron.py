@@ -53,7 +53,7 @@ FULL, QUICK = Scale(SPREAD, 21), Scale(SPREAD, 7)
 TOY = Scale(Shape(hidden=16, ffn=32, experts=8, top_k=2, tokens=64, ranks=2), rounds=2)
 
 
-class GivenRouter(TopKRouter):  # type: ignore[misc]
+class FixedRouter(TopKRouter):  # type: ignore[misc]
     """A router with fixed choices, unless the library forces balance."""
 
     ids = torch.empty(0)
@@ -89,7 +89,7 @@ def make(config: Any, policy: str, ids: torch.Tensor) -> Any:
     """Create an unmodified or a balanced layer."""
     torch.manual_seed(3)
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
-    spec.submodules.router = GivenRouter
+    spec.submodules.router = FixedRouter
     if policy != PLAIN:
         spec = balanced(spec, config, policy=policy)
     layer = build_module(spec, config=config)

@@ -28,7 +28,7 @@ import torch
 from bench_layer_gpu import SIZES, TOY
 from card import Size, World
 from harness import ANY, Bench, Line, Metric, main
-from layers import STEP, Given, given_layer
+from layers import STEP, FixedRouter, layer_with_weights
 from load_cases import HotRank, even
 from timing import free
 
@@ -118,7 +118,7 @@ def on_host(size: Size, contender: Contender, capacity: int | str) -> tuple[dict
         "gate_up_proj": torch.empty(homes, 2 * size.ffn, size.hidden, dtype=torch.bfloat16),
         "down_proj": torch.empty(homes, size.hidden, size.ffn, dtype=torch.bfloat16),
     }
-    layer = given_layer(balancer, Given(), weights)
+    layer = layer_with_weights(balancer, FixedRouter(), weights)
     ids = torch.zeros(size.tokens, size.top_k, dtype=torch.int32)
     row = torch.zeros(1, size.hidden, dtype=torch.bfloat16)
     balancer.prepare(ids, row, layer.experts.bundle)

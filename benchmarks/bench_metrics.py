@@ -33,7 +33,7 @@ from bench_layer import Size, one_step
 from bench_layer_gpu import SIZES, plan_for
 from card import LAUNCHING, World, capacity_of
 from harness import CARD, KERNELS, Bench, Line, Metric, Values, main
-from layers import Given, on_ranks
+from layers import FixedRouter, on_ranks
 from load_cases import HotRank, Shape, skewed_ids
 from single_contenders import Contender, Inputs, name_of, on_balancer
 from timing import device_us, free, in_a_row_ms, in_turns, nothing, standard_error, time_call
@@ -123,7 +123,7 @@ def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.
         size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
     )
     ids = skewed_ids(size, size.ratio)[rank]
-    moe.router = Given(ids, torch.full(ids.shape, 1 / size.top_k, requires_grad=True))
+    moe.router = FixedRouter(ids, torch.full(ids.shape, 1 / size.top_k, requires_grad=True))
     return moe
 
 

@@ -32,10 +32,10 @@ from layers import (
     AFTER,
     BEFORE,
     COPIES,
-    Given,
+    FixedRouter,
     check_close,
     drawn_weights,
-    given_layer,
+    layer_with_weights,
     on_ranks,
     slowest,
     step_values,
@@ -109,7 +109,7 @@ class Variants:
         # Without balancing, the busiest rank needs memory for all its rows from the first step.
         self.unbalanced_rows = int(1.1 * ratio * size.rows)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.router = Given()
+        self.router = FixedRouter()
         # All graphs share one pool: they run one at a time, and their results are not read.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.graphs: list[torch.cuda.CUDAGraph] = []  # the pool lives as long as one graph
@@ -132,7 +132,7 @@ class Variants:
             capacity=self.unbalanced_rows if name == NONE else "auto",
             timeout=120.0,
         )
-        return given_layer(balancer, self.router, self.weights)
+        return layer_with_weights(balancer, self.router, self.weights)
 
     def route(self, load: HotRank | None) -> None:
         """Set the choices of this rank's tokens; None: uniformly random choices."""

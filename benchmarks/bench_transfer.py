@@ -31,8 +31,8 @@ from transfer_parts import (
     Transfer,
     as_replicas,
     board_of,
-    copied_experts,
     copy_rate,
+    replicated_experts,
 )
 
 import ultraep
@@ -69,14 +69,14 @@ BARRIER = Metric("meeting_time", "us", "us", ".2f")
 
 def direct(bench: Bench) -> None:
     """Every rank sends one expert to the next rank."""
-    scale, lines, copied = bench.scale, [], copy_rate(bench)
+    scale, lines, plain_rate = bench.scale, [], copy_rate(bench)
     world = Neighbours(scale.ranks, bench)
     ring = [(rank, (rank + 1) % scale.ranks) for rank in range(scale.ranks)]
     for programs in scale.programs:
         us = Transfer(world, ring, mode="direct", programs=programs).time(bench.clock)
         rate = 2 * scale.ring_bytes / us
         case: Case = {"ranks": scale.ranks, "programs": programs}
-        lines.append(Line(case, {TIME: us, RATE: rate / 1e6, SHARE: rate / copied}))
+        lines.append(Line(case, {TIME: us, RATE: rate / 1e6, SHARE: rate / plain_rate}))
     about = f"{scale.ring_bytes / 1e6:.1f} MB in total; programs per rank"
     bench.table(f"direct: each rank sends an expert to the next, {about}", lines)
 
@@ -119,12 +119,12 @@ def signal_us(chain: float, single: float, chunks: int, hop_count: int) -> float
 
 def reduce(bench: Bench) -> None:
     """Pull the gradients of replicas and add them in fixed order."""
-    clock, scale, lines, copied = bench.clock, bench.scale, [], copy_rate(bench)
+    clock, scale, lines, plain_rate = bench.clock, bench.scale, [], copy_rate(bench)
     programs = 4 * clock.multiprocessors if isinstance(clock, Gpu) else 2  # of the data plane
     pull = Pull(bench, programs)
-    for experts, zero in product(copied_experts(scale), (False, True)):
+    for experts, zero in product(replicated_experts(scale), (False, True)):
         us, moved = pull.time(experts, zero), experts.moved(scale.numbers, zero)
-        floor = moved / copied
+        floor = moved / plain_rate
         case = {"copies": experts.name, "zeros": "yes" if zero else "no", "programs": programs}
         values = {TIME: us, RATE: moved / us / 1e6, FLOOR: floor, OF_FLOOR: floor / us}
         lines.append(Line(case, values))
@@ -160,10 +160,10 @@ def critical(bench: Bench) -> None:
 def _paths(plan: Plan, nbytes: int) -> Values:
     from ultraep.backends.triton.streamer import chunks_for
 
-    ways = {mode: hops(plan, mode) for mode in ("direct", "chain")}
-    longest = _longest(ways["chain"])
+    hops_of_mode = {mode: hops(plan, mode) for mode in ("direct", "chain")}
+    longest = _longest(hops_of_mode["chain"])
     chunks = chunks_for(longest, nbytes, LINK_PROGRAMS)
-    path = {mode: float(_busiest(way)[1]) for mode, way in ways.items()}
+    path = {mode: float(_busiest(sent)[1]) for mode, sent in hops_of_mode.items()}
     path["chain"] += max(0, longest - 1) / chunks
     path["auto"] = path[choose(plan, chunks)]
     values: dict[Metric, float | None] = {
@@ -178,9 +178,9 @@ def _paths(plan: Plan, nbytes: int) -> Values:
     return values
 
 
-def _busiest(way: Sequence[Hop]) -> tuple[int, int]:
+def _busiest(sent: Sequence[Hop]) -> tuple[int, int]:
     """The rank that sends most, and its number of hops."""
-    return (Counter(hop.sender for hop in way).most_common(1) or [(0, 0)])[0]
+    return (Counter(hop.sender for hop in sent).most_common(1) or [(0, 0)])[0]
 
 
 def _longest(chain: Sequence[Hop]) -> int:

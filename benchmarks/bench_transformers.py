@@ -42,7 +42,7 @@ from load_cases import HotRank, Shape, even_ids, skewed_ids
 from timing import alternating_ms
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-from transformers_card import Blocks, GivenChoices
+from transformers_card import Blocks, FixedChoices
 
 from ultraep.integrations.transformers import balance
 
@@ -132,7 +132,7 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
 
     def step(name: str) -> None:
         ids, policy = variants[name]
-        made[policy].gate = GivenChoices(ids[rank], torch.float32)
+        made[policy].gate = FixedChoices(ids[rank], torch.float32)
         owners[policy].reset_stats()
         run[policy]()
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from harness import Metric, Values
-from layers import Given, drawn_weights, given_layer
+from layers import FixedRouter, drawn_weights, layer_with_weights
 from load_cases import Shape, ids_with, loads_of, random_even_ids, tile_perfect_ids
 from timing import Call, device_us, free, in_turns, medians
 
@@ -142,7 +142,7 @@ class Rank:
         self.x = drawn(size.tokens, size.hidden).requires_grad_()
         self.dy = drawn(size.tokens, size.hidden)
         gates = torch.rand(size.tokens, size.top_k, generator=torch.Generator().manual_seed(1))
-        self.router = Given(
+        self.router = FixedRouter(
             torch.zeros(size.tokens, size.top_k, dtype=torch.int32, device=CUDA),
             (gates / gates.sum(dim=1, keepdim=True)).cuda().requires_grad_(),
         )
@@ -169,7 +169,9 @@ class Rank:
             record=self.record,
         )
         home = topology.home_experts(self.number).tolist()
-        self.layer = given_layer(self.balancer, self.router, drawn_weights(size, home, CUDA, BF16))
+        self.layer = layer_with_weights(
+            self.balancer, self.router, drawn_weights(size, home, CUDA, BF16)
+        )
         assert self.router.ids is not None
         self.balancer.prepare(self.router.ids, self.x, self.layer.experts.bundle)
 

@@ -46,7 +46,7 @@ Spent = tuple[float, float]  # wall and CPU seconds
 Facts = dict[str, float]  # medians "step" and "busy" of both; imbalance "before" and "after"
 
 
-class Given(nn.Module):
+class FixedRouter(nn.Module):
     """A router with fixed ids and gates."""
 
     def __init__(self, ids: torch.Tensor | None = None, gates: torch.Tensor | None = None) -> None:
@@ -57,7 +57,7 @@ class Given(nn.Module):
         return self.ids, self.gates
 
 
-def given_layer(
+def layer_with_weights(
     balancer: ultraep.Balancer,
     router: nn.Module,
     weights: Mapping[str, torch.Tensor],

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from layers import Given, check_close, given_layer
+from layers import FixedRouter, check_close, layer_with_weights
 from load_cases import Shape
 from timing import Clock
 from torch import nn
@@ -179,8 +179,8 @@ def with_ultraep(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> La
 
 def on_balancer(inputs: Inputs, weights: Mapping[str, Any], *, balancer: ultraep.Balancer) -> Layer:
     """Our layer with these weights on a balancer."""
-    router = Given(inputs.ids)
-    moe = given_layer(balancer, router, weights)
+    router = FixedRouter(inputs.ids)
+    moe = layer_with_weights(balancer, router, weights)
 
     def layer(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         router.gates = gates

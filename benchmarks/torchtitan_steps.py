@@ -33,7 +33,7 @@ from ultraep.integrations.torchtitan import balancers
 LENGTH = 128  # sequence length
 
 
-class GivenRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
+class FixedRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
     """The framework's router with fixed choices."""
 
     @dataclass(kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class GivenRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
 
 @override(target=TokenChoiceTopKRouter.Config, description="choices with a skew")  # type: ignore[untyped-decorator]
 def skewed(cfg: Any, *, tokens: int) -> Any:
-    return derive(cfg, GivenRouter.Config, tokens=tokens)
+    return derive(cfg, FixedRouter.Config, tokens=tokens)
 
 
 def overrides(name: str, shape: Shape) -> list[Any]:

@@ -207,29 +207,29 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class Replicated:
     """Replicas (expert, host) of experts of rank 0, in plan order."""
 
     name: str
-    copies: tuple[tuple[int, int], ...]
+    replicas: tuple[tuple[int, int], ...]
 
     @property
     def experts(self) -> list[int]:
-        return sorted({expert for expert, _ in self.copies})
+        return sorted({expert for expert, _ in self.replicas})
 
     def moved(self, numbers: int, zero: bool) -> int:
         """Bytes moved: home gradients are read and written, replica gradients read (and zeroed)."""
-        return 4 * numbers * (2 * len(self.experts) + len(self.copies) * (2 if zero else 1))
+        return 4 * numbers * (2 * len(self.experts) + len(self.replicas) * (2 if zero else 1))
 
 
-def copied_experts(scale: Scale) -> list[Copied]:
+def replicated_experts(scale: Scale) -> list[Replicated]:
     """One expert with several replicas, and several experts with one each."""
     single = [
-        Copied(f"fan {fan}", tuple((0, host) for host in range(1, fan + 1)))
+        Replicated(f"fan {fan}", tuple((0, host) for host in range(1, fan + 1)))
         for fan in scale.pull_fans
     ]
     each = tuple((expert, expert + 1) for expert in range(scale.homes))
-    return [*single, Copied(f"{scale.homes} x fan 1", each)]
+    return [*single, Replicated(f"{scale.homes} x fan 1", each)]
 
 
 class Pull:
@@ -254,34 +254,34 @@ class Pull:
         self._fresh_RP = torch.randn(ranks, scale.numbers, device=device)
         self._made = torch.zeros(self._streamer.size, dtype=torch.int32, device=device)
 
-    def time(self, copied: Copied, zero: bool) -> float:
+    def time(self, replicated: Replicated, zero: bool) -> float:
         """Microseconds of a pull; checks the sums of the last one."""
         from ultraep.backends.triton.reducer import pull
 
-        rows = [(*copy, 0) for copy in copied.copies]
+        rows = [(*copy, 0) for copy in replicated.replicas]
         replicas_C3 = as_replicas(rows, self._streamer.copies, self._made.device)
         self._streamer.schedule(replicas_C3, self._layout, self._made)
         arguments = self._gradients_HP, self._rows, self._made, self._streamer
         call = partial(pull, *arguments, programs=self._programs, zero=zero)
-        us = self._clock.us(call, partial(self._renew, copied))
-        self._check(copied, zero)
+        us = self._clock.us(call, partial(self._renew, replicated))
+        self._check(replicated, zero)
         return us
 
-    def _renew(self, copied: Copied) -> None:
+    def _renew(self, replicated: Replicated) -> None:
         """Restore the gradients to their state before the first pull."""
-        for expert in copied.experts:
+        for expert in replicated.experts:
             self._gradients_HP[expert].copy_(self._fresh_HP[expert])
-        for _, host in copied.copies:
+        for _, host in replicated.replicas:
             self._gradient_of_host[host].copy_(self._fresh_RP[host])
 
-    def _check(self, copied: Copied, zero: bool) -> None:
-        for expert in copied.experts:
+    def _check(self, replicated: Replicated, zero: bool) -> None:
+        for expert in replicated.experts:
             want = self._fresh_HP[expert].clone()
-            for _, host in (copy for copy in copied.copies if copy[0] == expert):
+            for _, host in (copy for copy in replicated.replicas if copy[0] == expert):
                 want += self._fresh_RP[host]
             if not torch.equal(self._gradients_HP[expert], want):
-                raise Mismatch(f"the gradient of expert {expert}: {copied.name}")
-        for _, host in copied.copies:
+                raise Mismatch(f"the gradient of expert {expert}: {replicated.name}")
+        for _, host in replicated.replicas:
             left = self._gradient_of_host[host]
             if not (bool((left == 0).all()) if zero else torch.equal(left, self._fresh_RP[host])):
-                raise Mismatch(f"the gradient that rank {host} holds: {copied.name}")
+                raise Mismatch(f"the gradient that rank {host} holds: {replicated.name}")

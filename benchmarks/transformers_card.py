@@ -73,7 +73,7 @@ class BlockRank:
         x, self.dy = drawn
         self.x = x.requires_grad_()
         self.block = block
-        self.block.gate = GivenChoices(ids, dtype)
+        self.block.gate = FixedChoices(ids, dtype)
 
     def join(self, **options: Any) -> None:
         """Keep only the home experts; collective."""
@@ -89,7 +89,7 @@ class BlockRank:
         self.y.backward(self.dy)
 
 
-class GivenChoices(torch.nn.Module):
+class FixedChoices(torch.nn.Module):
     """A router of the library with fixed choices."""
 
     def __init__(self, ids: torch.Tensor, dtype: torch.dtype) -> None:
