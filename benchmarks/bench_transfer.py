@@ -40,7 +40,7 @@ from ultraep import Plan, Topology
 from ultraep.hops import MODES, Hop, choose, hops
 from ultraep.runtime.mapped.peers import LocalPeers
 
-if TYPE_CHECKING:  # Triton reads its settings at import, so kernels are imported late
+if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.board import Board
 
 BARRIERS = 50  # per graph

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from timing import Call, Clock
 
-if TYPE_CHECKING:  # Triton reads its settings at import, so kernels are imported late
+if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.ops.products import Stacks
 
 Draw = Callable[..., torch.Tensor]  # of a shape

@@ -1,12 +1,12 @@
-"""Write docs/results/paper.md: the published evaluation and the predictions of the simulator.
+"""Write docs/results/paper.md: the published evaluation beside what the simulator says.
 
     make paper                                    # some minutes
     python benchmarks/paper.py --toy --out /tmp/x # few layers, for CI
 
-The page compares the published settings with predictions, and predictions with our measurements.
-It shows the exposed cost of a layer, scaling in groups and ranks, and the effect of slots,
-tolerance, tokens, domains, links and relays. Everything is seeded; the same versions write the same
-text.
+Tables: the published settings (throughput, share of forced balance, imbalance, predicted and
+published), how well predictions fit where something was measured, the exposed cost of a layer,
+scaling in groups and in ranks, and what changes with slots, tolerance, tokens, domains, links and
+relays. Everything is seeded; the same versions write the same text.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from ultraep.tools.sim.published import CONTENDERS, Setting, scenario_of, settin
 from ultraep.tools.sim.run import Result
 
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
-WITHIN = 5.0  # percentage points
-Runs = list[tuple[Setting, list[Result]]]
+WITHIN = 5.0  # points
+Found = list[tuple[Setting, list[Result]]]
 
 
 def published(page: Page, effort: Effort) -> None:
-    """Simulate every published setting."""
-    runs = []
+    """Every setting: published beside simulated."""
+    found = []
     for setting in settings()[: effort.settings]:
         results = effort.run(scenario_of(setting, steps=effort.steps), CONTENDERS)
-        runs.append((setting, results))
+        found.append((setting, results))
     page.text(
         "## The published settings",
         "",
-        "Share: throughput divided by the throughput of forced balance. Published throughput is TFLOP/s "
-        "per device in training, and requests/s at the limit of the mean time to first token in serving. "
-        "The constants of `calibrated.toml` come from the settings marked *calibrate*; the others are held back.",
+        "Share: throughput over that of forced balance. Published throughput is TFLOP/s per device in "
+        "training and requests/s at the limit of the mean time to the first token in serving. "
+        "Settings marked *calibrate* gave the constants of `calibrated.toml`; the others are held back.",
     )
-    for setting, results in runs:
+    for setting, results in found:
         setting_table(page, setting, results)
-    picture_of_shares(page, runs)
-    ours(page, runs)
-    errors(page, runs)
-    exposed(page, runs)
+    picture_of_shares(page, found)
+    ours(page, found)
+    errors(page, found)
+    exposed(page, found)
 
 
 def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
@@ -73,14 +73,14 @@ def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
             ]
         )
     head = "policy, published, simulated, share published, share simulated, points, over none, "
-    head += "imbalance published, simulated, replicas"
+    head += "imbalance published, simulated, copies"
     page.table(head.split(", "), rows)
 
 
-def picture_of_shares(page: Page, runs: Runs) -> None:
+def picture_of_shares(page: Page, found: Found) -> None:
     def draw(axes: Any) -> None:
         colours = {"none": "#b0b0b0", "eplb": "#d8a657", "lplb": "#a9b665", "quota": "#7daea3"}
-        for index, (setting, results) in enumerate(runs):
+        for index, (setting, results) in enumerate(found):
             shares = share_of_ideal(results)
             for place, result in enumerate(results[:-1]):
                 x = index + (place - 2) * 0.16
@@ -89,7 +89,7 @@ def picture_of_shares(page: Page, runs: Runs) -> None:
                 axes.bar(x, 100 * shares[result.label], 0.15, color=colour, label=label)
                 if result.policy in setting.throughput:
                     axes.plot(x, 100 * setting.share(result.policy), "k_", markersize=7)
-        axes.set_xticks(range(len(runs)), [s.title.replace(" ", "\n", 1) for s, _ in runs])
+        axes.set_xticks(range(len(found)), [s.title.replace(" ", "\n", 1) for s, _ in found])
         axes.tick_params(axis="x", labelsize=7)
         axes.set_ylabel("% of forced balance")
         axes.set_ylim(0, 108)
@@ -100,14 +100,16 @@ def picture_of_shares(page: Page, runs: Runs) -> None:
     page.text("Bars: simulated. Marks: published.")
 
 
-def ours(page: Page, runs: Runs) -> None:
+def ours(page: Page, found: Found) -> None:
     def means(label: str) -> tuple[float, float]:
-        shares = [share_of_ideal(results)[label] for _, results in runs]
-        gains = [by_label(results)[label].throughput / results[0].throughput for _, results in runs]
+        shares = [share_of_ideal(results)[label] for _, results in found]
+        gains = [
+            by_label(results)[label].throughput / results[0].throughput for _, results in found
+        ]
         return float(np.mean(shares)), float(np.mean(gains))
 
-    paper = np.mean([setting.share("quota") for setting, _ in runs])
-    paper_gain = np.mean([s.throughput["quota"] / s.throughput["none"] for s, _ in runs])
+    paper = np.mean([setting.share("quota") for setting, _ in found])
+    paper_gain = np.mean([s.throughput["quota"] / s.throughput["none"] for s, _ in found])
     rows = [
         ["published, two slots", percent(float(paper)), f"{paper_gain:.2f}x"],
         *(
@@ -122,12 +124,12 @@ def ours(page: Page, runs: Runs) -> None:
     page.table(["", "share of forced balance", "over none"], rows)
 
 
-def errors(page: Page, runs: Runs) -> None:
-    """Count the shares that fit, and show what the published ones imply."""
-    page.text("## Accuracy")
+def errors(page: Page, found: Found) -> None:
+    """How many ratios fit, and what the published ones imply."""
+    page.text("## How well it fits")
     counts: dict[str, list[float]] = {"calibrate": [], "hold back": []}
     wrong = []
-    for setting, results in runs:
+    for setting, results in found:
         shares = share_of_ideal(results)
         known = [result for result in results[:-1] if result.policy in setting.throughput]
         counts[setting.use] += [100 * abs(shares[r.label] - setting.share(r.policy)) for r in known]
@@ -146,34 +148,34 @@ def errors(page: Page, runs: Runs) -> None:
         ["settings", "ratios", f"within {WITHIN:g} points", "mean error, points", "largest"], rows
     )
     if wrong:
-        page.text("Pairs of policies in the opposite order of the published one:")
+        page.text("Pairs of policies that stand the other way round than published:")
         page.text(*(f"- {pair}" for pair in wrong))
-    implied(page, runs)
+    implied(page, found)
 
 
 def swapped(setting: Setting, known: list[Result]) -> list[str]:
-    """Pairs of policies whose order differs from the published one."""
-    pairs = []
+    """Pairs whose order differs from the published one."""
+    found = []
     for index, one in enumerate(known):
         for two in known[index + 1 :]:
             gap = setting.throughput[one.policy] - setting.throughput[two.policy]
             if gap * (one.throughput - two.throughput) < 0:
-                pairs.append(
+                found.append(
                     f"{setting.title}: `{one.policy}` and `{two.policy}` "
                     f"(published {setting.throughput[one.policy]:g} and "
                     f"{setting.throughput[two.policy]:g})"
                 )
-    return pairs
+    return found
 
 
-def implied(page: Page, runs: Runs) -> None:
-    """The share of the time that grows with the busiest rank, if time is linear in it."""
+def implied(page: Page, found: Found) -> None:
+    """The part of the time that grows with the fullest rank, if time is linear in it."""
 
     def part(gain: float, imbalance: float) -> float:
         return (gain - 1) / (imbalance - 1)
 
     rows = []
-    for setting, results in runs:
+    for setting, results in found:
         none, ideal = results[0], results[-1]
         pairs = [
             part(1 / setting.share(policy), setting.imbalance[policy])
@@ -182,18 +184,18 @@ def implied(page: Page, runs: Runs) -> None:
         simulated = part(ideal.throughput / none.throughput, none.imbalance)
         rows.append([setting.title, *(f"{value:.2f}" for value in pairs), f"{simulated:.2f}"])
     page.text(
-        "If the time of a step has a fixed part and a part that grows with the busiest rank, the published "
-        "figures of `none` and of `EPLB` each determine the share of the second part. A model has one such "
-        "share for one type of work. Where the two columns, or two models of nearly the same shape, differ "
-        "by a factor, no linear model can reproduce both."
+        "What the published figures imply: if the time of a step is a part that does not depend on the "
+        "balance and a part that grows with the fullest rank, `none` and `EPLB` each say how large the "
+        "latter is. One model on one kind of work has one such part; where two published columns, or two "
+        "models of nearly the same shape, disagree by a factor, no model of this kind can meet both."
     )
     page.table(["setting", "by none, published", "by EPLB, published", "by none, simulated"], rows)
 
 
-def exposed(page: Page, runs: Runs) -> None:
-    """The exposed cost of balancing a layer, forward."""
+def exposed(page: Page, found: Found) -> None:
+    """What a layer pays for balancing, forward."""
     rows = []
-    for setting, results in runs:
+    for setting, results in found:
         layers = load_model(setting.model).moe_layers
         labels = by_label(results)
         cells = [setting.title]
@@ -206,24 +208,24 @@ def exposed(page: Page, runs: Runs) -> None:
     page.text(
         "## Exposed on the critical path",
         "",
-        "Microseconds of one layer, forward: loads + plan + weights (with the reroute). The published "
-        "value for EP64 is 252 to 300.",
+        "Microseconds of one layer, forward: loads + plan + weights (with the reroute). Published for "
+        "EP64: 252 to 300.",
     )
-    page.table(["setting", "`quota`", "parts", "`ultraep`", "parts"], rows)
+    page.table(["setting", "`quota`", "of it", "`ultraep`", "of it"], rows)
 
 
-# -- measurements ---------------------------------------------------------------------------------
+# -- where something was measured ----------------------------------------------------------------
 
 
 def measured(page: Page, *, small: bool) -> None:
-    """Compare predictions with our measurements."""
+    """Predictions beside our own measurements."""
     page.text(
-        "## Predicted and measured",
+        "## Predicted beside measured",
         "",
         "Share of forced balance of one layer, forward and backward: eight ranks on partitions of one "
-        "H200, and two processes on two cores. No constant was calibrated on the H200 runs; the rate of "
-        "the cores is fitted to forced balance. A dash means that another plan was measured. "
-        "`python benchmarks/bench_sim.py` prints the same tables.",
+        "H200, and two processes on two cores. Nothing was calibrated on the H200 runs; on the cores "
+        "the one rate comes from forced balance. A dash: what was measured there was another plan. "
+        "`python benchmarks/bench_sim.py`.",
     )
     for title, lines in (*bench_sim.card_tables(small), bench_sim.cpu_table()):
         page.text(f"### {title.split(':')[0]}")
@@ -246,7 +248,7 @@ def by_label(results: list[Result]) -> dict[str, Result]:
 
 
 def write(folder: Path, effort: Effort) -> None:
-    """Write the page and its pictures into a folder."""
+    """Everything, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     page = Page(folder)
     known = versions()
@@ -255,9 +257,9 @@ def write(folder: Path, effort: Effort) -> None:
         "",
         "Written by `make paper` "
         f"(ultraep {known['ultraep']}, NumPy {known['numpy']}); "
-        "see [how the simulator works and how accurate it is](../simulator.md). "
-        "All simulated figures are predictions for a GB200 NVL72. One section compares predictions with "
-        "measurements.",
+        "[how the simulator works and how far it can be trusted](../simulator.md). "
+        "All simulated figures are predictions for a GB200 NVL72, not measurements; what was measured "
+        "stands in the section that says so.",
     )
     published(page, effort)
     measured(page, small=effort.layers is not None)
@@ -269,12 +271,7 @@ def write(folder: Path, effort: Effort) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--toy", action="store_true", help="few layers and points, for CI")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "docs" / "results",
-        help="folder of the page (default: docs/results)",
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder")
     options = parser.parse_args()
     write(options.out, TOY if options.toy else FULL)
     print(f"wrote {options.out / 'paper.md'}")

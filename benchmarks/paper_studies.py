@@ -1,4 +1,4 @@
-"""The page of paper.py, and its studies of every parameter of the simulator."""
+"""The page that paper.py writes, and its studies: what changes with every knob of the simulator."""
 # ruff: noqa: E501  (prose)
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Case = tuple[str, Scenario, Contender]
 
 @dataclass(frozen=True)
 class Effort:
-    """The size of the simulations."""
+    """How much is simulated."""
 
-    layers: int | None  # per model; None: all
+    layers: int | None  # of every model; None: all
     steps: int
     processes: int
-    points: int  # per study at most
-    settings: int | None = None  # published settings; None: all
+    points: int  # of a study, at most
+    settings: int | None = None  # published ones; None: all
 
     def cut(self, scenario: Scenario) -> Scenario:
-        """The same scenario with fewer layers and a proportional time limit."""
+        """The same scenario with fewer layers, and accordingly less time to wait for them."""
         if self.layers is None:
             return scenario
         model = replace(scenario.model, layers=self.layers, dense_layers=0)
@@ -55,7 +55,7 @@ TOY = Effort(layers=4, steps=1, processes=1, points=1, settings=2)
 
 
 class Page:
-    """A Markdown page and its pictures."""
+    """Markdown, and pictures beside it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class Page:
         self.parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
 
     def picture(self, name: str, what: str, draw: Callable[[Any], None], width: float = 7) -> None:
-        """Write one picture; equal figures give equal bytes."""
+        """Draw into one picture; the same figures give the same bytes."""
         import matplotlib as mpl
 
         mpl.use("Agg")
@@ -92,7 +92,7 @@ def percent(share: float) -> str:
 
 
 def base(effort: Effort, **changes: Any) -> Scenario:
-    """Qwen3-235B training as published, with one group and fewer steps."""
+    """Qwen3-235B training as published, one group, less of it."""
     setting = next(setting for setting in settings() if setting.name == "qwen-train")
     scenario = scenario_of(replace(setting, groups=1), steps=effort.steps)
     return replace(scenario, **changes)
@@ -101,7 +101,7 @@ def base(effort: Effort, **changes: Any) -> Scenario:
 def study(
     page: Page, effort: Effort, title: str, text: str, cases: Sequence[Case], *, picture: str = ""
 ) -> None:
-    """Add a table with one line per case and, with `picture`, a plot of both shares."""
+    """A table with one line per case, and a picture of both shares if it has a name."""
     rows = []
     shares: list[tuple[str, float, float]] = []
     for name, scenario, contender in list(cases)[: effort.points]:
@@ -122,14 +122,14 @@ def study(
             (name, none.throughput / ideal.throughput, mine.throughput / ideal.throughput)
         )
     page.text(f"### {title}", "", text)
-    head = ["", "imbalance before", "after", "replicas", "none, share", "share", "over none", "GB"]
+    head = ["", "imbalance before", "after", "copies", "none, share", "share", "over none", "GB"]
     page.table(head, rows)
     if picture:
         page.picture(picture, title, lambda axes: draw_shares(axes, shares))
 
 
 def draw_shares(axes: Any, shares: list[tuple[str, float, float]]) -> None:
-    """Plot both shares over the cases."""
+    """Both shares over the cases."""
     for index, (name, colour) in enumerate((("none", "#b0b0b0"), ("ultraep", "#c14a4a")), start=1):
         values = [100 * row[index] for row in shares]
         axes.plot(range(len(shares)), values, "o-", color=colour, label=name)
@@ -140,47 +140,45 @@ def draw_shares(axes: Any, shares: list[tuple[str, float, float]]) -> None:
 
 
 def studies(page: Page, effort: Effort) -> None:
-    """Vary every parameter."""
+    """What changes with every knob."""
     page.text(
-        "## Sensitivity",
+        "## What it depends on",
         "",
-        "Qwen3-235B training, EP64, GB200 NVL72, 8192 tokens per rank, imbalance 2.86, one slot and tolerance "
-        "0.01, unless stated otherwise. GB: memory of the device that needs most.",
+        "Qwen3-235B training, EP64, GB200 NVL72, 8192 tokens a rank, imbalance 2.86, one slot, tolerance "
+        "0.01, unless said otherwise. GB: what the fullest device needs.",
     )
     start = base(effort)
     slots = [
         (f"{count} slots" if count != 1 else "1 slot", start, replace(OURS, slots=count))
         for count in range(5)
     ]
-    text = "More than one slot gains nothing."
+    text = "With one slot there is nothing left to gain from more."
     study(page, effort, "Spare slots", text, slots)
     tolerances = [
         (f"{value:g}", start, replace(OURS, tolerance=value))
         for value in (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
     ]
-    text = (
-        "Exact balance needs the most replicas; 0.5 to 1 % above the mean saves more than it costs."
-    )
+    text = "Exact balance needs most copies; a percent above the mean saves more than it costs."
     study(page, effort, "Tolerance", text, tolerances)
     tokens = [
         (f"{count}", replace(start, job=training_of(start, tokens=count)), OURS)
         for count in (256, 512, 1024, 2048, 4096, 8192, 16384)
     ]
-    text = "Replicas cost the same for few tokens. With 256 tokens they cost more than they save."
-    study(page, effort, "Tokens per rank", text, tokens, picture="tokens")
+    text = "Copies cost the same for few tokens; below some thousand they eat what they save."
+    study(page, effort, "Tokens of a rank", text, tokens, picture="tokens")
     relays = [
         (mode, start, replace(OURS, runtime=replace(runtime_of("ultraep"), relay=mode)))
         for mode in ("direct", "chain", "auto")
     ]
-    study(page, effort, "Relays", "`direct` turns relays off.", relays)
-    text = "Replicas stay in the domain of their home. Rows between domains use the network, which becomes the bottleneck. "
-    text += "The cases are H200 with NVLink domains of 8, and GB200 with domains of several sizes; the network has 400 Gbit/s per device."
+    study(page, effort, "Relays", "`direct`: relays off.", relays)
+    text = "Copies stay in the domain of their home; rows between domains go over the network, which becomes the limit for everyone. "
+    text += "H200 with NVLink domains of 8, then GB200 devices in domains of several sizes; 400 Gbit/s per device beyond."
     study(page, effort, "Domain smaller than the group", text, domains(effort))
     links = [
         (f"{rate} GB/s", replace(start, cluster=replace(start.cluster, link_gb_s=rate)), OURS)
         for rate in (100, 225, 450, 900, 1800)
     ]
-    text = "Rows and weights share the link."
+    text = "Rows and weights share it."
     study(page, effort, "Rate of the fast link", text, links, picture="links")
 
 
@@ -201,18 +199,20 @@ def training_of(scenario: Scenario, **changes: Any) -> Training:
 
 
 def scaling(page: Page, effort: Effort) -> None:
-    """Simulate more groups and larger groups."""
+    """More groups, and larger groups."""
     page.text("## Scaling")
     start = base(effort)
     groups = [
         (f"{64 * count}", replace(start, job=training_of(start, groups=count)), OURS)
         for count in (1, 4, 10, 20, 40)
     ]
-    text = "The first column is the number of devices. A step waits for its slowest group."
+    text = "Devices in the first column. A step waits for its slowest group."
     study(page, effort, "Data-parallel groups of EP64, up to 2,560 devices", text, groups)
-    text = "DeepSeek-V3 with experts of a quarter of the width (1,024 experts, top-32, the same weights in total), "
-    text += "on a GB200-like cluster whose fast link connects all ranks. The skew of the router is the same "
-    text += "everywhere (imbalance 2 at EP64). With more ranks each rank has fewer experts, which increases the imbalance."
+    text = "DeepSeek-V3 with its experts cut into quarters (1,024 experts, top-32, the same weights in all), "
+    text += (
+        "on a GB200-like cluster whose fast link joins all ranks. The router's skew is the same "
+    )
+    text += "everywhere (imbalance 2 at EP64): the more ranks, the fewer experts each has, and the worse it is."
     study(page, effort, "Ranks of a group, up to EP1024", text, wide(effort), picture="ranks")
 
 

@@ -18,7 +18,7 @@ from ultraep import Topology
 from ultraep.bundle import Layout
 from ultraep.runtime.mapped.peers import LocalPeers
 
-if TYPE_CHECKING:  # Triton reads its settings at import, so kernels are imported late
+if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.board import Board
 
 POISON = 0xA5  # byte value of empty slots
