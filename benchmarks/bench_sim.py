@@ -87,13 +87,13 @@ def clock_of(costs: Costs, topology: Topology, policy: str, tokens: int) -> Laye
     return LayerClock(costs=costs, topology=topology, tokens=tokens, **rest)
 
 
-def copies_of(plan: Plan) -> CopySets:
-    """Convert a plan of the runtime to the simulator's record."""
-    loads_E = plan.loads.sum(axis=0)
-    away_E = np.bincount(plan.replicas[:, 0], weights=plan.quotas, minlength=len(loads_E))
-    first = np.zeros(plan.num_replicas, dtype=np.int64)
+def copies_of(made: Plan) -> CopySets:
+    """A plan of the runtime, as the simulator keeps it."""
+    loads_E = made.loads.sum(axis=0)
+    away_E = np.bincount(made.replicas[:, 0], weights=made.quotas, minlength=len(loads_E))
+    first = np.zeros(made.num_replicas, dtype=np.int64)
     at_home = (loads_E - away_E.astype(np.int64))[None]
-    return CopySets(first, plan.replicas[:, 0], plan.replicas[:, 1], plan.quotas, at_home)
+    return CopySets(first, made.replicas[:, 0], made.replicas[:, 1], made.quotas, at_home)
 
 
 # -- one GPU -------------------------------------------------------------------------------------
@@ -127,13 +127,13 @@ def card_seconds(work_R: FloatArray, speed: FloatArray) -> float:
     return clock
 
 
-def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
-    """Predict seconds of a layer, forward and backward, on eight partitions of a GPU."""
+def predict_on_card(size: Size, curve: str, made: Plan, policy: str) -> float:
+    """Seconds of a layer, forward and backward, on eight partitions of a card."""
     model = layer_model(size.model, size.hidden, size.ffn, size.experts, size.top_k)
     costs = Costs(load_cluster("h200-eight-parts"), model, measured_rates())
     runtime = "none" if policy in ("none", TILE_PERFECT) else "ultraep"
-    clock = clock_of(costs, plan.topology, runtime, size.tokens)
-    copies = copies_of(plan)
+    clock = clock_of(costs, made.topology, runtime, size.tokens)
+    copies = copies_of(made)
     times = clock.times(copies)
     stages = times.forward | times.backward
     leaving = ("attention", "attention back", "experts", "experts back")
@@ -161,7 +161,7 @@ def card_tables(small: bool = False) -> Iterator[Table]:
                 for policy in ("none", "eplb", "ultraep", TILE_PERFECT)
             }
             seconds = {
-                policy: predict_on_card(size, curve, plan, policy) for policy, plan in plans.items()
+                policy: predict_on_card(size, curve, made, policy) for policy, made in plans.items()
             }
             for policy in ("none", "eplb", "ultraep"):
                 share = seconds[TILE_PERFECT] / seconds[policy]

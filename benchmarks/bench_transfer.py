@@ -234,13 +234,13 @@ def barrier_us(ranks: int, bench: Bench) -> float:
     boards = [board_of(group, rank) for rank in range(ranks)]
     streams = [torch.cuda.Stream() for _ in boards]
 
-    def run_barriers(board: Board, count: int) -> None:
-        for _ in range(count):
+    def meet_often(board: Board, meetings: int) -> None:
+        for _ in range(meetings):
             board.meet("rows")
 
-    def graphs(count: int) -> list[Call]:
+    def graphs(meetings: int) -> list[Call]:
         return [
-            graph_on(stream, partial(run_barriers, board, count)).replay
+            graph_on(stream, partial(meet_often, board, meetings)).replay
             for stream, board in zip(streams, boards, strict=True)
         ]
 

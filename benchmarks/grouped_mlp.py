@@ -1,6 +1,6 @@
-"""The experts of one rank: the kernels of stage 6, forward and backward.
+"""The experts of one rank by themselves: all that stage 6 launches, forward and backward.
 
-Shapes: A rows of capacity, L slots, D model width, F hidden width.
+Shapes: A rows that there is room for, L slots, D model width, F hidden width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Model:
     ffn: int
 
     def flops(self, rows: int) -> int:
-        """FLOPs of a forward pass."""
+        """Of a forward pass."""
         return 2 * 3 * self.width * self.ffn * rows
 
 
@@ -40,9 +40,9 @@ TINY = Model("tiny", 64, 32)
 
 
 class Mlp:
-    """The experts of one rank, with a row capacity and the buffers of both passes.
+    """The experts of one rank, with room for so many rows, and all that both passes need.
 
-    sms: multiprocessors to use; None: all.
+    `sms`: multiprocessors to fill; all of them, if not given.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Mlp:
         self._d_scale_A = empty(room, dtype=torch.float32)
 
     def divide(self, rows: Sequence[int]) -> None:
-        """Set the number of rows per slot."""
+        """From now on, the slots have so many rows."""
         assert len(rows) == self._slots, rows
         assert sum(rows) <= len(self._rows_AD), rows
         self._offsets.copy_(torch.tensor([0, *accumulate(rows)], dtype=torch.int32))
 
     def forward(self) -> None:
-        """Run both products and SwiGLU."""
+        """Both products and SwiGLU."""
         from ultraep.backends.triton.grouped import Grouped
 
         grouped = Grouped(self._offsets, programs=self._sms)
@@ -89,7 +89,7 @@ class Mlp:
         grouped.multiply(self._hidden_AF, self._down, self._served_AD, scale=self._scale_A)
 
     def backward(self) -> None:
-        """Compute all gradients of the last forward pass."""
+        """Of the last forward pass with these rows."""
         from ultraep.backends.triton.grouped import Grouped
 
         grouped = Grouped(self._offsets, programs=self._sms)
@@ -120,7 +120,7 @@ def drawer(clock: Clock, seed: int = 0) -> Draw:
 
 
 def as_stacks(tensor: torch.Tensor) -> Stacks:
-    """Split off the last slot, which is a spare one."""
+    """The last slot is a spare one."""
     from ultraep.ops.products import Stacks
 
     return Stacks(tensor[:-1], tensor[-1:])
