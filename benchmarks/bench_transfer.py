@@ -31,8 +31,8 @@ from transfer_parts import (
     Transfer,
     as_replicas,
     board_of,
+    copied_experts,
     copy_rate,
-    replicated_experts,
 )
 
 import ultraep
@@ -122,7 +122,7 @@ def reduce(bench: Bench) -> None:
     clock, scale, lines, plain_rate = bench.clock, bench.scale, [], copy_rate(bench)
     programs = 4 * clock.multiprocessors if isinstance(clock, Gpu) else 2  # of the data plane
     pull = Pull(bench, programs)
-    for experts, zero in product(replicated_experts(scale), (False, True)):
+    for experts, zero in product(copied_experts(scale), (False, True)):
         us, moved = pull.time(experts, zero), experts.moved(scale.numbers, zero)
         floor = moved / plain_rate
         case = {"copies": experts.name, "zeros": "yes" if zero else "no", "programs": programs}
@@ -210,7 +210,7 @@ def schedule(bench: Bench) -> None:
 
 
 def _schedule_us(bench: Bench, board: Board, plan: Plan, mode: str) -> float:
-    """Microseconds of one mode; tests compare the result with the host."""
+    """Of one mode; tests compare the result with that of the host."""
     from ultraep.backends.triton.streamer import Streamer
 
     streamer = Streamer(board, plan.topology, relay=mode, programs=1)

@@ -207,7 +207,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
+class Copied:
     """Replicas (expert, host) of experts of rank 0, in plan order."""
 
     name: str
@@ -222,14 +222,14 @@ class Replicated:
         return 4 * numbers * (2 * len(self.experts) + len(self.replicas) * (2 if zero else 1))
 
 
-def replicated_experts(scale: Scale) -> list[Replicated]:
+def copied_experts(scale: Scale) -> list[Copied]:
     """One expert with several replicas, and several experts with one each."""
     single = [
-        Replicated(f"fan {fan}", tuple((0, host) for host in range(1, fan + 1)))
+        Copied(f"fan {fan}", tuple((0, host) for host in range(1, fan + 1)))
         for fan in scale.pull_fans
     ]
     each = tuple((expert, expert + 1) for expert in range(scale.homes))
-    return [*single, Replicated(f"{scale.homes} x fan 1", each)]
+    return [*single, Copied(f"{scale.homes} x fan 1", each)]
 
 
 class Pull:
@@ -254,34 +254,34 @@ class Pull:
         self._fresh_RP = torch.randn(ranks, scale.numbers, device=device)
         self._made = torch.zeros(self._streamer.size, dtype=torch.int32, device=device)
 
-    def time(self, replicated: Replicated, zero: bool) -> float:
-        """Microseconds of a pull; checks the sums of the last one."""
+    def time(self, copied: Copied, zero: bool) -> float:
+        """Microseconds of a pull; the sums of the last one are compared."""
         from ultraep.backends.triton.reducer import pull
 
-        rows = [(*copy, 0) for copy in replicated.replicas]
+        rows = [(*copy, 0) for copy in copied.replicas]
         replicas_C3 = as_replicas(rows, self._streamer.copies, self._made.device)
         self._streamer.schedule(replicas_C3, self._layout, self._made)
         arguments = self._gradients_HP, self._rows, self._made, self._streamer
         call = partial(pull, *arguments, programs=self._programs, zero=zero)
-        us = self._clock.us(call, partial(self._renew, replicated))
-        self._check(replicated, zero)
+        us = self._clock.us(call, partial(self._renew, copied))
+        self._check(copied, zero)
         return us
 
-    def _renew(self, replicated: Replicated) -> None:
+    def _renew(self, copied: Copied) -> None:
         """Restore the gradients to their state before the first pull."""
-        for expert in replicated.experts:
+        for expert in copied.experts:
             self._gradients_HP[expert].copy_(self._fresh_HP[expert])
-        for _, host in replicated.replicas:
+        for _, host in copied.replicas:
             self._gradient_of_host[host].copy_(self._fresh_RP[host])
 
-    def _check(self, replicated: Replicated, zero: bool) -> None:
-        for expert in replicated.experts:
+    def _check(self, copied: Copied, zero: bool) -> None:
+        for expert in copied.experts:
             want = self._fresh_HP[expert].clone()
-            for _, host in (copy for copy in replicated.replicas if copy[0] == expert):
+            for _, host in (copy for copy in copied.replicas if copy[0] == expert):
                 want += self._fresh_RP[host]
             if not torch.equal(self._gradients_HP[expert], want):
-                raise Mismatch(f"the gradient of expert {expert}: {replicated.name}")
-        for _, host in replicated.replicas:
+                raise Mismatch(f"the gradient of expert {expert}: {copied.name}")
+        for _, host in copied.replicas:
             left = self._gradient_of_host[host]
             if not (bool((left == 0).all()) if zero else torch.equal(left, self._fresh_RP[host])):
-                raise Mismatch(f"the gradient that rank {host} holds: {replicated.name}")
+                raise Mismatch(f"the gradient that rank {host} holds: {copied.name}")
