@@ -9,7 +9,7 @@ WORKERS ?= 2
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 	tests/story tests/policies tests/trace tests/workload \
-	$(addprefix tests/cli/test_,env.py plan.py series.py trace.py)
+	$(addprefix tests/cli/test_,env.py plan.py help.py trace.py)
 
 # vLLM has an environment of its own: it wants other versions than we do.
 VLLM := .venv-vllm

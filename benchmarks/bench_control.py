@@ -1,13 +1,12 @@
-"""The control plane on the GPU, ids to routes: every stage in microseconds, beside its floor.
+"""The control plane on a GPU, from ids to routes: microseconds of every stage.
 
     python benchmarks/bench_control.py                         # needs a GPU; a minute
     python benchmarks/bench_control.py --sizes 8x128,64x256    # ranks x experts
     python benchmarks/bench_control.py --toy                   # tiny, for CI; also without a GPU
 
-Every stage is timed inside a CUDA graph, and once launched by itself. The floor is a graph of as
-many kernels that do nothing. The graphs are then replayed with other loads and ids, and plans and
-routes compared, bit by bit, with those of the CPU backend. `benchmarks/README.md` tells how to read
-the tables.
+Every stage is timed inside a CUDA graph, and launched eagerly. The floor is a graph of the same
+number of empty kernels. The graphs are then replayed with other loads and ids, and plans and routes
+are compared bit by bit with the CPU backend. `benchmarks/README.md` explains the tables.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts.
 """
@@ -34,8 +33,10 @@ from ultraep.arrays import PADDING, IntArray
 from ultraep.reroute import Routes, reroute
 from ultraep.runtime.control import ControlPlane, DeviceRoutes
 
-INNER = 20  # calls in one graph
-RATES = Rates(row=100_000, copy=200_000_000, each=1_000_000, layer=5_000_000)  # of a large layer
+INNER = 20  # calls per graph
+RATES = Rates(
+    row=100_000, copy=200_000_000, each=1_000_000, layer=5_000_000
+)  # tokens and choices of a large layer
 WHOLE = "counts to routes"
 VERBS = ("count", "plan", "reroute")
 KERNEL_STAGES = ("count", "sum", "place", "split", "lines", "assign", "receive")
@@ -49,7 +50,7 @@ WALL = Metric("interpreter_time", "us", "interpreter us", ".0f")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a control plane is made for, and the microbatches that it gets."""
+    """A topology and config of a control plane, and its microbatches."""
 
     ranks: int
     experts: int
@@ -86,7 +87,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     sizes: tuple[tuple[int, int], ...]  # ranks and experts
     detail: tuple[int, int]  # the size at which variants are measured
@@ -119,7 +120,7 @@ TOY = Scale(
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A microbatch on the host, with the plan and the routes of the CPU backend."""
+    """A microbatch on the host, with plan and routes of the CPU backend."""
 
     loads: IntArray  # [R, E]
     ids: torch.Tensor  # [T, K] of rank 0
@@ -128,7 +129,7 @@ class Batch:
 
 
 def draw(setting: Setting, tokens: int, seed: int) -> Batch:
-    """Loads of all ranks, and ids of rank 0 that add up to its row of them."""
+    """Draw loads of all ranks, and ids of rank 0 with its loads."""
     loads = setting.kind.draw(setting.ranks, setting.experts, tokens=tokens, seed=seed)
     plan = ultraep.plan(loads, setting.topology, setting.config, backend="cpu")
     rng = np.random.default_rng(seed)
@@ -138,7 +139,7 @@ def draw(setting: Setting, tokens: int, seed: int) -> Batch:
 
 
 class Rig:
-    """A control plane of rank 0, and the tensors that its kernels read: `put` changes them."""
+    """The control plane of rank 0 and its input tensors, which `put` overwrites."""
 
     def __init__(self, setting: Setting, batch: Batch) -> None:
         self.setting = setting
@@ -147,19 +148,19 @@ class Rig:
         self.ids = batch.ids.to(self.control.device, copy=True)
 
     def put(self, batch: Batch) -> None:
-        """Other loads and ids, in the same place."""
+        """Overwrite loads and ids in place."""
         self.loads.copy_(torch.from_numpy(batch.loads))
         self.ids.copy_(batch.ids)
 
     def whole(self) -> object:
-        """What lies between the router and dispatch, but for the message with the counts."""
+        """Everything between the router and dispatch, except the all-gather of the counts."""
         self.control.count(self.ids)
         self.control.plan(self.loads)
         return self.control.reroute(self.ids, counted=True)
 
     @property
     def routes(self) -> DeviceRoutes:
-        """The routes, whoever launched the kernels that wrote them."""
+        """The routes that the last kernels wrote, eagerly or in a graph."""
         control, rerouter = self.control, self.control._rerouter
         return DeviceRoutes(
             control._slots.view(self.ids.shape),
@@ -172,7 +173,7 @@ class Rig:
 
     @property
     def stages(self) -> dict[str, Callable[[], object]]:
-        """What is timed: every kernel of a plan and of routes, the verbs, and all of it."""
+        """The timed calls: single kernels, count, plan and reroute, and all together."""
         control, loads, ids, routes = self.control, self.loads, self.ids, self.routes
         planner, rerouter = control._planner, control._rerouter
         assign = partial(rerouter.assign, ids, routes.slots, routes.order, routes.positions)
@@ -190,7 +191,7 @@ class Rig:
         }
 
     def check(self, batch: Batch) -> None:
-        """Raise unless the device holds the counts, plan and routes of the CPU backend."""
+        """Raise unless counts, plan and routes on the device equal the CPU backend."""
         self.control.check()
         counts = self.control._counter.totals[:-1].cpu().numpy()
         plan = self.control._last_plan().to_host()
@@ -205,7 +206,7 @@ class Rig:
 
 
 def same_routes(got: DeviceRoutes, want: Routes) -> bool:
-    """Whether every part of them is equal, and nothing stands behind the last row."""
+    """Whether all parts are equal and nothing is written behind the last row."""
     order, rows = got.order.cpu().long(), len(want.order)
     positions = torch.full((want.num_rows,), PADDING)
     positions[want.order] = torch.arange(rows)
@@ -222,24 +223,24 @@ def same_routes(got: DeviceRoutes, want: Routes) -> bool:
 
 @contextmanager
 def launch_hook(hook: Callable[..., None]) -> Iterator[None]:
-    """Every kernel of this project calls the hook before it runs."""
+    """Call the hook before every kernel of this project."""
     from ultraep.backends.triton import kernels
 
     modules = [
         import_module(f"{kernels.__name__}.{m.name}") for m in iter_modules(kernels.__path__)
     ]
-    found = {id(k): k for m in modules for k in vars(m).values() if hasattr(k, "pre_run_hooks")}
-    for kernel in found.values():
+    launched = {id(k): k for m in modules for k in vars(m).values() if hasattr(k, "pre_run_hooks")}
+    for kernel in launched.values():
         kernel.add_pre_run_hook(hook)
     try:
         yield
     finally:
-        for kernel in found.values():
+        for kernel in launched.values():
             kernel.pre_run_hooks.remove(hook)
 
 
 def timed(bench: Bench, call: Callable[[], object]) -> tuple[Callable[[], object], Values]:
-    """What repeats a stage with whatever its inputs hold then, and the times of the stage."""
+    """Return a function that runs the stage again with the current inputs, and its times."""
     launched: list[None] = []
     with launch_hook(lambda *_, **__: launched.append(None)):
         wall = time_call(call, 1, 0).p50
@@ -259,7 +260,7 @@ def timed(bench: Bench, call: Callable[[], object]) -> tuple[Callable[[], object
 
 
 def measure(bench: Bench, setting: Setting, names: Sequence[str]) -> dict[str, Values]:
-    """Time the stages, and compare with the CPU backend while loads and ids change."""
+    """Time the stages, then compare with the CPU backend for changing loads and ids."""
     batch, other = (draw(setting, bench.scale.tokens, seed) for seed in (0, 1))
     rig = Rig(setting, batch)
     rig.whole()
@@ -278,7 +279,7 @@ def measure(bench: Bench, setting: Setting, names: Sequence[str]) -> dict[str, V
 
 
 def stages(bench: Bench) -> None:
-    """Every stage at every size, then the variants."""
+    """Measure every stage at every size, then the variants."""
     scale: Scale = bench.scale
     settings = [
         (Setting(ranks=r, experts=e, kind=scale.kind), scale.stages) for r, e in scale.sizes
@@ -300,7 +301,7 @@ def sizes(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(ranks), int(experts)) for ranks, experts in pairs)
 
 
-OPTIONS = {"sizes": (sizes, "ranks x experts, as in 8x128,64x256")}
+OPTIONS = {"sizes": (sizes, "sizes to measure, as ranks x experts: 8x128,64x256")}
 
 
 if __name__ == "__main__":

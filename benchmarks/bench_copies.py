@@ -1,14 +1,14 @@
-"""Copies above the fewest, when a tolerance will do; and what planning by time takes one core.
+"""Replicas of plans with a tolerance, compared with the minimum; and planning time on one core.
 
-    python benchmarks/bench_copies.py                  # generated loads, and our recorded training
+    python benchmarks/bench_copies.py                  # synthetic loads and a recorded training
     python benchmarks/bench_copies.py --routing FILE   # also recorded routing, as in bench_plan.py
-    python benchmarks/bench_copies.py --only planning  # only what planning takes
+    python benchmarks/bench_copies.py --only planning  # only the planning time
     python benchmarks/bench_copies.py --toy            # tiny, for CI
 
-Copies, by load, ranks, slots and tolerance, do not depend on the machine. Up to 8 ranks the fewest
-are exact where a mixed-integer program settles it, up to 16 ranks they are a bound (`fewest.py`),
-and beyond that the fewest joins of ranks that a long random search has found, which knows nothing
-of experts.
+The number of replicas does not depend on the machine. Up to 8 ranks the minimum is exact if the
+mixed-integer program finishes in time. Up to 16 ranks it is a lower bound (`fewest.py`). For more
+ranks it is the smallest number of connections between ranks that a random search finds, ignoring
+which experts can move.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ultraep.arrays import IntArray
 from ultraep.config import PARTS
 
 TRAINING = Path(__file__).parent / "results/trace_train_ep8_h200_202611.npz"
-SOLVED_RANKS = 8  # where the program is asked, if the bound leaves it open
-TIME_LIMIT = 30.0  # seconds for that
+SOLVED_RANKS = 8  # ranks up to which the program runs if the bound is not reached
+TIME_LIMIT = 30.0  # seconds for the program
 
 COUNT = Metric("loads", "loads", "n", ".0f", sum)
-COPIES = Metric("copies_mean", "copies", "copies", ".2f")
+COPIES = Metric("copies_mean", "copies", "replicas", ".2f")
 FEWEST = Metric("fewest_copies_mean", "copies", "fewest", ".2f")
 OVER = Metric("copies_over_fewest", "percent", "over %", ".1f")
 AT_FEWEST = Metric("plans_with_the_fewest", "share", "equal", ".2f")
@@ -57,15 +57,15 @@ CONFIGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     ranks: tuple[int, ...]
-    experts: int  # of generated loads
+    experts: int  # of synthetic loads
     tolerances: tuple[float, ...]
     ratios: tuple[float, ...]
     seeds: int
-    microbatches: int  # of recorded ones, at most
-    window: int = 8192  # tokens of one
+    microbatches: int  # recorded microbatches at most
+    window: int = 8192  # tokens of a recorded microbatch
     routing: Path | None = None
 
 
@@ -82,7 +82,7 @@ TOY = replace(QUICK, ranks=(4,), experts=16, ratios=(2.0,), microbatches=2, wind
 
 
 def loads_of(ranks: int, scale: Scale) -> Iterator[tuple[str, IntArray]]:
-    """Name and [R, E] loads; recorded ones on at most as many ranks as there are experts."""
+    """Name and [R, E] loads; recorded loads with at most as many ranks as experts."""
     for family, ratio, seed in product((ORDERED, SHUFFLED), scale.ratios, range(scale.seeds)):
         draw = Kind(family, ratio).draw(ranks, scale.experts, tokens=8192, seed=seed)
         yield family, draw
@@ -92,26 +92,26 @@ def loads_of(ranks: int, scale: Scale) -> Iterator[tuple[str, IntArray]]:
         yield "training", _from_one_source(tokens, ranks)
     if scale.routing is not None:
         recorded = RecordedRouting(scale.routing, None, scale.window)
-        found = [loads.sum(axis=0) for loads, _ in recorded.microbatches(1)]
-        for tokens in _some(found, scale):
+        windows = [loads.sum(axis=0) for loads, _ in recorded.microbatches(1)]
+        for tokens in _some(windows, scale):
             if len(tokens) >= ranks:
                 yield "routing", _from_one_source(tokens, ranks)
 
 
 def _some(microbatches: list[IntArray], scale: Scale) -> list[IntArray]:
-    """Not more of them than are wanted, evenly spread."""
+    """At most this many of them, evenly spread."""
     return microbatches[:: max(1, -(-len(microbatches) // scale.microbatches))]
 
 
 def _from_one_source(tokens_E: IntArray, ranks: int) -> IntArray:
-    """[R, E] with all tokens on rank 0: the sources do not matter to the copies."""
+    """[R, E] with all rows from rank 0; the number of replicas does not depend on the sources."""
     loads = np.zeros((ranks, len(tokens_E)), dtype=np.int64)
     loads[0] = tokens_E
     return loads
 
 
 def fewest(plan: Plan, threshold: int) -> int:
-    """The fewest copies that are known to be needed, or to be enough."""
+    """The minimum number of replicas, exact or as a bound."""
     tokens, ranks = plan.loads.sum(axis=0), plan.topology.ranks
     if ranks > MOST_RANKS:
         return min(plan.num_replicas, fewest_joins(plan.initial_rank_loads - threshold))
@@ -125,7 +125,7 @@ def fewest(plan: Plan, threshold: int) -> int:
 
 
 def measure(loads: IntArray, topology: Topology, tolerance: float) -> Values | None:
-    """None where the tolerance cannot be met, or needs no copies."""
+    """Measure one plan; None if the tolerance cannot be met or needs no replicas."""
     plan = ultraep.plan(loads, topology, BalanceConfig(tolerance=tolerance, objective="balance"))
     total, parts = plan.total, PARTS + plan.config.tolerance_parts
     threshold = max(-(-total // topology.ranks), total * parts // (topology.ranks * PARTS))
@@ -144,7 +144,7 @@ def measure(loads: IntArray, topology: Topology, tolerance: float) -> Values | N
 
 
 def copies(bench: Bench) -> None:
-    """All loads on all sizes; one table for each number of ranks."""
+    """Count the replicas of all loads and sizes; one table per number of ranks."""
     scale: Scale = bench.scale
     one_core()
     for ranks in scale.ranks:
@@ -156,16 +156,16 @@ def copies(bench: Bench) -> None:
                 case: Case = {"ranks": ranks, "load": name, "slots": slots, "tolerance": tolerance}
                 if values is not None:
                     samples.add(case, values)
-        bench.table("copies", samples.lines())
+        bench.table("replicas", samples.lines())
     bench.report.note(
-        "fewest: exact or a bound up to 16 ranks; beyond, the fewest joins that were found, which\n"
-        "know nothing of experts. Loads whose tolerance cannot be met with these slots are left\n"
-        "out. training: our recorded run; routing: the file that was given."
+        "fewest: exact or a bound up to 16 ranks; beyond, the fewest connections found, which\n"
+        "ignore experts. Loads whose tolerance cannot be met with these slots are left\n"
+        "out. training: the recorded run; routing: the file of --routing."
     )
 
 
 def planning(bench: Bench) -> None:
-    """The largest size, by objective: the rates decide how many attempts are made."""
+    """Planning time of the largest size by objective; rates determine the number of attempts."""
     one_core()
     ranks, samples = bench.scale.ranks[-1], Samples()
     generated = replace(bench.scale, routing=None)
@@ -183,7 +183,9 @@ def planning(bench: Bench) -> None:
             }
             samples.add({"ranks": ranks, "load": name, "objective": objective}, values)
     bench.table("planning", samples.lines())
-    bench.report.note("Loads in, placement and split out, on one core. With rates, time decides.")
+    bench.report.note(
+        "From loads to placement and split, on one core. With rates, plans are made by time."
+    )
 
 
 def ranks(text: str) -> tuple[int, ...]:
@@ -191,8 +193,8 @@ def ranks(text: str) -> tuple[int, ...]:
 
 
 OPTIONS: Extra = {
-    "ranks": (ranks, "of the sizes only these"),
-    "routing": (Path, "recorded routing, .npz"),
+    "ranks": (ranks, "measure only these numbers of ranks"),
+    "routing": (Path, "file with recorded routing, .npz"),
 }
 
 

@@ -1,12 +1,12 @@
-"""What pays: a layer planned by time beside no copies and beside fixed tolerances, in processes.
+"""Planning by time, compared with no replicas and with fixed tolerances: a layer in processes.
 
     python benchmarks/bench_cost.py           # EP2, one pinned core and one thread per rank
     python benchmarks/bench_cost.py --toy     # tiny, for CI
 
-Forward and backward, from even routing to a rank with twice the mean, for few tokens and many. All
-variants take turns in one process group, with the same weights and tokens; what counts is the
-median over rounds of the time over that of `none` in the same round. `none again` says how much of
-a difference is chance. The rates are those that the balancer measures with its first microbatch.
+Forward and backward, from even routing to a rank with twice the mean load, for few and many tokens.
+All variants alternate in one process group, with the same weights and tokens. The result is the
+median over rounds of the time divided by the time of `none` in the same round. `none again` shows
+how much of a difference is noise. The balancer measures its rates at the first microbatch.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
 """
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from bench_layer import one_step
 from harness import Bench, Line, Metric, main
-from layers import BEFORE, COPIES, STEP, Given, given_layer, on_ranks
+from layers import BEFORE, COPIES, STEP, FixedRouter, layer_with_weights, on_ranks
 from load_cases import Shape, even_ids, skewed_ids
 from timing import in_turns
 
@@ -43,14 +43,14 @@ EVEN = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Shape):
-    """What is measured."""
+    """A layer and what is measured with it."""
 
     ranks: int = 2
     hidden: int = 512
     ffn: int = 1024
     experts: int = 8
     top_k: int = 2
-    tokens: int = 0  # those of `all_tokens`, one after the other
+    tokens: int = 0  # set from `all_tokens`
     all_tokens: tuple[int, ...] = (64, 256, 1024, 4096)
     ratios: tuple[float, ...] = (EVEN, 1.05, 1.1, 1.5, 2.0)
     rounds: int = 21
@@ -65,50 +65,50 @@ def named(tolerance: float) -> str:
 
 
 def configs(by_time: BalanceConfig | None) -> dict[str, BalanceConfig]:
-    """How every variant plans; without a config by time, only those that need no rates."""
+    """The config of every variant; without `by_time`, only variants that need no rates."""
     none = BalanceConfig(policy="none")
-    found = {NONE: none}
+    by_variant = {NONE: none}
     for tolerance in TOLERANCES:
-        found[named(tolerance)] = BalanceConfig(objective="balance", tolerance=tolerance)
-    return found if by_time is None else {**found, TIME: by_time, AGAIN: none}
+        by_variant[named(tolerance)] = BalanceConfig(objective="balance", tolerance=tolerance)
+    return by_variant if by_time is None else {**by_variant, TIME: by_time, AGAIN: none}
 
 
 def on_rank(rank: int, size: Size) -> dict[str, Any]:
-    """One process: all cases."""
+    """Measure all cases, in one process."""
     os.environ.pop("ULTRAEP_RATES", None)
     with closing(connect(dist.group.WORLD)) as comm:
         return measure(rank, size, comm)
 
 
 def measure(rank: int, size: Size, comm: Communicator) -> dict[str, Any]:
-    """Seconds of every round of every variant in every case, and the rates that were found."""
+    """Seconds by case, variant and round, and the measured rates."""
     layers = make_layers(size, comm)
     cases = []
     for tokens in size.all_tokens:
         for ratio in size.ratios:
             shape = replace(size, tokens=tokens)
             ids = even_ids(shape) if ratio == EVEN else skewed_ids(shape, ratio)
-            found = take_turns(layers, ids[rank], shape, rank)
-            cases.append({"tokens": tokens, "ratio": ratio, **found})
+            facts = take_turns(layers, ids[rank], shape, rank)
+            cases.append({"tokens": tokens, "ratio": ratio, **facts})
     return {"cases": cases, "rates": str(layers[TIME].balancer.stats()["rates"][0])}
 
 
 def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE]:
-    """A layer for every variant, all with the same weights."""
-    made, weights = {}, None
+    """One layer per variant, all with the same weights."""
+    layers, weights = {}, None
     for name, config in configs(BalanceConfig()).items():
         balancer = ultraep.Balancer(experts=size.experts, communicator=comm, config=config)
         if weights is None:
             home = balancer.topology.home_experts(balancer.rank).tolist()
             weights = Experts(size.hidden, size.ffn, home).bundle
-        made[name] = given_layer(balancer, Given(), weights)
-    return made
+        layers[name] = layer_with_weights(balancer, FixedRouter(), weights)
+    return layers
 
 
 def take_turns(
     layers: Mapping[str, ultraep.BalancedMoE], ids: torch.Tensor, size: Size, rank: int
 ) -> dict[str, Any]:
-    """Seconds of the slowest rank, by variant and round."""
+    """Seconds of the slowest rank by variant and round; replicas and imbalance."""
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randn(size.tokens, size.hidden, generator=generator)
 
@@ -116,20 +116,20 @@ def take_turns(
         moe = layers[name]
         moe.router.ids = ids
         moe.router.gates = torch.full(ids.shape, 1 / size.top_k, requires_grad=True)
-        mine = torch.tensor([one_step(moe, tokens, moe.balancer.config.policy)])
-        return float(moe.balancer.comm.all_gather(mine).max())
+        elapsed = torch.tensor([one_step(moe, tokens, moe.balancer.config.policy)])
+        return float(moe.balancer.comm.all_gather(elapsed).max())
 
-    found = in_turns(list(layers), size.rounds, seconds)
+    seconds_of = in_turns(list(layers), size.rounds, seconds)
     plans = {name: moe.last_plan.to_host() for name, moe in layers.items()}  # type: ignore[union-attr]
     return {
-        "seconds": found,
+        "seconds": seconds_of,
         "copies": {name: plan.num_replicas for name, plan in plans.items()},
         "before": plans[NONE].initial_imbalance,
     }
 
 
 def over(seconds: Mapping[str, Sequence[float]], name: str, other: str) -> float:
-    """The median of what one took over another, round by round."""
+    """Median over rounds of the time of one variant divided by the time of another."""
     return median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
 
@@ -139,7 +139,7 @@ def best_tolerance(seconds: Mapping[str, Sequence[float]]) -> str:
 
 
 def lines_of(case: Mapping[str, Any]) -> list[Line]:
-    """A line for every variant of one case."""
+    """One line per variant of a case."""
     seconds = case["seconds"]
     best = best_tolerance(seconds)
     about = {"tokens": case["tokens"], "ratio": case["ratio"]}
@@ -159,28 +159,29 @@ def lines_of(case: Mapping[str, Any]) -> list[Line]:
 
 
 def summary(bench: Bench, cases: Sequence[Mapping[str, Any]]) -> None:
-    """The worst that planning by time did, beside what chance does."""
-    found: dict[str, list[float]] = {NONE: [], AGAIN: [], "best": []}
+    """Print the worst ratios of planning by time, and the noise."""
+    ratios: dict[str, list[float]] = {NONE: [], AGAIN: [], "best": []}
     for case in cases:
         seconds = case["seconds"]
-        found[NONE].append(over(seconds, TIME, NONE))
-        found[AGAIN].append(over(seconds, AGAIN, NONE))
-        found["best"].append(over(seconds, TIME, best_tolerance(seconds)))
+        ratios[NONE].append(over(seconds, TIME, NONE))
+        ratios[AGAIN].append(over(seconds, AGAIN, NONE))
+        ratios["best"].append(over(seconds, TIME, best_tolerance(seconds)))
     bench.report.note(
-        f"Worst of {len(cases)} cases: {max(found[NONE]):.4f} of none, {max(found['best']):.4f} of "
-        f"the best tolerance; none again is at {min(found[AGAIN]):.4f} to {max(found[AGAIN]):.4f}."
+        f"Worst of {len(cases)} cases: {max(ratios[NONE]):.4f} of the time of none, "
+        f"{max(ratios['best']):.4f} of the time of the best tolerance; "
+        f"none again: {min(ratios[AGAIN]):.4f} to {max(ratios[AGAIN]):.4f}."
     )
 
 
 def cost(bench: Bench) -> None:
-    """All cases in processes."""
+    """Measure all cases."""
     size: Size = bench.scale
-    found = on_ranks(size.ranks, on_rank, size)
+    result = on_ranks(size.ranks, on_rank, size)
     title = f"a layer, forward and backward, EP{size.ranks}: D {size.hidden}, F {size.ffn}"
-    for case in found["cases"]:
+    for case in result["cases"]:
         bench.table(title, lines_of(case))
-    bench.report.note(f"Rates in picoseconds: {found['rates']}")
-    summary(bench, found["cases"])
+    bench.report.note(f"Rates in picoseconds: {result['rates']}")
+    summary(bench, result["cases"])
 
 
 if __name__ == "__main__":

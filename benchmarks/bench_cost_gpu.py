@@ -1,15 +1,15 @@
-"""What pays on GPUs: eight ranks on one card, no copies beside fixed tolerances and plans by time.
+"""Planning by time, compared with no replicas and fixed tolerances: eight ranks on one GPU.
 
-    python benchmarks/bench_cost_gpu.py           # a card whose SMs can be split
-    python benchmarks/bench_cost_gpu.py --toy     # tiny; without a GPU, plans and no times
+    python benchmarks/bench_cost_gpu.py           # a GPU with green contexts, and cuda-python
+    python benchmarks/bench_cost_gpu.py --toy     # tiny; without a GPU, only plans
 
-The card is cut as in bench_layer_gpu.py. A layer, forward and backward, is captured once for each
-number of tokens; the plans of all variants are then adopted in turns and replayed, with copies that
-are sent in every step. So nobody pays for planning here (bench_control.py measures that). What
-counts is the median over rounds of the time over that of `none` in the same round.
+The GPU is split as in bench_layer_gpu.py. A layer, forward and backward, is captured once for each
+number of tokens. Then the plans of all variants are adopted in turn and replayed; replicas are sent
+in every step. Planning time is not included (bench_control.py measures it). The result is the
+median over rounds of the time divided by the time of `none` in the same round.
 
-Rates are fitted before, for each number of tokens: from `none` and the tolerances of all loads, the
-seconds of a row, of a copy that a rank gets or gives, of every copy and of having any.
+The rates are fitted in advance for each number of tokens, from the times of `none` and of the
+tolerances with all loads.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
 """
@@ -37,11 +37,11 @@ from ultraep.arrays import IntArray
 
 @dataclass(frozen=True, kw_only=True)
 class Size(LayerSize):
-    """What is measured: a layer, and the tokens that it is given."""
+    """A layer and what is measured with it."""
 
     all_tokens: tuple[int, ...] = (4096, 1024, 256, 64, 16384)
     ratios: tuple[float, ...] = (EVEN, 1.05, 1.1, 1.5, 3.0)
-    largest: float = 1.5e6  # rows of the fullest rank that fit, of all ranks together
+    largest: float = 1.5e6  # limit of the busiest rank's rows times the ranks, by memory
     rounds: int = 3
 
 
@@ -65,7 +65,7 @@ def loads_of(size: Size, ratio: float) -> IntArray:
 
 
 def plans_of(size: Size, loads: IntArray, rates: Rates | None) -> dict[str, Plan]:
-    """The plan of every variant; by time only when there are rates."""
+    """The plan of every variant; without rates, not by time."""
     homes = [expert * size.ranks // size.experts for expert in range(size.experts)]
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=1, homes=homes)
     by_time = BalanceConfig(rates=rates) if rates is not None else None
@@ -73,26 +73,26 @@ def plans_of(size: Size, loads: IntArray, rates: Rates | None) -> dict[str, Plan
 
 
 def fitted(plans: Sequence[Plan], seconds: Sequence[float]) -> Rates:
-    """The rates that explain these times best, none of them negative."""
-    from scipy.optimize import nnls  # for measurements on a card only
+    """Fit non-negative rates to the times of these plans."""
+    from scipy.optimize import nnls  # only needed on a GPU
 
     facts = np.array([_facts(plan) for plan in plans], dtype=np.float64)
     scale = facts.max(axis=0)
     scale[scale == 0] = 1
-    found, _ = nnls(facts / scale, np.array(seconds))
-    _, row, copy, each, layer = (found / scale).tolist()
+    fitted_rates, _ = nnls(facts / scale, np.array(seconds))
+    _, row, copy, each, layer = (fitted_rates / scale).tolist()
     return Rates.from_seconds(row=row, copy=copy, each=each, layer=layer)
 
 
 def _facts(plan: Plan) -> list[float]:
-    """What the time of a plan is the sum of, each times a rate."""
+    """The terms of the time of a plan, each to be multiplied by a rate."""
     transfers = max(plan.max_ingress, plan.max_egress)
     copies = plan.num_replicas
     return [1, int(plan.rank_loads.max()), transfers, copies, int(copies > 0)]
 
 
 def take_turns(world: World, plans: Mapping[str, Plan], rounds: int) -> dict[str, list[float]]:
-    """Seconds by variant and round, with replicas that are sent in every step."""
+    """Seconds by variant and round; replicas are sent in every step."""
 
     def seconds(name: str) -> float:
         world.adopt(plans[name])
@@ -102,7 +102,7 @@ def take_turns(world: World, plans: Mapping[str, Plan], rounds: int) -> dict[str
 
 
 def run_tokens(bench: Bench, parts: Sequence[Partition], size: Size) -> list[dict[str, Any]]:
-    """All loads with one number of tokens: first to fit rates, then to compare."""
+    """Run all loads with one number of tokens: first fit the rates, then compare."""
     ratios = [r for r in size.ratios if r * size.rows * size.ranks <= size.largest] or [EVEN]
     loads = {ratio: loads_of(size, ratio) for ratio in ratios}
     world = World(size, parts)
@@ -116,8 +116,8 @@ def run_tokens(bench: Bench, parts: Sequence[Partition], size: Size) -> list[dic
     for drawn in loads.values():
         world.route(drawn)
         plans = plans_of(size, drawn, None)
-        found = take_turns(world, plans, 1)
-        known += [(plans[name], median(times)) for name, times in found.items()]
+        times_of = take_turns(world, plans, 1)
+        known += [(plans[name], median(times)) for name, times in times_of.items()]
     world.check()
     rates = fitted(*zip(*known, strict=True))
     bench.report.note(f"... {size.tokens} tokens: {rates}")
@@ -136,13 +136,13 @@ def run_tokens(bench: Bench, parts: Sequence[Partition], size: Size) -> list[dic
 
 
 def only_plans(bench: Bench, size: Size) -> None:
-    """Without a GPU: what the variants would make of the loads, with some rates."""
-    bench.report.note("There is no GPU: nothing is timed, and rates are made up.")
+    """Without a GPU: only plan the loads, with example rates."""
+    bench.report.note("No GPU: plans only, with example rates; nothing is timed.")
     lines = []
     for tokens in size.all_tokens:
-        one = replace(size, tokens=tokens)
+        sized = replace(size, tokens=tokens)
         for ratio in size.ratios:
-            plans = plans_of(one, loads_of(one, ratio), Rates(row=300_000, copy=150_000_000))
+            plans = plans_of(sized, loads_of(sized, ratio), Rates(row=300_000, copy=150_000_000))
             for name, plan in plans.items():
                 case: Case = {"tokens": tokens, "ratio": ratio, "variant": name}
                 lines.append(Line(case, plan_values(plan)))
@@ -150,7 +150,7 @@ def only_plans(bench: Bench, size: Size) -> None:
 
 
 def cost(bench: Bench) -> None:
-    """All numbers of tokens, on one card."""
+    """Measure all numbers of tokens on one GPU."""
     size: Size = bench.scale
     if not bench.on_gpu:
         only_plans(bench, size)
@@ -159,10 +159,10 @@ def cost(bench: Bench) -> None:
     about = f"{size.model}: {size.about}"
     cases: list[dict[str, Any]] = []
     for tokens in size.all_tokens:
-        found = run_tokens(bench, parts, replace(size, tokens=tokens))
-        for case in found:
+        measured = run_tokens(bench, parts, replace(size, tokens=tokens))
+        for case in measured:
             bench.table(f"{about}, EP{size.ranks} on {size.sms} SMs each", lines_of(case))
-        cases += found
+        cases += measured
     summary(bench, cases)
 
 

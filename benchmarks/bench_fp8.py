@@ -1,13 +1,13 @@
-"""Experts in eight bits beside bfloat16, in the same run: products, stage 6, a layer, and bytes.
+"""FP8 experts compared with bfloat16 in the same run: products, stage 6, a layer, and bytes.
 
     python benchmarks/bench_fp8.py                  # needs a GPU; a minute
     python benchmarks/bench_fp8.py --only products
     python benchmarks/bench_fp8.py --toy            # tiny, for CI; also without a GPU
 
-All that is compared takes turns, in rounds; times are medians over these. Errors are norms of
-differences over norms, in float64: `rounding` against the product of the very numbers that were
-multiplied, `error` against that of the weights and rows in full. `any scales` are no powers of two,
-as checkpoints have them: they change with every block.
+The formats alternate; times are medians over rounds. Errors are relative norms in float64:
+`rounding` against the product of the quantised numbers, `error` against the product of the
+unquantised weights and rows. `any scales` are scales that are not powers of two, as in many
+checkpoints.
 
 Shapes: A rows, L slots, D model width, F hidden width.
 """
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
-from layers import Given, distance, given_layer
-from timing import Call, free, in_a_row_ms, in_turns, medians
+from layers import FixedRouter, distance, layer_with_weights
+from timing import Call, alternating_ms, free
 from torch import nn
 from torch.nn.functional import pad, silu
 
@@ -33,7 +33,7 @@ from ultraep.bundle import Layout
 from ultraep.ops.formats import E4M3, FORMATS, Format
 
 LARGEST = 448.0  # of e4m3
-SAMPLE = 128  # rows of a slot whose errors are looked at
+SAMPLE = 128  # rows per slot that are checked for errors
 PLAIN, TORCH, TORCH_ROWS = "bf16", "torch, bf16", "torch, fp8_rows"
 PROMISED = "forward, weights promised"
 ANY_SCALES = "any scales"
@@ -49,7 +49,7 @@ SHARE = Metric("bytes_over_bf16", "ratio", "of bf16", ".4f")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How much is measured: models with slots, rows of a slot, rounds, and calls in each."""
+    """Models with slots, rows per slot, rounds, and calls per round."""
 
     models: tuple[tuple[Model, int], ...]
     rows: tuple[int, ...]
@@ -65,7 +65,7 @@ TOY = Scale(models=((TINY, 4),), rows=(8,), top_k=2, rounds=1, calls=1)
 
 
 class Quantised:
-    """A weight of every slot in one format, and the rows that it meets."""
+    """One weight per slot in one format, and its input rows."""
 
     def __init__(
         self, form: Format, weights: torch.Tensor, rows: torch.Tensor, any_scales: bool = False
@@ -85,7 +85,7 @@ class Quantised:
         self.given = quantise.pack(form, rows) if form.packs else rows
 
     def exact(self, slot: int, part: slice) -> torch.Tensor:
-        """The product of the numbers that are multiplied."""
+        """The exact product of the quantised numbers."""
         weight = self._verbs.dequantise(
             self.form, self.data[slot], self.scales[slot], torch.float32
         )
@@ -98,7 +98,7 @@ class Quantised:
 def take_any_scales(
     form: Format, weights: torch.Tensor, data: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Quantise weights as many checkpoints are: the largest number of every block becomes 448."""
+    """Quantise weights as many checkpoints do: the maximum of every block becomes 448."""
     rows, columns = weights.shape[1:]
     padded = pad(weights, (0, -columns % form.width, 0, -rows % form.height))
     blocks = padded.unflatten(2, (-1, form.width)).unflatten(1, (-1, form.height))
@@ -109,16 +109,10 @@ def take_any_scales(
 
 
 def measured(bench: Bench, calls: Mapping[str, Call]) -> dict[str, float]:
-    """Milliseconds of a call of each, the median of the rounds in which they take turns."""
+    """Median milliseconds per call of each variant; the variants alternate."""
     for call in calls.values():
         call()
-    rounds = in_turns(
-        list(calls),
-        bench.scale.rounds,
-        lambda name: in_a_row_ms(bench.clock, calls[name], bench.scale.calls),
-        warmup=0,
-    )
-    return medians(rounds)
+    return alternating_ms(bench.clock, calls, bench.scale.rounds, bench.scale.calls)
 
 
 def values_of(ms: float, plain: float, flops: int) -> Values:
@@ -126,15 +120,15 @@ def values_of(ms: float, plain: float, flops: int) -> Values:
 
 
 def engines(offsets: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Ours, by name of a format; and that of plain products."""
+    """Our engines by format, and the engine of plain products."""
     from ultraep.backends.triton.products import TritonProducts
     from ultraep.backends.triton.quantised import TritonQuantised
     from ultraep.ops.activations import activation_named
 
     swiglu = activation_named("swiglu")
-    found: dict[str, Any] = {PLAIN: TritonProducts(offsets, swiglu, dtype)}
+    plain: dict[str, Any] = {PLAIN: TritonProducts(offsets, swiglu, dtype)}
     ours = {n: TritonQuantised(offsets, swiglu, dtype, form) for n, form in FORMATS.items()}
-    return found | ours
+    return plain | ours
 
 
 def offsets_of(bench: Bench, slots: int, rows: int) -> torch.Tensor:
@@ -142,7 +136,7 @@ def offsets_of(bench: Bench, slots: int, rows: int) -> torch.Tensor:
 
 
 def products(bench: Bench) -> None:
-    """Grouped products alone: gate and up, then down."""
+    """Time grouped products: gate and up, then down."""
     for model, slots in bench.scale.models:
         for rows in bench.scale.rows:
             shapes = {"gate_up": (2 * model.ffn, model.width), "down": (model.width, model.ffn)}
@@ -186,7 +180,7 @@ def product_lines(
 def torch_calls(
     rows: torch.Tensor, weights: torch.Tensor, by_rows: Quantised, ends: torch.Tensor
 ) -> dict[str, Call]:
-    """The grouped products that torch has: of bfloat16, and of e4m3 with a scale for each row."""
+    """Grouped products of torch: bfloat16, and e4m3 with one scale per row."""
     codes, scales = by_rows.form.parts(by_rows.given, rows.shape[1])
     codes, scales = codes.contiguous(), scales.flatten().contiguous()
     of_weights = by_rows.scales.squeeze(-1).contiguous()
@@ -211,20 +205,20 @@ def errors_of(
     held: Quantised | None,
     rows: int,
 ) -> Values:
-    """Of some rows of the first and the last slot."""
-    found = call()
+    """Errors of some rows of the first and the last slot."""
+    outputs = call()
     rounding, error = [], []
     for slot in (0, len(weights) - 1):
         part = slice(slot * rows, slot * rows + min(rows, SAMPLE))
         full = given[part].double() @ weights[slot].double().T
         exact = full if held is None else held.exact(slot, part)
-        rounding.append(distance(found[part], exact))
-        error.append(distance(found[part], full))
+        rounding.append(distance(outputs[part], exact))
+        error.append(distance(outputs[part], full))
     return {ROUNDING: max(rounding), ERROR: max(error)}
 
 
 def experts(bench: Bench) -> None:
-    """Stage 6, forward: both products, and what stands between them; rows as they arrive."""
+    """Time stage 6 forward: both products and the activation, on rows as they arrive."""
     for model, slots in bench.scale.models:
         lines = []
         for rows in bench.scale.rows:
@@ -280,7 +274,7 @@ def network_error(
     down: torch.Tensor,
     rows: int,
 ) -> float:
-    """Of the last slot, against the network in full."""
+    """Error of the last slot, compared with the unquantised network."""
     begin, slot = (len(up) - 1) * rows, len(up) - 1
     part = slice(begin, begin + min(rows, SAMPLE))
     gate, value = (given[part].double() @ up[slot].double().T).chunk(2, dim=1)
@@ -289,7 +283,7 @@ def network_error(
 
 
 def layer(bench: Bench) -> None:
-    """A whole layer of one rank: forward without gradients, and a step of training."""
+    """Time a whole layer of one rank: forward without gradients, and a training step."""
     for model, slots in bench.scale.models:
         rows, top_k = max(bench.scale.rows), bench.scale.top_k
         tokens = slots * rows // top_k
@@ -309,10 +303,10 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
         balancer = ultraep.Balancer(
             "alone", experts=slots, data_plane="mapped" if x.is_cuda else "messages"
         )
-        router = Given(ids)
+        router = FixedRouter(ids)
         router.gates = best / best.sum(dim=1, keepdim=True)
         own = {n: nn.Parameter(weight) for n, weight in weights.items()}
-        moes[name] = given_layer(balancer, router, own, None if name == PLAIN else name)
+        moes[name] = layer_with_weights(balancer, router, own, None if name == PLAIN else name)
     leaf = x.clone().requires_grad_()
 
     def forward(moe: nn.Module) -> torch.Tensor:
@@ -333,16 +327,16 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
         with ExitStack() as promises:
             for moe in moes.values() if work == PROMISED else ():
                 promises.enter_context(moe.balancer.unchanged_weights())
-            found = measured(bench, {name: partial(call, moe) for name, moe in moes.items()})
-        for name, ms in found.items():
+            times = measured(bench, {name: partial(call, moe) for name, moe in moes.items()})
+        for name, ms in times.items():
             case = {"model": model.name, "work": work, "path": name}
-            speeds = values_of(ms, found[PLAIN], flops * (3 if call is step else 1))
+            speeds = values_of(ms, times[PLAIN], flops * (3 if call is step else 1))
             lines.append(Line(case, {**speeds, ERROR: errors[name] if call is forward else None}))
     return lines
 
 
 def copies(bench: Bench) -> None:
-    """The bytes of a replica in every format."""
+    """Bytes of a replica in every format."""
     for model, slots in bench.scale.models:
         weights, lines = weights_of(drawer(bench.clock), model, slots), []
         full = 2 * sum(weight[0].numel() for weight in weights)

@@ -1,16 +1,15 @@
-"""Time of the grouped expert networks by rows of an expert, and of what surrounds them.
+"""Time of the grouped expert products by rows per expert, and of the surrounding operations.
 
     python benchmarks/bench_grouped.py                    # needs a GPU; a minute and a half
     python benchmarks/bench_grouped.py --only partitions  # also needs cuda-python
     python benchmarks/bench_grouped.py --toy              # tiny, for CI; also without a GPU
 
-Forward is both products and SwiGLU, backward all gradients: of rows, of weights in single precision
-and of the scales of rows; what the layer launches, in bfloat16, one spare slot among the slots. A
-graph is made once for each number of slots; how many rows every slot has is then written to the
-device, as a plan does it. Times are medians, by events around a replay. Nothing flushes caches
-between replays: weights and rows of most cases are larger than they are.
+Forward is both products and SwiGLU. Backward is all gradients: rows, weights (float32) and gates.
+These are the kernels of a layer, in bfloat16, with one spare slot. A graph is captured once per
+number of slots; the rows per slot are then written to the device, as a plan does. Times are medians
+between events around a replay. Caches are not flushed, but most cases are larger than the caches.
 
-Shapes: A rows that there is room for, L slots, D model width, F hidden width.
+Shapes: A rows of capacity, L slots, D model width, F hidden width.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from timing import Call, Clock, Gpu, free, nothing
 from torch.nn import functional
 
 Stopwatch = Callable[[], float]  # microseconds
-PASSES = {"forward": 1, "backward": 2}  # products of every row with every weight
-CALLS = 4  # in a graph of the whole card
+PASSES = {"forward": 1, "backward": 2}  # operations per row and weight
+CALLS = 4  # calls in a graph of the whole GPU
 
 TIME = {p: Metric(f"{p}_time_p50", "ms", f"{p} ms", ".4f") for p in PASSES}
 RATE = {p: Metric(f"{p}_rate", "TFLOP/s", "TFLOP/s", ".1f") for p in PASSES}
@@ -39,22 +38,22 @@ WORK_BYTES = Metric("byte_rate", "GB/s", "GB/s", ".0f")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     rounds: int
-    curves: tuple[tuple[Model, int], ...]  # models and slots
+    curves: tuple[tuple[Model, int], ...]  # model and slots
     rows: tuple[int, ...]  # of a slot
     most_rows: int  # of all slots
     partitions: int
     sms: int  # of a partition
-    partition_curves: tuple[tuple[Model, int], ...]  # models and slots
+    partition_curves: tuple[tuple[Model, int], ...]  # model and slots
     partition_rows: tuple[int, ...]
     matmul_rows: int
     matmul_widths: tuple[int, ...]
     heads: int
     head_width: int
     sequences: tuple[int, ...]
-    moved: tuple[int, int]  # rows and columns of what is only read and written
+    moved: tuple[int, int]  # rows and columns of memory-bound operations
 
 
 FULL = Scale(
@@ -96,16 +95,16 @@ def stopwatches(mlp: Mlp, clock: Clock) -> dict[str, Stopwatch]:
 
 
 def measured(watches: Mapping[str, Stopwatch], flops: int) -> Values:
-    """Both passes, in this order: backward needs what forward has left."""
-    found: dict[Metric, float | None] = {}
+    """Time forward, then backward, which uses the results of forward."""
+    values: dict[Metric, float | None] = {}
     for name, stopwatch in watches.items():
         us = stopwatch()
-        found |= {TIME[name]: us / 1e3, RATE[name]: PASSES[name] * flops / us / 1e6}
-    return found
+        values |= {TIME[name]: us / 1e3, RATE[name]: PASSES[name] * flops / us / 1e6}
+    return values
 
 
 def grouped(bench: Bench) -> None:
-    """The whole card; all slots have the same number of rows."""
+    """Use the whole GPU; all slots have the same number of rows."""
     for model, slots in bench.scale.curves:
         curve(bench, model, slots)
         free()
@@ -120,11 +119,11 @@ def curve(bench: Bench, model: Model, slots: int) -> None:
         mlp.divide([count] * slots)
         case: Case = {"model": model.name, "slots": slots, "rows": count}
         lines.append(Line(case, measured(watches, model.flops(slots * count))))
-    bench.table(f"whole card, D {model.width}, F {model.ffn}; rows of every slot", lines)
+    bench.table(f"whole GPU, D {model.width}, F {model.ffn}; rows per slot", lines)
 
 
 def partitions(bench: Bench) -> None:
-    """As many small cards, each with weights and rows of its own, all at the same time."""
+    """Use several partitions at the same time, each with its own weights and rows."""
     scale = bench.scale
     parts = split(scale.partitions, scale.sms)
     streams, sms = [part.stream() for part in parts], [part.sms for part in parts]
@@ -143,7 +142,10 @@ def partition_curve(
         for seed, size in enumerate(sms)
     ]
     lines = []
-    for busy in (count, *halves(count)):  # the others wait: they share power and memory with these
+    for busy in (
+        count,
+        *halves(count),
+    ):  # idle partitions leave power and bandwidth to the busy ones
         watches = dict(side_by_side(bench.clock, mlps[:busy], streams[:busy]))
         for each in rows if busy == count else rows[-1:]:
             for mlp in mlps:
@@ -152,20 +154,20 @@ def partition_curve(
             case: Case = {"model": model.name, "slots": slots, "busy": busy, "rows": each}
             lines.append(Line(case, measured(watches, flops)))
     about = f"{count} partitions of {sms[0]} SMs, D {model.width}, F {model.ffn}"
-    bench.table(f"{about}; partitions busy, time of the slowest, TFLOP/s of all", lines)
+    bench.table(f"{about}; number of busy partitions, time of the slowest, TFLOP/s of all", lines)
 
 
 def halves(count: int) -> list[int]:
-    """Half of it, half of that, down to one."""
+    """Halve the number down to one."""
     return [] if count == 1 else [count // 2, *halves(count // 2)]
 
 
 def side_by_side(
     clock: Gpu, mlps: Sequence[Mlp], streams: Sequence[torch.cuda.Stream]
 ) -> Iterator[tuple[str, Stopwatch]]:
-    """For either pass, what measures it on all partitions at once."""
+    """For each pass, a function that measures it on all partitions at once."""
     for name, compile_all in mlps[0].passes.items():
-        compile_all()  # no kernel is loaded while another is captured
+        compile_all()  # loads all kernels before the capture
         replays = [
             graph_on(stream, mlp.passes[name]).replay
             for stream, mlp in zip(streams, mlps, strict=True)
@@ -176,7 +178,7 @@ def side_by_side(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something that torch does; flops or bytes that count for it."""
+    """A torch operation, with its FLOPs or bytes."""
 
     case: Case
     call: Call
@@ -185,7 +187,7 @@ class Work:
 
 
 def dense(bench: Bench) -> None:
-    """What surrounds the experts: products, attention, rows that are read and written."""
+    """Time the operations around the experts: products, attention, memory-bound ones."""
     lines, draw = [], drawer(bench.clock)
     wait = torch.cuda.synchronize if bench.on_gpu else nothing
     for make in (matmuls, attentions, moves):
@@ -211,7 +213,7 @@ def matmuls(scale: Scale, draw: Draw) -> Iterator[Work]:
 
 
 def attentions(scale: Scale, draw: Draw) -> Iterator[Work]:
-    """Causal: half of the products are counted; in backward five for two of forward."""
+    """Causal attention: half of the products count; backward counts 2.5 times forward."""
     for sequence in scale.sequences:
         shape = (1, scale.heads, sequence, scale.head_width)
         q, k, v = inputs = [draw(*shape).requires_grad_() for _ in range(3)]

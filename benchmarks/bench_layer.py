@@ -1,11 +1,11 @@
-"""A whole MoE layer in real processes, forward and backward: unbalanced, balanced, forced balanced.
+"""A whole MoE layer in processes, forward and backward: unbalanced, balanced, evenly routed.
 
     python benchmarks/bench_layer.py           # EP2, one pinned core and one thread per rank
     python benchmarks/bench_layer.py --toy     # tiny, for CI
 
-`gain`: the same tokens, routed with a skew, under each policy; and as a ceiling the same number of
-tokens routed evenly. The variants take turns in one process group. `control`: what planning,
-rerouting and bookkeeping take on one core, with the messages of the other ranks at hand.
+`gain` runs the same skewed routing with each policy and, as a ceiling, even routing of the same
+number of tokens. The variants alternate in one process group. `control` measures planning,
+rerouting and bookkeeping on one core, without waiting for messages.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Bench, Line, Metric, main
-from layers import AFTER, BEFORE, COPIES, FORCED, SHARE, STAGE, Given, on_ranks, step_values
+from layers import AFTER, BEFORE, COPIES, FORCED, SHARE, STAGE, FixedRouter, on_ranks, step_values
 from load_cases import Shape, even_ids, skewed_ids
 from timing import in_turns
 
@@ -36,7 +36,7 @@ MOVED = Metric("bytes_moved", "MB", "MB moved", ".2f")
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Shape):
-    """What is measured."""
+    """A layer and what is measured with it."""
 
     ranks: int = 2
     tokens: int = 2048
@@ -53,25 +53,25 @@ class Size(Shape):
     control: tuple[Width, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
 
 
-Width = tuple[int, int, int]  # experts, top_k, tokens of a rank
-CONTROL_PASSES = 5  # the quickest counts, as others may use the machine
+Width = tuple[int, int, int]  # experts, top_k, tokens per rank
+CONTROL_PASSES = 5  # the fastest one counts, because other programs may use the machine
 
 
 def on_rank(rank: int, size: Size) -> dict[str, dict[str, float]]:
-    """One process: time all variants in turn."""
+    """Time all variants in turn, in one process."""
     with closing(connect(dist.group.WORLD, transport=size.transport)) as comm:
         return measure(rank, size, comm)
 
 
 def measure(rank: int, size: Size, comm: Communicator) -> dict[str, dict[str, float]]:
-    """Step times of every variant, the slowest rank's, and what was planned."""
-    config = ultraep.BalanceConfig(objective="balance")  # bench_cost.py asks what pays
+    """Step times of the slowest rank and facts about the plan, by variant."""
+    config = ultraep.BalanceConfig(objective="balance")  # bench_cost.py measures the default
     options: dict[str, Any] = {"experts": size.experts, "slots": size.slots, "config": config}
     balancer = ultraep.Balancer(communicator=comm, **options)
     moe = ultraep.BalancedMoE.swiglu(
         size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
     )
-    moe.router = router = Given()
+    moe.router = router = FixedRouter()
     skewed, even = skewed_ids(size, size.ratio), even_ids(size)
     variants = {"none": (skewed, "none"), "ultraep": (skewed, "ultraep"), FORCED: (even, "none")}
     tokens = torch.randn(size.tokens, size.hidden, generator=torch.Generator().manual_seed(rank))
@@ -99,7 +99,7 @@ def measure(rank: int, size: Size, comm: Communicator) -> dict[str, dict[str, fl
 
 
 def one_step(moe: ultraep.BalancedMoE, tokens: torch.Tensor, policy: str) -> float:
-    """Seconds of forward and backward, from a common start."""
+    """Seconds of forward and backward from a common start."""
     x = tokens.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
     moe.balancer.comm.all_gather(torch.zeros(1))
@@ -109,16 +109,16 @@ def one_step(moe: ultraep.BalancedMoE, tokens: torch.Tensor, policy: str) -> flo
 
 
 def gain(bench: Bench) -> None:
-    """The layer under every policy."""
+    """Time the layer with every policy."""
     size: Size = replace(bench.scale, experts=4 * bench.scale.ranks)
-    found = on_ranks(size.ranks, on_rank, size)
+    results = on_ranks(size.ranks, on_rank, size)
     case = {"ranks": size.ranks, "tokens": size.tokens, "hidden": size.hidden, "ffn": size.ffn}
     case |= {"experts": size.experts, "top_k": size.top_k, "slots": size.slots}
     lines = []
-    for name, facts in found.items():
+    for name, facts in results.items():
         values = {
-            **step_values(size, facts["step"] * 1e3, found["none"]["step"] * 1e3),
-            SHARE: found[FORCED]["step"] / facts["step"],
+            **step_values(size, facts["step"] * 1e3, results["none"]["step"] * 1e3),
+            SHARE: results[FORCED]["step"] / facts["step"],
             BEFORE: facts["before"],
             AFTER: facts["after"],
             COPIES: facts["copies"],
@@ -130,8 +130,8 @@ def gain(bench: Bench) -> None:
     bench.report.note("since. MB moved: by all ranks, both ways.")
 
 
-class Others:
-    """A group of which only this rank runs; what the others would say is known beforehand."""
+class PreparedCommunicator:
+    """A communicator of a group in which only this rank runs; other messages are prepared."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
@@ -148,37 +148,37 @@ class Others:
 
 
 def control(bench: Bench) -> None:
-    """Planning, rerouting and bookkeeping of one rank among several, on one core."""
+    """Time planning, rerouting and bookkeeping of one rank on one core."""
     torch.set_num_threads(1)
     lines, ranks, rounds = [], bench.scale.control_ranks, bench.scale.control_rounds
     for experts, top_k, tokens in bench.scale.control:
         wide = Size(ranks=ranks, tokens=tokens, experts=experts, top_k=top_k)
-        ids, others = skewed_ids(wide, wide.ratio), Others(ranks)
-        others.loads = torch.stack([torch.bincount(i.reshape(-1), minlength=experts) for i in ids])
-        balancer = ultraep.Balancer(experts=experts, communicator=others)  # type: ignore[arg-type]
+        ids, comm = skewed_ids(wide, wide.ratio), PreparedCommunicator(ranks)
+        comm.loads = torch.stack([torch.bincount(i.reshape(-1), minlength=experts) for i in ids])
+        balancer = ultraep.Balancer(experts=experts, communicator=comm)  # type: ignore[arg-type]
         passes = [control_pass(balancer, ids[0], rounds) for _ in range(CONTROL_PASSES)]
         stages = min(passes, key=lambda stages: sum(stages.values()))
         case = {"ranks": ranks, "experts": experts, "top_k": top_k, "tokens": tokens}
         for stage, value in (stages | {"all": sum(stages.values())}).items():
             lines.append(Line(case | {"stage": stage}, {STAGE: value * 1e3}))
-    bench.table("control of one layer, messages excluded", lines)
+    bench.table("control of one layer, without messages", lines)
 
 
 def control_pass(balancer: ultraep.Balancer, ids: torch.Tensor, rounds: int) -> dict[str, float]:
-    """Medians over some rounds, the first ones left out."""
+    """Medians over the rounds, without the first ones."""
     seconds = [control_seconds(balancer, ids) for _ in range(rounds + 3)][3:]
     return {stage: median(s[stage] for s in seconds) for stage in seconds[0]}
 
 
 def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, float]:
-    """Seconds of every step between the router and dispatch."""
+    """Seconds of every operation between the router and dispatch."""
     marks = [time.perf_counter()]
     microbatch = balancer.begin(Layer(), ids)
     microbatch.count()
     marks.append(time.perf_counter())
     plan = microbatch.plan().to_host()
     marks.append(time.perf_counter())
-    microbatch.reroute()  # with all that dispatch needs
+    microbatch.reroute()  # computes everything that dispatch needs
     marks.append(time.perf_counter())
     hops(plan, balancer.settings.relay, chunks=balancer.settings.chunks)
     marks.append(time.perf_counter())
@@ -197,12 +197,12 @@ TOY = Size(
 )
 SCALES = {"toy": TOY, "quick": replace(Size(), rounds=11), "full": Size()}
 OPTIONS = {
-    "ranks": (int, "processes (default 2)"),
-    "tokens": (int, "of a rank"),
-    "hidden": (int, "model width"),
-    "ffn": (int, "hidden width of an expert"),
-    "ratio": (float, "fullest rank over mean rank"),
-    "transport": (str, "auto, shared or sockets"),
+    "ranks": (int, "number of processes (default 2)"),
+    "tokens": (int, "tokens per rank (default 2048)"),
+    "hidden": (int, "model width (default 512)"),
+    "ffn": (int, "hidden width of an expert (default 1024)"),
+    "ratio": (float, "imbalance: load of the busiest rank over the mean (default 1.6)"),
+    "transport": (str, "transport of messages: auto, shared or sockets"),
 }
 
 

@@ -1,20 +1,19 @@
-"""Eight ranks on one card: a whole MoE layer, forward and backward, with true stragglers.
+"""Eight ranks on one GPU: a whole MoE layer, forward and backward, with real stragglers.
 
-    python benchmarks/bench_layer_gpu.py                 # a card whose SMs can be split
-    python benchmarks/bench_layer_gpu.py --toy           # tiny; without a GPU, plans and no times
+    python benchmarks/bench_layer_gpu.py              # a GPU with green contexts, cuda-python
+    python benchmarks/bench_layer_gpu.py --toy        # tiny; without a GPU, only plans
 
-Green contexts cut the card into partitions of the same size, one for each rank. Every rank runs the
-layer in a CUDA graph of its own, waits for the others through shared memory and has its own
-multiprocessors, so a rank that gets more rows takes longer and all others wait for it. Memory
-bandwidth is shared by all. In one run, on the same weights:
+Green contexts split the GPU into equal partitions, one per rank. Every rank runs the layer in its
+own CUDA graph on its own multiprocessors and synchronises with the others through shared memory, so
+all ranks wait for a rank with more rows. They share the memory bandwidth. In one run, with the same
+weights:
 
     none        every row goes to its home
-    eplb        experts placed and copied by the loads of an earlier window, in which half of the
-                tokens were of another topic; done before, so it costs nothing here
-    ultraep     plans on the exact loads, sends the copies, in every step
+    eplb        experts placed and replicated by earlier loads, half of them from another topic;
+                placed in advance, at no cost
+    ultraep     plans on the exact loads and sends the replicas, in every step
 
-and as ceilings the kinds of even routing, and the plain products, of `card.py`: these take turns
-with ultraep, since a card that is warm is slower.
+The ceilings of `card.py` alternate with ultraep, because a warm GPU is slower.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width, F hidden width.
 """
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from card import DRAWN, Ceilings, Seen, Size, World, drawn, even_plan
+from card import DRAWN, Ceilings, Measured, Size, World, drawn, even_plan
 from harness import KERNELS, Bench, Case, Line, Mismatch, main
 from layers import BEFORE, STEP, plan_values, step_values
 from load_cases import HotRank, loads_of
@@ -41,7 +40,7 @@ from ultraep.policies.peers.eplb import place_by_past
 from ultraep.policies.places import away_from_home, split_equally
 
 POLICIES = ("none", "eplb", "ultraep")
-UNEVEN_ROUNDS = 3  # of the others: they are further apart
+UNEVEN_ROUNDS = 3  # rounds of the other policies, whose times differ more
 HALF_DEEPSEEK = "DeepSeek-V3, half of its experts"
 SIZES = (
     Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=8192),
@@ -53,18 +52,18 @@ LOADS = (*ONE_HOT, HotRank(2.0, inner=1.0), HotRank(3.0, inner=1.0, slots=2))
 
 
 def place_with(slots: int) -> str:
-    """The name of a policy: as EPLB places by the past with so many spare places of a rank.
+    """Register a policy that places like EPLB with this many spare slots; return its name.
 
-    EPLB moves homes as well. Here some have been called homes already, and slots are what the rest
-    needs: so the places are not those of the topology that is planned for.
+    EPLB moves homes as well. Here the homes were chosen among its places before, so the slots of
+    the topology are not the places that EPLB fills.
     """
 
     def place(problem: Problem) -> IntArray:
-        """EPLB, with homes that were chosen among its places."""
+        """Place like EPLB, with homes chosen among its places."""
         topology = problem.topology
-        seen = Topology(ranks=topology.ranks, experts=topology.experts, slots=slots)
+        own_topology = Topology(ranks=topology.ranks, experts=topology.experts, slots=slots)
         assert problem.history is not None
-        places = place_by_past(problem.history, seen)
+        places = place_by_past(problem.history, own_topology)
         shares = split_equally(problem.expert_loads[None], places)
         return away_from_home(*shares, topology)[:, 1:]
 
@@ -75,24 +74,24 @@ def place_with(slots: int) -> str:
 
 
 def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
-    """By the loads of a window in which half of the tokens were of another topic.
+    """Place by loads of which half came from another topic.
 
-    EPLB moves homes as well: of all instances of an expert, one is called its home here.
+    EPLB moves homes as well: one of the places of each expert becomes its home here.
     """
     other = loads[:, np.random.default_rng(7).permutation(size.experts)]
     past = (loads + other).sum(axis=0)
-    seen = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
-    places = place_by_past(past, seen)
+    own_topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
+    places = place_by_past(past, own_topology)
     homes: list[int] = []
     for ranks in (np.flatnonzero(row) for row in places):
         homes.append(int(min(ranks, key=lambda rank: (homes.count(int(rank)), rank))))
     held = np.count_nonzero(places, axis=0) - np.bincount(homes, minlength=size.ranks)
-    topology = replace(seen, slots=max(1, int(held.max())), homes=homes)
+    topology = replace(own_topology, slots=max(1, int(held.max())), homes=homes)
     return ultraep.plan(loads, topology, BalanceConfig(policy=place_with(slots)), history=past)
 
 
 def plan_for(size: Size, load: HotRank, policy: str) -> tuple[IntArray, Plan]:
-    """The loads, and the plan by which a policy serves them."""
+    """The loads, and the plan of a policy for them."""
     if policy in DRAWN:
         return loads_of(drawn(size, policy), size), even_plan(size, policy)
     loads, slots = load.draw(size), 0 if policy == "none" else load.slots
@@ -107,41 +106,41 @@ class Result:
     ms: float
     plan: Plan
     outputs: list[torch.Tensor]
-    seen: Seen | None = None
+    measured: Measured | None = None
 
 
 def measure(world: World, load: HotRank, policy: str, ceilings: Ceilings | None = None) -> Result:
-    """One policy on one load, by itself or in turn with the ceilings."""
+    """Measure one policy on one load, alone or in turn with the ceilings."""
     loads, plan = plan_for(world.size, load, policy)
     world.prepare(loads, plan, placed=policy == "eplb")
-    seen = ceilings.in_turn_with(world.replay, world.size.rounds) if ceilings else None
-    ms = seen.ms if seen else world.time(UNEVEN_ROUNDS)
+    measured = ceilings.in_turn_with(world.replay, world.size.rounds) if ceilings else None
+    ms = measured.ms if measured else world.time(UNEVEN_ROUNDS)
     world.check()
     outputs = [rank.y.detach().clone() for rank in world.ranks]
-    return Result(ms, plan, outputs, seen)
+    return Result(ms, plan, outputs, measured)
 
 
 def measure_all(
     bench: Bench, size: Size, loads: tuple[HotRank, ...]
 ) -> dict[HotRank, dict[str, Result]]:
-    """All policies on all loads. Uneven ones need the most memory and come before the ceilings."""
+    """Measure all policies on all loads, the uneven ones first: they need the most memory."""
     world = World(size)
-    found: dict[HotRank, dict[str, Result]] = {load: {} for load in loads}
+    results: dict[HotRank, dict[str, Result]] = {load: {} for load in loads}
     for load, policy in product(loads, ("none", "eplb")):
         bench.report.note(f"... {size.model}, {load.name}, {policy}")
-        found[load][policy] = measure(world, load, policy)
-        compare(load, found[load])
+        results[load][policy] = measure(world, load, policy)
+        compare(load, results[load])
     world.leave()
     ceilings = Ceilings(world.beside())
     for load in loads:
         bench.report.note(f"... {size.model}, {load.name}, ultraep and ceilings")
-        found[load]["ultraep"] = measure(world, load, "ultraep", ceilings)
-        compare(load, found[load])
-    return found
+        results[load]["ultraep"] = measure(world, load, "ultraep", ceilings)
+        compare(load, results[load])
+    return results
 
 
 def compare(load: HotRank, results: Mapping[str, Result]) -> None:
-    """Every policy gives the bits of the unbalanced layer, and numbers; if not, nothing is kept."""
+    """Raise unless the outputs of all policies are finite and equal bit by bit."""
     for policy, result in results.items():
         for rank, (own, wanted) in enumerate(
             zip(result.outputs, results["none"].outputs, strict=True)
@@ -149,25 +148,26 @@ def compare(load: HotRank, results: Mapping[str, Result]) -> None:
             wrong = int((own != wanted).any(dim=1).sum())
             if wrong:
                 raise Mismatch(
-                    f"{load.name}: {policy} gives other outputs than the unbalanced layer for "
+                    f"{load.name}: outputs of {policy} differ from the unbalanced layer for "
                     f"{wrong} of {len(own)} tokens of rank {rank}"
                 )
 
 
 def on_card(bench: Bench, size: Size, loads: tuple[HotRank, ...]) -> None:
-    """The tables of one model."""
-    found = measure_all(bench, size, loads)
-    lines = [line for load, results in found.items() for line in gain_lines(size, load, results)]
+    """Print the tables of one model."""
+    results = measure_all(bench, size, loads)
+    lines = [line for load, of_load in results.items() for line in gain_lines(size, load, of_load)]
     about = f"{size.model}: {size.about}"
-    about += f", {size.tokens} tokens a rank, EP{size.ranks} on {size.sms} SMs each"
+    about += f", {size.tokens} tokens per rank, EP{size.ranks} on {size.sms} SMs each"
     bench.table(about, lines, section="gain")
-    flops = 3 * 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows  # forward, twice backward
+    # Forward, and twice as many operations in backward.
+    flops = 3 * 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows
     lines = []
-    for load, results in found.items():
-        seen = results["ultraep"].seen
-        assert seen is not None
+    for load, of_load in results.items():
+        measured = of_load["ultraep"].measured
+        assert measured is not None
         case: Case = {"load": load.name, "policy": "ultraep"}
-        lines.append(Line(case, {STEP: seen.ms, **seen.values(flops)}))
+        lines.append(Line(case, {STEP: measured.ms, **measured.values(flops)}))
     title = f"{size.model}: shares of three ceilings, in turn; clock and power"
     bench.table(title, lines, section="ceilings")
 
@@ -177,23 +177,23 @@ def case_of(load: HotRank, policy: str) -> Case:
 
 
 def gain_lines(size: Size, load: HotRank, results: Mapping[str, Result]) -> list[Line]:
-    """Of the policies, and of both kinds of even routing."""
-    none, seen = results["none"], results["ultraep"].seen
-    assert seen is not None
-    found = {policy: (result.ms, result.plan) for policy, result in results.items()}
-    found |= {kind: (seen.ceilings[kind], even_plan(size, kind)) for kind in DRAWN}
+    """Lines of the policies and of both kinds of even routing."""
+    none, measured = results["none"], results["ultraep"].measured
+    assert measured is not None
+    times = {policy: (result.ms, result.plan) for policy, result in results.items()}
+    times |= {kind: (measured.ceilings[kind], even_plan(size, kind)) for kind in DRAWN}
     lines = []
-    for policy, (ms, plan) in found.items():
-        values = {**step_values(size, ms, none.ms), **seen.shares(ms), **plan_values(plan)}
-        if policy == "eplb":  # which has moved homes
+    for policy, (ms, plan) in times.items():
+        values = {**step_values(size, ms, none.ms), **measured.shares(ms), **plan_values(plan)}
+        if policy == "eplb":  # EPLB has moved homes
             values[BEFORE] = none.plan.initial_imbalance
         lines.append(Line(case_of(load, policy), values))
     return lines
 
 
 def only_plans(bench: Bench, size: Size, loads: tuple[HotRank, ...]) -> None:
-    """Without a GPU: what the policies would make of the loads."""
-    bench.report.note("There is no GPU: nothing is timed.")
+    """Without a GPU: only plan the loads."""
+    bench.report.note("No GPU: plans only, nothing is timed.")
     lines = []
     for load, policy in product(loads, (*POLICIES, *DRAWN)):
         _, plan = plan_for(size, load, policy)
@@ -203,26 +203,26 @@ def only_plans(bench: Bench, size: Size, loads: tuple[HotRank, ...]) -> None:
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     sizes: tuple[Size, ...] = SIZES
     loads: tuple[HotRank, ...] = LOADS
 
 
 def layers(bench: Bench) -> None:
-    """All models, or the one that was asked for."""
+    """Measure all models, or the model of `--model`."""
     measured: Any = on_card if bench.on_gpu else only_plans
     for size in sizes_of(bench):
         measured(bench, size, bench.scale.loads[: size.loads])
 
 
 def sizes_of(bench: Bench) -> list[Size]:
-    """The models, or only the one of `--model`."""
+    """All models, or the model of `--model`."""
     model = bench.options.model or ""
     return [size for size in bench.scale.sizes if model in size.model.lower()]
 
 
-OPTIONS = {"model": (str, "only the model with this in its name: qwen, deepseek")}
+OPTIONS = {"model": (str, "measure only the model with this in its name: qwen or deepseek")}
 
 
 if __name__ == "__main__":

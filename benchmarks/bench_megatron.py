@@ -1,14 +1,13 @@
-"""A MoE layer of Megatron-Core in two processes: what balancing gains it, forward and backward.
+"""The gain of balancing for a MoE layer of Megatron-Core in two processes, forward and backward.
 
     python benchmarks/bench_megatron.py                  # EP2 on two cores; two minutes
     python benchmarks/bench_megatron.py --toy            # tiny, for CI
 
-One pinned core and one thread for each rank, routing skewed to 1.6. `unmodified` is the library's
-own layer with its all-to-all, `none` and `ultraep` are balanced layers with these policies. Forced
-balance is the library's own flag, moe_router_force_load_balancing: random routing, in the layer of
-`none`. They take turns, and outputs and gradients are compared before any timing. Beside the time
-of a step stands what the busiest rank used of its processor: on a machine on which others work too,
-that is what to look at.
+One pinned core and one thread per rank, imbalance 1.6. `unmodified` is the library's own layer with
+its all-to-all; `none` and `ultraep` are balanced layers with these policies. Forced balance is the
+library's flag moe_router_force_load_balancing (random routing) in the layer of `none`. The variants
+alternate; outputs and gradients are compared before the timing. `cpu ms` is the CPU time of the
+busiest rank; on a busy machine it is more reliable than the time of a step.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 """
@@ -22,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the library compiles small functions, for GPUs
-warnings.filterwarnings("ignore")  # the library has many, of what is not installed
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the library would compile small functions, for GPUs
+warnings.filterwarnings("ignore")  # the library warns about packages that are not installed
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import torch
@@ -43,7 +42,7 @@ from ultraep.integrations.megatron import balanced
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     shape: Shape
     rounds: int
@@ -54,8 +53,8 @@ FULL, QUICK = Scale(SPREAD, 21), Scale(SPREAD, 7)
 TOY = Scale(Shape(hidden=16, ffn=32, experts=8, top_k=2, tokens=64, ranks=2), rounds=2)
 
 
-class GivenRouter(TopKRouter):  # type: ignore[misc]
-    """A router whose choices are given, unless the library forces balance."""
+class FixedRouter(TopKRouter):  # type: ignore[misc]
+    """A router with fixed choices, unless the library forces balance."""
 
     ids = torch.empty(0)
 
@@ -87,10 +86,10 @@ def configured(shape: Shape) -> Any:
 
 
 def make(config: Any, policy: str, ids: torch.Tensor) -> Any:
-    """A layer of the library, or balanced."""
+    """Create an unmodified or a balanced layer."""
     torch.manual_seed(3)
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
-    spec.submodules.router = GivenRouter
+    spec.submodules.router = FixedRouter
     if policy != PLAIN:
         spec = balanced(spec, config, policy=policy)
     layer = build_module(spec, config=config)
@@ -100,7 +99,7 @@ def make(config: Any, policy: str, ids: torch.Tensor) -> Any:
 
 
 def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
-    """One process: time all variants in turns; the slowest rank counts."""
+    """Time all variants in turn, in one process; the slowest rank counts."""
     with on_cpu():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=shape.ranks)
         model_parallel_cuda_manual_seed(rank)
@@ -131,10 +130,10 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
 
 
 def gain(bench: Bench) -> None:
-    """Tokens a second of two ranks."""
+    """Measure tokens per second of two ranks."""
     shape = bench.scale.shape
-    found = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
-    bench.table("a layer in processes, forward and backward", gain_lines(shape, found))
+    facts = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
+    bench.table("a layer in processes, forward and backward", gain_lines(shape, facts))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
-"""Memory of a layer: what its fullest rank needs unbalanced, and what every rank needs balanced.
+"""Memory of a layer per rank: unbalanced, balanced, and with a static row capacity.
 
-    python benchmarks/bench_memory.py            # on a card whose SMs can be split: measured
-    python benchmarks/bench_memory.py            # on any other machine: counted
+    python benchmarks/bench_memory.py            # measured on a GPU, counted elsewhere
     python benchmarks/bench_memory.py --toy      # tiny, for CI
 
-All ranks have buffers of one size. Bytes of one rank, without its weights, in one run:
+All ranks have buffers of the same size. Bytes of one rank, without its weights:
 
-    none              every row goes to its home: room for the rows of the fullest rank
-    ultraep, 1 slot   `capacity="auto"`: twice the rows that a rank has itself
-    ultraep, planned  the same with room for what the plan of these loads needs, and no more
+    none              every row goes to its home: capacity for the rows of the busiest rank
+    ultraep, 1 slot   `capacity="auto"`: twice the rows of a rank
+    ultraep, planned  the same with the capacity that the plan of these loads needs
     static            as many slots as homes, `capacity="static"`: the mean, whatever the loads
 
-Slots and their gradients are shared by all layers; rows are what dispatch and combine move through.
-Counted are the buffers that the data plane really takes, and of the experts what a layer keeps of
-every row for backward: the row, gate and up, and what comes out of the activation. Of 16 layers
-that wait for backward, this is there 16 times, the rest once. On a card, the
-most that forward and backward have allocated at once is measured in place of that, activations and
-gradients of the home experts; the highest skew is run and timed as well.
+All layers share the slots, their gradients and the row buffers. Counting uses the buffers that the
+data plane allocates and the tensors that experts save per row for backward: the row, gate and up,
+and the activation. With 16 layers in flight the saved tensors exist 16 times, the rest once. On a
+GPU, the peak of forward and backward is measured instead (activations and gradients of the home
+experts), and the highest skew is also timed.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import torch
 from bench_layer_gpu import SIZES, TOY
 from card import Size, World
 from harness import ANY, Bench, Line, Metric, main
-from layers import STEP, Given, given_layer
+from layers import STEP, FixedRouter, layer_with_weights
 from load_cases import HotRank, even
 from timing import free
 
@@ -39,13 +37,13 @@ from ultraep import BalanceConfig, Plan, Topology
 from ultraep.comm import Region
 
 SKEWS = (1.0, 1.5, 3.0)
-AFTER = Metric("rows_of_the_fullest_rank", "rows", "fullest", ".0f")
-ROOM = Metric("rows_with_room", "rows", "room", ".0f")
+AFTER = Metric("rows_of_the_fullest_rank", "rows", "busiest", ".0f")
+CAPACITY = Metric("rows_with_room", "rows", "capacity", ".0f")
 SLOTS = Metric("slots_and_their_gradients", "MB", "slots MB", ".1f")
 ROWS = Metric("shared_rows", "MB", "rows MB", ".1f")
 STEP_MEMORY = Metric("peak_of_a_step", "MB", "step MB", ".1f")
 KEPT = Metric("kept_for_backward", "MB", "kept MB", ".1f")
-EACH = 2  # bytes of a number: BF16
+EACH = 2  # bytes of a BF16 number
 ALL = Metric("all_but_weights", "MB", "all MB", ".1f")
 MODEL = Metric("all_but_weights_of_16_layers", "MB", "16 layers", ".0f")
 LAYERS = 16
@@ -54,12 +52,12 @@ OVER = Metric("share_of_none", "share", "of none", ".3f")
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to run the layer."""
+    """A configuration of the layer."""
 
     name: str
     policy: str
     slots: int
-    capacity: int | str  # of a balancer; 0: what the plan needs
+    capacity: int | str  # of the balancer; 0: what the plan needs
 
 
 def contenders(size: Size) -> Iterator[Contender]:
@@ -76,17 +74,17 @@ def plan_of(size: Size, skew: float, contender: Contender) -> Plan:
 
 
 def shared_bytes(balancer: ultraep.Balancer, device: str) -> tuple[dict[str, int], int]:
-    """Bytes of a rank in memory that is mapped, by use; and the rows that there is room for."""
+    """Mapped bytes of a rank by use, and its row capacity."""
     plane: Any = balancer.plane(device)
     memory = plane.workspaces.last.memory
-    found: dict[str, int] = defaultdict(int)
+    nbytes_of: dict[str, int] = defaultdict(int)
     for (kind, nbytes), _ in memory._regions.items():
-        found["rows" if kind in ("values", "served") else "slots"] += nbytes
-    return found, memory.capacity
+        nbytes_of["rows" if kind in ("values", "served") else "slots"] += nbytes
+    return nbytes_of, memory.capacity
 
 
 class OneRank:
-    """Memory of one rank of a group, of which no page is touched that nobody writes to."""
+    """The memory of one rank of a group; pages that are not written are never touched."""
 
     rank, device = 0, torch.device("cpu")
 
@@ -101,11 +99,11 @@ class OneRank:
         return [value]
 
     def close(self) -> None:
-        """It goes with the last tensor."""
+        """The memory is freed with the last tensor."""
 
 
 def on_host(size: Size, contender: Contender, capacity: int | str) -> tuple[dict[str, int], int]:
-    """What is taken for such a layer; nothing runs."""
+    """Bytes allocated for such a layer, without running it."""
     balancer = ultraep.Balancer(
         peers=OneRank(size.ranks),
         data_plane="mapped",
@@ -120,63 +118,65 @@ def on_host(size: Size, contender: Contender, capacity: int | str) -> tuple[dict
         "gate_up_proj": torch.empty(homes, 2 * size.ffn, size.hidden, dtype=torch.bfloat16),
         "down_proj": torch.empty(homes, size.hidden, size.ffn, dtype=torch.bfloat16),
     }
-    layer = given_layer(balancer, Given(), weights)
+    layer = layer_with_weights(balancer, FixedRouter(), weights)
     ids = torch.zeros(size.tokens, size.top_k, dtype=torch.int32)
     row = torch.zeros(1, size.hidden, dtype=torch.bfloat16)
     balancer.prepare(ids, row, layer.experts.bundle)
-    found, room = shared_bytes(balancer, "cpu")
-    return found | {"kept": room * EACH * (size.hidden + 3 * size.ffn)}, room
+    nbytes_of, rows = shared_bytes(balancer, "cpu")
+    return nbytes_of | {"kept": rows * EACH * (size.hidden + 3 * size.ffn)}, rows
 
 
 def on_card(
     world: World, plan: Plan, capacity: Any, *, timed: bool
 ) -> tuple[dict[str, int], int, float | None]:
-    """Shared memory, the peak of a step, and its milliseconds if they are asked for."""
+    """Shared memory, the peak of a step and, with `timed`, its milliseconds."""
     world.regroup(plan, capacity)
     world.route(plan.loads)
     first, *others = world.ranks
-    found, room = shared_bytes(first.balancer, "cuda")
-    first.capture()  # what is loaded for the first time is not of the step
+    nbytes_of, rows = shared_bytes(first.balancer, "cuda")
+    first.capture()  # loads kernels, which are not part of the step
     first.forget()
     free()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     first.capture()
-    found["step"] = torch.cuda.max_memory_allocated() - before
+    nbytes_of["step"] = torch.cuda.max_memory_allocated() - before
     if not timed:
-        return found, room, None
+        return nbytes_of, rows, None
     for rank in others:
         rank.capture()
     torch.cuda.synchronize()
     world.replay()
     world.check()
-    return found, room, world.time()
+    return nbytes_of, rows, world.time()
 
 
 def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Iterator[Line]:
-    """All contenders at one skew."""
+    """Lines of all configurations at one skew."""
     whole = 0.0
     for contender in contenders(size):
         plan = plan_of(size, skew, contender)
-        fullest = int(plan.rank_loads.max())
-        capacity = contender.capacity or fullest
+        busiest = int(plan.rank_loads.max())
+        capacity = contender.capacity or busiest
         ms = None
         if world is None:
-            found, room = on_host(size, contender, capacity)
+            nbytes_of, rows = on_host(size, contender, capacity)
         else:
-            found, room, ms = on_card(world, plan, capacity, timed=timed)
-        total = sum(found.values())
+            nbytes_of, rows, ms = on_card(world, plan, capacity, timed=timed)
+        total = sum(nbytes_of.values())
         whole = whole or total
         values = {
-            AFTER: fullest,
-            ROOM: room,
-            SLOTS: found["slots"] / 1e6,
-            ROWS: found["rows"] / 1e6,
-            KEPT: found["kept"] / 1e6 if "kept" in found else None,
-            STEP_MEMORY: found["step"] / 1e6 if "step" in found else None,
+            AFTER: busiest,
+            CAPACITY: rows,
+            SLOTS: nbytes_of["slots"] / 1e6,
+            ROWS: nbytes_of["rows"] / 1e6,
+            KEPT: nbytes_of["kept"] / 1e6 if "kept" in nbytes_of else None,
+            STEP_MEMORY: nbytes_of["step"] / 1e6 if "step" in nbytes_of else None,
             ALL: total / 1e6,
             OVER: total / whole,
-            MODEL: (total + (LAYERS - 1) * found["kept"]) / 1e6 if "kept" in found else None,
+            MODEL: (total + (LAYERS - 1) * nbytes_of["kept"]) / 1e6
+            if "kept" in nbytes_of
+            else None,
             STEP: ms,
         }
         yield Line({"skew": skew, "way": contender.name, "slots": contender.slots}, values)
@@ -184,24 +184,24 @@ def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Itera
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     size: Size = SIZES[0]
     skews: tuple[float, ...] = SKEWS
 
 
 def memory(bench: Bench) -> None:
-    """All skews, the highest first: it says most."""
+    """Measure all skews, the highest first."""
     size, skews = bench.scale.size, bench.scale.skews
     world = World(size) if bench.on_gpu else None
     about = f"{size.model}: {size.about}"
-    about += f", {size.tokens} tokens a rank, EP{size.ranks}; bytes of one rank"
+    about += f", {size.tokens} tokens per rank, EP{size.ranks}; bytes of one rank"
     section = "counted" if world is None else "measured"
     for skew in skews[::-1]:
-        found = list(lines(size, skew, world, timed=skew == skews[-1]))
-        bench.table(about, found, section=section)
+        table = list(lines(size, skew, world, timed=skew == skews[-1]))
+        bench.table(about, table, section=section)
     if world is None:
-        bench.report.note("There is no GPU: buffers are counted, and nothing runs.")
+        bench.report.note("No GPU: buffers are counted, nothing runs.")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""What observing a run costs: metrics, a recorded trace, and both, beside nothing.
+"""The cost of metrics, of a recorded trace, and of both.
 
     python benchmarks/bench_metrics.py                      # EP2, a core and a thread per rank
     python benchmarks/bench_metrics.py --only eager,graph   # one card: eager, and EP8 in graphs
     python benchmarks/bench_metrics.py --toy                # tiny, for CI
 
-The same step takes turns in one run: as it is, with metrics, with a recorder, and with both.
-Metrics are read every ten steps, into a log, scalars and, where its client is installed, a page of
-Prometheus. The cost is the median of the quotients of neighbouring steps. `alone` is what metrics
-do for a layer without the layer; `record` what the step pays for a record of rank 0, what the
-writing thread pays for it later, and its bytes on the disk. On a card, `eager` is one rank on the
-mapped data plane; `graph` is eight ranks, each on a part of the card and with a graph of its step,
-which holds the counting and keeping of what its replays plan.
+The same step alternates: plain, with metrics, with a recorder, with both. Metrics are read every
+ten steps into a log, scalars and, if its client is installed, a Prometheus page. The cost is the
+median of the ratios of neighbouring steps. `alone` measures the metrics code without the layer.
+`record` measures a record of rank 0: its cost in the step, in the writing thread, and its bytes on
+disk. On a GPU, `eager` is one rank on the mapped data plane, and `graph` is eight ranks on
+partitions of the GPU, whose graphs include the kernels that count and store the plans of replays.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from bench_layer import Size, one_step
 from bench_layer_gpu import SIZES, plan_for
 from card import LAUNCHING, World, capacity_of
 from harness import CARD, KERNELS, Bench, Line, Metric, Values, main
-from layers import Given, on_ranks
+from layers import FixedRouter, on_ranks
 from load_cases import HotRank, Shape, skewed_ids
 from single_contenders import Contender, Inputs, name_of, on_balancer
 from timing import device_us, free, in_a_row_ms, in_turns, nothing, standard_error, time_call
@@ -69,17 +68,17 @@ Times = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     size: Size
     groups: tuple[tuple[int, int], ...]  # ranks and experts
     count: int  # records
-    shape: Shape  # of a layer on a card
-    rounds: int  # on a card
+    shape: Shape  # of a layer on a GPU
+    rounds: int  # on a GPU
 
 
 def watch(balancer: ultraep.Balancer) -> Metrics:
-    """Metrics with all sinks that are installed."""
+    """Attach metrics with all installed sinks."""
     logger = logging.getLogger("ultraep.benchmark")
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
     logger.setLevel(logging.INFO)
@@ -92,11 +91,11 @@ def watch(balancer: ultraep.Balancer) -> Metrics:
 
 
 def _nowhere(_values: dict[str, float], _step: int) -> None:
-    """Takes scalars."""
+    """Discard scalars."""
 
 
 def lines_of(case: Mapping[str, Any], times: Times) -> list[Line]:
-    """A line for every kind; the first one is what the others are compared with."""
+    """One line per kind; all kinds are compared with the first."""
     first, *_ = times
     lines = []
     for kind, seconds in times.items():
@@ -112,7 +111,7 @@ def lines_of(case: Mapping[str, Any], times: Times) -> list[Line]:
 
 
 def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.BalancedMoE:
-    """A layer whose router is given, on a balancer of its own."""
+    """A layer with fixed routing on its own balancer."""
     balancer = ultraep.Balancer(
         experts=size.experts,
         slots=size.slots,
@@ -124,12 +123,12 @@ def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.
         size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
     )
     ids = skewed_ids(size, size.ratio)[rank]
-    moe.router = Given(ids, torch.full(ids.shape, 1 / size.top_k, requires_grad=True))
+    moe.router = FixedRouter(ids, torch.full(ids.shape, 1 / size.top_k, requires_grad=True))
     return moe
 
 
 def on_rank(rank: int, size: Size, folder: str) -> dict[str, list[float]]:
-    """One process: seconds of every step of every kind, the slowest rank's."""
+    """Seconds of the slowest rank by kind and step, in one process."""
     with closing(connect(dist.group.WORLD, transport=size.transport)) as comm:
         layers, metrics = {}, {}
         for kind in OBSERVED:
@@ -146,29 +145,29 @@ def on_rank(rank: int, size: Size, folder: str) -> dict[str, list[float]]:
                 elapsed += time_call(metrics[kind].step, 1, 0).p50
             return float(comm.all_gather(torch.tensor([elapsed])).max())
 
-        found = in_turns(OBSERVED, size.rounds, seconds_of)
+        seconds = in_turns(OBSERVED, size.rounds, seconds_of)
         for kind in (RECORDER, BOTH):
             recorder: Any = layers[kind].balancer.recorder
             recorder.close()
             if recorder.dropped:
                 raise SystemExit(f"{recorder.dropped} records were dropped")
-        return found
+        return seconds
 
 
 def cpu(bench: Bench) -> None:
-    """A layer of two processes."""
+    """Measure a layer in two processes."""
     size: Size = bench.scale.size
     with tempfile.TemporaryDirectory() as folder:
         times: Times = on_ranks(size.ranks, on_rank, size, folder)
     case = {"ranks": size.ranks, "tokens": size.tokens, "hidden": size.hidden, "ffn": size.ffn}
     case |= {"experts": size.experts, "top_k": size.top_k, "slots": size.slots}
     bench.table("a layer, forward and backward", lines_of(case, times))
-    bench.report.note("Cost: median of the quotients of neighbouring steps, less one; +-: its")
-    bench.report.note("standard error, by the 20th and the 80th percentile.")
+    bench.report.note("Cost: median ratio of neighbouring steps, minus 1; +-: its")
+    bench.report.note("standard error, from the 20th and 80th percentiles.")
 
 
 def alone(bench: Bench) -> None:
-    """Microseconds of the host that metrics add to a layer, forward and backward."""
+    """Measure the host time that metrics add to a layer, forward and backward."""
     lines = []
     for ranks, experts in bench.scale.groups:
         topology = ultraep.Topology(ranks=ranks, experts=experts)
@@ -192,12 +191,12 @@ def alone(bench: Bench) -> None:
             took.append(time.perf_counter() - begin)
         values = {INSIDE: median(took) * 1e6, MEAN_INSIDE: fmean(took) * 1e6}
         lines.append(Line({"ranks": ranks, "experts": experts}, values))
-    bench.table("what metrics do for one layer, forward and backward, without the layer", lines)
-    bench.report.note(f"The mean has the readings in it, one in {EVERY} steps.")
+    bench.table("metrics code of one layer, forward and backward, without the layer", lines)
+    bench.report.note(f"The mean includes the readings, one every {EVERY} steps.")
 
 
 def record(bench: Bench) -> None:
-    """What a record of rank 0 costs the step, and the thread that writes it."""
+    """Measure the cost of a record of rank 0, in the step and in the writing thread."""
     lines = []
     for ranks, experts in bench.scale.groups:
         topology = ultraep.Topology(ranks=ranks, experts=experts)
@@ -213,7 +212,7 @@ def record(bench: Bench) -> None:
 
 
 def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]:
-    """What the step pays, and what the thread does for it at the same time or later."""
+    """Time in the step, and in the thread that writes at the same time or later."""
     with tempfile.TemporaryDirectory() as folder:
         took = []
         process, thread = time.process_time(), time.thread_time()
@@ -234,7 +233,7 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
 
 
 def pass_by(clock: HostClock, microbatch: MicrobatchInfo, plan: ultraep.Plan) -> None:
-    """All that is recorded of a microbatch in forward and backward, without the work itself."""
+    """Record one microbatch, forward and backward, without running it."""
     for stage in (*FORWARD, *BACKWARD):
         microbatch.back = stage in BACKWARD
         clock.begin(stage, microbatch)
@@ -244,11 +243,11 @@ def pass_by(clock: HostClock, microbatch: MicrobatchInfo, plan: ultraep.Plan) ->
     clock.sent(microbatch, "gradients", 1, 1)
 
 
-# -- a card --------------------------------------------------------------------------------------
+# -- a GPU ---------------------------------------------------------------------------------------
 
 
 def eager(bench: Bench) -> None:
-    """One rank, launched as it comes: what the host adds is seen where the device waits for it."""
+    """Measure one rank in eager mode; host time shows where the device waits for it."""
     shape: Shape = bench.scale.shape
     inputs, contenders, after = Inputs.of_tokens(shape, bench.clock), {}, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -277,7 +276,7 @@ def eager(bench: Bench) -> None:
 
 
 def graph(bench: Bench) -> None:
-    """Eight ranks of a card, one layer in a graph each; what counts and records is in the graph."""
+    """Measure eight ranks of a GPU in graphs, which include counting and recording."""
     size, load, rounds = SIZES[0], HotRank(2.0), 3 * bench.scale.rounds
     with tempfile.TemporaryDirectory() as folder:
         plain = Watched(World(size), load)
@@ -292,14 +291,14 @@ def graph(bench: Bench) -> None:
         plain.check(rounds + 2)
         recorded.check(rounds + 2)
         kept = read_trace(f"{folder}/run")
-    title = f"{size.model}: EP{size.ranks} on one card, a layer in graphs, forward and backward"
+    title = f"{size.model}: EP{size.ranks} on one GPU, a layer in graphs, forward and backward"
     bench.table(title, lines_of({"tokens": size.tokens, "load": load.name}, times))
     if len(kept) != rounds + 2 or kept.dropped:
         raise SystemExit(f"{len(kept)} of {rounds + 2} replays are recorded, {kept.dropped} lost")
 
 
 class Watched:
-    """Ranks of a card with one layer each, and graphs of their step by what watches them."""
+    """Ranks on one GPU with a layer each, and one graph of the step per kind of observation."""
 
     def __init__(self, world: World, load: HotRank, folder: str | None = None) -> None:
         self.world, self.metrics = world, list[Metrics]()
@@ -319,7 +318,7 @@ class Watched:
         self._graphs[kind] = [rank.graph for rank in self.world.ranks]
 
     def seconds(self, kind: str) -> float:
-        """Of one step, on the device; the host is ahead of it."""
+        """Device seconds of one step."""
         for rank, own in zip(self.world.ranks, self._graphs[kind], strict=True):
             rank.graph = own
         wait = torch.cuda.synchronize
@@ -337,11 +336,11 @@ class Watched:
         self.world.replay()
 
     def check(self, replays: int) -> None:
-        """All replays were counted; and the trace is written, if there is one."""
+        """Check that all replays were counted; write the trace, if any."""
         self.world.check()
-        found = self.metrics[0].read()
-        if found.totals.microbatches != replays:
-            raise SystemExit(f"{found.totals.microbatches} of {replays} replays were counted")
+        reading = self.metrics[0].read()
+        if reading.totals.microbatches != replays:
+            raise SystemExit(f"{reading.totals.microbatches} of {replays} replays were counted")
         for rank in self.world.ranks:
             rank.balancer.close()
 

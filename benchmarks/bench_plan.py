@@ -1,11 +1,11 @@
-"""Every planner on the same loads: how flat, how many copies, how fast; and how far from optimal.
+"""All planners on the same loads: imbalance, replicas, time, and the gap to the optimum.
 
     python benchmarks/bench_plan.py                          # quality, tolerance, growth, small
     python benchmarks/bench_plan.py --only trace --trace FILE   # recorded routing
     python benchmarks/bench_plan.py --only optimum              # exact optima
     python benchmarks/bench_plan.py --toy                    # tiny, for CI
 
-`benchmarks/README.md` tells how to read the tables. Shapes: R ranks, E experts.
+`benchmarks/README.md` explains the tables. Shapes: R ranks, E experts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ultraep.arrays import IntArray
 from ultraep.policies import BUILT_IN, get_policy
 
 PUBLISHED_FOR = (64, 256, 2)  # ranks, experts, slots; ordered Zipf, 1 % above the mean
-PUBLISHED_COPIES = {1.5: 38, 2.0: 46, 3.0: 51}  # of UltraEP's planner, by ratio
-STOP_EARLY = ("ultraep", "quota", "echo", "llep")  # the policies that make use of a tolerance
-CHECKED_RANKS = 256  # plans for more ranks are not checked, for a check is dense
-GROWTH_PASSES = 3  # over all sizes; the quickest counts, as others may use the machine
+PUBLISHED_COPIES = {1.5: 38, 2.0: 46, 3.0: 51}  # replicas of the paper's planner, by ratio
+STOP_EARLY = ("ultraep", "quota", "echo", "llep")  # policies that use a tolerance
+CHECKED_RANKS = 256  # larger plans are not checked, because the check is dense
+GROWTH_PASSES = 3  # over all sizes; the fastest counts, because other programs may use the machine
 TIME_LIMIT = 60.0  # seconds for one exact optimum
 
 COUNT = Metric("loads", "loads", "n", ".0f", sum)
@@ -41,7 +41,7 @@ MEAN = Metric("imbalance_mean", "max/mean", "mean")
 WORST = Metric("imbalance_worst", "max/mean", "worst", combine=max)
 BOUND = Metric("lower_bound_mean", "max/mean", "bound")
 GAP = Metric("gap_to_bound_mean", "max/mean", "gap")
-COPIES = Metric("copies_mean", "copies", "copies", ".1f")
+COPIES = Metric("copies_mean", "copies", "replicas", ".1f")
 PUBLISHED = Metric("copies_published", "copies", "publ.", ".0f", max)
 FANOUT = Metric("fanout_max", "copies", "fan", ".0f", max)
 INGRESS = Metric("ingress_max", "copies", "in", ".0f", max)
@@ -63,10 +63,12 @@ UNPROVEN = Metric("unproven", "loads", "unproven", ".0f", sum)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     sizes: tuple[tuple[int, int], ...]  # ranks and experts
-    detail: tuple[int, int]  # the size of the other sections; its ranks are shown load by load
+    detail: tuple[
+        int, int
+    ]  # the size of the other sections; `quality` has one line per load for its ranks
     ratios: tuple[float, ...]
     seeds: int
     tokens: int
@@ -77,7 +79,7 @@ class Scale:
     optima: int
     policies: Sequence[str] = BUILT_IN
     trace: Path | None = None
-    experts: int | None = None  # of the trace; default: from its largest id
+    experts: int | None = None  # of the trace; None: from its largest id
     window: int = 4096  # tokens of a microbatch of the trace
 
     @property
@@ -87,7 +89,7 @@ class Scale:
         return RecordedRouting(self.trace, self.experts, self.window)
 
     def seeds_at(self, ranks: int) -> int:
-        """All seeds where it is shown load by load, fewer elsewhere."""
+        """All seeds for sizes with one line per load, fewer for the others."""
         return self.seeds if ranks == self.detail[0] else max(1, min(5, self.seeds, 1024 // ranks))
 
 
@@ -136,7 +138,7 @@ def measure(
     history: IntArray,
     repeats: int = 1,
 ) -> Values:
-    """Plan once, check the plan, then time the same again: loads in, placement and split out."""
+    """Plan once and check the plan, then time planning from loads to placement and split."""
     call = partial(ultraep.plan, loads, topology, config, history=history)
     plan = call()
     if topology.ranks <= CHECKED_RANKS:
@@ -159,7 +161,7 @@ def measure(
 
 
 def quality(bench: Bench) -> None:
-    """All policies on generated loads of all sizes, with one and two slots."""
+    """All policies on synthetic loads of all sizes, with one and two slots."""
     scale: Scale = bench.scale
     kinds = [*zipf_kinds(scale.ratios), Kind("lognormal"), Kind("uniform"), Kind("one_hot")]
     for ranks, experts in scale.sizes:
@@ -177,14 +179,14 @@ def quality(bench: Bench) -> None:
         for samples in tables.values():
             bench.table("quality", samples.lines())
     bench.report.note(
-        "All policies plan the same n loads; eplb, lplb and flashlb place by the load they then "
-        "serve.\nThese three move homes; llep, moonep and ideal keep to no slots: no bound holds "
-        "for them."
+        "All policies plan the same n loads; eplb, lplb and flashlb place by the very load they "
+        "serve.\nThese three move homes; llep, moonep and ideal ignore slots: the bound does not "
+        "apply to them."
     )
 
 
 def tolerance(bench: Bench) -> None:
-    """Copies that are made when 1 % above the mean will do."""
+    """Replicas with a tolerance of 1 %."""
     scale: Scale = bench.scale
     ranks, experts = scale.detail
     kinds = zipf_kinds([ratio for ratio in scale.ratios if ratio in PUBLISHED_COPIES])
@@ -195,18 +197,18 @@ def tolerance(bench: Bench) -> None:
             same = kind.family == ORDERED and (*scale.detail, slots) == PUBLISHED_FOR
             published = PUBLISHED_COPIES[kind.ratio] if same and kind.ratio else None
             for policy in (policy for policy in scale.policies if policy in STOP_EARLY):
-                allowed = 0.0 if policy == "quota" else 0.01  # quota adds 1 % by itself
+                allowed = 0.0 if policy == "quota" else 0.01  # quota has its own tolerance of 1 %
                 config = BalanceConfig(policy=policy, tolerance=allowed)
                 values = measure(loads, topology, config, history=loads)
                 values = {m: v for m, v in values.items() if m not in (BOUND, GAP)}
                 values |= {PUBLISHED: published}
                 samples.add(_case(topology, load=kind.name, policy=policy), values)
         bench.table("tolerance 0.01", samples.lines())
-    bench.report.note("publ.: copies that UltraEP's paper prints for its own planner.")
+    bench.report.note("publ.: replicas of the planner of the UltraEP paper, as published.")
 
 
 def growth(bench: Bench) -> None:
-    """How the time of our planner grows, with the ranks and with the experts."""
+    """Growth of the planning time with ranks and with experts."""
     scale: Scale = bench.scale
     ranks, experts = scale.detail
     sizes_along = {
@@ -242,7 +244,7 @@ def _growth_line(kind: Kind, ranks: int, experts: int, *, tokens: int, along: st
 
 
 def small(bench: Bench) -> None:
-    """Few tokens: what the sources send adds up to what was planned."""
+    """Few tokens: whether the rows that sources send add up to the plan."""
     scale: Scale = bench.scale
     ranks, experts = scale.detail
     topology, kind, samples = Topology(ranks=ranks, experts=experts), Kind(SHUFFLED, 2.0), Samples()
@@ -262,16 +264,16 @@ def small(bench: Bench) -> None:
         samples.add(_case(topology, load=kind.name) | {"tokens": tokens}, values)
     bench.table("small batches", samples.lines())
     bench.report.note(
-        "tokens: of each rank; mean, worst: as planned; equal: share of loads met on every rank."
+        "tokens: per rank; mean, worst: as planned; equal: share of plans met on every rank."
     )
 
 
 def trace(bench: Bench) -> None:
-    """All policies on recorded routing; those that need history also with a stale one."""
+    """All policies on recorded routing; policies with history also by the previous window."""
     scale: Scale = bench.scale
     recorded = scale.recorded
     if recorded is None:
-        raise SystemExit("section trace needs --trace FILE")
+        raise SystemExit("the section trace needs --trace FILE")
     for ranks in scale.trace_ranks:
         microbatches, samples = list(recorded.microbatches(ranks)), Samples()
         for slots, policy in list(product((1, 2), scale.policies)):
@@ -284,16 +286,18 @@ def trace(bench: Bench) -> None:
                     values = measure(loads, topology, config, history=past)
                     samples.add(_case(topology, policy=policy, history=history), values)
         bench.table(f"trace {recorded.path.name}, window {recorded.window}", samples.lines())
-    bench.report.note("previous: placed by the window before; the first of a text has none.")
+    bench.report.note(
+        "previous: placed by the previous window; the first window of a text has none."
+    )
 
 
 def optimum(bench: Bench) -> None:
-    """How far our plans are from the best there is, by a mixed-integer program."""
+    """The gap between our plans and the optimum of a mixed-integer program."""
     scale: Scale = bench.scale
     shapes, together = Samples(), Samples()
     for case in small_cases(scale.optima):
         loads = np.zeros((case.topology.ranks, case.topology.experts), dtype=np.int64)
-        loads[0] = case.expert_loads  # the sources do not matter to the peak
+        loads[0] = case.expert_loads  # the peak does not depend on the sources
         values = _gap(ultraep.plan(loads, case.topology))
         shapes.add({"slots": case.topology.slots, "load": case.shape}, values)
         together.add({"slots": case.topology.slots, "load": "all"}, values)
@@ -302,13 +306,13 @@ def optimum(bench: Bench) -> None:
         "optimum, small random loads", sorted(lines, key=lambda line: str(line.case["slots"]))
     )
     bench.report.note(
-        "gap: imbalance over optimum, less one; at bound: plans that reach the lower bound."
-        f"\nunproven within {TIME_LIMIT:g} s: counted, but left out of gap and optimum."
+        "gap: imbalance over optimum, minus 1; at bound: plans that reach the lower bound."
+        f"\nunproven within {TIME_LIMIT:g} s: counted, but not part of gap and optimum."
     )
 
 
 def _gap(plan: Plan) -> Values:
-    """A plan beside the best one; unless that is proven in time, as good as the best."""
+    """Compare a plan with the optimum; if it is not proven in time, the gap is unknown."""
     best, proven = plan.imbalance, True
     try:
         peak = optimal_peak(plan.loads.sum(axis=0), plan.topology, TIME_LIMIT)
@@ -345,10 +349,10 @@ SECTIONS = {
     "optimum": optimum,
 }
 OPTIONS: Extra = {
-    "policies": (comma_list(BUILT_IN), "A,B: some of the built-in ones"),
-    "trace": (Path, "recorded routing, .npz"),
-    "experts": (int, "of the trace; default: from its largest id"),
-    "window": (int, "tokens of a microbatch of the trace (default 4096)"),
+    "policies": (comma_list(BUILT_IN), "plan with these policies (default: all built-in ones)"),
+    "trace": (Path, "file with recorded routing, .npz"),
+    "experts": (int, "experts of the trace (default: from its largest id)"),
+    "window": (int, "tokens per microbatch of the trace (default 4096)"),
 }
 
 

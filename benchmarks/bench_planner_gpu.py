@@ -1,13 +1,12 @@
-"""What planning takes a GPU, by objective and rates, on generated and on recorded loads.
+"""Planning time on a GPU, by objective and rates, on synthetic and recorded loads.
 
     python benchmarks/bench_planner_gpu.py                   # needs a GPU; three minutes
     python benchmarks/bench_planner_gpu.py --routing FILE    # also recorded routing: arrays *_ids
     python benchmarks/bench_planner_gpu.py --toy             # tiny, for CI; also without a GPU
 
-Every plan is compared with the plan of the CPU before it is timed. `plan` is captured once for each
-size and objective, in a graph of 20 calls; other loads are put in the place of the first ones and
-the graph is replayed. Times of Triton's interpreter, which runs `--toy` without a GPU, say nothing
-about a device.
+Every plan is compared with the plan of the CPU before it is timed. `plan` is captured once per size
+and objective, in a graph of 20 calls, and replayed with other loads. Times of Triton's interpreter,
+which runs `--toy` without a GPU, say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from ultraep import BalanceConfig, Rates, Topology
 from ultraep.arrays import IntArray
 from ultraep.runtime.control import ControlPlane
 
-INNER = 20  # calls in one graph
-RECORDED_EXPERTS = 32  # of a layer of gpt-oss-20b; several layers side by side have more
+INNER = 20  # calls per graph
+RECORDED_EXPERTS = 32  # of a gpt-oss-20b layer; several layers together have more
 CONFIGS = {
     "balance": BalanceConfig(objective="balance"),
     "time, links": BalanceConfig(rates=Rates(row=5300, copy=4_100_000, layer=1_200_000)),
@@ -43,19 +42,19 @@ COUNT = Metric("loads", "loads", "n", ".0f", sum)
 TYPICAL = Metric("plan_time_p50", "us", "us", ".2f", median)
 SLOWEST = Metric("plan_time_max", "us", "slowest us", ".2f", max)
 TWIN = Metric("cpu_plan_time_p20", "us", "CPU us", ".0f", median)
-COPIES = Metric("copies_mean", "copies", "copies", ".1f")
+COPIES = Metric("copies_mean", "copies", "replicas", ".1f")
 AFTER = Metric("imbalance_mean", "max/mean", "after", ".3f")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     sizes: tuple[tuple[int, int], ...]  # ranks and experts
     ratios: tuple[float, ...]
     seeds: int
-    windows: int  # recorded microbatches of each size
-    tokens: int  # of a rank; of a recorded microbatch, of all of them
+    windows: int  # recorded microbatches per size
+    tokens: int  # per rank; of a recorded microbatch, of all ranks
     rounds: int
     objectives: tuple[str, ...] = tuple(CONFIGS)
     routing: Path | None = None
@@ -82,8 +81,8 @@ TOY = Scale(
 
 
 def loads_of(ranks: int, experts: int, scale: Scale) -> list[tuple[str, IntArray]]:
-    """Kind and [R, E] loads of every microbatch."""
-    found = [
+    """Name of the family and [R, E] loads of every microbatch."""
+    named_loads = [
         (family, Kind(family, ratio).draw(ranks, experts, tokens=scale.tokens, seed=seed))
         for family in (ORDERED, SHUFFLED)
         for ratio in scale.ratios
@@ -96,12 +95,12 @@ def loads_of(ranks: int, experts: int, scale: Scale) -> list[tuple[str, IntArray
         groups = [every[begin : begin + layers] for begin in range(0, len(every), layers)]
         whole = [np.concatenate(group, axis=1) for group in groups if len(group) == layers]
         step = max(1, len(whole) // scale.windows)
-        found += [("recorded", loads) for loads in whole[::step][: scale.windows]]
-    return found
+        named_loads += [("recorded", loads) for loads in whole[::step][: scale.windows]]
+    return named_loads
 
 
 class Planned:
-    """Plans of one size and config on the device, for whatever loads are put there."""
+    """The planner of one size and config on the device, with replaceable loads."""
 
     def __init__(self, topology: Topology, config: BalanceConfig, loads: IntArray) -> None:
         self.topology, self.config = topology, config
@@ -109,13 +108,13 @@ class Planned:
         self.loads = torch.from_numpy(loads).to(self.control.device, torch.int32)
 
     def put(self, loads: IntArray) -> ultraep.Plan:
-        """Plan other loads on both sides; the plan, which must be the same."""
+        """Replace the loads, and compare the plans of device and CPU."""
         self.loads.copy_(torch.from_numpy(loads))
         wanted = ultraep.plan(loads, self.topology, self.config, backend="cpu")
-        found = self.call().to_host()
+        plan = self.call().to_host()
         self.control.check()
-        same_loads = np.array_equal(found.rank_loads, wanted.rank_loads)
-        if found.digest() != wanted.digest() or not same_loads:
+        same_loads = np.array_equal(plan.rank_loads, wanted.rank_loads)
+        if plan.digest() != wanted.digest() or not same_loads:
             raise Mismatch(f"the plan for {self.topology}, {self.config}")
         return wanted
 
@@ -124,7 +123,7 @@ class Planned:
 
 
 def plans(bench: Bench) -> None:
-    """All sizes, objectives and loads."""
+    """Measure all sizes, objectives and loads."""
     for ranks, experts in bench.scale.sizes:
         topology, samples = Topology(ranks=ranks, experts=experts), Samples()
         microbatches = loads_of(ranks, experts, bench.scale)
@@ -146,5 +145,5 @@ def plans(bench: Bench) -> None:
 
 if __name__ == "__main__":
     scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    extra = {"routing": (Path, "recorded routing, .npz")}
+    extra = {"routing": (Path, "file with recorded routing, .npz")}
     main("planner", __doc__, {"plans": plans}, scales, needs=KERNELS, extra=extra)

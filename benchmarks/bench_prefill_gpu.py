@@ -1,12 +1,11 @@
-"""Prefill as eight ranks on one card: a whole MoE layer forward, by tokens of a rank.
+"""Prefill as eight ranks on one GPU: a whole MoE layer forward, by tokens per rank.
 
-    python benchmarks/bench_prefill_gpu.py               # a card whose SMs can be split
-    python benchmarks/bench_prefill_gpu.py --toy         # tiny; without a GPU, plans and no times
+    python benchmarks/bench_prefill_gpu.py            # a GPU with green contexts, cuda-python
+    python benchmarks/bench_prefill_gpu.py --toy      # tiny; without a GPU, only plans
 
-As `bench_layer_gpu.py`, without backward, at the sizes of whole layers and from few tokens to many:
-what is left of balance when a microbatch is small, and from how many tokens on balancing is faster
-than leaving the ranks uneven. Copies are sent in every step. Ultraep takes turns with the ceilings
-of `card.py`: random even routing is what frameworks call forced balance.
+Like `bench_layer_gpu.py` without backward, for whole layers and few to many tokens: how balancing
+performs for small microbatches, and from how many tokens on it pays. Replicas are sent in every
+step. ultraep alternates with the ceilings of `card.py`.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width, F hidden width.
 """
@@ -19,7 +18,7 @@ from itertools import product
 
 import numpy as np
 from bench_layer_gpu import OPTIONS, sizes_of
-from card import DRAWN, OF_MATMUL, Ceilings, Seen, Size, World, even_plan
+from card import DRAWN, OF_MATMUL, Ceilings, Measured, Size, World, even_plan
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
 from layers import GAIN, plan_values, step_values
 from load_cases import HotRank
@@ -34,22 +33,22 @@ TOKENS = (128, 512, 2048, 8192, 16384)
 SIZES = (
     Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=16384, rounds=9),
     Size(model="DeepSeek-V3", hidden=7168, ffn=2048, experts=256, tokens=8192, rounds=9),
-)  # tokens: the most for which two layers have room
+)  # tokens: the most for which two layers fit in memory
 TOY = Size(model="toy", hidden=256, ffn=128, experts=16, tokens=128, top_k=2, ranks=2, rounds=2)
 LOADS = (HotRank(1.5), HotRank(2.0), HotRank(2.0, inner=1.0))
 
 
 def planned(size: Size, loads: IntArray, policy: str, slots: int) -> Plan:
-    """How a policy serves these loads."""
+    """The plan of a policy for these loads."""
     slots = slots if policy == "ultraep" else 0
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
     return ultraep.plan(loads, topology, BalanceConfig(policy=policy))
 
 
-def timed_steps(size: Size, hot: Sequence[HotRank]) -> dict[HotRank, tuple[float, Seen]]:
-    """Milliseconds without balancing, and ultraep in turn with the ceilings.
+def timed_steps(size: Size, hot: Sequence[HotRank]) -> dict[HotRank, tuple[float, Measured]]:
+    """Time the layer without balancing, then ultraep in turn with the ceilings.
 
-    What is uneven needs the most memory, and comes before the ceilings are there.
+    Uneven loads need the most memory, so they come before the ceilings are allocated.
     """
     world, uneven = World(size, backward=False), {}
     for load in hot:
@@ -58,44 +57,44 @@ def timed_steps(size: Size, hot: Sequence[HotRank]) -> dict[HotRank, tuple[float
         uneven[load] = world.time()
         world.check()
     world.leave()
-    ceilings, found = Ceilings(world.beside()), {}
+    ceilings, times = Ceilings(world.beside()), {}
     for load in hot:
         loads = load.draw(size)
         world.prepare(loads, planned(size, loads, "ultraep", load.slots))
-        found[load] = uneven[load], ceilings.in_turn_with(world.replay, size.rounds)
+        times[load] = uneven[load], ceilings.in_turn_with(world.replay, size.rounds)
         world.check()
     world.leave()
     ceilings.world.leave()
-    return found
+    return times
 
 
 def lines_of(size: Size, hot: Sequence[HotRank], *, timed: bool) -> list[Line]:
-    """All loads and policies with so many tokens; even routing, as in turn with the last load."""
-    found = timed_steps(size, hot) if timed else {}
+    """Lines of all loads and policies; even routing as timed with the last load."""
+    times = timed_steps(size, hot) if timed else {}
     lines = []
     for load, policy in product(hot, POLICIES):
         plan = planned(size, load.draw(size), policy, load.slots)
-        values = values_of(size, policy, *found[load]) if load in found else {}
+        values = values_of(size, policy, *times[load]) if load in times else {}
         case: Case = {"tokens": size.tokens, "load": load.name, "policy": policy}
         lines.append(Line(case, {**values, **plan_values(plan)}))
     for kind in DRAWN:
         case = {"tokens": size.tokens, "load": kind, "policy": "none"}
-        values = values_of(size, kind, *found[hot[-1]]) if found else {}
+        values = values_of(size, kind, *times[hot[-1]]) if times else {}
         lines.append(Line(case, {**values, **plan_values(even_plan(size, kind))}))
     return lines
 
 
-def values_of(size: Size, variant: str, uneven_ms: float, seen: Seen) -> Values:
-    """Of a policy, or of a kind of even routing."""
+def values_of(size: Size, variant: str, uneven_ms: float, measured: Measured) -> Values:
+    """Values of a policy, or of a kind of even routing."""
     flops = 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows
-    times = {"none": uneven_ms, "ultraep": seen.ms} | seen.ceilings
+    times = {"none": uneven_ms, "ultraep": measured.ms} | measured.ceilings
     ms = times[variant]
-    of_matmul = seen.values(flops)[OF_MATMUL] if variant == "ultraep" else None
-    return {**step_values(size, ms, uneven_ms), **seen.shares(ms), OF_MATMUL: of_matmul}
+    of_matmul = measured.values(flops)[OF_MATMUL] if variant == "ultraep" else None
+    return {**step_values(size, ms, uneven_ms), **measured.shares(ms), OF_MATMUL: of_matmul}
 
 
 def break_even(tokens: list[int], gains: list[float]) -> float | None:
-    """Tokens at which the gain passes one, between the sizes measured; None: it never does.
+    """Tokens at which the gain passes 1, interpolated; None: it never does.
 
     >>> break_even([512, 1024, 2048], [0.8, 0.9, 1.1])
     1448.0
@@ -110,21 +109,21 @@ def break_even(tokens: list[int], gains: list[float]) -> float | None:
 
 
 def break_even_lines(lines: list[Line]) -> list[Line]:
-    """For every load, from how many tokens on balancing is faster; the fewest, if it always is."""
-    found = []
+    """Break-even tokens of every load; the smallest size if balancing is always faster."""
+    found_lines = []
     for name in dict.fromkeys(line.case["load"] for line in lines):
         case = {"load": name, "policy": "ultraep"}
-        ours = [line for line in lines if case.items() <= line.case.items()]
-        gains = [line.values[GAIN] or 0.0 for line in ours]
-        if ours:
-            tokens = [int(line.case["tokens"]) for line in ours]
-            found.append(Line(case, {BREAK_EVEN: break_even(tokens, gains)}))
-    return found
+        own = [line for line in lines if case.items() <= line.case.items()]
+        gains = [line.values[GAIN] or 0.0 for line in own]
+        if own:
+            tokens = [int(line.case["tokens"]) for line in own]
+            found_lines.append(Line(case, {BREAK_EVEN: break_even(tokens, gains)}))
+    return found_lines
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     sizes: tuple[Size, ...] = SIZES
     tokens: tuple[int, ...] = TOKENS
@@ -132,9 +131,9 @@ class Scale:
 
 
 def prefill(bench: Bench) -> None:
-    """The tables of every model."""
+    """Print the tables of every model."""
     if not bench.on_gpu:
-        bench.report.note("There is no GPU: nothing is timed.")
+        bench.report.note("No GPU: plans only, nothing is timed.")
     for size in sizes_of(bench):
         lines: list[Line] = []
         for count in (number for number in bench.scale.tokens if number <= size.tokens):
@@ -143,7 +142,7 @@ def prefill(bench: Bench) -> None:
         about = f"forward, EP{size.ranks} on {size.sms} SMs each"
         bench.table(f"{size.model}: {size.about}, {about}", lines, section="prefill")
         if bench.on_gpu:
-            title = f"{size.model}: from how many tokens of a rank on it is faster"
+            title = f"{size.model}: tokens per rank from which balancing is faster"
             bench.table(title, break_even_lines(lines), section="break-even")
 
 

@@ -1,4 +1,4 @@
-"""A MoE layer in eight real processes on one card, forward and backward, with default settings.
+"""A MoE layer in eight processes on one GPU, forward and backward, with default settings.
 
     python benchmarks/bench_ranks_gpu.py                     # needs a GPU and CUDA MPS
     python benchmarks/bench_ranks_gpu.py --models qwen       # one model
@@ -6,11 +6,11 @@
     python benchmarks/bench_ranks_gpu.py --quantised fp8_rows   # forward, experts in FP8
     python benchmarks/bench_ranks_gpu.py --toy               # two CPU processes, tiny, for CI
 
-Every process is a rank of its own, with a share of the card's multiprocessors (`mps.py`), and
-launches its kernels itself. Variants take turns: no balancing, the default settings, with the
-objective "balance", and random even routing as the ceiling. `eager` launches every kernel; `graphs`
-replays a CUDA graph of the step. Rates are measured by the ranks, as in any training. Outputs and
-gradients of every variant are compared with those without balancing before anything is timed.
+Every process is a rank with a share of the multiprocessors of the GPU (`mps.py`) and launches its
+own kernels. Four variants alternate: no balancing, the default settings, the objective "balance",
+and random even routing as the ceiling. `eager` launches every kernel; `graphs` replays a CUDA graph
+of the step. The ranks measure the rates, as in any training. Outputs and gradients of every variant
+are compared with the unbalanced layer before the timing.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
 """
@@ -34,10 +34,10 @@ from layers import (
     AFTER,
     BEFORE,
     COPIES,
-    Given,
+    FixedRouter,
     check_close,
     drawn_weights,
-    given_layer,
+    layer_with_weights,
     on_ranks,
     slowest,
     step_values,
@@ -60,12 +60,12 @@ CONFIGS = {
 MODES = ("eager", "graphs")
 OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
 Step = Callable[[], object]
-Facts = dict[str, dict[str, float]]  # of every variant
+Facts = dict[str, dict[str, float]]  # per variant
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Shape):
-    """A layer, and what is measured with it."""
+    """A layer and what is measured with it."""
 
     model: str
     ranks: int = 8
@@ -81,7 +81,7 @@ class Size(Shape):
     modes: tuple[str, ...] = MODES
     quantised: str | None = None  # FP8 format of the experts; forward only
     rounds: int = 7
-    steps: int = 4  # that are timed together
+    steps: int = 4  # timed together
 
 
 MODELS = {
@@ -106,7 +106,7 @@ TOY = Size(
 
 
 class Variants:
-    """The layer of one rank under every config, with the same weights and tokens."""
+    """The layer of one rank with every config, with the same weights and tokens."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class Variants:
         configs: Mapping[str, BalanceConfig] = CONFIGS,
     ) -> None:
         self.size, self.rank, self.device = size, rank, device
-        # Without balancing, the fullest rank needs memory for all its rows from the first step.
+        # Without balancing, the busiest rank needs memory for all its rows from the first step.
         self.unbalanced_rows = int(1.1 * ratio * size.rows)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.router = Given()
-        # Of all graphs: they are replayed one at a time, and nobody looks at their results.
+        self.router = FixedRouter()
+        # All graphs share one pool: they run one at a time, and their results are not read.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.graphs: list[torch.cuda.CUDAGraph] = []  # the pool lasts as long as one of them
+        self.graphs: list[torch.cuda.CUDAGraph] = []  # the pool lives as long as one graph
         draw = torch.Generator(device=device).manual_seed(rank)
         options: dict[str, Any] = {"generator": draw, "device": device, "dtype": self.dtype}
         shape = size.tokens, size.hidden
@@ -143,10 +143,10 @@ class Variants:
             capacity=self.unbalanced_rows if config.policy == "none" else "auto",
             timeout=120.0,
         )
-        return given_layer(balancer, self.router, self.weights, self.size.quantised)
+        return layer_with_weights(balancer, self.router, self.weights, self.size.quantised)
 
     def route(self, load: HotRank | None) -> None:
-        """Give the tokens of this rank these choices; None: random ones, all experts alike."""
+        """Set the choices of this rank's tokens; None: uniformly random choices."""
         size = self.size
         if load is None:
             ids = random_even_ids(size, seed=self.rank)
@@ -170,7 +170,7 @@ class Variants:
         return y
 
     def check(self) -> None:
-        """Compare outputs and gradients of all variants with those of none."""
+        """Compare outputs and gradients of all variants with `none`."""
         wanted = self._results(NONE)
         for name in self.layers:
             for what, tensor in self._results(name).items():
@@ -187,31 +187,31 @@ class Variants:
 
 
 def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
-    """One process: all loads and modes of one number of tokens."""
+    """Measure all loads and modes of one number of tokens, in one process."""
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    found = []
+    cases = []
     for load in size.loads:
-        # Anew for every load: memory grows with the fullest rank, and stays.
+        # New for every load, because memory grows with the busiest rank and is kept.
         variants = Variants(size, rank, device, 1.0 if load is None else load.ratio)
         for mode in size.modes:
             facts = measure(variants, load, mode)
             name = EVEN if load is None else load.name
-            found.append({"load": name, "mode": mode, "variants": facts})
+            cases.append({"load": name, "mode": mode, "variants": facts})
             if rank == 0:
                 print(f"... {size.tokens} tokens, {name}, {mode}", file=sys.stderr, flush=True)
         variants.close()
         del variants
         free()
-    return found
+    return cases
 
 
 def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
-    """Seconds of a step of every variant, and of none with even routing, which take turns."""
+    """Seconds per step of every variant and of even routing, in turn."""
     variants.route(load)
     for name in variants.layers:
-        variants.step(name)  # takes memory, measures rates
+        variants.step(name)  # allocates memory, measures rates
     variants.check()
     planned = {name: layer.last_plan for name, layer in variants.layers.items()}
     plans = {name: plan.to_host() for name, plan in planned.items() if plan is not None}
@@ -234,9 +234,9 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
         elapsed, _ = slowest(partial(repeat, steps[name]))
         return elapsed / variants.size.steps
 
-    found = in_turns(list(steps), variants.size.rounds, seconds, warmup=1)
+    seconds_of = in_turns(list(steps), variants.size.rounds, seconds, warmup=1)
     variants.router.ids, variants.router.gates = routed
-    facts = {name: {"step": median(times)} for name, times in found.items()}
+    facts = {name: {"step": median(times)} for name, times in seconds_of.items()}
     for name, plan in plans.items():
         facts[name] |= {
             "before": plan.initial_imbalance,
@@ -247,7 +247,7 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
 
 
 def stepper(variants: Variants, name: str, mode: str) -> Step:
-    """A call that runs one step of a variant: its kernels, or a graph of them."""
+    """Return a function that runs one step of a variant, eagerly or as a graph."""
     if mode == "eager":
         return partial(variants.step, name)
     graph = torch.cuda.CUDAGraph()
@@ -264,13 +264,13 @@ def stepper(variants: Variants, name: str, mode: str) -> Step:
 def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
     facts: Facts = case["variants"]
     lines = []
-    for name, found in facts.items():
+    for name, variant in facts.items():
         values = {
-            **step_values(size, found["step"] * 1e3, facts[NONE]["step"] * 1e3),
-            OF_EVEN: facts[EVEN]["step"] / found["step"],
-            BEFORE: found.get("before"),
-            AFTER: found.get("after"),
-            COPIES: found.get("copies"),
+            **step_values(size, variant["step"] * 1e3, facts[NONE]["step"] * 1e3),
+            OF_EVEN: facts[EVEN]["step"] / variant["step"],
+            BEFORE: variant.get("before"),
+            AFTER: variant.get("after"),
+            COPIES: variant.get("copies"),
         }
         about = {"tokens": size.tokens, "mode": case["mode"], "load": case["load"]}
         if size.quantised is not None:
@@ -281,16 +281,16 @@ def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
 
 def run_model(report: Report, size: Size, *, cuda: bool) -> None:
     for tokens in size.all_tokens:
-        one = replace(size, tokens=tokens)
-        cases = on_ranks(size.ranks, partial(on_rank, size=one, cuda=cuda))
+        sized = replace(size, tokens=tokens)
+        cases = on_ranks(size.ranks, partial(on_rank, size=sized, cuda=cuda))
         for case in cases:
-            report.add(f"EP{size.ranks}: {size.about}", lines_of(one, case))
+            report.add(f"EP{size.ranks}: {size.about}", lines_of(sized, case))
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     common_options(parser)
-    text = f"models to measure, of {', '.join(MODELS)} (default: all)"
+    text = f"models to measure: {', '.join(MODELS)} (default: all)"
     models = comma_list(MODELS)
     parser.add_argument("--models", type=models, default=[*MODELS], metavar="A,B", help=text)
     text = "tokens of a rank (default: 4096,512)"
@@ -305,7 +305,7 @@ def main(argv: Sequence[str]) -> None:
     if options.tokens:
         sizes = [replace(size, all_tokens=options.tokens) for size in sizes]
     sizes = [replace(size, quantised=options.quantised) for size in sizes]
-    device = f"{card_name()}, {sizes[0].ranks} processes by CUDA MPS" if cuda else None
+    device = f"{card_name()}, {sizes[0].ranks} processes with CUDA MPS" if cuda else None
     report = Report("ranks_gpu", argv, device=device)
     report.header()
     with shared_card(sizes[0].ranks) if cuda else nullcontext():
@@ -319,7 +319,7 @@ def token_counts(text: str) -> tuple[int, ...]:
 
 
 def card_name() -> str:
-    """The name of the card, asked of another process: this one must not open the card."""
+    """The name of the GPU, read by another process: this process must not open the GPU."""
     return os.popen("nvidia-smi --query-gpu=name --format=csv,noheader").read().strip()
 
 

@@ -1,12 +1,12 @@
-"""How well the simulator predicts, and how fast it is.
+"""The accuracy and the speed of the simulator.
 
-`card`: a layer on eight partitions of one H200 (results of bench_layer_gpu.py). The same plans on
-the same loads go through the simulator's layer, on a cluster of eight such partitions. Ranks of one
-card share its power: one that works while others wait is faster, by what bench_grouped.py
-measured for as many busy partitions. A dash: what was measured there was another plan.
-`cpu`: a layer of two processes on two cores (results of bench_layer.py). The rate of the cores is
-the one that makes forced balance right; no balancing and ultraep are predicted.
-`speed`: seconds for a thousand microbatches of 94 layers at EP64, policy by policy, two processes.
+`card`: a layer on eight partitions of one H200 (results of bench_layer_gpu.py), predicted for the
+same plans and loads on a cluster of eight such partitions. Ranks share the power of the GPU, so a
+busy rank is faster while others wait, by the factors that bench_grouped.py measured. A dash means
+that another plan was measured.
+`cpu`: a layer in two processes on two cores (results of bench_layer.py). The rate of the cores is
+fitted to forced balance; no balancing and ultraep are predicted.
+`speed`: seconds for 1,000 microbatches of 94 layers at EP64, per policy, in two processes.
 
     python benchmarks/bench_sim.py --json out.json
     python benchmarks/bench_sim.py --only speed
@@ -47,8 +47,8 @@ Table = tuple[str, list[Line]]  # title
 
 RESULTS = ROOT / "benchmarks" / "results"
 ON_CARD = (("qwen", "qwen3", 0), ("deepseek", "deepseek", 1))  # results, curve, size
-FORMERLY = "share_of_forced_balance"  # how records before three ceilings name that of tiles
-SAME = 1e-5  # imbalances of one plan: the record has seven digits
+FORMERLY = "share_of_forced_balance"  # name of tile-perfect routing in older results
+SAME = 1e-5  # tolerance: results are stored with seven digits
 
 PREDICTED = Metric("predicted_share", "share", "predicted", ".3f")
 MEASURED = Metric("measured_share", "share", "measured", ".3f")
@@ -59,12 +59,12 @@ PER_PLAN = Metric("time_per_layer_and_microbatch", "us", "us per layer and micro
 
 def rows_of(name: str) -> list[dict[str, Any]]:
     """The rows of a results file."""
-    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
+    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())
+    return rows
 
 
 def layer_model(name: str, hidden: int, ffn: int, experts: int, top_k: int) -> Model:
-    """A model of which only the experts count."""
+    """A model with experts only."""
     nothing = GroupedAttention(kind="grouped", heads=1, kv_heads=1, head_width=1)
     return Model(
         name=name,
@@ -93,12 +93,12 @@ def replicas_of(made: Plan) -> Replicas:
     return Replicas.of(made.topology, placed_C4, made.loads.sum(axis=0)[None])
 
 
-# -- one card ------------------------------------------------------------------------------------
+# -- one GPU -------------------------------------------------------------------------------------
 
 
 @cache
 def speed_by_busy(curve: str, way: str) -> FloatArray:
-    """[0..8] how fast a partition is with so many busy, over all eight busy."""
+    """[0..8] speed of a partition by number of busy partitions, relative to eight."""
     rows = [
         row for row in rows_of("grouped_h200_202611") if row["benchmark"] == "grouped/partitions"
     ]
@@ -115,7 +115,7 @@ def speed_by_busy(curve: str, way: str) -> FloatArray:
 
 
 def card_seconds(work_R: FloatArray, speed: FloatArray) -> float:
-    """Until the last rank is done; `work_R`: what each would take if all stayed busy."""
+    """Seconds until the last rank is done; `work_R`: seconds per rank if all stayed busy."""
     done = clock = 0.0
     left = np.sort(work_R)
     for index, work in enumerate(left):
@@ -147,7 +147,7 @@ def on_card(bench: Bench) -> None:
 
 
 def card_tables(small: bool = False) -> Iterator[Table]:
-    """Shares of tile-perfect routing, predicted beside measured."""
+    """Predicted and measured shares of tile-perfect routing."""
     for name, curve, index in ON_CARD:
         size = bench_layer_gpu.SIZES[index]
         recorded = rows_of(f"layer_gpu_{name}_h200_202611")
@@ -170,7 +170,7 @@ def card_tables(small: bool = False) -> Iterator[Table]:
 def share_on_card(
     recorded: list[dict[str, Any]], load: str, policy: str, made: Plan
 ) -> float | None:
-    """The share that was measured; None if it was not, or under another plan than is made now."""
+    """The measured share; None if it was not measured, or with another plan."""
     values = {
         row["metric"]: row["value"]
         for row in recorded
@@ -182,7 +182,7 @@ def share_on_card(
 
 
 def line(model: str, load: str, policy: str, predicted: float, measured: float | None) -> Line:
-    """Predicted beside measured."""
+    """One line with the predicted and the measured share."""
     case = {"model": model, "load": load, "policy": policy}
     points = None if measured is None else 100 * (predicted - measured)
     return Line(case, {PREDICTED: predicted, MEASURED: measured, POINTS: points})
@@ -196,7 +196,7 @@ def on_cpu(bench: Bench) -> None:
 
 
 def cpu_table() -> Table:
-    """Two processes on two cores."""
+    """Predict two processes on two cores."""
     size = bench_layer.Size()
     measured = {
         row["case"]["policy"]: row["value"]
@@ -215,7 +215,7 @@ def cpu_table() -> Table:
 
 
 def cores(rate: float) -> Cluster:
-    """Two cores; everything is as fast as the rate says, relative to one TFLOP/s."""
+    """A cluster of two cores with this rate, relative to 1 TFLOP/s."""
     known = load_cluster("h200-eight-parts")
     rates: dict[str, Any] = dict.fromkeys(("memory_gb_s", "link_gb_s", "network_gb_s"), 20 * rate)
     return replace(known, name="two-cores", devices=2, domain=2, matmul_tflops=rate, **rates)
@@ -224,7 +224,7 @@ def cores(rate: float) -> Cluster:
 def cpu_seconds(
     size: bench_layer.Size, cluster: Cluster, policy: str, *, even: bool = False
 ) -> float:
-    """Seconds of a layer, forward and backward."""
+    """Predict seconds of a layer, forward and backward."""
     model = layer_model("two cores", size.hidden, size.ffn, size.experts, size.top_k)
     ids = (even_ids(size) if even else skewed_ids(size, size.ratio)).numpy()
     loads = np.stack([np.bincount(own.reshape(-1), minlength=size.experts) for own in ids])
@@ -240,7 +240,7 @@ def cpu_seconds(
 
 
 def on_speed(bench: Bench) -> None:
-    """Every policy alone, on the same loads."""
+    """Time the simulation of every policy on the same loads."""
     small = bench.scale
     setting = next(setting for setting in settings() if setting.name == "qwen-train")
     job = Training(microbatches=8 if small else 1000, steps=1)

@@ -1,20 +1,20 @@
-"""One rank alone: a whole MoE layer beside a plain one of torch, forward and backward.
+"""One rank: a whole MoE layer compared with a plain torch layer, forward and backward.
 
     python benchmarks/bench_single.py                  # needs a GPU; a minute
     python benchmarks/bench_single.py --only seam      # one of the two sections
     python benchmarks/bench_single.py --toy            # tiny, for CI; also without a GPU
 
-Ids and gates are given, so that no router is timed. In one run, on the same weights:
+Ids and gates are fixed, so no router is timed. In one run, with the same weights:
 
     torch, index_add   rows sorted by expert, `torch._grouped_mm`, sums by index_add
     torch, gathers     the same, but every sum over choices gathers its rows
-    messages           our layer, on the data plane that sends messages
-    mapped             our layer, on the data plane without the host
+    messages           our layer on the messages plane
+    mapped             our layer on the mapped plane
 
-Outputs and all gradients are compared before anything is timed. Contenders take turns; a round is
-some steps in a row, between two events; the median of the rounds counts. What all are compared with
-is the quicker one of the two torch layers. `seam` compares stage 6 alone in the same way: those
-experts of torch on rows that have arrived, as they are and lent their weights by a balancer.
+Outputs and all gradients are compared before the timing. The layers alternate; a round is several
+steps between two events, and the median round counts. The baseline is the faster of the two torch
+layers. `seam` compares stage 6 in the same way: the torch experts on arrived rows, alone and with
+the weights that a balancer provides (`serve`).
 
 Shapes: T tokens, K experts per token, E experts, A = T * K rows, D model width, F hidden width.
 """
@@ -37,7 +37,7 @@ from single_contenders import (
     experts_alone,
     name_of,
 )
-from timing import free, in_a_row_ms, in_turns, medians
+from timing import alternating_ms, free
 
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 SPEED = Metric("speed_over_torch_grouped", "ratio", "speed", ".3f")
@@ -47,11 +47,11 @@ ALONE = "experts alone"
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     shapes: tuple[Shape, ...]
     rounds: int
-    steps: int  # of a round
+    steps: int  # steps per round
 
 
 def shapes(*sizes: tuple[int, int, int, int], tokens: int) -> tuple[Shape, ...]:
@@ -65,7 +65,7 @@ TOY = Scale(shapes((16, 16, 4, 2), tokens=8), rounds=1, steps=1)
 
 
 def layer(bench: Bench) -> None:
-    """Milliseconds of a step, and speed beside the quicker layer of torch."""
+    """Measure milliseconds per step, and the speed relative to the faster torch layer."""
     lines = []
     for shape in bench.scale.shapes:
         times = measured(bench, Inputs.of_tokens(shape, bench.clock), PLAIN | OURS)
@@ -79,7 +79,7 @@ def layer(bench: Bench) -> None:
 
 
 def seam(bench: Bench) -> None:
-    """Milliseconds of stage 6 with the experts of torch, alone and through the seam."""
+    """Measure stage 6 with torch experts, alone and through the seam."""
     lines = []
     for shape in bench.scale.shapes:
         inputs = Inputs.of_tokens(shape, bench.clock).arrived()
@@ -91,23 +91,20 @@ def seam(bench: Bench) -> None:
                     {STEP: ms, SEAM_SPEED: times[ALONE] / ms},
                 )
             )
-    about = "EP1, stage 6 by torch's grouped products, forward and backward"
+    about = "EP1, stage 6 with torch's grouped products, forward and backward"
     bench.table(f"{about}; shape D/F/experts/top-k", lines)
 
 
 def measured(bench: Bench, inputs: Inputs, makes: Mapping[str, Make]) -> dict[str, float]:
-    """Milliseconds of a step of each, the median of the rounds in which they take turns."""
+    """Median milliseconds per step of each contender; they alternate."""
     contenders = {name: Contender(inputs, make) for name, make in makes.items()}
     compare(contenders)
-    rounds = in_turns(
-        list(contenders),
-        bench.scale.rounds,
-        lambda name: in_a_row_ms(bench.clock, contenders[name].step, bench.scale.steps),
-        warmup=0,  # all are warm: they were compared
-    )
+    steps = {name: contender.step for name, contender in contenders.items()}
+    times = alternating_ms(bench.clock, steps, bench.scale.rounds, bench.scale.steps)
+    del steps
     contenders.clear()
     free()
-    return medians(rounds)
+    return times
 
 
 if __name__ == "__main__":

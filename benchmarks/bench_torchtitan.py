@@ -1,14 +1,13 @@
-"""Steps of torchtitan's Trainer on two CPU ranks with skewed routing: what balancing gains there.
+"""The gain of balancing for steps of torchtitan's Trainer, in two CPU processes.
 
     python benchmarks/bench_torchtitan.py            # EP2 on two cores; three minutes
     python benchmarks/bench_torchtitan.py --toy      # tiny, for CI
 
-Two processes, one pinned core and one thread each. All steps are whole ones of the framework's
-Trainer: batches, forward, backward, FSDP2, the norm, the optimizer. The router's choices are given,
-by an override of the framework, with a skew: unmodified, through our stages without copies, and
-balanced. The ceiling is the framework's own flag for forced balance, unmodified otherwise. Beside
-the time of a step stands what the busiest rank used of its processor: on a machine on which others
-work too, that is what to look at.
+Two processes, one pinned core and one thread each. Steps are whole steps of the Trainer: batches,
+forward, backward, FSDP2, gradient norm, optimizer. An override of the framework fixes skewed
+choices of the router. The variants are unmodified, `none` (our stages without replicas) and
+`ultraep`; the ceiling is the framework's own flag for forced balance. `cpu ms` is the CPU time of
+the busiest rank; on a busy machine it is more reliable than the time of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from load_cases import Shape
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     shape: Shape
     layers: int
@@ -36,17 +35,17 @@ FULL, QUICK, TOY = Scale(WIDE, 2, 15), Scale(WIDE, 2, 5), Scale(SMALL, 1, 1)
 
 
 def on_rank(rank: int, scale: Scale) -> Any:
-    """One process; the framework is imported only there."""
+    """Run in one process, which imports the framework."""
     from torchtitan_steps import measure
 
     return measure(rank, scale)
 
 
 def gain(bench: Bench) -> None:
-    """Tokens a second of two ranks: unmodified, unbalanced, balanced, forced balanced."""
+    """Measure tokens per second of two ranks."""
     shape = bench.scale.shape
-    found = on_ranks(shape.ranks, on_rank, bench.scale)
-    lines = gain_lines(shape, found, {"layers": bench.scale.layers})
+    facts = on_ranks(shape.ranks, on_rank, bench.scale)
+    lines = gain_lines(shape, facts, {"layers": bench.scale.layers})
     bench.table("steps of the Trainer in processes", lines)
 
 

@@ -1,14 +1,13 @@
-"""Weights and gradients between ranks: how fast, beside a plain copy of as many bytes.
+"""Transfers of weights and gradients between ranks, compared with a plain copy.
 
     python benchmarks/bench_transfer.py                       # needs a GPU; a minute
     python benchmarks/bench_transfer.py --only relay,reduce   # some sections
     python benchmarks/bench_transfer.py --only critical       # needs no GPU
     python benchmarks/bench_transfer.py --toy                 # tiny, for CI; also without a GPU
 
-All ranks are ranks of one process on one device, and one launch streams for all of them: the
-kernels and the memory of one device are measured, not a link between two. Every transfer is
-compared, bit by bit, with what it should bring: before each timed launch its target is overwritten,
-after the last one it is read.
+All ranks belong to one process on one device, and one launch streams for all of them. This measures
+the kernels and the memory of one device, not a link. Every transfer is compared bit by bit with the
+expected result: the target is overwritten before each timed launch and read after the last one.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from ultraep.runtime.mapped.peers import LocalPeers
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.signals import Signals
 
-MEETS = 50  # meetings of a graph
-LINK_PROGRAMS = 16  # that fill a link
-INNER = 20  # schedules in one graph
+BARRIERS = 50  # per graph
+LINK_PROGRAMS = 16  # enough to saturate a link
+INNER = 20  # schedules per graph
 TIME = Metric("time_p50", "us", "us", ".1f")
 RATE = Metric("rate", "TB/s", "TB/s", ".3f")
 SHARE = Metric("share_of_copy", "share", "of copy", ".3f")
@@ -57,7 +56,7 @@ SIGNAL = Metric("fitted_cost_of_a_signal", "us", "signal us", ".2f")
 FLOOR = Metric("floor", "us", "floor us", ".1f")
 OF_FLOOR = Metric("share_of_floor", "share", "of floor", ".3f")
 BEFORE = Metric("imbalance_before_mean", "max/mean", "before", ".2f")
-COPIES = Metric("copies_mean", "copies", "copies", ".1f")
+COPIES = Metric("copies_mean", "copies", "replicas", ".1f")
 EGRESS = Metric("egress_max", "experts", "out", ".0f", max)
 INGRESS = Metric("ingress_max", "copies", "in", ".0f", max)
 LONGEST = Metric("longest_chain_max", "hops", "hops", ".0f", max)
@@ -65,25 +64,25 @@ PATH = {m: Metric(f"{m}_path_mean", "experts", m, ".2f") for m in MODES}
 WORST_PATH = {m: Metric(f"{m}_path_worst", "experts", "worst", ".2f", max) for m in MODES}
 NODE = Metric("launch_floor", "us", "floor us", ".2f")
 SCHEDULE = {m: Metric(f"{m}_graph_time_p50", "us", f"{m} us", ".2f") for m in MODES}
-MEETING = Metric("meeting_time", "us", "us", ".2f")
+BARRIER = Metric("meeting_time", "us", "us", ".2f")
 
 
 def direct(bench: Bench) -> None:
-    """Every rank sends its expert to the next rank."""
-    scale, lines, copied = bench.scale, [], copy_rate(bench)
+    """Every rank sends one expert to the next rank."""
+    scale, lines, plain_rate = bench.scale, [], copy_rate(bench)
     world = Neighbours(scale.ranks, bench)
     ring = [(rank, (rank + 1) % scale.ranks) for rank in range(scale.ranks)]
     for programs in scale.programs:
         us = Transfer(world, ring, mode="direct", programs=programs).time(bench.clock)
         rate = 2 * scale.ring_bytes / us
         case: Case = {"ranks": scale.ranks, "programs": programs}
-        lines.append(Line(case, {TIME: us, RATE: rate / 1e6, SHARE: rate / copied}))
-    about = f"{scale.ring_bytes / 1e6:.1f} MB in all; programs of a rank"
+        lines.append(Line(case, {TIME: us, RATE: rate / 1e6, SHARE: rate / plain_rate}))
+    about = f"{scale.ring_bytes / 1e6:.1f} MB in total; programs per rank"
     bench.table(f"direct: each rank sends an expert to the next, {about}", lines)
 
 
 def relay(bench: Bench) -> None:
-    """One expert to many ranks: by its home alone, handed on from rank to rank, and as chosen."""
+    """Send one expert to many ranks: directly, as a chain, and as `auto` chooses."""
     world = Neighbours(bench.scale.relay_ranks, bench)
     lines = []
     for programs in bench.scale.budgets:
@@ -102,15 +101,15 @@ def relay(bench: Bench) -> None:
                         values[SIGNAL] = signal_us(us, single[mode], transfer.chunks, fan)
             case = {"ranks": world.topology.ranks, "programs": programs, "fan-out": fan}
             lines.append(Line(case, values))
-    bench.table("relay: one expert to as many ranks as the fan-out says; programs of a rank", lines)
+    bench.table("relay: one expert to as many ranks as the fan-out; programs per rank", lines)
     bench.report.note(
-        "x fan 1: time over that of one copy with as many programs. signal: cost a of a hop\n"
-        "beside its bytes, from (n + d - 1) * (u / n + a) for n chunks and d hops."
+        "x fan 1: time over the time of one replica. signal: cost a of a hop\n"
+        "besides its bytes, from (n + d - 1) * (u / n + a) for n chunks and d hops."
     )
 
 
 def signal_us(chain: float, single: float, chunks: int, hop_count: int) -> float:
-    """Solve for the cost of a signal, given the times of a chain and of one copy.
+    """Solve for the cost of a signal, given the times of a chain and of one replica.
 
     >>> signal_us(chain=(4 + 8 - 1) * (100 / 4 + 2), single=100 + 2, chunks=4, hop_count=8)
     2.0
@@ -119,25 +118,25 @@ def signal_us(chain: float, single: float, chunks: int, hop_count: int) -> float
 
 
 def reduce(bench: Bench) -> None:
-    """Gradients of copies, pulled by the home and added in fixed order."""
-    clock, scale, lines, copied = bench.clock, bench.scale, [], copy_rate(bench)
+    """Pull the gradients of replicas and add them in fixed order."""
+    clock, scale, lines, plain_rate = bench.clock, bench.scale, [], copy_rate(bench)
     programs = 4 * clock.multiprocessors if isinstance(clock, Gpu) else 2  # of the data plane
     pull = Pull(bench, programs)
     for experts, zero in product(copied_experts(scale), (False, True)):
         us, moved = pull.time(experts, zero), experts.moved(scale.numbers, zero)
-        floor = moved / copied
+        floor = moved / plain_rate
         case = {"copies": experts.name, "zeros": "yes" if zero else "no", "programs": programs}
         values = {TIME: us, RATE: moved / us / 1e6, FLOOR: floor, OF_FLOOR: floor / us}
         lines.append(Line(case, values))
-    bench.table("reduce: gradients of copies in fp32, pulled; zeros left behind or not", lines)
+    bench.table("reduce: fp32 gradients of replicas, pulled; zeros: slots are cleared", lines)
     bench.report.note(
-        f"fan 4: 4 copies of one expert of {scale.numbers / 1e6:.1f} M numbers. Floor: gradients\n"
-        "of copies read, those of homes read and written, zeros written, at the rate of the copy."
+        f"fan 4: 4 replicas of one expert of {scale.numbers / 1e6:.1f} M numbers. Floor: replica\n"
+        "gradients read, home gradients read and written, zeros written, at the rate of a copy."
     )
 
 
 def critical(bench: Bench) -> None:
-    """Real plans: what the busiest rank has to send, in experts."""
+    """Count what the busiest rank sends in real plans, in experts."""
     scale, nbytes = bench.scale, FULL.layout.nbytes
     for family in (ORDERED, SHUFFLED):
         samples = Samples()
@@ -151,20 +150,20 @@ def critical(bench: Bench) -> None:
         title = f"critical path, in experts of {nbytes / 1e6:.1f} MB; {scale.seeds} seeds"
         bench.table(title, samples.lines())
     bench.report.note(
-        "out: different experts that the busiest home gives away; in: copies that a rank gets;\n"
-        "hops: the longest chain; the most of all seeds. direct: copies that the busiest rank\n"
-        "sends, all from their home. chain: hops that the busiest rank sends, its own and those\n"
-        "it hands on, and (d - 1) / n for d hops in n chunks. auto: the shorter, plan by plan."
+        "out: different experts that the busiest home gives away; in: replicas per rank; hops: of\n"
+        "the longest chain; maximum over seeds. direct: replicas that the busiest rank sends from\n"
+        "their home. chain: hops that the busiest rank sends or forwards, plus (d - 1) / n for d\n"
+        "hops in n chunks. auto: the shorter for each plan."
     )
 
 
 def _paths(plan: Plan, nbytes: int) -> Values:
     from ultraep.backends.triton.streamer import chunks_for
 
-    ways = {mode: hops(plan, mode) for mode in ("direct", "chain")}
-    longest = _longest(ways["chain"])
+    hops_of_mode = {mode: hops(plan, mode) for mode in ("direct", "chain")}
+    longest = _longest(hops_of_mode["chain"])
     chunks = chunks_for(longest, nbytes, LINK_PROGRAMS)
-    path = {mode: float(_busiest(way)[1]) for mode, way in ways.items()}
+    path = {mode: float(_busiest(sent)[1]) for mode, sent in hops_of_mode.items()}
     path["chain"] += max(0, longest - 1) / chunks
     path["auto"] = path[choose(plan, chunks)]
     values: dict[Metric, float | None] = {
@@ -179,9 +178,9 @@ def _paths(plan: Plan, nbytes: int) -> Values:
     return values
 
 
-def _busiest(way: Sequence[Hop]) -> tuple[int, int]:
-    """The rank that sends most, and how many hops it sends."""
-    return (Counter(hop.sender for hop in way).most_common(1) or [(0, 0)])[0]
+def _busiest(sent: Sequence[Hop]) -> tuple[int, int]:
+    """The rank that sends most, and its number of hops."""
+    return (Counter(hop.sender for hop in sent).most_common(1) or [(0, 0)])[0]
 
 
 def _longest(chain: Sequence[Hop]) -> int:
@@ -189,7 +188,7 @@ def _longest(chain: Sequence[Hop]) -> int:
 
 
 def schedule(bench: Bench) -> None:
-    """The kernel that turns a plan into the hops of one rank."""
+    """Time the kernel that turns a plan into the hops of one rank."""
     floor = bench.clock.floor_us(1, INNER) if isinstance(bench.clock, Gpu) else None
     lines = []
     for ranks, experts in bench.scale.schedule_sizes:
@@ -207,7 +206,7 @@ def schedule(bench: Bench) -> None:
         case: Case = {"ranks": ranks, "experts": experts, "load": f"{SHUFFLED} {ratio:g}"}
         lines.append(Line(case, values | {NODE: floor}))
     bench.table("schedule: from a plan to the hops of its busiest rank, in a graph", lines)
-    bench.report.note("Floor: a kernel that does nothing, in a graph like theirs.")
+    bench.report.note("Floor: an empty kernel in such a graph.")
 
 
 def _schedule_us(bench: Bench, board: Signals, plan: Plan, mode: str) -> float:
@@ -221,16 +220,16 @@ def _schedule_us(bench: Bench, board: Signals, plan: Plan, mode: str) -> float:
     return bench.clock.stopwatch(partial(streamer.schedule, replicas_C3, layout, made), INNER)()
 
 
-def meet(bench: Bench) -> None:
-    """All ranks wait for each other, again and again, each in a graph on a stream of its own."""
+def barrier(bench: Bench) -> None:
+    """Time barriers of all ranks, each in its own graph and stream."""
     lines = []
     for ranks in bench.scale.meets:
-        lines.append(Line({"ranks": ranks}, {MEETING: meeting_us(ranks, bench)}))
-    bench.table("meet: one meeting of all ranks, within one device", lines)
+        lines.append(Line({"ranks": ranks}, {BARRIER: barrier_us(ranks, bench)}))
+    bench.table("barrier: one barrier of all ranks on one device", lines)
 
 
-def meeting_us(ranks: int, bench: Bench) -> float:
-    """From graphs of two lengths: what else a replay costs is in both."""
+def barrier_us(ranks: int, bench: Bench) -> float:
+    """Microseconds per barrier, from graphs of two lengths, which cancels other costs."""
     group = LocalPeers(ranks, bench.clock.device)
     boards = [board_of(group, rank) for rank in range(ranks)]
     streams = [torch.cuda.Stream() for _ in boards]
@@ -248,10 +247,10 @@ def meeting_us(ranks: int, bench: Bench) -> float:
     together([partial(board.barrier, "rows") for board in boards], streams)
     torch.cuda.synchronize()
     boards[0].check()
-    short, long = graphs(MEETS), graphs(3 * MEETS)
+    short, long = graphs(BARRIERS), graphs(3 * BARRIERS)
     us = [bench.clock.us(partial(together, calls, streams)) for calls in (short, long)]
     boards[0].check()
-    return (us[1] - us[0]) / (2 * MEETS)
+    return (us[1] - us[0]) / (2 * BARRIERS)
 
 
 SECTIONS = {
@@ -260,11 +259,11 @@ SECTIONS = {
     "critical": critical,
     "reduce": reduce,
     "schedule": schedule,
-    "meet": meet,
+    "barrier": barrier,
 }
-# The ranks of CARD sections must run at once, which the interpreter does not do.
+# In CARD sections ranks must run concurrently, which the interpreter cannot do.
 NEEDS = {"critical": ANY, "reduce": KERNELS, "schedule": KERNELS}
-NEEDS |= dict.fromkeys(("direct", "relay", "meet"), CARD)
+NEEDS |= dict.fromkeys(("direct", "relay", "barrier"), CARD)
 
 
 if __name__ == "__main__":

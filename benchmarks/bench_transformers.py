@@ -1,17 +1,16 @@
-"""A block of experts of transformers: balanced beside unmodified, forward and backward.
+"""A MoE block of transformers, balanced and unmodified, forward and backward.
 
     python benchmarks/bench_transformers.py                    # all but `gain` need a GPU; minutes
     python benchmarks/bench_transformers.py --only gain        # EP2 on two cores
     python benchmarks/bench_transformers.py --toy              # tiny, for CI; also without a GPU
 
-`overhead`: one rank, policy "none", so that nothing is gained: what the way through our stages
-costs a block with grouped experts. Router included; outputs are compared before any timing.
-`card`: eight ranks on parts of one card, in graphs, with the library's own experts through the
+`overhead`: the cost of our stages for a block with grouped experts, on one rank with policy "none".
+The router is included; outputs are compared before the timing.
+`card`: eight ranks on partitions of one GPU, in graphs, with the library's own experts through the
 seam.
-`gain`: two processes, one pinned core and one thread each, with given routing. The same tokens with
-a skew, unbalanced and balanced; and as a ceiling the same number of tokens routed evenly. Beside
-the time of a step stands what the busiest rank used of its processor: on a machine on which others
-work too, that is what to look at.
+`gain`: two processes, one pinned core and one thread each, with fixed skewed routing, with and
+without balancing; even routing is the ceiling. `cpu ms` is the CPU time of the busiest rank; on a
+busy machine it is more reliable than the time of a step.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 """
@@ -40,10 +39,10 @@ from layers import (
     timed_steps,
 )
 from load_cases import HotRank, Shape, even_ids, skewed_ids
-from timing import in_a_row_ms, in_turns, medians
+from timing import alternating_ms
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-from transformers_card import Blocks, GivenChoices
+from transformers_card import Blocks, FixedChoices
 
 from ultraep.integrations.transformers import balance
 
@@ -53,14 +52,14 @@ OVERHEAD = Metric("overhead_over_unmodified", "ratio", "overhead", "+.4f")
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     alone: Shape  # of one rank
     spread: Shape  # of the ranks that gain
-    card: Shape  # of the ranks on one card
+    card: Shape  # of the ranks on one GPU
     hot: tuple[float, ...]  # imbalances of its loads
     rounds: int
-    steps: int  # of a round, on a device
+    steps: int  # steps per round, on a GPU
 
 
 ALONE = Shape(hidden=2048, ffn=768, experts=128, top_k=8, tokens=8192)  # of Qwen3-30B-A3B
@@ -76,11 +75,11 @@ TOY = Scale(
     rounds=2,
     steps=1,
 )
-SMS = 16  # multiprocessors of a rank on one card
+SMS = 16  # multiprocessors per rank
 
 
 def block(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
-    """The experts of a layer and their router, with grouped products."""
+    """Experts and router of a layer, with grouped products."""
     config = Qwen3MoeConfig(
         hidden_size=shape.hidden,
         moe_intermediate_size=shape.ffn,
@@ -99,7 +98,7 @@ def block(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def overhead(bench: Bench) -> None:
-    """Milliseconds of a step of one rank, and how much more that is than unmodified."""
+    """Measure milliseconds per step of one rank, and the overhead over unmodified."""
     shape, clock = bench.scale.alone, bench.clock
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randn(shape.tokens, shape.hidden, generator=draw).to(clock.device, clock.dtype)
@@ -112,12 +111,7 @@ def overhead(bench: Bench) -> None:
     for name, step in steps.items():
         step()
         step.compare(name, steps[PLAIN])
-    rounds = in_turns(
-        list(steps),
-        bench.scale.rounds,
-        lambda name: in_a_row_ms(clock, steps[name], bench.scale.steps),
-    )
-    times = medians(rounds)
+    times = alternating_ms(clock, steps, bench.scale.rounds, bench.scale.steps, warmup=2)
     about = "/".join(str(n) for n in (shape.hidden, shape.ffn, shape.experts, shape.top_k))
     lines = []
     for name, ms in times.items():
@@ -127,7 +121,7 @@ def overhead(bench: Bench) -> None:
 
 
 def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
-    """One process: time all variants in turns; the slowest rank counts."""
+    """Time all variants in turn, in one process; the slowest rank counts."""
     skewed, even = skewed_ids(shape, RATIO), even_ids(shape)
     plain = block(shape, torch.device("cpu"), torch.float32)
     made = {policy: copy.deepcopy(plain) for policy in ("none", "ultraep")}
@@ -138,7 +132,7 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
 
     def step(name: str) -> None:
         ids, policy = variants[name]
-        made[policy].gate = GivenChoices(ids[rank], torch.float32)
+        made[policy].gate = FixedChoices(ids[rank], torch.float32)
         owners[policy].reset_stats()
         run[policy]()
 
@@ -152,32 +146,32 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
 
 
 def gain(bench: Bench) -> None:
-    """Tokens a second of two ranks: unbalanced, balanced, forced balanced."""
+    """Measure tokens per second of two ranks."""
     shape = bench.scale.spread
-    found = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
-    bench.table("a block in processes, forward and backward", gain_lines(shape, found))
+    facts = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
+    bench.table("a block in processes, forward and backward", gain_lines(shape, facts))
 
 
 def card(bench: Bench) -> None:
-    """Tokens a second of eight ranks on one card: unbalanced, balanced and forced balanced."""
+    """Measure tokens per second of eight ranks on one GPU."""
     shape, clock, rounds = bench.scale.card, bench.clock, bench.scale.rounds
     blocks = Blocks(shape, lambda: block(shape, clock.device, clock.dtype), clock.device, SMS)
     loads = [HotRank(ratio) for ratio in bench.scale.hot]
     forced = blocks.run(loads[0], FORCED, rounds)
     lines = []
     for load in loads:
-        found = {policy: blocks.run(load, policy, rounds) for policy in ("none", "ultraep")}
-        for got, want in zip(found["ultraep"].outputs, found["none"].outputs, strict=True):
+        steps = {policy: blocks.run(load, policy, rounds) for policy in ("none", "ultraep")}
+        for got, want in zip(steps["ultraep"].outputs, steps["none"].outputs, strict=True):
             check_close(load.name, got, want)
-        for policy, step in (found | {FORCED: forced}).items():
+        for policy, step in (steps | {FORCED: forced}).items():
             values: Values = {
-                **step_values(shape, step.ms, found["none"].ms),
+                **step_values(shape, step.ms, steps["none"].ms),
                 SHARE: forced.ms / step.ms,
                 **plan_values(step.plan),
             }
             lines.append(Line({"load": load.name, "policy": policy}, values))
     blocks.close()
-    about = f"{shape.about}, {shape.tokens} tokens a rank, EP{shape.ranks}"
+    about = f"{shape.about}, {shape.tokens} tokens per rank, EP{shape.ranks}"
     bench.table(f"the library's own experts, forward and backward; {about}", lines)
 
 

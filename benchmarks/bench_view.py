@@ -1,13 +1,13 @@
-"""How soon a large trace is open in `ultraep view`, how soon a click is answered, in which memory.
+"""Start time, response time and memory of `ultraep view` with a large trace.
 
     python benchmarks/bench_view.py                  # EP64 x 256, 100 layers x 1000 microbatches
     python benchmarks/bench_view.py --trace FOLDER   # a recorded one
     python benchmarks/bench_view.py --toy            # tiny, for CI
 
-A server is started as by a user who has installed it, so that Python has compiled its modules, and
-asked as the page asks. `open`: from the start of the process until the first overview is answered,
-of the records that were read by then; then until all ranks were read. `clicks`: answers about
-places all over the run, never the same twice, while it is still read and afterwards.
+The script starts a server from an installed package, whose modules Python has compiled, and sends
+the requests of the page. `open` is the time from the start of the process to the first overview (of
+the records read so far), and until all ranks are read. `clicks` are requests for places all over
+the run, never the same twice, while the trace is being read and afterwards.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ TAIL = Metric("answer_time_p95", "ms", "p95 ms", ".1f")
 WORST = Metric("answer_time_max", "ms", "max ms", ".1f")
 WORK = Metric("answer_cpu_time_mean", "ms", "CPU ms", ".1f")
 COUNT = Metric("answers", "answers", "answers", ".0f")
-PATIENCE = 1800.0  # seconds until all of a trace must have been read
+PATIENCE = 1800.0  # seconds in which a trace must be read
 MB = 1e6
-Took = tuple[float, float | None]  # seconds, and seconds of processors
+Took = tuple[float, float | None]  # wall and CPU seconds
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that was started, and since when it runs."""
+    """A running server and its start time."""
 
     process: subprocess.Popen[str]
     connection: http.client.HTTPConnection
     began: float
 
     def ask(self, path: str, **parameters: Any) -> Any:
-        """What the page would be answered."""
+        """Send a request of the page and return the answer."""
         self.connection.request("GET", f"/api/{path}?{urlencode(parameters)}")
         answer = self.connection.getresponse()
         content = answer.read()
@@ -69,7 +69,7 @@ class Server:
         return json.loads(content)
 
     def cpu(self) -> float | None:
-        """Seconds that processors have worked for it, where the system tells."""
+        """CPU seconds of the server, if the system reports them."""
         status = Path(f"/proc/{self.process.pid}/stat")
         if not status.exists():
             return None
@@ -77,27 +77,27 @@ class Server:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def peak(self) -> float | None:
-        """Megabytes that it has held at once, where the system tells."""
+        """Peak memory of the server in MB, if the system reports it."""
         status = Path(f"/proc/{self.process.pid}/status")
-        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
-        return int(found[1]) * 1024 / MB if found else None
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
+        return int(peak[1]) * 1024 / MB if peak else None
 
 
 @contextmanager
 def installed(folder: Path) -> Iterator[dict[str, str]]:
-    """An environment in which all modules are compiled, as those of an installed package are."""
+    """Environment variables for a package with compiled modules, as after an installation."""
     source = str(Path(__file__).resolve().parent.parent / "src")
     with tempfile.TemporaryDirectory() as compiled:
-        found = os.environ | {"PYTHONPATH": source, "PYTHONPYCACHEPREFIX": compiled}
-        found.pop("PYTHONDONTWRITEBYTECODE", None)
-        with served(folder, found) as server:
+        environment = os.environ | {"PYTHONPATH": source, "PYTHONPYCACHEPREFIX": compiled}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        with served(folder, environment) as server:
             opened(server)
-        yield found
+        yield environment
 
 
 @contextmanager
 def served(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
-    """`ultraep view` of a folder."""
+    """Start `ultraep view` for a folder."""
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "ultraep", "view", str(folder), "--port", "0"],
@@ -107,10 +107,10 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
     )
     try:
         assert process.stdout is not None
-        found = re.match(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
-        if found is None:
+        address = re.match(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
+        if address is None:
             raise SystemExit("ultraep view did not start")
-        yield Server(process, http.client.HTTPConnection("127.0.0.1", int(found[1])), began)
+        yield Server(process, http.client.HTTPConnection("127.0.0.1", int(address[1])), began)
     finally:
         process.terminate()
         process.wait()
@@ -134,7 +134,7 @@ def opened(server: Server) -> dict[Metric, float | None]:
 def clicks(
     server: Server, rng: np.random.Generator, rounds: int, *, whole: bool
 ) -> dict[str, list[Took]]:
-    """How long answers took, by what was asked. whole: all ranks were read."""
+    """Response times by request. whole: all ranks are read."""
     took: dict[str, list[Took]] = {}
     trace = trace_name(server)
 
@@ -162,17 +162,17 @@ def clicks(
 
 
 def waited(server: Server) -> float:
-    """Seconds until all was read."""
+    """Seconds until the whole trace is read."""
     while time.perf_counter() - server.began < PATIENCE:
         if server.ask("state")["items"][0]["finished"]:
             return time.perf_counter() - server.began
         time.sleep(0.05)
-    raise SystemExit(f"not read within {PATIENCE:.0f} s")
+    raise SystemExit(f"the trace was not read within {PATIENCE:.0f} s")
 
 
 def lines_of(took: dict[str, list[Took]], case: dict[str, Any], *, alone: bool) -> list[Line]:
-    """alone: whether the server did nothing else, so that its work is that of the answers."""
-    found = []
+    """Lines of response times. alone: the server does nothing else, so its CPU time counts."""
+    lines = []
     for name, values in took.items():
         times: NDArray[np.float64] = 1e3 * np.array([seconds for seconds, _ in values])
         worked = [work for _, work in values if work is not None]
@@ -183,13 +183,13 @@ def lines_of(took: dict[str, list[Took]], case: dict[str, Any], *, alone: bool) 
             WORST: float(times.max()),
             WORK: 1e3 * fmean(worked) if alone and worked else None,
         }
-        found.append(Line(case | {"asked for": name}, shown))
-    return found
+        lines.append(Line(case | {"asked for": name}, shown))
+    return lines
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     size: Size
     rounds: int = 40
@@ -197,7 +197,7 @@ class Scale:
 
 
 def view(bench: Bench) -> None:
-    """The trace of `--trace`, or one that is drawn."""
+    """Measure the trace of `--trace`, or a synthetic one."""
     with tempfile.TemporaryDirectory() as folder:
         trace = bench.scale.trace
         if trace is None:
@@ -222,14 +222,16 @@ def measure(bench: Bench, folder: Path) -> None:
     bench.table("from the start of the process", [Line(case, values)], section="open")
     lines = lines_of(early, case | {"when": "while it is read"}, alone=False)
     lines += lines_of(late, case | {"when": "later"}, alone=True)
-    bench.table("answers, as the page asks", lines, section="clicks")
-    bench.report.note("CPU: work of the server, whatever else the machine does. Peak: of the whole")
-    bench.report.note("process, Python and its packages included.")
-    bench.report.note(f"Load of the machine when this began: {before:.1f}, of {cores} cores.")
+    bench.table("requests of the page", lines, section="clicks")
+    bench.report.note(
+        "CPU: CPU time of the server, whatever else the machine does. Peak: of the whole"
+    )
+    bench.report.note("process, including Python and its packages.")
+    bench.report.note(f"Load of the machine at the start: {before:.1f} on {cores} cores.")
 
 
 if __name__ == "__main__":
     toy = Scale(Size(ranks=4, experts=16, layers=3, microbatches=8, tokens=64), rounds=3)
     scales = {"toy": toy, "quick": Scale(Size(microbatches=50), rounds=20), "full": Scale(Size())}
-    extra = {"trace": (Path, "the folder of a trace; one is drawn if it is not given")}
+    extra = {"trace": (Path, "folder of a trace (default: a synthetic one)")}
     main("view", __doc__, {"": view}, scales, extra=extra)

@@ -1,7 +1,7 @@
-"""A trace as large as one likes, drawn: the pieces that recorders of all ranks would have written.
+"""Synthetic traces of any size: the pieces that the recorders of all ranks would write.
 
-Loads are those of some plans that come again and again, the popular experts change now and then;
-times follow from the rows of each rank, with some noise. Only one piece is in memory at a time.
+A few plans repeat, and the popular experts change now and then. Times follow from the rows of each
+rank, with noise. Only one piece is in memory at a time.
 
 Shapes: P plans, N records of a piece, R ranks, E experts, S slots of all ranks, G stages.
 """
@@ -35,15 +35,15 @@ from ultraep.trace.schema import (
 )
 from ultraep.trace.summary import summary_of
 
-PHASES, VARIANTS = 6, 16  # plans: so many kinds of text, so many of each
-PER_OTHER_PIECE = 2000  # records of a rank that is not the first: what a recorder has in 4 MiB
-NANOSECONDS = 40  # that a rank computes for a row, forward
+PHASES, VARIANTS = 6, 16  # topics, and plans per topic
+PER_OTHER_PIECE = 2000  # records per piece of ranks other than 0: 4 MiB
+NANOSECONDS = 40  # seconds per row, forward
 BEGAN = 1.7e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a trace is."""
+    """The size of a trace."""
 
     ranks: int = 64
     experts: int = 256
@@ -59,7 +59,7 @@ class Size:
 
 
 class Drawn:
-    """The plans of a trace, and which record has which."""
+    """The plans of a trace, and the plan of every record."""
 
     def __init__(self, size: Size) -> None:
         self.size, self.config = size, BalanceConfig(tolerance=0.01)
@@ -89,7 +89,7 @@ class Drawn:
 
     @cached_property
     def rows(self) -> NDArray[np.int32]:
-        """[P, S] rows that arrive in every slot."""
+        """[P, S] rows per slot."""
         slots = int(self.topology.first_slot_of_rank[-1])
         rows = np.zeros((len(self.plans), slots), dtype=np.int32)
         for own, plan in zip(rows, self.plans, strict=True):
@@ -101,7 +101,7 @@ class Drawn:
         return rows
 
     def keys(self, begin: int, end: int) -> Arrays:
-        """Step, layer and microbatch of these records: a step has two microbatches."""
+        """Step, layer and microbatch of these records; a step has two microbatches."""
         records = np.arange(begin, end)
         moment, layer = np.divmod(records, self.size.layers)
         return {
@@ -114,12 +114,12 @@ class Drawn:
         """[N] the plan of each of these records."""
         moment, layer = np.divmod(np.arange(begin, end), self.size.layers)
         phase = (moment * PHASES // self.size.microbatches + layer // 7) % PHASES
-        found: NDArray[np.int64] = phase * VARIANTS + (moment * 5 + layer * 3) % VARIANTS
-        return found
+        plan: NDArray[np.int64] = phase * VARIANTS + (moment * 5 + layer * 3) % VARIANTS
+        return plan
 
 
 def piece_of(drawn: Drawn, rank: int, begin: int, end: int, rng: np.random.Generator) -> Arrays:
-    """What a rank tells of these records."""
+    """The piece of a rank with these records."""
     which, topology = drawn.plan_of(begin, end), drawn.topology
     first = topology.first_slot_of_rank
     rows = drawn.rows[which, first[rank] : first[rank + 1]]
@@ -154,7 +154,7 @@ def _of_plans(drawn: Drawn, which: NDArray[np.int64]) -> Arrays:
 
 
 def _seconds(rows_N: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.float64]:
-    """[N, G] of all stages."""
+    """[N, G] seconds of all stages."""
     seconds = 2e-4 * rng.random((len(rows_N), len(STAGES))).round(3)
     seconds[:, STAGES.index("experts")] += NANOSECONDS * 1e-9 * rows_N
     seconds[:, STAGES.index("experts back")] += 2 * NANOSECONDS * 1e-9 * rows_N
@@ -162,7 +162,7 @@ def _seconds(rows_N: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.
 
 
 def pieces(drawn: Drawn) -> Iterator[tuple[int, int, int, int]]:
-    """Rank, number, begin and end of every piece, as large as recorders make them."""
+    """Rank, number, begin and end of every piece, with the sizes of a recorder."""
     size = drawn.size
     per_first = max(1, PIECE_BYTES // (4 * size.ranks * size.experts))
     for rank in range(size.ranks):

@@ -1,9 +1,9 @@
-"""Find the constants of `src/ultraep/tools/sim/data/calibrated.toml` again, from published figures.
+"""Compute the constants of `src/ultraep/tools/sim/data/calibrated.toml` from published figures.
 
-Every constant comes from one published setting (its `source` says which one), in this order: the
-noise of training loads from the imbalance under EPLB, then the factor of the framework from the
-share that no balancing reaches, then what EPLB and LPLB pay per layer from theirs; the noise of
-serving loads from the imbalance under EPLB. Takes some minutes.
+Every constant comes from one published setting, named in its `source`, in this order: the noise of
+training loads from the imbalance with EPLB, the factor of the framework from the share without
+balancing, the costs of EPLB and LPLB per layer from their shares, and the noise of serving loads
+from the imbalance with EPLB. Takes some minutes.
 
     python benchmarks/calibrate_sim.py
 """
@@ -23,11 +23,11 @@ from ultraep.tools.sim.runtime import Contender, runtime_of
 
 HALVINGS = 12
 IDEAL = CONTENDERS[-1]
-ROUNDED = 0.01  # published imbalances have two digits; the least noise that fits is taken
+ROUNDED = 0.01  # published imbalances have two digits; take the smallest noise that fits
 
 
 def bisect(value: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Where an increasing function takes the wanted value."""
+    """The argument at which an increasing function reaches this value."""
     for _ in range(1 if "--toy" in sys.argv else HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if value(middle) < wanted else (low, middle)
@@ -42,8 +42,8 @@ def imbalance_under_eplb(setting: Setting, noise: float) -> float:
 
 def share(setting: Setting, contender: Contender, factor: float) -> float:
     rates = replace(measured_rates(), framework=factor)
-    found, ideal = simulate(scenario_of(setting, rates=rates), [contender, IDEAL])
-    return found.throughput / ideal.throughput
+    result, ideal = simulate(scenario_of(setting, rates=rates), [contender, IDEAL])
+    return result.throughput / ideal.throughput
 
 
 def noise_of(setting: Setting) -> float:
@@ -52,7 +52,7 @@ def noise_of(setting: Setting) -> float:
 
 
 def cost_of(setting: Setting, contender: Contender, field: str, factor: float) -> float:
-    """Microseconds of every layer that a runtime must pay to come down to its published share."""
+    """Microseconds per layer that explain the published share of a runtime."""
 
     def loss(us: float) -> float:
         values = {"layer_us": us} if field == "layer_us" else {"backward_us": us}
@@ -64,7 +64,9 @@ def cost_of(setting: Setting, contender: Contender, field: str, factor: float) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--toy", action="store_true", help="one halving of each, for CI")
+    parser.add_argument(
+        "--toy", action="store_true", help="one bisection step per constant, for CI"
+    )
     parser.parse_args()
     by_name = {setting.name: setting for setting in settings()}
     none, eplb, lplb = CONTENDERS[:3]

@@ -1,16 +1,15 @@
-"""Eight ranks on one card with one layer each, and three ceilings of what such a layer can reach.
+"""Eight ranks on one GPU with one layer each, and three ceilings for such a layer.
 
-Green contexts cut a card into small ones, each with its own multiprocessors and streams: a rank
-that has more to do than others then really takes longer, as on several cards. Memory, its bandwidth
-and the second-level cache stay shared. Every rank has a graph of its step; all graphs run at the
-same time and wait for each other through the memory that they share.
+Green contexts split a GPU into partitions with their own multiprocessors and streams, so a rank
+with more rows really takes longer, as on several GPUs. Memory, its bandwidth and the L2 cache stay
+shared. Every rank has a graph of its step. All graphs run at the same time and synchronise through
+shared memory.
 
-The ceilings take turns with the layer, because a card under load is as fast as its power allows:
+The ceilings alternate with the layer, because the power limit sets the speed of a GPU under load:
 
-    random even     every token chooses its experts by chance, all alike: what frameworks call
-                    forced balance
-    tile-perfect    likewise, but every expert gets the same number of rows, a multiple of a tile
-    matmul peak     plain products of large matrices by torch, on the whole card
+    random even     every token chooses its experts at random; frameworks call it forced balance
+    tile-perfect    the same, but every expert gets the same number of rows, a multiple of a tile
+    matmul peak     plain torch products of large matrices, on the whole GPU
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width, F hidden width.
 """
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 from harness import Metric, Values
-from layers import Given, drawn_weights, given_layer
+from layers import FixedRouter, drawn_weights, layer_with_weights
 from load_cases import Shape, ids_with, loads_of, random_even_ids, tile_perfect_ids
 from timing import Call, device_us, free, in_turns, medians
 
@@ -35,9 +34,9 @@ from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import IntArray
 from ultraep.runtime.settings import DeviceShare
 
-LAUNCHING = 30_000_000  # cycles: longer than it takes to launch all ranks
+LAUNCHING = 30_000_000  # cycles: longer than launching all ranks takes
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
-SIDE, PRODUCTS = 8192, 60  # of the plain products: as long as a step
+SIDE, PRODUCTS = 8192, 60  # of the plain products, which take as long as a step
 WARMUP = 3  # rounds
 RANDOM_EVEN, TILE_PERFECT, MATMUL = "random even", "tile-perfect", "matmul"
 OF_RANDOM = Metric("share_of_random_even", "ratio", "of random", ".3f")
@@ -53,13 +52,13 @@ POWER = Metric("power", "W", "W", ".0f")
 
 @dataclass
 class Partition:
-    """Some multiprocessors of the card."""
+    """Some multiprocessors of the GPU."""
 
     sms: int
     context: Any
 
     def stream(self) -> torch.cuda.Stream:
-        """A new stream whose kernels run on these multiprocessors only."""
+        """Create a stream whose kernels run only on these multiprocessors."""
         from cuda.bindings import driver
 
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -68,36 +67,38 @@ class Partition:
 
 
 def split(count: int, sms: int) -> list[Partition]:
-    """The card cut into `count` partitions of `sms` multiprocessors."""
+    """Split the GPU into `count` partitions of `sms` multiprocessors."""
     from cuda.bindings import driver
 
     torch.cuda.init()
-    torch.zeros(1, device="cuda")  # the primary context must be there
+    torch.zeros(1, device="cuda")  # creates the primary context
     device = _ok(driver.cuDeviceGet(torch.cuda.current_device()))
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     whole = _ok(driver.cuDeviceGetDevResource(device, kind))
     groups, made, _ = _ok(driver.cuDevSmResourceSplitByCount(count, whole, 0, sms))
     if made < count:
-        raise SystemExit(f"the card gives {made} partitions of {sms}, wanted {count}")
+        raise SystemExit(
+            f"the GPU has {made} partitions of {sms} multiprocessors, {count} are needed"
+        )
     flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-    found = []
+    partitions = []
     for group in groups[:count]:
         description = _ok(driver.cuDevResourceGenerateDesc([group], 1))
         context = _ok(driver.cuGreenCtxCreate(description, device, flags))
-        found.append(Partition(int(group.sm.smCount), context))
-    return found
+        partitions.append(Partition(int(group.sm.smCount), context))
+    return partitions
 
 
 def _ok(result: Any) -> Any:
-    """What a call of the driver returned, behind its code."""
+    """Return the values of a driver call, or exit if its code is not 0."""
     code, *values = result
     if int(code) != 0:
-        raise SystemExit(f"CUDA driver: {code!r}")
+        raise SystemExit(f"a call of the CUDA driver failed: {code!r}")
     return values[0] if len(values) == 1 else values
 
 
 def graph_on(stream: torch.cuda.Stream, call: Call) -> torch.cuda.CUDAGraph:
-    """A graph of one call. Nothing runs yet, so nobody waits for another."""
+    """Capture one call. Nothing runs yet, so no rank waits for another."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
         call()
@@ -105,7 +106,7 @@ def graph_on(stream: torch.cuda.Stream, call: Call) -> torch.cuda.CUDAGraph:
 
 
 def together(calls: Sequence[Call], streams: Sequence[torch.cuda.Stream]) -> None:
-    """All calls, each on its stream; then the current stream waits for the last of them."""
+    """Run all calls, each on its stream; the current stream waits for all of them."""
     main = torch.cuda.current_stream()
     for stream, call in zip(streams, calls, strict=True):
         stream.wait_stream(main)
@@ -117,20 +118,20 @@ def together(calls: Sequence[Call], streams: Sequence[torch.cuda.Stream]) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Shape):
-    """What is measured."""
+    """A layer, its partitions, and the number of rounds."""
 
     model: str
     top_k: int = 8
     ranks: int = 8
     sms: int = 16
     rounds: int = 7
-    loads: int = 5  # of those that are measured
+    loads: int = 5  # number of loads that are measured
 
 
 class Rank:
-    """One rank of a card: its part of it, one layer, and a graph of its step.
+    """One rank on one partition of a GPU: a layer and a graph of its step.
 
-    A step is the forward pass of the layer and, unless left out, the backward pass.
+    A step is the forward pass of the layer and, with `backward`, the backward pass.
     """
 
     def __init__(self, number: int, partition: Partition, size: Size, *, backward: bool) -> None:
@@ -141,23 +142,23 @@ class Rank:
         self.x = drawn(size.tokens, size.hidden).requires_grad_()
         self.dy = drawn(size.tokens, size.hidden)
         gates = torch.rand(size.tokens, size.top_k, generator=torch.Generator().manual_seed(1))
-        self.router = Given(
+        self.router = FixedRouter(
             torch.zeros(size.tokens, size.top_k, dtype=torch.int32, device=CUDA),
             (gates / gates.sum(dim=1, keepdim=True)).cuda().requires_grad_(),
         )
         self.balancer: Any = None
         self.layer: Any = None
         self.graph: Any = None
-        self.record: str | None = None  # the folder of a trace
+        self.record: str | None = None  # folder of a trace
         self.y: Any = None
 
     def become(self, peers: Any, plan: Plan, capacity: int | str) -> None:
-        """Join a new group with the experts whose home is this rank by the plan."""
+        """Join a new group, with the home experts of this rank in the plan."""
         size, topology = self.size, plan.topology
         self.balancer = ultraep.Balancer(
             peers=peers,
             data_plane="mapped",
-            share=DeviceShare(sms=self.sms, stream=self.aside),  # weights move aside
+            share=DeviceShare(sms=self.sms, stream=self.aside),  # weights move on their own stream
             experts=size.experts,
             tokens=size.tokens,
             slots=topology.slots,
@@ -168,7 +169,9 @@ class Rank:
             record=self.record,
         )
         home = topology.home_experts(self.number).tolist()
-        self.layer = given_layer(self.balancer, self.router, drawn_weights(size, home, CUDA, BF16))
+        self.layer = layer_with_weights(
+            self.balancer, self.router, drawn_weights(size, home, CUDA, BF16)
+        )
         assert self.router.ids is not None
         self.balancer.prepare(self.router.ids, self.x, self.layer.experts.bundle)
 
@@ -179,7 +182,7 @@ class Rank:
                 self.y.backward(self.dy)
 
     def forget(self) -> None:
-        """Drop the graph, and the outputs and gradients of the last step."""
+        """Drop the graph, outputs and gradients of the last step."""
         self.graph = self.y = None
         for tensor in (self.x, self.router.gates, *self.layer.parameters()):
             tensor.grad = None
@@ -195,7 +198,7 @@ class Rank:
 
 
 class World:
-    """All ranks of the card, each with one layer; two worlds may share its parts in turn."""
+    """All ranks of the GPU with one layer each; two worlds may use its partitions in turn."""
 
     def __init__(
         self, size: Size, parts: Sequence[Partition] | None = None, *, backward: bool = True
@@ -205,7 +208,7 @@ class World:
         self.ranks = [Rank(n, part, size, backward=backward) for n, part in enumerate(self.parts)]
 
     def beside(self) -> World:
-        """Another world on the same parts of the card."""
+        """Another world on the same partitions."""
         return World(self.size, self.parts, backward=self.backward)
 
     def leave(self) -> None:
@@ -214,7 +217,7 @@ class World:
         free()
 
     def regroup(self, plan: Plan, capacity: int | str) -> None:
-        """Shared memory, balancers and weights anew."""
+        """Create new shared memory, balancers and weights."""
         from ultraep.runtime.mapped.peers import LocalPeers
 
         self.leave()
@@ -224,12 +227,12 @@ class World:
         torch.cuda.synchronize()
 
     def route(self, loads: IntArray) -> None:
-        """Give every rank ids with these loads."""
+        """Set ids with these loads on every rank."""
         ids = (ids_with(own, self.size, seed=rank) for rank, own in enumerate(loads))
         self.choose(list(ids))
 
     def choose(self, ids: Sequence[torch.Tensor]) -> None:
-        """Give every rank these ids `[T, K]`."""
+        """Set these ids `[T, K]` on every rank."""
         for rank, own in zip(self.ranks, ids, strict=True):
             assert rank.router.ids is not None
             rank.router.ids.copy_(own)
@@ -241,20 +244,20 @@ class World:
         torch.cuda.synchronize()
 
     def replay(self) -> None:
-        """One step of all ranks at once."""
+        """Run one step of all ranks concurrently."""
         together([rank.graph.replay for rank in self.ranks], [rank.stream for rank in self.ranks])
 
     def check(self) -> None:
-        """Raise what went wrong on the device; waits for it."""
+        """Raise errors recorded on the device; waits for it."""
         torch.cuda.synchronize()
         for rank in self.ranks:
             rank.balancer.check()
 
     def prepare(self, loads: IntArray, plan: Plan, *, placed: bool = False) -> None:
-        """Capture a step by this plan and run it once; placed: replicas were sent before."""
+        """Capture a step with this plan and run it once. placed: replicas are sent in advance."""
         self.regroup(plan, capacity_of(plan))
         self.route(loads)
-        self.capture()  # compiles, so that no kernel is loaded while another rank waits
+        self.capture()  # compiles, so that no rank loads a kernel while others wait
         if placed:
             self.adopt(plan)
             self._keep_replicas()
@@ -263,7 +266,7 @@ class World:
         self.check()
 
     def adopt(self, plan: Plan) -> None:
-        """Replay by this plan from now on."""
+        """Use this plan in all replays from now on."""
         for rank in self.ranks:
             rank.balancer.plane(CUDA).adopt(plan)
 
@@ -275,10 +278,10 @@ class World:
         self.check()
 
     def time(self, rounds: int | None = None, warmup: int = 2) -> float:
-        """Milliseconds of a step, the median of so many.
+        """Median milliseconds of a step.
 
-        The card waits until all ranks are launched: one host launches them here one after the
-        other, where eight would do it at the same time.
+        The GPU waits until all ranks are launched, because one host launches them one after the
+        other, where eight hosts would launch them at the same time.
         """
         wait, rounds = torch.cuda.synchronize, rounds or self.size.rounds
         return device_us(self.replay, rounds, warmup=warmup, before=wait, cycles=LAUNCHING) / 1e3
@@ -291,8 +294,8 @@ DRAWN: dict[str, Callable[[Size, int], torch.Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Milliseconds of a step, and of the ceilings in turn with it."""
+class Measured:
+    """Milliseconds of a step, and of the ceilings that alternated with it."""
 
     ms: float
     ceilings: dict[str, float]
@@ -300,14 +303,14 @@ class Seen:
     power: float | None
 
     def shares(self, ms: float) -> Values:
-        """Of the two kinds of even routing, by a step of so many milliseconds."""
+        """Shares of both kinds of even routing that a step of `ms` milliseconds reaches."""
         return {
             OF_RANDOM: self.ceilings[RANDOM_EVEN] / ms,
             OF_TILES: self.ceilings[TILE_PERFECT] / ms,
         }
 
     def values(self, flops: float) -> Values:
-        """All shares, by a step of so many operations, and what they are shares of."""
+        """All shares of a step with `flops` operations, and the ceilings themselves."""
         peak = PRODUCTS * 2 * SIDE**3 / self.ceilings[MATMUL] / 1e9
         return {
             **self.shares(self.ms),
@@ -342,8 +345,8 @@ class Ceilings:
         for _ in range(PRODUCTS):
             torch.mm(left, right, out=out)
 
-    def in_turn_with(self, step: Call, rounds: int) -> Seen:
-        """Milliseconds of a step and of all ceilings."""
+    def in_turn_with(self, step: Call, rounds: int) -> Measured:
+        """Time a step and all ceilings in turn."""
         calls = {"step": step, MATMUL: self._multiply} | dict.fromkeys(DRAWN, self.world.replay)
 
         def microseconds(name: str) -> float:
@@ -351,27 +354,27 @@ class Ceilings:
             return device_us(calls[name], 1, before=before, cycles=LAUNCHING)
 
         wait = torch.cuda.synchronize
-        found = in_turns(list(calls), rounds, microseconds, warmup=WARMUP)
+        times = in_turns(list(calls), rounds, microseconds, warmup=WARMUP)
         clock, power = clock_and_power(step)
         self.world.check()
-        ms = {name: us / 1e3 for name, us in medians(found).items()}
-        return Seen(ms.pop("step"), ms, clock, power)
+        ms = {name: us / 1e3 for name, us in medians(times).items()}
+        return Measured(ms.pop("step"), ms, clock, power)
 
 
 def drawn(size: Size, kind: str) -> list[torch.Tensor]:
-    """[T, K] ids of every rank, by the kind of even routing."""
+    """[T, K] ids of every rank, for one kind of even routing."""
     return [DRAWN[kind](size, rank) for rank in range(size.ranks)]
 
 
 def even_plan(size: Size, kind: str) -> Plan:
-    """The plan of even routing: every row at its home."""
+    """The plan for even routing, without replicas."""
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=0)
     loads = loads_of(drawn(size, kind), size)
     return ultraep.plan(loads, topology, BalanceConfig(policy="none"))
 
 
 def capacity_of(plan: Plan) -> int:
-    """Row capacity for a plan, a little more than it needs."""
+    """Row capacity for a plan, with a small reserve."""
     return row_capacity(int(plan.rank_loads.max()))
 
 
@@ -380,7 +383,7 @@ def row_capacity(rows: int) -> int:
 
 
 def clock_and_power(step: Call) -> tuple[float | None, float | None]:
-    """Read MHz and watts of the card in the middle of some steps, where nvidia-smi exists."""
+    """Read clock (MHz) and power (W) during some steps, if nvidia-smi is installed."""
     if shutil.which("nvidia-smi") is None:
         return None, None
     for _ in range(8):

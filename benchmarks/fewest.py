@@ -1,10 +1,11 @@
-"""The fewest copies that can keep every rank to a threshold: bounds, and exactly by a program.
+"""The minimum number of replicas that keeps every rank below a threshold: bounds and exact values.
 
-Copies join ranks. Joined ones are a circle; k of them have at least k - 1 copies, and together at
-most k times the threshold. A donor gives away at least as many experts as its hottest ones need to
-hold its surplus, each in a copy of its own. So the copies of a circle are at least the larger of
-the two, and the best partition into circles gives a bound: by dynamic programming over all subsets,
-3 ** ranks steps. It knows neither slots nor which expert fits where.
+Replicas connect ranks into circles (docs/plan.md). A circle of k ranks has at least k - 1 replicas
+and at most k times the threshold of rows. A donor also needs one replica per expert that it gives
+away, at least as many as its hottest experts need to cover its surplus. So a circle needs at least
+the larger of the two numbers. The best partition of the ranks into circles gives a lower bound, by
+dynamic programming over all subsets in 3 ** ranks steps. The bound ignores slots and which expert
+fits where.
 
 Shapes: R ranks, E experts of a domain.
 """
@@ -27,10 +28,10 @@ MOST_RANKS = 16  # for the bound
 
 @njit(cache=True)
 def _least_of_partition(height_R: IntArray, experts_R: IntArray) -> int:
-    """Copies of the best partition into circles whose heights add up to 0 or less."""
+    """Replicas of the best partition into circles with heights that sum to at most 0."""
     subsets = 1 << len(height_R)
     height = np.zeros(subsets, np.int64)
-    least = np.zeros(subsets, np.int64)  # of one circle: the larger of joins and experts
+    least = np.zeros(subsets, np.int64)  # of one circle: the larger of connections and experts
     joins, experts = np.full(subsets, -1), np.zeros(subsets, np.int64)
     for subset in range(1, subsets):
         rank = 0
@@ -59,7 +60,7 @@ def _least_of_partition(height_R: IntArray, experts_R: IntArray) -> int:
 
 
 def fewest_bound(expert_loads: IntArray, topology: Topology, threshold: int) -> int:
-    """Copies that no plan for one domain of up to `MOST_RANKS` ranks can go below."""
+    """A lower bound for the replicas of any plan, for one domain of up to `MOST_RANKS` ranks."""
     tokens = expert_loads[topology.experts_by_rank]
     first = topology.first_of_rank
     homes = [np.sort(tokens[a:b])[::-1] for a, b in pairwise(first)]
@@ -74,9 +75,9 @@ def fewest_bound(expert_loads: IntArray, topology: Topology, threshold: int) -> 
 def fewest_copies(
     expert_loads: IntArray, topology: Topology, threshold: int, bound: int, time_limit: float
 ) -> int:
-    """Copies of the plan that needs fewest; a bound below, if that takes too long to settle.
+    """The minimum number of replicas; a lower bound if the solver runs out of time.
 
-    As in `optimum.py`, but the peak is given and the copies are what is to be least.
+    Like `optimum.py`, but with a fixed peak and the number of replicas as the objective.
     """
     pairs = pairs_of(expert_loads, topology.home_of_expert, topology.ranks)
     count = len(pairs.expert)
@@ -98,9 +99,9 @@ def fewest_copies(
 
 @njit(cache=True)
 def _random_circles(height_R: IntArray, most: int) -> int:
-    """Joins of one random partition into circles that are closed.
+    """Connections of one random partition into closed circles.
 
-    `most` joins at least: there would be too many, or there is no such partition.
+    Returns at least `most` if there are too many, or if there is no such partition.
     """
     steady, tight = np.random.random(), np.random.random()
     ranks = len(height_R)
@@ -148,5 +149,5 @@ def _least_of_random(height_R: IntArray, runs: int, seed: int) -> int:
 
 
 def fewest_joins(height_R: IntArray, runs: int = 5000) -> int:
-    """Copies that circles need which a random search has found; slots and experts may not do."""
+    """The fewest connections that a random search finds; ignores slots and experts."""
     return int(_least_of_random(height_R, runs, 1))

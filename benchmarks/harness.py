@@ -1,8 +1,8 @@
-"""What every benchmark shares: options, sections, tables, and one record per measured number.
+"""The harness of all benchmarks: options, sections, tables, and one row per measured number.
 
-A benchmark calls `main` with its sections and scales. A section measures and adds lines, each a
-case with its values, to `bench.table`. The report prints them as tables and keeps one `Row` per
-number with device, versions, command and date, so that a row can be read and repeated alone.
+A benchmark calls `main` with its sections and scales. A section passes lines to `bench.table`; a
+line is a case with its values. The report prints tables and stores one `Row` per number with
+device, versions, command and date.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from timing import Clock, Gpu, Host, free, on_gpu, tell
+from timing import Clock, Gpu, Host, free, on_gpu, print_progress
 
 from ultraep.backends import wait_until_compiled
 from ultraep.errors import UltraEPError
@@ -31,11 +31,10 @@ from ultraep.files.writing import write_text
 from ultraep.tools.report.rows import MeasuredNumber as Row
 from ultraep.tools.report.rows import as_json, cpu_device, versions
 
-# What a section needs: a CPU only; a GPU if there is one; a GPU, but at toy size Triton's
-# interpreter will do; a GPU in any case.
+# What a section needs: a CPU; a GPU or a CPU; a GPU, or at toy size Triton's interpreter; a GPU.
 CPU, ANY, KERNELS, CARD = "cpu", "any", "kernels", "card"
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, DIGITS = 120, 5  # of a printed table, of a number in it
+WIDTH, DIGITS = 120, 5  # characters of a table, digits of a number in it
 
 Case = Mapping[str, str | int | float]
 Section = Callable[[Any], None]
@@ -44,7 +43,7 @@ Extra = Mapping[str, tuple[Callable[[str], Any], str]]  # type and help of optio
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A measured quantity: name and unit, head and form in a table, and how many become one."""
+    """A measured quantity: name, unit, heading and format, and how samples are combined."""
 
     name: str
     unit: str
@@ -53,20 +52,20 @@ class Metric:
     combine: Callable[[Sequence[float]], float] = fmean
 
 
-# What a case does not have is None: shown as a dash, and not recorded.
+# None: not measured in this case; printed as a dash and not stored.
 Values = Mapping[Metric, float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a table: a case, and what was measured in it."""
+    """One line of a table: a case and its measured values."""
 
     case: Case
     values: Values
 
 
 class Samples:
-    """Measurements of the same case, again and again, and of many cases."""
+    """Repeated measurements, grouped by case."""
 
     def __init__(self) -> None:
         self._of_case: dict[tuple[tuple[str, str | int | float], ...], list[Values]] = {}
@@ -75,30 +74,30 @@ class Samples:
         self._of_case.setdefault(tuple(case.items()), []).append(values)
 
     def lines(self) -> list[Line]:
-        """One line for every case, in the order of their first samples."""
-        return [Line(dict(case), _combined(found)) for case, found in self._of_case.items()]
+        """One line per case, in the order of the first samples."""
+        return [Line(dict(case), _combined(samples)) for case, samples in self._of_case.items()]
 
 
 def _combined(samples: Sequence[Values]) -> Values:
-    together: dict[Metric, float | None] = {}
+    combined: dict[Metric, float | None] = {}
     for metric in samples[0]:
         known = [value for sample in samples if (value := sample[metric]) is not None]
-        together[metric] = metric.combine(known) if known else None
-    return together
+        combined[metric] = metric.combine(known) if known else None
+    return combined
 
 
 class Mismatch(Exception):
-    """A device, or what arrived, is not what it should be."""
+    """A result differs from the expected one, or a device is unsuitable."""
 
 
 class Report:
-    """Collects what a benchmark measures: tables to read, rows to keep."""
+    """Prints the tables of a benchmark and stores its rows."""
 
     def __init__(self, benchmark: str, argv: Sequence[str], *, device: str | None = None) -> None:
-        wait_until_compiled()  # so that no time is that of the reference backend
+        wait_until_compiled()  # so that no timing uses the reference backend
         self.rows: list[Row] = []
         self.benchmark = benchmark
-        self.section = ""  # of the benchmark, to be set before lines are added
+        self.section = ""  # set before lines are added
         self.device = device or cpu_device()
         self.versions = versions()
         self.command = command(argv)
@@ -106,9 +105,9 @@ class Report:
         self.console = Console(width=WIDTH, highlight=False)
 
     def header(self) -> None:
-        """Print once what holds for all tables."""
-        known = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        for text in (self.command, f"{self.date}, {self.device}", known):
+        """Print command, date, device and versions."""
+        packages = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        for text in (self.command, f"{self.date}, {self.device}", packages):
             self.console.print(text, soft_wrap=True, markup=False)
 
     def note(self, text: str) -> None:
@@ -116,7 +115,7 @@ class Report:
         self.console.print(text, markup=False)
 
     def add(self, title: str, lines: Sequence[Line]) -> None:
-        """Print the lines as one table, and keep a row for every number in it."""
+        """Print the lines as one table and store a row for every number."""
         for line in lines:
             for metric, value in line.values.items():
                 if value is not None:
@@ -130,7 +129,7 @@ class Report:
         self.console.print("", "; ".join(heading), *rows, sep="\n", markup=False, soft_wrap=True)
 
     def write(self, path: Path | None) -> None:
-        """Write all rows as a JSON list, one row a line; an older file stays whole until then."""
+        """Write all rows as a JSON list, one row per line, replacing an older file at the end."""
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,15 +137,13 @@ class Report:
 
     def _row(self, case: Case, metric: Metric, value: float) -> Row:
         name = f"{self.benchmark}/{self.section}" if self.section else self.benchmark
-        rounded, known = (
-            float(f"{value:.7g}"),
-            (self.device, self.versions, self.command, self.date),
-        )
-        return Row(name, dict(case), metric.name, rounded, metric.unit, *known)
+        rounded = float(f"{value:.7g}")
+        run = (self.device, self.versions, self.command, self.date)
+        return Row(name, dict(case), metric.name, rounded, metric.unit, *run)
 
 
 def _table(lines: Sequence[Line], shown: Sequence[str]) -> Table:
-    """The named cases and all metrics; in the first column what repeats is not said again."""
+    """The named cases and all metrics; repeated values of the first column are left out."""
     metrics = list(dict.fromkeys(metric for line in lines for metric in line.values))
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for name in shown:
@@ -154,7 +151,7 @@ def _table(lines: Sequence[Line], shown: Sequence[str]) -> Table:
     for metric in metrics:
         table.add_column(metric.head, justify="right", no_wrap=True)
     cells = [[str(line.case.get(name, "-")) for name in shown] for line in lines]
-    grouped = any(one[:1] == two[:1] for one, two in pairwise(cells))
+    grouped = any(above[:1] == below[:1] for above, below in pairwise(cells))
     for i, line in enumerate(lines):
         repeats = grouped and i and cells[i][0] == cells[i - 1][0]
         if grouped and i and not repeats:
@@ -165,18 +162,18 @@ def _table(lines: Sequence[Line], shown: Sequence[str]) -> Table:
 
 
 def _shown(value: float | None, metric: Metric) -> str:
-    """As the metric says, with fewer decimals where the number is large."""
+    """Format a value as its metric says, with fewer decimals for large numbers."""
     if value is None:
         return "-"
     text = format(value, metric.form)
     whole, _, decimals = text.partition(".")
-    room = max(1, DIGITS - len(whole.lstrip("-0")))
-    return format(value, f".{room}f") if room < len(decimals) else text
+    places = max(1, DIGITS - len(whole.lstrip("-0")))
+    return format(value, f".{places}f") if places < len(decimals) else text
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all sections of a benchmark share: the report, the scale, the clock and the options."""
+    """The report, scale, clock and options that all sections of a benchmark share."""
 
     report: Report
     scale: Any
@@ -188,36 +185,36 @@ class Bench:
         return isinstance(self.clock, Gpu)
 
     def table(self, title: str, lines: Sequence[Line], section: str | None = None) -> None:
-        """Print the lines and write all rows so far: a later failure loses nothing."""
+        """Print the lines and write all rows so far, so that a later failure loses nothing."""
         if section is not None:
             self.report.section = section
         self.report.add(title, lines)
         self.report.write(self.options.json)
 
     def run(self, sections: Mapping[str, Section], names: Sequence[str]) -> None:
-        """Run these sections, also those after a failed one; then raise if one has failed."""
-        known: list[type[Exception]] = [RuntimeError, ImportError, Mismatch, UltraEPError]
+        """Run these sections, also after a failed one; then raise if any has failed."""
+        caught: list[type[Exception]] = [RuntimeError, ImportError, Mismatch, UltraEPError]
         if find_spec("triton") is not None:
-            known.append(import_module("triton.errors").TritonError)
+            caught.append(import_module("triton.errors").TritonError)
         failures = []
         for name in names:
-            tell(name)
+            print_progress(name)
             self.report.section = name
             try:
                 sections[name](self)
-            except tuple(known) as error:
+            except tuple(caught) as error:
                 traceback.print_exc()
                 failures.append(f"{name}: {error!r}")
             free()
-        tell("done")
+        print_progress("done")
         if failures:
             raise SystemExit("\n".join(failures))
         if not self.report.rows:
-            raise SystemExit("nothing of it could be measured here")
+            raise SystemExit("none of these sections can run on this machine")
 
 
 def command(argv: Sequence[str]) -> str:
-    """The command from the root of the project; of files elsewhere, only their names.
+    """The command from the root of the project; files elsewhere are reduced to their names.
 
     >>> command([str(ROOT / "benchmarks" / "bench_plan.py"), "--trace", "/data/trace.npz"])
     'python benchmarks/bench_plan.py --trace trace.npz'
@@ -235,24 +232,26 @@ def _portable(argument: str) -> str:
 
 
 def common_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every benchmark has."""
+    """Add the options that all benchmarks share."""
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--toy", action="store_true", help="tiny sizes, a few seconds, for CI")
-    size.add_argument("--quick", action="store_true", help="fewer sizes and seeds, half a minute")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all rows to this file")
+    size.add_argument("--toy", action="store_true", help="tiny sizes for CI; takes seconds")
+    size.add_argument("--quick", action="store_true", help="fewer sizes and seeds")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write all measured numbers to this file"
+    )
 
 
 def comma_list(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return the type of an option `A,B`: some of the known names, in their order."""
-    every = list(known)
+    """Return the type of an option `A,B`: a subset of the known names, in their order."""
+    all_names = list(known)
 
     def names(text: str) -> list[str]:
         chosen = text.split(",")
-        if unknown := [name for name in chosen if name not in every]:
+        if unknown := [name for name in chosen if name not in all_names]:
             raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(unknown)}; known are {', '.join(every)}"
+                f"unknown: {', '.join(unknown)}; known are {', '.join(all_names)}"
             )
-        return [name for name in every if name in chosen]
+        return [name for name in all_names if name in chosen]
 
     return names
 
@@ -267,18 +266,23 @@ def main(
     usual: Sequence[str] | None = None,
     extra: Extra | None = None,
 ) -> None:
-    """Run a whole program: parse its options, then measure the chosen sections.
+    """Run a benchmark: parse its options, then measure the selected sections.
 
-    scales: how much is measured with `toy`, `quick` and otherwise (`full`).
-    needs: what a section needs (`CPU`, `ANY`, `KERNELS`, `CARD`), by name or for all of them.
-    usual: sections that run unless `--only` names others; all of them by default.
-    extra: type and help of further options; one that names a field of the scale replaces it.
+    scales: sizes by name: `toy`, `quick` and `full`, the default.
+    needs: `CPU`, `ANY`, `KERNELS` or `CARD`, for all sections or by name.
+    usual: sections that run without `--only`; None: all.
+    extra: type and help of further options; an option named like a field of the scale sets it.
     """
     parser = argparse.ArgumentParser(description=(about or "").split("\n")[0])
     common_options(parser)
     if len(sections) > 1:
         only = comma_list(sections)
-        parser.add_argument("--only", type=only, metavar="A,B", help=", ".join(sections))
+        parser.add_argument(
+            "--only",
+            type=only,
+            metavar="A,B",
+            help=f"run only these sections: {', '.join(sections)}",
+        )
     for option, (kind, text) in (extra or {}).items():
         parser.add_argument(f"--{option}", type=kind, help=text)
     options = parser.parse_args()

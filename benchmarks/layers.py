@@ -1,4 +1,4 @@
-"""Layers with given routing, ranks in processes, and how their steps are timed and compared.
+"""Layers with fixed routing, ranks in processes, and the timing and comparison of their steps.
 
 Shapes: T tokens of a rank, K experts per token.
 """
@@ -28,7 +28,7 @@ from ultraep import Plan
 from ultraep.experts import Experts
 
 PLAIN, FORCED = "unmodified", "forced balance"
-RATIO = 1.6  # fullest rank over mean rank, where a framework is measured
+RATIO = 1.6  # imbalance in benchmarks of frameworks
 
 STEP = Metric("step_time_p50", "ms", "ms", ".2f")
 RATE = Metric("tokens_per_second", "tokens/s", "tokens/s", ".0f")
@@ -36,18 +36,18 @@ SHARE = Metric("share_of_forced_balance", "share", "of forced", ".3f")
 GAIN = Metric("gain_over_none", "ratio", "over none", ".3f")
 BEFORE = Metric("imbalance_before", "max/mean", "before", ".3f")
 AFTER = Metric("imbalance_after", "max/mean", "after", ".3f")
-COPIES = Metric("copies", "copies", "copies", ".1f")
+COPIES = Metric("copies", "copies", "replicas", ".1f")
 STAGE = Metric("stage_time", "ms", "ms", ".3f")
 HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
 BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".2f")
 LESS = Metric("busiest_processor_gain_over_none", "ratio", "cpu gain", ".3f")
 
-Spent = tuple[float, float]  # seconds, and of the processor in them
-Facts = dict[str, float]  # "step", "busy": medians of these; imbalance "before" and "after"
+Spent = tuple[float, float]  # wall and CPU seconds
+Facts = dict[str, float]  # medians "step" and "busy" of both; imbalance "before" and "after"
 
 
-class Given(nn.Module):
-    """A router whose choices and gates are given."""
+class FixedRouter(nn.Module):
+    """A router with fixed ids and gates."""
 
     def __init__(self, ids: torch.Tensor | None = None, gates: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class Given(nn.Module):
         return self.ids, self.gates
 
 
-def given_layer(
+def layer_with_weights(
     balancer: ultraep.Balancer,
     router: nn.Module,
     weights: Mapping[str, torch.Tensor],
     quantised: str | None = None,
 ) -> ultraep.BalancedMoE:
-    """A layer of SwiGLU experts whose weights are given: nothing is drawn."""
+    """A layer of SwiGLU experts with these weights."""
     homes = balancer.topology.home_experts(balancer.rank).tolist()
     experts = Experts(1, 1, homes, quantised=quantised)
     for name, weight in weights.items():
@@ -75,7 +75,7 @@ def given_layer(
 def drawn_weights(
     shape: Shape, home_experts: list[int], device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Weights by the number of the expert, drawn on the device: quicker than those of training."""
+    """Random weights, seeded by expert, drawn on the device, which is fast."""
     homes = len(home_experts)
     shapes = {"gate_up_proj": (2 * shape.ffn, shape.hidden), "down_proj": (shape.hidden, shape.ffn)}
     weights = {
@@ -90,17 +90,17 @@ def drawn_weights(
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
-    """What `work(rank, *args)` gives on rank 0 of so many processes, joined by gloo.
+    """Run `work(rank, *args)` in this many processes with gloo; return the result of rank 0.
 
-    Each has a core, where there are enough, and one thread. Plain values and tensors come back.
-    On Linux they are forked from a process that has imported what this program imports.
+    Each process has one thread and, if there are enough, its own core. Results are plain values
+    and tensors. On Linux the processes are forked from one that has imported this program.
     """
     method = "forkserver" if sys.platform == "linux" else "spawn"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # it hears of no other path
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the fork server needs it
     multiprocessing.set_forkserver_preload([Path(sys.argv[0]).stem])
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_on_rank, (ranks, folder, work, args), ranks, start_method=method)
-        return torch.load(f"{folder}/found", weights_only=True)
+        return torch.load(f"{folder}/result", weights_only=True)
 
 
 def _on_rank(
@@ -113,38 +113,38 @@ def _on_rank(
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
-    found = work(rank, *args)
+    result = work(rank, *args)
     dist.destroy_process_group()
     if rank == 0:
-        torch.save(found, f"{folder}/found")
+        torch.save(result, f"{folder}/result")
 
 
 def step_values(shape: Shape, ms: float, none_ms: float) -> Values:
-    """Milliseconds of a step, tokens per second of all ranks, and the gain over no balancing."""
+    """Milliseconds per step, tokens per second of all ranks, and the gain over no balancing."""
     return {STEP: ms, RATE: shape.ranks * shape.tokens / ms * 1e3, GAIN: none_ms / ms}
 
 
 def plan_values(plan: Plan) -> Values:
-    """The imbalance before and after a plan, and its copies."""
+    """The imbalance before and after a plan, and its number of replicas."""
     return {BEFORE: plan.initial_imbalance, AFTER: plan.imbalance, COPIES: plan.num_replicas}
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Norm of the difference, over that of what is wanted."""
+    """Norm of the difference, relative to the norm of the expected tensor."""
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def check_close(what: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:
-    """Raise if two tensors differ by more than their type explains."""
+    """Raise if two tensors differ by more than the precision of their dtype."""
     assert got is not None, what
     assert want is not None, what
-    limit, off = 1e-4 if got.dtype.itemsize >= 4 else 2e-2, distance(got, want)
-    if not off <= limit:
-        raise Mismatch(f"{what} differs by {off:.2g}, allowed are {limit}")
+    limit, error = 1e-4 if got.dtype.itemsize >= 4 else 2e-2, distance(got, want)
+    if not error <= limit:
+        raise Mismatch(f"{what}: relative error {error:.2g}, the limit is {limit}")
 
 
 class Step:
-    """Forward and backward of a layer of a framework, and its last outputs."""
+    """Forward and backward of a framework's layer; stores the last outputs."""
 
     def __init__(self, layer: Any, tokens: torch.Tensor) -> None:
         self.layer, self.tokens = layer, tokens.clone().requires_grad_()
@@ -154,17 +154,17 @@ class Step:
         self.layer.zero_grad(set_to_none=True)
         self.tokens.grad = None
         y = self.layer(self.tokens)
-        self.y = y[0] if isinstance(y, tuple) else y  # some return a bias as well
+        self.y = y[0] if isinstance(y, tuple) else y  # some layers also return a bias
         self.y.sum().backward()
 
     def compare(self, name: str, other: Step) -> None:
-        """Raise if outputs or gradients of the tokens are not those of another step."""
+        """Raise if outputs or token gradients differ from another step."""
         check_close(f"outputs of {name}", self.y, other.y)
         check_close(f"gradients of {name}", self.tokens.grad, other.tokens.grad)
 
 
 def slowest(step: Call) -> Spent:
-    """Return seconds of a step from a common start and of its processor, the most of all ranks."""
+    """Wall and CPU seconds of a step from a common start, the maximum over all ranks."""
     dist.barrier()
     begin, used = time.perf_counter(), time.process_time()
     step()
@@ -181,9 +181,9 @@ def timed_steps(
     *,
     warmup: int = 1,
 ) -> dict[str, Facts]:
-    """Time the steps of all variants in turn on this rank, in step with the other ranks.
+    """Time the steps of all variants in turn; all ranks call this together.
 
-    imbalance: before and after balancing, of the variant of this name, asked after its last step.
+    imbalance: returns the imbalance of a variant before and after balancing, after its last step.
     """
     facts: dict[str, Facts] = {}
 
@@ -199,21 +199,21 @@ def timed_steps(
     return facts
 
 
-def gain_lines(shape: Shape, found: Mapping[str, Facts], more: Case | None = None) -> list[Line]:
-    """Return one line per variant, among which are "none" and forced balance."""
+def gain_lines(shape: Shape, results: Mapping[str, Facts], more: Case | None = None) -> list[Line]:
+    """Return one line per variant; the variants include "none" and forced balance."""
     case: dict[str, str | int | float] = {"ranks": shape.ranks, "tokens": shape.tokens}
     case |= more or {}
     case |= {"hidden": shape.hidden, "ffn": shape.ffn}
     case |= {"experts": shape.experts, "top_k": shape.top_k}
     lines = []
-    for name, facts in found.items():
+    for name, facts in results.items():
         values = {
             HOST_STEP: facts["step"] * 1e3,
             BUSY: facts["busy"] * 1e3,
             RATE: shape.ranks * shape.tokens / facts["step"],
-            SHARE: found[FORCED]["step"] / facts["step"],
-            GAIN: found["none"]["step"] / facts["step"],
-            LESS: found["none"]["busy"] / facts["busy"],
+            SHARE: results[FORCED]["step"] / facts["step"],
+            GAIN: results["none"]["step"] / facts["step"],
+            LESS: results["none"]["busy"] / facts["busy"],
             BEFORE: facts["before"],
             AFTER: facts["after"],
         }

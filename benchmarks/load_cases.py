@@ -1,4 +1,4 @@
-"""The loads that benchmarks balance: by kind, with a hot rank, even, or recorded; and ids of them.
+"""The loads of the benchmarks: synthetic, even or recorded; and expert ids with these loads.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts.
 """
@@ -21,7 +21,7 @@ ORDERED, SHUFFLED = "zipf ordered", "zipf shuffled"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A layer, the ranks that it is spread over, and the tokens of each of them."""
+    """A layer, its number of ranks, and the tokens per rank."""
 
     hidden: int
     ffn: int
@@ -36,13 +36,13 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Routed rows of a rank."""
+        """Routed rows per rank."""
         return self.tokens * self.top_k
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of load; the ratio is that of the Zipf families."""
+    """A family of synthetic loads; the ratio applies to Zipf loads."""
 
     family: str
     ratio: float | None = None
@@ -52,7 +52,7 @@ class Kind:
         return self.family if self.ratio is None else f"{self.family} {self.ratio:g}"
 
     def draw(self, ranks: int, experts: int, *, tokens: int, seed: int) -> IntArray:
-        """[R, E] loads, top-8 or less where there are few experts."""
+        """[R, E] loads, top-8, or less if there are few experts."""
         if self.family == "one_hot":
             return workload.one_hot(ranks, experts, tokens=tokens)
         top_k = min(8, max(1, experts // 8))
@@ -76,10 +76,10 @@ def zipf_kinds(ratios: Sequence[float]) -> list[Kind]:
 
 @dataclass(frozen=True)
 class HotRank:
-    """Ordered Zipf loads of a layer, and the spare slots that it gets against them."""
+    """Ordered Zipf loads of a layer, and its spare slots per rank."""
 
     ratio: float
-    inner: float = 4.0  # how much one expert of a rank stands out
+    inner: float = 4.0  # how much one expert of a rank exceeds the others
     slots: int = 1
 
     @property
@@ -95,30 +95,30 @@ class HotRank:
 
 
 def even(shape: Shape) -> IntArray:
-    """[R, E] the same load for every expert, from every rank."""
+    """[R, E] equal loads of all experts from all ranks."""
     loads = np.full((shape.ranks, shape.experts), shape.rows // shape.experts)
     assert loads.sum() == shape.ranks * shape.rows
     return loads
 
 
 def ids_with(loads_E: IntArray, shape: Shape, seed: int) -> torch.Tensor:
-    """[T, K] ids with exactly these loads, no expert twice for one token, tokens in any order."""
+    """[T, K] ids with exactly these loads; no token has an expert twice."""
     line = np.repeat(np.arange(shape.experts), loads_E)
     ids = line.reshape(shape.top_k, shape.tokens).T
     return torch.from_numpy(np.random.default_rng(seed).permutation(ids).astype(np.int32))
 
 
 def random_even_ids(shape: Shape, seed: int) -> torch.Tensor:
-    """[T, K] every token chooses by chance, all experts alike."""
+    """[T, K] uniformly random choices."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(shape.tokens, shape.experts, generator=generator)
     return scores.topk(shape.top_k, dim=1).indices.int()
 
 
 def tile_perfect_ids(shape: Shape, seed: int) -> torch.Tensor:
-    """[T, K] likewise, but of every so many tokens as there are experts, each gets K rows.
+    """[T, K] random choices with equal loads: E tokens in a row give K rows to every expert.
 
-    The experts stand in a ring in any order. A token takes those at K steps from its own place.
+    The experts form a ring in random order. Token t takes the experts K fixed steps away from t.
     """
     random, experts = np.random.default_rng(seed), shape.experts
     assert shape.tokens % experts == 0, (shape.tokens, experts)
@@ -131,18 +131,18 @@ def tile_perfect_ids(shape: Shape, seed: int) -> torch.Tensor:
 
 
 def loads_of(ids: Sequence[torch.Tensor], shape: Shape) -> IntArray:
-    """[R, E] of the ids of all ranks."""
+    """[R, E] loads of the ids of all ranks."""
     return np.stack([np.bincount(own.flatten(), minlength=shape.experts) for own in ids])
 
 
 def even_ids(shape: Shape) -> torch.Tensor:
-    """[R, T, K] the same number of rows for every expert, from every rank."""
+    """[R, T, K] ids that give every expert the same number of rows."""
     rows = torch.arange(shape.ranks * shape.rows) % shape.experts
     return rows.reshape(shape.ranks, shape.tokens, shape.top_k)
 
 
 def skewed_ids(shape: Shape, ratio: float, seed: int = 0) -> torch.Tensor:
-    """[R, T, K] different experts per token; the fullest rank holds `ratio` times the mean."""
+    """[R, T, K] distinct experts per token; the busiest rank has `ratio` times the mean load."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.empty(shape.ranks, shape.tokens, shape.experts)
     noise = -noise.exponential_(generator=generator).log()
@@ -161,14 +161,14 @@ def skewed_ids(shape: Shape, ratio: float, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRouting:
-    """Recorded routing, cut into windows that each become a microbatch."""
+    """Recorded routing, split into windows of tokens; each window is a microbatch."""
 
     path: Path
     experts: int | None
     window: int
 
     def microbatches(self, ranks: int) -> Iterator[tuple[IntArray, IntArray | None]]:
-        """[R, E] loads of every layer of every window, and those of the window before, if any."""
+        """[R, E] loads of every layer and window, and the loads of the previous window or None."""
         texts = workload.read_routing(self.path)
         experts = self.experts or 1 << max(int(ids.max()) for ids in texts).bit_length()
         for ids in texts:

@@ -1,20 +1,19 @@
 """The exact optimum of small planning problems, by a mixed-integer program.
 
-It shares nothing with the planner but the topology, so each can be used to check the other.
+It shares only the topology with the planner, so each can check the other.
 
 Shapes: R ranks of a domain, E experts of a domain, P pairs of an expert and a host that is not its
-home. Unknown are whether a pair has a copy, how many tokens it serves, and the peak:
+home. The unknowns are whether a pair has a replica, how many rows it serves, and the peak:
 
     minimise   peak
-    such that  tokens of a pair            <=  load of its expert, if it has a copy, else 0
-               copies on a rank            <=  slots
-               tokens of an expert's pairs <=  its load
-               tokens served by a rank     <=  peak
+    such that  rows of a pair            <=  load of its expert if it has a replica, else 0
+               replicas on a rank        <=  slots
+               rows of an expert's pairs <=  its load
+               rows served by a rank     <=  peak
 
-Tokens are left continuous: once the copies are fixed they are a flow, and a flow through whole
-capacities can be made whole. The solver works with floats, so that its answer is only the lower
-half of the proof (its tolerances can but make the peak too small); the upper half is an integer
-flow through the copies that it chose.
+Rows are continuous: for fixed replicas they are a flow, and a flow through integer capacities can
+be made integer. The solver uses floats, so its answer proves only the lower bound: its tolerances
+can only make the peak too small. The upper bound is an integer flow through the replicas it chose.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ NOISE = 1e-6
 
 
 class Unproven(Exception):
-    """The solver ran out of time, or its answer could not be confirmed in integers."""
+    """The solver ran out of time, or no integer flow confirms its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Every expert of a domain with every rank but its home. Experts without load have none."""
+    """All pairs of an expert with load and a rank of its domain that is not its home."""
 
     loads: IntArray  # [E]
     homes: IntArray  # [E]
@@ -51,21 +50,21 @@ class Pairs:
 
     @property
     def rank_loads(self) -> IntArray:
-        """[R] tokens of every rank if nothing is copied."""
+        """[R] rows per rank without replicas."""
         sums = np.zeros(self.ranks, dtype=np.int64)
         np.add.at(sums, self.homes, self.loads)
         return sums
 
     @property
     def mean(self) -> int:
-        """Tokens per rank, rounded up."""
+        """Mean rows per rank, rounded up."""
         return -(-int(self.loads.sum()) // self.ranks)
 
 
 def optimal_peak(expert_loads: IntArray, topology: Topology, time_limit: float = 60.0) -> int:
-    """Tokens of the fullest rank in the best plan that the slots and domains allow.
+    """Rows of the busiest rank in the best plan that slots and domains allow.
 
-    Three ranks with one expert each. Each can hold but one copy, so rank 0 keeps 9 - 3 - 3:
+    Three ranks with one expert each and one slot each, so rank 0 keeps 9 - 3 - 3:
 
     >>> optimal_peak(np.array([9, 0, 0]), Topology(ranks=3, experts=3, slots=1))
     3
@@ -105,7 +104,7 @@ def _peak_of_domain(pairs: Pairs, slots: int, time_limit: float) -> int:
     peak: int = math.ceil(result.mip_dual_bound - NOISE)
     copied = result.x[:count] > 0.5
     if not _flows(pairs, copied, peak):
-        raise Unproven(f"the copies of the solver do not reach its peak of {peak}")
+        raise Unproven(f"the replicas of the solver do not reach its peak of {peak}")
     return peak
 
 
@@ -124,7 +123,7 @@ def _constraints(pairs: Pairs, slots: int) -> LinearConstraint:
 
 
 def rows_of_pairs(pairs: Pairs, slots: int) -> tuple[csr_array, IntArray]:
-    """The four lines of the program, in the order of the module's docstring, for a peak of 0."""
+    """The four constraints in the order of the module docstring, for a peak of 0."""
     num_pairs = len(pairs.expert)
 
     def sum_over(group_of_P: IntArray, groups: int) -> csr_array:
@@ -147,7 +146,7 @@ def rows_of_pairs(pairs: Pairs, slots: int) -> tuple[csr_array, IntArray]:
 
 
 def _flows(pairs: Pairs, copied_P: IntArray, peak: int) -> bool:
-    """Whether all tokens find a place: source -> expert -> home or copy -> sink, in integers."""
+    """Whether an integer flow source -> expert -> home or replica -> sink carries all rows."""
     experts, ranks = len(pairs.loads), pairs.ranks
     source, sink = experts + ranks, experts + ranks + 1
     all_experts = np.arange(experts)
@@ -162,7 +161,7 @@ def _flows(pairs: Pairs, copied_P: IntArray, peak: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SmallCase:
-    """A random problem that the program solves in a moment."""
+    """A small random problem, which the program solves quickly."""
 
     shape: str
     topology: Topology
@@ -173,7 +172,7 @@ SHAPES = ("uniform", "lognormal", "hot few", "rank-skewed", "many small", "few t
 
 
 def small_cases(count: int, *, seed: int = 0) -> Iterator[SmallCase]:
-    """Seeded problems: 2-6 ranks, 1-10 experts per rank, 1-2 slots, all shapes in turn."""
+    """Seeded problems: 2-6 ranks, 1-10 experts per rank, 1-2 slots."""
     for number in range(count):
         rng = np.random.default_rng((seed, number))
         shape = SHAPES[number % len(SHAPES)]
@@ -186,7 +185,7 @@ def small_cases(count: int, *, seed: int = 0) -> Iterator[SmallCase]:
 
 
 def _loads(shape: str, topology: Topology, rng: np.random.Generator) -> IntArray:
-    """[E] tokens; "rank-skewed" and "many small" multiply whole ranks by a factor."""
+    """[E] rows; "rank-skewed" and "many small" multiply whole ranks by a factor."""
     experts = topology.experts
     if shape == "uniform":
         return rng.integers(0, 1000, experts)

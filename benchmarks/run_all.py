@@ -1,9 +1,9 @@
-"""All benchmarks that this machine can run, one after the other: `make bench`.
+"""Run all benchmarks that this machine can run, one after the other: `make bench`.
 
-    python benchmarks/run_all.py --quick    # less of each
+    python benchmarks/run_all.py --quick    # fewer sizes
 
-A line for each script that cannot run here comes first, with the reason. Scripts that can run in
-part say so themselves.
+It first prints a line with the reason for each script that cannot run. Scripts that can run in part
+print which sections they skip.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from mps import CONTROL
 
 HERE = Path(__file__).resolve().parent
-NEEDS = {  # the others run anywhere
+NEEDS = {  # all other scripts run anywhere
     "bench_control.py": ("a GPU",),
     "bench_copies.py": ("scipy",),
     "bench_cost_gpu.py": ("a GPU", "cuda-python"),
@@ -39,24 +39,24 @@ NEEDS = {  # the others run anywhere
 OPTIONAL = ("megatron", "scipy", "torchtitan", "transformers")
 
 
-def here() -> dict[str, bool]:
-    """What this machine has."""
+def available() -> dict[str, bool]:
+    """Which requirements this machine meets."""
     cuda = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
     known = {"a GPU": torch.cuda.is_available(), "cuda-python": cuda}
     known["CUDA MPS"] = shutil.which(CONTROL) is not None
     return known | {name: find_spec(name) is not None for name in OPTIONAL}
 
 
-def chosen(has: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """The scripts that can run; and for each of the others a line with the reason."""
-    runs, left_out = [], []
+def select_scripts(has: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The scripts that can run, and a line with the reason for each of the others."""
+    runs, skipped = [], []
     for script in sorted(path.name for path in HERE.glob("bench_*.py")):
         lacking = [need for need in NEEDS.get(script, ()) if not has[need]]
         if lacking:
-            left_out.append(f"{script} is left out: it needs {' and '.join(lacking)}")
+            skipped.append(f"{script} is skipped: it needs {' and '.join(lacking)}")
         else:
             runs.append(script)
-    return runs, left_out
+    return runs, skipped
 
 
 def main() -> None:
@@ -65,8 +65,8 @@ def main() -> None:
     for name in ("--toy", "--quick"):
         size.add_argument(name, dest="size", action="store_const", const=[name], default=[])
     options = parser.parse_args()
-    runs, left_out = chosen(here())
-    print(*left_out, sep="\n", flush=True)
+    runs, skipped = select_scripts(available())
+    print(*skipped, sep="\n", flush=True)
     failed = []
     for script in runs:
         print(f"\n== {script}", flush=True)

@@ -1,4 +1,4 @@
-"""Contenders of bench_single.py: the layers and experts of one rank that are compared.
+"""The layers and experts of one rank that bench_single.py compares.
 
 Shapes: T tokens, K experts per token, E experts, A = T * K rows, D model width, F hidden width.
 """
@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from layers import Given, check_close, given_layer
+from layers import FixedRouter, check_close, layer_with_weights
 from load_cases import Shape
 from timing import Clock
 from torch import nn
@@ -33,7 +33,7 @@ def name_of(shape: Shape) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows with their gates, the gradient of the outputs, and weights; of one shape."""
+    """Rows, gates, output gradients and weights of one shape."""
 
     shape: Shape
     ids: torch.Tensor  # [T, K]
@@ -44,7 +44,7 @@ class Inputs:
 
     @classmethod
     def of_tokens(cls, shape: Shape, clock: Clock) -> Inputs:
-        """[T, D] tokens, and [T, K] gates of their choices."""
+        """Inputs of a layer: [T, D] tokens and [T, K] gates."""
         generator = torch.Generator(device=clock.device).manual_seed(0)
         options: dict[str, Any] = {"generator": generator, "device": clock.device}
         drawn = partial(torch.randn, dtype=clock.dtype, **options)
@@ -57,21 +57,21 @@ class Inputs:
         return cls(shape, ids, x, best / best.sum(dim=1, keepdim=True), dy, weights)
 
     def arrived(self) -> Inputs:
-        """[A, D] rows as they arrive at the experts, and [A] their gates."""
+        """Inputs of the experts: [A, D] arrived rows and [A] gates."""
         order = self.ids.flatten().argsort(stable=True)
         token = order // self.shape.top_k
         gates = self.gates.flatten()[order]
         return replace(self, x=self.x[token], gates=gates, dy=self.dy[token])
 
     def counts(self) -> list[int]:
-        """[E] rows of every expert."""
+        """[E] rows per expert."""
         counts = torch.bincount(self.ids.flatten(), minlength=self.shape.experts)
-        found: list[int] = counts.tolist()
-        return found
+        rows: list[int] = counts.tolist()
+        return rows
 
 
 class Contender:
-    """A layer with leaves of its own over the same numbers."""
+    """A layer with its own leaf tensors of equal values."""
 
     def __init__(self, inputs: Inputs, make: Make) -> None:
         self._dy = inputs.dy
@@ -89,19 +89,19 @@ class Contender:
         self.forward().backward(self._dy)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """The outputs of a step, and the gradients of all that it was given."""
+        """Outputs and all gradients of a step."""
         y = self.forward()
-        found = {"outputs": y.detach().clone()}  # backward may write over them
+        results = {"outputs": y.detach().clone()}  # backward may overwrite them
         y.backward(self._dy)
         for name, leaf in self._leaves.items():
             assert leaf.grad is not None, name
-            found[f"gradient of {name}"] = leaf.grad.clone()
+            results[f"gradient of {name}"] = leaf.grad.clone()
             leaf.grad = None
-        return found
+        return results
 
 
 class Gathered(torch.autograd.Function):
-    """Rows of tokens in the order of experts; the sum over choices gathers what comes back."""
+    """Rows in expert order; backward gathers and sums the rows of each token."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Permuted(torch.autograd.Function):
-    """Rows in another order, and their gradients in the old one."""
+    """Permute rows; backward permutes their gradients back."""
 
     @staticmethod
     def forward(
@@ -132,20 +132,20 @@ class Permuted(torch.autograd.Function):
 
 
 def network(rows: torch.Tensor, ends: torch.Tensor, tensors: Mapping[str, Any]) -> torch.Tensor:
-    """SwiGLU experts by the grouped products of torch; `ends`: where the rows of each end."""
+    """SwiGLU experts with torch's grouped products; `ends`: end of the rows of each expert."""
     gate_up, down = (tensors[name].mT for name in ("gate_up_proj", "down_proj"))
     gate, value = torch._grouped_mm(rows, gate_up, offs=ends).chunk(2, dim=-1)
     return torch._grouped_mm(silu(gate) * value, down, offs=ends)
 
 
 def counted_network(rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]) -> torch.Tensor:
-    """The same for the seam, which tells how many rows each expert has."""
+    """The same for the seam, which passes row counts."""
     ends = torch.tensor([*accumulate(counts)], dtype=torch.int32, pin_memory=rows.is_cuda)
     return network(rows, ends.to(rows.device, non_blocking=True), tensors)
 
 
 def with_torch(inputs: Inputs, weights: Mapping[str, Any], *, gathers: bool) -> Layer:
-    """The layer that torch alone gives."""
+    """A plain torch layer."""
     every = torch.arange(inputs.shape.experts, device=inputs.ids.device)
 
     def layer(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -167,8 +167,8 @@ def with_torch(inputs: Inputs, weights: Mapping[str, Any], *, gathers: bool) -> 
 
 
 def apply(function: Any, *args: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = function.apply(*args)
-    return found
+    outputs: torch.Tensor = function.apply(*args)
+    return outputs
 
 
 def with_ultraep(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
@@ -179,8 +179,8 @@ def with_ultraep(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> La
 
 def on_balancer(inputs: Inputs, weights: Mapping[str, Any], *, balancer: ultraep.Balancer) -> Layer:
     """Our layer with these weights on a balancer."""
-    router = Given(inputs.ids)
-    moe = given_layer(balancer, router, weights)
+    router = FixedRouter(inputs.ids)
+    moe = layer_with_weights(balancer, router, weights)
 
     def layer(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         router.gates = gates
@@ -191,7 +191,7 @@ def on_balancer(inputs: Inputs, weights: Mapping[str, Any], *, balancer: ultraep
 
 
 def experts_alone(inputs: Inputs, weights: Mapping[str, Any]) -> Layer:
-    """The experts of torch on rows that have arrived."""
+    """The torch experts on arrived rows."""
     ends = torch.tensor(inputs.counts(), device=inputs.x.device).cumsum(0, dtype=torch.int32)
 
     def experts(rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -202,17 +202,17 @@ def experts_alone(inputs: Inputs, weights: Mapping[str, Any]) -> Layer:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What the experts need of an exchange: where the rows of every slot begin."""
+    """The part of an exchange that experts need: the first row of every slot."""
 
     offsets: torch.Tensor
-    known: list[int] | None  # to the host; None: it must wait for the device
+    known: list[int] | None  # known to the host; None: the host must wait for the device
 
     def begins(self) -> list[int]:
         return self.offsets.tolist() if self.known is None else self.known
 
 
 def through_the_seam(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
-    """The same experts, lent their weights by a balancer: stage 6 of a layer, and stage 3."""
+    """The same experts with weights from a balancer: stages 3 and 6 of a layer."""
     shape = inputs.shape
     balancer = ultraep.Balancer(
         "alone", experts=shape.experts, data_plane=path, capacity=shape.rows
@@ -222,7 +222,7 @@ def through_the_seam(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -
     microbatch.count()
     microbatch.plan()
     begins = [0, *accumulate(inputs.counts())]
-    begins += begins[-1:] * balancer.topology.slots  # nobody is in the spare slots
+    begins += begins[-1:] * balancer.topology.slots  # the spare slots are empty
     offsets = torch.tensor(begins, dtype=torch.int32, device=ids.device)
     exchange: Any = Arrived(offsets, begins if path == "messages" else None)
 
@@ -243,10 +243,10 @@ SEAM: dict[str, Make] = {path: partial(through_the_seam, path=path) for path in 
 
 
 def compare(contenders: Mapping[str, Contender]) -> None:
-    """Raise where a contender computes something else than the first one."""
+    """Raise if the results of a contender differ from the first one."""
     wanted: dict[str, torch.Tensor] = {}
     for name, contender in contenders.items():
-        found = contender.results()
-        wanted = wanted or found
-        for what, tensor in found.items():
+        results = contender.results()
+        wanted = wanted or results
+        for what, tensor in results.items():
             check_close(f"{what} of {name!r}", tensor, wanted[what])

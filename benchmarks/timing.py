@@ -1,7 +1,7 @@
-"""One way to time: calls by the host's clock, and calls by events of a GPU.
+"""Timing of calls, by the clock of the host or by events of a GPU.
 
-`Gpu` and `Host` are the two places where a benchmark of kernels runs: on a device, or at toy size
-through Triton's interpreter, whose times say nothing about a device.
+Kernels run on a `Gpu`, or at toy size on a `Host` through Triton's interpreter, whose times say
+nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ultraep.tools.report.rows import cpu_device
 
 Call = Callable[[], object]
 Value = TypeVar("Value")
-QUEUED = 2_000_000  # cycles: a millisecond in which a kernel is queued before the device gets to it
+QUEUED = 2_000_000  # cycles, about 1 ms: the device sleeps while the host queues a kernel
 REPLAYS = 25  # of a graph of short calls
 BEGAN = time.perf_counter()
 
@@ -43,7 +43,7 @@ class Timing:
 
 
 def time_call(call: Call, repeats: int, warmup: int, before: Call = nothing) -> Timing:
-    """Time single calls by the host's clock; `before` comes before each of them, untimed."""
+    """Time single calls by the clock of the host; `before` runs before each one, untimed."""
     seconds = []
     for _ in range(warmup + repeats):
         before()
@@ -56,10 +56,10 @@ def time_call(call: Call, repeats: int, warmup: int, before: Call = nothing) -> 
 def device_us(
     call: Call, repeats: int, *, warmup: int = 0, before: Call = nothing, cycles: int = 0
 ) -> float:
-    """Microseconds between two events around a call, the median.
+    """Median microseconds between two events around a call.
 
-    before: comes before each call, untimed; `torch.cuda.synchronize`: none waits for the last one.
-    cycles: that the device sleeps first, so that the time in which calls are launched is hidden.
+    before: runs before each call, untimed; with `torch.cuda.synchronize` calls do not queue up.
+    cycles: the device sleeps this long first, which hides the launch.
     """
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
@@ -77,9 +77,9 @@ def device_us(
 def in_turns(
     names: Sequence[str], rounds: int, measure: Callable[[str], Value], *, warmup: int = 2
 ) -> dict[str, list[Value]]:
-    """Measure all names in turn, each round beginning with another one.
+    """Measure all names in turn; each round begins with another one.
 
-    A machine that slows down is then as slow for one as for the others.
+    A machine that slows down then slows down all of them.
     """
     values: dict[str, list[Value]] = {name: [] for name in names}
     for turn in range(warmup + rounds):
@@ -92,11 +92,11 @@ def in_turns(
 
 
 def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: float(median(found)) for name, found in values.items()}
+    return {name: float(median(samples)) for name, samples in values.items()}
 
 
 def in_a_row_ms(clock: Clock, call: Call, times: int) -> float:
-    """Milliseconds of a call among several that are launched as they come, without a graph."""
+    """Milliseconds per call of several eager calls in a row."""
 
     def calls() -> None:
         for _ in range(times):
@@ -106,11 +106,19 @@ def in_a_row_ms(clock: Clock, call: Call, times: int) -> float:
     return us / 1e3 / times
 
 
+def alternating_ms(
+    clock: Clock, calls: Mapping[str, Call], rounds: int, times: int, *, warmup: int = 0
+) -> dict[str, float]:
+    """Median milliseconds per call of every variant; variants alternate, `times` calls each."""
+    measure = lambda name: in_a_row_ms(clock, calls[name], times)  # noqa: E731
+    return medians(in_turns(list(calls), rounds, measure, warmup=warmup))
+
+
 def captured(call: Callable[[], Any], times: int) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of so many calls, and what the last of them returned."""
+    """Return a graph of this many calls, and the result of the last one."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # all kernels must be loaded before they are captured
+    with torch.cuda.stream(side):  # loads all kernels before the capture
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(side)
@@ -126,8 +134,8 @@ def captured(call: Callable[[], Any], times: int) -> tuple[torch.cuda.CUDAGraph,
 class Gpu:
     """The current GPU, timed by its events.
 
-    repeats: calls that are timed; two more come before.
-    cycles: a time in which a launch is queued before the device gets to it.
+    repeats: timed calls, after two that are not timed.
+    cycles: the device sleeps this long while the host queues a launch.
     """
 
     dtype = torch.bfloat16
@@ -140,21 +148,21 @@ class Gpu:
         self.floors: dict[int, float] = {}  # microseconds, by number of launches
 
     def us(self, call: Call, before: Call = nothing, launches: int = 1) -> float:
-        """Microseconds of one long call, the median; `before` comes first and is not timed."""
+        """Median microseconds of one long call; `before` runs first, untimed."""
         cycles = self._cycles * launches
         return device_us(call, self._repeats, warmup=2, before=before, cycles=cycles)
 
     def replay_us(self, graph: torch.cuda.CUDAGraph, inner: int = 1) -> float:
-        """Microseconds of a call, of so many in a graph; replays queue up, none is waited for."""
+        """Microseconds per call in a graph of `inner` calls; replays queue up."""
         return device_us(graph.replay, REPLAYS, warmup=2) / inner
 
     def stopwatch(self, call: Call, inner: int) -> Callable[[], float]:
-        """Measures one call among some in a graph, in microseconds."""
+        """Return a function that measures one of `inner` calls in a graph, in microseconds."""
         graph, _ = captured(call, inner)
         return lambda: self.us(graph.replay, torch.cuda.synchronize) / inner
 
     def floor_us(self, launches: int, inner: int) -> float:
-        """Microseconds of so many kernels that do nothing, in a graph of so many such rows."""
+        """Microseconds of this many empty kernels, in a graph of `inner` such groups."""
         if launches not in self.floors:
             graph, _ = captured(self._idle, launches * inner)
             self.floors[launches] = self.replay_us(graph, inner)
@@ -162,7 +170,7 @@ class Gpu:
 
     @cached_property
     def _idle(self) -> Call:
-        """Launches a kernel that does nothing; Triton reads its settings when it is imported."""
+        """Launch an empty kernel. Triton is imported late, because it then reads its settings."""
         import triton
 
         @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -174,9 +182,9 @@ class Gpu:
 
 
 class Host:
-    """The host, timed by its own clock: Triton's interpreter, and torch on the CPU."""
+    """The host, timed by its own clock: Triton's interpreter or torch on the CPU."""
 
-    dtype = torch.float32  # the interpreter multiplies bfloat16 as if they were integers
+    dtype = torch.float32  # the interpreter multiplies bfloat16 as integers
 
     def __init__(self, repeats: int = 3, warmup: int = 1, name: str = "Triton interpreter") -> None:
         self.device = torch.device("cpu")
@@ -184,7 +192,7 @@ class Host:
         self._repeats, self._warmup = repeats, warmup
 
     def us(self, call: Call, before: Call = nothing, launches: int = 1) -> float:
-        """Microseconds of one call, the median."""
+        """Median microseconds of one call."""
         del launches
         return 1e6 * time_call(call, self._repeats, self._warmup, before).p50
 
@@ -197,31 +205,31 @@ Clock = Gpu | Host
 
 
 def on_gpu(*, toy: bool) -> bool:
-    """Whether kernels run on a GPU; if not, Triton's interpreter runs them, at toy size only."""
+    """Whether kernels run on a GPU; otherwise Triton's interpreter runs them, at toy size only."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that run at once
     if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return True
     if not toy:
-        raise SystemExit("a GPU is needed; without one, only --toy runs (Triton's interpreter)")
+        raise SystemExit("this benchmark needs a GPU; pass --toy to use Triton's interpreter")
     os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
     torch.set_num_threads(1)
     return False
 
 
 def free() -> None:
-    """Give back all memory that nobody holds any more."""
+    """Free all unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def tell(what: str) -> None:
-    """Say what it is at, for those who wait."""
-    print(f"{time.perf_counter() - BEGAN:6.1f} s  {what}", file=sys.stderr, flush=True)
+def print_progress(text: str) -> None:
+    """Print the time since the start and this text on stderr."""
+    print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def growth_law(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Exponent of the power law through the points: least squares between logarithms.
+    """Exponent of the power law through the points, by least squares of logarithms.
 
     >>> round(growth_law([1, 2, 4], [3, 12, 48]), 6)
     2.0
@@ -230,13 +238,13 @@ def growth_law(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def standard_error(values: NDArray[np.float64]) -> float:
-    """Error of the median, as if values were normal, from the 20th and the 80th percentile."""
+    """Error of the median of normal values, estimated from the 20th and 80th percentiles."""
     low, high = np.percentile(values, (20, 80)).tolist()
     deviation = (high - low) / 1.683
     return float(1.253 * deviation / len(values) ** 0.5)
 
 
 def one_core() -> None:
-    """Pin this process to one core, where the system can."""
+    """Pin this process to one core, if the system supports it."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

@@ -1,4 +1,4 @@
-"""Variants of torchtitan's Trainer, timed in turns on one rank: part of `bench_torchtitan.py`.
+"""Variants of torchtitan's Trainer, timed in turn on one rank: part of `bench_torchtitan.py`.
 
 Shapes: B sequences, L tokens of each, K experts per token, E experts, D model width.
 """
@@ -22,7 +22,7 @@ from layers import FORCED, PLAIN, RATIO, Facts, timed_steps
 from load_cases import Shape, skewed_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import torchtitan_tiny as tiny  # type: ignore[import-not-found]  # CUDA replaced on CPUs
+import torchtitan_tiny as tiny  # type: ignore[import-not-found]  # replaces CUDA on CPUs
 
 # isort: split
 from torchtitan.config.override import derive, override
@@ -30,11 +30,11 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from ultraep.integrations.torchtitan import balancers
 
-LENGTH = 128  # tokens of a sequence
+LENGTH = 128  # sequence length
 
 
-class GivenRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
-    """The framework's router, but for its choices."""
+class FixedRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
+    """The framework's router with fixed choices."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
@@ -43,7 +43,7 @@ class GivenRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         shape = replace(SMALL, experts=config.num_experts, top_k=config.top_k, tokens=config.tokens)
-        with torch.device("cpu"):  # the framework builds models on meta
+        with torch.device("cpu"):  # the framework creates models on the meta device
             self._ids = skewed_ids(shape, RATIO)[dist.get_rank()]
 
     def forward(self, x_BLD: torch.Tensor, _: Any = None) -> tuple[Any, Any, Any]:
@@ -55,11 +55,11 @@ class GivenRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
 
 @override(target=TokenChoiceTopKRouter.Config, description="choices with a skew")  # type: ignore[untyped-decorator]
 def skewed(cfg: Any, *, tokens: int) -> Any:
-    return derive(cfg, GivenRouter.Config, tokens=tokens)
+    return derive(cfg, FixedRouter.Config, tokens=tokens)
 
 
 def overrides(name: str, shape: Shape) -> list[Any]:
-    """What of the framework is otherwise, for a variant of this name."""
+    """The overrides of the framework for a variant."""
     if name == FORCED:
         return []
     given: list[Any] = [(f"{skewed.__module__}.skewed", {"tokens": shape.tokens})]
@@ -69,7 +69,7 @@ def overrides(name: str, shape: Shape) -> list[Any]:
 
 
 def trainer(name: str, scale: Scale, folder: str) -> Any:
-    """The framework's Trainer of one variant."""
+    """Create the Trainer of one variant."""
     shape = scale.shape
     config = tiny.tiny(*overrides(name, shape), steps=1000, folder=folder)
     model = tiny.tiny_model(
@@ -89,7 +89,7 @@ def trainer(name: str, scale: Scale, folder: str) -> Any:
 
 
 def measure(rank: int, scale: Scale) -> dict[str, Facts]:
-    """One process: time all variants in turns; the slowest rank counts."""
+    """Time all variants in turn, in one process; the slowest rank counts."""
     os.environ["LOCAL_RANK"] = str(rank)
     logging.getLogger().setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -99,7 +99,7 @@ def measure(rank: int, scale: Scale) -> dict[str, Facts]:
     batches = {name: made[name].batch_generator(made[name].dataloader) for name in names}
 
     def train(name: str) -> None:
-        made[name].step = 2  # nothing is logged
+        made[name].step = 2  # no logging
         made[name].train_step(batches[name])
 
     def imbalance(name: str) -> tuple[float, float]:

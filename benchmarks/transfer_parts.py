@@ -1,6 +1,6 @@
-"""What bench_transfer.py launches: replicas that are sent, gradients that are pulled, and checks.
+"""The transfers of bench_transfer.py: replicas that are sent, gradients that are pulled.
 
-Shapes: C copies, R ranks, H home experts, P parameters of an expert.
+Shapes: C replicas, R ranks, H home experts, P parameters of an expert.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ultraep.runtime.mapped.peers import LocalPeers
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.signals import Signals
 
-POISON = 0xA5  # byte that a slot holds before it is filled
-TIMEOUT = 5.0  # seconds after which a rank that waits gives up
+POISON = 0xA5  # byte value of empty slots
+TIMEOUT = 5.0  # timeout in seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """What one run measures."""
 
     hidden: int  # of an expert: gate and up [2 * ffn, hidden], down [hidden, ffn], bf16
     ffn: int
-    ranks: int  # of the ring
+    ranks: int  # ranks of the ring
     programs: tuple[int, ...]  # of a rank
     relay_ranks: int
-    budgets: tuple[int, ...]  # programs of a rank that relays
-    fans: tuple[int, ...]  # copies of one expert; the first is 1
+    budgets: tuple[int, ...]  # programs per rank in relays
+    fans: tuple[int, ...]  # replicas of one expert; the first is 1
     plan_sizes: tuple[tuple[int, int], ...]  # ranks and experts
     ratios: tuple[float, ...]
     seeds: int
     tokens: int
     numbers: int  # of a gradient
-    homes: int  # experts of the rank that pulls
+    homes: int  # home experts of the rank that pulls
     pull_fans: tuple[int, ...]
     schedule_sizes: tuple[tuple[int, int], ...]
     meets: tuple[int, ...]
@@ -49,13 +49,13 @@ class Scale:
 
     @property
     def layout(self) -> Layout:
-        """Where the two tensors of an expert stand in a row."""
+        """The layout of the two tensors of an expert in a row."""
         shapes = {"gate_up": (2 * self.ffn, self.hidden), "down": (self.hidden, self.ffn)}
         return Layout(tuple((name, shape, torch.bfloat16) for name, shape in shapes.items()))
 
     @property
     def ring_bytes(self) -> int:
-        """What all ranks of the ring send together."""
+        """Bytes that all ranks of the ring send."""
         return self.ranks * self.layout.nbytes
 
 
@@ -98,7 +98,7 @@ TOY = Scale(
 
 
 def copy_rate(bench: Bench) -> float:
-    """Bytes per microsecond, read and written, of a copy of all that the ring sends."""
+    """Bytes per microsecond, read and written, of a plain copy of the ring's bytes."""
     size: int = bench.scale.ring_bytes
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=bench.clock.device)
     target = torch.empty_like(source)
@@ -112,13 +112,13 @@ def board_of(group: LocalPeers, rank: int) -> Signals:
 
 
 def as_replicas(rows: Sequence[Sequence[int]], copies: int, device: torch.device) -> torch.Tensor:
-    """[C, 3] expert, host and slot of every copy, as a plan on the device has them."""
-    nobody = [[-1, -1, -1]] * (copies - len(rows))
-    return torch.tensor([*map(list, rows), *nobody], dtype=torch.int32, device=device)
+    """[C, 3] expert, host and slot of every replica, in the format of a plan on the device."""
+    unused = [[-1, -1, -1]] * (copies - len(rows))
+    return torch.tensor([*map(list, rows), *unused], dtype=torch.int32, device=device)
 
 
 class Neighbours:
-    """Ranks of this process on one device; each has one home expert and one spare slot."""
+    """Ranks of this process on one device, with one home expert and one spare slot each."""
 
     def __init__(self, ranks: int, bench: Bench) -> None:
         self.topology = Topology(ranks=ranks, experts=ranks, slots=1)
@@ -134,13 +134,13 @@ class Neighbours:
         ]
 
     def _random_bits(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Numbers of every kind: two of them are rarely alike."""
+        """Random bits; equal numbers are rare."""
         bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=self.device)
         return bits.view(torch.bfloat16)
 
 
 class Transfer:
-    """Copies of home experts (expert, host), sent by all ranks in one launch."""
+    """Replicas (expert, host) of home experts, sent by all ranks in one launch."""
 
     def __init__(
         self, world: Neighbours, copies: Sequence[tuple[int, int]], *, mode: str, programs: int
@@ -162,7 +162,7 @@ class Transfer:
         self._homes, self._parts = torch.stack([homes for homes, _ in sources]), sources[0][1]
 
     def prepare(self) -> None:
-        """Empty the slots, and make a new schedule with a new number."""
+        """Empty the slots and make a new schedule."""
         for slot in self._world.slots:
             slot.fill_(POISON)
         for streamer, made in zip(self._streamers, self._made, strict=True):
@@ -181,7 +181,7 @@ class Transfer:
         )
 
     def time(self, clock: Clock) -> float:
-        """Microseconds of the launch; the slots are compared after the last one."""
+        """Microseconds of the launch; checks the slots after the last one."""
         us = clock.us(self.launch, self.prepare)
         self._world.boards[0].check()
         self._check()
@@ -203,37 +203,37 @@ class Transfer:
                 bits = torch.int16
                 same = all(torch.equal(got[n].view(bits), want[n].view(bits)) for n in want)
             if not same:
-                raise Mismatch(f"the slot of rank {host} after {self._copies}")
+                raise Mismatch(f"the slot of rank {host} is wrong after sending {self._copies}")
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Experts of rank 0 that were copied: (expert, host) of every copy, as the plan has them."""
+    """Replicas (expert, host) of experts of rank 0, in plan order."""
 
     name: str
-    copies: tuple[tuple[int, int], ...]
+    replicas: tuple[tuple[int, int], ...]
 
     @property
     def experts(self) -> list[int]:
-        return sorted({expert for expert, _ in self.copies})
+        return sorted({expert for expert, _ in self.replicas})
 
     def moved(self, numbers: int, zero: bool) -> int:
-        """Bytes: gradients of homes are read and written, those of copies read, and zeroed."""
-        return 4 * numbers * (2 * len(self.experts) + len(self.copies) * (2 if zero else 1))
+        """Bytes moved: home gradients are read and written, replica gradients read (and zeroed)."""
+        return 4 * numbers * (2 * len(self.experts) + len(self.replicas) * (2 if zero else 1))
 
 
 def copied_experts(scale: Scale) -> list[Copied]:
-    """One expert with several copies, and several experts with one each."""
-    found = [
+    """One expert with several replicas, and several experts with one each."""
+    single = [
         Copied(f"fan {fan}", tuple((0, host) for host in range(1, fan + 1)))
         for fan in scale.pull_fans
     ]
     each = tuple((expert, expert + 1) for expert in range(scale.homes))
-    return [*found, Copied(f"{scale.homes} x fan 1", each)]
+    return [*single, Copied(f"{scale.homes} x fan 1", each)]
 
 
 class Pull:
-    """Rank 0 adds up the gradients of its experts that other ranks hold."""
+    """Rank 0 adds up the gradients of its replicas on other ranks."""
 
     def __init__(self, bench: Bench, programs: int) -> None:
         from ultraep.backends.triton.streamer import Streamer
@@ -258,7 +258,7 @@ class Pull:
         """Microseconds of a pull; the sums of the last one are compared."""
         from ultraep.backends.triton.streamer import pull
 
-        rows = [(*copy, 0) for copy in copied.copies]
+        rows = [(*copy, 0) for copy in copied.replicas]
         replicas_C3 = as_replicas(rows, self._streamer.copies, self._made.device)
         self._streamer.schedule(replicas_C3, self._layout, self._made)
         arguments = self._gradients_HP, self._rows, self._made, self._streamer
@@ -268,20 +268,20 @@ class Pull:
         return us
 
     def _renew(self, copied: Copied) -> None:
-        """Gradients as they were before the first pull."""
+        """Restore the gradients to their state before the first pull."""
         for expert in copied.experts:
             self._gradients_HP[expert].copy_(self._fresh_HP[expert])
-        for _, host in copied.copies:
+        for _, host in copied.replicas:
             self._gradient_of_host[host].copy_(self._fresh_RP[host])
 
     def _check(self, copied: Copied, zero: bool) -> None:
         for expert in copied.experts:
             want = self._fresh_HP[expert].clone()
-            for _, host in (copy for copy in copied.copies if copy[0] == expert):
+            for _, host in (copy for copy in copied.replicas if copy[0] == expert):
                 want += self._fresh_RP[host]
             if not torch.equal(self._gradients_HP[expert], want):
                 raise Mismatch(f"the gradient of expert {expert}: {copied.name}")
-        for _, host in copied.copies:
+        for _, host in copied.replicas:
             left = self._gradient_of_host[host]
             if not (bool((left == 0).all()) if zero else torch.equal(left, self._fresh_RP[host])):
                 raise Mismatch(f"the gradient that rank {host} holds: {copied.name}")

@@ -1,10 +1,9 @@
-"""A block of experts of transformers as several ranks of one card, through the seam, in graphs.
+"""A MoE block of transformers as several ranks of one GPU, through the seam, in graphs.
 
-The library's own products serve the rows, so the host must know how many rows each expert has, and
-waits for its GPU in every step. Here one host drives all ranks and could only wait for one of them:
-the numbers are taken from the plan, which is known since routing is given. A real rank waits once
-in a layer, for a copy of some numbers from its GPU. Without a card, ranks are threads that send
-each other messages.
+The library's own products serve the rows, so the host must know the rows per expert and waits for
+the GPU once per layer. Here one host drives all ranks and could wait for only one of them, so the
+row counts come from the plan, which is known because the routing is fixed. Without a GPU, ranks are
+threads that exchange messages.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 """
@@ -22,7 +21,7 @@ import torch
 from card import LAUNCHING, Partition, capacity_of, graph_on, split, together
 from layers import FORCED
 from load_cases import HotRank, Shape, even, ids_with
-from timing import device_us, free, tell, time_call
+from timing import device_us, free, print_progress, time_call
 
 import ultraep
 from ultraep import BalanceConfig, LocalGroup, Plan, Topology
@@ -32,12 +31,12 @@ from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.mapped.plane import MappedRows
 from ultraep.runtime.settings import DeviceShare
 
-MakeBlock = Callable[[], Any]  # with all experts; only those of a rank are kept
+MakeBlock = Callable[[], Any]  # with all experts; each rank keeps its own
 
 
 @dataclass(frozen=True)
 class CardStep:
-    """Milliseconds of a step of all ranks, its plan and its outputs."""
+    """Milliseconds of a step of all ranks, its plan and outputs."""
 
     ms: float
     plan: Plan
@@ -45,7 +44,7 @@ class CardStep:
 
 
 class BlockRank:
-    """One rank: its part of the card, and the block of which it keeps its home experts."""
+    """One rank: its partition, and a block with its home experts."""
 
     def __init__(self, number: int, partition: Partition | None) -> None:
         self.number = number
@@ -65,7 +64,7 @@ class BlockRank:
         self.block = self.balancer = self.x = self.y = self.dy = self.graph = None
 
     def receive(self, block: Any, ids: torch.Tensor, shape: Shape) -> None:
-        """A block with all experts, and tokens with these choices."""
+        """Take a block with all experts, and tokens with these choices."""
         dtype = next(block.parameters()).dtype
         draw = torch.Generator(device=ids.device).manual_seed(self.number)
         drawn = torch.randn(
@@ -74,24 +73,24 @@ class BlockRank:
         x, self.dy = drawn
         self.x = x.requires_grad_()
         self.block = block
-        self.block.gate = GivenChoices(ids, dtype)
+        self.block.gate = FixedChoices(ids, dtype)
 
     def join(self, **options: Any) -> None:
-        """Keep the home experts only; collective."""
+        """Keep only the home experts; collective."""
         self.balancer = balance(self.block, **options)
         if self.stream is not None:
             self.balancer.prepare(self.block.gate.ids, self.x[0], self.block.experts.bundle)
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.block.zero_grad(set_to_none=True)
         self.x.grad = self.block.gate.gates.grad = None
         self.y = self.block(self.x)
         self.y.backward(self.dy)
 
 
-class GivenChoices(torch.nn.Module):
-    """A router of the library whose choices are given."""
+class FixedChoices(torch.nn.Module):
+    """A router of the library with fixed choices."""
 
     def __init__(self, ids: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class GivenChoices(torch.nn.Module):
 
 
 class Blocks:
-    """All ranks, each with the same block of which it keeps its home experts."""
+    """All ranks, with the same block and their own home experts."""
 
     def __init__(self, shape: Shape, make: MakeBlock, device: torch.device, sms: int) -> None:
         self.shape, self.make, self.device = shape, make, device
@@ -114,7 +113,7 @@ class Blocks:
         self.group = LocalGroup(shape.ranks)
 
     def become(self, load: HotRank, policy: str) -> Plan:
-        """Blocks, balancers and tokens anew, for this load; returns the plan that will serve it."""
+        """Create blocks, balancers and tokens for this load; return its plan."""
         loads = even(self.shape) if policy == FORCED else load.draw(self.shape)
         slots, name = (load.slots, policy) if policy == "ultraep" else (0, "none")
         topology = Topology(ranks=self.shape.ranks, experts=self.shape.experts, slots=slots)
@@ -133,14 +132,14 @@ class Blocks:
         return plan
 
     def capture(self, plan: Plan) -> None:
-        """Graphs of the steps. The seam would ask the device for the offsets, which are known."""
+        """Capture the steps, with known offsets in place of a read from the device."""
         for rank in self.ranks if self.device.type == "cuda" else ():
             known = [0, *accumulate(rows_received(plan, rank.number).sum(axis=0).tolist())]
             with mock.patch.object(MappedRows, "begins", return_value=known):
                 rank.graph = graph_on(rank.stream, rank.step)
 
     def step_ms(self, times: int) -> float:
-        """Milliseconds of a step of all ranks, the median of so many."""
+        """Median milliseconds of a step of all ranks."""
         if self.device.type != "cuda":
             run = partial(self.group.run, lambda comm: self.ranks[comm.rank].step())
             return 1e3 * time_call(run, times, warmup=1).p50
@@ -154,7 +153,7 @@ class Blocks:
 
     def run(self, load: HotRank, policy: str, rounds: int) -> CardStep:
         """Time one policy on one load."""
-        tell(f"{policy}, {load.name}")
+        print_progress(f"{policy}, {load.name}")
         plan = self.become(load, policy)
         self.capture(plan)
         ms = self.step_ms(rounds)
@@ -166,7 +165,7 @@ class Blocks:
         free()
 
     def _options(self, plan: Plan) -> list[dict[str, Any]]:
-        """How the ranks meet: over memory that they share, or by messages."""
+        """Options of the balancers: shared GPU memory, or messages."""
         if self.device.type != "cuda":
             return [{"data_plane": "messages"}] * self.shape.ranks
         peers = LocalPeers(self.shape.ranks, self.device)

@@ -1,4 +1,4 @@
-"""Every benchmark runs, at toy size, and writes rows that can be read alone."""
+"""Every benchmark runs at toy size and writes complete rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ultraep.policies import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-FRAMEWORKS = {"bench_megatron.py", "bench_torchtitan.py"}  # run by the tests of these
+FRAMEWORKS = {"bench_megatron.py", "bench_torchtitan.py"}  # tested in tests/frameworks
 ALL = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
 SCRIPTS = [name for name in ALL if name not in FRAMEWORKS]
 PLAN_SECTIONS = ("quality", "tolerance", "growth", "small", "trace", "optimum")
@@ -32,17 +32,17 @@ def run(script, *options):
 
 
 @pytest.fixture
-def refusal(monkeypatch, capsys):
-    """What a benchmark says before it leaves, in this process."""
+def usage_error(monkeypatch, capsys):
+    """Runs a benchmark in this process with invalid options and returns its stderr."""
 
-    def of(script, *options):
+    def run_script(script, *options):
         monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / script), *options])
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_info:
             runpy.run_path(sys.argv[0], run_name="__main__")
-        assert left.value.code == 2
+        assert exit_info.value.code == 2
         return capsys.readouterr().err
 
-    return of
+    return run_script
 
 
 def extra_options(script, folder):
@@ -65,10 +65,10 @@ def test_a_toy_run_writes_complete_rows(script, tmp_path):
     done = run(script, "--toy", "--json", str(path), *extra_options(script, tmp_path))
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())
-    wanted = [field.name for field in fields(harness.Row)]
+    names = [field.name for field in fields(harness.Row)]
     assert rows
     for row in rows:
-        assert list(row) == wanted
+        assert list(row) == names
         assert np.isfinite(row["value"])
         assert row["device"]
         assert row["versions"]["ultraep"] == ultraep.__version__
@@ -87,12 +87,12 @@ def test_a_toy_run_writes_complete_rows(script, tmp_path):
     "options",
     [["--only", "nonsense"], ["--policies", "nonsense"], ["--trace"], ["--toy", "--quick"]],
 )
-def test_nonsense_is_refused(options, refusal):
-    message = refusal("bench_plan.py", *options)
+def test_invalid_options_are_refused(options, usage_error):
+    message = usage_error("bench_plan.py", *options)
     assert options[0] in message or "unknown" in message
 
 
-def test_a_section_that_fails_takes_nothing_from_the_others(tmp_path, capsys):
+def test_other_sections_run_after_a_failure(tmp_path, capsys):
     metric = harness.Metric("answer", "apples", "answer")
 
     def works(bench):
@@ -107,33 +107,34 @@ def test_a_section_that_fails_takes_nothing_from_the_others(tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"two: .*out of memory"):
         bench.run({"one": works, "two": fails, "three": works}, ["one", "two", "three"])
     assert "out of memory" in capsys.readouterr().err
-    found = [row["benchmark"] for row in json.loads(path.read_text())]
-    assert found == ["test/one", "test/three"]
+    sections = [row["benchmark"] for row in json.loads(path.read_text())]
+    assert sections == ["test/one", "test/three"]
 
 
-def test_make_bench_tells_what_it_leaves_out():
-    assert run_all.chosen(dict.fromkeys(run_all.here(), True)) == (ALL, [])
-    runs, left_out = run_all.chosen(dict.fromkeys(run_all.here(), False))
-    assert {*runs, *(line.split()[0] for line in left_out)} == set(ALL)
-    assert "bench_single.py is left out: it needs a GPU" in left_out
+def test_make_bench_prints_what_it_skips():
+    available = run_all.available()
+    assert run_all.select_scripts(dict.fromkeys(available, True)) == (ALL, [])
+    runs, skipped = run_all.select_scripts(dict.fromkeys(available, False))
+    assert {*runs, *(line.split()[0] for line in skipped)} == set(ALL)
+    assert "bench_single.py is skipped: it needs a GPU" in skipped
 
 
-def test_measurements_take_turns():
+def test_measurements_alternate():
     turns = []
-    found = timing.in_turns("abc", 2, lambda name: turns.append(name) or len(turns), warmup=1)
+    values = timing.in_turns("abc", 2, lambda name: turns.append(name) or len(turns), warmup=1)
     assert "".join(turns) == "abcbcacab"
-    assert found == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
+    assert values == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
 
 
-def test_time_call_gives_percentiles_of_the_repeats():
+def test_time_call_returns_percentiles():
     events = []
     before = lambda: events.append("before")  # noqa: E731
-    found = timing.time_call(lambda: events.append("call"), repeats=5, warmup=2, before=before)
+    timed = timing.time_call(lambda: events.append("call"), repeats=5, warmup=2, before=before)
     assert events == ["before", "call"] * 7
-    assert 0 <= found.p20 <= found.p50 <= found.p80
+    assert 0 <= timed.p20 <= timed.p50 <= timed.p80
 
 
-def test_commands_name_no_place_of_this_machine():
+def test_commands_contain_no_absolute_paths():
     script = str(BENCHMARKS / "bench_plan.py")
     inside = str(ROOT / "benchmarks" / "results" / "plan.json")
     argv = [script, "--trace=/data/trace.npz", "--json", inside, "--window", "64", "../x/y.npz"]
@@ -143,7 +144,7 @@ def test_commands_name_no_place_of_this_machine():
     )
 
 
-def test_a_report_replaces_its_file_as_a_whole(tmp_path, capsys):
+def test_a_report_replaces_its_file(tmp_path, capsys):
     path = tmp_path / "new" / "rows.json"
     metric = harness.Metric("answer", "apples", "answer")
     for value in (1.0, 2.0):
@@ -155,17 +156,17 @@ def test_a_report_replaces_its_file_as_a_whole(tmp_path, capsys):
     assert "a table; case a" in capsys.readouterr().out
 
 
-def test_samples_combine_case_by_case():
+def test_samples_are_combined_by_case():
     mean, worst = harness.Metric("m", "", "m"), harness.Metric("w", "", "w", combine=max)
     samples = harness.Samples()
     for case, value in (("a", 1.0), ("b", 5.0), ("a", 3.0)):
         samples.add({"case": case}, {mean: value, worst: value})
     samples.add({"case": "c"}, {mean: None, worst: None})
-    found = {line.case["case"]: list(line.values.values()) for line in samples.lines()}
-    assert found == {"a": [2.0, 3.0], "b": [5.0, 5.0], "c": [None, None]}
+    combined = {line.case["case"]: list(line.values.values()) for line in samples.lines()}
+    assert combined == {"a": [2.0, 3.0], "b": [5.0, 5.0], "c": [None, None]}
 
 
-def test_the_report_on_the_published_evaluation_is_written(tmp_path):
+def test_the_page_on_the_paper_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     done = run("paper.py", "--toy", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -176,7 +177,7 @@ def test_the_report_on_the_published_evaluation_is_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_constants_of_the_simulator_can_be_calibrated():
+def test_the_simulator_can_be_calibrated():
     done = run("calibrate_sim.py", "--toy")
     assert done.returncode == 0, done.stderr
     names = [line.partition(" = ")[0] for line in done.stdout.splitlines()]

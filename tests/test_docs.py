@@ -1,4 +1,4 @@
-"""The Python in the documentation runs as it stands there."""
+"""Python blocks in the documentation run as written."""
 
 import re
 
@@ -25,7 +25,7 @@ def test_python_blocks_run(block, monkeypatch):
     import ultraep
 
     for name in policies.policy_names():
-        policies.get_policy(name)  # one that is first imported in a block would be lost with it
+        policies.get_policy(name)  # import all before the registry is copied
     monkeypatch.setattr(policies, "_registry", dict(policies._registry))
     topology = ultraep.Topology(ranks=8, experts=32, slots=1)
     loads = ultraep.workload.zipf(8, 32, ratio=2.0, top_k=4, tokens=64)

@@ -1,6 +1,6 @@
-"""Every command in the documentation runs as it stands there, some of them in a short form.
+"""Every command in the documentation runs as written; some run with shorter settings.
 
-A command that is not in the tables below is run, so a new one fails here if it cannot be.
+Commands that are not in the tables below are run.
 """
 
 import argparse
@@ -26,30 +26,30 @@ from ultraep.tools.cli.commands import app
 from ultraep.tools.sim import workload
 
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(ultraep|make|python|torchrun|pip|tensorboard)(?= |$)")
-# These simulate few microbatches, over the same layers and ranks: the rest is time.
+# Options that make commands faster: fewer microbatches, with the same layers and ranks.
 SHORTER = {
     "simulate": ["--steps", "1", "--microbatches", "1", "--processes", "1", "--interval", "1"],
     "advise": ["--steps", "1", "--microbatches", "1", "--processes", "1"],
     "inspect": ["--tokens", "64", "--window", "32", "--sequence-length", "16", "--no-report"],
 }
-# Only their options are checked, for the reason that is given.
+# Only the options of these commands are checked, for this reason.
 NOT_RUN = {
-    "ultraep inspect models": "a checkpoint of somebody else; tests/inspect has small ones",
-    "ultraep bench prefill --": "it measures for minutes; tests/serving runs it small",
-    "ultraep view run": "it serves until it is ended; tests/cli/test_view.py and tests/view run it",
-    "ultraep demo": "it takes minutes; tests/demo runs its parts, at small size, and all of it",
-    "python examples/": "it trains for minutes; test_examples.py and test_pretrain.py run it small",
-    "torchrun": "it trains for minutes; test_examples.py and test_pretrain.py run it small",
-    "python tests/": "a test runs it: test_compile.py",
-    "python benchmarks/": "it measures for minutes; test_benchmarks.py runs it at toy size",
-    "make": "it sets up an environment; its target must be in the Makefile",
-    "pip": "it changes the environment; its extras must be in pyproject.toml",
-    "tensorboard": "a program that serves until it is stopped, of another project",
+    "ultraep inspect models": "needs a downloaded checkpoint; tests/inspect uses small ones",
+    "ultraep bench prefill --": "takes minutes; tests/serving runs it at small size",
+    "ultraep view run": "serves until it is stopped; tests/cli/test_view.py and tests/view run it",
+    "ultraep demo": "takes minutes; tests/demo runs it",
+    "python examples/": "takes minutes; test_examples.py and test_pretrain.py run it at small size",
+    "torchrun": "takes minutes; test_examples.py and test_pretrain.py run it at small size",
+    "python tests/": "test_compile.py runs it",
+    "python benchmarks/": "takes minutes; test_benchmarks.py runs it at toy size",
+    "make": "installs an environment; the target must be in the Makefile",
+    "pip": "changes the environment; the extras must be in pyproject.toml",
+    "tensorboard": "another program, which serves until it is stopped",
 }
 
 
 def commands_of(page):
-    """Commands in code blocks, indented ones too, and the start of those inside sentences."""
+    """Commands in code blocks, also indented ones, and the beginning of commands in sentences."""
     text = re.sub(r"```(?:python|toml)\n.*?```", "", page.read_text(), flags=re.DOTALL)
     blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
@@ -64,7 +64,7 @@ def commands_of(page):
 
 @cache
 def commands():
-    """Every command of the documentation, and the page that has it first."""
+    """Every command of the documentation, with the first page that contains it."""
     known = {}
     for page in PAGES:
         for command in commands_of(page):
@@ -78,7 +78,7 @@ def reason_not_to_run(command):
 
 
 def failures(check, chosen):
-    """The commands that a check refuses, with the page and the reason."""
+    """The commands that fail a check, with page and reason."""
     failed = []
     for command in chosen:
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
@@ -105,10 +105,10 @@ def run(tmp_path, monkeypatch):
     (tmp_path / trace).parent.mkdir(parents=True)
     read_trace(ROOT / trace).take(np.arange(60)).save(tmp_path / trace)  # the first steps
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(workload, "PROBES", 1)  # loads are fitted by one microbatch of each layer
+    monkeypatch.setattr(workload, "PROBES", 1)  # fits loads to one microbatch per layer
 
     def run(words):
-        assert words[0] == "ultraep", "say in this file how to check it"
+        assert words[0] == "ultraep", "add this command to a table in this file"
         result = CliRunner().invoke(app, [*words[1:], *SHORTER.get(words[1], [])])
         assert result.exit_code == 0, result.stderr or result.exception
 
@@ -122,7 +122,7 @@ def test_commands_run(run):
     assert failures(run, chosen) == []
 
 
-def test_wrong_commands_are_noticed(run):
+def test_wrong_commands_are_detected(run):
     wrong = [
         "ultraep advise --cluster h200-nvl8 --model gpt-oss-120b --ep 8 --trace routing.npz",
         "ultraep plan loads.npy --rank 64",
@@ -135,12 +135,12 @@ def test_wrong_commands_are_noticed(run):
 
 
 class Parsed(Exception):
-    """The options of a script are fine."""
+    """Raised when the options of a script are parsed."""
 
 
 @pytest.fixture
 def check_options(monkeypatch):
-    """Check the options of a command, without running it."""
+    """Check the options of a command without running it."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(parser, args=None, namespace=None):
@@ -148,12 +148,12 @@ def check_options(monkeypatch):
         raise Parsed
 
     def parse_script(words):
-        """Run a script up to where it has parsed its options."""
+        """Run a script until it has parsed its options."""
         script = ROOT / words[0]
         if script.name == "first.py":
-            return  # it has no options; test_examples.py runs it
+            return  # no options; test_examples.py runs it
         if script.name == "bench_megatron.py" and not is_installed("megatron-core"):
-            return  # it imports the framework first
+            return  # imports the framework first
         with monkeypatch.context() as patch, suppress(Parsed):
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
             patch.setattr(sys, "argv", [str(script), *words[1:]])
@@ -191,7 +191,7 @@ def parse_ultraep(words):
     group = typer.main.get_command(app)
     context = group.make_context("ultraep", words, resilient_parsing=True)
     name, command, rest = group.resolve_command(context, words)
-    command.make_context(name, [word for word in rest if word != "--help"])  # exits if it cannot
+    command.make_context(name, [word for word in rest if word != "--help"])  # exits on errors
 
 
 def parse_make(words):
@@ -210,6 +210,6 @@ def test_options_exist(check_options):
     assert len(failures(check_options, ["python benchmarks/bench_plan.py --quickly"])) == 1
 
 
-def test_no_reason_is_left_over():
+def test_all_table_entries_are_used():
     for start in NOT_RUN:
         assert any(command.startswith(start) for command in commands()), start

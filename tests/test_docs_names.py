@@ -152,7 +152,7 @@ def test_names_exist():
         *("ZebraBalancer", "ZebraError", "ZebraError: rank 3 disagrees"),
     ],
 )
-def test_missing_names_are_noticed(span):
+def test_missing_names_are_detected(span):
     assert exists(span) is False
 
 

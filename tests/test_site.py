@@ -1,11 +1,15 @@
-"""The site: all pages are reached, all links lead somewhere; the tutorial runs. Without Sphinx."""
+"""The docs site, without Sphinx: contents, links, API pages, search, the tutorial."""
 
 import importlib.util
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from browser import Browser, chromium
+
+import ultraep
 
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "docs" / "site"
@@ -24,43 +28,112 @@ def load(monkeypatch):
     return load
 
 
-def test_every_page_is_reached_and_every_link_leads_somewhere(load, tmp_path):
+@pytest.fixture
+def build(load):
     load("notebook")
-    build = load("build")
+    load("search")
+    return load("build")
+
+
+def anchors(page):
+    """The anchors of the headings of a Markdown page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_contents_and_links(build, tmp_path):
     build.stage(tmp_path)
     pages = {str(page.relative_to(tmp_path)) for page in tmp_path.rglob("*.md")}
     trees = re.findall(r"```\{toctree\}\n(.*?)```", (tmp_path / "index.md").read_text(), re.DOTALL)
     listed = [line for tree in trees for line in tree.splitlines() if line and line[0] != ":"]
+    listed += [f"api/{page}" for page in build.API]
     assert sorted(f"{page}.md" for page in listed) == sorted(pages - {"index.md"})
     for page in pages:
-        for _, target, _ in build.LINK.findall((tmp_path / page).read_text()):
-            if not re.match(r"\w+:", target):
-                assert (tmp_path / page).parent.joinpath(target).is_file(), f"{page}: {target}"
-    assert ".. autoclass:: ultraep.Balancer" in (tmp_path / "api.md").read_text()
+        for _, target, rest in build.LINK.findall((tmp_path / page).read_text()):
+            if re.match(r"\w+:", target):
+                continue
+            path = (tmp_path / page).parent / target
+            assert path.is_file(), f"{page}: {target}"
+            if match := re.match(r"#([\w-]+)\)", rest):
+                assert match[1] in anchors(path), f"{page}: {target}{rest}"
 
 
-def test_what_a_page_would_fetch_is_noticed(load, tmp_path):
-    load("notebook")
-    build = load("build")
+def test_api_pages_list_every_public_name_once(build, tmp_path):
+    build.stage_api(tmp_path / "api")
+    text = "\n".join(page.read_text() for page in (tmp_path / "api").glob("*.md"))
+    documented = re.findall(r"^\.\. auto\w+:: ultraep\S*\.(\w+)$", text, re.MULTILINE)
+    assert set(ultraep.__all__) - {"__version__", "workload"} <= set(documented)
+    assert len(documented) == len(set(documented)) + 1  # `serve` of ultraep and of metrics
+    assert ".. autoclass:: ultraep.Balancer" in text
+    assert ".. autoexception:: ultraep.LoadError" in text
+
+
+def test_external_resources_are_found(build, tmp_path):
     (tmp_path / "a.html").write_text(
         '<a href="https://elsewhere"></a><script src="here.js"></script>'
     )
-    assert build.loads_from_elsewhere(tmp_path) == []
+    assert build.external_resources(tmp_path) == []
     for text in ('<script src="https://x"></script>', "<link href=//x>", "a { b: url(https://x) }"):
         (tmp_path / "a.html").write_text(text)
-        assert len(build.loads_from_elsewhere(tmp_path)) == 1, text
+        assert len(build.external_resources(tmp_path)) == 1, text
+
+
+PAGE = """<html><body><nav>menu</nav><article role="main"><section id="data-planes">
+<h1>Data planes<a class="headerlink" href="#data-planes">¶</a></h1><p>How bytes <b>move</b>.</p>
+<section id="limits"><h2>Limits</h2><p>No <code>NVLink</code> &amp; no &lt;b&gt; was measured.</p>
+</section><dl><dt class="sig" id="ultraep.Balancer">class Balancer</dt><dd>Balances ranks.</dd></dl>
+</section></article></body></html>"""
+SEARCH_PAGE = """<html><body><form><input name="q"></form><div id="search-results"></div>
+<script src="_static/searchtools.js?v=1"></script><script src="searchindex.js"></script>
+</body></html>"""
+
+
+def test_sections_of_a_page(load):
+    assert load("search").sections_of(PAGE, "docs/a.html") == [
+        ("docs/a.html#data-planes", "Data planes", "Data planes", "How bytes move."),
+        ("docs/a.html#limits", "Data planes", "Limits", "No NVLink & no <b> was measured."),
+        (
+            "docs/a.html#ultraep.Balancer",
+            "Data planes",
+            "Balancer",
+            "class Balancer Balances ranks.",
+        ),
+    ]
+
+
+@pytest.mark.skipif(chromium() is None, reason="needs Chromium")
+def test_search_shows_excerpts_of_files(load, tmp_path):
+    site = tmp_path / "site"
+    shutil.copytree(SITE / "static", site / "_static")
+    (site / "a.html").write_text(PAGE)
+    (site / "search.html").write_text(SEARCH_PAGE)
+    load("search").write_search(site)
+    with Browser(tmp_path / "home") as browser:
+        browser.open(f"{(site / 'search.html').as_uri()}?q=nvlink+measured")
+        browser.wait("document.querySelector('#search-results li')")
+        results = browser.text("search-results").split("\n")
+        marks = browser.run("[...document.querySelectorAll('mark')].map(m => m.textContent)")
+        assert browser.messages == []
+    assert "1 section contains nvlink measured." in results
+    assert [line for line in results if line][-3:] == [
+        "Limits",
+        "Data planes",
+        "No NVLink & no <b> was measured.",
+    ]
+    assert marks == ["NVLink", "measured"]
 
 
 @pytest.mark.slow
 def test_the_tutorial_runs(load):
     module = load("notebook")
     notebook = module.read(ROOT / "docs" / "tutorial.ipynb")
-    kept = [cell["outputs"] for cell in module.cells_of(notebook, "code")]
+    stored = [cell["outputs"] for cell in module.cells_of(notebook, "code")]
     module.run(notebook)
-    found = [cell["outputs"] for cell in module.cells_of(notebook, "code")]
-    assert [bool(outputs) for outputs in found] == [bool(outputs) for outputs in kept]
-    assert found[0] == kept[0]  # plans are the same everywhere
-    assert any("outputs are equal\n" in outputs[0]["text"] for outputs in found if outputs)
+    outputs = [cell["outputs"] for cell in module.cells_of(notebook, "code")]
+    assert [bool(output) for output in outputs] == [bool(output) for output in stored]
+    assert outputs[0] == stored[0]  # plans are the same everywhere
+    assert any("outputs are equal\n" in output[0]["text"] for output in outputs if output)
 
 
 def test_the_tutorial_becomes_a_page(load):

@@ -2,9 +2,8 @@
 
     python docs/site/build.py build/site
 
-Pages are taken as they stand in the repository, with every file that they link to; Sphinx turns
-them into HTML with a search of its own. A link that leads nowhere, a page that nobody reaches and a
-page that would load something from elsewhere are errors.
+Sphinx turns the pages of the repository, and the files that they link to, into HTML. Broken links,
+pages without a place in the contents and pages that load something from the network are errors.
 """
 
 from __future__ import annotations
@@ -17,58 +16,81 @@ import sys
 from pathlib import Path
 
 import notebook
+import search
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = ("CHANGELOG.md", "SECURITY.md", "examples/README.md", "benchmarks/README.md")
+PAGES_OUTSIDE_DOCS = ("CHANGELOG.md", "SECURITY.md", "examples/README.md", "benchmarks/README.md")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?[^)]*\))")
 LOADED = re.compile(
     r"""(?:<(?:script|img|link|iframe)[^>]*?(?:src|href)=|url\(|@import )["']?(?:https?:)?//"""
 )
 ALLOWED = re.compile(r'<link[^>]*rel="(?:canonical|search|index|next|prev)"')
-GROUPS = {
-    "Begin": ["docs/tutorial", "docs/demo", "docs/commands", "docs/results", "docs/comparison"],
+FRAMEWORKS, REST = "Frameworks", "Project"
+CONTENTS = {
+    "Start": ["docs/tutorial", "docs/demo", "docs/commands", "docs/results", "docs/comparison"],
     "Use it": [
         *("docs/layer", "docs/cost", "docs/seam", "docs/data-plane", "docs/gpus"),
         "docs/with-ddp-fsdp-dcp",
         *("docs/metrics", "docs/traces", "docs/view", "docs/inspect", "docs/serving"),
         *("docs/simulator", "docs/troubleshooting"),
     ],
-    "Frameworks": [],  # all pages of docs/integrations
+    FRAMEWORKS: [],  # all pages of docs/integrations
     "How it works": ["docs/story", "docs/plan", "docs/numerics", "docs/control-plane"],
-    "Reference": ["api", "docs/policies", "docs/glossary", "docs/README"],
-    "The project": [],  # all others
+    "Reference": ["api/index", "docs/policies", "docs/glossary", "docs/README"],
+    REST: [],  # all other pages
 }
-MODULES = {
-    "ultraep": "the package: planning, layers, balancers",
-    "ultraep.metrics": "figures of a run",
-    "ultraep.workload": "loads, drawn and read",
-    "ultraep.trace": "recorded runs",
-    "ultraep.parallel": "beside DDP, FSDP2 and DCP",
-    "ultraep.integrations.transformers": "models of Hugging Face",
+# Pages of the API: title, module, names; no names: all names of the module.
+API = {
+    "planning": (
+        "Planning",
+        "ultraep",
+        "plan Plan Topology BalanceConfig Rates count_loads backend_names "
+        "policy_names register_policy Problem",
+    ),
+    "layers": (
+        "Layers and balancers",
+        "ultraep",
+        "BalancedMoE Balancer Router Routing Experts ExpertsFrom serve gather_experts LocalGroup",
+    ),
+    "errors": (
+        "Errors",
+        "ultraep",
+        "UltraEPError BackendUnavailable CommunicationError ConfigError FileError LoadError "
+        "NothingToBalance PlanError PlanMismatch SlotError",
+    ),
+    "workload": ("Loads, synthetic and recorded", "ultraep.workload", ""),
+    "trace": ("Traces", "ultraep.trace", ""),
+    "metrics": ("Metrics", "ultraep.metrics", ""),
+    "parallel": ("DDP, FSDP2 and DCP", "ultraep.parallel", ""),
+    "transformers": ("Transformers models", "ultraep.integrations.transformers", ""),
 }
 
 
-def stage(into: Path) -> None:
-    """All pages, and the files that they link to, under the same paths."""
-    pages = [*(ROOT / name for name in OTHERS), *sorted((ROOT / "docs").rglob("*.md"))]
-    put(into / "index.md", ROOT / "README.md", into)
-    for page in pages:
-        put(into / page.relative_to(ROOT), page, into)
+def stage(staged: Path) -> None:
+    """Write all pages, and the files that they link to, under the same paths."""
+    stage_page(ROOT / "README.md", staged / "index.md", staged)
+    for page in [
+        *(ROOT / name for name in PAGES_OUTSIDE_DOCS),
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]:
+        stage_page(page, staged / page.relative_to(ROOT), staged)
     tutorial = ROOT / "docs/tutorial.ipynb"
-    text = "[The notebook](tutorial.ipynb) to run it yourself.\n"
-    (into / "docs/tutorial.md").write_text(f"{notebook.page(notebook.read(tutorial))}\n{text}")
-    shutil.copy(tutorial, into / "docs")
-    shutil.copytree(ROOT / "docs/pictures", into / "docs/pictures", dirs_exist_ok=True)
-    (into / "api.md").write_text(reference())
-    index = into / "index.md"
-    index.write_text(index.read_text() + contents(into))
+    download = "Download [the notebook](tutorial.ipynb) to run it yourself.\n"
+    (staged / "docs/tutorial.md").write_text(
+        f"{notebook.page(notebook.read(tutorial))}\n{download}"
+    )
+    shutil.copy(tutorial, staged / "docs")
+    shutil.copytree(ROOT / "docs/pictures", staged / "docs/pictures", dirs_exist_ok=True)
+    stage_api(staged / "api")
+    index = staged / "index.md"
+    index.write_text(index.read_text() + contents(staged))
 
 
-def put(target: Path, source: Path, into: Path) -> None:
-    """A page, with links to the README of the root made links to the first page."""
+def stage_page(source: Path, target: Path, staged: Path) -> None:
+    """Write a page with the links of the site, and copy the files that it links to."""
     target.parent.mkdir(parents=True, exist_ok=True)
 
-    def found(match: re.Match[str]) -> str:
+    def site_link(match: re.Match[str]) -> str:
         name = match[2]
         if re.match(r"\w+:", name):
             return match[0]
@@ -78,60 +100,75 @@ def put(target: Path, source: Path, into: Path) -> None:
         elif path.name == "tutorial.ipynb":
             name = name.removesuffix("ipynb") + "md"
         elif path.is_file() and path.suffix != ".md":
-            copy = into / path.relative_to(ROOT)
+            copy = staged / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
         return f"{match[1]}{name}{match[3]}"
 
-    target.write_text(LINK.sub(found, source.read_text()))
+    target.write_text(LINK.sub(site_link, source.read_text()))
 
 
-def reference() -> str:
-    """The page of names, from their docstrings; each of them once."""
-    parts = ["# Reference\n\nWhat is public, from the docstrings of the sources.\n"]
-    seen: set[int] = set()
-    for module, what in MODULES.items():
-        found = importlib.import_module(module)
-        parts.append(f"## {module}: {what}\n")
-        parts.append(f"```{{eval-rst}}\n.. automodule:: {module}\n   :no-members:\n")
-        for name in found.__all__:
-            named = getattr(found, name)
-            if id(named) not in seen and not inspect.ismodule(named) and name[0] != "_":
-                parts.append(f".. auto{kind(named)}:: {module}.{name}\n")
-                seen.add(id(named))
-        parts.append("```\n")
-    return "\n".join(parts)
+def stage_api(folder: Path) -> None:
+    """Write one page of the API per topic, from docstrings, and a page that lists them."""
+    folder.mkdir()
+    rows = []
+    for page, (title, module, names) in API.items():
+        listed = names.split() or public_names(module)
+        entries = [f".. auto{directive(module, name)}:: {module}.{name}" for name in listed]
+        if not names:
+            entries.insert(0, f".. automodule:: {module}\n   :no-members:")
+        directives = "\n\n".join(entries)
+        (folder / f"{page}.md").write_text(
+            f"# {title}\n\nNames of `{module}`.\n\n```{{eval-rst}}\n{directives}\n```\n"
+        )
+        spans = ", ".join(f"`{name}`" for name in listed)
+        rows.append(f"| [{title}]({page}.md) | `{module}` | {spans} |")
+    tree = "\n".join(["```{toctree}", ":hidden:", "", *API, "```"])
+    table = "\n".join(["| topic | module | names |", "|---|---|---|", *rows])
+    (folder / "index.md").write_text(f"# API\n\n{table}\n\n{tree}\n")
 
 
-def kind(named: object) -> str:
-    """What Sphinx calls it."""
-    if inspect.isclass(named):
-        return "exception" if issubclass(named, Exception) else "class"
-    return "function" if callable(named) else "data"
+def public_names(module: str) -> list[str]:
+    """The names in `__all__` of a module, without modules and private names."""
+    exported = importlib.import_module(module)
+    return [
+        name
+        for name in exported.__all__
+        if name[0] != "_" and not inspect.ismodule(getattr(exported, name))
+    ]
 
 
-def contents(into: Path) -> str:
-    """The tree of all pages; one that is in no group comes last."""
-    pages = {str(p.relative_to(into).with_suffix("")) for p in into.rglob("*.md")} - {"index"}
-    named = {page for group in GROUPS.values() for page in group}
-    frameworks = sorted(page for page in pages - named if page.startswith("docs/integrations/"))
-    rest = sorted(pages - named - set(frameworks))
-    parts = []
-    for title, group in GROUPS.items():
-        found = {"Frameworks": frameworks, "The project": rest}.get(title, group)
+def directive(module: str, name: str) -> str:
+    """The suffix of the autodoc directive for a name."""
+    value = getattr(importlib.import_module(module), name)
+    if inspect.isclass(value):
+        return "exception" if issubclass(value, Exception) else "class"
+    return "function" if callable(value) else "data"
+
+
+def contents(staged: Path) -> str:
+    """The tree of all pages; pages without a group come last."""
+    pages = {str(p.relative_to(staged).with_suffix("")) for p in staged.rglob("*.md")}
+    pages -= {"index", *(f"api/{page}" for page in API)}
+    frameworks = sorted(page for page in pages if page.startswith("docs/integrations/"))
+    grouped = {page for group in CONTENTS.values() for page in group}
+    rest = sorted(pages - grouped - set(frameworks))
+    trees = []
+    for title, group in CONTENTS.items():
+        listed = {FRAMEWORKS: frameworks, REST: rest}.get(title, group)
         options = f":hidden:\n:caption: {title}\n"
-        parts.append(f"```{{toctree}}\n{options}\n" + "\n".join(found) + "\n```\n")
-    return "\n" + "\n".join(parts)
+        trees.append(f"```{{toctree}}\n{options}\n" + "\n".join(listed) + "\n```\n")
+    return "\n" + "\n".join(trees)
 
 
-def loads_from_elsewhere(site: Path) -> list[str]:
-    """Pages, styles and scripts that fetch something when they are opened."""
-    found = []
-    for path in sorted([*site.rglob("*.html"), *site.rglob("*.css")]):
-        for match in LOADED.finditer(path.read_text()):
-            if not ALLOWED.match(match[0]):
-                found.append(f"{path.relative_to(site)}: {match[0]}")
-    return found
+def external_resources(site: Path) -> list[str]:
+    """Tags of pages and styles that load something from the network."""
+    return [
+        f"{path.relative_to(site)}: {match[0]}"
+        for path in sorted([*site.rglob("*.html"), *site.rglob("*.css")])
+        for match in LOADED.finditer(path.read_text())
+        if not ALLOWED.match(match[0])
+    ]
 
 
 def main() -> None:
@@ -145,9 +182,10 @@ def main() -> None:
     here = str(Path(__file__).parent)
     options = ["-W", "--keep-going", "-q", "-b", "html", "-c", here, "-d", f"{staged}-work"]
     if build_main([*options, str(staged), str(site)]):
-        raise SystemExit("make docs: there are warnings above")
-    if found := loads_from_elsewhere(site):
-        raise SystemExit("\n".join(["these are loaded from elsewhere:", *found]))
+        raise SystemExit("make docs: fix the warnings above")
+    search.write_search(site)
+    if tags := external_resources(site):
+        raise SystemExit("\n".join(["these tags load from the network:", *tags]))
     print(f"{len(list(site.rglob('*.html')))} pages: {site / 'index.html'}")
 
 

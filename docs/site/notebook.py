@@ -1,6 +1,6 @@
-"""The tutorial without Jupyter: run its cells, keep what they print, turn it into a page.
+"""The tutorial without Jupyter: run its cells, store their output, convert it to Markdown.
 
-python docs/site/notebook.py docs/tutorial.ipynb     # run it, and save what it prints
+python docs/site/notebook.py docs/tutorial.ipynb     # run it and save the output
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-TEMPORARY = re.compile(r"/[\w/.-]*/tmp\w{8}\b")  # a folder that is another one every time
+TEMPORARY = re.compile(r"/[\w/.-]*/tmp\w{8}\b")  # temporary folders have random names
 
 
 def run(notebook: dict[str, Any]) -> None:
-    """Run all cells in one namespace; their outputs become what they print."""
+    """Run all cells in one namespace and store what they print as their outputs."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, cell in enumerate(cells_of(notebook, "code"), start=1):
         printed = io.StringIO()
@@ -29,12 +29,12 @@ def run(notebook: dict[str, Any]) -> None:
         cell["outputs"], cell["execution_count"] = [stream] if lines else [], number
 
 
-def cells_of(notebook: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+def cells_of(notebook: dict[str, Any], cell_type: str) -> list[dict[str, Any]]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == cell_type]
 
 
 def page(notebook: dict[str, Any]) -> str:
-    """The notebook as Markdown."""
+    """Convert the notebook to Markdown."""
     parts = []
     for cell in notebook["cells"]:
         text = "".join(cell["source"])

@@ -72,7 +72,7 @@ def test_a_damaged_piece_is_an_error_on_terminal_and_page(run, tmp_path):
 
 
 def test_a_port_in_use_is_one_line(run):
-    with bound_socket("127.0.0.1", 0) as taken:
+    with listening_socket("127.0.0.1", 0) as taken:
         result = invoke("view", run, "--port", taken.getsockname()[1])
     assert result.exit_code == 2
     assert "cannot be used" in result.stderr

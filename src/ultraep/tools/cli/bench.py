@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from ultraep.tools.serving.endpoint import EndpointOptions
     from ultraep.tools.serving.load import LoadOptions
     from ultraep.tools.serving.measure import Turn
-    from ultraep.tools.serving.model import ModelFacts
-    from ultraep.tools.serving.run import Calibrated, EngineOptions
+    from ultraep.tools.serving.run import Calibrated, EngineOptions, ModelFacts
 
 EXAMPLE = (
     "Example: ultraep bench prefill --json prefill.json --html prefill.html\n\n"
