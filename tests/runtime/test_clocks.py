@@ -1,4 +1,4 @@
-"""Reports of a device that is far behind the host: they come late, with the values of their time."""
+"""Reports of a device that is far behind the host: they come late, with values of their time."""
 
 import time
 from functools import partial
