@@ -194,7 +194,7 @@ def test_a_rank_that_fails_stops_the_others_quickly(place):
         assert "rank 3 failed" in str(error)
 
 
-def test_a_rank_that_says_nothing_is_named_after_the_timeout():
+def test_a_silent_rank_is_named_after_the_timeout():
     group = LocalGroup(3)
     balancers = group.run(lambda comm: Balancer(experts=9, communicator=comm))
 
@@ -416,7 +416,7 @@ def test_the_balancer_uses_and_closes_a_communicator():
     assert closed == [1]
 
 
-def test_a_policy_that_looks_at_the_past_sees_the_last_microbatch_of_its_layer():
+def test_policies_with_history_get_the_last_loads_of_their_layer():
     def work(comm):
         balancer = Balancer(experts=8, slots=2, communicator=comm, policy="eplb")
         hot = [torch.full((40, 1), expert) for expert in (7, 6)]

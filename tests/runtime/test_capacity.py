@@ -63,7 +63,7 @@ def test_no_rank_serves_more_rows_than_the_fullest_rank_has(problem, seed):
     assert ultraep.plan(kept, topology, EXACT).rank_loads.max() <= capacity == max(1, rows)
 
 
-def test_with_fewer_slots_it_is_not_so():
+def test_with_fewer_slots_a_rank_may_exceed_the_mean():
     """Rank 0 has 4 experts, all alike, and the others 3 slots: a quarter stays at home."""
     loads = np.zeros((4, 16), dtype=np.int64)
     loads[:, :4] = 100
@@ -116,7 +116,7 @@ def test_settings_that_break_the_proof_are_refused(name):
     LocalGroup(2).run(work)
 
 
-def test_another_policy_that_exceeds_it_is_refused_by_name():
+def test_another_policy_that_exceeds_a_static_capacity_is_refused():
     def work(comm):
         balancer = Balancer(experts=8, slots=4, communicator=comm, capacity="static")
         ids = torch.zeros(5, 2, dtype=torch.int64)
@@ -131,7 +131,7 @@ def test_another_policy_that_exceeds_it_is_refused_by_name():
 
 
 @only_interpreted
-def test_static_memory_holds_the_rows_of_a_rank_and_no_more():
+def test_static_memory_holds_exactly_the_rows_of_a_rank():
     found = assert_as_on_host(hold, hot_example(), slots=4, capacity="static")
     for own in found:
         assert own["arrived"] == own["room"] == 9 * 2
@@ -165,7 +165,7 @@ def learn(rank, group, example):
 
 
 @only_interpreted
-def test_memory_grows_when_ranks_come_near_to_it():
+def test_memory_grows_before_it_is_full():
     example = single([9, 9], ids=[torch.zeros(9, 2, dtype=torch.int64)] * 2)
     for rooms, outputs in shared_pool().run(2, learn, example):
         assert rooms[0] == 2 * 18
@@ -203,7 +203,7 @@ def test_a_result_without_its_dropped_rows_is_not_a_number():
     assert shared_pool().run(3, overflow, example) == [(True, False)] * 3
 
 
-def test_room_for_rows():
+def test_rows_of_auto_and_fixed_capacities():
     few, many = (Topology(ranks=4, experts=16, slots=slots) for slots in (1, 4))
     for topology, first, seen, later in ((few, 200, 190, 285), (many, 100, 100, 100)):
         capacity = Capacity("auto", topology, EXACT)

@@ -1,4 +1,4 @@
-"""Notes of a device that is far behind the host: they come late, and say what was true then."""
+"""Reports of a device that is far behind the host: they come late, with values of their time."""
 
 import time
 from functools import partial
@@ -14,7 +14,7 @@ from ultraep.trace.schema import BACKWARD, FORWARD
 
 
 class LateEvent:
-    """An event that is over only for those who wait for it."""
+    """An event that is complete only after a wait."""
 
     def __init__(self, enable_timing=False):
         assert enable_timing
@@ -32,8 +32,8 @@ class LateEvent:
         return 1000 * (other.when - self.when)
 
 
-def device_clock(_device, notebooks, rank, *, recorded, replays, every=1):
-    return DeviceClock(notebooks, rank, every)
+def device_clock(_device, sinks, rank, *, recorded, replays, every=1):
+    return DeviceClock(sinks, rank, every)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def far_behind(monkeypatch):
     monkeypatch.setattr(module, "clock_of", device_clock)
 
 
-def test_late_notes_belong_to_the_steps_in_which_they_were_taken(tmp_path):
+def test_late_reports_belong_to_their_steps(tmp_path):
     example = Example(tokens=[20], experts=4)
     balancer = Balancer("alone", experts=4, record=tmp_path / "run")
     layers = [example.layer(balancer) for _ in range(2)]
@@ -66,7 +66,7 @@ def test_late_notes_belong_to_the_steps_in_which_they_were_taken(tmp_path):
     assert (trace.began < trace.back_began).all()
 
 
-def test_one_microbatch_in_eight_is_timed_whatever_the_number_of_layers():
+def test_one_microbatch_in_eight_is_timed_for_any_number_of_layers():
     clock = DeviceClock([], rank=0, every=8)
     assert clock.times(1)
     for layers in (1, 7, 8, 32, 61, 64):
@@ -76,7 +76,7 @@ def test_one_microbatch_in_eight_is_timed_whatever_the_number_of_layers():
             assert 25 <= timed <= 100, (layers, layer, timed)
 
 
-def test_seconds_of_all_are_concluded_from_those_that_were_timed(monkeypatch):
+def test_seconds_are_extrapolated_from_timed_microbatches(monkeypatch):
     example = Example(tokens=[20], experts=4)
     monkeypatch.setattr(module, "clock_of", partial(device_clock, every=4))
     balancer = Balancer("alone", experts=4)

@@ -122,7 +122,7 @@ def almost_nothing(comm):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_nothing_to_say(run, size):
+def test_empty_messages(run, size):
     run(size, almost_nothing)
 
 
@@ -171,7 +171,7 @@ def with_gradient(comm):
     assert not comm.all_to_all(leaf * 2, [2, 2], [2, 2]).requires_grad
 
 
-def test_results_are_no_part_of_a_graph(run):
+def test_results_require_no_gradients(run):
     run(2, with_gradient)
 
 

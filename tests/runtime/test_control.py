@@ -71,7 +71,7 @@ def assert_same_routes(found, wanted):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_steps_are_those_of_the_host(topology):
+def test_steps_agree_with_the_host(topology):
     config = BalanceConfig(tolerance=0.05)
     controls = [control_of(topology, config, rank=rank) for rank in range(topology.ranks)]
     for step in range(3):
@@ -87,14 +87,14 @@ def test_steps_are_those_of_the_host(topology):
             control.check()
 
 
-def test_a_plan_may_keep_the_loads_that_the_host_has():
+def test_to_host_can_reuse_loads_of_the_host():
     loads, topology = NAMED["uneven_homes"]
     plan = control_of(topology).plan(on_device(loads))
     assert plan.to_host(loads).loads is loads
     assert plan.to_host() == plan.to_host(loads) == ultraep.plan(loads, topology)
 
 
-def test_ids_are_counted_again_unless_they_were():
+def test_reroute_counts_ids_that_were_not_counted():
     topology = TOPOLOGIES["one domain"]
     ids = ids_of_ranks(topology, seed=1)
     plan = plan_of(ids, topology)
@@ -138,6 +138,16 @@ def test_an_adopted_plan_replaces_all_of_the_last_one():
     assert_same_routes(control.reroute(ids.to(DEVICE)), reroute(ids, none, 0))
     assert control.plan(on_device(many.loads)).to_host() == many
     assert_same_routes(control.reroute(ids.to(DEVICE)), reroute(ids, many, 0))
+
+
+def test_adopted_plans_use_the_same_memory():
+    """Graphs read the memory of the first plan, so it must hold the last one."""
+    topology = Topology(ranks=2, experts=4)
+    control = control_of(topology)
+    first = control.adopt(ultraep.plan([[8, 0, 0, 0], [8, 0, 0, 0]], topology))
+    second = ultraep.plan([[0, 6, 2, 0], [0, 9, 0, 1]], topology)
+    control.adopt(second)
+    assert first.to_host() == second
 
 
 def test_plans_that_do_not_fit_are_not_adopted():
@@ -228,7 +238,7 @@ WRONG_SETTINGS = {
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG_SETTINGS.values(), ids=WRONG_SETTINGS)
-def test_settings_that_cannot_work(wrong, message):
+def test_invalid_settings(wrong, message):
     settings = {"topology": FEW, "rows": 10, "device": DEVICE, **wrong}
     with pytest.raises(ConfigError, match=message):
         ControlPlane(settings.pop("topology"), **settings)
@@ -271,7 +281,7 @@ WRONG_INPUTS = {
 
 
 @pytest.mark.parametrize(("verb", "inputs", "message"), WRONG_INPUTS.values(), ids=WRONG_INPUTS)
-def test_inputs_that_cannot_be_meant(verb, inputs, message):
+def test_invalid_inputs(verb, inputs, message):
     with pytest.raises(LoadError, match=message):
         getattr(control_of(FEW, rows=10), verb)(*inputs)
 
@@ -312,7 +322,7 @@ def balancer_of(comm, **options):
     )
 
 
-def test_a_balancer_has_the_routes_of_the_host():
+def test_the_routes_of_a_balancer_agree_with_the_host():
     def work(comm):
         balancer = balancer_of(comm, slots=2)
         twin = Balancer(experts=8, slots=2, communicator=comm, backend="cpu")
@@ -333,7 +343,7 @@ def test_a_balancer_has_the_routes_of_the_host():
     assert min(LocalGroup(4).run(work)) > 0
 
 
-def test_a_balancer_keeps_its_buffers_while_they_suffice():
+def test_a_balancer_reuses_its_buffers():
     balancer = Balancer("alone", experts=8, backend="triton", data_plane="messages")
     counted(balancer, skewed_ids(0, tokens=30).to(DEVICE))
     plane = balancer.plane(DEVICE)
@@ -371,7 +381,7 @@ def test_policies_that_change_from_step_to_step():
             assert_close(output, twin)
 
 
-def test_microbatches_between_each_other_s_stages_get_their_own_plans():
+def test_interleaved_microbatches_get_their_own_plans():
     balancer = Balancer("alone", experts=8, backend="triton", data_plane="messages")
     twin = Balancer("alone", experts=8, backend="reference", data_plane="messages")
     every = [skewed_ids(seed, tokens=30 + seed) for seed in range(3)]

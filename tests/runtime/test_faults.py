@@ -93,7 +93,7 @@ def silent(comm, verb, complained):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("verb", ["all_gather", "exchange"])
-def test_a_rank_that_is_too_slow_is_an_error(transport, verb, tmp_path):
+def test_a_silent_rank_is_an_error(transport, verb, tmp_path):
     args = (verb, tmp_path / "complained")
     message = everywhere(transport, 2, silent, *args)[0]
     expected = {
@@ -291,7 +291,7 @@ def choose(rank, group):
     return [type(comm) for comm in chosen]
 
 
-def test_the_transport_is_chosen_or_given():
+def test_the_choice_of_a_transport():
     shared, sockets = SharedMemoryCommunicator, TorchDistCommunicator
     assert shared_pool().run(2, choose) == [[shared, shared, sockets]] * 2
     assert isinstance(connect(None), LocalCommunicator)

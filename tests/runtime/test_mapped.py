@@ -158,7 +158,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
-def test_a_pass_gives_what_the_host_balancer_gives(name):
+def test_a_pass_agrees_with_messages(name):
     example, options = CASES[name]
     replicas = assert_as_on_host(one_pass, example, **options)[0]["replicas"]
     assert bool(len(replicas)) == (name not in ("no slots", "nothing is balanced"))
@@ -210,7 +210,7 @@ def infer(balancer, example):
     return found | gradients_of(layer, x)
 
 
-def test_only_the_gradients_that_are_wanted():
+def test_only_required_gradients_are_computed():
     found = assert_as_on_host(infer, single([5, 6], bias=True), slots=2)
     assert torch.equal(found[0]["without gradients"], found[0]["in inference mode"])
     assert "router.weight" not in found[0]
@@ -357,7 +357,7 @@ def test_a_pass_stays_in_the_memory_of_the_ranks():
         assert {"share", "stream", "gather_rows", "sum_rows", "pull"} <= kernels
 
 
-def test_a_pass_without_a_rank_ends_and_names_it():
+def test_a_missing_rank_is_named():
     message, _ = shared_pool().run(2, pass_under_watch, single([7, 5]), True)
     assert message.startswith("rank 1 did not arrive within 60 s")
     assert "at stage 'loads' (seen on rank 0)" in message
@@ -531,12 +531,12 @@ def counters(balancer, example):
     return {"counted": counted_, "sent": balancer.comm.all_gather(summed).sum(dim=0)}
 
 
-def test_statistics_are_those_of_messages():
+def test_statistics_agree_with_messages():
     found = assert_as_on_host(counters, single([9, 7]), slots=1, relay="direct")
     assert found[0]["sent"].min() > 0
 
 
-def test_a_trace_is_that_of_messages(tmp_path):
+def test_a_trace_agrees_with_messages(tmp_path):
     example, traces = single([9, 7, 8], experts=9), []
     for place in ("mapped", "messages"):
         options = {"slots": 1, "record": str(tmp_path / place)}
@@ -583,14 +583,14 @@ def through_the_seam(balancer, example):
     return found
 
 
-def test_the_seam_gives_what_it_gives_over_messages():
+def test_a_network_of_the_user_agrees_with_messages():
     assert_as_on_host(through_the_seam, single([9, 7]), slots=1, relay="chain")
 
 
 # Which plane, and how large.
 
 
-def test_a_path_that_is_forced_and_not_possible_is_refused_before_anything_is_sent():
+def test_an_impossible_data_plane_is_refused():
     def work(comm):
         balancer = Balancer(experts=4, communicator=comm, data_plane="mapped")
         with pytest.raises(ConfigError, match="'mapped' is not possible: rank 0: 2 ranks are thr"):
@@ -599,7 +599,7 @@ def test_a_path_that_is_forced_and_not_possible_is_refused_before_anything_is_se
     LocalGroup(2).run(work)
 
 
-def test_a_balancer_tells_its_plane_and_why():
+def test_repr_shows_the_data_plane_and_the_reason():
     balancer = Balancer("alone", experts=4, data_plane="mapped")
     assert "not chosen before the first microbatch" in repr(balancer)
     counted(balancer, torch.zeros(4, 1, dtype=torch.int64))
@@ -624,7 +624,7 @@ def test_memory_grows_with_the_largest_microbatch():
     assert_as_on_host(grow, single([9, 9]), slots=1, capacity=60, in_flight=2)
 
 
-def test_without_words_between_hosts_memory_cannot_grow():
+def test_unverified_memory_cannot_grow():
     shared_pool().run(2, on_device, grow_in_silence, single([5, 5]), {"verify": False})
     balancer = Balancer("alone", experts=4, data_plane="mapped", verify=False)
     for tokens in (4, 5):

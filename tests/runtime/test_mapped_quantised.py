@@ -32,7 +32,7 @@ BODIES = {"fp8": in_blocks, "fp8_rows": by_rows, "mxfp8": in_mx}
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_pass_gives_what_messages_give(form):
+def test_a_pass_agrees_with_messages(form):
     example = single([9, 6], hidden=144, ffn=48, experts=4, bias=form == "fp8")
     found = assert_as_on_host(BODIES[form], example, slots=1)
     assert len(found[0]["replicas"])

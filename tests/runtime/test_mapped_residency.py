@@ -164,7 +164,7 @@ def on_replays(rank, group):
 
 
 @only_interpreted
-def test_replays_of_a_graph_keep_to_the_promises_of_their_time():
+def test_replays_follow_the_promise_of_their_time():
     found = shared_pool().run(RANKS, on_replays)
     first, *others = [sum(steps) for steps in zip(*found, strict=True)]
     assert first > 0
@@ -186,7 +186,7 @@ def sizes(options):
 
 @only_interpreted
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_as_much_is_sent_as_over_messages(name):
+def test_the_bytes_sent_agree_with_messages(name):
     work, options = SCENARIOS[name]
 
     def on_messages(comm):
@@ -220,7 +220,7 @@ def train(rank, group, example, promise):
 
 
 @only_interpreted
-def test_a_layer_learns_the_same_from_copies_that_stayed():
+def test_gradients_agree_with_resident_replicas():
     example = single([7, 6])
     runs = [shared_pool().run(2, train, example, promise) for promise in (False, True)]
     for (plain, _), (kept, _) in zip(*runs, strict=True):

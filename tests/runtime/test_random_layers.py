@@ -118,7 +118,7 @@ def test_over_mapped_memory(first, count):
         assert_dense(example, options, over_memory(example, options, again))
 
 
-def test_the_comparison_sees_what_is_off():
+def test_the_comparison_detects_a_wrong_gradient():
     example, options, again = drawn(3, most_ranks=4)
     found = over_messages(example, options, again)
     found[0].gradients["experts.down_proj"] *= 1 + 1e-9

@@ -78,7 +78,7 @@ def measured(measuring, monkeypatch):
 # What all ranks have found -> rates.
 
 
-def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
+def test_the_quickest_turn_of_the_slowest_rank_counts():
     one, small = [3e-6] * 2, [4e-6] * 2
     found = [
         Timings(1, [5e-6, 60e-6], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
@@ -91,7 +91,7 @@ def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_training_pays_for_gradients(again):
+def test_training_adds_the_cost_of_gradients(again):
     one = Timings(1, [2e-6, 32e-6], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
     wanted = Rates.from_seconds(
         row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
@@ -103,13 +103,13 @@ def test_training_pays_for_gradients(again):
     assert found.at(0) == found.at(10**6) == wanted
 
 
-def test_ranks_without_home_experts_say_nothing_of_rows():
+def test_ranks_without_home_experts_do_not_measure_rows():
     one = Timings(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
     none = one._replace(homes=0, network=[])
     assert price_list([none, one, none], 2, kind()) == price_list([one], 2, kind())
 
 
-def test_rates_depend_on_the_rows_of_an_expert_as_far_as_all_ranks_have_come():
+def test_rates_depend_on_the_rows_per_expert():
     """Here, 16 rows take no longer than one: weights are read in that time."""
     far, less = [4.0, 4.0, 8.0, 32.0], [4.0, 4.0, 8.0]
     assert slopes(far, 2) == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
@@ -173,7 +173,7 @@ SPELLING = r"rates (are|need) row=PICOSECONDS"
     ],
     ids=lambda value: value[:16],
 )
-def test_environment_that_cannot_be_read(monkeypatch, text, reason):
+def test_invalid_rates_in_the_environment(monkeypatch, text, reason):
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=f"variable {VARIABLE} must be 'off' or rates: {reason}"):
         Balancer("alone", experts=2)
@@ -198,7 +198,7 @@ def steps(comm, count=2, layers=1, record=None, **options):
     return outputs, [layer.last_plan for layer in made], balancer.stats(), repr(balancer)
 
 
-def test_copies_that_do_not_pay_are_not_made(measured):
+def test_replicas_that_do_not_pay_are_not_made(measured):
     asked = measured(DEAR)
     found = LocalGroup(4).run(steps)
     assert sorted(asked) == [0, 1, 2, 3]
@@ -213,7 +213,7 @@ def test_copies_that_do_not_pay_are_not_made(measured):
         assert str(DEAR) in text
 
 
-def test_copies_that_pay_are_made(measured, monkeypatch):
+def test_replicas_that_pay_are_made(measured, monkeypatch):
     measured(CHEAP)
     found = LocalGroup(4).run(steps)
     monkeypatch.setenv(VARIABLE, "off")
@@ -227,7 +227,7 @@ def test_copies_that_pay_are_made(measured, monkeypatch):
             assert_close(one, other, "gradient", 1e-12)
 
 
-def test_layers_of_one_kind_share_what_was_measured(measured):
+def test_layers_of_one_shape_share_their_rates(measured):
     asked = measured(DEAR)
     found = LocalGroup(4).run(lambda comm: steps(comm, layers=3))
     assert sorted(asked) == [0, 1, 2, 3]
@@ -245,7 +245,7 @@ def test_layers_of_one_kind_share_what_was_measured(measured):
     ids=["balance", "given", "none", "no slots"],
 )
 @pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
-def test_nothing_is_measured_that_decides_nothing(measured, options):
+def test_rates_that_plans_do_not_need_are_not_measured(measured, options):
     asked = measured(DEAR)
     LocalGroup(4).run(lambda comm: steps(comm, **options))
     assert asked == []
@@ -272,7 +272,7 @@ def test_unknown_rates_are_logged_once(measuring, caplog):
     assert caplog.text.count("planned for balance, not for time") == 2
 
 
-def test_forward_that_is_computed_again_is_planned_as_before(measured):
+def test_a_recomputed_forward_pass_has_the_same_plan(measured):
     """Without gradients the first time, in a reentrant checkpoint, and nothing is measured then."""
     asked = measured(DEAR)
 
@@ -349,7 +349,7 @@ def test_thousands_of_home_experts_are_measured(measuring, one_thread):
 
 @pytest.mark.parametrize("own_network", [False, True], ids=["experts", "network"])
 @pytest.mark.parametrize("transport", ["local", "shared", "sockets"])
-def test_ranks_find_the_same_rates(transport, own_network, one_thread, monkeypatch):
+def test_all_ranks_have_the_same_rates(transport, own_network, one_thread, monkeypatch):
     monkeypatch.setenv(VARIABLE, "off")  # given back afterwards
     found = everywhere(transport, 4, measured_here, own_network)
     assert found == found[:1] * 4
@@ -371,7 +371,7 @@ def mapped_here(rank, group):
 
 
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
-def test_mapped_ranks_find_the_same_rates():
+def test_all_mapped_ranks_have_the_same_rates():
     found = shared_pool().run(2, mapped_here)
     assert found[0][1] == found[1][1]
     for (first, second), _, microbatches in found:
@@ -390,7 +390,7 @@ def test_ranks_of_one_thread_measure_nothing(measured):
 
 
 @pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
-def test_a_device_plans_by_rates_that_come_later():
+def test_a_device_plans_with_later_rates():
     topology = Topology(ranks=4, experts=8)
     control = ControlPlane(topology, BalanceConfig(), rows=64)
     assert not control.use(BalanceConfig(tolerance=0.1))

@@ -80,7 +80,7 @@ def test_every_replay_is_a_record_of_its_step(tmp_path):
     assert (trace.dropped, trace.left_out) == (0, 0)
 
 
-def test_bytes_are_those_that_the_plan_makes_a_rank_send(tmp_path):
+def test_the_bytes_of_a_replay_follow_its_plan(tmp_path):
     world = World(tmp_path)
     trace, homes = world.close(), TOPOLOGY.home_of_expert
     for place, plan in enumerate(world.plans):
@@ -93,7 +93,7 @@ def test_bytes_are_those_that_the_plan_makes_a_rank_send(tmp_path):
 
 
 @pytest.mark.parametrize("every", [1, 5])
-def test_what_is_overwritten_is_dropped_and_counted(tmp_path, monkeypatch, every):
+def test_overwritten_plans_are_counted_as_dropped(tmp_path, monkeypatch, every):
     monkeypatch.setattr(module, "MEMORY", 0)
     monkeypatch.setattr(module, "FEWEST", 8)
     world = World(tmp_path)

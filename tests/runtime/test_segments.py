@@ -77,7 +77,7 @@ def large_messages(comm, nbytes):
 
 
 @pytest.mark.parametrize("room", [0, 1 << 17])
-def test_a_message_without_room_travels_in_pieces(room):
+def test_a_message_that_does_not_fit_travels_in_pieces(room):
     for lines in everywhere("shared", 3, with_little_room, room):
         (line,) = lines
         assert line.startswith(f"{MB:,} bytes wanted in /dev/shm, ")
@@ -102,7 +102,7 @@ def on_small_host(rank, group, free, transport, body):
         comm.close()
 
 
-def test_half_of_the_memory_is_left_to_others():
+def test_half_of_the_memory_stays_free():
     found = shared_pool().run(2, on_small_host, 5 * MB, "auto", bounded)
     assert found == [(SharedMemoryCommunicator, [], MB)] * 2
 
@@ -123,7 +123,7 @@ def all_ranks(comm):
     return comm.all_gather(torch.tensor(comm.rank)).tolist()
 
 
-def test_shared_memory_is_taken_at_its_word_if_it_can_work_at_all():
+def test_shared_memory_can_be_forced_with_little_memory():
     free = wire.control_bytes(2) // 4096 * 4096 + 4096
     found = shared_pool().run(2, on_small_host, free, "shared", bounded)
     assert found == [(SharedMemoryCommunicator, [], wire.FIRST)] * 2
@@ -135,7 +135,7 @@ def without_any(rank, group):
     return str(caught.value)
 
 
-def test_too_little_memory_for_anything_is_said_with_both_numbers():
+def test_too_little_memory_is_an_error_with_both_numbers():
     wanted = f"{wire.control_bytes(2):,}"
     for message in shared_pool().run(2, without_any):
         assert f"/dev/shm has 8,192 bytes free, 2 ranks want {wanted}" in message
@@ -162,7 +162,7 @@ def test_a_control_file_without_room_is_an_error_everywhere_and_leaves_nothing()
         assert left == []
 
 
-def test_a_file_system_without_limit_has_room(monkeypatch):
+def test_a_file_system_without_limit_has_free_bytes(monkeypatch):
     unlimited = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0)
     monkeypatch.setattr(os, "statvfs", lambda path: unlimited)
     assert segments.free_bytes() > 1 << 60
@@ -183,7 +183,7 @@ def start_again(rank, group):
     connect(group, transport="auto").close()
 
 
-def test_the_next_start_sweeps_what_a_killed_group_left():
+def test_the_next_start_removes_files_of_a_killed_group():
     with RankPool(2) as pool:
         assert {o.kind for o in pool.outcomes(2, die_together)} == {"lost"}
         left = leftovers(pool.pids)
@@ -202,7 +202,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_files_of_the_living_and_of_others_are_not_swept(folder):
+def test_files_of_running_groups_and_strangers_stay(folder):
     strangers = [
         "ultraep-*-control",
         "ultraep-1-00000000-control.old",
@@ -225,7 +225,7 @@ def test_files_of_the_living_and_of_others_are_not_swept(folder):
     assert names(folder) == sorted(strangers)
 
 
-def test_only_files_of_the_dead_group_are_swept(folder):
+def test_only_files_of_the_dead_group_are_removed(folder):
     prefix = "ultraep-1-00000000"
     for name in ("control", "0-1-1", "1-0-2"):
         (folder / f"{prefix}-{name}").touch()
@@ -247,7 +247,7 @@ def test_the_last_rank_removes_unread_messages(folder):
     assert names(folder) == []
 
 
-def test_a_control_file_that_is_swept_before_it_is_held_is_made_again(folder, monkeypatch):
+def test_a_control_file_removed_before_its_lock_is_created_again(folder, monkeypatch):
     lock, prefix = fcntl.flock, segments.new_prefix()
 
     def too_late(descriptor, how):

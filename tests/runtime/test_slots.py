@@ -69,7 +69,7 @@ class Rank:
         return microbatch.replicate()
 
 
-def test_two_microbatches_that_fill_the_slots_at_once_are_refused_by_name():
+def test_a_second_borrower_of_the_only_buffer_is_refused():
     def work(comm):
         rank = Rank(comm)
         first, second = rank.replicas(layer=5), rank.replicas(layer=6)
@@ -98,7 +98,7 @@ def test_two_microbatches_fill_two_buffers():
     LocalGroup(2).run(work)
 
 
-def test_an_error_while_slots_are_lent_gives_them_back():
+def test_an_error_returns_the_slots():
     def work(comm):
         rank = Rank(comm)
         replicas = rank.replicas()
@@ -114,7 +114,7 @@ def test_an_error_while_slots_are_lent_gives_them_back():
     assert LocalGroup(2).run(work)[1] == [[0.0, 0.0, 0.0]]
 
 
-def test_an_error_inside_of_the_layer_gives_the_slots_back(monkeypatch):
+def test_an_error_in_the_layer_returns_the_slots(monkeypatch):
     def work(comm):
         balancer = Balancer(experts=4, communicator=comm)
         layer = BalancedMoE.swiglu(6, 4, 4, 2, balancer=balancer)
@@ -147,7 +147,7 @@ def test_a_policy_that_needs_more_slots_than_there_are(policy):
     LocalGroup(2).run(work)
 
 
-def test_a_policy_whose_copies_leave_their_domain():
+def test_a_policy_whose_replicas_leave_their_domain():
     def work(comm):
         balancer = Balancer(experts=4, slots=1, domain=2, communicator=comm, policy="llep")
         microbatch = counted(balancer, hot(comm, tokens=8))
@@ -158,7 +158,7 @@ def test_a_policy_whose_copies_leave_their_domain():
     LocalGroup(4).run(work)
 
 
-def test_leaving_what_was_not_entered_is_a_mistake():
+def test_exit_without_enter_is_an_error():
     rank = LocalGroup(1).run(lambda comm: Balancer(experts=4, communicator=comm))[0]
     bundle = {"w": torch.zeros(4, 2)}
     replicas = planned(rank, hot(None), bundle)[0].replicate()

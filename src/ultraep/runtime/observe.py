@@ -71,7 +71,7 @@ class Sink(Protocol):
 
 
 class Observers:
-    """All observers of a data plane: its clock, and those that users added to the balancer."""
+    """All observers of a data plane: its clock, and the observers of the balancer."""
 
     def __init__(self, clock: Clock | None, added: list[Observer]) -> None:
         self.clock, self._added, self._silent = clock, added, False
