@@ -42,11 +42,11 @@ import ultraep
 from ultraep import workload
 from ultraep.metrics import Exporter, Log, Metrics, scalars
 from ultraep.metrics.meter import Meter
+from ultraep.metrics.reading import StageTimes
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.clocks import HostClock
 from ultraep.runtime.connect import connect
 from ultraep.runtime.recording import Recording
-from ultraep.runtime.stats import Stats
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import BACKWARD, FORWARD
 
@@ -174,7 +174,7 @@ def alone(bench: Bench) -> None:
         loads = workload.zipf(ranks, experts, ratio=1.5, top_k=2, shuffled=True)
         plan = ultraep.plan(loads, topology)
         balancer = ultraep.Balancer("alone", experts=experts)
-        metrics, meter, times = watch(balancer), Meter(topology), Stats()
+        metrics, meter, times = watch(balancer), Meter(topology), StageTimes()
         took = []
         for step in range(bench.scale.count):
             microbatch = MicrobatchInfo(0, step + 1, again=False)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ultraep.errors import ConfigError
 from ultraep.metrics.meter import Fetched, Meter
+from ultraep.microbatch import MicrobatchInfo
+from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.stats import Stats
 
@@ -100,6 +102,16 @@ class Reading:
 Sink: TypeAlias = Callable[[Reading], None]
 
 
+class StageTimes(Stats):
+    """Counts seconds only; the meters count plans and bytes."""
+
+    def planned(self, microbatch: MicrobatchInfo, _: Plan) -> None:
+        self.timed += microbatch.timed
+
+    def sent(self, *_: Any) -> None:
+        """Nothing to count."""
+
+
 class Metrics:
     """Counts what balancers do, and passes readings to sinks. Call `step` after every step.
 
@@ -129,7 +141,7 @@ class Metrics:
         balancing = self.policy != "none" and any(b.topology.slots for b in balancers)
         self._alarms = Alarms(alarms or AlarmSettings(), balancing=balancing)
         self._meters = [Meter(balancer.topology) for balancer in balancers]
-        self._times = Stats()
+        self._times = StageTimes()
         for balancer, meter in zip(balancers, self._meters, strict=True):
             balancer.observe(meter)
             balancer.add_sink(self._times)
@@ -169,9 +181,8 @@ class Metrics:
     def _publish(self) -> Reading:
         assert self._pending is not None
         (step, fetched), self._pending = self._pending, None
-        totals = Stats(timed=self._times.timed)
-        totals.seconds.update(self._times.seconds)
-        for part in (part for of_meter in fetched for part in of_meter.parts()):
+        totals = Stats()
+        for part in (self._times, *(part for of_meter in fetched for part in of_meter.parts())):
             totals.add(part)
         values = values_between(self._previous, totals)
         alarms = self._alarms.check(values) if values["microbatches"] else {}

@@ -48,7 +48,7 @@ class Stats:
         vars(self).update(vars(type(self)()))
 
     def add_plan(self, plan: Plan) -> None:
-        """Count a plan."""
+        """Count a plan: imbalances, replicas and rows."""
         self.microbatches += 1
         self.copies += plan.num_replicas
         self.skipped += plan.num_replicas == 0
@@ -56,13 +56,6 @@ class Stats:
         self.after += plan.imbalance
         self.worst = max(self.worst, plan.imbalance)
         self.rows += plan.total
-        self.remote_rows += plan.remote_tokens
-        time, without = plan.time, plan.time_without_replicas
-        if time is not None and without is not None:
-            self.priced += 1
-            self.left_alone += plan.left_alone
-            self.time += time
-            self.time_without_replicas += without
 
     def add(self, other: Stats, sign: int = 1) -> None:
         """Add the sums of another `Stats`, or subtract them with sign=-1."""
@@ -81,6 +74,13 @@ class Stats:
     def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
         self.timed += microbatch.timed
         self.add_plan(plan)
+        self.remote_rows += plan.remote_tokens
+        time, without = plan.time, plan.time_without_replicas
+        if time is not None and without is not None:
+            self.priced += 1
+            self.left_alone += plan.left_alone
+            self.time += time
+            self.time_without_replicas += without
 
     def took(self, _: MicrobatchInfo, stage: str, seconds: float) -> None:
         self.seconds[stage] += seconds

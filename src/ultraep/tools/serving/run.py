@@ -116,7 +116,7 @@ def work(place: RankPlace, options: EngineOptions, tell: Tell) -> None:
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch uses a slower kernel
         model = TransformersModel(
             options.model,
-            dist.new_group(),  # separates its messages from those of the engine
+            dist.new_group(),  # a group of its own, apart from the messages of the engine
             options.load.seed,
             slots=options.slots,
             policy="none",
