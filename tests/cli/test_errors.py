@@ -174,7 +174,7 @@ WRONG = {
     "bench prefill --arrivals /nowhere": "/nowhere",
     "bench prefill --json /nowhere/x.json": "cannot be written",
 }
-NEEDS = {"inspect": "transformers", "bench": "transformers", "view": "uvicorn"}
+NEEDS = {"inspect": "transformers", "bench": "transformers", "view": "plotly"}
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_help_is_fast():
         "    if 'inspect' not in line:\n"
         "        words = [*line.split(), '--help']\n"
         "        assert CliRunner().invoke(cli.app, words).exit_code == 0\n"
-        "heavy = {'torch', 'numba', 'scipy', 'matplotlib', 'plotly', 'starlette', 'uvicorn'}\n"
+        "heavy = {'torch', 'numba', 'scipy', 'matplotlib', 'plotly'}\n"
         "assert not heavy & set(sys.modules)"
     )
     result = shell(program=("-c", code))
