@@ -65,10 +65,10 @@ def test_a_toy_run_writes_complete_rows(script, tmp_path):
     done = run(script, "--toy", "--json", str(path), *extra_options(script, tmp_path))
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())
-    wanted = [field.name for field in fields(harness.Row)]
+    expected = [field.name for field in fields(harness.Row)]
     assert rows
     for row in rows:
-        assert list(row) == wanted
+        assert list(row) == expected
         assert np.isfinite(row["value"])
         assert row["device"]
         assert row["versions"]["ultraep"] == ultraep.__version__
