@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 # Processes that run tests, with one thread each; 0: only the one that make starts.
 WORKERS ?= 2
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Bytecode is written in any case: without it, every process compiles all tests again.
+TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 	tests/story tests/policies tests/trace tests/workload \
 	$(addprefix tests/cli/test_,env.py plan.py help.py trace.py)

@@ -1,4 +1,4 @@
-"""Loads, topologies and ids for many tests: a named grid, and strategies for hypothesis."""
+"""Loads, topologies and ids for many tests: named cases and hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ultraep import BalanceConfig, Rates, workload
 from ultraep.arrays import PADDING
 
 MAX_TOTAL = 2**31 - 1
-# On a machine with a GPU, the kernels for it take no tensors of the CPU.
+# With a GPU, the Triton kernels accept no CPU tensors.
 BACKENDS_OF_CPU = [
     name for name in ultraep.backend_names() if name != "triton" or not torch.cuda.is_available()
 ]
-POLICIES = ("none", "ultraep", "quota", "echo")  # that need no past
+POLICIES = ("none", "ultraep", "quota", "echo")  # without history
 
 
 def _named() -> dict[str, tuple[np.ndarray, ultraep.Topology]]:
@@ -57,7 +57,7 @@ def _near_overflow() -> np.ndarray:
 
 
 def _many_small_experts() -> np.ndarray:
-    """Rank 0 is three times as full as the rest, in experts too small to fill a slot's worth."""
+    """Rank 0 has three times the load of the others, in experts too small for a slot."""
     rng = np.random.default_rng(5)
     loads = rng.integers(20, 40, (4, 48))
     loads[:, :12] *= 3
@@ -83,7 +83,7 @@ def topologies(draw: st.DrawFn, max_ranks: int = 8, max_slots: int = 3) -> ultra
 
 @st.composite
 def problems(draw: st.DrawFn, **limits: int) -> tuple[np.ndarray, ultraep.Topology]:
-    """Loads of many shapes: flat, skewed, sparse, tiny and huge."""
+    """Draw loads of many shapes: flat, skewed, sparse, tiny and huge."""
     topology = draw(topologies(**limits))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = (topology.ranks, topology.experts)
@@ -116,7 +116,7 @@ timed_configs = st.builds(
 
 
 def draw_ids(rng, tokens, top_k, topology, skew):
-    """[T, K] ids, with repetition, that like some experts more than others."""
+    """Return skewed `[T, K]` ids, with repetition."""
     liked = np.exp(rng.normal(0, skew, topology.experts))
     ids = rng.choice(topology.experts, (tokens, top_k), p=liked / liked.sum())
     return torch.from_numpy(ids)
@@ -128,13 +128,13 @@ def plan_of(ids_of_rank, topology, config=None):
 
 
 def with_padding(rng, ids, share):
-    """About this share of the ids in the same places, but padding."""
+    """Replace about this share of the ids by padding."""
     return ids.where(torch.from_numpy(rng.random(ids.shape) >= share), PADDING)
 
 
 @st.composite
 def routings(draw):
-    """The ids of all ranks, some of them padding, and a plan for them."""
+    """Draw the ids of all ranks, some of them padding, and a plan for them."""
     topology = draw(topologies(max_ranks=6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     skew = draw(st.sampled_from([0.0, 1.0, 3.0]))
@@ -151,14 +151,14 @@ def routings(draw):
 
 
 def distinct_ids(rng, tokens, top_k, topology):
-    """[T, K] ids, none twice in a token, in any order."""
+    """Return `[T, K]` ids that are distinct within each token."""
     liked = np.exp(rng.normal(0, 2, topology.experts))
     noise = np.log(liked) + rng.gumbel(size=(tokens, topology.experts))
     return torch.from_numpy(np.argsort(-noise, axis=1)[:, :top_k].copy())
 
 
 def skewed_ids(rank, experts=8, tokens=40, seed=0):
-    """[T, 1] ids that like the first experts."""
+    """Return `[T, 1]` ids that prefer the first experts."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     liked = torch.exp(-0.8 * torch.arange(experts))
     return torch.multinomial(liked, tokens, replacement=True, generator=generator)[:, None]

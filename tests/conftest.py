@@ -1,6 +1,6 @@
-"""Settings for all tests: the same examples every time, no test limited by a slow machine.
+"""Settings of all tests: deterministic examples, no deadlines.
 
-Without a GPU, the kernels for it run through Triton's interpreter.
+Without a GPU, kernels run in Triton's interpreter.
 """
 
 import os
@@ -28,10 +28,10 @@ from ultraep.backends import wait_until_compiled  # noqa: E402
 from ultraep.policies import BUILT_IN, get_policy  # noqa: E402
 
 quick_interpreter.install()
-wait_until_compiled()  # tests and the processes that they start find the planner on disk
+wait_until_compiled()  # so that child processes load the planner from disk
 for policy in BUILT_IN:
-    get_policy(policy)  # registered now, and not while a test has put a registry of its own there
-# Of the files that take longest most have few tests, and `--dist loadfile` would keep them last.
+    get_policy(policy)  # before tests replace the registry
+# `--dist loadfile` starts files with many tests first; the slowest files have few.
 LONGEST = (
     "backends/test_compile.py",
     "test_benchmarks.py",
@@ -58,14 +58,14 @@ settings.load_profile("repeatable")  # --hypothesis-profile thorough: make test-
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest, so that no process has much left when the other is done."""
+    """Start with the slowest files, so that all workers finish together."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture
 def one_thread():
-    """For tests whose ranks are threads: those of torch would only get in their way."""
+    """Use one torch thread: the ranks of these tests are threads themselves."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""A watch over the interpreted kernels: they touch nothing but the tensors that they are given."""
+"""Checks that interpreted kernels access only the memory of their tensor arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-VERBS = {  # of the interpreter, and which of their arguments are the addresses and the mask
+VERBS = {  # interpreter functions, and the positions of their addresses and mask
     "create_masked_load": (0, 1),
     "create_masked_store": (0, 2),
     "create_atomic_rmw": (1, 3),
@@ -19,7 +19,7 @@ VERBS = {  # of the interpreter, and which of their arguments are the addresses 
 
 
 class Watch:
-    """How often memory was touched, and by which kernels."""
+    """Counts memory accesses and records the kernels."""
 
     def __init__(self, also: Iterable[torch.Tensor]) -> None:
         self.kernels: set[str] = set()
@@ -55,7 +55,7 @@ def tensors_in(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses from its first to behind its last element."""
+    """Return the first address and the end of a tensor."""
     if not tensor.numel():
         return 0, 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -65,9 +65,9 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 @contextmanager
 def watched(also: Iterable[torch.Tensor] = ()) -> Iterator[Watch]:
-    """Raise an `InterpreterError` as soon as a kernel leaves the tensors of its launch.
+    """Raise an `InterpreterError` as soon as a kernel accesses other memory.
 
-    also: tensors that every kernel may touch, since it finds their addresses in a table.
+    also: tensors that kernels may access through addresses in a table.
     """
     watch = Watch(also)
 

@@ -1,10 +1,10 @@
-"""Microbatches of tests that call only some of the verbs."""
+"""Microbatches for tests that call only some verbs."""
 
 from ultraep.microbatch import Layer
 
 
 def counted(balancer, ids, bundle=None, *, layer=0, policy=None, **inputs):
-    """A microbatch of that layer after stage 1."""
+    """Return a microbatch after stage 1."""
     own = Layer(layer, {} if bundle is None else bundle)
     microbatch = balancer.begin(own, ids, policy=policy, **inputs)
     microbatch.count()
@@ -12,6 +12,6 @@ def counted(balancer, ids, bundle=None, *, layer=0, policy=None, **inputs):
 
 
 def planned(balancer, ids, bundle=None, **options):
-    """A microbatch after stage 2, and its plan."""
+    """Return a microbatch after stage 2, and its plan."""
     microbatch = counted(balancer, ids, bundle, **options)
     return microbatch, microbatch.plan()

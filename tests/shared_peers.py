@@ -1,7 +1,6 @@
-"""Peers of real processes without a GPU: every rank maps the memory of all others.
+"""Mapped memory between processes without a GPU: files in /dev/shm replace symmetric memory.
 
-What is symmetric memory between GPUs is a file in memory here. Kernels run through Triton's
-interpreter, one process per rank, and really wait for each other.
+Kernels run in Triton's interpreter, one process per rank, and wait for each other.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class SharedPeers:
         self.device = torch.device("cpu")
 
     def allocate(self, name: str, nbytes: int) -> Region:
-        wanted = self.gather_objects((name, nbytes))
-        if len(set(wanted)) > 1:
-            raise ConfigError(f"ranks want different memory: {wanted}")
+        requests = self.gather_objects((name, nbytes))
+        if len(set(requests)) > 1:
+            raise ConfigError(f"ranks request different memory: {requests}")
         nbytes = max(64, nbytes)
         number, path = tempfile.mkstemp(prefix="ultraep-peers-", dir=DIRECTORY)
         os.ftruncate(number, nbytes)
@@ -48,4 +47,4 @@ class SharedPeers:
         return values
 
     def close(self) -> None:
-        """Memory goes with the last tensor."""
+        """Do nothing: the last tensor frees the memory."""

@@ -97,17 +97,17 @@ def test_archives_of_unknown_kinds_are_refused(tmp_path, name):
 
 
 def test_arrays_are_read_as_numpy_wrote_them(tmp_path):
-    wanted = {
+    expected = {
         "plain": np.arange(12).reshape(3, 4),
         "columns": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
         "empty": np.zeros((0, 3), dtype=np.int32),
         "words": np.array(["a", "bcd"]),
         "one": np.array(7, dtype=">i2"),
     }
-    np.savez_compressed(tmp_path / "all.npz", **wanted)
+    np.savez_compressed(tmp_path / "all.npz", **expected)
     found = read_arrays(tmp_path / "all.npz")
-    assert list(found) == list(wanted)
-    for name, array in wanted.items():
+    assert list(found) == list(expected)
+    for name, array in expected.items():
         np.save(tmp_path / "one.npy", array)
         for read in (found[name], read_array(tmp_path / "one.npy")):
             np.testing.assert_array_equal(read, array)

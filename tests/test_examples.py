@@ -49,7 +49,7 @@ def torchrun(script, *options, limit=LIMIT):
 def test_the_first_example_balances_and_prints_what_the_readme_shows():
     readme = (ROOT / "README.md").read_text()
     assert f"```python\n{(EXAMPLES / 'first.py').read_text()}```" in readme
-    done = warm.run_ranks(2, EXAMPLES / "first.py", patience=LIMIT)
+    done = warm.run_ranks(2, EXAMPLES / "first.py", timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     rows, *rest = done.stdout.splitlines()
     assert "\n".join(rest) in readme
@@ -67,7 +67,7 @@ def numbers(text):
 def on_ranks(script, path, *options, run=None):
     """What an example writes to `--json` on two ranks."""
     words = [str(word) for word in (*options, "--json", path)]
-    run = run or functools.partial(warm.run_ranks, 2, patience=LIMIT)
+    run = run or functools.partial(warm.run_ranks, 2, timeout=LIMIT)
     done = run(EXAMPLES / script, *words)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout  # no terminal, no colours
@@ -80,8 +80,8 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     balanced = ("--policy", "ultraep", "--checkpoint", "--save", folder / "saved.pt")
     _, none = on_ranks("train_moe.py", folder / "none.json", *TRAIN, "--policy", "none")
-    told, ours = on_ranks("train_moe.py", folder / "own.json", *TRAIN, *balanced, run=torchrun)
-    assert "imbalance before" in told
+    printed, ours = on_ranks("train_moe.py", folder / "own.json", *TRAIN, *balanced, run=torchrun)
+    assert "imbalance before" in printed
     return {"folder": folder, "none": none, "ultraep": ours}
 
 
@@ -109,8 +109,8 @@ def test_training_is_balanced_and_learns_the_same(trained):
 def test_prefill_of_two_ranks_agrees(trained):
     folder = trained["folder"]
     options = (*SERVE, "--load", folder / "saved.pt", "--policy", "none,ultraep")
-    told, (none, ultraep) = on_ranks("prefill.py", folder / "two.json", *options)
-    assert "first token" in told
+    printed, (none, ultraep) = on_ranks("prefill.py", folder / "two.json", *options)
+    assert "first token" in printed
     assert (none["policy"], ultraep["policy"]) == ("none", "ultraep")
     assert ultraep["difference"] <= 1e-5
     assert ultraep["imbalance_after"] < ultraep["imbalance_before"] == none["imbalance_after"]
@@ -159,7 +159,7 @@ def test_prefill_tells_when_outputs_differ(example, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("script", "options", "told"),
+    ("script", "options", "message"),
     [
         ("train_moe", ["--tokens", "100", "--length", "64"], "not a multiple"),
         ("train_moe", ["--policy", "nonsense"], "invalid choice"),
@@ -167,11 +167,11 @@ def test_prefill_tells_when_outputs_differ(example, monkeypatch, capsys):
         ("prefill", ["--longest", "2000"], "--budget"),
     ],
 )
-def test_nonsense_is_refused(example, script, options, told, capsys):
+def test_nonsense_is_refused(example, script, options, message, capsys):
     with pytest.raises(SystemExit) as refused:
         example(script).main(options)
     assert refused.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_shape_is_refused(example):

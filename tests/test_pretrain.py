@@ -158,8 +158,8 @@ def test_other_ways_to_train(two):
 
 @pytest.mark.slow
 def test_groups_apart_train_the_same(two):
-    found, wanted = scalars(two / "apart"), scalars(two / "exact", after=2)
-    assert found == pytest.approx(wanted, rel=1e-10)
+    found, expected = scalars(two / "apart"), scalars(two / "exact", after=2)
+    assert found == pytest.approx(expected, rel=1e-10)
     assert scalars(two / "apart", "copies") == dict.fromkeys(found, 0)  # one rank is a group
 
 
@@ -173,8 +173,8 @@ def test_two_ranks_go_on_as_one(two, pretrain, tmp_path, run, precision, even, n
     resume = ["--resume", str(checkpoint(two / run, 4))]
     assert pretrain.main([*options(tmp_path, **changes), *resume]) == 0
     for name in ("loss", "held_out_loss", "gradient_norm"):
-        wanted = scalars(two / run, name, after=4)
-        assert scalars(tmp_path, name) == pytest.approx(wanted, rel=near)
+        expected = scalars(two / run, name, after=4)
+        assert scalars(tmp_path, name) == pytest.approx(expected, rel=near)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Small traces, for tests."""
+"""Small traces for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arrived(plan, rank):
 
 
 def record(folder, plans, *, topology=TOPOLOGY, config=CONFIG, ranks=None, layers=1, **options):
-    """A trace of these plans; `ranks` are those that write, and how many records each."""
+    """Write a trace of these plans; `ranks`: number of records by rank."""
     counts = ranks or dict.fromkeys(range(topology.ranks), len(plans))
     for rank, count in counts.items():
         with Recorder(folder, topology, config, rank=rank, **options) as recorder:

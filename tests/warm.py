@@ -1,8 +1,7 @@
-"""Processes that start with their modules loaded: importing torch takes longer than most of them.
+"""Start processes with torch already imported.
 
-A server of `multiprocessing` imports what they need, once for this process, and forks them from
-itself. It ends when this process and all of them have ended. Where forks are not safe, which is
-anywhere but on Linux, each imports for itself.
+A fork server of `multiprocessing` imports the modules once and forks every process. It ends with
+this process and its children. Except on Linux, where forking is safe, each process imports them.
 
     process = warm.start(work, 42)                    # work(42), elsewhere
     done = warm.run("benchmarks/bench_plan.py", "--toy")   # as subprocess.run would
@@ -35,7 +34,7 @@ CONTEXT.set_forkserver_preload(["warm_modules"])
 
 
 def start(work: Callable[..., Any], *args: Any, **environment: str) -> BaseProcess:
-    """A process that does this work, in the environment of this one as it is now, with changes."""
+    """Start a process that calls `work(*args)`, in this environment plus `environment`."""
     if FORKS:
         start_server()
     own = os.environ | environment
@@ -46,14 +45,14 @@ def start(work: Callable[..., Any], *args: Any, **environment: str) -> BaseProce
 
 @functools.cache
 def start_server() -> None:
-    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 tells it of no other path
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not pass sys.path
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         forkserver.ensure_running()
 
 
 @atexit.register
 def end_all() -> None:
-    """Only a test that failed leaves something; `multiprocessing` would wait for it."""
+    """Kill processes that failed tests left behind; `multiprocessing` would wait for them."""
     for process in multiprocessing.active_children():
         process.kill()
 
@@ -61,15 +60,15 @@ def end_all() -> None:
 def in_environment(environment: dict[str, str], work: Callable[..., Any], args: tuple) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    import_module("warm_modules")  # the server has it
+    import_module("warm_modules")  # already imported by the server
     try:
         work(*args)
     finally:
-        atexit._run_exitfuncs()  # as at the end of an interpreter, which a fork does not come to
+        atexit._run_exitfuncs()  # forked processes do not run them
 
 
 class Program:
-    """A process whose output is kept."""
+    """A process whose output is captured."""
 
     def __init__(self, work: Callable[..., Any], *args: Any, **environment: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -79,18 +78,18 @@ class Program:
         self.process = start(printing, self._files, work, args, **environment)
 
     def output(self) -> list[str]:
-        """What it has printed, and its errors."""
+        """Return stdout and stderr so far."""
         return [file.read_text() for file in self._files]
 
     def wait_for(self, words: str) -> None:
-        """Until it has printed these."""
+        """Wait until the process has printed these words."""
         while words not in self.output()[0]:
             assert self.process.is_alive(), self.output()[1]
             time.sleep(0.01)
 
-    def finish(self, patience: float | None = None) -> subprocess.CompletedProcess[str]:
-        """How it ended; it is killed if that takes too long."""
-        self.process.join(patience)
+    def finish(self, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+        """Wait for the process and return its result; kill it after `timeout` seconds."""
+        self.process.join(timeout)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -99,21 +98,21 @@ class Program:
 
 
 def run(script: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """A program of Python, as `subprocess.run` would."""
+    """Run a Python script, like `subprocess.run`."""
     return Program(as_program, str(script), options).finish()
 
 
 def run_ranks(
-    count: int, script: str | Path, *options: str, patience: float | None = None
+    count: int, script: str | Path, *options: str, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Rank 0 of a program that finds its group in the environment, as torchrun gives it."""
+    """Run a script on several ranks, like torchrun; return the result of rank 0."""
     programs = start_ranks(count, as_program, str(script), options)
-    first, *_ = [program.finish(patience) for program in programs]
+    first, *_ = [program.finish(timeout) for program in programs]
     return first
 
 
 def start_ranks(count: int, work: Callable[..., Any], *args: Any) -> list[Program]:
-    """Ranks of a group that is described in the environment, as torchrun does it."""
+    """Start ranks with the environment that torchrun sets."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count)}
     group |= {"GLOO_SOCKET_IFNAME": "lo"}
     return [

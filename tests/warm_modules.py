@@ -1,4 +1,4 @@
-"""What the server of `warm` imports before it starts a process: what most of them would import."""
+"""Modules that the fork server of `warm` imports once for all processes."""
 
 import gc
 
@@ -11,4 +11,4 @@ import ultraep.runtime.mapped.plane
 import ultraep.tools.tiny.model  # noqa: F401
 
 quick_interpreter.install()
-gc.freeze()  # no process that is forked looks through the modules
+gc.freeze()  # forked processes do not scan the modules

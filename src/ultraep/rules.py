@@ -9,7 +9,7 @@ slots            no rank uses more spare slots than it has, or one slot twice
 domain           every replica is in the fast-link domain of its home
 quota            every replica serves at least one row, all together at most the expert's load
 split            the sources send each replica its quota, and no source sends rows it lacks
-loads            the loads are those of the plan
+loads            the plan was computed for these loads
 rank loads       the rank loads are the sums of the rows served there
 
 Shapes: R ranks, E experts, C replicas. `placed_C3`, which policies return, has columns expert,

@@ -16,7 +16,6 @@ from ultraep.trace.files import write_arrays
 
 from .commands import SOURCE, invoke
 
-pytest.importorskip("plotly")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("plotly")
 

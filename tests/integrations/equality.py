@@ -77,8 +77,8 @@ def assert_same_gradients(balanced: Any, plain: Any, limit: float = 1e-5) -> Non
     Limits are relative to the largest gradient of a tensor. Where a tensor has hardly any, a
     hundredth of the largest gradient of the model is its scale.
     """
-    wanted = dict(plain.named_parameters())
-    largest = max(p.grad.abs().max().item() for p in wanted.values() if p.grad is not None)
+    expected = dict(plain.named_parameters())
+    largest = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None)
     homes = {
         f"{name}.{key}": list(module.home_experts)
         for name, module in balanced_experts(balanced).items()
@@ -86,8 +86,8 @@ def assert_same_gradients(balanced: Any, plain: Any, limit: float = 1e-5) -> Non
     }
     errors = {}
     for name, parameter in balanced.named_parameters():
-        want = wanted[name].grad
-        want = torch.zeros_like(wanted[name]) if want is None else want
+        want = expected[name].grad
+        want = torch.zeros_like(expected[name]) if want is None else want
         got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         scale = max(want.abs().max().item(), largest / 100)
         if name in homes:

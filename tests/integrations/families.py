@@ -202,8 +202,8 @@ def config(family: str, **sizes: Any) -> Any:
     kind = getattr(transformers, named) if named else getattr(transformers, name).config_class
     known = set(inspect.signature(kind).parameters)
     known |= {also for also, name in kind.attribute_map.items() if name not in SMALL}
-    wanted = {key: value for key, value in SMALL.items() if key in known} | needs | sizes
-    return kind(**{key: value for key, value in wanted.items() if value is not None})
+    expected = {key: value for key, value in SMALL.items() if key in known} | needs | sizes
+    return kind(**{key: value for key, value in expected.items() if value is not None})
 
 
 def build(

@@ -66,9 +66,9 @@ def compare(rank, group, folder, family, *, ours, ratio, recompute=False):
 
 
 def assert_gradients(model, plain, ratio):
-    wanted = dict(plain.named_parameters())
+    expected = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
-        want, got = wanted[name].grad, parameter.grad
+        want, got = expected[name].grad, parameter.grad
         if want is not None or got is not None:
             got = got.full_tensor() if hasattr(got, "full_tensor") else got
             assert_close(got / ratio if ".experts." in name else got, want)

@@ -73,14 +73,14 @@ def free_port():
 def test_scripts_run(name, folder):
     assert len(SCRIPTS[name].splitlines()) < 40
     printed = shared_pool().run(2, run_script, folder, name, free_port())
-    told = {
+    words = {
         "train": "loss",
         "trainer": "train_loss",
         "lora": "train_loss",
         "generate": "rank 1: [[",
         "native": "imbalance",
     }
-    assert told[name] in "".join(printed)
+    assert words[name] in "".join(printed)
 
 
 def test_what_scripts_leave_behind(folder):

@@ -192,16 +192,16 @@ def test_lora_of_experts_is_refused_by_name(rank, group):
 def test_auxiliary_losses_and_router_logits(rank, group, family):
     """Losses with `output_router_logits` are those of each rank's own batch."""
 
-    def told(model, ids):
+    def losses(model, ids):
         values = model(input_ids=ids, labels=ids, output_router_logits=True)
         values.loss.backward()
         return values
 
     with quiet():
         plain, model = build(family), build(family)
-        want = [told(plain, ids) for ids in all_batches(group)][rank]
+        want = [losses(plain, ids) for ids in all_batches(group)][rank]
         balancer = balance(model, group)
-        got = told(model, batch(rank))
+        got = losses(model, batch(rank))
         assert got.aux_loss > 0
         assert_close(got.loss, want.loss)
         assert_close(got.aux_loss, want.aux_loss)

@@ -68,7 +68,7 @@ def test_settings_of_the_additional_configuration():
 
 
 @pytest.mark.parametrize(
-    ("environment", "additional", "told"),
+    ("environment", "additional", "message"),
     [
         ({"ULTRAEP_SLOTS": "one"}, None, "ULTRAEP_SLOTS must be an integer, got 'one'"),
         ({"ULTRAEP_SLOTS": "-1"}, None, "slots must be an integer of at least 0, got -1"),
@@ -90,8 +90,8 @@ def test_settings_of_the_additional_configuration():
         ),
     ],
 )
-def test_wrong_settings(environment, additional, told):
-    with pytest.raises(ConfigError, match=told):
+def test_wrong_settings(environment, additional, message):
+    with pytest.raises(ConfigError, match=message):
         read_settings(environment, additional)
 
 
@@ -246,7 +246,7 @@ def test_where_counters_are(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("found", "message"),
     [
         (None, "vLLM is not installed: pip install"),
         ("0.31.2", "vLLM 0.32.x is needed, but 0.31.2 is installed"),
@@ -254,7 +254,7 @@ def test_where_counters_are(monkeypatch):
         ("1.0", "vLLM 0.32.x is needed, but 1.0 is installed"),
     ],
 )
-def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):
+def test_other_versions_are_left_alone(monkeypatch, caplog, found, message):
     monkeypatch.setattr(Library, "installed", lambda _: found)
     monkeypatch.setenv("ULTRAEP_SLOTS", "1")
     with caplog.at_level(logging.DEBUG, VLLM_LOGGER):
@@ -262,7 +262,7 @@ def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):
         monkeypatch.delenv("ULTRAEP_SLOTS")
         vllm.register()
     assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG"]
-    assert told in caplog.records[0].getMessage()
+    assert message in caplog.records[0].getMessage()
     assert logged_by_plugin(caplog.text) == [record.getMessage() for record in caplog.records]
     assert "vllm" not in sys.modules
 

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from dense import Example
 from ranks import shared_pool
 from torch.distributed.checkpoint.api import CheckpointException
-from trained import Training, assert_told, reference
+from trained import Training, assert_same_history, reference
 
 from ultraep import Balancer, ConfigError, parallel
 
@@ -28,8 +28,8 @@ def go_on(rank, group, way, ep, folder):
         for parameter in training.model.parameters():
             parameter.zero_()
     dcp.load(training.state(), checkpoint_id=folder)
-    told, _ = reference(STEPS)
-    assert_told(training.steps(STEPS - SAVED), told[SAVED:])
+    history, _ = reference(STEPS)
+    assert_same_history(training.steps(STEPS - SAVED), history[SAVED:])
 
 
 @pytest.mark.parametrize(("way", "ranks", "ep"), [("ddp", 2, 2), ("fsdp, experts too", 4, 2)])

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
-from trained import Training, assert_told, balanced, grid, reference
+from trained import Training, assert_same_history, balanced, grid, reference
 
 from ultraep import Balancer, ConfigError, LocalGroup, parallel
 from ultraep.experts import Experts
@@ -35,11 +35,11 @@ def train(rank, group, way, ep):
     training = Training(way, ep)
     training.backward()
     mine = list(training.bare.moe.experts.home_experts)
-    wanted, gradients = reference(3)
+    expected, gradients = reference(3)
     for name, found in training.whole_gradients().items():
         right = gradients[name][mine] if ".experts." in name else gradients[name]
         assert_close(found, right, name)
-    assert_told(training.steps(3), wanted)
+    assert_same_history(training.steps(3), expected)
     assert ep == 1 or training.bare.moe.last_plan.num_replicas > 0
 
 
@@ -64,40 +64,40 @@ def by_distribute_module(model):
     distribute_module(model, init_device_mesh("cpu", (2,)))
 
 
-def refused(rank, group, wrap, homes, frozen, told):
+def refused(rank, group, wrap, homes, frozen, message):
     warnings.filterwarnings("ignore", "FSDP will not all-gather")
     model = balanced(group, homes)
     model.moe.experts.requires_grad_(not frozen)
     before = copy.deepcopy(model.moe.experts)
     with pytest.raises(ConfigError) as error:
         wrap(model)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "but each of ranks [0, 1] has other experts: exclude them" in str(error.value)
     if wrap in (by_ddp, by_fully_shard):  # the others write first
         assert torch.equal(model.moe.experts.gate_up_proj, before.gate_up_proj)
 
 
 UNEVEN = [0, 0, 0, 0, 0, 1, 1, 1]
-DDP_TOLD = "DistributedDataParallel would treat 'moe.experts' as the same on ranks [0, 1], "
-FSDP1_TOLD = "FullyShardedDataParallel would treat 'moe.experts' as the same on ranks [0, 1], "
-DTENSOR_TOLD = "'gate_up_proj' of home experts would become one DTensor of ranks [0, 1], "
+DDP_MESSAGE = "DistributedDataParallel would treat 'moe.experts' as the same on ranks [0, 1], "
+FSDP1_MESSAGE = "FullyShardedDataParallel would treat 'moe.experts' as the same on ranks [0, 1], "
+DTENSOR_MESSAGE = "'gate_up_proj' of home experts would become one DTensor of ranks [0, 1], "
 
 
 @pytest.mark.parametrize(
-    ("wrap", "homes", "frozen", "told"),
+    ("wrap", "homes", "frozen", "message"),
     [
-        (by_ddp, None, False, DDP_TOLD),
-        (by_ddp, None, True, DDP_TOLD),  # nothing to average, but it would be overwritten
-        (by_ddp, UNEVEN, False, DDP_TOLD),
-        (by_fsdp1, None, False, FSDP1_TOLD),
-        (by_fully_shard, None, False, DTENSOR_TOLD),
-        (by_fully_shard, UNEVEN, False, DTENSOR_TOLD),
-        (by_distribute_module, None, False, DTENSOR_TOLD),
+        (by_ddp, None, False, DDP_MESSAGE),
+        (by_ddp, None, True, DDP_MESSAGE),  # nothing to average, but it would be overwritten
+        (by_ddp, UNEVEN, False, DDP_MESSAGE),
+        (by_fsdp1, None, False, FSDP1_MESSAGE),
+        (by_fully_shard, None, False, DTENSOR_MESSAGE),
+        (by_fully_shard, UNEVEN, False, DTENSOR_MESSAGE),
+        (by_distribute_module, None, False, DTENSOR_MESSAGE),
     ],
     ids=["ddp", "ddp-frozen", "ddp-uneven", "fsdp1", "fsdp2", "fsdp2-uneven", "distribute_module"],
 )
-def test_what_takes_experts_to_be_the_same_is_refused_on_every_rank(wrap, homes, frozen, told):
-    shared_pool().run(2, refused, wrap, homes, frozen, told)
+def test_what_takes_experts_to_be_the_same_is_refused_on_every_rank(wrap, homes, frozen, message):
+    shared_pool().run(2, refused, wrap, homes, frozen, message)
 
 
 def alike_in_ddp(rank, group):
@@ -126,8 +126,8 @@ def test_ddp_that_others_make_leaves_out_experts_and_what_was_left_out_before():
 def wrong_alike(rank, group):
     training = Training("ddp", 2)
     training.model(training.x).sum().backward()
-    told = r"ranks \[0, 1\] are among the ranks .* spread over, \[0, 1\]"
-    with pytest.raises(ConfigError, match=told):
+    message = r"ranks \[0, 1\] are among the ranks .* spread over, \[0, 1\]"
+    with pytest.raises(ConfigError, match=message):
         parallel.average_expert_gradients(training.model, group)
     training = Training("ddp", 1)
     training.model(training.x).sum().backward()

@@ -1,7 +1,7 @@
-"""A small model around a layer, trained on any number of ranks and as one process without ranks.
+"""A small model around a layer, trained on any number of ranks, or in one process without ranks.
 
-All ranks together see the same tokens, however many they are. The loss of a rank is the mean over
-its tokens, that of the job the mean over the ranks.
+All ranks together always see the same tokens. The loss of a rank is the mean over its tokens; the
+loss of the job is the mean over the ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 from ultraep import Balancer, parallel
 
-SHARDS = 12  # of the tokens: they divide evenly among 1, 2, 3 and 4 ranks
-LARGEST_NORM = 0.05  # less than that of any step
+SHARDS = 12  # divides evenly among 1, 2, 3 and 4 ranks
+LARGEST_NORM = 0.05  # below the norm of every step
 EXAMPLE = Example([6] * SHARDS, bias=True, shared_ffn=4)
-# Neither even nor in order; of three ranks one has none.
+# Uneven and unordered; of three ranks, one has no experts.
 HOMES = {1: [0] * 8, 2: [1, 0, 0, 0, 1, 0, 1, 0], 3: [0, 2, 0, 0, 2, 0, 2, 0], 4: [3, 2, 1, 0] * 2}
 
 
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def grid(ep):
-    """The group that has every expert once, and the group that has the same experts."""
+    """Return the expert-parallel group of this rank, and its DP replicas."""
     rows = np.arange(dist.get_world_size()).reshape(-1, ep)
     experts, _ = dist.new_subgroups_by_enumeration(rows.tolist())
     dp_replicas, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())
@@ -49,12 +49,12 @@ def grid(ep):
 
 
 def balanced(group, homes=None):
-    """The model of one rank of an expert-parallel group."""
+    """Return the model of one rank of an expert-parallel group."""
     return Model(EXAMPLE.layer(Balancer(group, experts=8, homes=homes)))
 
 
 def wrapped(way, model, dp_replicas):
-    """The model in the hands of what averages its dense gradients."""
+    """Wrap the model in DDP or FSDP2."""
     if way == "ddp":
         return parallel.data_parallel(model)
     world = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -70,7 +70,7 @@ def wrapped(way, model, dp_replicas):
 
 
 class Training:
-    """One rank of it."""
+    """One rank of the training."""
 
     def __init__(self, way, ep):
         experts, self.dp_replicas = grid(ep)
@@ -81,39 +81,39 @@ class Training:
         self.x = torch.cat(EXAMPLE.inputs).chunk(size)[rank]
 
     def backward(self):
-        """The loss of the job; leaves its gradients."""
+        """Compute the gradients and return the loss of the job."""
         self.optimizer.zero_grad()
         loss = self.model(self.x).square().mean()
         loss.backward()
         parallel.average_expert_gradients(self.model, self.dp_replicas)
-        told = loss.detach().clone()
-        dist.all_reduce(told)
-        return told.item() / dist.get_world_size()
+        history = loss.detach().clone()
+        dist.all_reduce(history)
+        return history.item() / dist.get_world_size()
 
     def steps(self, count):
-        """Losses and norms of so many steps."""
-        told = []
+        """Return losses and norms of `count` steps."""
+        history = []
         for _ in range(count):
             loss = self.backward()
             norm = parallel.clip_grad_norm(self.model, LARGEST_NORM)
             self.optimizer.step()
-            told.append((loss, norm.item()))
-        return told
+            history.append((loss, norm.item()))
+        return history
 
     def state(self):
         return {"training": parallel.ShardedState(self.model, self.optimizer)}
 
     def whole_gradients(self):
-        """By name, on this rank; of experts, those at home here."""
+        """Return full gradients by name, and of the home experts."""
         found = ((name, p.grad) for name, p in self.bare.named_parameters())
         return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found}
 
 
 @cache
 def reference(steps):
-    """Without ranks: losses and norms of so many steps, and the gradients of the first."""
+    """Train without ranks; return losses and norms, and the gradients of the first step."""
     twin = Model(EXAMPLE.twin())
-    optimizer, told, first = adam(twin), [], {}
+    optimizer, history, first = adam(twin), [], {}
     for _ in range(steps):
         optimizer.zero_grad()
         loss = twin(torch.cat(EXAMPLE.inputs)).square().mean()
@@ -121,16 +121,16 @@ def reference(steps):
         first = first or {n: p.grad.clone() for n, p in twin.named_parameters()}
         norm = nn.utils.clip_grad_norm_(twin.parameters(), LARGEST_NORM)
         optimizer.step()
-        told.append((loss.item(), norm.item()))
-    assert min(norm for _, norm in told) > LARGEST_NORM
-    return told, {n.replace("weights.", "").replace("/", "."): g for n, g in first.items()}
+        history.append((loss.item(), norm.item()))
+    assert min(norm for _, norm in history) > LARGEST_NORM
+    return history, {n.replace("weights.", "").replace("/", "."): g for n, g in first.items()}
 
 
 def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def assert_told(found, wanted):
-    assert len(found) == len(wanted)
-    found, wanted = (torch.tensor(told, dtype=torch.float64) for told in (found, wanted))
-    assert_close(found, wanted, tolerance=1e-10)
+def assert_same_history(found, expected):
+    assert len(found) == len(expected)
+    found, expected = (torch.tensor(history, dtype=torch.float64) for history in (found, expected))
+    assert_close(found, expected, tolerance=1e-10)

@@ -158,7 +158,7 @@ def test_environment(monkeypatch, text, wanted):
         assert from_environment(said) is said
 
 
-SPELLING = r"rates (are|need) row=PICOSECONDS"
+SPELLING = r"rates (must be|need) row=PICOSECONDS"
 
 
 @pytest.mark.parametrize(

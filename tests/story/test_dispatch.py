@@ -53,12 +53,12 @@ def test_every_slot_gets_its_rows_source_by_source(routing):
     slot = 0
     for _, begins, arrived in results:
         for found in arrived.split(np.diff(begins).tolist()):
-            wanted = []
+            expected = []
             for source, (routes, *_) in enumerate(results):
                 slots = routes.slots.reshape(-1)[routes.order]
                 for choice in routes.order[slots == slot].tolist():
-                    wanted.append([source, choice // routes.shape[-1], choice])
-            assert found.tolist() == wanted
+                    expected.append([source, choice // routes.shape[-1], choice])
+            assert found.tolist() == expected
             slot += 1
 
 

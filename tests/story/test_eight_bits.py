@@ -90,8 +90,8 @@ def test_gradients_are_those_of_the_dequantised_network(form):
     order = results[0][2].topology.experts_by_rank.copy()
     for name in WEIGHTS:
         found = torch.cat([r[1][f"experts.{name}"] for r in results])
-        wanted = twin.gradient(f"experts.{name}")[torch.from_numpy(order)]
-        assert_close(found, wanted, name, 1e-5)
+        expected = twin.gradient(f"experts.{name}")[torch.from_numpy(order)]
+        assert_close(found, expected, name, 1e-5)
 
 
 @by_name
@@ -184,11 +184,11 @@ def test_other_activations_and_biases(activation):
     x = torch.cat(given.inputs).requires_grad_()
     y = twin(x)
     y.backward(torch.cat(given.gradients))
-    for found, wanted in (
+    for found, expected in (
         (torch.cat([r[0] for r in results]), y.detach()),
         (torch.cat([r[1]["x"] for r in results]), x.grad),
     ):
-        assert (found - wanted).norm() / wanted.norm() < 0.1
+        assert (found - expected).norm() / expected.norm() < 0.1
 
 
 def test_rows_of_other_dispatchers_are_packed_where_they_arrive():

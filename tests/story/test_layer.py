@@ -96,11 +96,11 @@ def test_any_setting_of_the_layer(options, dtype):
 def test_a_single_choice_has_a_weight_of_one_that_learns_nothing(dtype):
     """Its gradient is zero up to rounding, which the layer and its twin do in other ways."""
     example = Example([30] * 4, dtype=dtype, top_k=1)
-    results, wanted = on_ranks(example, slots=2), dense(example)
-    for result in (*results, wanted):
+    results, expected = on_ranks(example, slots=2), dense(example)
+    for result in (*results, expected):
         assert result.gradients.pop("router.weight").abs().max() < 100 * torch.finfo(dtype).eps
     assert copies_of(results) > 0
-    assert_same(results, wanted, results[0].plan.topology)
+    assert_same(results, expected, results[0].plan.topology)
 
 
 def test_every_token_to_every_expert():
@@ -346,8 +346,8 @@ def test_weights_of_another_type_than_the_tokens_follow_them():
         return y.detach()
 
     rounded = {name: tensor.bfloat16().float() for name, tensor in example.state.items()}
-    wanted = DenseMoE(rounded, 2)(torch.cat(example.inputs))
-    assert_close(torch.cat(LocalGroup(2).run(work)), wanted.detach())
+    expected = DenseMoE(rounded, 2)(torch.cat(example.inputs))
+    assert_close(torch.cat(LocalGroup(2).run(work)), expected.detach())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -387,15 +387,15 @@ def test_inputs_and_settings_that_cannot_work():
 
 def test_the_comparison_itself_sees_errors():
     example = Example([20] * 2)
-    results, wanted = on_ranks(example), dense(example)
+    results, expected = on_ranks(example), dense(example)
     topology = results[0].plan.topology
-    assert_same(results, wanted, topology)
+    assert_same(results, expected, topology)
     results[1].gradients["experts.down_proj"][0, 0, 0] += 1e-9
     with pytest.raises(AssertionError, match=r"experts\.down_proj"):
-        assert_same(results, wanted, topology)
+        assert_same(results, expected, topology)
     results[0].output[0, 0] += 1e-9
     with pytest.raises(AssertionError, match="output"):
-        assert_same(results, wanted, topology)
+        assert_same(results, expected, topology)
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])

@@ -244,14 +244,14 @@ def test_a_lighter_domain_is_not_balanced_for_nothing():
 def test_tensors_lists_and_views_give_the_same_plan():
     loads = np.random.default_rng(0).integers(0, 100, (4, 8))
     topology = Topology(ranks=4, experts=8, slots=1)
-    wanted = ultraep.plan(loads, topology)
-    assert ultraep.plan(torch.from_numpy(loads), topology) == wanted
-    assert ultraep.plan(torch.from_numpy(loads).int(), topology) == wanted
-    assert ultraep.plan(loads.tolist(), topology) == wanted
+    expected = ultraep.plan(loads, topology)
+    assert ultraep.plan(torch.from_numpy(loads), topology) == expected
+    assert ultraep.plan(torch.from_numpy(loads).int(), topology) == expected
+    assert ultraep.plan(loads.tolist(), topology) == expected
     for dtype in (np.uint8, np.int16, np.uint32, np.uint64):
-        assert ultraep.plan(loads.astype(dtype), topology) == wanted
-    assert ultraep.plan(np.asfortranarray(loads), topology) == wanted
-    assert ultraep.plan(loads.repeat(2, axis=1)[:, ::2], topology) == wanted
+        assert ultraep.plan(loads.astype(dtype), topology) == expected
+    assert ultraep.plan(np.asfortranarray(loads), topology) == expected
+    assert ultraep.plan(loads.repeat(2, axis=1)[:, ::2], topology) == expected
 
 
 def test_a_plan_does_not_follow_later_changes_of_the_loads():

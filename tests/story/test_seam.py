@@ -34,8 +34,8 @@ def passes(make, *, freeze=lambda layer, x: None, **options):
     return body
 
 
-def assert_alike(found, wanted, tolerance=None):
-    for one, other in zip(found, wanted, strict=True):
+def assert_alike(found, expected, tolerance=None):
+    for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         for name, tensor in other.items():
             assert_close(one[name], tensor, name, tolerance)
@@ -137,12 +137,12 @@ def test_only_some_gradients_are_asked_for(which):
         found = []
         for make in (seam_of, lambda layer: layer):
             moe = make(layer)
-            wanted = {
+            expected = {
                 "router": [layer.router.weight],
                 "some of the experts": [layer.experts.down_bias],
                 "tokens": [x],
             }[which]
-            found.append(torch.autograd.grad(moe(x), wanted, gradient)[0])
+            found.append(torch.autograd.grad(moe(x), expected, gradient)[0])
             moe(x)
         assert_close(*found, which)
 

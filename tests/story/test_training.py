@@ -42,8 +42,8 @@ def test_activation_checkpointing_gives_the_same_gradients(use_reentrant, option
 
     example = Example([30] * 4, bias=True, shared_ffn=4)
     plain = on_every_rank(example, train_once, **options)
-    for found, wanted in zip(on_every_rank(example, work, **options), plain, strict=True):
-        assert_same_gradients(found, wanted)
+    for found, expected in zip(on_every_rank(example, work, **options), plain, strict=True):
+        assert_same_gradients(found, expected)
 
 
 def save_all(*_, **__):
@@ -86,8 +86,8 @@ def test_selective_checkpointing(keep, promised):
 
     plain = LocalGroup(2).run(lambda comm: work(comm, False))
     chosen = LocalGroup(2).run(lambda comm: work(comm, True))
-    for found, wanted in zip(chosen, plain, strict=True):
-        assert_same_gradients(found, wanted)
+    for found, expected in zip(chosen, plain, strict=True):
+        assert_same_gradients(found, expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -107,10 +107,10 @@ def test_checkpointing_with_a_policy_that_looks_at_the_past(use_reentrant):
 
     example.ids = hot[1]
     found = on_every_rank(example, work, policy="eplb", slots=2)
-    wanted = dense(example).gradients
-    assert_close(torch.cat([rank["x"] for rank in found]), wanted["x"])
+    expected = dense(example).gradients
+    assert_close(torch.cat([rank["x"] for rank in found]), expected["x"])
     weights = torch.cat([rank["experts.down_proj"] for rank in found])
-    assert_close(weights, wanted["experts.down_proj"])
+    assert_close(weights, expected["experts.down_proj"])
 
 
 def test_gradients_accumulate_over_microbatches():
@@ -123,10 +123,10 @@ def test_gradients_accumulate_over_microbatches():
         return dict(layer.experts.named_parameters())
 
     results = LocalGroup(4).run(work)
-    wanted = [dense(example).gradients for example in examples]
+    expected = [dense(example).gradients for example in examples]
     for name in ("gate_up_proj", "down_proj"):
         found = torch.cat([parameters[name].grad for parameters in results])
-        assert_close(found, sum(gradients[f"experts.{name}"] for gradients in wanted))
+        assert_close(found, sum(gradients[f"experts.{name}"] for gradients in expected))
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -288,11 +288,11 @@ def test_autocast(backward_inside):
         return y.detach().float(), gradients
 
     example = Example([30] * 4, dtype=torch.float32, shared_ffn=4, bias=True)
-    results, wanted = on_every_rank(example, work), dense(example)
-    assert_close(torch.cat([y for y, _ in results]), wanted.output, tolerance=0.03)
+    results, expected = on_every_rank(example, work), dense(example)
+    assert_close(torch.cat([y for y, _ in results]), expected.output, tolerance=0.03)
     for name in ("x", "experts.down_proj", "experts.gate_up_proj", "experts.down_bias"):
         found = torch.cat([gradients[name] for _, gradients in results])
-        assert_close(found, wanted.gradients[name], name, tolerance=0.03)
+        assert_close(found, expected.gradients[name], name, tolerance=0.03)
 
 
 def test_autocast_leaves_the_choice_of_experts_alone():
@@ -348,9 +348,9 @@ def test_backward_twice_on_purpose_doubles_the_gradients():
         return gradients_of(layer, x)
 
     example = Example([30] * 4, bias=True)
-    results, wanted = on_every_rank(example, work), dense(example).gradients
+    results, expected = on_every_rank(example, work), dense(example).gradients
     for name in ("x", "experts.gate_up_proj", "experts.down_bias"):
-        assert_close(torch.cat([r[name] for r in results]), 2 * wanted[name])
+        assert_close(torch.cat([r[name] for r in results]), 2 * expected[name])
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -34,6 +34,6 @@ def test_the_example_prints_losses_side_by_side():
 
 
 def test_the_benchmark_runs():
-    told = run(ROOT / "benchmarks" / "bench_megatron.py", "--toy")
+    printed = run(ROOT / "benchmarks" / "bench_megatron.py", "--toy")
     for name in ("unmodified", "none", "ultraep", "forced balance"):
-        assert name in told
+        assert name in printed

@@ -71,10 +71,10 @@ def test_checkpoints_of_one_are_those_of_the_other(saved, loaded, trained, tmp_p
     folder, (_, weights, moments, _) = trained[saved]
     shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
     _, again, moments_again, _ = run(loaded, tmp_path, enable=True, load_only=True)
-    for wanted, got in ((weights, again), (moments, moments_again)):
-        assert wanted.keys() == got.keys()
-        assert len(wanted) > 10
-        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    for expected, got in ((weights, again), (moments, moments_again)):
+        assert expected.keys() == got.keys()
+        assert len(expected) > 10
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("plain", "balanced"), ("balanced", "plain")])
@@ -83,8 +83,8 @@ def test_one_goes_on_where_the_other_was(saved, loaded, trained, tmp_path):
     shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
     found = run(loaded, tmp_path, enable=True, load_only=True, load_step=SAVED)[0]
     assert [step["step"] for step in found] == list(range(SAVED + 1, STEPS + 1))
-    wanted, got = logged(steps[SAVED:], LOSS, NORM), logged(found, LOSS, NORM)
-    torch.testing.assert_close(got, wanted, rtol=LIMIT, atol=0)
+    expected, got = logged(steps[SAVED:], LOSS, NORM), logged(found, LOSS, NORM)
+    torch.testing.assert_close(got, expected, rtol=LIMIT, atol=0)
 
 
 PIPELINE = {

@@ -34,10 +34,10 @@ def quiet(rank):
 
 
 @contextlib.contextmanager
-def casts(wanted):
+def casts(expected):
     """Experts multiply in bfloat16, as the framework has it, or in the type of their rows."""
     before = torch.Tensor.bfloat16
-    torch.Tensor.bfloat16 = CAST if wanted else before
+    torch.Tensor.bfloat16 = CAST if expected else before
     try:
         yield
     finally:

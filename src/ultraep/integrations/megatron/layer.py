@@ -40,8 +40,8 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
 
     slots, policy, options: see `Balancer`; set them in `params` of the ModuleSpec. Layers with the
         same options share a balancer and its spare slots.
-    pg_collection: process groups; None: those of `parallel_state`. TransformerLayer passes its own
-        groups to the library's classes only; pass custom groups in `params`.
+    pg_collection: process groups; None: the groups of `parallel_state`. TransformerLayer passes
+        its own groups to the library's classes only; pass custom groups in `params`.
     """
 
     def __init__(
