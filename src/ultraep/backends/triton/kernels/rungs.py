@@ -179,8 +179,8 @@ def most_given(home_HG, before_HG):
 
 @triton.jit
 def solve(
-    outcome, home, counts, attempts, attempt_loads, scratch, domain, threshold, transfers, num_copies,
-    problem, SHAPE: tl.constexpr, STEP: tl.constexpr
+    outcome, home, counts, attempts, attempt_loads, scratch, domain, threshold, transfers,
+    num_copies, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """Write the outcome of the first attempt, or of the search above its threshold.
 
