@@ -337,7 +337,7 @@ def landings(
     within = tl.load(positions + row, mask=known, other=0)
     within -= tl.load(begins + slot, mask=known, other=0)
     held = known & (begin >= 0) & (within >= 0) & (within < capacity - begin)
-    landing = target.to(tl.int64) * capacity + begin + within
+    landing = target.to(tl.int64) * capacity + (begin + within)
     tl.store(landing_of_row + row, tl.where(held, landing, -1), mask=there)
 
 
