@@ -118,7 +118,7 @@ def alias(domain, threshold, links, thrifty, placed):
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, min_tokens = len(rank_loads), domain.min_tokens
     slots = min(domain.slots, links)
-    free_slots, given = np.full(ranks, slots, np.int64), np.zeros(ranks, np.int64)
+    free_slots, num_given = np.full(ranks, slots, np.int64), np.zeros(ranks, np.int64)
     most_hosts = ranks + domain.max_replicas  # one leaves with every replica, and may return
     hosts, rooms, num_hosts = np.empty(most_hosts, np.int64), np.empty(most_hosts, np.int64), 0
     donors, held, num_donors = np.empty(ranks, np.int64), np.empty(ranks, np.int64), 0
@@ -136,8 +136,8 @@ def alias(domain, threshold, links, thrifty, placed):
         heat[rank] = at_home[hot[rank]]
         num_donors += 1
     slack = threshold * ranks - rank_loads.sum()
-    made, transfers = 0, 0
-    while made < domain.max_replicas and num_donors > 0 and num_hosts > 0:
+    num_copies, transfers = 0, 0
+    while num_copies < domain.max_replicas and num_donors > 0 and num_hosts > 0:
         donor_at, host_at, wasted = -1, 0, -1
         if thrifty:
             donor_at, host_at = tightest_pair(
@@ -152,11 +152,11 @@ def alias(domain, threshold, links, thrifty, placed):
         quota = held[donor_at] - threshold if tight else min(rooms[0], heat[donor])
         if quota < min_tokens:
             break
-        placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
-        made += 1
-        given[donor] += at_home[expert] == domain.loads[expert]
+        placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = expert, host, quota
+        num_copies += 1
+        num_given[donor] += at_home[expert] == domain.loads[expert]
         move(quota, expert, donor, host, at_home, rank_loads, free_slots)
-        transfers = max(transfers, given[donor], slots - free_slots[host])
+        transfers = max(transfers, num_given[donor], slots - free_slots[host])
         if tight:
             slack -= wasted
             free_slots[host] = 0
@@ -176,7 +176,7 @@ def alias(domain, threshold, links, thrifty, placed):
             if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
                 rise(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
                 num_hosts += 1
-    return rank_loads.max(), made, transfers
+    return rank_loads.max(), num_copies, transfers
 
 
 @njit(cache=True)
@@ -231,7 +231,7 @@ def window(domain, threshold, placed):
         if threshold - rank_loads[rank] >= min_tokens and domain.slots > 0:
             hosts[num_hosts], rooms[num_hosts] = rank, threshold - rank_loads[rank]
             num_hosts += 1
-    made = 0
+    num_copies = 0
     while True:
         donor = -1
         for rank in range(ranks):
@@ -246,10 +246,14 @@ def window(domain, threshold, placed):
             break
         for place in range(begin, end):
             quota = min(rooms[place], max(surplus, min_tokens))
-            if made >= domain.max_replicas or at_home[expert] < quota:
-                return rank_loads.max(), made
-            placed[made, 0], placed[made, 1], placed[made, 2] = expert, hosts[place], quota
-            made += 1
+            if num_copies >= domain.max_replicas or at_home[expert] < quota:
+                return rank_loads.max(), num_copies
+            placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = (
+                expert,
+                hosts[place],
+                quota,
+            )
+            num_copies += 1
             surplus -= quota
             move(quota, expert, donor, hosts[place], at_home, rank_loads, free_slots)
         last = hosts[end - 1]  # the others are full
@@ -258,7 +262,7 @@ def window(domain, threshold, placed):
         if threshold - rank_loads[last] >= min_tokens and free_slots[last] > 0:
             rise(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
             num_hosts += 1
-    return rank_loads.max(), made
+    return rank_loads.max(), num_copies
 
 
 @njit(cache=True)
@@ -371,7 +375,7 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
     hot, heat = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     ready = np.empty(ranks, np.int64)
     line, height = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
-    donors, count, slack, made = 0, 0, 0, 0
+    donors, count, slack, num_copies = 0, 0, 0, 0
     for rank in domain.emptiest_first[::-1]:
         high = rank_loads[rank] - threshold
         if high > 0 or (high <= -min_tokens and domain.slots > 0):
@@ -382,7 +386,7 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
         if high > 0:
             hot[rank] = domain.hottest_first[first[rank]]
             heat[rank] = at_home[hot[rank]]
-    while 0 < donors < count and made < domain.max_replicas:
+    while 0 < donors < count and num_copies < domain.max_replicas:
         allowed = max(0, slack) * halves // (2 * donors)
         donor_at, host_at = tight_pair(line, height, donors, count, heat, min_tokens, allowed)
         closed = donor_at >= 0
@@ -398,8 +402,12 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
         quota = height[donor_at] if closed else min(-height[host_at], heat[donor])
         if quota < min_tokens:
             break
-        placed[made, 0], placed[made, 1], placed[made, 2] = hot[donor], host, quota
-        made += 1
+        placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = (
+            hot[donor],
+            host,
+            quota,
+        )
+        num_copies += 1
         slack += height[donor_at] + height[host_at]
         take_out(line, height, count, host_at, host_at + 1)
         take_out(line, height, count - 1, donor_at, donor_at + 1)
@@ -416,4 +424,4 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
                 count += 1
                 donors += high > 0
                 slack -= high
-    return rank_loads.max(), made
+    return rank_loads.max(), num_copies

@@ -17,10 +17,10 @@ LIMITED = 1 + len(LINKS)  # attempts at the lowest rung with few links
 def probe(domain, threshold, placed, spare):
     """Write the best attempt at this threshold to `placed`; return peak and replicas."""
     first, ranks = domain.first, len(domain.rank_loads)
-    peak, made, _ = alias(domain, threshold, UNLIMITED, False, placed)
+    peak, num_copies, _ = alias(domain, threshold, UNLIMITED, False, placed)
     if threshold * ranks - domain.loads.sum() < ranks:
-        return peak, made
-    best = cost_of(placed, made, peak, threshold, first)
+        return peak, num_copies
+    best = cost_of(placed, num_copies, peak, threshold, first)
     for member in range(1 + len(VARIANTS) if ranks <= MOST_RANKS else 1):
         if member == 0:
             trial_peak, count = window(domain, threshold, spare)
@@ -28,39 +28,39 @@ def probe(domain, threshold, placed, spare):
             trial_peak, count = close_circles(domain, threshold, *VARIANTS[member - 1], spare)
         cost = cost_of(spare, count, trial_peak, threshold, first)
         if cost < best or (cost == best and member == 0):
-            peak, made, best = trial_peak, count, cost
-            copy_rows(placed, spare, made)
-    return peak, made
+            peak, num_copies, best = trial_peak, count, cost
+            copy_rows(placed, spare, num_copies)
+    return peak, num_copies
 
 
 @njit(cache=True)
-def cost_of(found, made, peak, threshold, first):
+def cost_of(plan, num_copies, peak, threshold, first):
     """Return the cost of an attempt, compared lexicographically."""
     copies_of = np.zeros(first[-1], np.int64)
-    for copy in range(made):
-        copies_of[found[copy, 0]] += 1
+    for copy in range(num_copies):
+        copies_of[plan[copy, 0]] += 1
     fanout, egress = 0, 0
     for rank in range(len(first) - 1):
-        given = 0
+        num_given = 0
         for expert in range(first[rank], first[rank + 1]):
             fanout = max(fanout, copies_of[expert])
-            given += copies_of[expert] > 0
-        egress = max(egress, given)
-    return max(peak, threshold), made, fanout, egress
+            num_given += copies_of[expert] > 0
+        egress = max(egress, num_given)
+    return max(peak, threshold), num_copies, fanout, egress
 
 
 @njit(cache=True)
-def balanced(every, size, tolerance_parts, found):
-    """Write the best attempts at all domains to `found`; return the number of replicas."""
+def balanced(every, size, tolerance_parts, plan):
+    """Write the best attempts at all domains to `plan`; return the number of replicas."""
     placed = np.empty((every.max_replicas, 3), np.int64)
     spare = np.empty_like(placed)
     threshold = shared_threshold(every, size, tolerance_parts)
     total = 0
     for begin in range(0, len(every.rank_loads), size):
         domain = domain_at(every, begin, size)
-        peak, made = probe(domain, threshold, placed, spare)
-        peak, made, _ = solve(domain, threshold, placed, peak, made, 0)
-        total = append(found, total, placed, made, every.first[begin], begin)
+        peak, num_copies = probe(domain, threshold, placed, spare)
+        peak, num_copies, _ = solve(domain, threshold, placed, peak, num_copies, 0)
+        total = append(plan, total, placed, num_copies, every.first[begin], begin)
     return total
 
 
@@ -76,14 +76,14 @@ def shared_threshold(every, size, tolerance_parts):
 
 
 @njit(cache=True)
-def solve(domain, threshold, placed, peak, made, transfers):
+def solve(domain, threshold, placed, peak, num_copies, transfers):
     """Replace the attempt in `placed` by one at the least threshold above it that `alias` meets.
 
     Returns peak, replicas and transfers of the attempt, whose replicas are the first rows of
     `placed`.
     """
     if peak <= threshold:
-        return peak, made, transfers
+        return peak, num_copies, transfers
     trial = np.empty_like(placed)
     bound = least_peak_of(domain)
     failed, last = max(threshold, bound - 1), threshold
@@ -95,8 +95,8 @@ def solve(domain, threshold, placed, peak, made, transfers):
         trial_peak, count, links = alias(domain, middle, UNLIMITED, False, trial)
         tries += 1
         if trial_peak < peak:
-            peak, made, transfers = trial_peak, count, links
-            copy_rows(placed, trial, made)
+            peak, num_copies, transfers = trial_peak, count, links
+            copy_rows(placed, trial, num_copies)
         if trial_peak <= middle:
             met += 1
             middle = peak - 1 if met == 1 else (failed + peak) // 2
@@ -109,14 +109,14 @@ def solve(domain, threshold, placed, peak, made, transfers):
             step = excess_share(domain, trial, count, middle)
         last, last_peak, failed = middle, trial_peak, middle
         middle = middle + max(1, step) if met == 0 and tries < GUESSES else (failed + peak) // 2
-    return peak, made, transfers
+    return peak, num_copies, transfers
 
 
 @njit(cache=True)
-def excess_share(domain, placed, made, threshold):
+def excess_share(domain, placed, num_copies, threshold):
     """Return the rows above the threshold per full rank, rounded up."""
     rank_loads = domain.rank_loads.copy()
-    for copy in range(made):
+    for copy in range(num_copies):
         home = np.searchsorted(domain.first, placed[copy, 0], side="right") - 1
         rank_loads[home] -= placed[copy, 2]
         rank_loads[placed[copy, 1]] += placed[copy, 2]
@@ -136,18 +136,18 @@ def copy_rows(target, source, count):
 
 
 @njit(cache=True)
-def append(found, total, placed, made, first_expert, first_rank):
-    """Append the replicas of a domain to `found`."""
-    for index in range(made):
-        found[total + index, 0] = first_expert + placed[index, 0]
-        found[total + index, 1] = first_rank + placed[index, 1]
-        found[total + index, 2] = placed[index, 2]
-    return total + made
+def append(plan, total, placed, num_copies, first_expert, first_rank):
+    """Append the replicas of a domain to `plan`."""
+    for index in range(num_copies):
+        plan[total + index, 0] = first_expert + placed[index, 0]
+        plan[total + index, 1] = first_rank + placed[index, 1]
+        plan[total + index, 2] = placed[index, 2]
+    return total + num_copies
 
 
 @njit(cache=True)
-def quickest(every, size, tolerance_parts, rates, found):
-    """Write the quickest plan to `found`; return the number of its replicas.
+def quickest(every, size, tolerance_parts, rates, plan):
+    """Write the quickest plan to `plan`; return the number of its replicas.
 
     Makes as few attempts as the answer allows. A rank above a threshold must give away at least the
     hottest experts that hold its surplus, so that every attempt has a least time. Attempts are made
@@ -155,18 +155,18 @@ def quickest(every, size, tolerance_parts, rates, found):
     """
     row, copy, each, layer = rates
     thresholds, links = attempts_to_make(every, size, tolerance_parts, copy > 0)
-    placed, trial = np.empty((every.max_replicas, 3), np.int64), np.empty_like(found)
+    placed, trial = np.empty((every.max_replicas, 3), np.int64), np.empty_like(plan)
     at_home = every.rank_loads.max()
-    peak, made, exact_transfers = exact(every, size, thresholds[0], placed, found)
-    time = row * peak + copy * exact_transfers + each * made + (layer if made else 0)
+    peak, num_copies, exact_transfers = exact(every, size, thresholds[0], placed, plan)
+    time = row * peak + copy * exact_transfers + each * num_copies + (layer if num_copies else 0)
     if row * at_home <= time:
-        time, made = row * at_home, 0
+        time, num_copies = row * at_home, 0
     least = least_times(every, size, thresholds, links, rates, time, exact_transfers)
     chosen = -1
     while True:
         number = np.argmin(least)
         if least[number] > time or least[number] == NEVER:
-            return made
+            return num_copies
         least[number] = NEVER
         peak, count, transfers = attempt_all(
             every, size, thresholds[number], links[number], placed, trial
@@ -174,9 +174,9 @@ def quickest(every, size, tolerance_parts, rates, found):
         if peak < 0 or (number < LIMITED and transfers >= exact_transfers):
             continue
         trial_time = row * peak + copy * transfers + each * count + layer
-        if (trial_time, count, number) < (time, made, chosen):
-            time, made, chosen = trial_time, count, number
-            copy_rows(found, trial, made)
+        if (trial_time, count, number) < (time, num_copies, chosen):
+            time, num_copies, chosen = trial_time, count, number
+            copy_rows(plan, trial, num_copies)
 
 
 @njit(cache=True)
@@ -196,21 +196,21 @@ def attempts_to_make(every, size, tolerance_parts, few_links):
 
 
 @njit(cache=True)
-def exact(every, size, threshold, placed, found):
-    """Write the solved domains to `found`; return peak, replicas, and most transfers of a rank."""
+def exact(every, size, threshold, placed, plan):
+    """Write the solved domains to `plan`; return peak, replicas, and most transfers of a rank."""
     peak, total, transfers = 0, 0, 0
     for begin in range(0, len(every.rank_loads), size):
         domain = domain_at(every, begin, size)
         first_try = alias(domain, threshold, UNLIMITED, False, placed)
-        own_peak, made, links = solve(domain, threshold, placed, *first_try)
+        own_peak, num_copies, links = solve(domain, threshold, placed, *first_try)
         peak, transfers = max(peak, own_peak), max(transfers, links)
-        total = append(found, total, placed, made, every.first[begin], begin)
+        total = append(plan, total, placed, num_copies, every.first[begin], begin)
     return peak, total, transfers
 
 
 @njit(cache=True)
-def attempt_all(every, size, shared, links, placed, found):
-    """Write one attempt per domain to `found`; return the highest threshold, replicas, transfers.
+def attempt_all(every, size, shared, links, placed, plan):
+    """Write one attempt per domain to `plan`; return the highest threshold, replicas, transfers.
 
     The threshold is -1 if a domain does not meet its own.
     """
@@ -221,11 +221,11 @@ def attempt_all(every, size, shared, links, placed, found):
         own_links = links
         if links == FEWEST:
             own_links = max(1, least_transfers(domain, threshold)[0])
-        peak, made, most = alias(domain, threshold, own_links, True, placed)
+        peak, num_copies, most = alias(domain, threshold, own_links, True, placed)
         if peak > threshold:
             return -1, 0, 0
         highest, transfers = max(highest, threshold), max(transfers, most)
-        total = append(found, total, placed, made, every.first[begin], begin)
+        total = append(plan, total, placed, num_copies, every.first[begin], begin)
     return highest, total, transfers
 
 
@@ -282,15 +282,15 @@ def least_transfers(domain, threshold):
     widest = threshold - domain.rank_loads[domain.emptiest_first[0]]
     most, copies, left = 0, 0, 0
     for rank in domain.fullest_first:
-        surplus, given = domain.rank_loads[rank] - threshold, 0
+        surplus, num_given = domain.rank_loads[rank] - threshold, 0
         if surplus <= 0:
             break
         left += surplus
         fewest = -(-surplus // widest)
         while surplus > 0:
-            surplus -= domain.loads[domain.hottest_first[domain.first[rank] + given]]
-            given += 1
-        most, copies = max(most, given), copies + max(given, fewest)
+            surplus -= domain.loads[domain.hottest_first[domain.first[rank] + num_given]]
+            num_given += 1
+        most, copies = max(most, num_given), copies + max(num_given, fewest)
     hosts = 0
     for rank in domain.emptiest_first:
         if left <= 0:
@@ -337,17 +337,17 @@ def _place(
     layer,
 ):
     loads = expert_loads[experts_by_rank]
-    found = np.empty(((len(first_of_rank) - 1) * slots, 3), np.int64)
+    plan = np.empty(((len(first_of_rank) - 1) * slots, 3), np.int64)
     limit = min(max_replicas, domain * slots)
     every = sort_all(loads, first_of_rank, domain, slots, min_tokens, limit)
     if row > 0:
-        made = quickest(every, domain, tolerance_parts, (row, copy, each, layer), found)
+        num_copies = quickest(every, domain, tolerance_parts, (row, copy, each, layer), plan)
     else:
-        made = balanced(every, domain, tolerance_parts, found)
-    for index in range(made):
-        found[index, 0] = experts_by_rank[found[index, 0]]
-    sort_rows(found, made)
-    return found[:made]
+        num_copies = balanced(every, domain, tolerance_parts, plan)
+    for index in range(num_copies):
+        plan[index, 0] = experts_by_rank[plan[index, 0]]
+    sort_rows(plan, num_copies)
+    return plan[:num_copies]
 
 
 def lower_bound(expert_loads, limits):

@@ -91,8 +91,8 @@ class Attempt:
     @property
     def egress(self) -> int:
         """Most experts that one rank gives away."""
-        given = {expert for expert, _, _ in self.copies}
-        return max(len(given.intersection(experts)) for experts in self.domain.experts)
+        replicated = {expert for expert, _, _ in self.copies}
+        return max(len(replicated.intersection(experts)) for experts in self.domain.experts)
 
     @property
     def transfers(self) -> int:
@@ -285,7 +285,7 @@ def _pair_that_leaves_one(
         sign = -1 if anchor == FULLEST else 1
         donor = min(surplus, key=lambda d: (sign * surplus[d], d))
         pairs = [(donor, host) for host in room]
-    found = []
+    candidates = []
     for donor, host in pairs:
         rest = surplus[donor] - room[host]
         if attempt.heat(donor) < room[host]:
@@ -296,8 +296,8 @@ def _pair_that_leaves_one(
             wasted = (room[h] - rest for h in room if h != host)
         else:
             continue
-        found += [(waste, donor, host) for waste in wasted if 0 <= waste <= allowed]
-    return min(found)[1:] if found else None
+        candidates += [(waste, donor, host) for waste in wasted if 0 <= waste <= allowed]
+    return min(candidates)[1:] if candidates else None
 
 
 def _heat_after(attempt: Attempt, donor: int, quota: int) -> int:

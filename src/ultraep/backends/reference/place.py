@@ -134,9 +134,9 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[
     rungs = [shared_threshold(domains, parts) for parts in rungs_of(tolerance_parts)]
     exact = [solve(d, alias(d, rungs[0])) for d in domains]
     plans = [(max(a.peak for a in exact), exact)]
-    limited, others = attempts_of(domains, rungs, few_links=rates.copy > 0)
+    limited, unlimited = attempts_of(domains, rungs, few_links=rates.copy > 0)
     limited = [attempts for attempts in limited if most_transfers(attempts) < most_transfers(exact)]
-    for attempts in limited + others:
+    for attempts in limited + unlimited:
         if all(a.peak <= a.threshold for a in attempts):
             plans.append((max(a.threshold for a in attempts), attempts))
     none = [Attempt(d, threshold=0) for d in domains]

@@ -57,7 +57,7 @@ def place(expert_loads: IntArray, limits: Limits) -> IntArray:
     """[C, 3] expert, host rank and quota of every replica, sorted by expert, then host."""
     planner = _planner(expert_loads, limits)
     planner.place()
-    experts, quotas = _on_host(planner.found)
+    experts, quotas = _on_host(planner.placed)
     held = np.flatnonzero(experts != MOST.value)
     copies = np.stack([experts[held], held // max(1, limits.slots), quotas[held]], axis=1)
     return copies[np.lexsort((copies[:, 1], copies[:, 0]))]
@@ -84,12 +84,12 @@ def split(
     # Put the replicas of every host into its spare slots, in any order.
     by_host = np.argsort(hosts, kind="stable")
     index = np.arange(len(hosts)) - np.searchsorted(hosts[by_host], hosts[by_host])
-    found = np.full((2, ranks * slots), MOST.value)
-    found[:, hosts[by_host] * slots + index] = copies_C3[by_host][:, [0, 2]].T
+    placed = np.full((2, ranks * slots), MOST.value)
+    placed[:, hosts[by_host] * slots + index] = copies_C3[by_host][:, [0, 2]].T
     loads = _on_device(loads_RE)
     if slots:
         planner.sum(loads)
-        planner.found.copy_(_on_device(found))
+        planner.placed.copy_(_on_device(placed))
         planner.lay_out(loads)
     return _on_host(planner.split)[: len(copies_C3)]
 

@@ -160,7 +160,7 @@ class Planner:
         if self.by_groups:
             self.work = numbers(self.domains, state.work_size(self.H, self.G))
         self.scratch = numbers(self.domains, state.scratch_size(self.H, self.G))
-        self.found = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
+        self.placed = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative or too large
         # All results are in one piece of memory, which one copy takes to the host.
         self.places, end = {}, 0
@@ -186,7 +186,7 @@ class Planner:
             self.attempts, self.attempt_loads, self.facts, self.outcomes, self.scratch
         )
         self._plan_out = PlanOut(
-            self.found,
+            self.placed,
             self.rank_loads,
             self.expert_of_slot,
             self.expert_of_place,
@@ -316,7 +316,7 @@ class Planner:
         quick(place.split)[(len(self.quotas),)](
             loads_RE,
             self.expert_loads,
-            self.found,
+            self.placed,
             self.home_tables,
             self.plan_tensors,
             self.ranks,

@@ -80,7 +80,7 @@ class Counter:
 
 
 class Planned(Protocol):
-    """A plan on the device and its sizes: of a `Planner`, or given to `reroute`."""
+    """A plan on the device and its sizes: of a `Planner`, or the arguments of `reroute`."""
 
     ranks: int
     experts: int

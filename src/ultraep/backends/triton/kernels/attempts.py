@@ -45,7 +45,7 @@ def alias(
     free_all(hosted, problem, SHAPE)
     free_G = tl.where(rank < problem.ranks, usable, 0)
     used_G = rank * 0
-    made = 0
+    num_copies = 0
     going = problem.limit > 0
     while going:
         most_G = tl.max(home_HG, 0)
@@ -84,11 +84,11 @@ def alias(
         load_G += tl.where(rank == host, quota, 0) - tl.where(rank == donor, quota, 0)
         free_G -= tl.where(rank == host, filled, 0)
         used_G += tl.where(rank == host, 1, 0)
-        made += going.to(tl.int32)
-        going = going & (made < problem.limit)
+        num_copies += going.to(tl.int32)
+        going = going & (num_copies < problem.limit)
     if PACKED:
         home_HG = unpack(home_HG, SHAPE.H)[0]
-    return load_G, home_HG, made, tl.max(used_G, 0)
+    return load_G, home_HG, num_copies, tl.max(used_G, 0)
 
 
 @triton.jit
@@ -171,17 +171,17 @@ def alias_packed_or_not(
     SHAPE: tl.constexpr, THRIFTY: tl.constexpr
 ):  # fmt: skip
     """Call `alias`, packed if rows times ranks or experts fit into 32 bits."""
-    made = 0
+    num_copies = 0
     received = 0
     if tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // max(SHAPE.H, SHAPE.G) - 1:
-        load_G, home_HG, made, received = alias(
+        load_G, home_HG, num_copies, received = alias(
             load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, THRIFTY, True
         )
     else:
-        load_G, home_HG, made, received = alias(
+        load_G, home_HG, num_copies, received = alias(
             load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, THRIFTY, False
         )
-    return load_G, home_HG, made, received
+    return load_G, home_HG, num_copies, received
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def window(load_G, home_HG, hosted, threshold, problem, SHAPE: tl.constexpr):
     row = tl.arange(0, SHAPE.H)[:, None]
     free_all(hosted, problem, SHAPE)
     free_G = tl.where(rank < ranks, slots, 0)
-    made = 0
+    num_copies = 0
     going = tl.max(load_G, 0) > threshold
     while going:
         over_G = load_G > threshold
@@ -206,7 +206,7 @@ def window(load_G, home_HG, hosted, threshold, problem, SHAPE: tl.constexpr):
         room_G = tl.where((free_G > 0) & (threshold - load_G >= min_tokens), threshold - load_G, 0)
         # Unique keys, in the order of hosts: the roomiest first, then the lower rank.
         key_G = (room_G.to(tl.int64) << 32) | (SHAPE.G - rank)
-        wanted, kept, first, last = tightest(room_G, key_G, surplus, limit - made, SHAPE.G)
+        wanted, kept, first, last = tightest(room_G, key_G, surplus, limit - num_copies, SHAPE.G)
         host_G = (key_G <= first) & (key_G >= last)
         # All hosts but the last are filled.
         final = tl.where(kept == wanted, last, -1)
@@ -219,13 +219,13 @@ def window(load_G, home_HG, hosted, threshold, problem, SHAPE: tl.constexpr):
         slot_G = rank * slots + slots - free_G
         tl.store(hosted + slot_G, hot * SHAPE.G + donor + rank * 0, mask=host_G)
         tl.store(quotas_of(hosted, problem) + slot_G, quota_G, mask=host_G)
-        given = tl.sum(quota_G, 0)
-        home_HG -= tl.where((row == hot) & (rank == donor)[None, :], given, 0)
-        load_G += quota_G - tl.where(rank == donor, given, 0)
+        moved = tl.sum(quota_G, 0)
+        home_HG -= tl.where((row == hot) & (rank == donor)[None, :], moved, 0)
+        load_G += quota_G - tl.where(rank == donor, moved, 0)
         free_G -= host_G.to(tl.int32)
-        made += tl.sum(host_G.to(tl.int32), 0)
+        num_copies += tl.sum(host_G.to(tl.int32), 0)
         going = whole & (tl.max(load_G, 0) > threshold)
-    return load_G, made
+    return load_G, num_copies
 
 
 @triton.jit
@@ -298,7 +298,7 @@ def close_circles(load_G, home_HG, hosted, threshold, variant, problem, SHAPE: t
     row = tl.arange(0, SHAPE.H)[:, None]
     free_all(hosted, problem, SHAPE)
     free_G = tl.where(rank < ranks, slots, 0)
-    made = 0
+    num_copies = 0
     going = (limit > 0) & (tl.max(load_G, 0) > threshold)
     while going:
         heat_G = tl.max(home_HG, 0)
@@ -330,9 +330,9 @@ def close_circles(load_G, home_HG, hosted, threshold, variant, problem, SHAPE: t
         home_HG -= tl.where(hit_HG, quota, 0)
         load_G += tl.where(rank == host, quota, 0) - tl.where(rank == donor, quota, 0)
         free_G -= tl.where(rank == host, tl.where(closed, free_G, 1), 0)
-        made += going.to(tl.int32)
-        going = going & (made < limit) & (tl.max(load_G, 0) > threshold)
-    return load_G, made
+        num_copies += going.to(tl.int32)
+        going = going & (num_copies < limit) & (tl.max(load_G, 0) > threshold)
+    return load_G, num_copies
 
 
 @triton.jit

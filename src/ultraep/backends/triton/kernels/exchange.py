@@ -79,15 +79,15 @@ def served_of(
 ):  # fmt: skip
     """For every choice, the addresses [B] of the rows served for these tokens; 0: none."""
     token = first + tl.arange(0, B)
-    found = ()
+    pointers = ()
     for choice in tl.static_range(CHOICES):
         row = token.to(tl.int64) * CHOICES + choice
         landing = tl.load(landing_of_row + row, mask=token < tokens, other=-1)
         rank, arrived = landing // CAPACITY, landing % CAPACITY
         begin = tl.load(addresses + rank, mask=landing >= 0, other=0)
         served = begin + ROWS_AT + arrived * ROW_BYTES
-        found = found + (tl.where(landing >= 0, served, 0),)  # noqa: RUF005
-    return found
+        pointers = pointers + (tl.where(landing >= 0, served, 0),)  # noqa: RUF005
+    return pointers
 
 
 @triton.jit
@@ -337,7 +337,7 @@ def landings(
     within = tl.load(positions + row, mask=known, other=0)
     within -= tl.load(begins + slot, mask=known, other=0)
     held = known & (begin >= 0) & (within >= 0) & (within < capacity - begin)
-    landing = target.to(tl.int64) * capacity + begin + within
+    landing = target.to(tl.int64) * capacity + (begin + within)
     tl.store(landing_of_row + row, tl.where(held, landing, -1), mask=there)
 
 

@@ -90,15 +90,15 @@ def first_by_groups(
     loads = loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
     free_all(hosted, problem, SHAPE)
     peak = set_out(home_of(home, domain, SHAPE), work, loads, problem, SHAPE)
-    made = 0
+    num_copies = 0
     if tl.maximum(peak, threshold) < (1 << 31) // SHAPE.G - 1:
-        made = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int32)
+        num_copies = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int32)
     else:
-        made = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int64)
+        num_copies = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int64)
     rank = tl.arange(0, SHAPE.G)
     load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
     counts = counts_of(counts, domain, 0, SHAPE)
-    note(tried.facts, hosted, counts, load_G, made, domain, 0, problem, SHAPE)
+    note(tried.facts, hosted, counts, load_G, num_copies, domain, 0, problem, SHAPE)
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def alias_by_groups(
     room_Q = rooms(work, loads, threshold, problem, SHAPE, KEY)
     load_Q = tl.zeros((SHAPE.G // GROUP,), KEY) - SHAPE.G
     wait_Q = tl.zeros((SHAPE.G // GROUP,), tl.int32) + MOST  # no group was examined yet
-    made = 0
+    num_copies = 0
     going = problem.limit > 0
     while going:
         need, host = unpack(tl.max(room_Q, 0), SHAPE.G)
@@ -180,10 +180,10 @@ def alias_by_groups(
         room_Q = tl.where(group == donor // GROUP, room_d, room_Q)
         load_Q = tl.where(group == donor // GROUP, load, load_Q)
         wait_Q = tl.where(group == donor // GROUP, heat, wait_Q)
-        made += going.to(tl.int32)
-        going = going & (made < problem.limit)
+        num_copies += going.to(tl.int32)
+        going = going & (num_copies < problem.limit)
         tl.debug_barrier()
-    return made
+    return num_copies
 
 
 @triton.jit

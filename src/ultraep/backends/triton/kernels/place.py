@@ -44,12 +44,12 @@ from ultraep.backends.triton.kernels.state import (
     attempts_of,
     counts_of,
     fact_of,
-    found_quotas_of,
     home_of,
     load_domain,
     loads_of,
     mean_of,
     measure_of,
+    placed_quotas_of,
     rank_loads_of,
     scratch_size,
     shared_threshold,
@@ -140,26 +140,26 @@ def first_try(
     slack = threshold > mean_of(load_G, ranks)
     attempts = attempts_of(tried.attempts, domain, problem, SHAPE)
     hosted = attempt_of(attempts, member, problem)
-    made = 0
+    num_copies = 0
     if member == 0 and not BY_GROUPS:
         tl.store(fact_of(tried.facts, domain, THRESHOLD, SHAPE), threshold)
         tl.store(fact_of(tried.facts, domain, SLACK, SHAPE), slack.to(tl.int32))
-        load_G, _home_HG, made, _received = alias_packed_or_not(
+        load_G, _home_HG, num_copies, _received = alias_packed_or_not(
             load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64), slots, problem,
             SHAPE, False
         )  # fmt: skip
     elif slack and member == 1:
-        load_G, made = window(load_G, home_HG, hosted, threshold, problem, SHAPE)
+        load_G, num_copies = window(load_G, home_HG, hosted, threshold, problem, SHAPE)
     elif slack:  # noqa: SIM102 - only a separate condition is left out at compile time
         if SHAPE.MEMBERS > 2:
-            load_G, made = close_circles(
+            load_G, num_copies = close_circles(
                 load_G, home_HG, hosted, threshold, member - 2, problem, SHAPE
             )
     served = loads_of(tried.attempt_loads, domain, member, problem, SHAPE)
     tl.store(served + rank, load_G, mask=rank < ranks)
     if slack or member == 0:
         counts = counts_of(counts, domain, member, SHAPE)
-        note(tried.facts, hosted, counts, load_G, made, domain, member, problem, SHAPE)
+        note(tried.facts, hosted, counts, load_G, num_copies, domain, member, problem, SHAPE)
 
 
 @triton.jit(
@@ -184,9 +184,9 @@ def search(
 
     Rank 1 hosts expert 0 and serves 3 of its rows, as in the example of `split`:
 
-    >>> example(search, 1, home=[[[6, 1], [1, 1]]], found=room(2, 2), planned_loads=room(2),
+    >>> example(search, 1, home=[[[6, 1], [1, 1]]], placed=room(2, 2), planned_loads=room(2),
     ...         expert_of_slot=[0, 1, 0, 2, 3, 0], FIRST=True)
-    found = [[2147483647, 0], [0, 3]]
+    placed = [[2147483647, 0], [0, 3]]
     planned_loads = [4, 5]
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
@@ -246,7 +246,7 @@ def lower_bounds(
 def split(
     loads,
     expert_loads,
-    found,
+    placed,
     homes: Homes,
     plan: Plan,
     ranks,
@@ -262,7 +262,7 @@ def split(
     expert are sorted by host, and every program finds the index of its replica among all of them.
 
     >>> example(split, 2, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], expert_loads=[6, 1, 1, 1],
-    ...         found=[[2147483647, 0], [0, 3]], replicas=room(2, 3), quotas=room(2),
+    ...         placed=[[2147483647, 0], [0, 3]], replicas=room(2, 3), quotas=room(2),
     ...         slot_of_copy=room(2), expert_of_slot=[0, 1, -1, 2, 3, -1], split=room(2, 2),
     ...         num_replicas=room(1), SLOTS=1, LOCALITY=True)
     expert_of_slot = [0, 1, -1, 2, 3, 0]
@@ -276,8 +276,8 @@ def split(
     copy = tl.arange(0, C)
     rank = tl.arange(0, R)
     mask = copy < ranks * SLOTS
-    expert = tl.load(found + own)
-    expert_C = tl.load(found + copy, mask=mask, other=MOST)
+    expert = tl.load(placed + own)
+    expert_C = tl.load(placed + copy, mask=mask, other=MOST)
     held = tl.sum((expert_C != MOST).to(tl.int32), 0)
     if own == 0:
         tl.store(plan.num_replicas, held)
@@ -293,11 +293,11 @@ def split(
         index_C = (copy // SLOTS == host) & (expert_C < expert)
         index = tl.sum(index_C.to(tl.int32), 0)
         slot = tl.load(homes.first_slot_of_rank + host + 1) - SLOTS + index
-        quota = tl.load(found_quotas_of(found, ranks * SLOTS) + own)
+        quota = tl.load(placed_quotas_of(placed, ranks * SLOTS) + own)
         write_replica(plan, place, expert, host, index, quota, slot)
         tl.store(homes.expert_of_slot + slot, expert)
         row_R = sources_of_replica(
-            loads, expert_loads, homes, found, expert, host, ranks, stride, SLOTS, LOCALITY, R
+            loads, expert_loads, homes, placed, expert, host, ranks, stride, SLOTS, LOCALITY, R
         )
     tl.store(split_at(plan.split, place, rank, ranks), row_R, mask=rank < ranks)
 
@@ -314,7 +314,7 @@ def write_replica(plan, place, expert, host, index, quota, slot):
 
 @triton.jit
 def sources_of_replica(
-    loads, expert_loads, homes, found, expert, host, ranks, stride,
+    loads, expert_loads, homes, placed, expert, host, ranks, stride,
     SLOTS: tl.constexpr, LOCALITY: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
     """[R] rows of every source rank that the replica of this expert on this host serves."""
@@ -323,9 +323,9 @@ def sources_of_replica(
     source_R = tl.load(load_at(loads, rank, expert, stride), mask=mask, other=0).to(tl.int32)
     quota_R = rank * 0  # of the replica on every rank
     for index in range(SLOTS):
-        slot_R = found + rank * SLOTS + index
+        slot_R = placed + rank * SLOTS + index
         same_R = tl.load(slot_R, mask=mask, other=MOST) == expert
-        quota_R += tl.load(found_quotas_of(slot_R, ranks * SLOTS), mask=same_R, other=0)
+        quota_R += tl.load(placed_quotas_of(slot_R, ranks * SLOTS), mask=same_R, other=0)
     at_home = tl.load(expert_loads + expert) - tl.sum(quota_R, 0)
     kept_R = rank * 0
     if LOCALITY:

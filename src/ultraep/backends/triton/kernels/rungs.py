@@ -76,12 +76,12 @@ def try_rungs(
 
     >>> example(try_rungs, (1, 2), home=[[[6, 1], [1, 1]]], tolerances=[0, 400000],
     ...         rates=torch.tensor([100, 500, 0, 0]), attempt_loads=room(1, 5, 2),
-    ...         outcomes=room(1, 2, 5), finished=[0], found=room(2, 2), planned_loads=room(2),
+    ...         outcomes=room(1, 2, 5), finished=[0], placed=room(2, 2), planned_loads=room(2),
     ...         expert_of_slot=[0, 1, 0, 2, 3, 0], SHAPE=shape(BUFFERS=5), PADDED=2, STEP=1,
     ...         SEARCH_STEP=4)
     attempt_loads = [[[4, 5], [6, 3], [_, _], [_, _], [7, 2]]]
     outcomes = [[[0, 5, 1, 1, 7], [1, 6, 1, 1, 7]]]
-    found = [[2147483647, 2147483647], [0, 0]]
+    placed = [[2147483647, 2147483647], [0, 0]]
     planned_loads = [7, 2]
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
@@ -100,35 +100,35 @@ def try_rungs(
     if number == 0:
         free_all(attempt_of(attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
         tl.store(loads + (SHAPE.BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
-        made = threshold * 0
+        num_copies = threshold * 0
         transfers = threshold * 0 + MOST
         if not BY_GROUPS:
-            load_G, home_HG, made, received = alias_packed_or_not(
+            load_G, home_HG, num_copies, received = alias_packed_or_not(
                 load_G, home_HG, attempts, threshold, tl.zeros((), tl.int64), slots, problem,
                 SHAPE, False
             )  # fmt: skip
             tl.store(loads + rank, load_G, mask=rank < ranks)
-            given = most_given(home_HG, load_domain(home, domain, SHAPE))
-            transfers = tl.maximum(given, received)
+            num_given = most_given(home_HG, load_domain(home, domain, SHAPE))
+            transfers = tl.maximum(num_given, received)
         solve(
             outcome, home, counts, attempts, loads, tried.scratch, domain, threshold, transfers,
-            made, problem, SHAPE, SEARCH_STEP
+            num_copies, problem, SHAPE, SEARCH_STEP
         )  # fmt: skip
     else:
         links = links_of(number, tl.load(rates + 1))
         home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, SHAPE.H)
         slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
         hosted = attempt_of(attempts, number, problem)
-        load_G, home_HG, made, received = alias_packed_or_not(
+        load_G, home_HG, num_copies, received = alias_packed_or_not(
             load_G, home_HG, hosted, threshold, slack, tl.minimum(slots, links), problem,
             SHAPE, True
         )  # fmt: skip
         tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
-        given = most_given(home_HG, load_domain(home, domain, SHAPE))
+        num_given = most_given(home_HG, load_domain(home, domain, SHAPE))
         tl.store(outcome + BUFFER, number)
         tl.store(outcome + REACHED, tl.where(tl.max(load_G, 0) > threshold, MOST, threshold))
-        tl.store(outcome + MADE, made)
-        tl.store(outcome + TRANSFERS, tl.maximum(given, received))
+        tl.store(outcome + MADE, num_copies)
+        tl.store(outcome + TRANSFERS, tl.maximum(num_given, received))
     tl.debug_barrier()  # all stores of this program are in memory
     before = tl.atomic_add(finished, 1, sem="acq_rel")
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
@@ -180,8 +180,8 @@ def most_given(home_HG, before_HG):
 
 @triton.jit
 def solve(
-    outcome, home, counts, attempts, attempt_loads, scratch, domain, threshold, transfers, made,
-    problem, SHAPE: tl.constexpr, STEP: tl.constexpr
+    outcome, home, counts, attempts, attempt_loads, scratch, domain, threshold, transfers,
+    num_copies, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """Write the outcome of the first attempt, or of the search above its threshold.
 
@@ -205,13 +205,13 @@ def solve(
         )
         peak = tl.max(own, 0)
         holds = tl.load(hosted + slot, mask=slot < held_by(problem), other=-1) >= 0
-        made = tl.sum(holds.to(tl.int32), 0)
+        num_copies = tl.sum(holds.to(tl.int32), 0)
         own_counts = counts + domain * SHAPE.H * SHAPE.G
-        _fanout, given = weigh(hosted, own_counts, problem, SHAPE)
-        transfers = tl.maximum(given, tl.max(received_by(hosted, problem, SHAPE), 0))
+        _fanout, num_given = weigh(hosted, own_counts, problem, SHAPE)
+        transfers = tl.maximum(num_given, tl.max(received_by(hosted, problem, SHAPE), 0))
     tl.store(outcome + BUFFER, best)
     tl.store(outcome + REACHED, peak)
-    tl.store(outcome + MADE, made)
+    tl.store(outcome + MADE, num_copies)
     tl.store(outcome + TRANSFERS, transfers)
 
 

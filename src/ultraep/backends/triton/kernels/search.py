@@ -22,11 +22,11 @@ from ultraep.backends.triton.kernels.state import (
     THRESHOLD,
     attempt_of,
     fact_of,
-    found_quotas_of,
     held_by,
     home_of,
     load_domain,
     measure_of,
+    placed_quotas_of,
     quotas_of,
     rank_loads_of,
     scratch_size,
@@ -38,7 +38,7 @@ GUESSES = tl.constexpr(4)
 class PlanOut(NamedTuple):
     """Where `publish` writes a plan, and the tables it needs."""
 
-    found: Any
+    placed: Any
     planned_loads: Any
     expert_of_slot: Any
     expert_of_place: Any
@@ -77,7 +77,7 @@ def received_by(hosted, problem, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def note(facts, hosted, counts, load_G, made, domain, member, problem, SHAPE: tl.constexpr):
+def note(facts, hosted, counts, load_G, num_copies, domain, member, problem, SHAPE: tl.constexpr):
     """Write the measures of a heuristic's attempt to `facts`."""
     fanout = 0
     egress = 0
@@ -85,7 +85,7 @@ def note(facts, hosted, counts, load_G, made, domain, member, problem, SHAPE: tl
         fanout, egress = weigh(hosted, counts, problem, SHAPE)
     at = measure_of(facts, domain, member, 0, SHAPE)
     tl.store(at + PEAK, tl.max(load_G, 0))
-    tl.store(at + COPIES, made)
+    tl.store(at + COPIES, num_copies)
     tl.store(at + FANOUT, fanout)
     tl.store(at + EGRESS, egress)
 
@@ -249,12 +249,12 @@ def publish(plan, attempts, attempt_loads, domain, best, problem, SHAPE: tl.cons
     rank, there = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.G) < problem.ranks
     load_G = tl.load(attempt_loads + best * problem.ranks + rank, there, cache_modifier=".cg")
     tl.store(plan.planned_loads + domain * problem.ranks + rank, load_G, mask=there)
-    write_found(plan, attempts, domain, best, problem, SHAPE)
+    write_placed(plan, attempts, domain, best, problem, SHAPE)
     free_slots(plan, domain, problem, SHAPE)
 
 
 @triton.jit
-def write_found(plan, attempts, domain, best, problem, SHAPE: tl.constexpr):
+def write_placed(plan, attempts, domain, best, problem, SHAPE: tl.constexpr):
     """Write experts and quotas of the best attempt, by spare slot."""
     slot, held = tl.arange(0, SHAPE.HELD), held_by(problem)
     there = slot < held
@@ -264,9 +264,9 @@ def write_found(plan, attempts, domain, best, problem, SHAPE: tl.constexpr):
     quota = tl.load(quotas + slot, mask=there & (place >= 0), other=0, cache_modifier=".cg")
     expert_of_place = home_of(plan.expert_of_place, domain, SHAPE)
     expert = tl.load(expert_of_place + place, mask=place >= 0, other=MOST)
-    tl.store(plan.found + domain * held + slot, expert, mask=there)
-    found_quotas = found_quotas_of(plan.found, tl.num_programs(0) * held)
-    tl.store(found_quotas + domain * held + slot, quota, mask=there)
+    tl.store(plan.placed + domain * held + slot, expert, mask=there)
+    placed_quotas = placed_quotas_of(plan.placed, tl.num_programs(0) * held)
+    tl.store(placed_quotas + domain * held + slot, quota, mask=there)
 
 
 @triton.jit

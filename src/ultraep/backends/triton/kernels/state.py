@@ -12,7 +12,7 @@ thresholds; the first attempt is exact.
     outcomes        [D, attempts, OUTCOMES]   for every attempt: its buffer, peak, replicas, most
                     transfers of one rank, and the peak without replicas
     counts          [D, MEMBERS, H * G]   for `weigh`: replicas of every expert
-    found           [2, D * held]   the plan: expert of every spare slot (`MOST`: none), and quota
+    placed           [2, D * held]   the plan: expert of every spare slot (`MOST`: none), and quota
     scratch         [D, scratch_size]   for `bound`
     work            [D, H + 2, G]   for `groups`: rows at home, the hottest expert, free slots
 
@@ -141,9 +141,9 @@ def counts_of(counts, domain, member, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def found_quotas_of(found, spare_slots):
-    """Return the second half of `found`, behind the spare slots of all domains."""
-    return found + spare_slots
+def placed_quotas_of(placed, spare_slots):
+    """Return the second half of `placed`, behind the spare slots of all domains."""
+    return placed + spare_slots
 
 
 @triton.jit
