@@ -38,6 +38,7 @@ import torch.distributed as dist
 import warm
 
 from ultraep import NothingToBalance
+from ultraep.runtime import torch_dist
 from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
 from ultraep.runtime.shared_memory import SharedMemoryCommunicator
@@ -260,6 +261,7 @@ def do(pickled: bytes) -> bytes:
     """Run a job; return when and how it ended, pickled."""
     try:
         job = pickle.loads(pickled)
+        torch_dist._numbers.clear()  # jobs have stores of their own, and ranks may fail alone
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.simplefilter("ignore", NothingToBalance)  # some have no slots

@@ -266,7 +266,7 @@ BAD_SETTINGS = {
     "balance.policy=best": "balance.policy must be one of",
     "data.files=text.txt": "data.files must be a list of texts, got 'text.txt'",
     "model.top_k=17": "model.top_k 17 is more than model.experts 16",
-    "model.heads=5": "hidden 64, heads 5",
+    "model.heads=5": "hidden=64, heads=5",
     "balance.slots=17": "balance.slots 17 is more than model.experts 16",
     "balance.domain=2": "balance.domain 2 does not divide a group of 1 ranks",
     "parallel.ep=2": "parallel.ep 2 does not divide 1 ranks",

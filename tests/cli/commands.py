@@ -46,7 +46,7 @@ def assert_one_line(result, message):
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.startswith("ultraep: ")
     assert result.stderr.count("\n") == 1, result.stderr
-    assert message.lower() in result.stderr.lower()
+    assert message.lower() in result.stderr.lower(), result.stderr
 
 
 def shell(*words, program=("-m", "ultraep"), **environment):

@@ -1,13 +1,12 @@
 """An inspection: its trace, the numbers of its result and report, and invalid options."""
 
 import json
-import re
 
 import numpy as np
 import pytest
 import torch
-from browser import chromium
-from demo.test_report import Parts, dump_dom, embedded
+from browser import Browser, chromium
+from demo.test_report import Parts, embedded
 from inspect_models import TEXTS, routing_of
 from torch import nn
 
@@ -219,25 +218,28 @@ def test_the_page_without_policies_that_use_history(tmp_path):
     assert "weights are random" in page
 
 
-@pytest.mark.skipif(chromium() is None, reason="no Chromium here")
-def test_a_browser_draws_all_plots_without_errors(done, page, tmp_path):
-    """Selects other sizes, another text and another window, as a user would."""
-    choose = """<script>
+SELECT = """
     for (const [id, value] of Object.entries({
       "choice-layers": 1, "choice-texts": 1, "choice-experts": 2, "moment": 4, "layer": 1,
     })) {
       document.getElementById(id).value = value;
       document.getElementById(id).dispatchEvent(new Event("input"));
     }
-    </script></body>"""
+"""
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium here")
+def test_a_browser_draws_all_plots_without_errors(done, page, tmp_path):
+    """Selects other sizes, another text and another window, as a user would."""
     path = tmp_path / "page.html"
-    path.write_text(page.replace("</body>", choose), "utf-8")
-    drawn = dump_dom(path, tmp_path / "home")
-    assert "CONSOLE" not in drawn.stderr, drawn.stderr
-    for plot in ("sizes", "layers", "texts", "history", "experts", "microbatches"):
-        section = drawn.stdout.split(f'id="plot-{plot}"')[1].split("</section>")[0]
-        assert 'class="main-svg"' in section, plot
-    sentence = re.search(r'id="told"[^>]*>(.*?)</p>', drawn.stdout)[1]
+    path.write_text(page, "utf-8")
+    with Browser(tmp_path / "home") as browser:
+        browser.open(path.as_uri())
+        for plot in ("sizes", "layers", "texts", "history", "experts", "microbatches"):
+            browser.wait(f"document.querySelectorAll('#plot-{plot} .main-svg').length")
+        browser.run(SELECT)
+        sentence = browser.text("told")
+        assert browser.messages == []
     record = (done.trace.step == 4) & (done.trace.layer == 1)
     before, after = (getattr(done.findings.shown, name)[record][0] for name in ("before", "after"))
     assert sentence.startswith("Window 4 (numbers), layer 1: imbalance ")

@@ -30,6 +30,6 @@ def test_transforms_are_refused(name, data_plane, own_network):
             network, dict(layer.experts.bundle), list(layer.experts.home_experts)
         )
     x = example.inputs[0]
-    with pytest.raises(ConfigError, match=r"inside of a torch\.func transform.*backward\(\)"):
+    with pytest.raises(ConfigError, match=r"inside a torch\.func transform.*backward\(\)"):
         TRANSFORMS[name](layer, x)
     assert torch.func.functional_call(layer, {}, (x,)).shape == x.shape

@@ -21,7 +21,7 @@ def begun():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_before_its_time_names_what_is_missing(verb):
-    with pytest.raises(ConfigError, match=rf"call {BEFORE[verb]}\(\) before"):
+    with pytest.raises(ConfigError, match=rf"call {BEFORE[verb]}\(\) first"):
         getattr(begun(), verb)()
 
 

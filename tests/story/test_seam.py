@@ -210,7 +210,7 @@ def test_copies_are_refused_outside_of_their_loan():
         with microbatch.replicate() as replicas:
             microbatch.reroute()
             arrivals = microbatch.dispatch()
-        with pytest.raises(SlotError, match="lent inside of their `with` block only"):
+        with pytest.raises(SlotError, match="only inside of their `with` block"):
             serve(network, arrivals, replicas)
 
     on_every_rank(example, body)

@@ -152,7 +152,7 @@ def _inspect(options: InspectOptions, out: Path, *, report: bool) -> None:
             print_error(f"interrupted; the records so far are in {output_dir.traces[0]}")
             raise typer.Exit(INTERRUPTED) from None
         result = inspection.result(recorder, findings, time.perf_counter() - began)
-        _show(console, result, findings, len(inspection.notes))
+        _show(console, result, findings)
         _save(console, inspection, result, findings, out, report=report)
 
 
@@ -178,8 +178,7 @@ def _large(number: int) -> str:
     return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
 
 
-def _show(console: Console, result: InspectionResult, findings: Findings, already: int) -> None:
-    """Print the findings. already: number of notes printed before."""
+def _show(console: Console, result: InspectionResult, findings: Findings) -> None:
     from ultraep.tools.inspect.findings import BEYOND, LEGEND
 
     title = "Imbalance by group size, mean of all layers and windows (worst)"
@@ -197,7 +196,7 @@ def _show(console: Console, result: InspectionResult, findings: Findings, alread
         title = f"Imbalance of policies that plan from past windows, at EP{findings.sizes[0]}"
         console.print(make_grid(head, rows, title))
     console.print(f"\n{findings.headline}.", style="bold", soft_wrap=True)
-    print_notes(console, result.notes[already:])
+    print_notes(console, result.notes)
     console.print(f"Measured in {result.wall_seconds:.0f} s.\n")
 
 
