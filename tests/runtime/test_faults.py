@@ -263,8 +263,9 @@ def drop(rank, group):
 
 
 def test_a_communicator_that_is_garbage_collected_cleans_up():
+    before = set(leftovers(shared_pool().pids))
     shared_pool().run(2, drop)
-    assert leftovers(shared_pool().pids) == []
+    assert set(leftovers(shared_pool().pids)) <= before
 
 
 def last_words(comm):
