@@ -166,6 +166,7 @@ def test_samples_are_combined_by_case():
     assert combined == {"a": [2.0, 3.0], "b": [5.0, 5.0], "c": [None, None]}
 
 
+@pytest.mark.slow
 def test_the_page_on_the_paper_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     done = run("paper.py", "--toy", "--out", str(tmp_path))

@@ -14,9 +14,12 @@ COUNT = 300
 PATIENCE = 240.0  # seconds; only what hangs needs them
 WRONG = ("Traceback", "an error of ultraep", "MemoryError", "Unable to allocate", "\n")
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/statm").exists(), reason="the size of a process is not known here"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not Path("/proc/self/statm").exists(), reason="the size of a process is not known here"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
