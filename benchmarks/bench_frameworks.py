@@ -30,6 +30,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -256,8 +257,11 @@ def main(argv: Sequence[str]) -> None:
     report.header()
     bench = Bench(report, scale, Host(name=""), options)
     sections = {name: partial(run, name, cuda=cuda) for name in FRAMEWORKS}
+    names = options.only or list(FRAMEWORKS)
+    for missing in (name for name in names if find_spec(name) is None):
+        report.note(f"{missing}: not installed")
     with shared_card(scale.size.ranks) if cuda else nullcontext():
-        bench.run(sections, options.only or list(FRAMEWORKS))
+        bench.run(sections, [name for name in names if find_spec(name) is not None])
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ NEEDS = {  # all other scripts run anywhere
     "bench_copies.py": ("scipy",),
     "bench_cost_gpu.py": ("a GPU", "cuda-python"),
     "bench_fp8.py": ("a GPU",),
+    "bench_frameworks.py": ("transformers",),
     "bench_grouped.py": ("a GPU", "cuda-python"),
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
     "bench_megatron.py": ("megatron",),
