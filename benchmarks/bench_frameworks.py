@@ -30,7 +30,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -46,6 +45,7 @@ from harness import (
     Report,
     comma_list,
     common_options,
+    installed,
 )
 from layers import AFTER, BEFORE, LESS, PLAIN, Spent, on_ranks, slowest, step_values
 from load_cases import HotRank, ids_with, random_even_ids
@@ -59,6 +59,7 @@ LOSS_LIMIT = {"cuda": 5e-3, "cpu": 1e-5}  # relative difference: bfloat16, float
 PREDICTED = Metric("gain_predicted_from_the_layer", "ratio", "predicted", ".3f")
 OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
 FRAMEWORKS = ("transformers", "megatron", "torchtitan")
+MODULES = {"megatron": "megatron.core"}  # where the name alone may be a folder
 
 
 @dataclass(frozen=True)
@@ -258,10 +259,11 @@ def main(argv: Sequence[str]) -> None:
     bench = Bench(report, scale, Host(name=""), options)
     sections = {name: partial(run, name, cuda=cuda) for name in FRAMEWORKS}
     names = options.only or list(FRAMEWORKS)
-    for missing in (name for name in names if find_spec(name) is None):
+    present = [name for name in names if installed(MODULES.get(name, name))]
+    for missing in (name for name in names if name not in present):
         report.note(f"{missing}: not installed")
     with shared_card(scale.size.ranks) if cuda else nullcontext():
-        bench.run(sections, [name for name in names if find_spec(name) is not None])
+        bench.run(sections, present)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,12 @@ class Samples:
         return [Line(dict(case), _combined(samples)) for case, samples in self._of_case.items()]
 
 
+def installed(module: str) -> bool:
+    """Return whether a module can be imported; `a.b` may be missing where a folder `a` exists."""
+    parent = module.partition(".")[0]
+    return find_spec(parent) is not None and find_spec(module) is not None
+
+
 def _combined(samples: Sequence[Values]) -> Values:
     combined: dict[Metric, float | None] = {}
     for metric in samples[0]:
@@ -194,7 +200,7 @@ class Bench:
     def run(self, sections: Mapping[str, Section], names: Sequence[str]) -> None:
         """Run these sections, also after a failed one; then raise if any has failed."""
         caught: list[type[Exception]] = [RuntimeError, ImportError, Mismatch, UltraEPError]
-        if find_spec("triton") is not None:
+        if installed("triton"):
             caught.append(import_module("triton.errors").TritonError)
         failures = []
         for name in names:

@@ -13,10 +13,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from harness import installed
 from mps import CONTROL
 
 HERE = Path(__file__).resolve().parent
@@ -28,7 +28,7 @@ NEEDS = {  # all other scripts run anywhere
     "bench_frameworks.py": ("transformers",),
     "bench_grouped.py": ("a GPU", "cuda-python"),
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
-    "bench_megatron.py": ("megatron",),
+    "bench_megatron.py": ("Megatron-Core",),
     "bench_plan.py": ("scipy",),
     "bench_planner_gpu.py": ("a GPU",),
     "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
@@ -37,15 +37,14 @@ NEEDS = {  # all other scripts run anywhere
     "bench_torchtitan.py": ("torchtitan",),
     "bench_transformers.py": ("transformers",),
 }
-OPTIONAL = ("megatron", "scipy", "torchtitan", "transformers")
+OPTIONAL = {"cuda-python": "cuda.bindings", "Megatron-Core": "megatron.core"}
+OPTIONAL |= {name: name for name in ("scipy", "torchtitan", "transformers")}
 
 
 def available() -> dict[str, bool]:
     """Which requirements this machine meets."""
-    cuda = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-    known = {"a GPU": torch.cuda.is_available(), "cuda-python": cuda}
-    known["CUDA MPS"] = shutil.which(CONTROL) is not None
-    return known | {name: find_spec(name) is not None for name in OPTIONAL}
+    known = {"a GPU": torch.cuda.is_available(), "CUDA MPS": shutil.which(CONTROL) is not None}
+    return known | {name: installed(module) for name, module in OPTIONAL.items()}
 
 
 def select_scripts(has: Mapping[str, bool]) -> tuple[list[str], list[str]]:

@@ -9,6 +9,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ OPTIONS = (
     *("--headless", "--disable-gpu", "--no-sandbox", "--no-first-run", "--hide-scrollbars"),
     *("--remote-debugging-pipe", "--disable-background-networking", "--disable-dev-shm-usage"),
 )
-PATIENCE = 90.0
+PATIENCE = 60.0
 # The browser reads from descriptor 3 and writes to descriptor 4.
 JOIN = """
 import os, sys, fcntl
@@ -53,15 +54,20 @@ class Browser:
     """One browser with one page. `messages`: of its console; `requests`: addresses it asked for."""
 
     def __init__(self, home):
+        self._home = home
+        self._start()
+
+    def _start(self):
         read_there, self._write = os.pipe()
         self._read, write_there = os.pipe()
-        options = [*OPTIONS, f"--user-data-dir={home}", "about:blank"]
+        options = [*OPTIONS, f"--user-data-dir={self._home}", "about:blank"]
         joined = [sys.executable, "-c", JOIN, str(read_there), str(write_there), chromium()]
         self._process = subprocess.Popen(
             [*joined, *options],
             pass_fds=(read_there, write_there),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(read_there)
         os.close(write_there)
@@ -74,24 +80,28 @@ class Browser:
             raise
 
     def _attach(self):
-        targets = self.call("Target.getTargets")["targetInfos"]
+        targets = self._call("Target.getTargets")["targetInfos"]
         page = next(one["targetId"] for one in targets if one["type"] == "page")
-        found = self.call("Target.attachToTarget", targetId=page, flatten=True)
+        found = self._call("Target.attachToTarget", targetId=page, flatten=True)
         self._session = found["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
+            self._call(f"{domain}.enable")
 
     def close(self):
-        with contextlib.suppress(OSError, EOFError, TimeoutError):
-            self._session = None
-            self.call("Browser.close")
-        os.close(self._write)
-        os.close(self._read)
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._session = None
+        with contextlib.suppress(OSError):
+            self._tell("Browser.close")
+        self._end()
+
+    def _end(self):
+        for pipe in (self._write, self._read):
+            with contextlib.suppress(OSError):
+                os.close(pipe)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def __enter__(self):
         return self
@@ -102,12 +112,29 @@ class Browser:
     # -- talking --------------------------------------------------------------------------------
 
     def call(self, method, **parameters):
-        """Tell the browser something, and wait for its answer."""
+        """Tell the browser something, and wait for its answer.
+
+        A browser that does not answer is replaced, for the tests that follow.
+        """
+        try:
+            return self._call(method, **parameters)
+        except TimeoutError:
+            if self._session:
+                self._end()
+                self._start()
+            raise
+
+    def _tell(self, method, **parameters):
+        """Send a message, and return its number."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
+        return number
+
+    def _call(self, method, **parameters):
+        number = self._tell(method, **parameters)
         until = time.monotonic() + PATIENCE
         while True:
             answer = self._next(until)

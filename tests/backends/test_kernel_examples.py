@@ -155,7 +155,7 @@ class Launch:
             return group(*(self.value(field) for field in group._fields))
         value = self.given.get(name)
         if value is None:
-            return None
+            return group(*[None] * len(group._fields)) if group is SlotTensors else None
         if group is SlotTensors:
             fields = (f"{name}.{part}" for part in ("homes", "copies", "sums", "spans"))
             tensors = [self.tensor(*item) for item in zip(fields, value, strict=False)]

@@ -557,4 +557,4 @@ def test_a_process_that_dies_stops_the_other(two):
     found = {outcome.rank: outcome for outcome in two.outcomes(2, outlive_rank_1, 5.0)}
     assert found[1].kind == "lost", found[1].value
     assert found[0].kind == "result", found[0].value
-    assert found[0].value.startswith("rank 1 did not come within 5 s")
+    assert found[0].value.startswith("rank 1 did not arrive within 5 s")

@@ -318,7 +318,7 @@ def test_memory_for_wider_rows_is_not_allocated_in_a_capture():
 
 def test_a_plane_is_not_chosen_in_a_capture():
     layer = alone("auto", example_of([40]))
-    with pytest.raises(ConfigError, match="in a graph"):
+    with pytest.raises(ConfigError, match="while a graph is captured"):
         in_a_graph(layer, torch.randn(40, HIDDEN, device=CUDA))
     assert layer(torch.randn(40, HIDDEN, device=CUDA)).isfinite().all()
 

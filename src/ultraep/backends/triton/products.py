@@ -275,10 +275,10 @@ def matrix(tensor: torch.Tensor) -> Matrix:
     return Matrix(tensor, tensor.stride(0), tensor.shape[1])
 
 
-def slot_tensors(stacks: Stacks | None) -> SlotTensors | None:
+def slot_tensors(stacks: Stacks | None) -> SlotTensors:
     """Return stacks as the argument of a kernel."""
     if stacks is None:
-        return None
+        return SlotTensors(*[None] * len(SlotTensors._fields))
     homes, copies = stacks.homes, stacks.copies
     strides = homes.stride(0), copies.stride(0), homes.stride(1)
     return SlotTensors(homes, copies, stacks.sums, stacks.spans, *strides)

@@ -143,9 +143,13 @@ def multiply_part(
 ):  # fmt: skip
     """Compute one tile, of full or half height."""
     weight_ptr = slot_ptr(weights, part.slot, num_homes)
-    bias_ptr = None if biases is None else slot_ptr(biases, part.slot, num_homes)
+    if biases.homes_ptr is None:
+        bias_ptr = None
+    else:
+        bias_ptr = slot_ptr(biases, part.slot, num_homes)
     low = halves and part.count <= TILING.BLOCK_M // 2
-    for LOW in tl.static_range(1 + TILING.HALF):
+    HEIGHTS: tl.constexpr = 1 + TILING.HALF
+    for LOW in tl.static_range(HEIGHTS):
         if low == LOW:
             multiply_tile(
                 rows, weight_ptr, weights.stride_row, bias_ptr, scale_ptr, out, part,
@@ -253,7 +257,7 @@ def weight_gradients(
             d_out, rows, into, part, row * BLOCK_M, column * BLOCK_N, num_homes,
             EVEN_M, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
-        if biases is not None and column == 0:
+        if biases.homes_ptr is not None and column == 0:
             bias_tile(
                 d_out, scale_ptr, biases, part, row * BLOCK_M, num_homes, EVEN_M, BLOCK_M, BLOCK_K
             )

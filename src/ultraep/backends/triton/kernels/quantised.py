@@ -132,14 +132,18 @@ def multiply_quantised(
         following, next_number, next_column = find_tile(tiles_ptr, next_tile, num_m, num_n)
         weight_ptr = slot_ptr(weights, part.slot, num_homes)
         weight_scale_ptr = slot_ptr(scales, part.slot, num_homes)
-        bias_ptr = None if biases is None else slot_ptr(biases, part.slot, num_homes)
+        if biases.homes_ptr is None:
+            bias_ptr = None
+        else:
+            bias_ptr = slot_ptr(biases, part.slot, num_homes)
         if BLOCKS:
             index = number.to(tl.int64) * groups
             of_rows = RowRatios(ratios_ptr + index * BLOCK_M, changes_ptr + index, BLOCK_M, groups)
         else:
             of_rows = row_scales
         low = halves and part.count <= BLOCK_M // 2
-        for LOW in tl.static_range(1 + TILING.HALF):
+        HEIGHTS: tl.constexpr = 1 + TILING.HALF
+        for LOW in tl.static_range(HEIGHTS):
             if low == LOW:
                 multiply_tile_quantised(
                     rows, of_rows, weight_ptr, weights.stride_row, weight_scale_ptr,

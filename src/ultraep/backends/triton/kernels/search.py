@@ -105,7 +105,8 @@ def best_of_members(facts, domain, SHAPE: tl.constexpr):
     copies = tl.load(at + COPIES)
     fanout = tl.load(at + FANOUT)
     egress = tl.load(at + EGRESS)
-    for member in tl.static_range(1, SHAPE.MEMBERS):
+    MEMBERS: tl.constexpr = SHAPE.MEMBERS
+    for member in tl.static_range(1, MEMBERS):
         at = measure_of(facts, domain, member, 0, SHAPE)
         other_peak = tl.load(at + PEAK)
         other_copies = tl.load(at + COPIES)

@@ -27,7 +27,7 @@ class Matrix(NamedTuple):
 
 
 class SlotTensors(NamedTuple):
-    """One tensor per slot, in two stacks: home slots, then spare slots.
+    """One tensor per slot, in two stacks: home slots, then spare slots; all None: no tensors.
 
     sums_ptr: where gradients of home experts with replicas go, laid out like `homes_ptr`.
     spans_ptr: [H, 2] first and end of the replicas of every home expert.
