@@ -143,10 +143,7 @@ def multiply_part(
 ):  # fmt: skip
     """Compute one tile, of full or half height."""
     weight_ptr = slot_ptr(weights, part.slot, num_homes)
-    if biases.homes_ptr is None:
-        bias_ptr = None
-    else:
-        bias_ptr = slot_ptr(biases, part.slot, num_homes)
+    bias_ptr = None if biases.homes_ptr is None else slot_ptr(biases, part.slot, num_homes)
     low = halves and part.count <= TILING.BLOCK_M // 2
     HEIGHTS: tl.constexpr = 1 + TILING.HALF
     for LOW in tl.static_range(HEIGHTS):

@@ -132,10 +132,7 @@ def multiply_quantised(
         following, next_number, next_column = find_tile(tiles_ptr, next_tile, num_m, num_n)
         weight_ptr = slot_ptr(weights, part.slot, num_homes)
         weight_scale_ptr = slot_ptr(scales, part.slot, num_homes)
-        if biases.homes_ptr is None:
-            bias_ptr = None
-        else:
-            bias_ptr = slot_ptr(biases, part.slot, num_homes)
+        bias_ptr = None if biases.homes_ptr is None else slot_ptr(biases, part.slot, num_homes)
         if BLOCKS:
             index = number.to(tl.int64) * groups
             of_rows = RowRatios(ratios_ptr + index * BLOCK_M, changes_ptr + index, BLOCK_M, groups)
