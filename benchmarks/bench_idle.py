@@ -32,14 +32,14 @@ from bench_ranks_gpu import DEFAULT, MODELS, NONE, TOY, Size, Variants, card_nam
 from harness import Line, Metric, Report, common_options
 from layers import on_ranks, slowest
 from mps import shared_card
-from timing import Call, nothing
+from timing import Call, in_turns, nothing
 
 from ultraep import BalanceConfig
 
 AGAIN = "none again"
 NO_BALANCING = BalanceConfig(policy="none")
 CONFIGS = {NONE: NO_BALANCING, DEFAULT: BalanceConfig(), AGAIN: NO_BALANCING}
-PAIRS = 31
+PAIRS, ROW = 31, 8  # pairs of measurements, and the steps of one on a GPU
 CORES = replace(
     TOY, model="two cores", hidden=512, ffn=1024, all_tokens=(2048, 256), experts=8, top_k=2
 )
@@ -107,33 +107,25 @@ def on_rank(rank: int, size: Size, cuda: bool, pairs: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in size.modes if cuda else ("eager",):
         steps = {name: stepper(variants, name, mode) for name in variants.layers}
-        found[mode] = compare(steps, pairs, wait)
+        found[mode] = compare(steps, pairs, ROW if cuda else 1, wait)
     found["stages"] = {name: stages(variants, name, cuda=cuda) for name in (NONE, DEFAULT)}
     variants.close()
     return found
 
 
-def compare(steps: dict[str, Call], pairs: int, wait: Call) -> dict[str, list[float]]:
-    """Seconds of single steps, one for every name and pair."""
+def compare(steps: dict[str, Call], pairs: int, row: int, wait: Call) -> dict[str, list[float]]:
+    """Seconds of a step, `row` steps in a row, one for every name and pair."""
 
-    def step(name: str) -> float:
-        wait()
-
+    def measure(name: str) -> float:
         def whole() -> None:
-            steps[name]()
+            for _ in range(row):
+                steps[name]()
             wait()
 
-        return slowest(whole)[0]
+        wait()
+        return slowest(whole)[0] / row
 
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for turn in range(2 + pairs):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            elapsed = step(name)
-            if turn >= 2:
-                seconds[name].append(elapsed)
-    return seconds
+    return in_turns(list(steps), pairs, measure)
 
 
 def stages(variants: Variants, name: str, *, cuda: bool, repeats: int = 9) -> dict[str, float]:
