@@ -18,7 +18,7 @@ import ultraep
 from ultraep import BalanceConfig, Rates, Topology
 from ultraep.backends import compiling, cpu
 from ultraep.backends.compiling import CompiledPlanner
-from ultraep.backends.cpu import on_disk
+from ultraep.backends.cpu import on_disk, stale
 from ultraep.errors import BackendUnavailable
 from ultraep.reroute import reroute
 
@@ -294,3 +294,21 @@ def running(process):
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"  # one that has ended and that nobody has asked about
+
+
+# -- sources that change ---------------------------------------------------------------------------
+
+
+def test_functions_of_other_sources_are_discarded(tmp_path, monkeypatch):
+    """Numba itself would keep a function while only its callees change."""
+    sources, cache = tmp_path / "backends", tmp_path / "cache"
+    (sources / "cpu").mkdir(parents=True)
+    cache.mkdir()
+    monkeypatch.setattr(stale, "BACKENDS", sources)
+    left = []
+    for text in ("LIMIT = 1", "LIMIT = 1", "LIMIT = 2"):
+        (sources / "cpu/members.py").write_text(text)
+        stale.discard_stale(cache)
+        left.append(len(list(cache.glob("*.nbi"))))
+        (cache / "place.nbi").touch()
+    assert left == [0, 1, 0]

@@ -136,6 +136,7 @@ def alias(domain, threshold, links, thrifty, placed):
         heat[rank] = at_home[hot[rank]]
         num_donors += 1
     slack = threshold * ranks - rank_loads.sum()
+    thrifty = thrifty and slack >= ranks
     num_copies, transfers = 0, 0
     while num_copies < domain.max_replicas and num_donors > 0 and num_hosts > 0:
         donor_at, host_at, wasted = -1, 0, -1

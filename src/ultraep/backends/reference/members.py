@@ -137,13 +137,13 @@ class Attempt:
         self.free_slots[host] -= 1
 
 
-def alias(domain: Domain, threshold: int) -> Attempt:
+def alias(domain: Domain, threshold: int, links: int = UNLIMITED) -> Attempt:
     """Let the emptiest rank take exactly what it lacks from the fullest.
 
     As in Walker's alias method the donor may fall below the threshold; it is then itself served as
     the emptiest. With one slot per home expert on every rank, this always meets the mean.
     """
-    attempt = Attempt(domain, threshold)
+    attempt = Attempt(domain, threshold, links)
     while attempt.unfinished and take(attempt):
         pass
     return attempt
@@ -175,10 +175,13 @@ def thrifty(domain: Domain, threshold: int, links: int) -> Attempt:
     """Like `alias`, but a surplus that fits tightly into one host goes there alone.
 
     One replica then settles two ranks and wastes the remaining room of the host. All donors
-    together may waste the slack, each an even share of it.
+    together may waste the slack, each an even share of it. Less than a row per rank is not worth
+    the search: that is the rounding of the mean.
     """
     attempt = Attempt(domain, threshold, links)
     slack = threshold * len(attempt.rank_loads) - sum(attempt.rank_loads)
+    if slack < len(attempt.rank_loads):
+        return alias(domain, threshold, links)
     while attempt.unfinished:
         surplus = attempt.surplus
         donor, host, wasted = _tightest_pair(attempt, surplus)

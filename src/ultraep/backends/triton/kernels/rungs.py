@@ -97,38 +97,41 @@ def try_rungs(
     loads = loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
     outcome = outcome_of(tried.outcomes, domain, number, tl.num_programs(1))
     tl.store(outcome + AT_HOME, tl.max(load_G, 0))
+    links = threshold * 0 + MOST
+    if number > 0:
+        links = links_of(number, tl.load(rates + 1))
+        home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, SHAPE.H)
     if number == 0:
         free_all(attempt_of(attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
         tl.store(loads + (SHAPE.BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
-        num_copies = threshold * 0
-        transfers = threshold * 0 + MOST
-        if not BY_GROUPS:
+    num_copies = threshold * 0
+    transfers = threshold * 0 + MOST
+    if (number > 0) | (not BY_GROUPS):
+        slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
+        hosted = attempt_of(attempts, number, problem)
+        usable = tl.minimum(slots, links)
+        received = num_copies
+        if (number > 0) & (slack >= ranks):
             load_G, home_HG, num_copies, received = alias_packed_or_not(
-                load_G, home_HG, attempts, threshold, tl.zeros((), tl.int64), slots, problem,
-                SHAPE, False
-            )  # fmt: skip
-            tl.store(loads + rank, load_G, mask=rank < ranks)
-            num_given = most_given(home_HG, load_domain(home, domain, SHAPE))
-            transfers = tl.maximum(num_given, received)
+                load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, True
+            )
+        else:
+            load_G, home_HG, num_copies, received = alias_packed_or_not(
+                load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, False
+            )
+        tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
+        num_given = most_given(home_HG, load_domain(home, domain, SHAPE))
+        transfers = tl.maximum(num_given, received)
+    if number == 0:
         solve(
             outcome, home, counts, attempts, loads, tried.scratch, domain, threshold, transfers,
             num_copies, problem, SHAPE, SEARCH_STEP
         )  # fmt: skip
     else:
-        links = links_of(number, tl.load(rates + 1))
-        home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, SHAPE.H)
-        slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
-        hosted = attempt_of(attempts, number, problem)
-        load_G, home_HG, num_copies, received = alias_packed_or_not(
-            load_G, home_HG, hosted, threshold, slack, tl.minimum(slots, links), problem,
-            SHAPE, True
-        )  # fmt: skip
-        tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
-        num_given = most_given(home_HG, load_domain(home, domain, SHAPE))
         tl.store(outcome + BUFFER, number)
         tl.store(outcome + REACHED, tl.where(tl.max(load_G, 0) > threshold, MOST, threshold))
         tl.store(outcome + MADE, num_copies)
-        tl.store(outcome + TRANSFERS, tl.maximum(num_given, received))
+        tl.store(outcome + TRANSFERS, transfers)
     tl.debug_barrier()  # all stores of this program are in memory
     before = tl.atomic_add(finished, 1, sem="acq_rel")
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
