@@ -4,7 +4,8 @@
     python benchmarks/bench_idle.py --toy      # two CPU processes, tiny
 
 Every rank is a process, as in `bench_ranks_gpu.py`. Steps without balancing and with the default
-settings alternate, each pair in another order, so that a drift of the machine hits both. The cost
+settings alternate, each pair in another order, so that a drift of the machine hits both. On a GPU
+one measurement is eight steps in a row. The cost
 is the median over pairs of their ratio; the quartiles say how well it is known. `again` compares
 two layers without balancing in the same way: the resolution of the method. A second table shows
 where the time goes, stage by stage, from separate steps with a timer around every stage.
@@ -28,7 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_ranks_gpu import DEFAULT, MODELS, NONE, TOY, Size, Variants, card_name, stepper
+from bench_ranks_gpu import (
+    DEFAULT,
+    MODELS,
+    NONE,
+    TOY,
+    Size,
+    Variants,
+    card_name,
+    stepper,
+    token_counts,
+)
 from harness import Line, Metric, Report, common_options
 from layers import on_ranks, slowest
 from mps import shared_card
@@ -167,6 +178,8 @@ def stage_lines(size: Size, found: dict[str, Any]) -> list[Line]:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     common_options(parser)
+    text = "tokens of a rank (default: 4096,512; on two cores 2048,256)"
+    parser.add_argument("--tokens", type=token_counts, metavar="N,M", help=text)
     options = parser.parse_args(argv[1:])
     cuda = torch.cuda.is_available() and not options.toy
     size = TOY if options.toy else MODELS["qwen"] if cuda else CORES
@@ -175,7 +188,7 @@ def main(argv: Sequence[str]) -> None:
     report = Report("idle", argv, device=device)
     report.header()
     with shared_card(size.ranks) if cuda else nullcontext():
-        for tokens in size.all_tokens:
+        for tokens in options.tokens or size.all_tokens:
             case = replace(size, tokens=tokens)
             found = on_ranks(size.ranks, partial(on_rank, size=case, cuda=cuda, pairs=pairs))
             title = f"EP{size.ranks}, {size.model}: {size.about}"

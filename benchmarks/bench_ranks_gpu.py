@@ -118,7 +118,7 @@ class Variants:
     ) -> None:
         self.size, self.rank, self.device = size, rank, device
         # Without balancing, the busiest rank needs memory for all its rows from the first step.
-        self.unbalanced_rows = int(1.1 * ratio * size.rows)
+        self.unbalanced_rows, self.uneven = int(1.1 * ratio * size.rows), ratio > 1
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.router = FixedRouter()
         # All graphs share one pool: they run one at a time, and their results are not read.
@@ -140,7 +140,7 @@ class Variants:
             dist.group.WORLD,
             experts=self.size.experts,
             config=config,
-            capacity=self.unbalanced_rows if config.policy == "none" else "auto",
+            capacity=self.unbalanced_rows if config.policy == "none" and self.uneven else "auto",
             timeout=120.0,
         )
         return layer_with_weights(balancer, self.router, self.weights, self.size.quantised)
