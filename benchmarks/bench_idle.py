@@ -4,11 +4,11 @@
     python benchmarks/bench_idle.py --toy      # two CPU processes, tiny
 
 Every rank is a process, as in `bench_ranks_gpu.py`. Steps without balancing and with the default
-settings alternate, each pair in another order, so that a drift of the machine hits both. On a GPU
-one measurement is eight steps in a row. The cost
-is the median over pairs of their ratio; the quartiles say how well it is known. `again` compares
-two layers without balancing in the same way: the resolution of the method. A second table shows
-where the time goes, stage by stage, from separate steps with a timer around every stage.
+settings alternate, each pair in another order, so that a drift of the machine hits both; on a GPU
+one measurement is eight steps in a row. The cost is the median over pairs of their ratio; the
+quartiles say how well it is known. `again` compares two layers without balancing in the same way:
+the resolution of the method. A second table shows where the time goes, stage by stage, from
+separate steps with a timer around every stage.
 
 Shapes: T tokens of a rank.
 """
