@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -45,7 +46,6 @@ from harness import (
     Report,
     comma_list,
     common_options,
-    installed,
 )
 from layers import AFTER, BEFORE, LESS, PLAIN, Spent, on_ranks, slowest, step_values
 from load_cases import HotRank, ids_with, random_even_ids
@@ -59,7 +59,6 @@ LOSS_LIMIT = {"cuda": 5e-3, "cpu": 1e-5}  # relative difference: bfloat16, float
 PREDICTED = Metric("gain_predicted_from_the_layer", "ratio", "predicted", ".3f")
 OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
 FRAMEWORKS = ("transformers", "megatron", "torchtitan")
-MODULES = {"megatron": "megatron.core"}  # where the name alone may be a folder
 
 
 @dataclass(frozen=True)
@@ -243,6 +242,18 @@ def run(framework: str, bench: Bench, *, cuda: bool) -> None:
     bench.table(f"{framework}, EP{size.ranks}: {about}", lines_of(size, found))
 
 
+def obstacle(framework: str) -> str | None:
+    """Return why a framework cannot be imported: it, or what it requires, is missing or too old."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; import whole_{framework}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    reason = (done.stderr.strip() or "no message").splitlines()[-1]
+    if not reason.startswith(("ImportError", "ModuleNotFoundError")):
+        raise SystemExit(done.stderr)
+    return reason
+
+
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     common_options(parser)
@@ -259,11 +270,12 @@ def main(argv: Sequence[str]) -> None:
     bench = Bench(report, scale, Host(name=""), options)
     sections = {name: partial(run, name, cuda=cuda) for name in FRAMEWORKS}
     names = options.only or list(FRAMEWORKS)
-    present = [name for name in names if installed(MODULES.get(name, name))]
-    for missing in (name for name in names if name not in present):
-        report.note(f"{missing}: not installed")
+    obstacles = {name: obstacle(name) for name in names}
+    for name, reason in obstacles.items():
+        if reason:
+            report.note(f"{name} cannot run here: {reason}")
     with shared_card(scale.size.ranks) if cuda else nullcontext():
-        bench.run(sections, present)
+        bench.run(sections, [name for name in names if not obstacles[name]])
 
 
 if __name__ == "__main__":
