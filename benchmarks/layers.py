@@ -12,14 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Case, Line, Metric, Mismatch, Values
+from harness import Metric, Mismatch, Values
 from load_cases import Shape
-from timing import Call, in_turns
+from timing import Call
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
@@ -28,7 +27,6 @@ from ultraep import Plan
 from ultraep.experts import Experts
 
 PLAIN, FORCED = "unmodified", "forced balance"
-RATIO = 1.6  # imbalance in benchmarks of frameworks
 
 STEP = Metric("step_time_p50", "ms", "ms", ".2f")
 RATE = Metric("tokens_per_second", "tokens/s", "tokens/s", ".0f")
@@ -38,12 +36,9 @@ BEFORE = Metric("imbalance_before", "max/mean", "before", ".3f")
 AFTER = Metric("imbalance_after", "max/mean", "after", ".3f")
 COPIES = Metric("copies", "copies", "replicas", ".1f")
 STAGE = Metric("stage_time", "ms", "ms", ".3f")
-HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
-BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".2f")
 LESS = Metric("busiest_processor_gain_over_none", "ratio", "cpu gain", ".3f")
 
 Spent = tuple[float, float]  # wall and CPU seconds
-Facts = dict[str, float]  # medians "step" and "busy" of both; imbalance "before" and "after"
 
 
 class FixedRouter(nn.Module):
@@ -131,7 +126,8 @@ def plan_values(plan: Plan) -> Values:
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """Norm of the difference, relative to the norm of the expected tensor."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm())
 
 
 def check_close(what: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:
@@ -172,50 +168,3 @@ def slowest(step: Call) -> Spent:
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
     elapsed, busy = spent.tolist()
     return elapsed, busy
-
-
-def timed_steps(
-    steps: Mapping[str, Call],
-    rounds: int,
-    imbalance: Callable[[str], tuple[float, float]],
-    *,
-    warmup: int = 1,
-) -> dict[str, Facts]:
-    """Time the steps of all variants in turn; all ranks call this together.
-
-    imbalance: returns the imbalance of a variant before and after balancing, after its last step.
-    """
-    facts: dict[str, Facts] = {}
-
-    def measure(name: str) -> Spent:
-        spent = slowest(steps[name])
-        before, after = imbalance(name)
-        facts[name] = {"before": before, "after": after}
-        return spent
-
-    for name, spent in in_turns(list(steps), rounds, measure, warmup=warmup).items():
-        seconds, busy = zip(*spent, strict=True)
-        facts[name] |= {"step": median(seconds), "busy": median(busy)}
-    return facts
-
-
-def gain_lines(shape: Shape, results: Mapping[str, Facts], more: Case | None = None) -> list[Line]:
-    """Return one line per variant; the variants include "none" and forced balance."""
-    case: dict[str, str | int | float] = {"ranks": shape.ranks, "tokens": shape.tokens}
-    case |= more or {}
-    case |= {"hidden": shape.hidden, "ffn": shape.ffn}
-    case |= {"experts": shape.experts, "top_k": shape.top_k}
-    lines = []
-    for name, facts in results.items():
-        values = {
-            HOST_STEP: facts["step"] * 1e3,
-            BUSY: facts["busy"] * 1e3,
-            RATE: shape.ranks * shape.tokens / facts["step"],
-            SHARE: results[FORCED]["step"] / facts["step"],
-            GAIN: results["none"]["step"] / facts["step"],
-            LESS: results["none"]["busy"] / facts["busy"],
-            BEFORE: facts["before"],
-            AFTER: facts["after"],
-        }
-        lines.append(Line(case | {"policy": name}, values))
-    return lines

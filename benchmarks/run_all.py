@@ -28,17 +28,14 @@ NEEDS = {  # all other scripts run anywhere
     "bench_frameworks.py": ("transformers",),
     "bench_grouped.py": ("a GPU", "cuda-python"),
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
-    "bench_megatron.py": ("Megatron-Core",),
     "bench_plan.py": ("scipy",),
     "bench_planner_gpu.py": ("a GPU",),
     "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
     "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),
     "bench_single.py": ("a GPU",),
-    "bench_torchtitan.py": ("torchtitan",),
     "bench_transformers.py": ("transformers",),
 }
-OPTIONAL = {"cuda-python": "cuda.bindings", "Megatron-Core": "megatron.core"}
-OPTIONAL |= {name: name for name in ("scipy", "torchtitan", "transformers")}
+OPTIONAL = {"cuda-python": "cuda.bindings", "scipy": "scipy", "transformers": "transformers"}
 
 
 def available() -> dict[str, bool]:

@@ -21,9 +21,7 @@ from ultraep.policies import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-FRAMEWORKS = {"bench_megatron.py", "bench_torchtitan.py"}  # tested in tests/frameworks
-ALL = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
-SCRIPTS = [name for name in ALL if name not in FRAMEWORKS]
+SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
 PLAN_SECTIONS = ("quality", "tolerance", "growth", "small", "trace", "optimum")
 
 
@@ -113,9 +111,9 @@ def test_other_sections_run_after_a_failure(tmp_path, capsys):
 
 def test_make_bench_prints_what_it_skips():
     available = run_all.available()
-    assert run_all.select_scripts(dict.fromkeys(available, True)) == (ALL, [])
+    assert run_all.select_scripts(dict.fromkeys(available, True)) == (SCRIPTS, [])
     runs, skipped = run_all.select_scripts(dict.fromkeys(available, False))
-    assert {*runs, *(line.split()[0] for line in skipped)} == set(ALL)
+    assert {*runs, *(line.split()[0] for line in skipped)} == set(SCRIPTS)
     assert "bench_single.py is skipped: it needs a GPU" in skipped
 
 

@@ -34,6 +34,6 @@ def test_the_example_prints_losses_side_by_side():
 
 
 def test_the_benchmark_runs():
-    printed = run(ROOT / "benchmarks" / "bench_megatron.py", "--toy")
-    for name in ("unmodified", "none", "ultraep", "forced balance"):
+    printed = run(ROOT / "benchmarks" / "bench_frameworks.py", "--toy", "--only", "megatron")
+    for name in ("unmodified", "none", "ultraep", "random even routing"):
         assert name in printed
