@@ -24,7 +24,7 @@ import torch
 from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
 from layers import FixedRouter, distance, layer_with_weights
-from timing import Call, alternating_ms, free
+from timing import Call, alternating_ms, captured, free
 from torch import nn
 from torch.nn.functional import pad, silu
 
@@ -322,12 +322,18 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
 
     wanted, flops = forward(moes[PLAIN]).clone(), model.flops(tokens * top_k)
     errors = {name: distance(forward(moe), wanted) for name, moe in moes.items()}
+    works = [(PROMISED, forward, False), ("forward", forward, False)]
+    if bench.on_gpu:
+        works += [(f"{work}, in a graph", call, True) for work, call, _ in works]
     lines = []
-    for work, call in ((PROMISED, forward), ("forward", forward), ("forward, backward", step)):
+    for work, call, in_graph in (*works, ("forward, backward", step, False)):
         with ExitStack() as promises:
-            for moe in moes.values() if work == PROMISED else ():
+            for moe in moes.values() if work.startswith(PROMISED) else ():
                 promises.enter_context(moe.balancer.unchanged_weights())
-            times = measured(bench, {name: partial(call, moe) for name, moe in moes.items()})
+            calls: dict[str, Call] = {name: partial(call, moe) for name, moe in moes.items()}
+            if in_graph:
+                calls = {name: captured(call, 1)[0].replay for name, call in calls.items()}
+            times = measured(bench, calls)
         for name, ms in times.items():
             case = {"model": model.name, "work": work, "path": name}
             speeds = values_of(ms, times[PLAIN], flops * (3 if call is step else 1))
