@@ -8,7 +8,8 @@
 
 Every process is a rank with a share of the multiprocessors of the GPU (`mps.py`) and launches its
 own kernels. Four variants alternate: no balancing, the default settings, the objective "balance",
-and random even routing as the ceiling. `eager` launches every kernel; `graphs` replays a CUDA graph
+and random even routing as the ceiling. Times are medians over rounds; so are gains and shares, of
+the ratios within each round. `eager` launches every kernel; `graphs` replays a CUDA graph
 of the step. The ranks measure the rates, as in any training. Outputs and gradients of every variant
 are compared with the unbalanced layer before the timing.
 
@@ -80,7 +81,7 @@ class Size(Shape):
     )
     modes: tuple[str, ...] = MODES
     quantised: str | None = None  # FP8 format of the experts; forward only
-    rounds: int = 7
+    rounds: int = 11
     steps: int = 4  # timed together
 
 
@@ -236,7 +237,14 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
 
     seconds_of = in_turns(list(steps), variants.size.rounds, seconds, warmup=1)
     variants.router.ids, variants.router.gates = routed
-    facts = {name: {"step": median(times)} for name, times in seconds_of.items()}
+    facts = {
+        name: {
+            "step": median(times),
+            "gain": median_ratio(seconds_of[NONE], times),
+            "of_even": median_ratio(seconds_of[EVEN], times),
+        }
+        for name, times in seconds_of.items()
+    }
     for name, plan in plans.items():
         facts[name] |= {
             "before": plan.initial_imbalance,
@@ -244,6 +252,11 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
             "copies": float(plan.num_replicas),
         }
     return facts
+
+
+def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median over rounds: the clock of the GPU drifts less within one round."""
+    return median(time / other for time, other in zip(times, others, strict=True))
 
 
 def stepper(variants: Variants, name: str, mode: str) -> Step:
@@ -266,8 +279,8 @@ def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
     lines = []
     for name, variant in facts.items():
         values = {
-            **step_values(size, variant["step"] * 1e3, facts[NONE]["step"] * 1e3),
-            OF_EVEN: facts[EVEN]["step"] / variant["step"],
+            **step_values(size, variant["step"] * 1e3, variant["gain"] * variant["step"] * 1e3),
+            OF_EVEN: variant["of_even"],
             BEFORE: variant.get("before"),
             AFTER: variant.get("after"),
             COPIES: variant.get("copies"),
@@ -301,7 +314,8 @@ def main(argv: Sequence[str]) -> None:
     cuda = on_gpu(toy=options.toy) and not options.toy
     sizes = [TOY] if options.toy else [MODELS[name] for name in options.models]
     if options.quick:
-        sizes = [replace(size, all_tokens=(4096,)) for size in sizes]
+        loads = (HotRank(1.5), HotRank(2.0))
+        sizes = [replace(size, all_tokens=(4096,), loads=loads) for size in sizes]
     if options.tokens:
         sizes = [replace(size, all_tokens=options.tokens) for size in sizes]
     sizes = [replace(size, quantised=options.quantised) for size in sizes]
