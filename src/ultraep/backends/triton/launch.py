@@ -81,9 +81,10 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        first = arguments[0]
-        device = (first[0] if isinstance(first, tuple) else first).device
-        key = (device, *constants.values(), *map(_specialisation, arguments))
+        first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
+        parts = [first.get_device(), *constants.values()]
+        _specialise(arguments, parts)
+        key = tuple(parts)
         known = self._compiled.get(key)
         if known is None:
             compiled = self._kernel[grid](*arguments, **constants)
@@ -97,12 +98,18 @@ class Quick:
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
 
-def _specialisation(argument: Any) -> Any:
-    """Return what a kernel may be compiled for, of one argument or group of arguments."""
-    if type(argument) is int:
-        return argument == 1, argument & ALIGNED == 0, -WIDE <= argument < WIDE
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() & ALIGNED
-    if isinstance(argument, tuple):
-        return tuple(map(_specialisation, argument))
-    return argument
+def _specialise(arguments: tuple[Any, ...], parts: list[Any]) -> None:
+    """Append what a kernel may be compiled for; the parts of a tuple count one by one."""
+    for argument in arguments:
+        if argument is None:
+            parts.append(None)
+        elif isinstance(argument, torch.Tensor):
+            parts.append(argument.dtype)
+            parts.append(argument.data_ptr() & ALIGNED)
+        elif type(argument) is int:
+            wide = not -WIDE <= argument < WIDE
+            parts.append((argument == 1) + 2 * (argument & ALIGNED == 0) + 4 * wide)
+        elif isinstance(argument, tuple):
+            _specialise(argument, parts)
+        else:
+            parts.append(argument)
