@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,14 +41,6 @@ from ultraep.trace.schema import (
 from ultraep.trace.summary import routed_rows, sums_between
 
 FloatArray = NDArray[np.float64]
-
-
-class Routed(NamedTuple):
-    """The input of the plan of a record."""
-
-    layer: int
-    loads: IntArray  # [R, E]
-    rates: Rates | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +130,6 @@ class Trace:
         """Return the rates of the plan of a record; None if it used none."""
         numbers = self.rates[record]
         return Rates.from_numbers(numbers.tolist()) if numbers.any() else None
-
-    def routed(self, record: int) -> Routed:
-        """Return the input of the plan of a record."""
-        return Routed(int(self.layer[record]), self.loads[record], self.rates_of(record))
 
     def plan(self, record: int) -> Plan:
         """Return the plan of a record."""

@@ -38,18 +38,11 @@ FORMAT = "ultraep-trace"
 HEADER_FILE = "header.json"
 RANK_FOLDER, PIECE = re.compile(r"rank-(\d{5})"), re.compile(r"\d{6}\.npz")
 TOPOLOGY = ("ranks", "experts", "slots", "domain", "homes")  # entries of the header
-CONFIG = (
-    *("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality"),
-    "objective",
-)
-# Entries of the header that older traces lack.
-DEFAULTS: dict[str, Any] = {"objective": "balance", "relay": "", "chunks": 0}
+CONFIG = ("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality", "objective")
+LATER = {"objective", "relay", "chunks"}  # entries that older headers lack
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
-BACKWARD = (
-    *("recompute", "combine back", "weights again"),
-    *("experts back", "reduce", "dispatch back"),
-)
+BACKWARD = ("recompute", "combine back", "weights again", "experts back", "reduce", "dispatch back")
 STAGES = FORWARD + BACKWARD
 ATTENTION, ATTENTION_BACK = "attention", "attention back"
 SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # stages of the simulator
@@ -158,14 +151,9 @@ def of_backward(stages: tuple[str, ...]) -> NDArray[np.bool_]:
 
 def fields_in_pieces(rank: int) -> Mapping[str, Field]:
     """Return the arrays in a piece of this rank, by name; additions have M instead of N."""
-    return _fields_in_pieces(rank == 0)
-
-
-@cache
-def _fields_in_pieces(first: bool) -> Mapping[str, Field]:
     arrays = {}
     for entry in FIELDS:
-        if entry.join != "counted" and (entry.join != "same" or first):
+        if entry.join != "counted" and (entry.join != "same" or rank == 0):
             if entry.shape[0] != "M" or not entry.late:
                 arrays[entry.name] = entry
             if entry.late:
@@ -198,7 +186,7 @@ class Header:
     min_tokens_per_replica: int
     max_replicas: int | None
     locality: bool
-    objective: str = DEFAULTS["objective"]
+    objective: str = "balance"
     relay: str = ""  # how the balancer sends weights; "": unknown
     chunks: int = 0
     stages: tuple[str, ...] = STAGES
@@ -224,18 +212,10 @@ class Header:
         note: str = "",
     ) -> Header:
         """Return the header of a run."""
-        settings = {name: getattr(topology, name) for name in ("ranks", "experts", "slots")}
+        settings = {name: getattr(topology, name) for name in TOPOLOGY}
         settings |= {name: getattr(config, name) for name in CONFIG}
-        homes = None if topology.homes is None else tuple(int(home) for home in topology.homes)
-        return cls(
-            **settings,
-            domain=topology.domain_size,
-            homes=homes,
-            relay=relay.mode,
-            chunks=relay.chunks,
-            stages=tuple(stages),
-            note=note,
-        )
+        settings |= {"domain": topology.domain_size, "relay": relay.mode, "chunks": relay.chunks}
+        return cls(**settings, stages=stages, note=note)
 
     @cached_property
     def topology(self) -> Topology:
@@ -263,13 +243,13 @@ class Header:
         version = content.get("version")
         if type(version) is not int or not 1 <= version <= VERSION:
             raise FileError(
-                f"{where}: a trace of version {version}, this program reads versions 1 to {VERSION}"
+                f"{where}: version {version} of the trace format, but this ultraep reads 1 to "
+                f"{VERSION}; update ultraep"
             )
-        content = DEFAULTS | content
-        wrong = {entry.name for entry in fields(cls)} ^ content.keys()
+        known = {entry.name for entry in fields(cls)}
+        wrong = known - LATER - content.keys() | content.keys() - known
         if wrong:
-            names = ", ".join(sorted(wrong))
-            raise FileError(f"{where}: entries that are missing or unknown: {names}")
+            raise FileError(f"{where}: entries missing or unknown: {', '.join(sorted(wrong))}")
         for name in ("homes", "stages"):
             if isinstance(content[name], list):
                 content[name] = tuple(content[name])
@@ -291,9 +271,9 @@ class Header:
         if not isinstance(self.stages, tuple) or not all(isinstance(text, str) for text in texts):
             raise ConfigError("stages, note and created must be text")
         if len(self.stages) > MOST_STAGES:
-            raise ConfigError(f"{len(self.stages):,} stages, a trace has at most {MOST_STAGES}")
+            raise ConfigError(f"{len(self.stages):,} stages, but a trace has at most {MOST_STAGES}")
         if self.ranks > MOST_RANKS:
-            raise ConfigError(f"{self.ranks:,} ranks, a trace has at most {MOST_RANKS:,}")
+            raise ConfigError(f"{self.ranks:,} ranks, but a trace has at most {MOST_RANKS:,}")
 
     def sizes(self, rank: int = 0) -> dict[str, int]:
         """Return the sizes of the dimensions that the header determines, by letter."""
@@ -329,8 +309,7 @@ def checked_arrays(
     needed = {name for name, entry in wanted.items() if entry.since == 1}
     wrong = needed - arrays.keys() | arrays.keys() - wanted.keys()
     if wrong:
-        names = ", ".join(sorted(wrong))
-        raise FileError(f"{where}: not a piece of a trace: arrays missing or unknown: {names}")
+        raise FileError(f"{where}: arrays missing or unknown: {', '.join(sorted(wrong))}")
     known = dict(sizes)
     for name, entry in wanted.items():
         if name in arrays:

@@ -12,25 +12,24 @@ import numpy as np
 from ultraep import __version__
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import check_size, opened, reading
-from ultraep.policies import policy_names
+from ultraep.policies import get_policy, policy_names
 from ultraep.tools.demo.result import DemoResult, trace_folder
 from ultraep.tools.report.numbers import Numbers, plain
 from ultraep.tools.report.page import own_file, plotly_js
 from ultraep.tools.view.catalogue import GONE, Catalogue, Item
 from ultraep.tools.view.record import numbers_of, stages_of
-from ultraep.tools.view.replays import Question, Replays
+from ultraep.tools.view.replays import Replays
 from ultraep.tools.view.table import VALUES, heat, overview
 from ultraep.tools.view.traces import OpenTrace
-from ultraep.trace.schema import KEY, Key
+from ultraep.trace.read import Trace
+from ultraep.trace.replay import Case, cases
+from ultraep.trace.schema import KEY, Header, Key
 
+VIEWER = "ultraep.tools.view"
 MOST_POINTS, MOST_COLUMNS = 2000, 400
 LARGEST = 2**62
-SHARED = ("page.css", "parts.js", "figures.js")
-STYLES = ("page.css", "view.css")
-SCRIPTS = (
-    *("parts.js", "figures.js"),
-    *("routes.js", "overview.js", "record.js", "compare.js", "view.js"),
-)
+SHARED = ("page.css", "parts.js", "figures.js")  # with reports
+OWN = ("view.css", "routes.js", "overview.js", "record.js", "compare.js", "view.js")
 TYPES = {"css": "text/css", "js": "text/javascript"}
 MOST_REPORT = 64 << 20  # bytes
 REPORT_HEADERS = {
@@ -74,7 +73,7 @@ class Api:
     """The answers about the traces and reports of a catalogue."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        self.catalogue, self.replays = catalogue, Replays(catalogue)
+        self.catalogue, self.replays = catalogue, Replays()
         self.files = static_files()
 
     def answer(self, path: str, query: Query) -> Answer:
@@ -121,14 +120,14 @@ class Api:
     def training(self, query: Query) -> Numbers:
         """Return loss and tokens/s of every step; empty unless the trace belongs to a demo."""
         path = self._trace(query).path.resolve()
-        out, policy = path.parent.parent, path.parent.name
+        out = path.parent.parent
         try:
             result = DemoResult.load(out)
         except FileError:
             return {}
         tokens = result.sizes.tokens * result.sizes.ranks
         for row in result.policies:
-            if path == trace_folder(out, policy) and row.policy == policy:
+            if path == trace_folder(out, row.policy):
                 speed = plain(tokens / np.maximum(row.seconds, 1e-9))
                 return {"loss": plain(row.losses), "tokens_per_second": speed}
         return {}
@@ -167,7 +166,8 @@ class Api:
         """Start a replay, or return the progress and the answer of the replay of this number."""
         if "number" in query:
             return self.replays.job(whole(query, "number")).to_json()
-        return self.replays.ask(question(query)).to_json()
+        trace = self._trace(query)
+        return self.replays.ask(trace, case_of(query, trace.header)).to_json()
 
     def stop(self, query: Query) -> Numbers:
         """Stop a replay early."""
@@ -191,12 +191,8 @@ def described(item: Item) -> Numbers:
 
 
 def whole(query: Query, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
-    """Return an integer of the query."""
-    return parsed(name, query.get(name, str(usual)), low, high)
-
-
-def parsed(name: str, text: str, low: int = 0, high: int = LARGEST) -> int:
-    """Return an integer within these limits; raise `ConfigError` otherwise."""
+    """Return an integer of the query; raise `ConfigError` unless it is within the limits."""
+    text = query.get(name, str(usual))
     if not text.isdecimal() or len(text) > 19 or not low <= int(text) <= high:
         raise ConfigError(f"{name} must be an integer in {low}..{high}, got {text[:40]!r}")
     return int(text)
@@ -213,23 +209,30 @@ def key_of(query: Query) -> Key:
     return step, layer, microbatch
 
 
-def question(query: Query) -> Question:
-    """Return the settings of a replay."""
-    numbers = {name: whole(query, name) for name in ("slots", "ranks", "history") if name in query}
-    tolerance = None
-    if "tolerance" in query:
-        try:
-            tolerance = float(query["tolerance"])
-        except ValueError:
-            got = query["tolerance"][:40]
-            raise ConfigError(f"tolerance must be a number, got {got!r}") from None
-    return Question(query.get("trace", ""), query.get("policy", ""), **numbers, tolerance=tolerance)
+def case_of(query: Query, header: Header) -> Case:
+    """Return the settings of a replay; missing ones are as recorded."""
+    text = query.get("tolerance")
+    try:
+        tolerance = None if text is None else float(text)
+    except ValueError:
+        got = query["tolerance"][:40]
+        raise ConfigError(f"tolerance must be a number, got {got!r}") from None
+    [case] = cases(
+        Trace(header, {}),
+        policies=[get_policy(query.get("policy", "")).name],
+        slots=[whole(query, "slots", header.slots)],
+        ranks=[whole(query, "ranks", header.ranks)],
+        history=[whole(query, "history", 1)],
+        tolerance=tolerance,
+    )
+    return case
 
 
 def static_files() -> dict[str, Answer]:
     """Return the files of the page by path."""
-    texts = {"/": page_file("index.html"), "/static/plotly.js": plotly_js()}
-    texts |= {f"/static/{name}": page_file(name) for name in (*STYLES, *SCRIPTS)}
+    texts = {"/": own_file(VIEWER, "page/index.html"), "/static/plotly.js": plotly_js()}
+    texts |= {f"/static/{name}": own_file("ultraep.tools.report", name) for name in SHARED}
+    texts |= {f"/static/{name}": own_file(VIEWER, f"page/{name}") for name in OWN}
     files = {}
     for path, text in texts.items():
         content, ending = text.encode("utf-8"), path.rpartition(".")[2]
@@ -240,10 +243,3 @@ def static_files() -> dict[str, Answer]:
         }
         files[path] = Answer(content, headers=headers)
     return files
-
-
-def page_file(name: str) -> str:
-    """Return a file of the page; reports use some of the same files."""
-    if name in SHARED:
-        return own_file("ultraep.tools.report", name)
-    return own_file("ultraep.tools.view", f"page/{name}")

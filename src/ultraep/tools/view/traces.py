@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from ultraep.errors import ConfigError, FileError
 from ultraep.tools.view.table import Table
 from ultraep.trace.files import read_header, read_piece
 from ultraep.trace.join import join
-from ultraep.trace.read import Routed, Trace, concatenated, read_trace
+from ultraep.trace.read import Trace, concatenated, read_trace
 from ultraep.trace.schema import (
     KEY,
     PIECE,
@@ -37,7 +36,6 @@ from ultraep.trace.schema import (
     no_records,
     piece_file,
     rank_folder,
-    taken,
 )
 from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
 
@@ -63,7 +61,7 @@ class OpenTrace:
         self._late: list[IntArray] = [np.zeros((2, 0), np.int64)] * ranks  # record, line
         self._stage_sums = np.zeros((ranks, len(header.stages)))
         self._dropped, self._repeated = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
-        self._numbers: dict[Key, int] = {}
+        self._numbers: dict[tuple[int, ...], int] = {}
         # By record, in the last dimension, and longer than there are records.
         self._key: IntArray = np.zeros((len(KEY), 0), np.int64)
         self._planned: IntArray = np.zeros((3, 0), np.int64)  # routed rows, largest rank, replicas
@@ -80,9 +78,9 @@ class OpenTrace:
         """Return a trace of one record."""
         raise NotImplementedError
 
-    def routed(self, key: Key) -> Routed:
-        """Return the input of the plan of a record."""
-        return self.record(key).routed(0)
+    def planned(self, key: Key) -> Trace:
+        """Return a trace of one record with the fields that planning needs."""
+        return self.record(key)
 
     @property
     def dropped(self) -> int:
@@ -142,11 +140,11 @@ class OpenTrace:
         """[T] the number of the record with each key; -1 beyond the limit of records."""
         numbers, most = self._numbers, min(MOST_RECORDS, MOST_LINES // self.header.ranks)
         if len(keys_T3):  # ranks usually record in the same order
-            begin = numbers.get(_key(keys_T3[0].tolist()), len(numbers))
+            begin = numbers.get(tuple(keys_T3[0].tolist()), len(numbers))
             same = self._key[:, begin : min(begin + len(keys_T3), len(numbers))]
             if np.array_equal(same.T, keys_T3):
                 return np.arange(begin, begin + len(keys_T3))
-        keys = list(map(_key, keys_T3.tolist()))
+        keys = list(map(tuple, keys_T3.tolist()))
         if len(numbers) + len(keys) <= most:
             number_T = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
         else:
@@ -195,11 +193,6 @@ class OpenTrace:
             cost=slowest[2] * timed,
             stages=(self._stage_sums / recorded[:, None]).max(axis=0),
         )
-
-
-def _key(values: list[int]) -> Key:
-    step, layer, microbatch = values
-    return step, layer, microbatch
 
 
 def _ratio(largest: IntArray, rows: IntArray, ranks: int) -> NDArray[np.float64]:
@@ -308,16 +301,17 @@ class FolderTrace(OpenTrace):
 
     # -- one record -----------------------------------------------------------------------------
 
-    def routed(self, key: Key) -> Routed:
-        """Return the input of the plan of a record; only rank 0 is read."""
+    def planned(self, key: Key) -> Trace:
+        """Return a trace of one record with the fields that rank 0 stores."""
         piece, row = self._locate(0, int(self._line[0, self.number_of(key)]))
         plans = self._plans(piece)
-        if row >= len(plans["loads"]):
-            self._contradiction(piece)
-        return Trace(self.header, taken(plans, np.array([row]))).routed(0)
+        if row >= len(plans.loads):
+            raise self._contradiction(piece)
+        return plans.take(np.array([row]))
 
-    def _read_plans(self, piece: int) -> Arrays:
-        return read_piece(self.piece_path(0, piece), self.header, 0, PLANNED)
+    def _read_plans(self, piece: int) -> Trace:
+        path = self.piece_path(0, piece)
+        return Trace(self.header, read_piece(path, self.header, 0, PLANNED))
 
     def record(self, key: Key) -> Trace:
         """Return a trace of one record. All ranks are read."""
@@ -331,7 +325,7 @@ class FolderTrace(OpenTrace):
         keys = np.column_stack([trace.arrays[name] for name in KEY])
         records = np.flatnonzero((keys == key).all(axis=1))
         if not len(records):
-            self._contradiction(pieces[0][0])
+            raise self._contradiction(pieces[0][0])
         return trace.take(records[:1])
 
     def _read_joined(self, pieces: tuple[tuple[int, ...], ...]) -> Trace:
@@ -348,6 +342,6 @@ class FolderTrace(OpenTrace):
         piece = bisect_right(self.starts[rank], line) - 1
         return piece, line - self.starts[rank][piece]
 
-    def _contradiction(self, piece: int) -> NoReturn:
+    def _contradiction(self, piece: int) -> FileError:
         path = self.piece_path(0, piece)
-        raise FileError(f"{path}: the summary lists a record that the piece does not contain")
+        return FileError(f"{path}: the summary lists a record that the piece does not contain")
