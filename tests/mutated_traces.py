@@ -98,34 +98,34 @@ LINES = int(GIGABYTES * 1e9 / 8 / 12)
 HOSTILE = {  # change to the folder, trace to read, expected message of `read_trace`
     "loads of 3.9 GB": (
         lambda folder: claim_zeros(folder / FIRST, "loads", (RECORDS, 2, 4), "<i4"),
-        *("run", "that claim to unpack to 3,9"),
+        *("run", "claim to unpack to 3,9"),
     ),
     "loads of 3.9 GB, one file": (
         lambda folder: claim_zeros(folder / SINGLE, "loads", (RECORDS, 2, 4), "<i4"),
-        *(SINGLE, "that claim to unpack to 3,9"),
+        *(SINGLE, "claim to unpack to 3,9"),
     ),
     "a header of 2 GB, one file": (
         lambda folder: claim_zeros(folder / SINGLE, "header", (), "<U500000000"),
-        *(SINGLE, "a header of 2,0"),
+        *(SINGLE, "its header has 2,0"),
     ),
     "a summary of 3.9 GB": (
         lambda folder: claim_zeros(folder / FIRST, "summary", (LINES, 12), "<i8"),
-        *("run", "that claim to unpack to 3,9"),
+        *("run", "claim to unpack to 3,9"),
     ),
     "times of 3.9 GB": (
         lambda folder: claim_zeros(folder / OTHER, "seconds", (LINES * 12 // 7, 14), "<f4"),
-        *("run", "that claim to unpack to 3,9"),
+        *("run", "claim to unpack to 3,9"),
     ),
-    "30 pieces": (many_pieces, "old", "that claim to unpack to "),
+    "30 pieces": (many_pieces, "old", "claim to unpack to "),
     "a header of 5 GB": (sparse_header, "run", "header.json: 5,368,709,120 bytes"),
     "65,536 ranks": (
         lambda folder: change_header(folder, ranks=1 << 16, experts=1 << 20, domain=1 << 16),
-        *("run", "65,536 ranks, a trace has at most 4,096"),
+        *("run", "65,536 ranks, but a trace has at most 4,096"),
     ),
     "4,096 ranks without files": (no_pieces, "run", ""),
     "200,000 stages": (
         lambda folder: change_header(folder, stages=[str(n) for n in range(200_000)]),
-        *("run", "200,000 stages, a trace has at most 256"),
+        *("run", "200,000 stages, but a trace has at most 256"),
     ),
     "deep JSON": (
         lambda folder: (folder / HEADER).write_text("[" * (1 << 20)),

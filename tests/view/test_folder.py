@@ -276,7 +276,7 @@ def test_a_missing_piece_is_named(pieces, tmp_path):
 
 
 HEADERS = {
-    "newer": ({"version": 99}, "version 99, this program reads versions 1 to"),
+    "newer": ({"version": 99}, "version 99 of the trace format, but this ultraep reads 1 to"),
     "foreign": ({"format": "other"}, "not the header of a trace"),
     "hostile": ({"ranks": 10**9}, "ranks must lie between"),
     "unknown": ({"more": 1}, "missing or unknown: more"),
@@ -328,7 +328,7 @@ def test_a_piece_that_claims_too_much_is_refused(run, monkeypatch):
     monkeypatch.setattr(files, "RATIO", 0.01)
     shown = read(run)
     assert len(shown.table) == 0
-    assert "bytes that claim to unpack to" in shown.notes[0]
+    assert "bytes claim to unpack to" in shown.notes[0]
 
 
 def test_a_summary_that_contradicts_the_piece(run, tmp_path):

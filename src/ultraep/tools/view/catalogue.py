@@ -12,17 +12,18 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import names_of_arrays
 from ultraep.tools.view.traces import FileTrace, FolderTrace, OpenTrace
-from ultraep.trace.files import read_header
+from ultraep.trace.files import folders_of_traces, read_header
 from ultraep.trace.schema import HEADER_FILE
 
 REPORT_FILE, RESULT_FILE = "report.html", "result.json"
-DEPTH = ("", "*/", "*/*/")  # how deep below a folder traces are searched
+
 MOST_ITEMS = 64
 PERIOD = 1.0  # seconds between two checks of a folder that is followed
 GONE = "the folder is gone: the page shows what was read before"
@@ -145,13 +146,11 @@ class Catalogue:
 
     def _open(self, item: Item) -> None:
         if item.kind == "trace":
-            opening = self._reader.submit(self._open_trace, item.path)
+            kind = partial(FolderTrace, live=self.live) if item.path.is_dir() else FileTrace
+            opening = self._reader.submit(kind, item.path)
             error = opening.exception()
             item.trace = opening.result() if error is None else None
             item.error, item.failed = "" if error is None else _message(error), False
-
-    def _open_trace(self, path: Path) -> OpenTrace:
-        return FolderTrace(path, live=self.live) if path.is_dir() else FileTrace(path)
 
     def _check_folder(self, item: Item) -> None:
         """Notice that a folder is gone, or now holds another trace."""
@@ -212,10 +211,8 @@ def _of_file(path: Path, live: bool) -> Iterator[Item]:
 
 
 def _in_folder(folder: Path) -> Iterator[Item]:
-    for below in DEPTH:
-        for header in sorted(folder.glob(f"{below}{HEADER_FILE}")):
-            inside = header.parent.relative_to(folder)
-            name = folder.resolve().name if inside == Path() else str(inside)
-            yield Item("trace", header.parent, name)
+    for trace in folders_of_traces(folder):
+        name = folder.resolve().name if trace == folder else str(trace.relative_to(folder))
+        yield Item("trace", trace, name)
     if (folder / REPORT_FILE).is_file():
         yield Item("report", folder / REPORT_FILE, REPORT_FILE)

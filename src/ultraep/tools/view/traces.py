@@ -39,7 +39,16 @@ from ultraep.trace.schema import (
 )
 from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
 
-PLANNED = ("layer", "policy", "loads", "copy_ends", "copies", "quotas", "rates")  # rank 0 only
+PLANNED = (
+    "step",
+    "layer",
+    "policy",
+    "loads",
+    "copy_ends",
+    "copies",
+    "quotas",
+    "rates",
+)  # of rank 0
 SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece that the table needs
 MOST_RECORDS, MOST_LINES = 2_000_000, 32 << 20  # records; records times ranks
 MOST_PIECES = 16  # of a rank with additions to one record
