@@ -25,7 +25,7 @@ LAYERS, MOMENTS = 3, 10
 
 
 def plans_of_run(moments=MOMENTS, layers=LAYERS):
-    """By moment and layer."""
+    """Return plans by moment and layer."""
     rng = np.random.default_rng(7)
     plans = {}
     for moment in range(moments):
@@ -37,7 +37,10 @@ def plans_of_run(moments=MOMENTS, layers=LAYERS):
 
 
 def write_run(folder, *, moments=MOMENTS, ranks=range(TOPOLOGY.ranks), parts=1):
-    """A whole trace. ranks: the ranks that write. parts: additions with backward per record."""
+    """Write a trace; each pass also has times of a stage of the other pass.
+
+    ranks: the ranks that write.   parts: additions of the backward pass per record.
+    """
     plans = plans_of_run(moments)
     for rank in ranks:
         rng = np.random.default_rng(rank)
@@ -45,13 +48,16 @@ def write_run(folder, *, moments=MOMENTS, ranks=range(TOPOLOGY.ranks), parts=1):
             for (moment, layer), plan in plans.items():
                 key = {"step": moment // 2, "layer": layer, "microbatch": moment % 2}
                 moved = int(rng.integers(0, 1000))
-                seconds = dict(zip(FORWARD, rng.random(len(FORWARD)) * 1e-3, strict=True))
-                rows = arrived(plan, rank)
+                rows, seconds = arrived(plan, rank), drawn_seconds(rng, (*FORWARD, "reduce"))
                 recorder.add(plan=plan, slot_rows=rows, bytes_moved=moved, seconds=seconds, **key)
                 for _ in range(parts):
-                    seconds = dict(zip(BACKWARD, rng.random(len(BACKWARD)) * 1e-3, strict=True))
+                    seconds = drawn_seconds(rng, (*BACKWARD, "experts"))
                     recorder.more(seconds=seconds, bytes_moved=moved, **key)
     return folder
+
+
+def drawn_seconds(rng, stages):
+    return dict(zip(stages, rng.random(len(stages)) * 1e-3, strict=True))
 
 
 def write_pieces(folder, *, per_piece=4, odd=False, version=4):

@@ -1,4 +1,4 @@
-"""The viewer reads piece by piece what the trace holds; it names damage and shows the rest."""
+"""The viewer reads a trace piece by piece, names damaged pieces, and shows the rest."""
 
 import json
 import shutil
@@ -93,17 +93,6 @@ def test_a_record_shows_its_plan(trace):
         assert all(c["path"][0] == TOPOLOGY.home_of_expert[c["expert"]] for c in copies)
 
 
-def test_stages_recorded_with_the_other_pass(tmp_path):
-    """A forward stage in an addition, a backward stage in the record: as in `read_trace`."""
-    plan = plan_for(0)
-    for rank in range(2):
-        with ultraep.Recorder(tmp_path / "run", plan.topology, rank=rank) as recorder:
-            seconds = {"experts": 1.0, "reduce": 0.25}
-            recorder.add(plan=plan, slot_rows=arrived(plan, rank), step=0, seconds=seconds)
-            recorder.more(step=0, seconds={"experts": 0.5, "reduce": 0.5})
-    check_records(read(tmp_path / "run"), ultraep.read_trace(tmp_path / "run"))
-
-
 def test_the_table_grows_while_the_trace_is_read(pieces, monkeypatch):
     monkeypatch.setattr(traces, "PUBLISH_SECONDS", 0.0)
     trace, sizes = FolderTrace(pieces), []
@@ -143,17 +132,14 @@ def test_a_piece_without_a_record_of_its_own(tmp_path, first):
 
 
 def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypatch):
-    for name in ("bad", "good"):
-        shutil.copytree(run, tmp_path / name)
-    read_folder = FolderTrace.read
+    shutil.copytree(run, tmp_path / "bad")
+    shutil.copytree(run, tmp_path / "good")
+    read_folder, warnings = FolderTrace.read, []
 
     def read_or_fail(self, stop):
-        if self.path.name == "bad":
-            raise IndexError("arrays used as indices must be of integer type")
-        return read_folder(self, stop)
+        return [][1] if self.path.name == "bad" else read_folder(self, stop)
 
     monkeypatch.setattr(FolderTrace, "read", read_or_fail)
-    warnings = []
     catalogue = Catalogue([tmp_path], warn=warnings.append)
     catalogue.read_all()
     catalogue.close()
@@ -161,7 +147,7 @@ def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypa
     assert catalogue.trace("good").notes == []
     assert catalogue.trace("bad").notes == warnings
     assert "the rest is missing: an error of ultraep" in warnings[0]
-    assert "IndexError: arrays used as indices" in warnings[0]
+    assert "IndexError: list index out of range (test_folder.py" in warnings[0]
 
 
 def test_records_in_another_order_or_twice(tmp_path):
@@ -275,28 +261,18 @@ def test_a_missing_piece_is_named(pieces, tmp_path):
     assert "rank-00009: not read, the trace has only 4 ranks" in notes
 
 
-HEADERS = {
-    "newer": ({"version": 99}, "version 99 of the trace format, but this ultraep reads 1 to"),
-    "foreign": ({"format": "other"}, "not the header of a trace"),
-    "hostile": ({"ranks": 10**9}, "ranks must lie between"),
-    "unknown": ({"more": 1}, "missing or unknown: more"),
-}
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_a_trace_that_cannot_be_opened_leaves_the_others(name, run, tmp_path):
-    changes, words = HEADERS[name]
-    for copy in ("bad", "good"):
-        shutil.copytree(run, tmp_path / copy)
+def test_a_trace_that_cannot_be_opened_leaves_the_others(run, tmp_path):
+    for name in ("bad", "good"):
+        shutil.copytree(run, tmp_path / name)
     header = tmp_path / "bad/header.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
+    header.write_text(json.dumps(json.loads(header.read_text()) | {"version": 99}))
     catalogue = Catalogue([tmp_path])
     catalogue.read_all()
     catalogue.close()
-    assert len(catalogue.errors) == 1
-    assert words in catalogue.errors[0]
+    [error] = catalogue.errors
+    assert "version 99 of the trace format, but this ultraep reads 1 to" in error
     assert len(catalogue.trace("good").table) == MOMENTS * LAYERS
-    with pytest.raises(FileError, match=words.split(",")[0]):
+    with pytest.raises(FileError, match="version 99"):
         catalogue.trace("bad")
 
 
@@ -345,18 +321,14 @@ def test_a_summary_that_contradicts_the_piece(run, tmp_path):
         shown.record(shown.table.key(5))
 
 
-@pytest.mark.parametrize("spoil", ["cut", "shape", "removed"])
-def test_a_piece_that_changes_after_it_was_read(pieces, tmp_path, spoil):
+def test_a_piece_that_changes_after_it_was_read(pieces, tmp_path):
     shown = read(shutil.copytree(pieces, tmp_path / "run"))
     path = tmp_path / "run/rank-00001/000001.npz"
-    words = {"cut": "truncated or damaged", "shape": "began must be float64", "removed": "no such"}
-    if spoil == "cut":
-        path.write_bytes(path.read_bytes()[:200])
-    elif spoil == "shape":
-        change(path, began=np.zeros((5, 3)))
-    else:
-        path.unlink()
-    with pytest.raises(FileError, match=words[spoil]):
+    change(path, began=np.zeros((5, 3)))
+    with pytest.raises(FileError, match="began must be float64"):
+        shown.record(shown.table.key(6))
+    path.unlink()
+    with pytest.raises(FileError, match="no such"):
         shown.record(shown.table.key(6))
 
 
@@ -418,7 +390,7 @@ def test_the_contents_of_a_folder(run, tmp_path):
     assert len(look([run, run])) == 1
 
 
-def test_traces_of_one_name_are_told_apart(run, tmp_path):
+def test_traces_of_the_same_name_get_different_names(run, tmp_path):
     paths = [shutil.copytree(run, tmp_path / folder / "run") for folder in ("a", "b")]
     catalogue = Catalogue(paths)
     catalogue.close()
