@@ -113,24 +113,6 @@ def test_the_table_needs_only_the_summaries(pieces, monkeypatch):
     assert set(requested) == {("summary", "stage_sums", "dropped")}
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_piece_without_a_record_of_its_own(tmp_path, first):
-    """The last piece of a run often holds only the backward pass of earlier records."""
-    run = write_run(tmp_path / "run", moments=2)
-    for rank in range(TOPOLOGY.ranks):
-        with ultraep.Recorder(tmp_path / "late", TOPOLOGY, rank=rank) as recorder:
-            recorder.more(step=0, seconds={"reduce": 1.0})
-        late = tmp_path / f"late/rank-{rank:05d}/000000.npz"
-        whole, behind = (run / f"rank-{rank:05d}/00000{number}.npz" for number in (0, 1))
-        if first:
-            whole = whole.rename(behind)
-        shutil.copy(late, whole.with_name("000000.npz") if first else behind)
-    shown, trace = read(run), ultraep.read_trace(run)
-    assert shown.notes == []
-    check_equal(shown.table, trace)
-    check_records(shown, trace)
-
-
 def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypatch):
     shutil.copytree(run, tmp_path / "bad")
     shutil.copytree(run, tmp_path / "good")
@@ -171,7 +153,7 @@ def test_records_in_another_order_or_twice(tmp_path):
 
 
 def test_additions_in_later_pieces_are_added_up_before_ranks_are_compared(tmp_path):
-    """With each part of backward in its own piece, read one after the other."""
+    """The last pieces of a run often hold only the backward pass of earlier records."""
     parts, folder = write_run(tmp_path / "parts", parts=3), tmp_path / "run"
     trace = ultraep.read_trace(parts)
     check_equal(read(parts).table, trace)
@@ -191,6 +173,8 @@ def test_additions_in_later_pieces_are_added_up_before_ranks_are_compared(tmp_pa
             write_arrays(own / f"{number:06d}.npz", piece | summary_of(trace.header, piece))
         shown.read(never)
     check_equal(shown.table, trace)
+    check_records(shown, trace)
+    assert shown.notes == []
 
 
 # -- live ----------------------------------------------------------------------------------------
