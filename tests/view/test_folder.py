@@ -17,9 +17,18 @@ from ultraep.tools.view.record import numbers_of, stages_of
 from ultraep.tools.view.traces import FileTrace, FolderTrace
 from ultraep.trace import files
 from ultraep.trace.files import read_piece, write_arrays
-from ultraep.trace.schema import KEY, Column, fields_in_pieces
-from ultraep.trace.summary import summary_of
-from view.runs import LAYERS, MOMENTS, TOPOLOGY, change, wait_for, write_pieces, write_run
+from ultraep.trace.schema import KEY, Column
+from view.runs import (
+    LAYERS,
+    MOMENTS,
+    TOPOLOGY,
+    change,
+    plans_of_run,
+    wait_for,
+    write_piece,
+    write_pieces,
+    write_run,
+)
 
 EXPERTS = ("experts", "experts back")
 COST = ("plan", "verify", "replicate", "weights again", "reduce")
@@ -154,24 +163,13 @@ def test_records_in_another_order_or_twice(tmp_path):
 
 def test_additions_in_later_pieces_are_added_up_before_ranks_are_compared(tmp_path):
     """The last pieces of a run often hold only the backward pass of earlier records."""
-    parts, folder = write_run(tmp_path / "parts", parts=3), tmp_path / "run"
-    trace = ultraep.read_trace(parts)
-    check_equal(read(parts).table, trace)
-    folder.mkdir()
-    shutil.copy(parts / "header.json", folder)
-    shown = FolderTrace(folder, live=True)
+    run, plans, shown = tmp_path / "run", plans_of_run().items(), None
     for number in range(3):
         for rank in range(TOPOLOGY.ranks):
-            own, fields = folder / f"rank-{rank:05d}", fields_in_pieces(rank)
-            own.mkdir(exist_ok=True)
-            piece = read_piece(parts / own.name / "000000.npz", trace.header, rank)
-            for name, array in piece.items():
-                if fields[name].shape[0] == "M":
-                    piece[name] = array[number::3]
-                elif number and fields[name].shape[0] in "NC":
-                    piece[name] = array[:0]
-            write_arrays(own / f"{number:06d}.npz", piece | summary_of(trace.header, piece))
+            write_piece(run, rank, number, records=() if number else plans, additions=plans)
+        shown = shown or FolderTrace(run, live=True)
         shown.read(never)
+    trace = ultraep.read_trace(run)
     check_equal(shown.table, trace)
     check_records(shown, trace)
     assert shown.notes == []

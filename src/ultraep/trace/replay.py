@@ -168,13 +168,13 @@ def regrouped_topology(topology: Topology, *, ranks: int, slots: int) -> Topolog
 
 def _regrouped_homes(topology: Topology, ranks: int) -> list[int]:
     old = topology.ranks
-    homes: IntArray = topology.home_of_expert * ranks // old  # of merged ranks
+    homes = topology.home_of_expert * ranks // old  # of merged ranks
     if ranks > old:
         parts = ranks // old
         for rank in range(old):
             own = topology.home_experts(rank)
             homes[own] = rank * parts + np.arange(len(own)) * parts // max(len(own), 1)
-    return homes.tolist()
+    return [int(home) for home in homes]
 
 
 def regrouped_loads(loads_RE: IntArray, ranks: int) -> IntArray:

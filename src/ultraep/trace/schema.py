@@ -66,7 +66,6 @@ class Field:
     default: the value in records that lack the field; None if every record has it.
     late, fold: the array of later additions, and how they are added to the record. With M instead
         of N in the shape, records have additions only.
-    table: its column in a table: "plain", "sum" or "max" over the ranks, or "" for none.
     since: the version that added it. Later fields are in a piece only if a record has them.
     """
 
@@ -78,7 +77,6 @@ class Field:
     default: Any = None
     late: str = ""
     fold: np.ufunc = np.add
-    table: Literal["", "plain", "sum", "max"] = ""
     since: int = 1
 
     def filled(self, sizes: Mapping[str, int], letters: str) -> Array:
@@ -88,10 +86,10 @@ class Field:
 
 
 FIELDS: tuple[Field, ...] = (
-    Field("step", "int64", "N", "key", table="plain"),
-    Field("layer", "int32", "N", "key", table="plain"),
-    Field("microbatch", "int32", "N", "key", table="plain"),
-    Field("policy", "str", "N", "same", plan="config.policy", table="plain"),
+    Field("step", "int64", "N", "key"),
+    Field("layer", "int32", "N", "key"),
+    Field("microbatch", "int32", "N", "key"),
+    Field("policy", "str", "N", "same", plan="config.policy"),
     # rows that every source rank routed to every expert
     Field("loads", "int32", "NRE", "same", plan="loads"),
     # record n has the replicas from copy_ends[n - 1] to copy_ends[n]
@@ -102,11 +100,11 @@ FIELDS: tuple[Field, ...] = (
     Field("rates", "int64", "N4", "same", plan="rate_numbers", default=0, since=3),
     Field("slot_rows", "int32", "NL", "slots"),  # rows that arrived in each slot
     # weights and gradients of replicas that the rank sent
-    Field("bytes_moved", "int64", "N", "ranks", default=0, late="more_bytes", table="sum"),
+    Field("bytes_moved", "int64", "N", "ranks", default=0, late="more_bytes"),
     Field("began", "float64", "N", "ranks"),  # seconds since 1970
     # start of the backward pass; NaN without one
     Field("back_began", "float64", "M", "ranks", default=np.nan, late="more_began", fold=np.fmin),
-    Field("seconds", "float32", "NG", "ranks", default=0, late="more_seconds", table="max"),
+    Field("seconds", "float32", "NG", "ranks", default=0, late="more_seconds"),
     # the part of the seconds, at the end of a stage, in which the rank waited for other ranks
     Field("waited", "float32", "NG", "ranks", default=0, late="more_waited", since=2),
     Field("more", "int64", "M3", "pieces"),  # step, layer, microbatch of each addition

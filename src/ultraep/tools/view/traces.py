@@ -39,16 +39,7 @@ from ultraep.trace.schema import (
 )
 from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
 
-PLANNED = (
-    "step",
-    "layer",
-    "policy",
-    "loads",
-    "copy_ends",
-    "copies",
-    "quotas",
-    "rates",
-)  # of rank 0
+PLANNED = ("step", "layer", "loads", "rates")  # arrays of rank 0 that planning needs
 SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece that the table needs
 MOST_RECORDS, MOST_LINES = 2_000_000, 32 << 20  # records; records times ranks
 MOST_PIECES = 16  # of a rank with additions to one record
@@ -311,16 +302,15 @@ class FolderTrace(OpenTrace):
     # -- one record -----------------------------------------------------------------------------
 
     def planned(self, key: Key) -> Trace:
-        """Return a trace of one record with the fields that rank 0 stores."""
+        """Return a trace of one record with the fields that planning needs."""
         piece, row = self._locate(0, int(self._line[0, self.number_of(key)]))
-        plans = self._plans(piece)
-        if row >= len(plans.loads):
+        arrays = self._plans(piece)
+        if row >= len(arrays["loads"]):
             raise self._contradiction(piece)
-        return plans.take(np.array([row]))
+        return Trace(self.header, {name: array[row : row + 1] for name, array in arrays.items()})
 
-    def _read_plans(self, piece: int) -> Trace:
-        path = self.piece_path(0, piece)
-        return Trace(self.header, read_piece(path, self.header, 0, PLANNED))
+    def _read_plans(self, piece: int) -> Arrays:
+        return read_piece(self.piece_path(0, piece), self.header, 0, PLANNED)
 
     def record(self, key: Key) -> Trace:
         """Return a trace of one record. All ranks are read."""
