@@ -12,7 +12,7 @@ from ultraep import ConfigError, FileError, Topology
 from ultraep.files.reading import read_arrays
 from ultraep.tools.view import catalogue as catalogue_module
 from ultraep.tools.view import table, traces
-from ultraep.tools.view.catalogue import Catalogue, look
+from ultraep.tools.view.catalogue import Catalogue, items_in
 from ultraep.tools.view.record import numbers_of, stages_of
 from ultraep.tools.view.traces import FileTrace, FolderTrace
 from ultraep.trace import files
@@ -363,13 +363,13 @@ def test_the_contents_of_a_folder(run, tmp_path):
     shutil.copytree(run, tmp_path / "demo/ultraep/trace")
     (tmp_path / "demo/report.html").write_text("<p>")
     (tmp_path / "demo/result.json").write_text("{}")
-    names = [(item.kind, item.name) for item in look([tmp_path / "demo"])]
+    names = [(item.kind, item.name) for item in items_in([tmp_path / "demo"])]
     traces = [("trace", "none/trace"), ("trace", "ultraep/trace")]
     assert names == [*traces, ("report", "report.html")]
-    assert look([tmp_path / "demo/result.json"]) == look([tmp_path / "demo"])
-    by_report = look([tmp_path / "demo/report.html"])
+    assert items_in([tmp_path / "demo/result.json"]) == items_in([tmp_path / "demo"])
+    by_report = items_in([tmp_path / "demo/report.html"])
     assert sorted(item.name for item in by_report) == sorted(name for _, name in names)
-    assert len(look([run, run])) == 1
+    assert len(items_in([run, run])) == 1
 
 
 def test_traces_of_the_same_name_get_different_names(run, tmp_path):
@@ -387,4 +387,4 @@ def test_paths_without_traces_are_refused(name, words, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(FileError, match=words):
-        look([tmp_path / name])
+        items_in([tmp_path / name])

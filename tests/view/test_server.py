@@ -131,7 +131,7 @@ def test_a_replay_as_recorded_is_the_recording(client, trace):
 
 
 def test_some_layers_of_a_long_trace_are_planned_again(client, monkeypatch):
-    monkeypatch.setattr(replays.planned_again, "__defaults__", (MOMENTS,))
+    monkeypatch.setattr(replays.records_to_replan, "__defaults__", (MOMENTS,))
     answer = replay(client, policy="quota")["answer"]
     assert (answer["layers"], answer["all_layers"]) == (1, LAYERS)
 

@@ -44,7 +44,7 @@ from ultraep.trace.schema import (
     no_records,
     piece_file,
     rank_folder,
-    taken,
+    take_records,
 )
 from ultraep.trace.summary import routed_rows, sums_between
 
@@ -164,7 +164,7 @@ class Trace:
 
     def take(self, records: IntArray) -> Trace:
         """Return some of the records, in that order."""
-        return replace(self, arrays=taken(self.arrays, records))
+        return replace(self, arrays=take_records(self.arrays, records))
 
     def save(self, path: str | Path) -> None:
         """Write the trace into one file, which `read_trace` reads."""

@@ -352,7 +352,7 @@ def piece(entries: list[Entry], header: Header, rank: int, *, dropped: int) -> A
         optional = field.since > 1
         if name in arrays or (optional and not any(field.name in values for values in own)):
             continue
-        default = field.filled(sizes, field.shape[1:]) if optional else None
+        default = field.defaults(sizes, field.shape[1:]) if optional else None
         column = [values.get(field.name, default) for values in own]
         arrays[name] = _array(field, column, [sizes[letter] for letter in field.shape[1:]])
     return arrays | summary_of(header, arrays)

@@ -79,7 +79,7 @@ class Field:
     fold: np.ufunc = np.add
     since: int = 1
 
-    def filled(self, sizes: Mapping[str, int], letters: str) -> Array:
+    def defaults(self, sizes: Mapping[str, int], letters: str) -> Array:
         """Return an array of defaults."""
         shape = [sizes[letter] for letter in letters]
         return np.full(shape, self.default or 0, dtype=self.dtype)
@@ -284,7 +284,7 @@ class Header:
 def no_records(header: Header, rank: int) -> Arrays:
     """Return the arrays of a piece without records and additions."""
     sizes = {"N": 0, "C": 0, "M": 0} | header.sizes(rank)
-    return {n: entry.filled(sizes, entry.shape) for n, entry in fields_in_pieces(rank).items()}
+    return {n: entry.defaults(sizes, entry.shape) for n, entry in fields_in_pieces(rank).items()}
 
 
 def rank_folder(rank: int) -> str:
@@ -317,7 +317,7 @@ def checked_arrays(
         if (np.diff(ends, prepend=0) < 0).any() or last != count:
             raise FileError(f"{where}: {ENDS} do not fit the {count} replicas")
     return {
-        name: arrays[name] if name in arrays else entry.filled(known, entry.shape)
+        name: arrays[name] if name in arrays else entry.defaults(known, entry.shape)
         for name, entry in wanted.items()
         if name in arrays or entry.default is not None
     }
@@ -340,7 +340,7 @@ def _check_array(
     )
 
 
-def taken(arrays: Arrays, records: IntArray) -> Arrays:
+def take_records(arrays: Arrays, records: IntArray) -> Arrays:
     """Return the arrays of some records, in that order, with their replicas."""
     ends = np.cumsum(np.diff(arrays[ENDS], prepend=0)[records], dtype=np.int64)
     counts = np.diff(ends, prepend=0)

@@ -58,13 +58,11 @@ class Answer:
 
     @classmethod
     def text(cls, text: str, status: int) -> Answer:
-        """Return one sentence."""
         headers = {"content-type": "text/plain; charset=utf-8"}
         return cls(f"{text}.\n".encode(), status, headers)
 
     @classmethod
     def json(cls, numbers: Numbers, status: int = 200) -> Answer:
-        """Return numbers."""
         text = json.dumps(numbers, separators=(",", ":"), allow_nan=False)
         return cls(text.encode(), status, {"content-type": "application/json"})
 
@@ -77,7 +75,6 @@ class Api:
         self.files = static_files()
 
     def answer(self, path: str, query: Query) -> Answer:
-        """Answer a request."""
         name = path.removeprefix("/api/") if path.startswith("/api/") else ""
         try:
             if path in self.files:
@@ -105,13 +102,13 @@ class Api:
             "live": self.catalogue.live,
             "waiting_for": [str(path) for path in self.catalogue.paths],
             "policies": sorted(policy_names()),
-            "items": [described(item) for item in list(self.catalogue.items)],
+            "items": [item_facts(item) for item in list(self.catalogue.items)],
         }
 
     def overview(self, query: Query) -> Numbers:
         """Return lines over time, means by layer, totals."""
         trace = self._trace(query)
-        most = whole(query, "points", 600, low=2, high=MOST_POINTS)
+        most = integer(query, "points", 600, low=2, high=MOST_POINTS)
         means = zip(trace.header.stages, trace.table.stages.tolist(), strict=True)
         return overview(trace.table, *moments(query), most=most) | {
             "stages": {stage: round(seconds, 9) for stage, seconds in means if seconds > 0},
@@ -137,13 +134,13 @@ class Api:
         value = query.get("value", "before")
         if value not in VALUES:
             raise ConfigError(f"value must be one of {', '.join(VALUES)}, got {value[:40]!r}")
-        most = whole(query, "columns", 240, low=2, high=MOST_COLUMNS)
+        most = integer(query, "columns", 240, low=2, high=MOST_COLUMNS)
         return heat(self._trace(query).table, value, *moments(query), most=most)
 
     def worst(self, query: Query) -> Numbers:
         """Return the key of the most imbalanced record of a range."""
         table, (begin, end) = self._trace(query).table, moments(query)
-        layer = whole(query, "layer") if "layer" in query else None
+        layer = integer(query, "layer") if "layer" in query else None
         return {"key": table.worst(table.within(begin, end, layer))}
 
     def record(self, query: Query) -> Numbers:
@@ -165,18 +162,18 @@ class Api:
     def replay(self, query: Query) -> Numbers:
         """Start a replay, or return the progress and the answer of the replay of this number."""
         if "number" in query:
-            return self.replays.job(whole(query, "number")).to_json()
+            return self.replays.job(integer(query, "number")).to_json()
         trace = self._trace(query)
         return self.replays.ask(trace, case_of(query, trace.header)).to_json()
 
     def stop(self, query: Query) -> Numbers:
         """Stop a replay early."""
-        job = self.replays.job(whole(query, "number"))
+        job = self.replays.job(integer(query, "number"))
         job.stop.set()
         return job.to_json()
 
 
-def described(item: Item) -> Numbers:
+def item_facts(item: Item) -> Numbers:
     """Return a trace or a report as the page lists it."""
     facts: Numbers = {name: getattr(item, name) for name in ("kind", "name", "error")}
     facts |= {"path": str(item.path), "gone": GONE if item.gone else ""}
@@ -190,7 +187,7 @@ def described(item: Item) -> Numbers:
 # -- parameters of requests ----------------------------------------------------------------------
 
 
-def whole(query: Query, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
+def integer(query: Query, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
     """Return an integer of the query; raise `ConfigError` unless it is within the limits."""
     text = query.get(name, str(usual))
     if not text.isdecimal() or len(text) > 19 or not low <= int(text) <= high:
@@ -200,12 +197,12 @@ def whole(query: Query, name: str, usual: int = 0, *, low: int = 0, high: int = 
 
 def moments(query: Query) -> tuple[int, int]:
     """Return the first moment of a range, and its end."""
-    return whole(query, "from"), whole(query, "to", LARGEST)
+    return integer(query, "from"), integer(query, "to", LARGEST)
 
 
 def key_of(query: Query) -> Key:
     """Return step, layer and microbatch."""
-    step, layer, microbatch = (whole(query, name) for name in KEY)
+    step, layer, microbatch = (integer(query, name) for name in KEY)
     return step, layer, microbatch
 
 
@@ -220,9 +217,9 @@ def case_of(query: Query, header: Header) -> Case:
     [case] = cases(
         Trace(header, {}),
         policies=[get_policy(query.get("policy", "")).name],
-        slots=[whole(query, "slots", header.slots)],
-        ranks=[whole(query, "ranks", header.ranks)],
-        history=[whole(query, "history", 1)],
+        slots=[integer(query, "slots", header.slots)],
+        ranks=[integer(query, "ranks", header.ranks)],
+        history=[integer(query, "history", 1)],
         tolerance=tolerance,
     )
     return case

@@ -65,7 +65,6 @@ class Catalogue:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop reading."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -100,14 +99,12 @@ class Catalogue:
         return self.live or any(not item.error for item in self.items)
 
     def trace(self, name: str) -> OpenTrace:
-        """Return the trace of this name."""
         item = self._item("trace", name)
         if item.trace is None:
             raise FileError(item.error)
         return item.trace
 
     def report(self, name: str) -> Path:
-        """Return the file of the report of this name."""
         return self._item("report", name).path
 
     def _item(self, kind: str, name: str) -> Item:
@@ -134,7 +131,7 @@ class Catalogue:
         """Open the traces and reports that are new."""
         known = {item.path for item in self.items}
         try:
-            items = look(self.paths, live=self.live)
+            items = items_in(self.paths, live=self.live)
         except OSError:
             return  # a folder disappeared during the search
         for item in items:
@@ -178,7 +175,7 @@ def _message(error: BaseException) -> str:
 # -- searching -----------------------------------------------------------------------------------
 
 
-def look(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
+def items_in(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
     """Return the traces and reports in these paths, not opened.
 
     Raise `FileError` for a path that is missing or has neither, unless `live` is set.

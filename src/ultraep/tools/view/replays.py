@@ -60,7 +60,7 @@ class ReplayJob:
 
     def _answer(self) -> Numbers:
         table = self.trace.table
-        records = planned_again(table)
+        records = records_to_replan(table)
         self.total = len(records)
         replayed = replayed_plans(self._plans(table, records), self.case)
         records = records[: len(replayed.after)]
@@ -113,19 +113,17 @@ class Replays:
         return job
 
     def job(self, number: int) -> ReplayJob:
-        """Return the job of this number."""
         if number not in self._jobs:
             raise ConfigError(f"there is no replay {number}")
         return self._jobs[number]
 
     def close(self) -> None:
-        """Stop all jobs."""
         for job in list(self._jobs.values()):
             job.stop.set()
         self._worker.shutdown(cancel_futures=True)
 
 
-def planned_again(table: Table, most: int = MOST_PLANS) -> IntArray:
+def records_to_replan(table: Table, most: int = MOST_PLANS) -> IntArray:
     """Return the records to replan, in order of time: all layers, or some evenly spaced ones."""
     names, place_N = table.layers
     if not len(names):

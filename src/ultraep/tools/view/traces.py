@@ -228,7 +228,6 @@ class FileTrace(OpenTrace):
         return summary_of(self.header, own) | {"dropped": own["dropped"]}
 
     def record(self, key: Key) -> Trace:
-        """Return a trace of one record."""
         return self.trace.take(np.array([self._line[0, self.number_of(key)] - 1]))
 
 
@@ -246,7 +245,6 @@ class FolderTrace(OpenTrace):
                 self.note(f"{path}: not read, the trace has only {self.header.ranks} ranks")
 
     def piece_path(self, rank: int, piece: int) -> Path:
-        """Return the path of a piece."""
         return self.path / rank_folder(rank) / piece_file(piece)
 
     # -- the table ------------------------------------------------------------------------------
@@ -302,7 +300,6 @@ class FolderTrace(OpenTrace):
     # -- one record -----------------------------------------------------------------------------
 
     def planned(self, key: Key) -> Trace:
-        """Return a trace of one record with the fields that planning needs."""
         piece, row = self._locate(0, int(self._line[0, self.number_of(key)]))
         arrays = self._plans(piece)
         if row >= len(arrays["loads"]):
