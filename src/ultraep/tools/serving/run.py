@@ -119,7 +119,6 @@ def work(place: RankPlace, options: EngineOptions, report: Report) -> None:
             dist.new_group(),  # a group of its own, apart from the messages of the engine
             options.load.seed,
             slots=options.slots,
-            policy="none",
             in_flight=facts_of(options.model).layers,  # every layer keeps its replicas
         )
         model.check_packing()
@@ -180,15 +179,14 @@ def facts_of(folder: str | None) -> ModelFacts:
 
 
 class TransformersModel:
-    """A balanced transformers model, as the engine serves it; its outputs are tokens. Collective.
+    """A balanced transformers model for the engine; its outputs are tokens. Collective.
 
     bytes_per_token: bytes of text that are enough for one token.
     """
 
     def __init__(
-        self, folder: str | None, group: ProcessGroup, seed: int, *, slots: int, policy: str,
-        **balancing: Any,
-    ) -> None:  # fmt: skip
+        self, folder: str | None, group: ProcessGroup, seed: int, *, slots: int, **balancing: Any
+    ) -> None:
         from ultraep.integrations.transformers import (
             balance,
             balanced_experts,
@@ -201,12 +199,12 @@ class TransformersModel:
         if folder is None:
             torch.manual_seed(seed)  # the same weights on all ranks
             self.model: Any = transformers().Qwen3MoeForCausalLM(config)
-            balance(self.model, group, slots=slots, policy=policy, **balancing)
+            balance(self.model, group, slots=slots, policy="none", **balancing)
             self._encode: Encode | None = None  # tokens are bytes
             self.bytes_per_token = 1
         else:
             self.model = balanced_from_pretrained(
-                folder, group, slots=slots, policy=policy, balancing=balancing
+                folder, group, slots=slots, policy="none", balancing=balancing
             )
             words = hashed_words(config.get_text_config().vocab_size)
             self._encode = tokenizer_of(Path(folder)) or words
