@@ -58,7 +58,10 @@ BAD = {
     "count": (lambda d: edit(d / PIECE, began=np.zeros(3)), r"began must be float64 \[4\]"),
     "type": (lambda d: edit(d / PIECE, step=np.zeros(4)), "step must be int64"),
     "dimensions": (lambda d: edit(d / PIECE, quotas=np.zeros((1, 1), np.int32)), "quotas must be"),
-    "ends": (lambda d: edit(d / PIECE, copy_ends=np.full(4, 99, np.int32)), "do not fit the"),
+    "ends": (
+        lambda d: edit(d / PIECE, copy_ends=np.full(4, 99, np.int32)),
+        "must rise to . replicas, got 99",
+    ),
     "pickle": (lambda d: edit(d / PIECE, policy=np.array([{}] * 4, object)), "cannot be read"),
     "rank too many": (
         lambda d: shutil.copytree(d / "rank-00000", d / "rank-00002"),

@@ -93,7 +93,7 @@ def check_size(path: str | Path, most: int) -> None:
     """Refuse a file of more than `most` bytes."""
     size = os.stat(path).st_size
     if size > most:
-        raise FileError(f"{path}: {size:,} bytes, but such a file may have at most {most:,}")
+        raise FileError(f"{path}: {size:,} bytes, but at most {most:,} are read")
 
 
 # -- text ----------------------------------------------------------------------------------------

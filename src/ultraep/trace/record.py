@@ -1,10 +1,5 @@
 """Recorder: passes the records of one rank to a thread that writes them, and never waits for it.
 
-    with Recorder("run", topology, config, rank=rank) as recorder:
-        for step in range(steps):
-            ...
-            recorder.add(step=step, layer=0, microbatch=0, plan=plan, slot_rows=arrived)
-
 Records that wait to be written take a bounded amount of memory. If the disk is too slow, further
 records are dropped and counted; the trace stores the count.
 """

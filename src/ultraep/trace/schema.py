@@ -1,10 +1,5 @@
 """The schema of a trace: stages, fields, header. Every reader and writer of traces uses it.
 
-    folder/
-    |-- header.json
-    |-- rank-00000/000000.npz, 000001.npz, ...     pieces, in order
-    `-- rank-00001/...
-
 To add a field, add one line to `FIELDS`, with the next version in `since`, and an argument to
 `Recorder.add`. Pieces and files then hold it, `Trace.name` returns it, and older traces return its
 default. See docs/traces.md.
@@ -315,7 +310,7 @@ def checked_arrays(
     if (ends := arrays.get(ENDS)) is not None:
         last, count = int(ends[-1]) if len(ends) else 0, len(arrays["copies"])
         if (np.diff(ends, prepend=0) < 0).any() or last != count:
-            raise FileError(f"{where}: {ENDS} do not fit the {count} replicas")
+            raise FileError(f"{where}: {ENDS} must rise to {count} replicas, got {last} at the end")
     return {
         name: arrays[name] if name in arrays else entry.defaults(known, entry.shape)
         for name, entry in wanted.items()
