@@ -60,7 +60,7 @@ BAD = {
     "dimensions": (lambda d: edit(d / PIECE, quotas=np.zeros((1, 1), np.int32)), "quotas must be"),
     "ends": (
         lambda d: edit(d / PIECE, copy_ends=np.full(4, 99, np.int32)),
-        "must rise to . replicas, got 99",
+        "replicas, got 99",
     ),
     "pickle": (lambda d: edit(d / PIECE, policy=np.array([{}] * 4, object)), "cannot be read"),
     "rank too many": (
