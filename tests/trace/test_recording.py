@@ -98,6 +98,41 @@ def test_the_trace_holds_planned_loads_and_counted_rows(tmp_path, policy):
     ]
 
 
+def test_slot_rows_are_the_rows_that_arrived(tmp_path):
+    """Rows carry their source rank and token, so they are counted without the plan."""
+    ids = [ids_of(rank, 0)[:, :1] for rank in range(4)]
+    example = Example([40] * 4, experts=EXPERTS, ids=ids, top_k=1)
+
+    def work(comm):
+        balancer = Balancer(experts=EXPERTS, slots=2, communicator=comm, record=tmp_path / "run")
+        layer = example.layer(balancer)
+        x = torch.zeros_like(example.inputs[comm.rank])
+        x[:, 0], x[:, 1] = comm.rank, torch.arange(len(x))
+        experts, caught = layer.experts.forward, []
+        layer.experts.forward = lambda arrivals, *rest: (
+            caught.append(arrivals.rows[:, :2].long().tolist()) or experts(arrivals, *rest)
+        )
+        layer(x)
+        balancer.close()
+        return caught[0]
+
+    rows_of_rank = LocalGroup(4).run(work)
+    trace = read_trace(tmp_path / "run")
+    plan, topology = trace.plan(0), trace.topology
+    counted = np.zeros_like(trace.slot_rows[0])
+    for rank, rows in enumerate(rows_of_rank):
+        slots = {expert: topology.home_slot_of_expert[expert] for expert in range(EXPERTS)}
+        for expert, host, index in plan.replicas.tolist():
+            if host == rank:
+                slots[expert] = topology.spare_slot(host, index)
+        for source, token in rows:
+            slot = slots[int(ids[source][token])]
+            assert topology.first_slot_of_rank[rank] <= slot < topology.first_slot_of_rank[rank + 1]
+            counted[slot] += 1
+    assert plan.num_replicas > 0
+    assert trace.slot_rows[0].tolist() == counted.tolist()
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_recomputed_layers_count_once(tmp_path, reentrant):
     homes = [0, 1, 2] * 2 + [0, 1]

@@ -161,12 +161,18 @@ def test_records_in_another_order_or_twice(tmp_path):
         shown.record((4, 0, 0))
 
 
-def test_additions_in_later_pieces_are_added_up_before_ranks_are_compared(tmp_path):
-    """The last pieces of a run often hold only the backward pass of earlier records."""
+@pytest.mark.parametrize("piece", [0, 1])
+def test_additions_in_other_pieces_are_added_up_before_ranks_are_compared(tmp_path, piece):
+    """The last pieces of a run often hold only the backward pass of earlier records.
+
+    piece: the piece with the records.
+    """
     run, plans, shown = tmp_path / "run", plans_of_run().items(), None
     for number in range(3):
         for rank in range(TOPOLOGY.ranks):
-            write_piece(run, rank, number, records=() if number else plans, additions=plans)
+            write_piece(
+                run, rank, number, records=plans if number == piece else (), additions=plans
+            )
         shown = shown or FolderTrace(run, live=True)
         shown.read(never)
     trace = ultraep.read_trace(run)
