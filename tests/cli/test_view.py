@@ -47,7 +47,8 @@ def bad(name, folder, run):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("newer", "a trace of version 99"), ("torn", "truncated or damaged")]
+    ("name", "words"),
+    [("newer", "version 99 of the"), ("torn", "truncated or damaged")],
 )
 def test_a_damaged_trace_is_an_error(run, tmp_path, name, words):
     other = bad(name, tmp_path, run)
@@ -66,8 +67,8 @@ def test_a_damaged_piece_is_an_error_on_terminal_and_page(run, tmp_path):
     result = invoke("view", other, "--export", tmp_path / "other.html")
     assert result.exit_code == 0, result.stderr
     (line,) = result.stderr.splitlines()
-    assert re.match(r"ultraep: .*rank-00001/000001\.npz: not a piece of a trace", line)
-    assert "000001.npz: not a piece of a trace" in (tmp_path / "other.html").read_text("utf-8")
+    assert re.match(r"ultraep: .*rank-00001/000001\.npz: arrays missing or unknown", line)
+    assert "000001.npz: arrays missing or unknown" in (tmp_path / "other.html").read_text("utf-8")
 
 
 def test_a_port_in_use_is_one_line(run):

@@ -41,7 +41,7 @@ def tiny(tmp_path_factory):
 def engine(tiny):
     """An engine of one rank, which is this process."""
     with process_group() as group:
-        model = TransformersModel(tiny, group, 0, slots=1, policy="none")
+        model = TransformersModel(tiny, group, 0, slots=1)
         yield Engine(model)
         for balancer in model.balancers:
             balancer.close()

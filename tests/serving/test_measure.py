@@ -23,7 +23,6 @@ def turn(variant="none", rate=2.0, number=0, waited=(0.5, 1.5, None, 1.0), **mor
         number=number,
         waited=list(waited),
         tokens=[10] * len(waited),
-        arrived=1.0,
         seconds=2.0,
         **({"first": [1] * len(waited), "before": 1.5, "after": 1.25} | more),
     )

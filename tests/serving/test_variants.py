@@ -1,5 +1,7 @@
 """EPLB with fixed homes, and forced even choices."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -27,19 +29,15 @@ def test_eplb_replicates_experts_of_the_past_and_splits_loads_equally():
     assert outdated.imbalance >= outdated.initial_imbalance
 
 
-def test_eplb_fills_all_slots():
+def test_eplb_fills_all_slots_and_needs_a_past():
     rng, topology = np.random.default_rng(0), Topology(ranks=4, experts=16, slots=2)
     for _ in range(20):
         plan = plan_at_home(rng.integers(8, 200, (4, 16)), rng.integers(1, 1000, 16), topology)
         assert 6 <= plan.num_replicas <= 8  # a slot stays empty if only home experts are left
         assert plan.max_ingress == 2
-
-
-def test_eplb_stays_in_its_domain_and_needs_a_past():
-    topology, loads = Topology(ranks=4, experts=8, slots=1, domain=2), np.full((4, 8), 10)
-    past = np.array([900, 800, 1, 1, 1, 1, 1, 1])
-    assert not plan_at_home(loads, past, topology).leaves_domain
-    assert plan_at_home(loads, np.zeros(8, dtype=int), topology).num_replicas == 0
+        near = plan_at_home(plan.loads, rng.integers(1, 1000, 16), replace(topology, domain=2))
+        assert not near.leaves_domain
+    assert plan_at_home(plan.loads, np.zeros(16, dtype=int), topology).num_replicas == 0
 
 
 def test_even_choices_load_all_ranks_and_experts_equally():

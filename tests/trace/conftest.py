@@ -1,4 +1,4 @@
-"""A policy that looks at the past and keeps to the slots: none of the built-in ones does both."""
+"""A policy that needs history and stays within the slots; no built-in policy does both."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from ultraep import policies
 
 
 def halve(problem):
-    """Every rank shares what was its hottest expert with the next rank of its domain."""
+    """Every rank shares its past hottest expert with the next rank of its domain."""
     topology, size = problem.topology, problem.topology.domain_size
     copies = []
     for rank in range(topology.ranks):
@@ -21,8 +21,8 @@ def halve(problem):
 
 @pytest.fixture
 def by_past(monkeypatch):
-    """Its name."""
-    for name in policies.BUILT_IN:  # else those that are imported later are forgotten with it
+    """Register the policy and return its name."""
+    for name in policies.BUILT_IN:  # import them all before the registry is copied
         policies.get_policy(name)
     monkeypatch.setattr(policies, "_registry", dict(policies._registry))
     policies.register_policy("halve", needs_history=True)(halve)

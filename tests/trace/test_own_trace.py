@@ -1,4 +1,4 @@
-"""The trace that is part of the repository: a training as EP8 on one card."""
+"""The trace in the repository: a training with EP8 on one GPU."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def trace():
     return ultraep.read_trace(PATH)
 
 
-def test_it_holds_what_the_documentation_says(trace):
+def test_the_documented_numbers(trace):
     assert trace.loads.shape == (1800, 8, 64)
     assert (trace.loads.sum(axis=(1, 2)) == 8 * 4096 * 4).all()
     assert trace.imbalance_before.mean() == pytest.approx(1.482, abs=5e-4)
@@ -27,7 +27,7 @@ def test_it_holds_what_the_documentation_says(trace):
 
 
 @pytest.mark.parametrize("number", range(0, 1800, 150))
-def test_rows_arrived_as_planned_and_planned_again_the_peak_is_the_same(trace, number):
+def test_rows_arrived_as_planned_and_a_new_plan_has_the_same_peak(trace, number):
     recorded = trace.plan(number)
     assert (trace.rank_loads[number] == recorded.rank_loads).all()
     again = ultraep.plan(trace.loads[number], recorded.topology, recorded.config)
@@ -35,12 +35,12 @@ def test_rows_arrived_as_planned_and_planned_again_the_peak_is_the_same(trace, n
     assert again.num_replicas <= recorded.num_replicas
 
 
-def test_most_plans_are_still_the_recorded_ones(trace):
-    assert len(differing(trace)) == 25  # where the mean is out of reach: the search is another
+def test_most_plans_equal_the_recorded_plans(trace):
+    assert len(differing(trace)) == 25  # the search has changed where the mean is out of reach
 
 
-def test_the_simulator_takes_it(trace):
+def test_the_simulator_reads_it(trace):
     workload = read_workload(PATH, experts=64, top_k=4)
     loads = workload.expert_loads(2, np.arange(3), 8 * 4096 * 4)
-    wanted = trace.of_layer(2).loads[:3].sum(axis=1)
-    assert (loads == wanted).all()
+    expected = trace.of_layer(2).loads[:3].sum(axis=1)
+    assert (loads == expected).all()

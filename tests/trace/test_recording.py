@@ -1,4 +1,4 @@
-"""A balancer that records: what really arrived, each microbatch once, on all ranks or on none."""
+"""A balancer that records: rows that arrived, each microbatch once, on all ranks or on none."""
 
 import time
 
@@ -32,12 +32,12 @@ def one_thread(monkeypatch):
 
 def ids_of(rank, step, tokens=40):
     generator = torch.Generator().manual_seed(100 * step + rank)
-    liked = torch.exp(-0.5 * torch.arange(EXPERTS))
-    return torch.multinomial(liked.expand(tokens, -1), 2, generator=generator)
+    popularity = torch.exp(-0.5 * torch.arange(EXPERTS))
+    return torch.multinomial(popularity.expand(tokens, -1), 2, generator=generator)
 
 
-def train(comm, folder, *, keep=None, layers=2, steps=STEPS, between=None, **options):
-    """Steps of layers one behind the other; what each rank sent, and its plans."""
+def train(comm, folder, *, reentrant=None, layers=2, steps=STEPS, between=None, **options):
+    """Train a stack of layers; return digests of plans, sent slots, and the balancer."""
     example = Example(
         [40] * comm.size, experts=EXPERTS, ids=[ids_of(r, 0) for r in range(comm.size)]
     )
@@ -50,7 +50,7 @@ def train(comm, folder, *, keep=None, layers=2, steps=STEPS, between=None, **opt
         x = example.inputs[comm.rank].clone().requires_grad_()
         for layer in stack:
             layer.router.ids = ids_of(comm.rank, step)
-            y = layer(x) if keep is None else checkpoint(layer, x, use_reentrant=keep)
+            y = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
             digests.append(layer.last_plan.digest())
             sent.append(reroute(layer.router.ids, layer.last_plan, comm.rank).slots)
             x = x + y
@@ -65,7 +65,7 @@ def stages_of(trace):
 
 
 @pytest.mark.parametrize("policy", ["ultraep", "quota"])
-def test_loads_that_arrived_are_those_planned_and_those_counted(tmp_path, policy):
+def test_the_trace_holds_planned_loads_and_counted_rows(tmp_path, policy):
     ranks = LocalGroup(4).run(lambda comm: train(comm, tmp_path / "run", policy=policy))
     trace = read_trace(tmp_path / "run")
     assert (len(trace), trace.dropped, trace.left_out) == (2 * STEPS, 0, 0)
@@ -98,8 +98,8 @@ def test_loads_that_arrived_are_those_planned_and_those_counted(tmp_path, policy
     ]
 
 
-def test_rows_that_arrived_are_counted_by_what_they_carry(tmp_path):
-    """Every row says whose it is; so what it wants is known without any plan."""
+def test_slot_rows_are_the_rows_that_arrived(tmp_path):
+    """Rows carry their source rank and token, so they are counted without the plan."""
     ids = [ids_of(rank, 0)[:, :1] for rank in range(4)]
     example = Example([40] * 4, experts=EXPERTS, ids=ids, top_k=1)
 
@@ -133,14 +133,12 @@ def test_rows_that_arrived_are_counted_by_what_they_carry(tmp_path):
     assert trace.slot_rows[0].tolist() == counted.tolist()
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["reentrant", "not reentrant"])
-def test_what_is_computed_again_counts_once(tmp_path, keep):
-    once = LocalGroup(3).run(
-        lambda comm: train(comm, tmp_path / "once", homes=[0, 1, 2] * 2 + [0, 1])
-    )
-    LocalGroup(3).run(
-        lambda comm: train(comm, tmp_path / "again", keep=keep, homes=[0, 1, 2] * 2 + [0, 1])
-    )
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_recomputed_layers_count_once(tmp_path, reentrant):
+    homes = [0, 1, 2] * 2 + [0, 1]
+    once = LocalGroup(3).run(lambda comm: train(comm, tmp_path / "once", homes=homes))
+    options = {"reentrant": reentrant, "homes": homes}
+    LocalGroup(3).run(lambda comm: train(comm, tmp_path / "again", **options))
     trace = read_trace(tmp_path / "again")
     assert (len(trace), trace.dropped, trace.left_out) == (2 * STEPS, 0, 0)
     assert [trace.plan(n).digest() for n in range(len(trace))] == once[0][0]
@@ -150,53 +148,44 @@ def test_what_is_computed_again_counts_once(tmp_path, keep):
     assert not read_trace(tmp_path / "once").seconds[:, :, again].any()
 
 
-def test_recording_changes_nothing(tmp_path):
+def test_recording_does_not_change_outputs(tmp_path):
     example = Example([20, 5, 30, 10], dtype=torch.float32, bias=True)
     plain, recorded = (on_ranks(example, slots=2, **o) for o in ({}, {"record": tmp_path / "run"}))
-    for found, wanted in zip(recorded, plain, strict=True):
-        assert torch.equal(found.output, wanted.output)
-        for name, gradient in wanted.gradients.items():
-            assert torch.equal(found.gradients[name], gradient), name
+    for actual, expected in zip(recorded, plain, strict=True):
+        assert torch.equal(actual.output, expected.output)
+        for name, gradient in expected.gradients.items():
+            assert torch.equal(actual.gradients[name], gradient), name
 
 
-def test_without_gradients_there_is_forward_only(tmp_path):
+@pytest.mark.parametrize("learns", ["nothing", "weights"])
+def test_only_passes_that_run_are_recorded(tmp_path, learns):
     example = Example([20] * 2)
 
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm, record=tmp_path / "run", verify=False)
         layer = example.layer(balancer)
-        with torch.inference_mode():
-            for _ in range(3):
-                layer(example.inputs[comm.rank])
-        balancer.close()
-
-    LocalGroup(2).run(work)
-    trace = read_trace(tmp_path / "run")
-    assert trace.step.tolist() == [0, 1, 2]
-    assert stages_of(trace) == FORWARD_STAGES - {"verify"}
-    assert np.isnan(trace.back_began).all()
-
-
-def test_where_only_weights_learn_backward_is_recorded_too(tmp_path):
-    example = Example([20] * 2)
-
-    def work(comm):
-        balancer = Balancer(experts=8, communicator=comm, record=tmp_path / "run")
-        layer = example.layer(balancer)
         layer.router.requires_grad_(False)
-        layer(example.inputs[comm.rank]).sum().backward()
+        with torch.inference_mode(learns == "nothing"):
+            for _ in range(3):
+                output = layer(example.inputs[comm.rank])
+                if learns == "weights":
+                    output.sum().backward()
         balancer.close()
 
     LocalGroup(2).run(work)
-    trace = read_trace(tmp_path / "run")
-    assert stages_of(trace) == FORWARD_STAGES | BACKWARD_STAGES - {"dispatch back"}
+    trace, stages = read_trace(tmp_path / "run"), FORWARD_STAGES - {"verify"}
+    if learns == "weights":
+        stages |= BACKWARD_STAGES - {"dispatch back"}
+    assert trace.step.tolist() == [0, 1, 2]
+    assert stages_of(trace) == stages
+    assert np.isnan(trace.back_began).all() == (learns == "nothing")
 
 
-def test_steps_that_are_told(tmp_path):
-    def tell(balancer, step):
+def test_record_step_sets_the_step(tmp_path):
+    def set_step(balancer, step):
         balancer.record_step(10 + step // 2)
 
-    LocalGroup(2).run(lambda comm: train(comm, tmp_path / "run", between=tell))
+    LocalGroup(2).run(lambda comm: train(comm, tmp_path / "run", between=set_step))
     trace = read_trace(tmp_path / "run")
     assert trace.of_layer(0).step.tolist() == [10, 10, 11, 11]
     assert trace.of_layer(1).microbatch.tolist() == [0, 1, 0, 1]
@@ -204,7 +193,7 @@ def test_steps_that_are_told(tmp_path):
     assert differing(trace) == []
 
 
-def test_policies_that_look_at_the_past_are_planned_again_exactly(tmp_path, by_past):
+def test_policies_with_history_are_replayed_exactly(tmp_path, by_past):
     LocalGroup(4).run(lambda comm: train(comm, tmp_path / "run", policy=by_past, steps=6))
     trace = read_trace(tmp_path / "run")
     assert trace.num_copies.any()
@@ -221,8 +210,7 @@ def test_a_policy_for_one_call(tmp_path):
     assert differing(read_trace(tmp_path / "run")) == []
 
 
-def test_verbs_without_an_exchange_are_not_recorded(tmp_path):
-    """Who sends rows by himself knows what arrived, and tells the recorder."""
+def test_a_caller_that_dispatches_rows_itself_adds_its_own_records(tmp_path):
     balancer = Balancer("alone", experts=8, record=tmp_path / "run")
     weights = {"w": torch.randn(8, 4)}
     microbatch, plan = planned(balancer, ids_of(0, 0), weights)
@@ -242,7 +230,6 @@ def test_off_by_default():
     balancer = Balancer("alone", experts=8)
     assert balancer.recorder is None
     balancer.record_step(3)
-    assert balancer._recording is None
 
 
 # -- all ranks or none ---------------------------------------------------------------------------
@@ -253,13 +240,13 @@ def test_the_environment_turns_it_on_for_every_balancer(tmp_path, monkeypatch):
     for _ in range(2):
         LocalGroup(2).run(lambda comm: train(comm, None, steps=1))
     LocalGroup(2).run(lambda comm: train(comm, tmp_path / "named", steps=2))
-    found = sorted(path.name for path in (tmp_path / "traces").iterdir())
-    assert found == ["0000", "0001"]
-    assert [len(read_trace(tmp_path / "traces" / name)) for name in found] == [2, 2]
+    names = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert names == ["0000", "0001"]
+    assert [len(read_trace(tmp_path / "traces" / name)) for name in names] == [2, 2]
     assert len(read_trace(tmp_path / "named")) == 4
 
 
-def test_one_rank_that_records_alone_is_an_error_on_all(tmp_path):
+def test_recording_on_some_ranks_only_is_an_error_on_all(tmp_path):
     def work(comm):
         with pytest.raises(PlanMismatch, match=r"settings.*record nothing.*record in") as caught:
             Balancer(experts=8, communicator=comm, record=tmp_path if comm.rank == 1 else None)
@@ -290,8 +277,8 @@ def test_a_folder_that_cannot_be_used_is_an_error_on_all_before_the_run(
     assert len(set(LocalGroup(2).run(work))) == 1
 
 
-def test_a_rank_that_cannot_write_takes_the_trace_back(tmp_path):
-    (tmp_path / "run" / "rank-00001").mkdir(parents=True)  # of a run before
+def test_a_rank_that_cannot_write_removes_the_trace(tmp_path):
+    (tmp_path / "run" / "rank-00001").mkdir(parents=True)  # of an earlier run
 
     def work(comm):
         with pytest.raises(FileError, match=r"rank 1 cannot record: .*already holds a trace"):

@@ -1,4 +1,4 @@
-"""A trace planned again as it was recorded gives the recorded plans; and planned otherwise."""
+"""Replays reproduce the recorded plans; other settings give other plans; exports."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ LOADS = workload.topic_shift(8, 32, steps=12, top_k=4, tokens=100, seed=2)
 
 
 def planned(config, topology=WIDE, history=1):
-    """As a balancer does: layer by layer, policies with a memory see the microbatch before."""
+    """Plan as a balancer does: policies with history see past microbatches of the layer."""
     plans = []
     for number, loads in enumerate(LOADS):
         past = LOADS[max(number - history * LAYERS, number % LAYERS) : max(number, 1) : LAYERS]
@@ -35,7 +35,7 @@ def trace(tmp_path):
 @pytest.mark.usefixtures("by_past")
 @pytest.mark.parametrize("policy", ["ultraep", "quota", "none", "echo", "halve"])
 @pytest.mark.parametrize("options", [{}, {"tolerance": 0.05, "locality": False}], ids=str)
-def test_planned_again_as_recorded_gives_the_recorded_plans(tmp_path, policy, options):
+def test_a_replay_with_the_recorded_settings_gives_the_recorded_plans(tmp_path, policy, options):
     config = BalanceConfig(policy=policy, **options)
     plans = planned(config)
     run = record(tmp_path / "run", plans, topology=WIDE, config=config, layers=LAYERS)
@@ -43,18 +43,18 @@ def test_planned_again_as_recorded_gives_the_recorded_plans(tmp_path, policy, op
     assert replay.differing(trace) == []
     assert [trace.plan(n).digest() for n in range(12)] == [plan.digest() for plan in plans]
     length = 1 if policy == "halve" else None
-    again = replay.plans(trace, replay.Case(config, WIDE, length))
+    again = replay.plans([trace], replay.Case(config, WIDE, length))
     assert [plan.digest() for plan in again] == [plan.digest() for plan in plans]
 
 
-def test_policies_of_single_calls_are_planned_again_as_such(tmp_path):
+def test_a_replay_uses_the_policy_of_every_record(tmp_path):
     names = ["ultraep", "none", "quota", "ultraep"]
     plans = [plan_for(n, config=BalanceConfig(policy=name)) for n, name in enumerate(names)]
     assert replay.differing(read_trace(record(tmp_path / "run", plans))) == []
 
 
-def test_other_plans_than_the_recorded_ones_are_found(tmp_path):
-    """Plans of another policy, recorded as if they were of this one."""
+def test_records_whose_plan_differs_are_listed(tmp_path):
+    """A plan of another policy is recorded as if it were of this one."""
     loads = np.array([[9, 0, 1, 0], [9, 0, 0, 1]])
     right = ultraep.plan(loads, TOPOLOGY)
     wrong = ultraep.plan(loads, TOPOLOGY, BalanceConfig(policy="none"))
@@ -66,30 +66,32 @@ def test_other_plans_than_the_recorded_ones_are_found(tmp_path):
     assert replay.differing(trace) == [1]
 
 
-def test_a_line_is_the_mean_over_records(trace):
+def test_the_means_are_over_all_records(trace):
     [case] = replay.cases(trace, policies=["quota"], slots=[1], ranks=[8], history=[4])
     assert case.history is None
-    line = replay.replay(trace, case)
-    config = BalanceConfig(policy="quota")
-    plans = planned(config, Topology(ranks=8, experts=32, slots=1, domain=4))
-    assert line.before == pytest.approx(np.mean([plan.initial_imbalance for plan in plans]))
-    assert line.after == pytest.approx(np.mean([plan.imbalance for plan in plans]))
-    assert line.worst == max(plan.imbalance for plan in plans)
-    assert line.bound == pytest.approx(np.mean([plan.lower_bound for plan in plans]))
-    assert line.copies == pytest.approx(np.mean([plan.num_replicas for plan in plans]))
-    assert line.remote == pytest.approx(np.mean([p.remote_tokens / p.total for p in plans]))
-    assert line.beyond == 0
+    plans = planned(BalanceConfig(policy="quota"), Topology(ranks=8, experts=32, slots=1, domain=4))
+    assert replay.replayed(trace, case).means() == pytest.approx(
+        {
+            "before": np.mean([plan.initial_imbalance for plan in plans]),
+            "after": np.mean([plan.imbalance for plan in plans]),
+            "bound": np.mean([plan.lower_bound for plan in plans]),
+            "copies": np.mean([plan.num_replicas for plan in plans]),
+            "remote": np.mean([plan.remote_tokens / plan.total for plan in plans]),
+            "worst": max(plan.imbalance for plan in plans),
+            "beyond": 0,
+        }
+    )
 
 
 @pytest.mark.parametrize("history", [1, 2, 3])
-def test_policies_see_as_much_of_the_past_as_is_asked_for(trace, history):
+def test_policies_see_the_requested_history(trace, history):
     [case] = replay.cases(trace, policies=["lplb"], slots=[2], ranks=[8], history=[history])
     wanted = planned(BalanceConfig(policy="lplb"), history=history)
-    assert [p.digest() for p in replay.plans(trace, case)] == [p.digest() for p in wanted]
+    assert [p.digest() for p in replay.plans([trace], case)] == [p.digest() for p in wanted]
 
 
 def test_every_combination_once(trace):
-    found = replay.cases(
+    combinations = replay.cases(
         trace,
         policies=["none", "eplb"],
         slots=[1, 2],
@@ -97,15 +99,15 @@ def test_every_combination_once(trace):
         history=[1, 4],
         tolerance=0.02,
     )
-    assert len(found) == 2 * 2 * (1 + 2)
-    assert {case.config.tolerance for case in found} == {0.02}
-    assert {case.topology.domain for case in found} == {4}
+    assert len(combinations) == 2 * 2 * (1 + 2)
+    assert {case.config.tolerance for case in combinations} == {0.02}
+    assert {case.topology.domain for case in combinations} == {4}
 
 
 def test_fewer_and_more_ranks(trace):
     for ranks in (1, 2, 4, 16, 32):
         [case] = replay.cases(trace, policies=["ultraep"], slots=[1], ranks=[ranks], history=[1])
-        for recorded, plan in zip(trace.loads, replay.plans(trace, case), strict=True):
+        for recorded, plan in zip(trace.loads, replay.plans([trace], case), strict=True):
             plan.check(plan.loads)
             assert plan.topology.ranks == ranks
             assert plan.loads.sum(axis=0).tolist() == recorded.sum(axis=0).tolist()
@@ -134,11 +136,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_planned_is_refused(trace, given, message):
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_invalid_settings_are_refused(trace, changes, message):
     usual = {"policies": ["none"], "slots": [1], "ranks": [8], "history": [1]}
     with pytest.raises(ConfigError, match=message):
-        replay.cases(trace, **(usual | given))
+        replay.cases(trace, **(usual | changes))
 
 
 def test_a_trace_without_records(tmp_path):
@@ -146,7 +148,7 @@ def test_a_trace_without_records(tmp_path):
     assert replay.differing(trace) == []
     [case] = replay.cases(trace, policies=["none"], slots=[1], ranks=[2], history=[1])
     with pytest.raises(ConfigError, match="nothing to replay"):
-        replay.replay(trace, case)
+        replay.replayed(trace, case)
 
 
 # -- for other programs --------------------------------------------------------------------------
@@ -164,28 +166,30 @@ def test_the_table(trace, tmp_path):
 
 
 def test_the_timeline(tmp_path):
+    """Waiting time is a gap at the end of a stage."""
     plan = plan_for(1)
     for rank in range(2):
         with ultraep.Recorder(tmp_path / "run", TOPOLOGY, rank=rank) as recorder:
             recorder.add(
                 plan=plan, slot_rows=[1, 2, 3], step=4, layer=5, began=100.0 + rank,
                 seconds={"plan": 0.5, "experts": 2.0},
+                waited={"plan": 0.5, "experts": 1.5} if rank else {},
             )  # fmt: skip
             recorder.more(step=4, layer=5, seconds={"reduce": 1.0}, began=110.0)
     write_timeline(tmp_path / "run.json", timeline_of(read_trace(tmp_path / "run")))
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    drawn = [e for e in events if e["ph"] == "X"]
-    assert [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in drawn] == [
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in spans] == [
         ("plan", 0, 0.0, 0.5),
         ("experts", 0, 0.5, 2.0),
         ("reduce", 0, 10.0, 1.0),
-        ("plan", 1, 1.0, 0.5),
-        ("experts", 1, 1.5, 2.0),
+        ("experts", 1, 1.5, 0.5),
         ("reduce", 1, 10.0, 1.0),
     ]
-    assert drawn[0]["args"] == {"step": 4, "layer": 5, "microbatch": 0}
+    assert spans[0]["args"] == {"step": 4, "layer": 5, "microbatch": 0}
+    assert {event["cat"] for event in spans} == {"layer 5 forward", "layer 5 backward"}
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"rank 0", "rank 1"}
-    [counter] = [e for e in events if e["ph"] == "C"]
+    [counter] = [event for event in events if event["ph"] == "C"]
     assert counter["args"]["before"] == plan.initial_imbalance
 
 

@@ -1,18 +1,17 @@
-"""The summary of a piece is what its arrays say, one line per record."""
+"""The summary of a piece has one line per record, computed from its arrays."""
 
 import numpy as np
-from traces import TOPOLOGY, arrived, plan_for, record
+from traces import TOPOLOGY, arrived, plan_for
 
 from ultraep import Recorder, read_trace
 from ultraep.trace.files import read_header, read_piece
 from ultraep.trace.schema import SUMMARIES, Column
-from ultraep.trace.summary import lines_of_additions
 
 PLANS = [plan_for(seed) for seed in range(4)]
 
 
-def summary_of_rank(run, rank, piece=0):
-    path = run / f"rank-{rank:05d}/{piece:06d}.npz"
+def summary_of_rank(run, rank):
+    path = run / f"rank-{rank:05d}/000000.npz"
     return read_piece(path, read_header(run), rank, SUMMARIES)
 
 
@@ -47,17 +46,6 @@ def test_a_recorder_stores_what_the_overview_needs(tmp_path):
     assert not summary_of_rank(run, 1)["summary"][:, Column.ROUTED :].any()
 
 
-def test_additions_to_a_record_of_an_earlier_piece_share_a_line():
-    keys = {"step": [5, 6, 5], "layer": [0, 0, 0], "microbatch": [0, 0, 0]}
-    more = np.array([[6, 0, 0], [4, 0, 0], [5, 0, 0], [4, 1, 0], [4, 0, 0]])
-    arrays = {name: np.array(values) for name, values in keys.items()} | {"more": more}
-    late, lines = lines_of_additions(arrays)
-    assert more[late].tolist() == [[4, 0, 0], [4, 1, 0]]
-    assert lines.tolist() == [1, 3, 0, 4, 3]  # of two records with one key, the first counts
-    nothing = {name: np.zeros(0, np.int64) for name in keys} | {"more": more[:0]}
-    assert [len(part) for part in lines_of_additions(nothing)] == [0, 0]
-
-
 def test_invalid_times_are_clipped(tmp_path):
     with Recorder(tmp_path / "run", TOPOLOGY) as recorder:
         for step, value in enumerate((np.nan, np.inf, -1.0, 3e38)):
@@ -67,12 +55,10 @@ def test_invalid_times_are_clipped(tmp_path):
     assert lines[:, Column.EXPERTS].tolist() == [0, 10**15, 0, 10**15]
 
 
-def test_a_piece_without_records_has_a_summary(tmp_path):
-    run = record(tmp_path / "run", PLANS[:1])
+def test_additions_to_a_record_of_an_earlier_piece_share_a_line(tmp_path):
     with Recorder(tmp_path / "late", TOPOLOGY) as recorder:
-        recorder.more(step=0, bytes_moved=5)
-        recorder.more(step=0, bytes_moved=6)
+        for step, layer in ((4, 0), (4, 1), (4, 0)):
+            recorder.more(step=step, layer=layer, bytes_moved=5)
     late = summary_of_rank(tmp_path / "late", 0)
-    assert late["summary"][:, [Column.LATE, Column.BYTES]].tolist() == [[1, 11]]
-    assert late["more_lines"].tolist() == [0, 0]
-    assert len(summary_of_rank(run, 1)["summary"]) == 1
+    assert late["summary"][:, [Column.LATE, Column.BYTES]].tolist() == [[1, 10], [1, 5]]
+    assert late["more_lines"].tolist() == [0, 1, 0]

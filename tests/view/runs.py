@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -11,13 +12,10 @@ from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, Recorder, Topology
-from ultraep.files.writing import write_text
 from ultraep.tools.view.catalogue import Catalogue
 from ultraep.tools.view.server import ViewServer
-from ultraep.trace.files import read_header, write_arrays
-from ultraep.trace.read import _read_rank
-from ultraep.trace.schema import BACKWARD, FORWARD, SUMMARIES, fields_in_pieces
-from ultraep.trace.summary import summary_of
+from ultraep.trace.files import write_arrays
+from ultraep.trace.schema import BACKWARD, FORWARD, SUMMARIES
 
 TOPOLOGY = Topology(ranks=4, experts=12, slots=1)
 CONFIG = BalanceConfig()
@@ -25,7 +23,7 @@ LAYERS, MOMENTS = 3, 10
 
 
 def plans_of_run(moments=MOMENTS, layers=LAYERS):
-    """By moment and layer."""
+    """Return plans by moment and layer."""
     rng = np.random.default_rng(7)
     plans = {}
     for moment in range(moments):
@@ -36,62 +34,60 @@ def plans_of_run(moments=MOMENTS, layers=LAYERS):
     return plans
 
 
-def write_run(folder, *, moments=MOMENTS, ranks=range(TOPOLOGY.ranks), parts=1):
-    """A whole trace. ranks: the ranks that write. parts: additions with backward per record."""
-    plans = plans_of_run(moments)
+def write_piece(folder, rank, number, *, records=(), additions=()):
+    """Write a piece of a rank with records, and with backward passes of records.
+
+    Each pass also has a stage of the other pass.
+    """
+    rng = np.random.default_rng([rank, number])
+    own, temporary = folder / f"rank-{rank:05d}", folder.with_name("temporary")
+
+    def measured(stages):
+        seconds = dict(zip(stages, rng.random(len(stages)) * 1e-3, strict=True))
+        return {"seconds": seconds, "bytes_moved": int(rng.integers(0, 1000))}
+
+    with Recorder(temporary, TOPOLOGY, CONFIG, rank=rank) as recorder:
+        for (moment, layer), plan in records:
+            key = {"step": moment // 2, "layer": layer, "microbatch": moment % 2}
+            rows = arrived(plan, rank)
+            recorder.add(plan=plan, slot_rows=rows, **key, **measured((*FORWARD, "reduce")))
+        for (moment, layer), _ in additions:
+            key = {"step": moment // 2, "layer": layer, "microbatch": moment % 2}
+            recorder.more(**key, **measured((*BACKWARD, "experts")))
+    own.mkdir(parents=True, exist_ok=True)
+    path = (temporary / own.name / "000000.npz").rename(own / f"{number:06d}.npz")
+    if rank == 0:
+        (temporary / "header.json").rename(folder / "header.json")
+    shutil.rmtree(temporary)
+    return path
+
+
+def write_run(folder, *, moments=MOMENTS, ranks=range(TOPOLOGY.ranks)):
+    """Write a trace with one piece per rank. ranks: the ranks that write."""
+    plans = plans_of_run(moments).items()
     for rank in ranks:
-        rng = np.random.default_rng(rank)
-        with Recorder(folder, TOPOLOGY, CONFIG, rank=rank) as recorder:
-            for (moment, layer), plan in plans.items():
-                key = {"step": moment // 2, "layer": layer, "microbatch": moment % 2}
-                moved = int(rng.integers(0, 1000))
-                seconds = dict(zip(FORWARD, rng.random(len(FORWARD)) * 1e-3, strict=True))
-                rows = arrived(plan, rank)
-                recorder.add(plan=plan, slot_rows=rows, bytes_moved=moved, seconds=seconds, **key)
-                for _ in range(parts):
-                    seconds = dict(zip(BACKWARD, rng.random(len(BACKWARD)) * 1e-3, strict=True))
-                    recorder.more(seconds=seconds, bytes_moved=moved, **key)
+        write_piece(folder, rank, 0, records=plans, additions=plans)
     return folder
 
 
-def write_pieces(folder, *, per_piece=4, odd=False, version=4):
-    """The same trace in pieces of a few records.
+def write_pieces(folder, *, odd=False, version=4):
+    """Write a trace in pieces of four records; odd: rank r has r more.
 
-    odd: every rank has its own number of records per piece.
     version: of the pieces; before 4 they had no summary.
     """
-    whole = write_run(folder.with_name(folder.name + "-whole"))
-    header = read_header(whole)
-    folder.mkdir()
-    write_text(folder / "header.json", header.to_json())
-    for rank in range(header.ranks):
-        own = folder / f"rank-{rank:05d}"
-        own.mkdir()
-        arrays = _read_rank(whole / own.name, header, rank)
-        size = per_piece + (rank if odd else 0)
-        for number, begin in enumerate(range(0, len(arrays["step"]), size)):
-            piece = _rows(arrays, rank, begin, begin + size)
-            if version > 3:
-                piece |= summary_of(header, piece)
-            write_arrays(own / f"{number:06d}.npz", piece)
+    plans = list(plans_of_run().items())
+    for rank in range(TOPOLOGY.ranks):
+        size = 4 + (rank if odd else 0)
+        for number, begin in enumerate(range(0, len(plans), size)):
+            own = plans[begin : begin + size]
+            path = write_piece(folder, rank, number, records=own, additions=own)
+            if version < 4:
+                change(path)
     return folder
-
-
-def _rows(arrays, rank, begin, end):
-    """Some records of a rank, with their additions and replicas."""
-    fields = fields_in_pieces(rank)
-    piece = {n: a[begin:end] for n, a in arrays.items() if fields[n].shape[0] in "NM"}
-    piece["dropped"] = arrays["dropped"]
-    if rank == 0:
-        ends = np.concatenate([[0], arrays["copy_ends"]])
-        first, last = ends[begin], ends[min(end, len(ends) - 1)]
-        piece["copy_ends"] = (piece["copy_ends"] - first).astype(np.int32)
-        piece |= {name: arrays[name][first:last] for name in ("copies", "quotas")}
-    return piece
 
 
 def change(path, **changes):
-    """Change arrays of a piece; its summary goes, which would not fit."""
+    """Change arrays of a piece, and remove its summary."""
     with np.load(path) as stored:
         arrays = {name: stored[name] for name in stored.files if name not in SUMMARIES}
     write_arrays(path, arrays | changes)

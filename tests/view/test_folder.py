@@ -1,4 +1,4 @@
-"""The viewer reads piece by piece what the trace holds; it names damage and shows the rest."""
+"""The viewer reads a trace piece by piece, names damaged pieces, and shows the rest."""
 
 import json
 import shutil
@@ -12,14 +12,23 @@ from ultraep import ConfigError, FileError, Topology
 from ultraep.files.reading import read_arrays
 from ultraep.tools.view import catalogue as catalogue_module
 from ultraep.tools.view import table, traces
-from ultraep.tools.view.catalogue import Catalogue, look
+from ultraep.tools.view.catalogue import Catalogue, items_in
 from ultraep.tools.view.record import numbers_of, stages_of
 from ultraep.tools.view.traces import FileTrace, FolderTrace
 from ultraep.trace import files
 from ultraep.trace.files import read_piece, write_arrays
-from ultraep.trace.schema import KEY, Column, fields_in_pieces
-from ultraep.trace.summary import summary_of
-from view.runs import LAYERS, MOMENTS, TOPOLOGY, change, wait_for, write_pieces, write_run
+from ultraep.trace.schema import KEY, Column
+from view.runs import (
+    LAYERS,
+    MOMENTS,
+    TOPOLOGY,
+    change,
+    plans_of_run,
+    wait_for,
+    write_piece,
+    write_pieces,
+    write_run,
+)
 
 EXPERTS = ("experts", "experts back")
 COST = ("plan", "verify", "replicate", "weights again", "reduce")
@@ -93,17 +102,6 @@ def test_a_record_shows_its_plan(trace):
         assert all(c["path"][0] == TOPOLOGY.home_of_expert[c["expert"]] for c in copies)
 
 
-def test_stages_recorded_with_the_other_pass(tmp_path):
-    """A forward stage in an addition, a backward stage in the record: as in `read_trace`."""
-    plan = plan_for(0)
-    for rank in range(2):
-        with ultraep.Recorder(tmp_path / "run", plan.topology, rank=rank) as recorder:
-            seconds = {"experts": 1.0, "reduce": 0.25}
-            recorder.add(plan=plan, slot_rows=arrived(plan, rank), step=0, seconds=seconds)
-            recorder.more(step=0, seconds={"experts": 0.5, "reduce": 0.5})
-    check_records(read(tmp_path / "run"), ultraep.read_trace(tmp_path / "run"))
-
-
 def test_the_table_grows_while_the_trace_is_read(pieces, monkeypatch):
     monkeypatch.setattr(traces, "PUBLISH_SECONDS", 0.0)
     trace, sizes = FolderTrace(pieces), []
@@ -124,36 +122,15 @@ def test_the_table_needs_only_the_summaries(pieces, monkeypatch):
     assert set(requested) == {("summary", "stage_sums", "dropped")}
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_piece_without_a_record_of_its_own(tmp_path, first):
-    """The last piece of a run often holds only the backward pass of earlier records."""
-    run = write_run(tmp_path / "run", moments=2)
-    for rank in range(TOPOLOGY.ranks):
-        with ultraep.Recorder(tmp_path / "late", TOPOLOGY, rank=rank) as recorder:
-            recorder.more(step=0, seconds={"reduce": 1.0})
-        late = tmp_path / f"late/rank-{rank:05d}/000000.npz"
-        whole, behind = (run / f"rank-{rank:05d}/00000{number}.npz" for number in (0, 1))
-        if first:
-            whole = whole.rename(behind)
-        shutil.copy(late, whole.with_name("000000.npz") if first else behind)
-    shown, trace = read(run), ultraep.read_trace(run)
-    assert shown.notes == []
-    check_equal(shown.table, trace)
-    check_records(shown, trace)
-
-
 def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypatch):
-    for name in ("bad", "good"):
-        shutil.copytree(run, tmp_path / name)
-    read_folder = FolderTrace.read
+    shutil.copytree(run, tmp_path / "bad")
+    shutil.copytree(run, tmp_path / "good")
+    read_folder, warnings = FolderTrace.read, []
 
     def read_or_fail(self, stop):
-        if self.path.name == "bad":
-            raise IndexError("arrays used as indices must be of integer type")
-        return read_folder(self, stop)
+        return [][1] if self.path.name == "bad" else read_folder(self, stop)
 
     monkeypatch.setattr(FolderTrace, "read", read_or_fail)
-    warnings = []
     catalogue = Catalogue([tmp_path], warn=warnings.append)
     catalogue.read_all()
     catalogue.close()
@@ -161,7 +138,7 @@ def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypa
     assert catalogue.trace("good").notes == []
     assert catalogue.trace("bad").notes == warnings
     assert "the rest is missing: an error of ultraep" in warnings[0]
-    assert "IndexError: arrays used as indices" in warnings[0]
+    assert "IndexError: list index out of range (test_folder.py" in warnings[0]
 
 
 def test_records_in_another_order_or_twice(tmp_path):
@@ -184,27 +161,24 @@ def test_records_in_another_order_or_twice(tmp_path):
         shown.record((4, 0, 0))
 
 
-def test_additions_in_later_pieces_are_added_up_before_ranks_are_compared(tmp_path):
-    """With each part of backward in its own piece, read one after the other."""
-    parts, folder = write_run(tmp_path / "parts", parts=3), tmp_path / "run"
-    trace = ultraep.read_trace(parts)
-    check_equal(read(parts).table, trace)
-    folder.mkdir()
-    shutil.copy(parts / "header.json", folder)
-    shown = FolderTrace(folder, live=True)
+@pytest.mark.parametrize("piece", [0, 1])
+def test_additions_in_other_pieces_are_added_up_before_ranks_are_compared(tmp_path, piece):
+    """The last pieces of a run often hold only the backward pass of earlier records.
+
+    piece: the piece with the records.
+    """
+    run, plans, shown = tmp_path / "run", plans_of_run().items(), None
     for number in range(3):
         for rank in range(TOPOLOGY.ranks):
-            own, fields = folder / f"rank-{rank:05d}", fields_in_pieces(rank)
-            own.mkdir(exist_ok=True)
-            piece = read_piece(parts / own.name / "000000.npz", trace.header, rank)
-            for name, array in piece.items():
-                if fields[name].shape[0] == "M":
-                    piece[name] = array[number::3]
-                elif number and fields[name].shape[0] in "NC":
-                    piece[name] = array[:0]
-            write_arrays(own / f"{number:06d}.npz", piece | summary_of(trace.header, piece))
+            write_piece(
+                run, rank, number, records=plans if number == piece else (), additions=plans
+            )
+        shown = shown or FolderTrace(run, live=True)
         shown.read(never)
+    trace = ultraep.read_trace(run)
     check_equal(shown.table, trace)
+    check_records(shown, trace)
+    assert shown.notes == []
 
 
 # -- live ----------------------------------------------------------------------------------------
@@ -275,28 +249,18 @@ def test_a_missing_piece_is_named(pieces, tmp_path):
     assert "rank-00009: not read, the trace has only 4 ranks" in notes
 
 
-HEADERS = {
-    "newer": ({"version": 99}, "version 99, this program reads versions 1 to"),
-    "foreign": ({"format": "other"}, "not the header of a trace"),
-    "hostile": ({"ranks": 10**9}, "ranks must lie between"),
-    "unknown": ({"more": 1}, "missing or unknown: more"),
-}
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_a_trace_that_cannot_be_opened_leaves_the_others(name, run, tmp_path):
-    changes, words = HEADERS[name]
-    for copy in ("bad", "good"):
-        shutil.copytree(run, tmp_path / copy)
+def test_a_trace_that_cannot_be_opened_leaves_the_others(run, tmp_path):
+    for name in ("bad", "good"):
+        shutil.copytree(run, tmp_path / name)
     header = tmp_path / "bad/header.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
+    header.write_text(json.dumps(json.loads(header.read_text()) | {"version": 99}))
     catalogue = Catalogue([tmp_path])
     catalogue.read_all()
     catalogue.close()
-    assert len(catalogue.errors) == 1
-    assert words in catalogue.errors[0]
+    [error] = catalogue.errors
+    assert "version 99 of the trace format, but this ultraep reads 1 to" in error
     assert len(catalogue.trace("good").table) == MOMENTS * LAYERS
-    with pytest.raises(FileError, match=words.split(",")[0]):
+    with pytest.raises(FileError, match="version 99"):
         catalogue.trace("bad")
 
 
@@ -328,7 +292,7 @@ def test_a_piece_that_claims_too_much_is_refused(run, monkeypatch):
     monkeypatch.setattr(files, "RATIO", 0.01)
     shown = read(run)
     assert len(shown.table) == 0
-    assert "bytes that claim to unpack to" in shown.notes[0]
+    assert "bytes claim to unpack to" in shown.notes[0]
 
 
 def test_a_summary_that_contradicts_the_piece(run, tmp_path):
@@ -345,18 +309,14 @@ def test_a_summary_that_contradicts_the_piece(run, tmp_path):
         shown.record(shown.table.key(5))
 
 
-@pytest.mark.parametrize("spoil", ["cut", "shape", "removed"])
-def test_a_piece_that_changes_after_it_was_read(pieces, tmp_path, spoil):
+def test_a_piece_that_changes_after_it_was_read(pieces, tmp_path):
     shown = read(shutil.copytree(pieces, tmp_path / "run"))
     path = tmp_path / "run/rank-00001/000001.npz"
-    words = {"cut": "truncated or damaged", "shape": "began must be float64", "removed": "no such"}
-    if spoil == "cut":
-        path.write_bytes(path.read_bytes()[:200])
-    elif spoil == "shape":
-        change(path, began=np.zeros((5, 3)))
-    else:
-        path.unlink()
-    with pytest.raises(FileError, match=words[spoil]):
+    change(path, began=np.zeros((5, 3)))
+    with pytest.raises(FileError, match="began must be float64"):
+        shown.record(shown.table.key(6))
+    path.unlink()
+    with pytest.raises(FileError, match="no such"):
         shown.record(shown.table.key(6))
 
 
@@ -409,16 +369,16 @@ def test_the_contents_of_a_folder(run, tmp_path):
     shutil.copytree(run, tmp_path / "demo/ultraep/trace")
     (tmp_path / "demo/report.html").write_text("<p>")
     (tmp_path / "demo/result.json").write_text("{}")
-    names = [(item.kind, item.name) for item in look([tmp_path / "demo"])]
+    names = [(item.kind, item.name) for item in items_in([tmp_path / "demo"])]
     traces = [("trace", "none/trace"), ("trace", "ultraep/trace")]
     assert names == [*traces, ("report", "report.html")]
-    assert look([tmp_path / "demo/result.json"]) == look([tmp_path / "demo"])
-    by_report = look([tmp_path / "demo/report.html"])
+    assert items_in([tmp_path / "demo/result.json"]) == items_in([tmp_path / "demo"])
+    by_report = items_in([tmp_path / "demo/report.html"])
     assert sorted(item.name for item in by_report) == sorted(name for _, name in names)
-    assert len(look([run, run])) == 1
+    assert len(items_in([run, run])) == 1
 
 
-def test_traces_of_one_name_are_told_apart(run, tmp_path):
+def test_traces_of_the_same_name_get_different_names(run, tmp_path):
     paths = [shutil.copytree(run, tmp_path / folder / "run") for folder in ("a", "b")]
     catalogue = Catalogue(paths)
     catalogue.close()
@@ -433,4 +393,4 @@ def test_paths_without_traces_are_refused(name, words, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(FileError, match=words):
-        look([tmp_path / name])
+        items_in([tmp_path / name])

@@ -68,12 +68,12 @@ def test_topics_differ_more_than_neighbouring_microbatches():
         (lambda: workload.zipf(4, 8, ratio=0.5, top_k=2), "got 0.5"),
         (lambda: workload.zipf(3, 8, ratio=1.5, top_k=2), "8 experts do not divide evenly over 3"),
         (lambda: workload.uniform(4, 8, top_k=9), "top_k must lie between 1 and 8"),
-        (lambda: workload.uniform(0, 8), "ranks, experts >= 1"),
+        (lambda: workload.uniform(0, 8), "ranks and experts must be at least 1"),
         (lambda: workload.lognormal(4, 8, sigma=-1.0), "sigma must lie"),
         (lambda: workload.uniform(4, 8, seed=-1), "seed must not be negative, got -1"),
         (lambda: workload.one_hot(4, 8, expert=8), r"0\.\.7, got 8"),
         (lambda: workload.topic_shift(4, 8, steps=0), "at least 1, got 0"),
-        (lambda: workload.topic_shift(4, 8, steps=3, blend=2.0), "blend in 0..1"),
+        (lambda: workload.topic_shift(4, 8, steps=3, blend=2.0), "blend must lie in"),
     ],
 )
 def test_invalid_settings(generate, message):

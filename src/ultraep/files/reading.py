@@ -16,7 +16,7 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
@@ -34,7 +34,11 @@ ENDING = ".npy"
 MOST_TEXT = 16 << 20  # bytes of a text file; parsed JSON or CSV takes up to 30 times as much
 MOST_ARRAYS = 1 << 30  # bytes of all arrays read from one file
 MOST_DIRECTORY = 4 << 20  # bytes of an archive's directory
-Layout = tuple[tuple[int, ...], bool, np.dtype[Any]]  # shape, Fortran order, dtype
+# Readers of the shape, the order and the dtype of an .npy file, by version.
+HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[Any, bool, np.dtype[Any]]]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 # Exceptions of NumPy and zipfile on truncated or overwritten files.
 DAMAGE = (
@@ -89,7 +93,7 @@ def check_size(path: str | Path, most: int) -> None:
     """Refuse a file of more than `most` bytes."""
     size = os.stat(path).st_size
     if size > most:
-        raise FileError(f"{path}: {size:,} bytes, but such a file may have at most {most:,}")
+        raise FileError(f"{path}: {size:,} bytes, but at most {most:,} are read")
 
 
 # -- text ----------------------------------------------------------------------------------------
@@ -173,26 +177,26 @@ class Archive(NamedTuple):
     file: zipfile.ZipFile
     members: dict[str, zipfile.ZipInfo]
 
-    def size(self, only: Container[str] | None = None) -> int:
-        """Return the size in bytes that these arrays claim to unpack to."""
-        return sum(member.file_size for member in self._members(only).values())
+    def size(self) -> int:
+        """Return the size in bytes that all arrays claim to unpack to."""
+        return sum(member.file_size for member in self.members.values())
 
     def arrays(
         self, only: Container[str] | None = None, *, most: int = MOST_ARRAYS
     ) -> dict[str, Array]:
         """Return arrays as `read_arrays` does."""
-        if (size := self.size(only)) > most:
+        members = {n: member for n, member in self.members.items() if only is None or n in only}
+        size = sum(member.file_size for member in members.values())
+        if size > most:
             raise FileError(
                 f"{self.path}: its arrays unpack to {size:,} bytes, but at most {most:,} are read"
             )
-        return {name: self._array(member) for name, member in self._members(only).items()}
-
-    def _array(self, member: zipfile.ZipInfo) -> Array:
-        with self.file.open(member) as file:
-            return _array(file.read(member.file_size))  # read() would unpack more than is claimed
-
-    def _members(self, only: Container[str] | None) -> dict[str, zipfile.ZipInfo]:
-        return {n: member for n, member in self.members.items() if only is None or n in only}
+        arrays = {}
+        for name, member in members.items():
+            with self.file.open(member) as file:
+                content = file.read(member.file_size)  # read() would unpack more than is claimed
+            arrays[name] = _array(content)
+        return arrays
 
 
 class _BoundedFile:
@@ -233,27 +237,16 @@ def _array_name(member: zipfile.ZipInfo) -> str:
 
 
 def _array(content: bytes) -> Array:
-    """Return the array in the content of an .npy file."""
+    """Return the array in the content of an .npy file, which must have exactly its size."""
     file = io.BytesIO(content)
-    shape, fortran, dtype = _header(file)
-    _check_shape(shape, dtype, len(content) - file.tell())
-    return np.ndarray(shape, dtype, content, file.tell(), order="F" if fortran else "C")
-
-
-def _check_shape(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> None:
-    """Refuse an array that does not take exactly `size` bytes."""
+    version = np.lib.format.read_magic(file)
+    if version not in HEADERS:
+        raise ValueError(f"an array of version {version[0]}.{version[1]}, known are 1.0 and 2.0")
+    shape, fortran, dtype = HEADERS[version](file)
+    begin = file.tell()
     if dtype.hasobject:
         raise ValueError("holds Python objects (a pickle), not numbers")
-    needed = math.prod(shape) * dtype.itemsize
+    needed, size = math.prod(shape) * dtype.itemsize, len(content) - begin
     if min(shape, default=0) < 0 or needed != size:
         raise ValueError(f"{dtype} {list(shape)} needs {needed} bytes, there are {size}")
-
-
-def _header(file: IO[bytes]) -> Layout:
-    """Return shape, order and dtype of an .npy file, and leave the file at its first byte."""
-    version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(file)
-    raise ValueError(f"an array of version {version[0]}.{version[1]}, known are 1.0 and 2.0")
+    return np.ndarray(shape, dtype, content, begin, order="F" if fortran else "C")

@@ -63,8 +63,7 @@ def check_targets(*targets: Target, force: bool = False) -> None:
     files = [(path, kind) for path, kind in targets if path is not None and not is_stream(path)]
     for path, kind in files:
         try:
-            with tempfile.TemporaryFile(dir=_target(path).parent):
-                pass
+            tempfile.TemporaryFile(dir=_target(path).parent).close()
             if not force and not _replaceable(path, MARKS[kind]):
                 raise FileError(
                     f"{path}: exists and is not a {kind} file written by ultraep: choose another "
@@ -118,16 +117,10 @@ def _streamed(path: str | Path) -> Iterator[IO[bytes]]:
     with tempfile.TemporaryFile() as content:
         yield content
         content.seek(0)
-        with _open_stream(path) as stream:
+        print(end="", flush=True)  # keep the order of printed lines
+        descriptor = _own_stream(path)
+        with open(path if descriptor is None else os.dup(descriptor), "wb") as stream:
             shutil.copyfileobj(content, stream)
-
-
-def _open_stream(path: str | Path) -> IO[bytes]:
-    descriptor = _own_stream(path)
-    if descriptor is None:
-        return open(path, "wb")
-    print(end="", flush=True)  # keep the order of printed lines
-    return open(os.dup(descriptor), "wb")
 
 
 @contextmanager

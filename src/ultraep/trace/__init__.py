@@ -1,7 +1,7 @@
 """Traces: records of a run, one per microbatch and layer, in plain arrays. See docs/traces.md.
 
 A trace is a folder with `header.json` (ranks, experts, slots, homes, policy, stages, version) and
-the pieces of every rank, which are compressed .npz files:
+the pieces of every rank, compressed .npz files `rank-00000/000000.npz`, `000001.npz`, ...:
 
     rank 0        loads [N, R, E], replicas [C, 3], quotas [C]
     every rank    rows that arrived in its slots [N, L], bytes it moved [N], seconds by stage [N, G]

@@ -20,7 +20,7 @@ import numpy as np
 
 from ultraep.files.writing import write_text
 from ultraep.trace.read import Trace
-from ultraep.trace.schema import KEY, Array, fields_in_file, of_backward
+from ultraep.trace.schema import KEY, of_backward
 
 TO_MICRO = 1e6
 Event = dict[str, Any]
@@ -28,33 +28,20 @@ Event = dict[str, Any]
 
 def write_csv(trace: Trace, path: str | Path) -> None:
     """Write a table with one line per record; seconds are the maximum over ranks."""
-    columns = dict(_columns(trace))
+    columns = {name: trace.arrays[name] for name in (*KEY, "policy")} | {
+        "tokens": trace.rank_loads.sum(axis=1),
+        "copies": trace.num_copies,
+        "imbalance before": trace.imbalance_before.round(6),
+        "imbalance after": trace.imbalance_after.round(6),
+        "bytes moved": trace.bytes_moved.sum(axis=1),
+    }
+    slowest_NG = np.char.mod("%.7g", trace.seconds.max(axis=1))
+    columns |= {f"seconds {stage}": slowest_NG[:, n] for n, stage in enumerate(trace.header.stages)}
     text = StringIO(newline="")
     table = csv.writer(text, lineterminator="\n")
     table.writerow(columns)
     table.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
     write_text(path, text.getvalue())
-
-
-def _columns(trace: Trace) -> Iterator[tuple[str, Array]]:
-    """Yield plain fields, derived columns, then fields reduced over the ranks."""
-    shown = {name: field.table for name, field in fields_in_file().items() if field.table}
-    yield from ((name, trace.arrays[name]) for name, how in shown.items() if how == "plain")
-    yield "tokens", trace.rank_loads.sum(axis=1)
-    yield "copies", trace.num_copies
-    yield "imbalance before", trace.imbalance_before.round(6)
-    yield "imbalance after", trace.imbalance_after.round(6)
-    for name, how in shown.items():
-        if how != "plain":
-            values = trace.arrays[name]
-            over_ranks = values.sum(axis=1) if how == "sum" else values.max(axis=1)
-            title = name.replace("_", " ")
-            if over_ranks.ndim == 1:
-                yield title, over_ranks
-            else:
-                columns = np.char.mod("%.7g", over_ranks).T
-                titles = (f"{title} {stage}" for stage in trace.header.stages)
-                yield from zip(titles, columns, strict=True)
 
 
 # -- timelines -----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from ultraep.trace.schema import (
 
 LEVEL = 1  # of compression: most bytes of counts are zero, higher levels hardly help
 MOST_HEADER = 4 << 20  # bytes of the text
+AGAIN = "write the file again with `ultraep trace export --npz`"
 SMALL, RATIO = 128 << 20, 100  # bytes that may always be unpacked; otherwise, per byte on disk
 
 
@@ -35,7 +36,7 @@ def check_claims(where: Path, claimed: int, on_disk: int) -> None:
     most = max(SMALL, RATIO * on_disk)
     if claimed > most:
         raise FileError(
-            f"{where}: {on_disk:,} bytes that claim to unpack to {claimed:,}, at most {most:,} "
+            f"{where}: its {on_disk:,} bytes claim to unpack to {claimed:,}, but at most {most:,} "
             "are unpacked"
         )
 
@@ -48,6 +49,12 @@ def check_pieces(folder: Path) -> None:
             claimed += archive.size()
         on_disk += path.stat().st_size
     check_claims(folder, claimed, on_disk)
+
+
+def folders_of_traces(folder: Path) -> list[Path]:
+    """Return the folder itself if it is a trace, then the traces one and two levels below it."""
+    depths = (folder.glob(f"{below}{HEADER_FILE}") for below in ("", "*/", "*/*/"))
+    return [header.parent for headers in depths for header in sorted(headers)]
 
 
 def read_header(folder: Path) -> Header:
@@ -64,10 +71,9 @@ def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | Non
     known = fields_in_pieces(rank)
     wanted = known if names is None else {n: known.get(n) or SUMMARIES[n] for n in names}
     with archive_of(path) as archive:
-        unknown = archive.members.keys() - known.keys() - SUMMARIES.keys()
-        if unknown:
+        if unknown := archive.members.keys() - known.keys() - SUMMARIES.keys():
             names = ", ".join(sorted(unknown))
-            raise FileError(f"{path}: not a piece of a trace: unknown arrays {names}")
+            raise FileError(f"{path}: not a piece of a trace, it has unknown arrays: {names}")
         size = archive.size()
         check_claims(path, size, path.stat().st_size)
         arrays = archive.arrays(wanted, most=size)
@@ -81,13 +87,17 @@ def read_single(path: Path) -> tuple[Header, Arrays]:
             raise FileError(f"{path}: not a trace, it has no header")
         size, most = archive.members["header"].file_size, 4 * MOST_HEADER  # UTF-32
         if size > most:
-            raise FileError(f"{path}: a header of {size:,} bytes, at most {most:,} are read")
+            raise FileError(
+                f"{path}: its header has {size:,} bytes, but at most {most:,} are read; {AGAIN}"
+            )
         claimed = archive.size()
         check_claims(path, claimed, path.stat().st_size)
         arrays = archive.arrays(most=claimed)
     text = arrays.pop("header")
     if text.dtype.kind != "U" or text.ndim:
-        raise FileError(f"{path}: not a trace, it has no header: expected text, got {text.dtype}")
+        raise FileError(
+            f"{path}: its header must be one text, got {text.dtype} {list(text.shape)}; {AGAIN}"
+        )
     header = Header.from_json(str(text), path)
     return header, checked_arrays(arrays, fields_in_file(), header.sizes(), path)
 

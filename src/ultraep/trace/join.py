@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.trace.schema import KEY, Array, Arrays, Field, fields_in_file, taken
+from ultraep.trace.schema import KEY, Array, Arrays, Field, fields_in_file, take_records
 
 
 def join(ranks: Sequence[Arrays]) -> Arrays:
@@ -31,7 +31,7 @@ def join(ranks: Sequence[Arrays]) -> Arrays:
     left_out = len(np.unique(np.concatenate(own))) - len(common) + repeated
     fields = fields_in_file()
     same = {name: ranks[0][name] for name, f in fields.items() if f.join in ("key", "same")}
-    joined = taken(same, rows[0])
+    joined = take_records(same, rows[0])
     for name, field in fields.items():
         if field.join == "sum":
             joined[name] = np.sum([rank[name] for rank in ranks], axis=0)

@@ -8,10 +8,10 @@ Shapes: N records, R ranks, E experts, S slots of all ranks, G stages.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,14 @@ from ultraep.files.reading import names_of_arrays
 from ultraep.files.writing import is_unfinished
 from ultraep.plan import Plan, plan_from_replicas
 from ultraep.topology import Topology
-from ultraep.trace.files import check_pieces, read_header, read_piece, read_single, write_arrays
+from ultraep.trace.files import (
+    check_pieces,
+    folders_of_traces,
+    read_header,
+    read_piece,
+    read_single,
+    write_arrays,
+)
 from ultraep.trace.join import join
 from ultraep.trace.schema import (
     ENDS,
@@ -37,19 +44,11 @@ from ultraep.trace.schema import (
     no_records,
     piece_file,
     rank_folder,
-    taken,
+    take_records,
 )
 from ultraep.trace.summary import routed_rows, sums_between
 
 FloatArray = NDArray[np.float64]
-
-
-class Routed(NamedTuple):
-    """The input of the plan of a record."""
-
-    layer: int
-    loads: IntArray  # [R, E]
-    rates: Rates | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,10 +139,6 @@ class Trace:
         numbers = self.rates[record]
         return Rates.from_numbers(numbers.tolist()) if numbers.any() else None
 
-    def routed(self, record: int) -> Routed:
-        """Return the input of the plan of a record."""
-        return Routed(int(self.layer[record]), self.loads[record], self.rates_of(record))
-
     def plan(self, record: int) -> Plan:
         """Return the plan of a record."""
         record = range(len(self))[record]
@@ -169,7 +164,7 @@ class Trace:
 
     def take(self, records: IntArray) -> Trace:
         """Return some of the records, in that order."""
-        return replace(self, arrays=taken(self.arrays, records))
+        return replace(self, arrays=take_records(self.arrays, records))
 
     def save(self, path: str | Path) -> None:
         """Write the trace into one file, which `read_trace` reads."""
@@ -203,21 +198,18 @@ def holds_trace(path: str | Path) -> bool:
 
 def _folder_of_trace(path: Path) -> Path:
     """Return the folder itself, or the only trace one or two levels below it."""
-    if (path / HEADER_FILE).is_file():
-        return path
-    headers = [*path.glob(f"*/{HEADER_FILE}"), *path.glob(f"*/*/{HEADER_FILE}")]
-    if len(headers) > 1:
-        names = ", ".join(sorted(str(header.parent) for header in headers))
-        raise FileError(f"{path}: holds {len(headers)} traces; pass one of them: {names}")
-    if not headers:
+    folders = folders_of_traces(path)
+    if not folders:
         raise FileError(f"{path}: holds no trace, there is no {HEADER_FILE}")
-    return headers[0].parent
+    if folders[0] != path and len(folders) > 1:
+        names = ", ".join(sorted(map(str, folders)))
+        raise FileError(f"{path}: holds {len(folders)} traces; pass one of them: {names}")
+    return folders[0]
 
 
 def _read_folder(folder: Path) -> Trace:
     header = read_header(folder)
-    names = {path.name for path in folder.iterdir() if RANK_FOLDER.fullmatch(path.name)}
-    last = max(names, default="")
+    last = max(filter(RANK_FOLDER.fullmatch, os.listdir(folder)), default="")
     if last > rank_folder(header.ranks - 1):
         raise FileError(f"{folder / last}: unexpected, the trace has only {header.ranks} ranks")
     check_pieces(folder)
@@ -227,10 +219,9 @@ def _read_folder(folder: Path) -> Trace:
 
 def _read_rank(folder: Path, header: Header, rank: int) -> Arrays:
     """Return all pieces of a rank, concatenated."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    names = [name for name in names if not is_unfinished(name)]
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
     pieces = []
-    for number, name in enumerate(names):
+    for number, name in enumerate(name for name in names if not is_unfinished(name)):
         if name != piece_file(number):
             raise FileError(f"{folder / name}: expected piece {number:06d} here")
         pieces.append(read_piece(folder / name, header, rank))

@@ -1,10 +1,5 @@
 """Recorder: passes the records of one rank to a thread that writes them, and never waits for it.
 
-    with Recorder("run", topology, config, rank=rank) as recorder:
-        for step in range(steps):
-            ...
-            recorder.add(step=step, layer=0, microbatch=0, plan=plan, slot_rows=arrived)
-
 Records that wait to be written take a bounded amount of memory. If the disk is too slow, further
 records are dropped and counted; the trace stores the count.
 """
@@ -222,24 +217,18 @@ def _key(step: int, layer: int, microbatch: int) -> Key:
 def _create_folders(folder: Path, header: Header, rank: int) -> None:
     """Create the folder of a rank, and on rank 0 the header; refuse a folder that is in use."""
     try:
+        if folder.exists() and not folder.is_dir():
+            raise FileError(f"{folder}: is a file, but a trace needs a folder")
         folder.mkdir(parents=True, exist_ok=True)
         names = sorted(path.name for path in folder.iterdir())
-        others = [name for name in names if not name.startswith("rank-")] if rank == 0 else []
-        if HEADER_FILE not in others and others:
-            raise FileError(
-                f"{folder}: not empty, it holds {others[0]}: choose a new folder for the trace"
-            )
-        if others:
-            raise FileExistsError
+        if rank_folder(rank) in names or (rank == 0 and HEADER_FILE in names):
+            raise FileError(f"{folder}: already holds a trace: remove it, or choose a new folder")
+        foreign = [name for name in names if not name.startswith("rank-")]
+        if rank == 0 and foreign:
+            raise FileError(f"{folder}: not empty, it holds {foreign[0]}: choose a new folder")
         (folder / rank_folder(rank)).mkdir()
         if rank == 0:
             write_text(folder / HEADER_FILE, header.to_json() + "\n")
-    except FileExistsError:
-        if not folder.is_dir():
-            raise FileError(f"{folder}: is a file, but a trace needs a folder") from None
-        raise FileError(
-            f"{folder}: already holds a trace: remove it, or choose a new folder"
-        ) from None
     except OSError as error:
         raise FileError(f"{folder}: cannot be written to: {error.strerror}") from None
 
@@ -257,7 +246,7 @@ class Entry(NamedTuple):
 
 
 class Writer:
-    """The queue of a recorder, and the thread that writes it into pieces."""
+    """The queue of a recorder, and the thread that writes it to pieces."""
 
     def __init__(self, folder: Path, header: Header, rank: int, memory: int) -> None:
         self._folder, self._header, self._rank, self._memory = folder, header, rank, memory
@@ -300,7 +289,7 @@ class Writer:
             self._wake.set()
             thread.join(CLOSE_SECONDS)
             if thread.is_alive():
-                logger.warning("%s: still being written, the last records may go", self._folder)
+                logger.warning("%s: still being written; records may be lost", self._folder)
         if self.dropped:
             logger.warning("%s: %d records were dropped", self._folder, self.dropped)
 
@@ -345,31 +334,30 @@ class Writer:
 
 def piece(entries: list[Entry], header: Header, rank: int, *, dropped: int) -> Arrays:
     """Return the arrays of one piece, with its summary."""
-    records = [entry for entry in entries if entry.shared is not None]
-    additions = [entry for entry in entries if entry.shared is None]
     names = (*KEY, *(field.name for field in PLAN_FIELDS))
-    columns: dict[str, Sequence[Any]] = {"more": [entry.key for entry in additions]}
-    shared = zip(*(entry.key + (entry.shared or ()) for entry in records), strict=True)
-    columns |= zip(names, shared, strict=False)
+    records, additions = [], []
+    for key, values, shared, _ in entries:
+        if shared is None:
+            additions.append(values | {"more": key})
+        else:
+            records.append(values | dict(zip(names, key + shared, strict=False)))
     sizes, arrays = header.sizes(rank), {"dropped": np.array([dropped], dtype=np.int64)}
     for name, field in fields_in_pieces(rank).items():
         own = additions if field.shape[0] == "M" else records
-        values = columns.get(field.name)
-        if values is None:
-            optional = field.since > 1
-            if name in arrays or (optional and not any(field.name in e.values for e in own)):
-                continue
-            default = field.filled(sizes, field.shape[1:]) if optional else None
-            values = [entry.values.get(field.name, default) for entry in own]
-        arrays[name] = _array(field, values, [sizes[letter] for letter in field.shape[1:]])
+        optional = field.since > 1
+        if name in arrays or (optional and not any(field.name in values for values in own)):
+            continue
+        default = field.defaults(sizes, field.shape[1:]) if optional else None
+        column = [values.get(field.name, default) for values in own]
+        arrays[name] = _array(field, column, [sizes[letter] for letter in field.shape[1:]])
     return arrays | summary_of(header, arrays)
 
 
-def _array(field: Field, values: Sequence[Any], shape: list[int]) -> Array:
+def _array(field: Field, column: list[Any], shape: list[int]) -> Array:
     """Return one row per record; the replicas of all records one after the other."""
     if field.shape[0] == "C":
         none = np.empty((0, *shape), dtype=field.dtype)
-        return np.concatenate([none, *values]).astype(field.dtype)
+        return np.concatenate([none, *column]).astype(field.dtype)
     if field.name == ENDS:
-        return np.cumsum([len(copies) for copies in values], dtype=field.dtype)
-    return np.array(values, dtype=field.dtype).reshape(len(values), *shape)
+        return np.cumsum([len(copies) for copies in column], dtype=field.dtype)
+    return np.array(column, dtype=field.dtype).reshape(len(column), *shape)

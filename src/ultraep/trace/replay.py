@@ -21,7 +21,7 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.topology import Topology
-from ultraep.trace.read import FloatArray, Routed, Trace
+from ultraep.trace.read import FloatArray, Trace
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,6 @@ class Case:
             "history": self.history,
             "tolerance": self.config.tolerance,
         }
-
-
-@dataclass(frozen=True)
-class Line:
-    """Means over all records of one case, and the worst record."""
-
-    case: Case
-    before: float
-    after: float
-    worst: float
-    bound: float
-    copies: float
-    remote: float  # share of rows that another rank than their source serves
-    beyond: int  # plans that need more slots than there are, or leave their domain
 
 
 def cases(
@@ -86,7 +72,12 @@ def cases(
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """The replayed records of one case. Each array is [N]; `Line` explains them."""
+    """The replayed records of one case. Each array is [N].
+
+    before, after: imbalance without and with replicas.   bound: the least possible imbalance.
+    copies: replicas.   remote: share of rows that another rank than their source serves.
+    beyond: whether the plan needs more slots than there are, or leaves its domain.
+    """
 
     case: Case
     before: FloatArray
@@ -96,23 +87,16 @@ class Replayed:
     remote: FloatArray
     beyond: FloatArray
 
-    @property
-    def line(self) -> Line:
-        """The means, and the worst record."""
+    def means(self) -> dict[str, Any]:
+        """Return the mean of every array, the worst `after`, and the number of plans `beyond`."""
         names = ("before", "after", "bound", "copies", "remote")
-        means = {name: fmean(getattr(self, name).tolist()) for name in names}
-        worst, beyond = float(self.after.max()), int(self.beyond.sum())
-        return Line(case=self.case, worst=worst, beyond=beyond, **means)
-
-
-def replay(trace: Trace, case: Case) -> Line:
-    """Plan all records, and return the means."""
-    return replayed(trace, case).line
+        means: dict[str, Any] = {name: fmean(getattr(self, name).tolist()) for name in names}
+        return means | {"worst": float(self.after.max()), "beyond": int(self.beyond.sum())}
 
 
 def replayed(trace: Trace, case: Case) -> Replayed:
     """Plan all records."""
-    return replayed_plans(plans(trace, case), case)
+    return replayed_plans(plans([trace], case), case)
 
 
 def replayed_plans(plans: Iterable[Plan], case: Case) -> Replayed:
@@ -129,44 +113,36 @@ def replayed_plans(plans: Iterable[Plan], case: Case) -> Replayed:
     return Replayed(case, *np.array(rows, dtype=np.float64).T)
 
 
-def plans(trace: Trace, case: Case) -> Iterator[Plan]:
-    """Yield the plans of all records in order, with the recorded rates."""
-    return plans_of(map(trace.routed, range(len(trace))), case)
-
-
-def plans_of(records: Iterable[Routed], case: Case) -> Iterator[Plan]:
-    """Yield the plans of records."""
+def plans(traces: Iterable[Trace], case: Case) -> Iterator[Plan]:
+    """Yield the plans of all records of some traces in order, with the recorded rates."""
     return _plans(
-        (
-            record.layer,
-            regrouped_loads(record.loads, case.topology.ranks),
-            replace(case, config=replace(case.config, rates=record.rates)),
-        )
-        for record in records
+        (trace, record, replace(case, config=replace(case.config, rates=trace.rates_of(record))))
+        for trace in traces
+        for record in range(len(trace))
     )
 
 
 def differing(trace: Trace) -> list[int]:
     """Plan all records with their recorded settings; return the records whose plan differs."""
 
-    def recorded(record: int) -> tuple[int, IntArray, Case]:
+    def recorded(record: int) -> tuple[Trace, int, Case]:
         config = trace.config(record)
         history = 1 if get_policy(config.policy).needs_history else None
-        loads_RE = trace.loads[record].astype(np.int64)
-        return int(trace.layer[record]), loads_RE, Case(config, trace.topology, history)
+        return trace, record, Case(config, trace.topology, history)
 
     again = enumerate(_plans(map(recorded, range(len(trace)))))
     return [record for record, plan in again if plan.digest() != trace.plan(record).digest()]
 
 
-def _plans(records: Iterable[tuple[int, IntArray, Case]]) -> Iterator[Plan]:
-    """Plan loads of layers; a policy with history sees the previous microbatches of the layer.
+def _plans(records: Iterable[tuple[Trace, int, Case]]) -> Iterator[Plan]:
+    """Plan records; a policy with history sees the previous microbatches of the layer.
 
     For the first microbatch of a layer, the history is the microbatch itself, as at run time.
     """
     past: dict[int, deque[IntArray]] = {}
-    for layer, loads_RE, case in records:
-        earlier = past.setdefault(layer, deque(maxlen=case.history or 1))
+    for trace, record, case in records:
+        loads_RE = regrouped_loads(trace.loads[record], case.topology.ranks)
+        earlier = past.setdefault(int(trace.layer[record]), deque(maxlen=case.history or 1))
         summed = loads_RE.sum(axis=0)
         history = None if case.history is None else np.stack(list(earlier) or [summed])
         yield make_plan(loads_RE, case.topology, case.config, history=history)

@@ -1,10 +1,5 @@
 """The schema of a trace: stages, fields, header. Every reader and writer of traces uses it.
 
-    folder/
-    |-- header.json
-    |-- rank-00000/000000.npz, 000001.npz, ...     pieces, in order
-    `-- rank-00001/...
-
 To add a field, add one line to `FIELDS`, with the next version in `since`, and an argument to
 `Recorder.add`. Pieces and files then hold it, `Trace.name` returns it, and older traces return its
 default. See docs/traces.md.
@@ -38,18 +33,11 @@ FORMAT = "ultraep-trace"
 HEADER_FILE = "header.json"
 RANK_FOLDER, PIECE = re.compile(r"rank-(\d{5})"), re.compile(r"\d{6}\.npz")
 TOPOLOGY = ("ranks", "experts", "slots", "domain", "homes")  # entries of the header
-CONFIG = (
-    *("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality"),
-    "objective",
-)
-# Entries of the header that older traces lack.
-DEFAULTS: dict[str, Any] = {"objective": "balance", "relay": "", "chunks": 0}
+CONFIG = ("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality", "objective")
+LATER = {"objective", "relay", "chunks"}  # entries that older headers lack
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
-BACKWARD = (
-    *("recompute", "combine back", "weights again"),
-    *("experts back", "reduce", "dispatch back"),
-)
+BACKWARD = ("recompute", "combine back", "weights again", "experts back", "reduce", "dispatch back")
 STAGES = FORWARD + BACKWARD
 ATTENTION, ATTENTION_BACK = "attention", "attention back"
 SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # stages of the simulator
@@ -73,7 +61,6 @@ class Field:
     default: the value in records that lack the field; None if every record has it.
     late, fold: the array of later additions, and how they are added to the record. With M instead
         of N in the shape, records have additions only.
-    table: its column in a table: "plain", "sum" or "max" over the ranks, or "" for none.
     since: the version that added it. Later fields are in a piece only if a record has them.
     """
 
@@ -85,20 +72,19 @@ class Field:
     default: Any = None
     late: str = ""
     fold: np.ufunc = np.add
-    table: Literal["", "plain", "sum", "max"] = ""
     since: int = 1
 
-    def filled(self, sizes: Mapping[str, int], letters: str) -> Array:
+    def defaults(self, sizes: Mapping[str, int], letters: str) -> Array:
         """Return an array of defaults."""
         shape = [sizes[letter] for letter in letters]
         return np.full(shape, self.default or 0, dtype=self.dtype)
 
 
 FIELDS: tuple[Field, ...] = (
-    Field("step", "int64", "N", "key", table="plain"),
-    Field("layer", "int32", "N", "key", table="plain"),
-    Field("microbatch", "int32", "N", "key", table="plain"),
-    Field("policy", "str", "N", "same", plan="config.policy", table="plain"),
+    Field("step", "int64", "N", "key"),
+    Field("layer", "int32", "N", "key"),
+    Field("microbatch", "int32", "N", "key"),
+    Field("policy", "str", "N", "same", plan="config.policy"),
     # rows that every source rank routed to every expert
     Field("loads", "int32", "NRE", "same", plan="loads"),
     # record n has the replicas from copy_ends[n - 1] to copy_ends[n]
@@ -109,11 +95,11 @@ FIELDS: tuple[Field, ...] = (
     Field("rates", "int64", "N4", "same", plan="rate_numbers", default=0, since=3),
     Field("slot_rows", "int32", "NL", "slots"),  # rows that arrived in each slot
     # weights and gradients of replicas that the rank sent
-    Field("bytes_moved", "int64", "N", "ranks", default=0, late="more_bytes", table="sum"),
+    Field("bytes_moved", "int64", "N", "ranks", default=0, late="more_bytes"),
     Field("began", "float64", "N", "ranks"),  # seconds since 1970
     # start of the backward pass; NaN without one
     Field("back_began", "float64", "M", "ranks", default=np.nan, late="more_began", fold=np.fmin),
-    Field("seconds", "float32", "NG", "ranks", default=0, late="more_seconds", table="max"),
+    Field("seconds", "float32", "NG", "ranks", default=0, late="more_seconds"),
     # the part of the seconds, at the end of a stage, in which the rank waited for other ranks
     Field("waited", "float32", "NG", "ranks", default=0, late="more_waited", since=2),
     Field("more", "int64", "M3", "pieces"),  # step, layer, microbatch of each addition
@@ -158,14 +144,9 @@ def of_backward(stages: tuple[str, ...]) -> NDArray[np.bool_]:
 
 def fields_in_pieces(rank: int) -> Mapping[str, Field]:
     """Return the arrays in a piece of this rank, by name; additions have M instead of N."""
-    return _fields_in_pieces(rank == 0)
-
-
-@cache
-def _fields_in_pieces(first: bool) -> Mapping[str, Field]:
     arrays = {}
     for entry in FIELDS:
-        if entry.join != "counted" and (entry.join != "same" or first):
+        if entry.join != "counted" and (entry.join != "same" or rank == 0):
             if entry.shape[0] != "M" or not entry.late:
                 arrays[entry.name] = entry
             if entry.late:
@@ -198,7 +179,7 @@ class Header:
     min_tokens_per_replica: int
     max_replicas: int | None
     locality: bool
-    objective: str = DEFAULTS["objective"]
+    objective: str = "balance"
     relay: str = ""  # how the balancer sends weights; "": unknown
     chunks: int = 0
     stages: tuple[str, ...] = STAGES
@@ -224,18 +205,10 @@ class Header:
         note: str = "",
     ) -> Header:
         """Return the header of a run."""
-        settings = {name: getattr(topology, name) for name in ("ranks", "experts", "slots")}
+        settings = {name: getattr(topology, name) for name in TOPOLOGY}
         settings |= {name: getattr(config, name) for name in CONFIG}
-        homes = None if topology.homes is None else tuple(int(home) for home in topology.homes)
-        return cls(
-            **settings,
-            domain=topology.domain_size,
-            homes=homes,
-            relay=relay.mode,
-            chunks=relay.chunks,
-            stages=tuple(stages),
-            note=note,
-        )
+        settings |= {"domain": topology.domain_size, "relay": relay.mode, "chunks": relay.chunks}
+        return cls(**settings, stages=stages, note=note)
 
     @cached_property
     def topology(self) -> Topology:
@@ -263,13 +236,13 @@ class Header:
         version = content.get("version")
         if type(version) is not int or not 1 <= version <= VERSION:
             raise FileError(
-                f"{where}: a trace of version {version}, this program reads versions 1 to {VERSION}"
+                f"{where}: version {version} of the trace format, but this ultraep reads 1 to "
+                f"{VERSION}; update ultraep"
             )
-        content = DEFAULTS | content
-        wrong = {entry.name for entry in fields(cls)} ^ content.keys()
+        known = {entry.name for entry in fields(cls)}
+        wrong = known - LATER - content.keys() | content.keys() - known
         if wrong:
-            names = ", ".join(sorted(wrong))
-            raise FileError(f"{where}: entries that are missing or unknown: {names}")
+            raise FileError(f"{where}: entries missing or unknown: {', '.join(sorted(wrong))}")
         for name in ("homes", "stages"):
             if isinstance(content[name], list):
                 content[name] = tuple(content[name])
@@ -291,9 +264,9 @@ class Header:
         if not isinstance(self.stages, tuple) or not all(isinstance(text, str) for text in texts):
             raise ConfigError("stages, note and created must be text")
         if len(self.stages) > MOST_STAGES:
-            raise ConfigError(f"{len(self.stages):,} stages, a trace has at most {MOST_STAGES}")
+            raise ConfigError(f"{len(self.stages):,} stages, but a trace has at most {MOST_STAGES}")
         if self.ranks > MOST_RANKS:
-            raise ConfigError(f"{self.ranks:,} ranks, a trace has at most {MOST_RANKS:,}")
+            raise ConfigError(f"{self.ranks:,} ranks, but a trace has at most {MOST_RANKS:,}")
 
     def sizes(self, rank: int = 0) -> dict[str, int]:
         """Return the sizes of the dimensions that the header determines, by letter."""
@@ -306,7 +279,7 @@ class Header:
 def no_records(header: Header, rank: int) -> Arrays:
     """Return the arrays of a piece without records and additions."""
     sizes = {"N": 0, "C": 0, "M": 0} | header.sizes(rank)
-    return {n: entry.filled(sizes, entry.shape) for n, entry in fields_in_pieces(rank).items()}
+    return {n: entry.defaults(sizes, entry.shape) for n, entry in fields_in_pieces(rank).items()}
 
 
 def rank_folder(rank: int) -> str:
@@ -329,8 +302,7 @@ def checked_arrays(
     needed = {name for name, entry in wanted.items() if entry.since == 1}
     wrong = needed - arrays.keys() | arrays.keys() - wanted.keys()
     if wrong:
-        names = ", ".join(sorted(wrong))
-        raise FileError(f"{where}: not a piece of a trace: arrays missing or unknown: {names}")
+        raise FileError(f"{where}: arrays missing or unknown: {', '.join(sorted(wrong))}")
     known = dict(sizes)
     for name, entry in wanted.items():
         if name in arrays:
@@ -338,9 +310,9 @@ def checked_arrays(
     if (ends := arrays.get(ENDS)) is not None:
         last, count = int(ends[-1]) if len(ends) else 0, len(arrays["copies"])
         if (np.diff(ends, prepend=0) < 0).any() or last != count:
-            raise FileError(f"{where}: {ENDS} do not fit the {count} replicas")
+            raise FileError(f"{where}: {ENDS} must rise to {count} replicas, got {last} at the end")
     return {
-        name: arrays[name] if name in arrays else entry.filled(known, entry.shape)
+        name: arrays[name] if name in arrays else entry.defaults(known, entry.shape)
         for name, entry in wanted.items()
         if name in arrays or entry.default is not None
     }
@@ -363,7 +335,7 @@ def _check_array(
     )
 
 
-def taken(arrays: Arrays, records: IntArray) -> Arrays:
+def take_records(arrays: Arrays, records: IntArray) -> Arrays:
     """Return the arrays of some records, in that order, with their replicas."""
     ends = np.cumsum(np.diff(arrays[ENDS], prepend=0)[records], dtype=np.int64)
     counts = np.diff(ends, prepend=0)

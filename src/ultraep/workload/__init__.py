@@ -65,7 +65,7 @@ def lognormal(
     """[R, E] loads with independent log-normal popularity of the experts."""
     rng = _check(ranks, experts, top_k, tokens, seed)
     if not 0 <= sigma <= 10:
-        raise ConfigError(f"sigma must lie between 0 and 10, got {sigma}")
+        raise ConfigError(f"sigma must lie in 0..10, got {sigma}")
     return _draw(np.exp(rng.normal(0.0, sigma, experts)), ranks, top_k, tokens, rng)
 
 
@@ -132,7 +132,7 @@ def topic_shift(
     if steps < 1 or topics < 1:
         raise ConfigError(f"steps and topics must be at least 1, got {steps} and {topics}")
     if not 0 <= blend <= 1 or not 0 <= sigma <= 10:
-        raise ConfigError(f"need blend in 0..1 and sigma in 0..10, got {blend} and {sigma}")
+        raise ConfigError(f"blend must lie in 0..1, sigma in 0..10, got {blend} and {sigma}")
     profiles = rng.normal(0.0, sigma, (topics + 1, experts))
     drift = np.zeros(experts)
     matrices = []
@@ -181,7 +181,10 @@ def _chances(popularity: FloatArray, top_k: int) -> FloatArray:
 def _check(ranks: int, experts: int, top_k: int, tokens: int, seed: int = 0) -> np.random.Generator:
     """Check the sizes and return a random generator."""
     if ranks < 1 or experts < 1 or tokens < 0:
-        raise ConfigError(f"need ranks, experts >= 1, tokens >= 0: {ranks}, {experts}, {tokens}")
+        raise ConfigError(
+            f"ranks and experts must be at least 1, tokens at least 0, got {ranks}, {experts} and "
+            f"{tokens}"
+        )
     if not 1 <= top_k <= experts:
         raise ConfigError(f"top_k must lie between 1 and {experts} experts, got {top_k}")
     if seed < 0:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from ultraep.files.reading import (
 from ultraep.loads import MAX_TOTAL, as_integers
 
 IDS = "_ids"  # suffix of arrays with expert ids
-FORMATS = (".npy", ".npz", ".csv", ".json")
+
 MOST_NUMBERS = 1 << 25  # loads or ids in a file: 256 MiB as int64
 MOST_BYTES = 1 << 28
 MOST_LINES = 1 << 20  # of a .csv file, whose lines take more memory than their text
@@ -46,12 +46,13 @@ def read_loads(path: str | Path) -> IntArray:
     path = Path(path)
     if not os.path.exists(path):
         raise FileError(f"{path}: no such file")
-    if path.suffix.lower() not in FORMATS:
+    suffix = path.suffix.lower()
+    if suffix not in READERS:
         raise FileError(
-            f"{path}: unknown format {path.suffix or '(none)'!r}; known are {', '.join(FORMATS)}"
+            f"{path}: unknown format {path.suffix or '(none)'!r}; known are {', '.join(READERS)}"
         )
     try:
-        arrays = [_as_sequence(values) for values in _read(path)]
+        arrays = [_as_sequence(values) for values in READERS[suffix](path)]
         _check_count(arrays)
     except LoadError as error:
         raise FileError(f"{path}: {error}") from None
@@ -76,20 +77,11 @@ def _as_sequence(values: Any) -> IntArray:
     return array.reshape(-1, *array.shape[-2:])
 
 
-def _read(path: Path) -> Iterator[Any]:
-    """Yield the arrays of a file."""
-    suffix = path.suffix.lower()
-    if suffix == ".npy":
-        yield read_array(path, most=MOST_BYTES)
-    elif suffix == ".npz":
-        yield from _read_npz(path)
-    elif suffix == ".csv":
-        yield from _read_csv(path)
-    else:
-        yield _read_json(path)
+def _read_npy(path: Path) -> Iterable[Any]:
+    return [read_array(path, most=MOST_BYTES)]
 
 
-def _read_npz(path: Path) -> Iterator[Any]:
+def _read_npz(path: Path) -> Iterable[Any]:
     arrays = read_arrays(path, most=MOST_BYTES)
     if "header" in arrays:
         raise LoadError("a trace, not loads; read it with ultraep.read_trace")
@@ -99,10 +91,10 @@ def _read_npz(path: Path) -> Iterator[Any]:
             f"recorded routing, not loads: {ids} holds expert ids; read them with "
             "ultraep.workload.read_routing and count them with loads_of_windows"
         )
-    yield from arrays.values()
+    return arrays.values()
 
 
-def _read_csv(path: Path) -> Iterator[list[list[int]]]:
+def _read_csv(path: Path) -> Iterable[list[list[int]]]:
     rows: list[list[int]] = []
     text = read_text(path)
     if max(text.count("\n"), text.count("\r")) > MOST_LINES:
@@ -127,7 +119,7 @@ def _parse_row(line: str, number: int, rows: list[list[int]]) -> list[int]:
     return row
 
 
-def _read_json(path: Path) -> IntArray:
+def _read_json(path: Path) -> Iterable[IntArray]:
     text = read_text(path)
     with reading(path):
         content = json.loads(text)
@@ -146,9 +138,12 @@ def _read_json(path: Path) -> IntArray:
     if types:
         raise LoadError(f"loads must be integers, got {', '.join(types)}")
     try:
-        return array.astype(np.int64)
+        return [array.astype(np.int64)]
     except OverflowError:
         raise LoadError("a load is too large to count") from None
+
+
+READERS = {".npy": _read_npy, ".npz": _read_npz, ".csv": _read_csv, ".json": _read_json}
 
 
 def _check_count(arrays: Sequence[NDArray[Any]]) -> None:

@@ -31,8 +31,7 @@ from ultraep.tools.cli.terminal import (
 from ultraep.tools.report.words import counted
 from ultraep.trace.export import timeline_of, write_csv, write_timeline
 from ultraep.trace.read import Trace, read_trace
-from ultraep.trace.replay import Line, cases, differing
-from ultraep.trace.replay import replay as replay_case
+from ultraep.trace.replay import Replayed, cases, differing, replayed
 
 DIFFERS = 1  # exit code of a replay that differs from the recorded plans
 MB = 1e6
@@ -133,11 +132,11 @@ def _stages(trace: Trace) -> str:
     return ", ".join(f"{stage} {value:.3f}" for stage, value in stages if value > 0) or "none"
 
 
-def _print_notes(console: Console, trace: Trace, lines: Sequence[Line] = ()) -> None:
+def _print_notes(console: Console, trace: Trace, lines: Sequence[Replayed] = ()) -> None:
     """Print limits of a replay, and what the trace lacks."""
     notes = {
         "* some plans exceed the spare slots or leave a domain, so they cannot run": any(
-            line.beyond for line in lines
+            line.beyond.any() for line in lines
         ),
         "more ranks than recorded: each rank's rows are divided among the new ranks": any(
             line.case.topology.ranks > trace.header.ranks for line in lines
@@ -223,7 +222,7 @@ def replay(
     with progress("planning", lines=False) as report:
         changed = differing(trace)
         for number, case in enumerate(planned, 1):
-            lines.append(replay_case(trace, case))
+            lines.append(replayed(trace, case))
             report(number, len(planned), case.config.policy)
     if as_json:
         print(json.dumps({"differing": changed, "replayed": [_record(line) for line in lines]}))
@@ -253,32 +252,32 @@ def _verdict(trace: Trace, changed: list[int]) -> Text:
     )
 
 
-def _table(lines: Sequence[Line]) -> Grid:
+def _table(lines: Sequence[Replayed]) -> Grid:
     headers = ("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst")
     rows = []
     for line in lines:
-        case = line.case
-        ratios = (line.before, line.after, line.worst, line.bound)
+        case, means = line.case, line.means()
         rows.append(
             [
-                case.config.policy + ("*" if line.beyond else ""),
+                case.config.policy + ("*" if means["beyond"] else ""),
                 *(str(case.topology.ranks), str(case.topology.slots), str(case.history or "-")),
-                *(f"{ratio:.3f}" for ratio in ratios),
-                *(f"{line.copies:.1f}", f"{line.remote:.1%}"),
+                *(f"{means[name]:.3f}" for name in ("before", "after", "worst", "bound")),
+                *(f"{means['copies']:.1f}", f"{means['remote']:.1%}"),
             ]
         )
     return make_grid((*headers, "bound\nmean", "replicas\nmean", "remote\nmean"), rows)
 
 
-def _record(line: Line) -> dict[str, Any]:
+def _record(line: Replayed) -> dict[str, Any]:
+    means = line.means()
     return line.case.settings() | {
-        "imbalance_before": line.before,
-        "imbalance_after": line.after,
-        "imbalance_worst": line.worst,
-        "lower_bound": line.bound,
-        "copies": line.copies,
-        "remote_share": line.remote,
-        "beyond_limits": line.beyond,
+        "imbalance_before": means["before"],
+        "imbalance_after": means["after"],
+        "imbalance_worst": means["worst"],
+        "lower_bound": means["bound"],
+        "copies": means["copies"],
+        "remote_share": means["remote"],
+        "beyond_limits": means["beyond"],
     }
 
 

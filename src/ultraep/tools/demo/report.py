@@ -259,7 +259,7 @@ def replay(demo: Demo) -> Numbers:
                 "after_shift": _mean(outcome.after[np.isin(trace.step, after)]),
                 "worst": round(float(outcome.after.max()), 6),
                 "copies": _mean(outcome.copies),
-                "beyond": bool(outcome.line.beyond),
+                "beyond": bool(outcome.beyond.any()),
             }
         )
     return {

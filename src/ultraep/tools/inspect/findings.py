@@ -68,16 +68,15 @@ class Row:
 
     @classmethod
     def of(cls, outcome: Replayed) -> Row:
-        line, case = outcome.line, outcome.case
+        means, case = outcome.means(), outcome.case
         return cls(
             policy=case.config.policy,
             ranks=case.topology.ranks,
             slots=case.topology.slots,
             history=case.history,
             before_worst=float(outcome.before.max()),
-            after_worst=line.worst,
-            **{n: getattr(line, n) for n in ("before", "after", "bound", "copies", "remote")},
-            beyond=line.beyond,
+            after_worst=means.pop("worst"),
+            **means,
         )
 
     def cells(self) -> list[str]:

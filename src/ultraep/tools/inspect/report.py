@@ -100,7 +100,7 @@ def all_numbers(findings: Findings) -> dict[str, Numbers]:
     """The numbers of every plot."""
     trace, texts = findings.trace, [span.name for span in findings.texts]
     layers = trace.layers.tolist()
-    plan_of = list(plans(trace, findings.shown.case)).__getitem__
+    plan_of = list(plans([trace], findings.shown.case)).__getitem__
     numbers = {
         "sizes": by_size(findings),
         "layers": by_group(findings, {layer: trace.layer == layer for layer in layers}),

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from ultraep.errors import BackendUnavailable, CommunicationError, ConfigError
 from ultraep.tools.serving.load import LONGEST_TURN, LoadOptions, Prompt
-from ultraep.tools.serving.measure import Turn, waits
+from ultraep.tools.serving.measure import Turn
 
 try:
     import httpx
@@ -86,12 +86,12 @@ def endpoint_of(text: str, model: str | None = None) -> Endpoint:
     return Endpoint(name or parts.netloc, url.rstrip("/").removesuffix("/v1"), model)
 
 
-def run(options: EndpointOptions, tell: Callable[[Turn], None]) -> None:
-    """Call `tell` with every turn. Raises before the first turn if a server does not answer."""
-    asyncio.run(_all_turns(options, tell))
+def run(options: EndpointOptions, report: Callable[[Turn], None]) -> None:
+    """Call `report` with every turn. Raises before the first turn if a server does not answer."""
+    asyncio.run(_all_turns(options, report))
 
 
-async def _all_turns(options: EndpointOptions, tell: Callable[[Turn], None]) -> None:
+async def _all_turns(options: EndpointOptions, report: Callable[[Turn], None]) -> None:
     load, limits = options.load, httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(timeout=options.timeout, limits=limits, trust_env=False) as client:
         servers = [
@@ -101,7 +101,7 @@ async def _all_turns(options: EndpointOptions, tell: Callable[[Turn], None]) -> 
         for server, rate, number in load.turns(servers, load.known_rates()):
             if not server.dead:
                 prompts = load.prompts(rate, number, BYTES_PER_TOKEN)
-                tell(await server.turn(prompts, rate, number, options.timeout))
+                report(await server.turn(prompts, rate, number, options.timeout))
     dead = [server.endpoint.url for server in servers if server.dead]
     if dead:
         raise CommunicationError(
@@ -148,18 +148,15 @@ class Server:
         begin = time.monotonic()
         ends = await asyncio.gather(*(self._send(p, begin, limit, errors) for p in prompts))
         seconds = time.monotonic() - begin
-        imbalance = imbalances_between(counters, await self._counters())
-        return Turn(
+        return Turn.of(
+            prompts,
+            ends,
             variant=self.endpoint.name,
             rate=rate,
             number=number,
-            waited=waits(prompts, ends),
-            tokens=[prompt.tokens for prompt in prompts],
-            arrived=prompts[-1].arrival,
             seconds=max((end for end in ends if end is not None), default=seconds),
             errors=dict(errors),
-            before=imbalance["before"],
-            after=imbalance["after"],
+            **imbalances_between(counters, await self._counters()),
         )
 
     async def _send(
@@ -252,8 +249,10 @@ def imbalances_between(
 ) -> dict[str, float | None]:
     """Mean imbalance before and after balancing between two pages; None if not counted."""
     means: dict[str, float | None] = {}
-    for which in ("before", "after"):
-        total, count = f"ultraep_imbalance_{which}_sum", f"ultraep_imbalance_{which}_count"
-        increase = later[count] - earlier[count]
-        means[which] = (later[total] - earlier[total]) / increase if increase > 0 else None
+    for name in ("before", "after"):
+        total, count = (
+            later[counter] - earlier[counter]
+            for counter in (f"ultraep_imbalance_{name}_sum", f"ultraep_imbalance_{name}_count")
+        )
+        means[name] = total / count if count > 0 else None
     return means

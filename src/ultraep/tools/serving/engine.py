@@ -33,7 +33,7 @@ from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.observe import Later
 from ultraep.runtime.stats import Stats
 from ultraep.tools.serving.load import Prompt, next_microbatch
-from ultraep.tools.serving.measure import FORCED, Turn, waits
+from ultraep.tools.serving.measure import FORCED, Turn
 from ultraep.tools.tiny.even import EvenTurns
 from ultraep.topology import Topology
 
@@ -141,13 +141,12 @@ class Engine:
         served = {key: value for part in outputs for key, value in part.items()}
         ends = [served.get(prompt.number, (None, None)) for prompt in prompts]
         unserved = len(prompts) - len(served)
-        return Turn(
+        return Turn.of(
+            prompts,
+            [end for end, _ in ends],
             variant=variant,
             rate=rate,
             number=number,
-            waited=waits(prompts, [end for end, _ in ends]),
-            tokens=[prompt.tokens for prompt in prompts],
-            arrived=prompts[-1].arrival,
             seconds=max((end for end, _ in served.values()), default=0.0),
             first=[output for _, output in ends],
             errors={"not served in time": unserved} if unserved else {},

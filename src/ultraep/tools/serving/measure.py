@@ -25,7 +25,7 @@ class Turn:
 
     waited: TTFT in seconds; None without a first token.
     first: the first token or its logits, where known.
-    arrived: second of the last arrival.   seconds: until the last first token.
+    seconds: until the last first token.
     before, after: imbalance over all rows of the turn; None if unknown.
     sent: bytes of replicas, all ranks.
     experts: CPU seconds of the busiest rank's experts, summed over layers.
@@ -37,7 +37,6 @@ class Turn:
     number: int  # of the round
     waited: list[float | None]
     tokens: list[int]
-    arrived: float
     seconds: float
     first: list[Any] = field(default_factory=list)
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -50,6 +49,13 @@ class Turn:
     sent: int = 0
     experts: float | None = None
     disturbed: float | None = None
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], ends: Sequence[float | None], **more: Any) -> Turn:
+        """Return the turn of these prompts. ends: second of each first token."""
+        pairs = zip(prompts, ends, strict=True)
+        waited = [None if end is None else end - prompt.arrival for prompt, end in pairs]
+        return cls(waited=waited, tokens=[prompt.tokens for prompt in prompts], **more)
 
 
 @dataclass(frozen=True)
@@ -100,12 +106,6 @@ class UnderLoad:
         values = [getattr(turn, name) for turn in self.turns]
         known = [value for value in values if value is not None]
         return float(np.mean(known)) if known else None
-
-
-def waits(prompts: Sequence[Prompt], ends: Sequence[float | None]) -> list[float | None]:
-    """TTFT of every prompt; None without a first token."""
-    pairs = zip(prompts, ends, strict=True)
-    return [None if end is None else end - prompt.arrival for prompt, end in pairs]
 
 
 def under_load(turns: Sequence[Turn]) -> list[UnderLoad]:

@@ -58,7 +58,7 @@ FULL, TRIALS = 4, 3  # microbatches per trial, and trials; the fastest trial cou
 PAYS = 2.0  # a replica must save this multiple of its cost
 TRIAL_ROUND = 1 << 20  # seeds the prompts of trials; rounds have smaller numbers
 
-Tell = Callable[[Any], None]  # called with `Calibrated`, then with every `Turn`
+Report = Callable[[Any], None]  # called with `Calibrated`, then with every `Turn`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +103,15 @@ def check(options: EngineOptions) -> ModelFacts:
     return facts
 
 
-def run(options: EngineOptions, tell: Tell) -> None:
+def run(options: EngineOptions, report: Report) -> None:
     """Start the ranks and pass on their measurements. On interruption they end."""
-    run_ranks("ultraep.tools.serving.run:work", options, options.ranks, tell)
+    run_ranks("ultraep.tools.serving.run:work", options, options.ranks, report)
 
 
-def work(place: RankPlace, options: EngineOptions, tell: Tell) -> None:
+def work(place: RankPlace, options: EngineOptions, report: Report) -> None:
     """Run one rank; only rank 0 reports."""
     settle(place, "cpu")
-    report: Tell = tell if place.rank == 0 else lambda _: None
+    report = report if place.rank == 0 else lambda _: None
     with process_group(place), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch uses a slower kernel
         model = TransformersModel(
@@ -119,7 +119,6 @@ def work(place: RankPlace, options: EngineOptions, tell: Tell) -> None:
             dist.new_group(),  # a group of its own, apart from the messages of the engine
             options.load.seed,
             slots=options.slots,
-            policy="none",
             in_flight=facts_of(options.model).layers,  # every layer keeps its replicas
         )
         model.check_packing()
@@ -180,15 +179,14 @@ def facts_of(folder: str | None) -> ModelFacts:
 
 
 class TransformersModel:
-    """A balanced transformers model, as the engine serves it; its outputs are tokens. Collective.
+    """A balanced transformers model for the engine; its outputs are tokens. Collective.
 
     bytes_per_token: bytes of text that are enough for one token.
     """
 
     def __init__(
-        self, folder: str | None, group: ProcessGroup, seed: int, *, slots: int, policy: str,
-        **balancing: Any,
-    ) -> None:  # fmt: skip
+        self, folder: str | None, group: ProcessGroup, seed: int, *, slots: int, **balancing: Any
+    ) -> None:
         from ultraep.integrations.transformers import (
             balance,
             balanced_experts,
@@ -201,12 +199,12 @@ class TransformersModel:
         if folder is None:
             torch.manual_seed(seed)  # the same weights on all ranks
             self.model: Any = transformers().Qwen3MoeForCausalLM(config)
-            balance(self.model, group, slots=slots, policy=policy, **balancing)
+            balance(self.model, group, slots=slots, policy="none", **balancing)
             self._encode: Encode | None = None  # tokens are bytes
             self.bytes_per_token = 1
         else:
             self.model = balanced_from_pretrained(
-                folder, group, slots=slots, policy=policy, balancing=balancing
+                folder, group, slots=slots, policy="none", balancing=balancing
             )
             words = hashed_words(config.get_text_config().vocab_size)
             self._encode = tokenizer_of(Path(folder)) or words
@@ -265,8 +263,8 @@ class Calibrated:
 
     budget: int
     min_tokens: int
-    row_seconds: float  # CPU time per row in an expert
-    copy_seconds: float  # per replica sent
+    row_seconds: float  # CPU time per row in an expert, mean over ranks
+    copy_seconds: float  # per replica sent, on the slowest rank
     tokens_per_second: float  # all ranks, without balancing, at full load
     rates: tuple[float, ...]  # prompts per second to test
 
@@ -296,11 +294,14 @@ def calibrate(engine: Engine, options: EngineOptions, bytes_per_token: int) -> C
     speeds, row_costs, copy_costs = [], [], []
     for _ in range(TRIALS):
         speeds.append(trial("none"))
-        row_costs.append(row_seconds(engine))
+        row_costs.append(_by_rank(sum(engine.sums.busy) / max(1, engine.sums.rows)).mean().item())
         engine.routing = "own"  # even routing makes no replicas, so their cost would not show
         trial("ultraep")
         engine.routing = options.routing
-        copy_costs.append(copy_seconds(engine))
+        stats = [balancer.stats() for balancer in engine.model.balancers]
+        copies = _by_rank(sum(own["weights_copies_sent"] for own in stats)).max().item()
+        seconds = _by_rank(sum(own["seconds"]["replicate"] for own in stats)).max().item()
+        copy_costs.append(seconds / copies if copies else 0.0)
     row, copy, fastest = min(row_costs), min(copy_costs), from_first(max(speeds))
     engine.min_tokens = max(1, math.ceil(PAYS * copy / row)) if row else 1
     return Calibrated(
@@ -319,21 +320,9 @@ def rates_of(load: LoadOptions, tokens_per_second: float) -> tuple[float, ...]:
     return tuple(dict.fromkeys(float(f"{share * most:.2g}") for share in load.shares))
 
 
-def row_seconds(engine: Engine) -> float:
-    """CPU time per row in an expert in the last turn, averaged over ranks."""
-    return float(_by_rank(sum(engine.sums.busy) / max(1, engine.sums.rows)).mean())
-
-
-def copy_seconds(engine: Engine) -> float:
-    """Seconds per replica in the last turn, on the slowest rank."""
-    stats = [balancer.stats() for balancer in engine.model.balancers]
-    copies = float(_by_rank(sum(s["weights_copies_sent"] for s in stats)).max())
-    seconds = float(_by_rank(sum(s["seconds"]["replicate"] for s in stats)).max())
-    return seconds / copies if copies else 0.0
-
-
 def _by_rank(value: float) -> torch.Tensor:
     """[R] the value of every rank; collective."""
-    values = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
-    dist.all_gather(values, torch.tensor([value], dtype=torch.float64))
-    return torch.cat(values)
+    values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    values[dist.get_rank()] = value
+    dist.all_reduce(values)
+    return values

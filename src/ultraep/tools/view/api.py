@@ -12,25 +12,24 @@ import numpy as np
 from ultraep import __version__
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import check_size, opened, reading
-from ultraep.policies import policy_names
+from ultraep.policies import get_policy, policy_names
 from ultraep.tools.demo.result import DemoResult, trace_folder
 from ultraep.tools.report.numbers import Numbers, plain
 from ultraep.tools.report.page import own_file, plotly_js
 from ultraep.tools.view.catalogue import GONE, Catalogue, Item
 from ultraep.tools.view.record import numbers_of, stages_of
-from ultraep.tools.view.replays import Question, Replays
+from ultraep.tools.view.replays import Replays
 from ultraep.tools.view.table import VALUES, heat, overview
 from ultraep.tools.view.traces import OpenTrace
-from ultraep.trace.schema import KEY, Key
+from ultraep.trace.read import Trace
+from ultraep.trace.replay import Case, cases
+from ultraep.trace.schema import KEY, Header, Key
 
+VIEWER = "ultraep.tools.view"
 MOST_POINTS, MOST_COLUMNS = 2000, 400
 LARGEST = 2**62
-SHARED = ("page.css", "parts.js", "figures.js")
-STYLES = ("page.css", "view.css")
-SCRIPTS = (
-    *("parts.js", "figures.js"),
-    *("routes.js", "overview.js", "record.js", "compare.js", "view.js"),
-)
+SHARED = ("page.css", "parts.js", "figures.js")  # with reports
+OWN = ("view.css", "routes.js", "overview.js", "record.js", "compare.js", "view.js")
 TYPES = {"css": "text/css", "js": "text/javascript"}
 MOST_REPORT = 64 << 20  # bytes
 REPORT_HEADERS = {
@@ -59,13 +58,11 @@ class Answer:
 
     @classmethod
     def text(cls, text: str, status: int) -> Answer:
-        """Return one sentence."""
         headers = {"content-type": "text/plain; charset=utf-8"}
         return cls(f"{text}.\n".encode(), status, headers)
 
     @classmethod
     def json(cls, numbers: Numbers, status: int = 200) -> Answer:
-        """Return numbers."""
         text = json.dumps(numbers, separators=(",", ":"), allow_nan=False)
         return cls(text.encode(), status, {"content-type": "application/json"})
 
@@ -74,11 +71,10 @@ class Api:
     """The answers about the traces and reports of a catalogue."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        self.catalogue, self.replays = catalogue, Replays(catalogue)
+        self.catalogue, self.replays = catalogue, Replays()
         self.files = static_files()
 
     def answer(self, path: str, query: Query) -> Answer:
-        """Answer a request."""
         name = path.removeprefix("/api/") if path.startswith("/api/") else ""
         try:
             if path in self.files:
@@ -106,13 +102,13 @@ class Api:
             "live": self.catalogue.live,
             "waiting_for": [str(path) for path in self.catalogue.paths],
             "policies": sorted(policy_names()),
-            "items": [described(item) for item in list(self.catalogue.items)],
+            "items": [item_facts(item) for item in list(self.catalogue.items)],
         }
 
     def overview(self, query: Query) -> Numbers:
         """Return lines over time, means by layer, totals."""
         trace = self._trace(query)
-        most = whole(query, "points", 600, low=2, high=MOST_POINTS)
+        most = integer(query, "points", 600, low=2, high=MOST_POINTS)
         means = zip(trace.header.stages, trace.table.stages.tolist(), strict=True)
         return overview(trace.table, *moments(query), most=most) | {
             "stages": {stage: round(seconds, 9) for stage, seconds in means if seconds > 0},
@@ -121,14 +117,14 @@ class Api:
     def training(self, query: Query) -> Numbers:
         """Return loss and tokens/s of every step; empty unless the trace belongs to a demo."""
         path = self._trace(query).path.resolve()
-        out, policy = path.parent.parent, path.parent.name
+        out = path.parent.parent
         try:
             result = DemoResult.load(out)
         except FileError:
             return {}
         tokens = result.sizes.tokens * result.sizes.ranks
         for row in result.policies:
-            if path == trace_folder(out, policy) and row.policy == policy:
+            if path == trace_folder(out, row.policy):
                 speed = plain(tokens / np.maximum(row.seconds, 1e-9))
                 return {"loss": plain(row.losses), "tokens_per_second": speed}
         return {}
@@ -138,13 +134,13 @@ class Api:
         value = query.get("value", "before")
         if value not in VALUES:
             raise ConfigError(f"value must be one of {', '.join(VALUES)}, got {value[:40]!r}")
-        most = whole(query, "columns", 240, low=2, high=MOST_COLUMNS)
+        most = integer(query, "columns", 240, low=2, high=MOST_COLUMNS)
         return heat(self._trace(query).table, value, *moments(query), most=most)
 
     def worst(self, query: Query) -> Numbers:
         """Return the key of the most imbalanced record of a range."""
         table, (begin, end) = self._trace(query).table, moments(query)
-        layer = whole(query, "layer") if "layer" in query else None
+        layer = integer(query, "layer") if "layer" in query else None
         return {"key": table.worst(table.within(begin, end, layer))}
 
     def record(self, query: Query) -> Numbers:
@@ -166,17 +162,18 @@ class Api:
     def replay(self, query: Query) -> Numbers:
         """Start a replay, or return the progress and the answer of the replay of this number."""
         if "number" in query:
-            return self.replays.job(whole(query, "number")).to_json()
-        return self.replays.ask(question(query)).to_json()
+            return self.replays.job(integer(query, "number")).to_json()
+        trace = self._trace(query)
+        return self.replays.ask(trace, case_of(query, trace.header)).to_json()
 
     def stop(self, query: Query) -> Numbers:
         """Stop a replay early."""
-        job = self.replays.job(whole(query, "number"))
+        job = self.replays.job(integer(query, "number"))
         job.stop.set()
         return job.to_json()
 
 
-def described(item: Item) -> Numbers:
+def item_facts(item: Item) -> Numbers:
     """Return a trace or a report as the page lists it."""
     facts: Numbers = {name: getattr(item, name) for name in ("kind", "name", "error")}
     facts |= {"path": str(item.path), "gone": GONE if item.gone else ""}
@@ -190,13 +187,9 @@ def described(item: Item) -> Numbers:
 # -- parameters of requests ----------------------------------------------------------------------
 
 
-def whole(query: Query, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
-    """Return an integer of the query."""
-    return parsed(name, query.get(name, str(usual)), low, high)
-
-
-def parsed(name: str, text: str, low: int = 0, high: int = LARGEST) -> int:
-    """Return an integer within these limits; raise `ConfigError` otherwise."""
+def integer(query: Query, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
+    """Return an integer of the query; raise `ConfigError` unless it is within the limits."""
+    text = query.get(name, str(usual))
     if not text.isdecimal() or len(text) > 19 or not low <= int(text) <= high:
         raise ConfigError(f"{name} must be an integer in {low}..{high}, got {text[:40]!r}")
     return int(text)
@@ -204,32 +197,39 @@ def parsed(name: str, text: str, low: int = 0, high: int = LARGEST) -> int:
 
 def moments(query: Query) -> tuple[int, int]:
     """Return the first moment of a range, and its end."""
-    return whole(query, "from"), whole(query, "to", LARGEST)
+    return integer(query, "from"), integer(query, "to", LARGEST)
 
 
 def key_of(query: Query) -> Key:
     """Return step, layer and microbatch."""
-    step, layer, microbatch = (whole(query, name) for name in KEY)
+    step, layer, microbatch = (integer(query, name) for name in KEY)
     return step, layer, microbatch
 
 
-def question(query: Query) -> Question:
-    """Return the settings of a replay."""
-    numbers = {name: whole(query, name) for name in ("slots", "ranks", "history") if name in query}
-    tolerance = None
-    if "tolerance" in query:
-        try:
-            tolerance = float(query["tolerance"])
-        except ValueError:
-            got = query["tolerance"][:40]
-            raise ConfigError(f"tolerance must be a number, got {got!r}") from None
-    return Question(query.get("trace", ""), query.get("policy", ""), **numbers, tolerance=tolerance)
+def case_of(query: Query, header: Header) -> Case:
+    """Return the settings of a replay; missing ones are as recorded."""
+    text = query.get("tolerance")
+    try:
+        tolerance = None if text is None else float(text)
+    except ValueError:
+        got = query["tolerance"][:40]
+        raise ConfigError(f"tolerance must be a number, got {got!r}") from None
+    [case] = cases(
+        Trace(header, {}),
+        policies=[get_policy(query.get("policy", "")).name],
+        slots=[integer(query, "slots", header.slots)],
+        ranks=[integer(query, "ranks", header.ranks)],
+        history=[integer(query, "history", 1)],
+        tolerance=tolerance,
+    )
+    return case
 
 
 def static_files() -> dict[str, Answer]:
     """Return the files of the page by path."""
-    texts = {"/": page_file("index.html"), "/static/plotly.js": plotly_js()}
-    texts |= {f"/static/{name}": page_file(name) for name in (*STYLES, *SCRIPTS)}
+    texts = {"/": own_file(VIEWER, "page/index.html"), "/static/plotly.js": plotly_js()}
+    texts |= {f"/static/{name}": own_file("ultraep.tools.report", name) for name in SHARED}
+    texts |= {f"/static/{name}": own_file(VIEWER, f"page/{name}") for name in OWN}
     files = {}
     for path, text in texts.items():
         content, ending = text.encode("utf-8"), path.rpartition(".")[2]
@@ -240,10 +240,3 @@ def static_files() -> dict[str, Answer]:
         }
         files[path] = Answer(content, headers=headers)
     return files
-
-
-def page_file(name: str) -> str:
-    """Return a file of the page; reports use some of the same files."""
-    if name in SHARED:
-        return own_file("ultraep.tools.report", name)
-    return own_file("ultraep.tools.view", f"page/{name}")

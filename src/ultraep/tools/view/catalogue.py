@@ -12,17 +12,18 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import names_of_arrays
 from ultraep.tools.view.traces import FileTrace, FolderTrace, OpenTrace
-from ultraep.trace.files import read_header
+from ultraep.trace.files import folders_of_traces, read_header
 from ultraep.trace.schema import HEADER_FILE
 
 REPORT_FILE, RESULT_FILE = "report.html", "result.json"
-DEPTH = ("", "*/", "*/*/")  # how deep below a folder traces are searched
+
 MOST_ITEMS = 64
 PERIOD = 1.0  # seconds between two checks of a folder that is followed
 GONE = "the folder is gone: the page shows what was read before"
@@ -64,7 +65,6 @@ class Catalogue:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop reading."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -99,14 +99,12 @@ class Catalogue:
         return self.live or any(not item.error for item in self.items)
 
     def trace(self, name: str) -> OpenTrace:
-        """Return the trace of this name."""
         item = self._item("trace", name)
         if item.trace is None:
             raise FileError(item.error)
         return item.trace
 
     def report(self, name: str) -> Path:
-        """Return the file of the report of this name."""
         return self._item("report", name).path
 
     def _item(self, kind: str, name: str) -> Item:
@@ -133,7 +131,7 @@ class Catalogue:
         """Open the traces and reports that are new."""
         known = {item.path for item in self.items}
         try:
-            items = look(self.paths, live=self.live)
+            items = items_in(self.paths, live=self.live)
         except OSError:
             return  # a folder disappeared during the search
         for item in items:
@@ -145,13 +143,11 @@ class Catalogue:
 
     def _open(self, item: Item) -> None:
         if item.kind == "trace":
-            opening = self._reader.submit(self._open_trace, item.path)
+            kind = partial(FolderTrace, live=self.live) if item.path.is_dir() else FileTrace
+            opening = self._reader.submit(kind, item.path)
             error = opening.exception()
             item.trace = opening.result() if error is None else None
             item.error, item.failed = "" if error is None else _message(error), False
-
-    def _open_trace(self, path: Path) -> OpenTrace:
-        return FolderTrace(path, live=self.live) if path.is_dir() else FileTrace(path)
 
     def _check_folder(self, item: Item) -> None:
         """Notice that a folder is gone, or now holds another trace."""
@@ -179,7 +175,7 @@ def _message(error: BaseException) -> str:
 # -- searching -----------------------------------------------------------------------------------
 
 
-def look(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
+def items_in(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
     """Return the traces and reports in these paths, not opened.
 
     Raise `FileError` for a path that is missing or has neither, unless `live` is set.
@@ -212,10 +208,8 @@ def _of_file(path: Path, live: bool) -> Iterator[Item]:
 
 
 def _in_folder(folder: Path) -> Iterator[Item]:
-    for below in DEPTH:
-        for header in sorted(folder.glob(f"{below}{HEADER_FILE}")):
-            inside = header.parent.relative_to(folder)
-            name = folder.resolve().name if inside == Path() else str(inside)
-            yield Item("trace", header.parent, name)
+    for trace in folders_of_traces(folder):
+        name = folder.resolve().name if trace == folder else str(trace.relative_to(folder))
+        yield Item("trace", trace, name)
     if (folder / REPORT_FILE).is_file():
         yield Item("report", folder / REPORT_FILE, REPORT_FILE)

@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from ultraep.errors import ConfigError, FileError
 from ultraep.tools.view.table import Table
 from ultraep.trace.files import read_header, read_piece
 from ultraep.trace.join import join
-from ultraep.trace.read import Routed, Trace, concatenated, read_trace
+from ultraep.trace.read import Trace, concatenated, read_trace
 from ultraep.trace.schema import (
     KEY,
     PIECE,
@@ -37,11 +36,10 @@ from ultraep.trace.schema import (
     no_records,
     piece_file,
     rank_folder,
-    taken,
 )
 from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
 
-PLANNED = ("layer", "policy", "loads", "copy_ends", "copies", "quotas", "rates")  # rank 0 only
+PLANNED = ("step", "layer", "loads", "rates")  # arrays of rank 0 that planning needs
 SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece that the table needs
 MOST_RECORDS, MOST_LINES = 2_000_000, 32 << 20  # records; records times ranks
 MOST_PIECES = 16  # of a rank with additions to one record
@@ -63,7 +61,7 @@ class OpenTrace:
         self._late: list[IntArray] = [np.zeros((2, 0), np.int64)] * ranks  # record, line
         self._stage_sums = np.zeros((ranks, len(header.stages)))
         self._dropped, self._repeated = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
-        self._numbers: dict[Key, int] = {}
+        self._numbers: dict[tuple[int, ...], int] = {}
         # By record, in the last dimension, and longer than there are records.
         self._key: IntArray = np.zeros((len(KEY), 0), np.int64)
         self._planned: IntArray = np.zeros((3, 0), np.int64)  # routed rows, largest rank, replicas
@@ -80,9 +78,9 @@ class OpenTrace:
         """Return a trace of one record."""
         raise NotImplementedError
 
-    def routed(self, key: Key) -> Routed:
-        """Return the input of the plan of a record."""
-        return self.record(key).routed(0)
+    def planned(self, key: Key) -> Trace:
+        """Return a trace of one record with the fields that planning needs."""
+        return self.record(key)
 
     @property
     def dropped(self) -> int:
@@ -142,11 +140,11 @@ class OpenTrace:
         """[T] the number of the record with each key; -1 beyond the limit of records."""
         numbers, most = self._numbers, min(MOST_RECORDS, MOST_LINES // self.header.ranks)
         if len(keys_T3):  # ranks usually record in the same order
-            begin = numbers.get(_key(keys_T3[0].tolist()), len(numbers))
+            begin = numbers.get(tuple(keys_T3[0].tolist()), len(numbers))
             same = self._key[:, begin : min(begin + len(keys_T3), len(numbers))]
             if np.array_equal(same.T, keys_T3):
                 return np.arange(begin, begin + len(keys_T3))
-        keys = list(map(_key, keys_T3.tolist()))
+        keys = list(map(tuple, keys_T3.tolist()))
         if len(numbers) + len(keys) <= most:
             number_T = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
         else:
@@ -197,11 +195,6 @@ class OpenTrace:
         )
 
 
-def _key(values: list[int]) -> Key:
-    step, layer, microbatch = values
-    return step, layer, microbatch
-
-
 def _ratio(largest: IntArray, rows: IntArray, ranks: int) -> NDArray[np.float64]:
     """[N] largest rank over mean rank; 1.0 without rows."""
     ratio: NDArray[np.float64] = largest.astype(np.float64) * ranks / np.maximum(rows, 1)
@@ -235,7 +228,6 @@ class FileTrace(OpenTrace):
         return summary_of(self.header, own) | {"dropped": own["dropped"]}
 
     def record(self, key: Key) -> Trace:
-        """Return a trace of one record."""
         return self.trace.take(np.array([self._line[0, self.number_of(key)] - 1]))
 
 
@@ -253,7 +245,6 @@ class FolderTrace(OpenTrace):
                 self.note(f"{path}: not read, the trace has only {self.header.ranks} ranks")
 
     def piece_path(self, rank: int, piece: int) -> Path:
-        """Return the path of a piece."""
         return self.path / rank_folder(rank) / piece_file(piece)
 
     # -- the table ------------------------------------------------------------------------------
@@ -308,13 +299,12 @@ class FolderTrace(OpenTrace):
 
     # -- one record -----------------------------------------------------------------------------
 
-    def routed(self, key: Key) -> Routed:
-        """Return the input of the plan of a record; only rank 0 is read."""
+    def planned(self, key: Key) -> Trace:
         piece, row = self._locate(0, int(self._line[0, self.number_of(key)]))
-        plans = self._plans(piece)
-        if row >= len(plans["loads"]):
-            self._contradiction(piece)
-        return Trace(self.header, taken(plans, np.array([row]))).routed(0)
+        arrays = self._plans(piece)
+        if row >= len(arrays["loads"]):
+            raise self._contradiction(piece)
+        return Trace(self.header, {name: array[row : row + 1] for name, array in arrays.items()})
 
     def _read_plans(self, piece: int) -> Arrays:
         return read_piece(self.piece_path(0, piece), self.header, 0, PLANNED)
@@ -331,7 +321,7 @@ class FolderTrace(OpenTrace):
         keys = np.column_stack([trace.arrays[name] for name in KEY])
         records = np.flatnonzero((keys == key).all(axis=1))
         if not len(records):
-            self._contradiction(pieces[0][0])
+            raise self._contradiction(pieces[0][0])
         return trace.take(records[:1])
 
     def _read_joined(self, pieces: tuple[tuple[int, ...], ...]) -> Trace:
@@ -348,6 +338,6 @@ class FolderTrace(OpenTrace):
         piece = bisect_right(self.starts[rank], line) - 1
         return piece, line - self.starts[rank][piece]
 
-    def _contradiction(self, piece: int) -> NoReturn:
+    def _contradiction(self, piece: int) -> FileError:
         path = self.piece_path(0, piece)
-        raise FileError(f"{path}: the summary lists a record that the piece does not contain")
+        return FileError(f"{path}: the summary lists a record that the piece does not contain")
