@@ -49,6 +49,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: ViewServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise the body waits 40 ms for an ACK of the headers
 
     def handle_one_request(self) -> None:
         """Answer one request; close the connection if it does not arrive in time."""
