@@ -62,8 +62,6 @@ def simulate(
     chosen = [c if isinstance(c, Contender) else Contender.of(c) for c in contenders]
     if not chosen:
         raise ConfigError("nothing to simulate: name at least one policy")
-    for contender in chosen:
-        contender.price()  # raises before anything is planned
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
     layers = scenario.model.expert_layers

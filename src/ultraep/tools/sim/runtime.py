@@ -57,6 +57,9 @@ class Contender:
     tolerance: float | None = None
     runtime: Runtime | None = None
 
+    def __post_init__(self) -> None:
+        self.price()
+
     @staticmethod
     def of(name: str) -> Contender:
         """Return the contender for NAME, or for NAME=OTHER.
@@ -67,9 +70,7 @@ class Contender:
         policy, equals, priced_as = name.partition("=")
         if equals and not priced_as:
             raise ConfigError(f"NAME=OTHER needs two policies, got {name!r}")
-        contender = Contender(policy, name, runtime=runtime_of(priced_as) if priced_as else None)
-        contender.price()
-        return contender
+        return Contender(policy, name, runtime=runtime_of(priced_as) if priced_as else None)
 
     def price(self) -> Runtime:
         """Return the runtime that executes the plans; raise `ConfigError` if it cannot."""

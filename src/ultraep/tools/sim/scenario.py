@@ -62,8 +62,8 @@ class Scenario:
         model, cluster, trains = self.model, self.cluster, self.job.trains
         if model.experts % self.ranks:
             raise ConfigError(
-                f"{model.experts} experts of {model.name} do not divide evenly "
-                f"over {self.ranks} ranks"
+                f"{model.experts} experts of {model.name} do not divide evenly over {self.ranks} "
+                f"ranks; choose --ep that divides {model.experts}"
             )
         if self.devices > cluster.devices:
             raise ConfigError(

@@ -108,8 +108,8 @@ class Training:
     def dense_seconds(self, costs: Costs) -> tuple[FloatArray, FloatArray]:
         """[P] forward and backward seconds of dense layers and of the output embedding."""
         forward_P, backward_P = np.zeros(self.pipeline), np.zeros(self.pipeline)
-        dense = costs.attention_forward(self.tokens, self.context) + costs.dense_mlp(self.tokens)
-        backward = costs.attention_backward(self.tokens, self.context)
+        dense = costs.attention(self.tokens, self.context) + costs.dense_mlp(self.tokens)
+        backward = costs.attention(self.tokens, self.context, backward=True)
         backward += 2 * costs.dense_mlp(self.tokens)
         again = dense if self.recompute else 0.0
         for stage in stage_of_layer(costs.model, self.pipeline)[: costs.model.dense_layers]:
