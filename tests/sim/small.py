@@ -40,9 +40,9 @@ def plain_rates(**changes: Any) -> MeasuredRates:
     efficiencies = "dense_matmul attention_forward attention_backward memory link network framework"
     rates: Any = dict.fromkeys(efficiencies.split(), 1.0)
     rates |= dict.fromkeys(("meeting_us", "count_us", "reroute_us", "hop_us"), 0.0)
-    rates |= dict.fromkeys(("rows", "ranks"), np.array([1.0, 1024.0]))
-    rates |= dict.fromkeys(("grouped_forward", "grouped_backward"), np.ones(2))
-    rates |= dict.fromkeys(("plan_us", "schedule_us"), np.full(2, 1e-9))
+    rates |= dict.fromkeys(("rows", "ranks"), (1.0, 1024.0))
+    rates |= dict.fromkeys(("grouped_forward", "grouped_backward"), (1.0, 1.0))
+    rates |= dict.fromkeys(("plan_us", "schedule_us"), (1e-9, 1e-9))
     return MeasuredRates(**rates | changes)
 
 

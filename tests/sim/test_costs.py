@@ -33,15 +33,15 @@ def test_experts_by_hand() -> None:
     # Forward: 192 operations per row, 192 bytes of weights, 2 * (16 + 16) = 64 bytes per row.
     # A microsecond has 1000 operations and 100 bytes: one row takes 2.56, ten take 8.32.
     costs = small_costs()
-    assert costs.experts_forward([0, 1, 10]) == pytest.approx([0, 2.56 * MICRO, 8.32 * MICRO])
+    assert costs.experts([0, 1, 10]) == pytest.approx([0, 2.56 * MICRO, 8.32 * MICRO])
     # Backward: weights are read for rows and written as FP32, 8 bytes each; rows count twice.
-    assert costs.experts_backward([0, 1]) == pytest.approx([0, (768 + 128) / 100 * MICRO])
+    assert costs.experts([0, 1], backward=True) == pytest.approx([0, (768 + 128) / 100 * MICRO])
 
 
 def test_efficiency_is_interpolated_over_the_logarithm_of_rows() -> None:
-    points = {"rows": np.array([4.0, 16.0]), "grouped_forward": np.array([0.5, 0.25])}
+    points = {"rows": [4.0, 16.0], "grouped_forward": [0.5, 0.25]}
     rows = np.array([1, 4, 8, 16, 1000])
-    factor = small_costs(**points).experts_forward(rows) / small_costs().experts_forward(rows)
+    factor = small_costs(**points).experts(rows) / small_costs().experts(rows)
     assert factor == pytest.approx([2, 2, 1 / 0.375, 4, 4])
 
 
@@ -53,8 +53,8 @@ def test_more_rows_take_longer_and_never_less_than_the_roofline(model: str, clus
     rows = np.unique(np.geomspace(1, 1e6, 4000).astype(int))
     weights = costs.model.expert_weights
     for seconds, factor, weight_bytes in (
-        (costs.experts_forward(rows), 1, 2),
-        (costs.experts_backward(rows), 2, 8),
+        (costs.experts(rows), 1, 2),
+        (costs.experts(rows, backward=True), 2, 8),
     ):
         assert (np.diff(seconds)[rows[1:] > 1024] > 0).all()
         assert (seconds >= 0.92 * np.maximum.accumulate(seconds)).all()
@@ -70,19 +70,19 @@ def test_attention_by_hand() -> None:
         dense_matmul=0.5, attention_forward=0.25, attention_backward=0.2, memory=0.8
     )
     forward = (2 * products + 4 * core + passes / 0.8) * MICRO
-    assert costs.attention_forward(10, 6) == pytest.approx(forward)
+    assert costs.attention(10, 6) == pytest.approx(forward)
     backward = (2 * 2 * products + 5 * 2.5 * core + 2 * passes / 0.8) * MICRO
-    assert costs.attention_backward(10, 6) == pytest.approx(backward)
+    assert costs.attention(10, 6, backward=True) == pytest.approx(backward)
 
 
 def test_the_framework_slows_everything_except_experts_and_messages() -> None:
     def seconds(costs: Costs) -> list[float]:
-        attention = [costs.attention_forward(10, 5), costs.attention_backward(10, 5)]
+        attention = [costs.attention(10, 5), costs.attention(10, 5, backward=True)]
         return [*attention, costs.dense_mlp(10), costs.head(10)]
 
     plain, slow = small_costs(), small_costs(framework=3.0)
     assert seconds(slow) == pytest.approx([3 * value for value in seconds(plain)])
-    assert slow.experts_forward(10) == plain.experts_forward(10)
+    assert slow.experts(10) == plain.experts(10)
     assert slow.on_links(10, 10) == plain.on_links(10, 10)
 
 
@@ -91,8 +91,8 @@ def test_links_and_control_by_hand() -> None:
     assert links.on_links([100, 0], [0, 100]) == pytest.approx([20 * MICRO, 400 * MICRO])
     assert links.on_links([100, 100], [1, 10]) == pytest.approx([20 * MICRO, 40 * MICRO])
     assert (links.latency(domains=1), links.latency(domains=2)) == (3 * MICRO, 7 * MICRO)
-    by_ranks = {"plan_us": np.array([2.0, 32.0]), "schedule_us": np.array([1.0, 4.0])}
-    costs = small_costs(ranks=np.array([4.0, 16.0]), **by_ranks)
+    by_ranks = {"plan_us": [2.0, 32.0], "schedule_us": [1.0, 4.0]}
+    costs = small_costs(ranks=[4.0, 16.0], **by_ranks)
     plan_us = [costs.plan(ranks) / MICRO for ranks in (1, 4, 8, 16, 99)]
     assert plan_us == pytest.approx([2, 2, 8, 32, 32])
     assert costs.schedule(8) == pytest.approx(2 * MICRO)
@@ -139,7 +139,7 @@ def test_the_efficiency_of_grouped_products(direction: str, factor: int, weight_
             least = case["slots"] * roofline(case["model"], case["rows"], factor, weight_bytes)
             reached.setdefault(case["rows"], []).append(least / (row["value"] * 1e-3))
     rates = measured_rates()
-    assert sorted(reached) == rates.rows.tolist()
+    assert sorted(reached) == rates.rows
     medians = [median(reached[rows]) for rows in sorted(reached)]
     assert getattr(rates, f"grouped_{direction}") == pytest.approx(medians, rel=0.02)
 

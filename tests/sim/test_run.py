@@ -19,7 +19,7 @@ from ultraep.tools.sim.planning import plan_layer
 from ultraep.tools.sim.run import Result, simulate, time_layer
 from ultraep.tools.sim.runtime import Contender, runtime_of
 from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.serving import Requests, Serving, make_iteration, rate_at_limit
+from ultraep.tools.sim.serving import Requests, Serving
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import Skew, fit_skew
 from ultraep.topology import Topology
@@ -73,19 +73,6 @@ def test_units_of_throughput() -> None:
     assert prefill.throughput == pytest.approx(prefill.tokens_per_second * 16 / 2000)
 
 
-@pytest.mark.parametrize("policy", ["none", "ultraep"])
-def test_prefill_iterations_go_through_all_layers(policy: str) -> None:
-    made = scenario(job=PREFILL)
-    layers = [time_layer(made, [Contender.of(policy)], layer)[0].forward for layer in LAYERS]
-    fixed_S, rows_S = (
-        sum(stages[name] for stages in layers for name in names)
-        for names in (("loads", "plan", "replicate", "reroute"), ("dispatch", "experts", "combine"))
-    )
-    iteration = make_iteration(made.costs, PREFILL, rows_S, fixed_S.mean())
-    throughput = results(PREFILL)[POLICIES.index(policy)].throughput
-    assert throughput == pytest.approx(rate_at_limit(iteration, PREFILL, 16), rel=0.01)
-
-
 @pytest.mark.parametrize("policy", range(len(POLICIES)), ids=POLICIES)
 def test_stages_and_layers_add_up(policy: int) -> None:
     result = results(TRAINING)[policy]
@@ -121,9 +108,8 @@ def test_a_policy_without_costs_is_refused_before_any_work(
         calls.append(problem)
         return np.empty((0, 3), dtype=np.int64)
 
-    for contender in ("mine", Contender("mine", "a label")):
-        with pytest.raises(ConfigError, match=r"'mine' has no costs of its own.*mine=NAME"):
-            simulate(scenario(), [contender])
+    with pytest.raises(ConfigError, match=r"'mine' has no costs of its own.*mine=NAME"):
+        simulate(scenario(), ["none", "mine"])
     assert not calls
     (priced,) = simulate(scenario(), ["mine=quota"])
     none = results(TRAINING)[0]
@@ -184,7 +170,7 @@ def test_results_do_not_depend_on_processes_and_progress_is_reported() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ranks": 48}, "128 experts of glm-4.5-106b do not divide evenly over 48 ranks"),
+        ({"ranks": 48}, "128 experts of glm-4.5-106b .* 48 ranks; choose --ep that divides 128"),
         ({"ranks": 0}, "ranks must be at least 1, got 0"),
         (
             {"job": Training(groups=1000)},
@@ -195,8 +181,6 @@ def test_results_do_not_depend_on_processes_and_progress_is_reported() -> None:
             "the workload has 64 experts, model glm-4.5-106b has 128",
         ),
         ({"interval": 0}, "interval must be at least 1, got 0"),
-        ({"slots": 129}, "slots must lie between 0 and 128, got 129"),
-        ({"domain": 5}, "16 ranks do not divide by a domain of 5"),
         ({"job": Training(pipeline=6)}, "5 layers cannot be split into 6 pipeline stages"),
         (
             {"model": load_model("qwen3-235b"), "job": Training()},

@@ -57,7 +57,7 @@ def test_a_pipeline_takes_as_long_as_its_longest_path(count: int, stages: int) -
 
 @pytest.mark.parametrize("stages", [1, 2, 7, 61])
 def test_stages_are_contiguous_and_the_first_get_the_remainder(stages: int) -> None:
-    stage_of = stage_of_layer(load_model("deepseek-v3-671b"), stages)
+    stage_of = stage_of_layer(load_model("deepseek-v3-671b"), stages).tolist()
     assert len(stage_of) == 61
     assert stage_of == sorted(stage_of)
     sizes = np.bincount(stage_of, minlength=stages).tolist()
@@ -74,9 +74,9 @@ def test_dense_layers_and_the_head_are_in_the_first_and_last_stage() -> None:
     training = Training(tokens=10, sequence=4, pipeline=3, recompute=False)
     assert training.context == 2
     forward, backward = training.dense_seconds(costs)
-    dense = costs.attention_forward(10, 2) + costs.dense_mlp(10)
+    dense = costs.attention(10, 2) + costs.dense_mlp(10)
     assert forward == pytest.approx([dense, 0, costs.head(10)])
-    back = costs.attention_backward(10, 2) + 2 * costs.dense_mlp(10)
+    back = costs.attention(10, 2, backward=True) + 2 * costs.dense_mlp(10)
     assert backward == pytest.approx([back, 0, 2 * costs.head(10)])
     recomputed = Training(tokens=10, sequence=4, pipeline=3).dense_seconds(costs)[1]
     assert recomputed == pytest.approx([back + dense, 0, 2 * costs.head(10)])

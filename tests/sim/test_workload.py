@@ -17,7 +17,6 @@ from ultraep.tools.sim.workload import (
     Skew,
     fit_skew,
     mean_imbalance,
-    rank_imbalance,
     read_workload,
     share_out,
 )
@@ -130,8 +129,9 @@ def test_invalid_skews(changes: dict[str, Any], message: str) -> None:
 
 
 def test_imbalance_by_hand() -> None:
-    loads_SE = np.array([[3, 3, 1, 1], [2, 2, 2, 2], [0, 0, 0, 4]])
-    assert rank_imbalance(loads_SE, Topology(ranks=2, experts=4)).tolist() == [1.5, 1.0, 2.0]
+    loads_SHE = np.array([[[3, 3, 1, 1]], [[0, 0, 0, 4]]])  # imbalance 1.5 and 2
+    topology = Topology(ranks=2, experts=4)
+    assert mean_imbalance(Recorded(loads_SHE, top_k=1), topology, range(1)) == 1.75
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_read_loads(tmp_path: Path) -> None:
     ("arrays", "error", "message"),
     [
         ({"a_ids": (4095, 1, 1)}, ConfigError, "no text has 4096 tokens, the longest has 4095"),
-        ({"a_ids": (4096, 3, 1), "b_ids": (4096, 2, 1)}, FileError, "layers, 2 and 3"),
+        ({"a_ids": (4096, 3, 1), "b_ids": (4096, 2, 1)}, FileError, "with 2 and with 3 layers"),
         ({"a": (1, 2)}, FileError, "a microbatch without any row"),
     ],
 )

@@ -11,6 +11,7 @@ Shapes: S microbatches, R ranks, E experts, C replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,10 +131,10 @@ class LayerClock:
 
     def _experts(self, replicas: Replicas, *, backward: bool) -> FloatArray:
         """[S, R] seconds of every rank's slots, one after the other, and of moving its rows."""
-        at_home_SE, replica_C = (
-            self.costs.experts(rows, backward=backward) for rows in (replicas.at_home, replicas.rows)
+        seconds = partial(self.costs.experts, backward=backward)
+        products_SR: FloatArray = replicas.sum_by_rank(
+            seconds(replicas.at_home), seconds(replicas.rows)
         )
-        products_SR: FloatArray = replicas.sum_by_rank(at_home_SE, replica_C)
         return products_SR + (2 if backward else 1) * self.costs.row_moves(replicas.rank_loads)
 
     # -- weights ---------------------------------------------------------------------------------

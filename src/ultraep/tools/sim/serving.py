@@ -96,11 +96,10 @@ class Serving:
 
     def plain_seconds(self, costs: Costs, ranks: int) -> float:  # noqa: ARG002
         """Return the seconds per iteration that `LayerTimes` leaves out."""
-        model, tokens, context = costs.model, self.tokens, self.requests.mean_tokens / 2
-        attention = costs.attention(tokens, context)
+        model, tokens = costs.model, self.tokens
+        attention = costs.attention(tokens, self.requests.mean_tokens / 2)
         core = attention - costs.attention(tokens, 0.0)
-        dense = model.dense_layers * (attention + costs.dense_mlp(tokens))
-        return model.moe_layers * core + dense
+        return model.moe_layers * core + model.dense_layers * (attention + costs.dense_mlp(tokens))
 
     def throughput(
         self, costs: Costs, ranks: int, layers: Sequence[LayerTimes]
