@@ -21,7 +21,7 @@ from ultraep.tools.sim.runtime import Contender, runtime_of
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Requests, Serving
 from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import Skew, fit_skew
+from ultraep.tools.sim.workload import fit_skew
 from ultraep.topology import Topology
 
 POLICIES = ["none", "eplb", "lplb", "quota", "ultraep", "ideal"]
@@ -33,7 +33,6 @@ PREFILL = Serving(
     tokens=4096,
     iterations=5,
 )
-TINY = dataclasses.replace(load_cluster("h200-eight-parts"), name="tiny", devices=64)
 WORKLOAD = fit_skew(2.2, Topology(ranks=16, experts=128), 8, LAYERS, noise=0.25)
 
 
@@ -171,24 +170,13 @@ def test_results_do_not_depend_on_processes_and_progress_is_reported() -> None:
     ("changes", "message"),
     [
         ({"ranks": 48}, "128 experts of glm-4.5-106b .* 48 ranks; choose --ep that divides 128"),
-        ({"ranks": 0}, "ranks must be at least 1, got 0"),
-        (
-            {"job": Training(groups=1000)},
-            "16000 devices are needed, cluster gb200-nvl72 has 9216",
-        ),
-        (
-            {"workload": Skew(experts=64, top_k=8, spread=1.0, noise=0.4)},
-            "the workload has 64 experts, model glm-4.5-106b has 128",
-        ),
+        ({"job": Training(groups=1000)}, "16000 devices are needed, .* gb200-nvl72 has 9216"),
+        ({"workload": dataclasses.replace(WORKLOAD, experts=64)}, "has 64 experts, .* 128"),
         ({"interval": 0}, "interval must be at least 1, got 0"),
         ({"job": Training(pipeline=6)}, "5 layers cannot be split into 6 pipeline stages"),
         (
             {"model": load_model("qwen3-235b"), "job": Training()},
-            r"\d{3} GB of weights and .* into the 186 GB of cluster",
-        ),
-        (
-            {"model": load_model("qwen3-235b"), "job": PREFILL, "cluster": TINY},
-            r"\d{2} GB of weights per .* the 17 GB of cluster tiny",
+            r"\d{3} GB of weights and .* into the 186 GB .* use more ranks, a pipeline or groups",
         ),
     ],
 )
@@ -197,14 +185,8 @@ def test_invalid_scenarios(changes: dict[str, Any], message: str) -> None:
         scenario(**changes)
 
 
-@pytest.mark.parametrize(
-    ("names", "processes", "message"),
-    [
-        ([], 1, "name at least one policy"),
-        (["none"], 0, "processes must be at least 1, got 0"),
-        (["nosuch"], 1, "nosuch"),
-    ],
-)
-def test_invalid_simulations(names: list[str], processes: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        simulate(scenario(), names, processes=processes)
+def test_invalid_simulations() -> None:
+    with pytest.raises(ConfigError, match="name at least one policy"):
+        simulate(scenario(), [])
+    with pytest.raises(ConfigError, match="processes must be at least 1, got 0"):
+        simulate(scenario(), ["none"], processes=0)
