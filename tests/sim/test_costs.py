@@ -88,7 +88,7 @@ def test_links_and_control_by_hand() -> None:
     plan_us = [costs.plan(ranks) / MICRO for ranks in (1, 4, 8, 16, 99)]
     assert plan_us == pytest.approx([2, 2, 8, 32, 32])
     assert costs.schedule(8) == pytest.approx(2 * MICRO)
-    costs = small_costs(count_us=4.0, reroute_us=10.0, meeting_us=5.0, hop_us=2.0)
+    costs = small_costs(count_us=4.0, reroute_us=10.0, barrier_us=5.0, hop_us=2.0)
     # Counts of 4 experts and 8 ranks are 256 bytes; the link's 3 us and a barrier are added.
     assert costs.loads(8192 * 4, 8, 1) == pytest.approx((2.0 + 25.6 + 5.0 + 3.0) * MICRO)
     assert costs.reroute(8192 * 16) == pytest.approx(20 * MICRO)
@@ -159,7 +159,7 @@ def test_times_of_the_control_plane() -> None:
     assert rates.count_us == pytest.approx(control_us("count", 64), rel=0.1)
     assert rates.reroute_us == pytest.approx(control_us("reroute", 64), rel=0.1)
     (barrier,) = values("transfer", "transfer/meet", "meeting_time", ranks=8)
-    assert rates.meeting_us == pytest.approx(barrier, rel=0.1)
+    assert rates.barrier_us == pytest.approx(barrier, rel=0.1)
     signals = values("transfer", "transfer/relay", "fitted_cost_of_a_signal")
     assert rates.hop_us == pytest.approx(median(signals), rel=0.1)
 

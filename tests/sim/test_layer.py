@@ -108,7 +108,7 @@ def test_rows_that_leave_the_domain_use_the_network(domain: int, micros: float) 
 def test_weights_sent_beside_rows_cost_what_they_add_to_the_busiest_port() -> None:
     # Rank 0 sends 10 rows and an expert, 80 + 192 bytes; rank 1 receives 9 rows and the expert,
     # 72 + 192. Dispatch alone takes 88 bytes.
-    beside = small_runtime(beside=True)
+    beside = small_runtime(overlaps_dispatch=True)
     assert micro(pair_times(runtime=beside).forward)["replicate"] == pytest.approx(
         (80 + 192 - 88) / 10
     )
@@ -120,7 +120,7 @@ def test_weights_sent_beside_rows_cost_what_they_add_to_the_busiest_port() -> No
     ("runtime", "loads", "plan", "replicate", "reroute"),
     [
         # Rerouting hides the schedule.
-        ({"planner": "measured", "beside": True, "layer_us": 0.5}, 9.4, 5.5, 18.4 + 1, 10),
+        ({"plan_us": None, "overlaps_dispatch": True, "layer_us": 0.5}, 9.4, 5.5, 18.4 + 1, 10),
         # Sending weights hides rerouting.
         ({"plan_us": 70.0, "layer_us": 30.0}, 9.4, 100, 19.2 + 1, 0),
         ({"relay": "placed", "layer_us": 30.0}, 0, 30, 0, 10),
@@ -139,9 +139,9 @@ def test_control_costs_of_runtimes(
 @pytest.mark.parametrize(
     ("recompute", "runtime", "micros"),
     [
-        (False, {"kept": True}, 19.2),
-        (True, {"kept": False}, 19.2),
-        (True, {"kept": True}, 0),
+        (False, {"reuses_weights": True}, 19.2),
+        (True, {"reuses_weights": False}, 19.2),
+        (True, {"reuses_weights": True}, 0),
         (False, {"relay": "placed"}, 0),
     ],
 )
@@ -198,9 +198,9 @@ def test_auto_chooses_like_the_runtime(seed: int, ranks: int) -> None:
 def test_gradients_overlap_the_last_product_or_attention() -> None:
     stages = micro(pair_times().backward)
     slow = 384 / ((40 + stages["attention back"]) * MICRO) / 1e9  # 40 us longer than attention
-    under = small_runtime(hidden="attention", reduce_gb_s=slow)
+    under = small_runtime(reduce_under="attention", reduce_gb_s=slow)
     assert micro(pair_times(runtime=under).backward)["reduce"] == pytest.approx(40)
-    quick = small_runtime(hidden="attention", reduce_gb_s=1.0, backward_us=9.0)
+    quick = small_runtime(reduce_under="attention", reduce_gb_s=1.0, backward_us=9.0)
     assert micro(pair_times(runtime=quick).backward)["reduce"] == pytest.approx(9)
 
 

@@ -55,7 +55,7 @@ class MeasuredRates:
     ranks: list[float]  # the points of plan_us and schedule_us
     plan_us: list[float]
     schedule_us: list[float]
-    meeting_us: float  # barrier
+    barrier_us: float
     count_us: float
     reroute_us: float
     hop_us: float
@@ -160,7 +160,7 @@ class Costs:
         """Return the seconds to count the rows of a rank and to exchange the counts."""
         counting = self.rates.count_us * MICRO * rows / CONTROL_ROWS
         exchange = float(self.on_links(8.0 * self.model.experts * ranks))
-        return counting + exchange + self.rates.meeting_us * MICRO + self.latency(domains)
+        return counting + exchange + self.rates.barrier_us * MICRO + self.latency(domains)
 
     def reroute(self, rows: float) -> float:
         """Return the seconds to assign a slot to every row of a rank."""

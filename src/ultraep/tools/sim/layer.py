@@ -90,7 +90,7 @@ class LayerClock:
 
     def _forward(self, replicas: Replicas) -> dict[str, FloatArray]:
         costs, runtime, ranks = self.costs, self.runtime, self.topology.ranks
-        measured = runtime.planner == "measured"
+        measured = runtime.plan_us is None
         exchange_S = self._exchange(replicas)
         weights_S = np.zeros_like(exchange_S)
         loads = plan = reroute = hidden_S = 0.0
@@ -99,10 +99,10 @@ class LayerClock:
             reroute = max(costs.reroute(self.rows), costs.schedule(ranks) if measured else 0.0)
         if runtime.streams or runtime.plan_us:
             loads = costs.loads(self.rows, ranks, self.topology.num_domains)
-            plan += costs.plan(ranks) if measured else runtime.plan_us * MICRO
+            plan += costs.plan(ranks) if runtime.plan_us is None else runtime.plan_us * MICRO
         if runtime.streams:
             weights_S = self._weights(replicas)
-            hidden_S = 0.0 if runtime.beside else weights_S  # the part of rerouting
+            hidden_S = 0.0 if runtime.overlaps_dispatch else weights_S
         attention = costs.attention(self.tokens, self.context)
         return {
             "attention": np.full_like(exchange_S, attention),
@@ -145,7 +145,7 @@ class LayerClock:
         received_SR = replicas.received()
         size = float(self.costs.model.slot_bytes(training=False))
         start_S = hops_S * self.costs.hop()
-        if not self.runtime.beside:
+        if not self.runtime.overlaps_dispatch:
             busiest_S = np.maximum(sent_SR.max(axis=1), received_SR.max(axis=1)) * size
             return self.costs.on_links(busiest_S) + start_S
         out_SR = self._ports(self.rows, sent_SR * size)
@@ -184,9 +184,9 @@ class LayerClock:
         experts_S = self._experts(replicas, backward=True).max(axis=1)
         attention = self.costs.attention(self.tokens, self.context, backward=True)
         attention_S = np.full_like(exchange_S, attention)
-        kept = not runtime.streams or (runtime.kept and self.recompute)
-        again_S = 0 * exchange_S if kept else self._weights(replicas)
-        hiding_S = attention_S if runtime.hidden == "attention" else LAST_PRODUCT * experts_S
+        sends_again = runtime.streams and not (runtime.reuses_weights and self.recompute)
+        again_S = self._weights(replicas) if sends_again else 0 * exchange_S
+        hiding_S = attention_S if runtime.reduce_under == "attention" else LAST_PRODUCT * experts_S
         exposed_S = np.maximum(self._reduce(replicas) - hiding_S, 0.0)
         times = {
             "attention back": attention_S,

@@ -118,7 +118,7 @@ def plan_and_clock(
         clock = LayerClock(
             costs=scenario.costs,
             topology=topology,
-            runtime=contender.price(),
+            runtime=contender.checked_runtime(),
             tokens=job.tokens,
             context=job.context,
             recompute=job.recompute,
@@ -143,7 +143,7 @@ def _config(scenario: Scenario, contender: Contender) -> BalanceConfig:
 
 def _result(scenario: Scenario, contender: Contender, layers: Sequence[LayerTimes]) -> Result:
     """Combine the times of all layers."""
-    job, runtime, slots = scenario.job, contender.price(), _slots(scenario, contender)
+    job, runtime, slots = scenario.job, contender.checked_runtime(), _slots(scenario, contender)
     # A device holds its spare slots once for all layers, unless replicas stay in every layer.
     held = {"nothing": 0, "placed": -(-scenario.model.moe_layers // job.pipeline)}
     held_slots = slots * held.get(runtime.relay, 1)

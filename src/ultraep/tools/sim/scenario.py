@@ -53,7 +53,7 @@ class Scenario:
     domain: int | None = None  # None: from the cluster
     rates: MeasuredRates = field(default_factory=measured_rates)
     objective: str = "balance"  # of ultraep's plans: "time" or "balance"
-    prices: Rates | None = None  # for the objective "time"; None: from cluster and model
+    plan_rates: Rates | None = None  # for the objective "time"; None: from cluster and model
 
     def __post_init__(self) -> None:
         check_range(self, "ranks", 1)
@@ -100,7 +100,7 @@ class Scenario:
     @property
     def config(self) -> BalanceConfig:
         """The configuration of ultraep's plans."""
-        rates, job = self.prices, self.job
+        rates, job = self.plan_rates, self.job
         if rates is None and self.objective == "time":
             rates = rates_by(self.costs, ranks=self.ranks, tokens=job.tokens, training=job.trains)
         return BalanceConfig(tolerance=self.tolerance, objective=self.objective, rates=rates)
