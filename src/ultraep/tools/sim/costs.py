@@ -96,9 +96,9 @@ class Costs:
         seconds: FloatArray = np.where(rows > 0, roofline / reached, 0.0)
         return seconds
 
-    def row_moves(self, rows: FloatArray) -> FloatArray:
+    def row_moves(self, rows: Any) -> FloatArray:
         """Return the seconds to sort rows by slot, or to restore their order."""
-        return ROW_PASSES * rows / self._vectors_per_second
+        return ROW_PASSES * np.asarray(rows, dtype=float) / self._vectors_per_second
 
     def attention(self, tokens: float, context: float, *, backward: bool = False) -> float:
         """Return the seconds of a layer without its experts. context: tokens before each token."""

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.tools.sim.cluster import GIGA, MICRO
@@ -93,7 +92,8 @@ class LayerClock:
         measured = runtime.plan_us is None
         exchange_S = self._exchange(replicas)
         weights_S = np.zeros_like(exchange_S)
-        loads = plan = reroute = hidden_S = 0.0
+        loads = plan = reroute = 0.0
+        hidden_S: FloatArray | float = 0.0  # the part of rerouting that the weights hide
         if runtime.relay != "nothing":
             plan = runtime.layer_us * MICRO
             reroute = max(costs.reroute(self.rows), costs.schedule(ranks) if measured else 0.0)
@@ -120,7 +120,7 @@ class LayerClock:
         # No rank sends more than the mean, so the busiest port is a receiver.
         return self._ports(replicas.rank_loads.max(axis=1))
 
-    def _ports(self, rows: NDArray[Any] | float, weight_bytes: NDArray[Any] | float = 0.0) -> Any:
+    def _ports(self, rows: Any, weight_bytes: Any = 0.0) -> FloatArray:
         """Return the seconds of ports that send or receive these rows and weights."""
         topology = self.topology
         size = ROW_BYTES * self.costs.model.width * rows

@@ -112,7 +112,7 @@ class Training:
         backward = costs.attention(self.tokens, self.context, backward=True) + 2 * mlp
         backward += forward if self.recompute else 0.0
         stages = stage_of_layer(costs.model, self.pipeline)[: costs.model.dense_layers]
-        dense_P = np.bincount(stages, minlength=self.pipeline)
+        dense_P = np.bincount(stages, minlength=self.pipeline).astype(float)
         forward_P, backward_P = dense_P * forward, dense_P * backward
         forward_P[-1] += head
         backward_P[-1] += 2 * head
