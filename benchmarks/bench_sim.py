@@ -31,8 +31,8 @@ from load_cases import Shape, even_ids, loads_of, skewed_ids
 from numpy.typing import NDArray
 from published import scenario_of, settings
 
-from ultraep import BalanceConfig, Topology, plan
-from ultraep.plan import Plan
+import ultraep
+from ultraep import BalanceConfig, Plan, Topology
 from ultraep.tools.sim.cluster import Cluster, load_cluster
 from ultraep.tools.sim.costs import Costs, measured_rates
 from ultraep.tools.sim.layer import LayerClock
@@ -79,11 +79,11 @@ def clock_of(cluster: Cluster, shape: Shape, topology: Topology, policy: str) ->
     )
 
 
-def replicas_of(made: Plan) -> Replicas:
+def replicas_of(plan: Plan) -> Replicas:
     """A plan of the runtime as the simulator's record."""
-    first = np.zeros(made.num_replicas, dtype=np.int64)
-    placed_C4 = np.column_stack([first, made.replicas[:, :2], made.quotas])
-    return Replicas.of(made.topology, placed_C4, made.loads.sum(axis=0)[None])
+    first = np.zeros(plan.num_replicas, dtype=np.int64)
+    placed_C4 = np.column_stack([first, plan.replicas[:, :2], plan.quotas])
+    return Replicas.of(plan.topology, placed_C4, plan.loads.sum(axis=0)[None])
 
 
 def stage_seconds(clock: LayerClock, replicas: Replicas, *without: str) -> float:
@@ -124,11 +124,11 @@ def card_seconds(work_R: FloatArray, speed: FloatArray) -> float:
     return float((work / speed[len(work) : 0 : -1]).sum())
 
 
-def predict_on_card(size: Size, curve: str, made: Plan, policy: str) -> float:
+def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
     """Seconds of a layer, forward and backward, on eight partitions of a card."""
     runtime = "none" if policy in ("none", TILE_PERFECT) else "ultraep"
-    clock = clock_of(load_cluster(PARTITIONS), size, made.topology, runtime)
-    replicas = replicas_of(made)
+    clock = clock_of(load_cluster(PARTITIONS), size, plan.topology, runtime)
+    replicas = replicas_of(plan)
     seconds = stage_seconds(clock, replicas, "experts", "experts back")
     ranks = clock.by_rank(replicas)
     seconds += card_seconds(ranks["experts"][0], speed_by_busy(curve, "forward"))
@@ -152,7 +152,7 @@ def card_tables(small: bool = False) -> Iterator[Table]:
                 for policy in ("none", "eplb", "ultraep", TILE_PERFECT)
             }
             seconds = {
-                policy: predict_on_card(size, curve, made, policy) for policy, made in plans.items()
+                policy: predict_on_card(size, curve, plan, policy) for policy, plan in plans.items()
             }
             for policy in ("none", "eplb", "ultraep"):
                 share = seconds[TILE_PERFECT] / seconds[policy]
@@ -162,7 +162,7 @@ def card_tables(small: bool = False) -> Iterator[Table]:
 
 
 def share_on_card(
-    recorded: list[dict[str, Any]], load: str, policy: str, made: Plan
+    recorded: list[dict[str, Any]], load: str, policy: str, plan: Plan
 ) -> float | None:
     """The measured share; None if it was not measured, or with another plan."""
     values = {
@@ -170,7 +170,7 @@ def share_on_card(
         for row in recorded
         if (row["case"].get("load"), row["case"].get("policy")) == (load, policy)
     }
-    if not values or abs(values["imbalance_after"] - made.imbalance) >= SAME:
+    if not values or abs(values["imbalance_after"] - plan.imbalance) >= SAME:
         return None
     return float(values[OF_TILES.name])
 
@@ -213,8 +213,8 @@ def cpu_seconds(
     """Predict seconds of a layer, forward and backward."""
     ids = even_ids(size) if even else skewed_ids(size, size.ratio)
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
-    made = plan(loads_of(list(ids), size), topology, BalanceConfig(policy=policy))
-    return stage_seconds(clock_of(cluster, size, topology, policy), replicas_of(made))
+    plan = ultraep.plan(loads_of(list(ids), size), topology, BalanceConfig(policy=policy))
+    return stage_seconds(clock_of(cluster, size, topology, policy), replicas_of(plan))
 
 
 # -- speed ---------------------------------------------------------------------------------------

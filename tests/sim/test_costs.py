@@ -185,6 +185,6 @@ def test_replicas_pay_with_many_tokens_only() -> None:
     for tokens in (16, 8192):
         loads = workload.zipf(8, 128, ratio=1.5, top_k=8, tokens=tokens)
         config = BalanceConfig(rates=rates(tokens=tokens))
-        made = ultraep.plan(loads, Topology(ranks=8, experts=128), config)
-        replicas.append(made.num_replicas)
+        plan = ultraep.plan(loads, Topology(ranks=8, experts=128), config)
+        replicas.append(plan.num_replicas)
     assert replicas[0] == 0 < replicas[1]

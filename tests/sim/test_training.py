@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep.errors import ConfigError
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.training import Training, pipeline_seconds, stage_of_layer
@@ -101,11 +100,6 @@ def test_a_step_waits_for_the_slowest_group(groups: int) -> None:
     assert result.tokens_per_second == pytest.approx(6 * 64 / seconds)
     operations = scenario.model.training_operations(64)
     assert result.throughput == pytest.approx(result.tokens_per_second * operations / 1e12)
-
-
-def test_no_size_of_a_training_is_zero() -> None:
-    with pytest.raises(ConfigError, match="groups must be at least 1, got 0"):
-        Training(groups=0)
 
 
 # Memory of the small model: 8 experts of 96 weights, and 1112 other weights
