@@ -89,27 +89,28 @@ class LayerClock:
 
     def _forward(self, replicas: Replicas) -> dict[str, FloatArray]:
         costs, runtime, ranks = self.costs, self.runtime, self.topology.ranks
-        measured = runtime.plan_us is None
         exchange_S = self._exchange(replicas)
         weights_S = np.zeros_like(exchange_S)
-        loads = plan = reroute = 0.0
-        hidden_S: FloatArray | float = 0.0  # the part of rerouting that the weights hide
+        reroute_S = np.zeros_like(exchange_S)
+        loads = plan = 0.0
         if runtime.relay != "nothing":
-            plan = runtime.layer_us * MICRO
-            reroute = max(costs.reroute(self.rows), costs.schedule(ranks) if measured else 0.0)
-        if runtime.streams or runtime.plan_us:
-            loads = costs.loads(self.rows, ranks, self.topology.num_domains)
-            plan += costs.plan(ranks) if runtime.plan_us is None else runtime.plan_us * MICRO
+            measured = runtime.plan_us is None
+            plan = (runtime.layer_us + (runtime.plan_us or 0.0)) * MICRO
+            plan += costs.plan(ranks) if measured else 0.0
+            reroute_S += max(costs.reroute(self.rows), costs.schedule(ranks) if measured else 0.0)
+            if runtime.streams or runtime.plan_us != 0:
+                loads = costs.loads(self.rows, ranks, self.topology.num_domains)
         if runtime.streams:
             weights_S = self._weights(replicas)
-            hidden_S = 0.0 if runtime.overlaps_dispatch else weights_S
+            if not runtime.overlaps_dispatch:  # the transfer of weights hides rerouting
+                reroute_S = np.maximum(reroute_S - weights_S, 0.0)
         attention = costs.attention(self.tokens, self.context)
         return {
             "attention": np.full_like(exchange_S, attention),
             "loads": np.full_like(exchange_S, loads),
             "plan": np.full_like(exchange_S, plan),
             "replicate": weights_S,
-            "reroute": np.maximum(np.full_like(exchange_S, reroute) - hidden_S, 0.0),
+            "reroute": reroute_S,
             "dispatch": exchange_S,
             "experts": self._experts(replicas, backward=False).max(axis=1),
             "combine": exchange_S,
