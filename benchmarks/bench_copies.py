@@ -14,6 +14,7 @@ which experts can move.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -84,30 +85,18 @@ TOY = replace(QUICK, ranks=(4,), experts=16, ratios=(2.0,), microbatches=2, wind
 def loads_of(ranks: int, scale: Scale) -> Iterator[tuple[str, IntArray]]:
     """Name and [R, E] loads; recorded loads with at most as many ranks as experts."""
     for family, ratio, seed in product((ORDERED, SHUFFLED), scale.ratios, range(scale.seeds)):
-        draw = Kind(family, ratio).draw(ranks, scale.experts, tokens=8192, seed=seed)
-        yield family, draw
+        yield family, Kind(family, ratio).draw(ranks, scale.experts, tokens=8192, seed=seed)
     with np.load(TRAINING) as trace:
-        sums = trace["loads"].sum(axis=1, dtype=np.int64)
-    for tokens in _some(list(sums), scale):
-        yield "training", _from_one_source(tokens, ranks)
+        recorded = {"training": list(trace["loads"].sum(axis=1, dtype=np.int64))}
     if scale.routing is not None:
-        recorded = RecordedRouting(scale.routing, None, scale.window)
-        windows = [loads.sum(axis=0) for loads, _ in recorded.microbatches(1)]
-        for tokens in _some(windows, scale):
-            if len(tokens) >= ranks:
-                yield "routing", _from_one_source(tokens, ranks)
-
-
-def _some(microbatches: list[IntArray], scale: Scale) -> list[IntArray]:
-    """At most this many of them, evenly spread."""
-    return microbatches[:: max(1, -(-len(microbatches) // scale.microbatches))]
-
-
-def _from_one_source(tokens_E: IntArray, ranks: int) -> IntArray:
-    """[R, E] with all rows from rank 0; the number of replicas does not depend on the sources."""
-    loads = np.zeros((ranks, len(tokens_E)), dtype=np.int64)
-    loads[0] = tokens_E
-    return loads
+        routing = RecordedRouting(scale.routing, None, scale.window)
+        recorded["routing"] = [loads.sum(axis=0) for loads, _ in routing.microbatches(1)]
+    for name, microbatches in recorded.items():
+        for tokens_E in microbatches[:: max(1, -(-len(microbatches) // scale.microbatches))]:
+            if len(tokens_E) >= ranks:
+                loads = np.zeros((ranks, len(tokens_E)), dtype=np.int64)
+                loads[0] = tokens_E  # the number of replicas does not depend on the sources
+                yield name, loads
 
 
 def fewest(plan: Plan, threshold: int) -> int:
@@ -117,10 +106,8 @@ def fewest(plan: Plan, threshold: int) -> int:
         return min(plan.num_replicas, fewest_joins(plan.initial_rank_loads - threshold))
     least = fewest_bound(tokens, plan.topology, threshold)
     if least < plan.num_replicas and ranks <= SOLVED_RANKS:
-        try:
+        with suppress(Unproven):
             least = fewest_copies(tokens, plan.topology, threshold, least, TIME_LIMIT)
-        except Unproven:
-            return least
     return least
 
 
@@ -188,12 +175,8 @@ def planning(bench: Bench) -> None:
     )
 
 
-def ranks(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
-
-
 OPTIONS: Extra = {
-    "ranks": (ranks, "measure only these numbers of ranks"),
+    "ranks": (lambda text: tuple(map(int, text.split(","))), "measure only these numbers of ranks"),
     "routing": (Path, "file with recorded routing, .npz"),
 }
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -66,9 +67,7 @@ class Scale:
     """What one run measures."""
 
     sizes: tuple[tuple[int, int], ...]  # ranks and experts
-    detail: tuple[
-        int, int
-    ]  # the size of the other sections; `quality` has one line per load for its ranks
+    detail: tuple[int, int]  # the size of other sections; in `quality`, with one line per load
     ratios: tuple[float, ...]
     seeds: int
     tokens: int
@@ -81,12 +80,6 @@ class Scale:
     trace: Path | None = None
     experts: int | None = None  # of the trace; None: from its largest id
     window: int = 4096  # tokens of a microbatch of the trace
-
-    @property
-    def recorded(self) -> RecordedRouting | None:
-        if self.trace is None:
-            return None
-        return RecordedRouting(self.trace, self.experts, self.window)
 
     def seeds_at(self, ranks: int) -> int:
         """All seeds for sizes with one line per load, fewer for the others."""
@@ -216,9 +209,12 @@ def growth(bench: Bench) -> None:
         "experts": [(ranks, size) for size in scale.growth_experts],
     }
     laws = []
-    for kind, along in product((Kind(SHUFFLED, 2.0), Kind("lognormal")), sizes_along):
-        measured = partial(_growth_line, kind, tokens=scale.tokens, along=along)
-        passes = [[measured(*size) for size in sizes_along[along]] for _ in range(GROWTH_PASSES)]
+    kinds = (Kind(SHUFFLED, 2.0), Kind("lognormal"))
+    for kind, (along, sizes) in product(kinds, sizes_along.items()):
+        passes = [
+            [_growth_line(kind, *size, tokens=scale.tokens, along=along) for size in sizes]
+            for _ in range(GROWTH_PASSES)
+        ]
         lines = [min(of_size, key=_seconds) for of_size in zip(*passes, strict=True)]
         bench.table("growth", lines)
         points = [float(line.case[along]) for line in lines]
@@ -271,9 +267,9 @@ def small(bench: Bench) -> None:
 def trace(bench: Bench) -> None:
     """All policies on recorded routing; policies with history also by the previous window."""
     scale: Scale = bench.scale
-    recorded = scale.recorded
-    if recorded is None:
+    if scale.trace is None:
         raise SystemExit("the section trace needs --trace FILE")
+    recorded = RecordedRouting(scale.trace, scale.experts, scale.window)
     for ranks in scale.trace_ranks:
         microbatches, samples = list(recorded.microbatches(ranks)), Samples()
         for slots, policy in list(product((1, 2), scale.policies)):
@@ -313,25 +309,23 @@ def optimum(bench: Bench) -> None:
 
 def _gap(plan: Plan) -> Values:
     """Compare a plan with the optimum; if it is not proven in time, the gap is unknown."""
-    best, proven = plan.imbalance, True
-    try:
+    best = gap = None
+    with suppress(Unproven):
         peak = optimal_peak(plan.loads.sum(axis=0), plan.topology, TIME_LIMIT)
         best = peak * plan.topology.ranks / plan.total
-    except Unproven:
-        proven = False
-    assert plan.lower_bound <= best <= plan.imbalance, (plan, best)
-    gap = plan.imbalance / best - 1 if proven else None
+        assert plan.lower_bound <= best <= plan.imbalance, (plan, best)
+        gap = plan.imbalance / best - 1
     return {
         COUNT: 1,
         BEFORE: plan.initial_imbalance,
         MEAN: plan.imbalance,
         WORST: plan.imbalance,
-        OPTIMUM: best if proven else None,
+        OPTIMUM: best,
         AT_BOUND: float(plan.imbalance == plan.lower_bound),
         OPTIMAL: None if gap is None else float(gap == 0),
         EXCESS: gap,
         WORST_EXCESS: gap,
-        UNPROVEN: float(not proven),
+        UNPROVEN: float(best is None),
     }
 
 

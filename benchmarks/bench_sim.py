@@ -25,14 +25,14 @@ import bench_layer
 import bench_layer_gpu
 import numpy as np
 from card import OF_TILES, TILE_PERFECT, Size
-from harness import ROOT, Bench, Case, Line, Metric, main
+from harness import ROOT, Bench, Line, Metric, main
 from layers import FORCED
-from load_cases import even_ids, skewed_ids
+from load_cases import Shape, even_ids, loads_of, skewed_ids
 from numpy.typing import NDArray
 from published import scenario_of, settings
 
-from ultraep import BalanceConfig, Topology, plan
-from ultraep.plan import Plan
+import ultraep
+from ultraep import BalanceConfig, Plan, Topology
 from ultraep.tools.sim.cluster import Cluster, load_cluster
 from ultraep.tools.sim.costs import Costs, measured_rates
 from ultraep.tools.sim.layer import LayerClock
@@ -45,9 +45,8 @@ from ultraep.tools.sim.training import Training
 FloatArray = NDArray[np.float64]
 Table = tuple[str, list[Line]]  # title
 
-RESULTS = ROOT / "benchmarks" / "results"
+PARTITIONS = "h200-eight-parts"
 ON_CARD = (("qwen", "qwen3", 0), ("deepseek", "deepseek", 1))  # results, curve, size
-FORMERLY = "share_of_forced_balance"  # name of tile-perfect routing in older results
 SAME = 1e-5  # tolerance: results are stored with seven digits
 
 PREDICTED = Metric("predicted_share", "share", "predicted", ".3f")
@@ -59,55 +58,60 @@ PER_PLAN = Metric("time_per_layer_and_microbatch", "us", "us per layer and micro
 
 def rows_of(name: str) -> list[dict[str, Any]]:
     """The rows of a results file."""
-    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())
+    path = ROOT / "benchmarks" / "results" / f"{name}_202611.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
     return rows
 
 
-def layer_model(name: str, hidden: int, ffn: int, experts: int, top_k: int) -> Model:
-    """A model with experts only."""
-    nothing = GroupedAttention(kind="grouped", heads=1, kv_heads=1, head_width=1)
-    return Model(
-        name=name,
-        title=name,
-        source="benchmarks",
-        layers=1,
-        dense_layers=0,
-        width=hidden,
-        experts=experts,
-        top_k=top_k,
-        expert_width=ffn,
-        vocabulary=1,
-        attention=nothing,
+def clock_of(cluster: Cluster, shape: Shape, topology: Topology, policy: str) -> LayerClock:
+    """The clock of a model that has only experts, in one layer."""
+    sizes: Any = {"experts": shape.experts, "top_k": shape.top_k, "expert_width": shape.ffn}
+    sizes |= {"width": shape.hidden, "layers": 1, "dense_layers": 0, "vocabulary": 1}
+    attention = GroupedAttention(kind="grouped", heads=1, kv_heads=1, head_width=1)
+    model = Model(name="layer", title="", source="benchmarks", attention=attention, **sizes)
+    return LayerClock(
+        costs=Costs(cluster, model, measured_rates()),
+        topology=topology,
+        runtime=runtime_of(policy),
+        tokens=shape.tokens,
+        context=0.0,
+        recompute=False,
     )
 
 
-def clock_of(costs: Costs, topology: Topology, policy: str, tokens: int) -> LayerClock:
-    rest: dict[str, Any] = {"runtime": runtime_of(policy), "context": 0.0, "recompute": False}
-    return LayerClock(costs=costs, topology=topology, tokens=tokens, **rest)
-
-
-def replicas_of(made: Plan) -> Replicas:
+def replicas_of(plan: Plan) -> Replicas:
     """A plan of the runtime as the simulator's record."""
-    first = np.zeros(made.num_replicas, dtype=np.int64)
-    placed_C4 = np.column_stack([first, made.replicas[:, :2], made.quotas])
-    return Replicas.of(made.topology, placed_C4, made.loads.sum(axis=0)[None])
+    first = np.zeros(plan.num_replicas, dtype=np.int64)
+    placed_C4 = np.column_stack([first, plan.replicas[:, :2], plan.quotas])
+    return Replicas.of(plan.topology, placed_C4, plan.loads.sum(axis=0)[None])
+
+
+def stage_seconds(clock: LayerClock, replicas: Replicas, *without: str) -> float:
+    """Seconds of a layer, forward and backward, except attention and the named stages."""
+    times = clock.times(replicas)
+    stages = times.forward | times.backward
+    left_out = ("attention", "attention back", *without)
+    return sum(float(took[0]) for stage, took in stages.items() if stage not in left_out)
+
+
+def line(model: str, load: str, policy: str, predicted: float, measured: float | None) -> Line:
+    """One line with the predicted and the measured share."""
+    case = {"model": model, "load": load, "policy": policy}
+    points = None if measured is None else 100 * (predicted - measured)
+    return Line(case, {PREDICTED: predicted, MEASURED: measured, POINTS: points})
 
 
 # -- one GPU -------------------------------------------------------------------------------------
 
 
 @cache
-def speed_by_busy(curve: str, way: str) -> FloatArray:
+def speed_by_busy(curve: str, direction: str) -> FloatArray:
     """[0..8] speed of a partition by number of busy partitions, relative to eight."""
-    rows = [
-        row for row in rows_of("grouped_h200_202611") if row["benchmark"] == "grouped/partitions"
-    ]
     times = {
         row["case"]["busy"]: row["value"]
-        for row in rows
-        if row["case"]["model"] == curve
-        and row["case"]["rows"] == 4096
-        and row["metric"] == f"{way}_time_p50"
+        for row in rows_of("grouped_h200")
+        if (row["benchmark"], row["metric"]) == ("grouped/partitions", f"{direction}_time_p50")
+        and (row["case"]["model"], row["case"]["rows"]) == (curve, 4096)
     }
     busy = sorted(times)
     speed: FloatArray = np.interp(np.arange(9), busy, [times[8] / times[n] for n in busy])
@@ -116,29 +120,19 @@ def speed_by_busy(curve: str, way: str) -> FloatArray:
 
 def card_seconds(work_R: FloatArray, speed: FloatArray) -> float:
     """Seconds until the last rank is done; `work_R`: seconds per rank if all stayed busy."""
-    done = clock = 0.0
-    left = np.sort(work_R)
-    for index, work in enumerate(left):
-        clock += (work - done) / float(speed[len(left) - index])
-        done = float(work)
-    return clock
+    work = np.diff(np.sort(work_R), prepend=0.0)  # of the ranks that are still busy
+    return float((work / speed[len(work) : 0 : -1]).sum())
 
 
-def predict_on_card(size: Size, curve: str, made: Plan, policy: str) -> float:
+def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
     """Seconds of a layer, forward and backward, on eight partitions of a card."""
-    model = layer_model(size.model, size.hidden, size.ffn, size.experts, size.top_k)
-    costs = Costs(load_cluster("h200-eight-parts"), model, measured_rates())
     runtime = "none" if policy in ("none", TILE_PERFECT) else "ultraep"
-    clock = clock_of(costs, made.topology, runtime, size.tokens)
-    replicas = replicas_of(made)
-    times = clock.times(replicas)
-    stages = times.forward | times.backward
-    leaving = ("attention", "attention back", "experts", "experts back")
-    rest = sum(float(took[0]) for stage, took in stages.items() if stage not in leaving)
+    clock = clock_of(load_cluster(PARTITIONS), size, plan.topology, runtime)
+    replicas = replicas_of(plan)
+    seconds = stage_seconds(clock, replicas, "experts", "experts back")
     ranks = clock.by_rank(replicas)
-    forward = card_seconds(ranks["experts"][0], speed_by_busy(curve, "forward"))
-    backward = card_seconds(ranks["experts back"][0], speed_by_busy(curve, "backward"))
-    return rest + forward + backward
+    seconds += card_seconds(ranks["experts"][0], speed_by_busy(curve, "forward"))
+    return seconds + card_seconds(ranks["experts back"][0], speed_by_busy(curve, "backward"))
 
 
 def on_card(bench: Bench) -> None:
@@ -150,7 +144,7 @@ def card_tables(small: bool = False) -> Iterator[Table]:
     """Predicted and measured shares of tile-perfect routing."""
     for name, curve, index in ON_CARD:
         size = bench_layer_gpu.SIZES[index]
-        recorded = rows_of(f"layer_gpu_{name}_h200_202611")
+        recorded = rows_of(f"layer_gpu_{name}_h200")
         lines = []
         for load in bench_layer_gpu.LOADS[: 1 if small else size.loads]:
             plans = {
@@ -158,7 +152,7 @@ def card_tables(small: bool = False) -> Iterator[Table]:
                 for policy in ("none", "eplb", "ultraep", TILE_PERFECT)
             }
             seconds = {
-                policy: predict_on_card(size, curve, made, policy) for policy, made in plans.items()
+                policy: predict_on_card(size, curve, plan, policy) for policy, plan in plans.items()
             }
             for policy in ("none", "eplb", "ultraep"):
                 share = seconds[TILE_PERFECT] / seconds[policy]
@@ -168,7 +162,7 @@ def card_tables(small: bool = False) -> Iterator[Table]:
 
 
 def share_on_card(
-    recorded: list[dict[str, Any]], load: str, policy: str, made: Plan
+    recorded: list[dict[str, Any]], load: str, policy: str, plan: Plan
 ) -> float | None:
     """The measured share; None if it was not measured, or with another plan."""
     values = {
@@ -176,16 +170,9 @@ def share_on_card(
         for row in recorded
         if (row["case"].get("load"), row["case"].get("policy")) == (load, policy)
     }
-    if not values or abs(values["imbalance_after"] - made.imbalance) >= SAME:
+    if not values or abs(values["imbalance_after"] - plan.imbalance) >= SAME:
         return None
-    return float(values[OF_TILES.name if OF_TILES.name in values else FORMERLY])
-
-
-def line(model: str, load: str, policy: str, predicted: float, measured: float | None) -> Line:
-    """One line with the predicted and the measured share."""
-    case = {"model": model, "load": load, "policy": policy}
-    points = None if measured is None else 100 * (predicted - measured)
-    return Line(case, {PREDICTED: predicted, MEASURED: measured, POINTS: points})
+    return float(values[OF_TILES.name])
 
 
 # -- two cores -----------------------------------------------------------------------------------
@@ -200,15 +187,14 @@ def cpu_table() -> Table:
     size = bench_layer.Size()
     measured = {
         row["case"]["policy"]: row["value"]
-        for row in rows_of("layer_cpu_202611")
+        for row in rows_of("layer_cpu")
         if row["metric"] == "step_time_p50" and row["benchmark"] == "layer/gain"
     }
-    forced_s = measured[FORCED] * 1e-3
-    cluster = cores(1.0)
-    cluster = cores(cpu_seconds(size, cluster, "none", even=True) / forced_s)
+    rate = cpu_seconds(size, cores(1.0), "none", even=True) / (measured[FORCED] * 1e-3)
+    forced = cpu_seconds(size, cores(rate), "none", even=True)
     lines = []
     for policy in ("none", "ultraep"):
-        share = cpu_seconds(size, cluster, "none", even=True) / cpu_seconds(size, cluster, policy)
+        share = forced / cpu_seconds(size, cores(rate), policy)
         known = measured[FORCED] / measured[policy]
         lines.append(line("two cores", f"ratio {size.ratio}", policy, share, known))
     return "EP2 on two cores: share of forced balance", lines
@@ -216,24 +202,19 @@ def cpu_table() -> Table:
 
 def cores(rate: float) -> Cluster:
     """A cluster of two cores with this rate, relative to 1 TFLOP/s."""
-    known = load_cluster("h200-eight-parts")
-    rates: dict[str, Any] = dict.fromkeys(("memory_gb_s", "link_gb_s", "network_gb_s"), 20 * rate)
-    return replace(known, name="two-cores", devices=2, domain=2, matmul_tflops=rate, **rates)
+    rates: Any = dict.fromkeys(("memory_gb_s", "link_gb_s", "network_gb_s"), 20 * rate)
+    rates |= {"devices": 2, "domain": 2, "matmul_tflops": rate}
+    return replace(load_cluster(PARTITIONS), name="two-cores", **rates)
 
 
 def cpu_seconds(
     size: bench_layer.Size, cluster: Cluster, policy: str, *, even: bool = False
 ) -> float:
     """Predict seconds of a layer, forward and backward."""
-    model = layer_model("two cores", size.hidden, size.ffn, size.experts, size.top_k)
-    ids = (even_ids(size) if even else skewed_ids(size, size.ratio)).numpy()
-    loads = np.stack([np.bincount(own.reshape(-1), minlength=size.experts) for own in ids])
+    ids = even_ids(size) if even else skewed_ids(size, size.ratio)
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
-    replicas = replicas_of(plan(loads, topology, BalanceConfig(policy=policy)))
-    clock = clock_of(Costs(cluster, model, measured_rates()), topology, policy, size.tokens)
-    times = clock.times(replicas)
-    attention = float(times.forward["attention"][0] + times.backward["attention back"][0])
-    return float(times.forward_seconds[0] + times.backward_seconds[0]) - attention
+    plan = ultraep.plan(loads_of(list(ids), size), topology, BalanceConfig(policy=policy))
+    return stage_seconds(clock_of(cluster, size, topology, policy), replicas_of(plan))
 
 
 # -- speed ---------------------------------------------------------------------------------------
@@ -254,8 +235,8 @@ def on_speed(bench: Bench) -> None:
         simulate(scenario, [Contender(policy, policy, slots=slots)], processes=1 if small else 2)
         took = time.perf_counter() - begin
         plans = scenario.microbatches * scenario.model.moe_layers
-        case: Case = {"policy": policy, "slots": slots}
-        lines.append(Line(case, {SECONDS: took, PER_PLAN: 1e6 * took / plans}))
+        values = {SECONDS: took, PER_PLAN: 1e6 * took / plans}
+        lines.append(Line({"policy": policy, "slots": slots}, values))
     about = f"{scenario.microbatches} microbatches, {scenario.model.layers} layers"
     bench.table(f"{about}, EP64, two processes", lines)
 

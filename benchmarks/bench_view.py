@@ -31,7 +31,6 @@ from urllib.parse import urlencode
 import numpy as np
 from big_trace import Size, write_trace
 from harness import Bench, Line, Metric, main
-from numpy.typing import NDArray
 
 LISTENS = Metric("time_to_listen", "s", "listens s", ".2f")
 FIRST = Metric("time_to_overview", "s", "overview s", ".2f")
@@ -46,7 +45,7 @@ TAIL = Metric("answer_time_p95", "ms", "p95 ms", ".1f")
 WORST = Metric("answer_time_max", "ms", "max ms", ".1f")
 WORK = Metric("answer_cpu_time_mean", "ms", "CPU ms", ".1f")
 COUNT = Metric("answers", "answers", "answers", ".0f")
-PATIENCE = 1800.0  # seconds in which a trace must be read
+READ_LIMIT_S = 1800.0  # for reading a trace
 MB = 1e6
 Took = tuple[float, float | None]  # wall and CPU seconds
 
@@ -59,7 +58,7 @@ class Server:
     connection: http.client.HTTPConnection
     began: float
 
-    def ask(self, path: str, **parameters: Any) -> Any:
+    def get(self, path: str, **parameters: Any) -> Any:
         """Send a request of the page and return the answer."""
         self.connection.request("GET", f"/api/{path}?{urlencode(parameters)}")
         answer = self.connection.getresponse()
@@ -91,7 +90,7 @@ def installed(folder: Path) -> Iterator[dict[str, str]]:
         environment = os.environ | {"PYTHONPATH": source, "PYTHONPYCACHEPREFIX": compiled}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with served(folder, environment) as server:
-            opened(server)
+            wait_for_overview(server)
         yield environment
 
 
@@ -117,14 +116,14 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
 
 
 def trace_name(server: Server) -> str:
-    name: str = server.ask("state")["items"][0]["name"]
+    name: str = server.get("state")["items"][0]["name"]
     return name
 
 
-def opened(server: Server) -> dict[Metric, float | None]:
-    """Wait for the first overview."""
+def wait_for_overview(server: Server) -> dict[Metric, float | None]:
+    """Wait for the first overview, and return the times until then."""
     listens = time.perf_counter() - server.began
-    while not (whole := server.ask("overview", trace=trace_name(server)))["totals"]["records"]:
+    while not (whole := server.get("overview", trace=trace_name(server)))["totals"]["records"]:
         time.sleep(0.01)
     first = time.perf_counter() - server.began
     records = whole["totals"]["records"]
@@ -140,13 +139,13 @@ def clicks(
 
     def ask(name: str, path: str, **parameters: Any) -> Any:
         begin, busy = time.perf_counter(), server.cpu()
-        answer = server.ask(path, trace=trace, **parameters)
+        answer = server.get(path, trace=trace, **parameters)
         seconds, after = time.perf_counter() - begin, server.cpu()
         worked = None if busy is None or after is None else after - busy
         took.setdefault(name, []).append((seconds, worked))
         return answer
 
-    moments = server.ask("overview", trace=trace)["moments"]
+    moments = server.get("overview", trace=trace)["moments"]
     for _ in range(rounds):
         begin = int(rng.integers(0, max(1, moments - 1)))
         end = int(rng.integers(begin + 1, moments + 1))
@@ -161,28 +160,24 @@ def clicks(
     return took
 
 
-def waited(server: Server) -> float:
+def time_to_read(server: Server) -> float:
     """Seconds until the whole trace is read."""
-    while time.perf_counter() - server.began < PATIENCE:
-        if server.ask("state")["items"][0]["finished"]:
+    while time.perf_counter() - server.began < READ_LIMIT_S:
+        if server.get("state")["items"][0]["finished"]:
             return time.perf_counter() - server.began
         time.sleep(0.05)
-    raise SystemExit(f"the trace was not read within {PATIENCE:.0f} s")
+    raise SystemExit(f"the trace was not read within {READ_LIMIT_S:.0f} s")
 
 
 def lines_of(took: dict[str, list[Took]], case: dict[str, Any], *, alone: bool) -> list[Line]:
     """Lines of response times. alone: the server does nothing else, so its CPU time counts."""
     lines = []
     for name, values in took.items():
-        times: NDArray[np.float64] = 1e3 * np.array([seconds for seconds, _ in values])
+        milliseconds = 1e3 * np.array([seconds for seconds, _ in values])
+        median, tail, worst = np.percentile(milliseconds, (50, 95, 100)).tolist()
         worked = [work for _, work in values if work is not None]
-        shown: dict[Metric, float | None] = {
-            COUNT: len(times),
-            MEDIAN: float(np.median(times)),
-            TAIL: float(np.percentile(times, 95)),
-            WORST: float(times.max()),
-            WORK: 1e3 * fmean(worked) if alone and worked else None,
-        }
+        shown: dict[Metric, float | None] = {COUNT: len(values), MEDIAN: median, TAIL: tail}
+        shown |= {WORST: worst, WORK: 1e3 * fmean(worked) if alone and worked else None}
         lines.append(Line(case | {"asked for": name}, shown))
     return lines
 
@@ -199,11 +194,10 @@ class Scale:
 def view(bench: Bench) -> None:
     """Measure the trace of `--trace`, or a synthetic one."""
     with tempfile.TemporaryDirectory() as folder:
-        trace = bench.scale.trace
-        if trace is None:
-            trace = Path(folder, "run")
-            write_trace(trace, bench.scale.size)
-        measure(bench, trace)
+        synthetic = Path(folder, "run")
+        if bench.scale.trace is None:
+            write_trace(synthetic, bench.scale.size)
+        measure(bench, bench.scale.trace or synthetic)
 
 
 def measure(bench: Bench, folder: Path) -> None:
@@ -211,11 +205,11 @@ def measure(bench: Bench, folder: Path) -> None:
     before, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count()
     disk = sum(path.stat().st_size for path in folder.rglob("*.npz")) / MB
     with installed(folder) as environment, served(folder, environment) as server:
-        first = opened(server)
+        first = wait_for_overview(server)
         early = clicks(server, rng, rounds, whole=False)
-        seconds, busy = waited(server), server.cpu()
+        seconds, busy = time_to_read(server), server.cpu()
         late = clicks(server, rng, rounds, whole=True)
-        shape = server.ask("state")["items"][0]
+        shape = server.get("state")["items"][0]
         peak = server.peak()
     case = {name: shape[name] for name in ("ranks", "experts", "records")}
     values = first | {WHOLE: seconds, WHOLE_BUSY: busy, MEMORY: peak, DISK: disk}
@@ -224,10 +218,10 @@ def measure(bench: Bench, folder: Path) -> None:
     lines += lines_of(late, case | {"when": "later"}, alone=True)
     bench.table("requests of the page", lines, section="clicks")
     bench.report.note(
-        "CPU: CPU time of the server, whatever else the machine does. Peak: of the whole"
+        "CPU: CPU time of the server, whatever else the machine does. Peak: of the whole\n"
+        "process, including Python and its packages.\n"
+        f"Load of the machine at the start: {before:.1f} on {cores} cores."
     )
-    bench.report.note("process, including Python and its packages.")
-    bench.report.note(f"Load of the machine at the start: {before:.1f} on {cores} cores.")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ class Drawn:
         self.topology = Topology(ranks=size.ranks, experts=size.experts, slots=1)
         self.header = Header.of(self.topology, self.config, relay=Relay("auto", 4), note="drawn")
         self.plans = [self._plan(number) for number in range(PHASES * VARIANTS)]
-        self.copies = np.array([plan.num_replicas for plan in self.plans])
 
     def _plan(self, number: int) -> ultraep.Plan:
         ratio = 1.3 + 0.35 * (number // VARIANTS) + 0.04 * (number % VARIANTS)
@@ -90,10 +89,9 @@ class Drawn:
     @cached_property
     def rows(self) -> NDArray[np.int32]:
         """[P, S] rows per slot."""
-        slots = int(self.topology.first_slot_of_rank[-1])
-        rows = np.zeros((len(self.plans), slots), dtype=np.int32)
+        home_slots = self.topology.home_slot_of_expert
+        rows = np.zeros((len(self.plans), self.topology.first_slot_of_rank[-1]), dtype=np.int32)
         for own, plan in zip(rows, self.plans, strict=True):
-            home_slots = self.topology.home_slot_of_expert
             own[home_slots] = plan.loads.sum(axis=0)
             expert, host, slot = plan.replicas.T
             np.subtract.at(own, home_slots[expert], plan.quotas.astype(np.int32))
@@ -147,7 +145,7 @@ def _of_plans(drawn: Drawn, which: NDArray[np.int64]) -> Arrays:
     return {
         "policy": np.array([plan.config.policy for plan in plans]),
         "loads": drawn.loads[which],
-        "copy_ends": np.cumsum(drawn.copies[which], dtype=np.int32),
+        "copy_ends": np.cumsum([plan.num_replicas for plan in plans], dtype=np.int32),
         "copies": np.concatenate([plan.replicas for plan in plans]).astype(np.int32),
         "quotas": np.concatenate([plan.quotas for plan in plans]).astype(np.int32),
     }
@@ -174,9 +172,8 @@ def pieces(drawn: Drawn) -> Iterator[tuple[int, int, int, int]]:
 def write_trace(folder: Path, size: Size) -> None:
     """Write the whole trace into a new folder."""
     drawn, rng = Drawn(size), np.random.default_rng(size.seed)
-    folder.mkdir(parents=True)
     for rank in range(size.ranks):
-        (folder / rank_folder(rank)).mkdir()
+        (folder / rank_folder(rank)).mkdir(parents=True)
     write_text(folder / HEADER_FILE, drawn.header.to_json() + "\n")
     for rank, number, begin, end in pieces(drawn):
         path = folder / rank_folder(rank) / piece_file(number)

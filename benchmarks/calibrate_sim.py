@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from published import CONTENDERS, Setting, scenario_of, settings
 
@@ -34,12 +35,6 @@ def bisect(value: Callable[[float], float], wanted: float, low: float, high: flo
     return (low + high) / 2
 
 
-def imbalance_under_eplb(setting: Setting, noise: float) -> float:
-    scenario = scenario_of(setting, noise=noise, steps=1)
-    (result,) = simulate(scenario, [CONTENDERS[1]])
-    return result.imbalance
-
-
 def share(setting: Setting, contender: Contender, factor: float) -> float:
     rates = replace(measured_rates(), framework=factor)
     result, ideal = simulate(scenario_of(setting, rates=rates), [contender, IDEAL])
@@ -47,16 +42,19 @@ def share(setting: Setting, contender: Contender, factor: float) -> float:
 
 
 def noise_of(setting: Setting) -> float:
-    wanted = setting.imbalance["eplb"] - ROUNDED
-    return bisect(lambda noise: imbalance_under_eplb(setting, noise), wanted, 0.05, 1.0)
+    def imbalance(noise: float) -> float:
+        (eplb,) = simulate(scenario_of(setting, noise=noise, steps=1), [CONTENDERS[1]])
+        return eplb.imbalance
+
+    return bisect(imbalance, setting.imbalance["eplb"] - ROUNDED, 0.05, 1.0)
 
 
 def cost_of(setting: Setting, contender: Contender, field: str, factor: float) -> float:
     """Microseconds per layer that explain the published share of a runtime."""
 
     def loss(us: float) -> float:
-        values = {"layer_us": us} if field == "layer_us" else {"backward_us": us}
-        runtime = replace(runtime_of(contender.policy), **values)  # type: ignore[arg-type]
+        values: Any = {field: us}
+        runtime = replace(runtime_of(contender.policy), **values)
         return -share(setting, replace(contender, runtime=runtime), factor)
 
     return bisect(loss, -setting.share(contender.policy), 0.0, 6000.0)

@@ -51,9 +51,7 @@ class Pairs:
     @property
     def rank_loads(self) -> IntArray:
         """[R] rows per rank without replicas."""
-        sums = np.zeros(self.ranks, dtype=np.int64)
-        np.add.at(sums, self.homes, self.loads)
-        return sums
+        return np.bincount(self.homes, self.loads, self.ranks).astype(np.int64)
 
     @property
     def mean(self) -> int:
@@ -92,34 +90,25 @@ def _peak_of_domain(pairs: Pairs, slots: int, time_limit: float) -> int:
     if fullest == pairs.mean or not slots:
         return fullest
     count = len(pairs.expert)
+    matrix, most = rows_of_pairs(pairs, slots)
+    peak_column = np.repeat([0.0, -1.0], [len(most) - pairs.ranks, pairs.ranks])[:, None]
+    largest = np.concatenate([np.ones(count), pairs.loads[pairs.expert], [fullest]])
     result = milp(
         c=np.append(np.zeros(2 * count), 1.0),
         integrality=np.repeat([1, 0, 1], [count, count, 1]),
-        bounds=_bounds(pairs),
-        constraints=_constraints(pairs, slots),
+        bounds=Bounds(np.append(np.zeros(2 * count), pairs.mean), largest),
+        constraints=LinearConstraint(
+            block_array([[matrix, csr_array(peak_column)]]), -np.inf, most
+        ),
         options={"time_limit": time_limit, "mip_rel_gap": 0.0},
     )
     if result.status != OPTIMAL:
         raise Unproven(f"status {result.status}: {result.message}")
     peak: int = math.ceil(result.mip_dual_bound - NOISE)
-    copied = result.x[:count] > 0.5
-    if not _flows(pairs, copied, peak):
+    replicated = result.x[:count] > 0.5
+    if not _flows(pairs, replicated, peak):
         raise Unproven(f"the replicas of the solver do not reach its peak of {peak}")
     return peak
-
-
-def _bounds(pairs: Pairs) -> Bounds:
-    num_pairs = len(pairs.expert)
-    low = np.append(np.zeros(2 * num_pairs), pairs.mean)
-    most = pairs.loads[pairs.expert]
-    return Bounds(low, np.concatenate([np.ones(num_pairs), most, [pairs.rank_loads.max()]]))
-
-
-def _constraints(pairs: Pairs, slots: int) -> LinearConstraint:
-    matrix, most = rows_of_pairs(pairs, slots)
-    nothing = csr_array((len(most) - pairs.ranks, 1))
-    peak = block_array([[nothing], [csr_array(-np.ones((pairs.ranks, 1)))]])
-    return LinearConstraint(block_array([[matrix, peak]]), -np.inf, most)
 
 
 def rows_of_pairs(pairs: Pairs, slots: int) -> tuple[csr_array, IntArray]:
@@ -145,17 +134,17 @@ def rows_of_pairs(pairs: Pairs, slots: int) -> tuple[csr_array, IntArray]:
     return matrix, np.concatenate(most)
 
 
-def _flows(pairs: Pairs, copied_P: IntArray, peak: int) -> bool:
+def _flows(pairs: Pairs, replicated_P: IntArray, peak: int) -> bool:
     """Whether an integer flow source -> expert -> home or replica -> sink carries all rows."""
     experts, ranks = len(pairs.loads), pairs.ranks
     source, sink = experts + ranks, experts + ranks + 1
     all_experts = np.arange(experts)
-    serving = np.concatenate([all_experts, pairs.expert[copied_P]])
-    where = np.concatenate([pairs.homes, pairs.host[copied_P]])
+    serving = np.concatenate([all_experts, pairs.expert[replicated_P]])
+    where = np.concatenate([pairs.homes, pairs.host[replicated_P]])
     tails = np.concatenate([np.full(experts, source), serving, experts + np.arange(ranks)])
     heads = np.concatenate([all_experts, experts + where, np.full(ranks, sink)])
-    room = np.concatenate([pairs.loads, pairs.loads[serving], np.full(ranks, peak)])
-    graph = csr_array((room.astype(np.int32), (tails, heads)), shape=(sink + 1, sink + 1))
+    capacity = np.concatenate([pairs.loads, pairs.loads[serving], np.full(ranks, peak)])
+    graph = csr_array((capacity.astype(np.int32), (tails, heads)), shape=(sink + 1, sink + 1))
     return bool(maximum_flow(graph, source, sink).flow_value == pairs.loads.sum())
 
 

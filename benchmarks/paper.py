@@ -12,6 +12,7 @@ the same versions write the same text.
 from __future__ import annotations
 
 import argparse
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,14 @@ from ultraep.tools.sim.run import Result
 
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
 WITHIN = 5.0  # points
-Found = list[tuple[Setting, list[Result]]]
+Outcomes = list[tuple[Setting, list[Result]]]
 
 
 def published(page: Page, effort: Effort) -> None:
     """Every setting, published and simulated."""
-    chosen = settings()[: effort.settings]
-    found = [
+    outcomes = [
         (setting, effort.run(scenario_of(setting, steps=effort.steps), CONTENDERS))
-        for setting in chosen
+        for setting in settings()[: effort.settings]
     ]
     page.text(
         "## The published settings",
@@ -44,12 +44,12 @@ def published(page: Page, effort: Effort) -> None:
         "and requests/s at the limit of the mean time to first token in serving. The constants in "
         "`calibrated.toml` were fitted to the settings marked *calibrate*; the other settings are held back.",
     )
-    for setting, results in found:
+    for setting, results in outcomes:
         setting_table(page, setting, results)
-    picture_of_shares(page, found)
-    ours(page, found)
-    errors(page, found)
-    exposed(page, found)
+    picture_of_shares(page, outcomes)
+    ours(page, outcomes)
+    errors(page, outcomes)
+    exposed(page, outcomes)
 
 
 def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
@@ -78,10 +78,10 @@ def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
     page.table(head.split(", "), rows)
 
 
-def picture_of_shares(page: Page, found: Found) -> None:
+def picture_of_shares(page: Page, outcomes: Outcomes) -> None:
     def draw(axes: Any) -> None:
         colours = {"none": "#b0b0b0", "eplb": "#d8a657", "lplb": "#a9b665", "quota": "#7daea3"}
-        for index, (setting, results) in enumerate(found):
+        for index, (setting, results) in enumerate(outcomes):
             shares = share_of_ideal(results)
             for place, result in enumerate(results[:-1]):
                 x = index + (place - 2) * 0.16
@@ -90,7 +90,7 @@ def picture_of_shares(page: Page, found: Found) -> None:
                 axes.bar(x, 100 * shares[result.label], 0.15, color=colour, label=label)
                 if result.policy in setting.throughput:
                     axes.plot(x, 100 * setting.share(result.policy), "k_", markersize=7)
-        axes.set_xticks(range(len(found)), [s.title.replace(" ", "\n", 1) for s, _ in found])
+        axes.set_xticks(range(len(outcomes)), [s.title.replace(" ", "\n", 1) for s, _ in outcomes])
         axes.tick_params(axis="x", labelsize=7)
         axes.set_ylabel("% of forced balance")
         axes.set_ylim(0, 108)
@@ -101,82 +101,68 @@ def picture_of_shares(page: Page, found: Found) -> None:
     page.text("Bars: simulated. Marks: published.")
 
 
-def ours(page: Page, found: Found) -> None:
-    def means(label: str) -> tuple[float, float]:
-        shares = [share_of_ideal(results)[label] for _, results in found]
-        gains = [
-            by_label(results)[label].throughput / results[0].throughput for _, results in found
-        ]
-        return float(np.mean(shares)), float(np.mean(gains))
+def ours(page: Page, outcomes: Outcomes) -> None:
+    def row(name: str, shares_and_gains: list[tuple[float, float]]) -> list[str]:
+        share, gain = np.mean(shares_and_gains, axis=0)
+        return [name, percent(share), f"{gain:.2f}x"]
 
-    paper = np.mean([setting.share("quota") for setting, _ in found])
-    paper_gain = np.mean([s.throughput["quota"] / s.throughput["none"] for s, _ in found])
+    def simulated(label: str) -> list[tuple[float, float]]:
+        pairs = [(by_label(results)[label].throughput, results) for _, results in outcomes]
+        return [(t / results[-1].throughput, t / results[0].throughput) for t, results in pairs]
+
+    paper = [(s.share("quota"), s.throughput["quota"] / s.throughput["none"]) for s, _ in outcomes]
     rows = [
-        ["published, two slots", percent(float(paper)), f"{paper_gain:.2f}x"],
-        *(
-            [name, percent(means(label)[0]), f"{means(label)[1]:.2f}x"]
-            for name, label in (
-                ("`quota` simulated, two slots", "quota"),
-                ("**`ultraep` simulated, one slot, tolerance 0.01**", "ultraep"),
-            )
-        ),
+        row("published, two slots", paper),
+        row("`quota` simulated, two slots", simulated("quota")),
+        row("**`ultraep` simulated, one slot, tolerance 0.01**", simulated("ultraep")),
     ]
     page.text("### Mean over the seven settings")
     page.table(["", "share of forced balance", "over none"], rows)
 
 
-def errors(page: Page, found: Found) -> None:
+def errors(page: Page, outcomes: Outcomes) -> None:
     """Errors of the ratios, and the implications of the published ones."""
     page.text("## Accuracy")
     counts: dict[str, list[float]] = {"calibrate": [], "hold back": []}
     wrong = []
-    for setting, results in found:
+    for setting, results in outcomes:
         shares = share_of_ideal(results)
         known = [result for result in results[:-1] if result.policy in setting.throughput]
         counts[setting.use] += [100 * abs(shares[r.label] - setting.share(r.policy)) for r in known]
         wrong += swapped(setting, known)
-    rows = [
-        [
-            use,
-            str(len(off)),
-            str(sum(error <= WITHIN for error in off)),
-            f"{np.mean(off):.1f}",
-            f"{max(off):.1f}",
-        ]
-        for use, off in counts.items()
-    ]
-    page.table(
-        ["settings", "ratios", f"within {WITHIN:g} points", "mean error, points", "largest"], rows
-    )
+    rows = []
+    for use, off in counts.items():
+        within = sum(error <= WITHIN for error in off)
+        rows.append([use, f"{len(off)}", f"{within}", f"{np.mean(off):.1f}", f"{max(off):.1f}"])
+    head = f"settings; ratios; within {WITHIN:g} points; mean error, points; largest"
+    page.table(head.split("; "), rows)
     if wrong:
         page.text("Pairs of policies whose order differs from the published one:")
         page.text(*(f"- {pair}" for pair in wrong))
-    implied(page, found)
+    implied(page, outcomes)
 
 
 def swapped(setting: Setting, known: list[Result]) -> list[str]:
     """Pairs whose order differs from the published one."""
-    found = []
-    for index, one in enumerate(known):
-        for two in known[index + 1 :]:
-            gap = setting.throughput[one.policy] - setting.throughput[two.policy]
-            if gap * (one.throughput - two.throughput) < 0:
-                found.append(
-                    f"{setting.title}: `{one.policy}` and `{two.policy}` "
-                    f"(published {setting.throughput[one.policy]:g} and "
-                    f"{setting.throughput[two.policy]:g})"
-                )
-    return found
+    pairs = []
+    for first, second in combinations(known, 2):
+        one, two = (setting.throughput[result.policy] for result in (first, second))
+        if (one - two) * (first.throughput - second.throughput) < 0:
+            pairs.append(
+                f"{setting.title}: `{first.policy}` and `{second.policy}` "
+                f"(published {one:g} and {two:g})"
+            )
+    return pairs
 
 
-def implied(page: Page, found: Found) -> None:
+def implied(page: Page, outcomes: Outcomes) -> None:
     """The share of the time that grows with the busiest rank, if time is linear in it."""
 
     def part(gain: float, imbalance: float) -> float:
         return (gain - 1) / (imbalance - 1)
 
     rows = []
-    for setting, results in found:
+    for setting, results in outcomes:
         none, ideal = results[0], results[-1]
         pairs = [
             part(1 / setting.share(policy), setting.imbalance[policy])
@@ -193,10 +179,10 @@ def implied(page: Page, found: Found) -> None:
     page.table(["setting", "by none, published", "by EPLB, published", "by none, simulated"], rows)
 
 
-def exposed(page: Page, found: Found) -> None:
+def exposed(page: Page, outcomes: Outcomes) -> None:
     """The forward cost of balancing per layer."""
     rows = []
-    for setting, results in found:
+    for setting, results in outcomes:
         layers = load_model(setting.model).moe_layers
         labels = by_label(results)
         cells = [setting.title]
@@ -230,17 +216,13 @@ def measured(page: Page, *, small: bool) -> None:
     )
     for title, lines in (*bench_sim.card_tables(small), bench_sim.cpu_table()):
         page.text(f"### {title.split(':')[0]}")
-        rows = [
-            [
-                str(line.case["load"]),
-                f"`{line.case['policy']}`",
-                *(
-                    "-" if value is None else f"{value:{metric.form}}"
-                    for metric, value in line.values.items()
-                ),
-            ]
-            for line in lines
-        ]
+        rows = []
+        for line in lines:
+            numbers = (
+                "-" if value is None else f"{value:{metric.form}}"
+                for metric, value in line.values.items()
+            )
+            rows.append([str(line.case["load"]), f"`{line.case['policy']}`", *numbers])
         page.table(["load", "policy", "predicted", "measured", "points"], rows)
 
 

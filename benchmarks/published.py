@@ -75,14 +75,8 @@ def scenario_of(
     model = load_model(setting.model)
     job: Training | Serving
     if setting.training:
-        job = Training(
-            tokens=setting.tokens,
-            sequence=setting.tokens,
-            pipeline=setting.pipeline,
-            groups=setting.groups,
-            microbatches=setting.microbatches,
-            steps=steps,
-        )
+        sizes = {name: getattr(setting, name) for name in ("pipeline", "groups", "microbatches")}
+        job = Training(tokens=setting.tokens, sequence=setting.tokens, steps=steps, **sizes)
     else:
         job = Serving(requests=load_requests(setting.requests), tokens=setting.tokens, seed=seed)
     workload = fit_skew(

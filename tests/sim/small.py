@@ -39,10 +39,10 @@ def plain_rates(**changes: Any) -> MeasuredRates:
     """Data-sheet rates are reached; the control plane takes no time."""
     efficiencies = "dense_matmul attention_forward attention_backward memory link network framework"
     rates: Any = dict.fromkeys(efficiencies.split(), 1.0)
-    rates |= dict.fromkeys(("meeting_us", "count_us", "reroute_us", "hop_us"), 0.0)
-    rates |= dict.fromkeys(("rows", "ranks"), np.array([1.0, 1024.0]))
-    rates |= dict.fromkeys(("grouped_forward", "grouped_backward"), np.ones(2))
-    rates |= dict.fromkeys(("plan_us", "schedule_us"), np.full(2, 1e-9))
+    rates |= dict.fromkeys(("barrier_us", "count_us", "reroute_us", "hop_us"), 0.0)
+    rates |= dict.fromkeys(("rows", "ranks"), (1.0, 1024.0))
+    rates |= dict.fromkeys(("grouped_forward", "grouped_backward"), (1.0, 1.0))
+    rates |= dict.fromkeys(("plan_us", "schedule_us"), (1e-9, 1e-9))
     return MeasuredRates(**rates | changes)
 
 
@@ -58,9 +58,8 @@ def small_scenario(job: Any, **changes: Any) -> Scenario:
 
 def small_runtime(**changes: Any) -> Runtime:
     """Weights are sent directly and before the rows; nothing else takes time."""
-    entries: Any = {"name": "small", "planner": "given", "relay": "direct", "hidden": "experts"}
-    entries |= dict.fromkeys(("plan_us", "layer_us", "backward_us", "reduce_gb_s"), 0.0)
-    return Runtime(**entries | {"beside": False, "kept": False, "source": ""} | changes)
+    entries: Any = {"name": "small", "source": "", "relay": "direct", "reduce_under": "experts"}
+    return Runtime(**entries | {"plan_us": 0.0} | changes)
 
 
 def replicas_of(

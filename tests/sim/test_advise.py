@@ -43,14 +43,11 @@ def scenario(
     **changes: Any,
 ) -> Scenario:
     topology = Topology(ranks=RANKS, experts=MODEL.experts)
-    made = Scenario(
-        cluster=replace(load_cluster("h200-nvl8"), memory_gb=memory_gb),
-        model=MODEL,
-        workload=fit_skew(imbalance, topology, MODEL.top_k, range(MODEL.layers), noise=noise),
-        job=Training(tokens=tokens, microbatches=4, steps=1),
-        ranks=RANKS,
-    )
-    return replace(made, **changes)
+    settings: Any = {"ranks": RANKS, "model": MODEL}
+    settings["cluster"] = replace(load_cluster("h200-nvl8"), memory_gb=memory_gb)
+    settings["workload"] = fit_skew(imbalance, topology, MODEL.top_k, range(6), noise=noise)
+    settings["job"] = Training(tokens=tokens, microbatches=4, steps=1)
+    return Scenario(**settings | changes)
 
 
 @cache

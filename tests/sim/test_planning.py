@@ -23,8 +23,6 @@ from ultraep import (
 from ultraep.hops import hops
 from ultraep.tools.sim.planning import Replicas, plan_layer
 
-from .small import replicas_of
-
 EXACT = ("none", "ultraep", "quota", "echo", "llep", "moonep")
 BY_PAST = ("eplb", "lplb", "flashlb")
 reproducibly = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -109,25 +107,6 @@ def test_experts_are_sent_like_in_the_runtime(policy: str, case: Any) -> None:
 def counts(indices: Any, size: int) -> list[int]:
     counter = Counter(indices)
     return [counter[index] for index in range(size)]
-
-
-def test_sends_by_hand() -> None:
-    # Rank 0 sends expert 0 to ranks 1 and 2, rank 1 sends expert 1 to rank 3. In a chain rank 2
-    # comes first and passes expert 0 on, because rank 1 sends an expert of its own.
-    topology = Topology(ranks=4, experts=4, slots=1)
-    placed = [(1, 0, 1, 4), (1, 0, 2, 5), (1, 1, 3, 2)]
-    replicas = replicas_of([[6, 6, 6, 6], [14, 6, 2, 2]], placed, topology)
-    assert replicas.sent(chain=False).tolist() == [[0] * 4, [2, 1, 0, 0]]
-    assert replicas.sent(chain=True).tolist() == [[0] * 4, [1, 1, 1, 0]]
-    assert replicas.per_expert().tolist() == [[0] * 4, [2, 1, 0, 0]]
-    assert replicas.received().tolist() == [[0] * 4, [0, 1, 1, 1]]
-
-
-def test_sums_keep_fractions_and_ranks_without_experts() -> None:
-    topology = Topology(ranks=4, experts=3, homes=[3, 0, 3])
-    replicas = replicas_of([[9, 9, 9]], [(0, 0, 1, 2), (0, 2, 1, 2)], topology)
-    home_SE, replica_C = np.array([[0.5, 0.25, 1.0]]), np.array([0.125, 2.0])
-    assert replicas.sum_by_rank(home_SE, replica_C).tolist() == [[0.25, 2.125, 0.0, 1.5]]
 
 
 # Registered policies

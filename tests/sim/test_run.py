@@ -19,9 +19,9 @@ from ultraep.tools.sim.planning import plan_layer
 from ultraep.tools.sim.run import Result, simulate, time_layer
 from ultraep.tools.sim.runtime import Contender, runtime_of
 from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.serving import Requests, Serving, make_iteration, rate_at_limit
+from ultraep.tools.sim.serving import Requests, Serving
 from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import Skew, fit_skew
+from ultraep.tools.sim.workload import fit_skew
 from ultraep.topology import Topology
 
 POLICIES = ["none", "eplb", "lplb", "quota", "ultraep", "ideal"]
@@ -33,11 +33,10 @@ PREFILL = Serving(
     tokens=4096,
     iterations=5,
 )
-TINY = dataclasses.replace(load_cluster("h200-eight-parts"), name="tiny", devices=64)
 WORKLOAD = fit_skew(2.2, Topology(ranks=16, experts=128), 8, LAYERS, noise=0.25)
 
 
-def scenario(**changes: Any) -> Scenario:
+def glm_scenario(**changes: Any) -> Scenario:
     """Four layers with experts on 16 ranks."""
     chosen: Any = {"cluster": load_cluster("gb200-nvl72"), "model": GLM, "job": TRAINING}
     chosen |= {"workload": WORKLOAD, "ranks": 16, "slots": 2, "interval": 10}
@@ -46,7 +45,7 @@ def scenario(**changes: Any) -> Scenario:
 
 @cache
 def results(job: Training | Serving) -> list[Result]:
-    return simulate(scenario(job=job), POLICIES)
+    return simulate(glm_scenario(job=job), POLICIES)
 
 
 # Results
@@ -66,46 +65,15 @@ def test_order_and_imbalance_of_the_policies(job: Any) -> None:
     assert ultraep.copies > 0
 
 
-def test_units_of_throughput() -> None:
-    train, prefill = results(TRAINING)[0], results(PREFILL)[0]
-    assert (train.unit, prefill.unit) == ("TFLOP/s per device", "requests/s")
-    assert 10 < train.throughput < 2500
-    assert prefill.throughput == pytest.approx(prefill.tokens_per_second * 16 / 2000)
-
-
-@pytest.mark.parametrize("policy", ["none", "ultraep"])
-def test_prefill_iterations_go_through_all_layers(policy: str) -> None:
-    made = scenario(job=PREFILL)
-    layers = [time_layer(made, [Contender.of(policy)], layer)[0].forward for layer in LAYERS]
-    fixed_S, rows_S = (
-        sum(stages[name] for stages in layers for name in names)
-        for names in (("loads", "plan", "replicate", "reroute"), ("dispatch", "experts", "combine"))
-    )
-    iteration = make_iteration(made.costs, PREFILL, rows_S, fixed_S.mean())
-    throughput = results(PREFILL)[POLICIES.index(policy)].throughput
-    assert throughput == pytest.approx(rate_at_limit(iteration, PREFILL, 16), rel=0.01)
-
-
-@pytest.mark.parametrize("policy", range(len(POLICIES)), ids=POLICIES)
-def test_stages_and_layers_add_up(policy: int) -> None:
-    result = results(TRAINING)[policy]
-    assert sum(result.stages.values()) == pytest.approx(result.seconds)
-    assert result.by_microbatch.mean() == pytest.approx(result.seconds)
-    assert result.by_microbatch.shape == (6,)
-    assert result.imbalance_by_layer.shape == (4,)
-    assert result.imbalance_by_layer.mean() == pytest.approx(result.imbalance)
-    assert result.worst_imbalance >= result.imbalance_by_layer.max()
-
-
 def test_only_placements_use_the_first_interval() -> None:
-    made = scenario(interval=4)
-    loads_SE = made.workload.expert_loads(2, np.arange(10), made.rows)
+    scenario = glm_scenario(interval=4)
+    loads_SE = scenario.workload.expert_loads(2, np.arange(10), scenario.rows)
     past_E, now_SE = loads_SE[:4].sum(axis=0), loads_SE[4:]
     names = ["none", "eplb", "lplb", "ultraep"]
-    layer = time_layer(made, [Contender.of(name) for name in names], 2)
+    layer = time_layer(scenario, [Contender.of(name) for name in names], 2)
     for name, times in zip(names, layer, strict=True):
         config = BalanceConfig(policy=name, tolerance=0.01 if name == "ultraep" else 0.0)
-        replicas = plan_layer(now_SE, made.topology, config, interval=4, past_E=past_E)
+        replicas = plan_layer(now_SE, scenario.topology, config, interval=4, past_E=past_E)
         assert times.rank_rows.tolist() == replicas.rank_loads.max(axis=1).tolist()
         assert times.replicas.sum() == len(replicas.rows)
 
@@ -121,11 +89,10 @@ def test_a_policy_without_costs_is_refused_before_any_work(
         calls.append(problem)
         return np.empty((0, 3), dtype=np.int64)
 
-    for contender in ("mine", Contender("mine", "a label")):
-        with pytest.raises(ConfigError, match=r"'mine' has no costs of its own.*mine=NAME"):
-            simulate(scenario(), [contender])
+    with pytest.raises(ConfigError, match=r"'mine' has no costs of its own.*mine=NAME"):
+        simulate(glm_scenario(), ["none", "mine"])
     assert not calls
-    (priced,) = simulate(scenario(), ["mine=quota"])
+    (priced,) = simulate(glm_scenario(), ["mine=quota"])
     none = results(TRAINING)[0]
     assert (priced.policy, priced.priced_as, priced.label) == ("mine", "quota", "mine=quota")
     assert len(calls) == 6 * 4
@@ -136,7 +103,7 @@ def test_a_policy_without_costs_is_refused_before_any_work(
 def test_settings_of_a_contender_override_the_scenario() -> None:
     slower = dataclasses.replace(runtime_of("ultraep"), layer_us=5000.0)
     one_slot, loose, slow = simulate(
-        scenario(),
+        glm_scenario(),
         [
             Contender("ultraep", "one slot", slots=1),
             Contender("ultraep", "loose", tolerance=0.3),
@@ -153,29 +120,29 @@ def test_settings_of_a_contender_override_the_scenario() -> None:
 
 
 def test_memory_of_the_busiest_rank() -> None:
-    made, none, ideal = scenario(), results(TRAINING)[0], results(TRAINING)[-1]
-    layers = [time_layer(made, [Contender.of("none")], layer)[0] for layer in LAYERS]
+    scenario, none, ideal = glm_scenario(), results(TRAINING)[0], results(TRAINING)[-1]
+    layers = [time_layer(scenario, [Contender.of("none")], layer)[0] for layer in LAYERS]
     busiest_S = np.max([times.rank_rows for times in layers], axis=0)
-    assert none.memory == made.memory(0, float(busiest_S.max()))
+    assert none.memory == scenario.memory(0, float(busiest_S.max()))
     assert none.memory.rows > 2 * ideal.memory.rows
     assert none.out_of_memory == 0
     # Enough memory for four of the six microbatches:
-    enough = made.memory(0, float(np.sort(busiest_S)[3])).total
-    small = dataclasses.replace(made.cluster, memory_gb=enough / 1e9)
-    none, ideal = simulate(scenario(cluster=small), ["none", "ideal"])
+    enough = scenario.memory(0, float(np.sort(busiest_S)[3])).total
+    small = dataclasses.replace(scenario.cluster, memory_gb=enough / 1e9)
+    none, ideal = simulate(glm_scenario(cluster=small), ["none", "ideal"])
     assert (none.out_of_memory, ideal.out_of_memory) == (pytest.approx(2 / 6), 0)
 
 
 def test_results_do_not_depend_on_processes_and_progress_is_reported() -> None:
     reports: list[tuple[int, int]] = []
     parallel = simulate(
-        scenario(), POLICIES, processes=2, report=lambda *layers: reports.append(layers)
+        glm_scenario(), POLICIES, processes=2, report=lambda *layers: reports.append(layers)
     )
     assert reports == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    for one, other in zip(results(TRAINING), parallel, strict=True):
+    for sequential, concurrent in zip(results(TRAINING), parallel, strict=True):
         for field in dataclasses.fields(Result):
-            values = getattr(one, field.name), getattr(other, field.name)
-            assert np.array_equal(*values), field.name
+            name = field.name
+            assert np.array_equal(getattr(sequential, name), getattr(concurrent, name)), name
 
 
 # Errors
@@ -184,43 +151,24 @@ def test_results_do_not_depend_on_processes_and_progress_is_reported() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ranks": 48}, "128 experts of glm-4.5-106b do not divide evenly over 48 ranks"),
-        ({"ranks": 0}, "ranks must be at least 1, got 0"),
-        (
-            {"job": Training(groups=1000)},
-            "16000 devices are needed, cluster gb200-nvl72 has 9216",
-        ),
-        (
-            {"workload": Skew(experts=64, top_k=8, spread=1.0, noise=0.4)},
-            "the workload has 64 experts, model glm-4.5-106b has 128",
-        ),
+        ({"ranks": 48}, "128 experts of glm-4.5-106b .* 48 ranks; choose --ep that divides 128"),
+        ({"job": Training(groups=1000)}, "16000 devices are needed, .* gb200-nvl72 has 9216"),
+        ({"workload": dataclasses.replace(WORKLOAD, experts=64)}, "has 64 experts, .* 128"),
         ({"interval": 0}, "interval must be at least 1, got 0"),
-        ({"slots": 129}, "slots must lie between 0 and 128, got 129"),
-        ({"domain": 5}, "16 ranks do not divide by a domain of 5"),
         ({"job": Training(pipeline=6)}, "5 layers cannot be split into 6 pipeline stages"),
         (
             {"model": load_model("qwen3-235b"), "job": Training()},
-            r"\d{3} GB of weights and .* into the 186 GB of cluster",
-        ),
-        (
-            {"model": load_model("qwen3-235b"), "job": PREFILL, "cluster": TINY},
-            r"\d{2} GB of weights per .* the 17 GB of cluster tiny",
+            r"\d{3} GB of weights and .* into the 186 GB .* use more ranks, a pipeline or groups",
         ),
     ],
 )
 def test_invalid_scenarios(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scenario(**changes)
+        glm_scenario(**changes)
 
 
-@pytest.mark.parametrize(
-    ("names", "processes", "message"),
-    [
-        ([], 1, "name at least one policy"),
-        (["none"], 0, "processes must be at least 1, got 0"),
-        (["nosuch"], 1, "nosuch"),
-    ],
-)
-def test_invalid_simulations(names: list[str], processes: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        simulate(scenario(), names, processes=processes)
+def test_invalid_simulations() -> None:
+    with pytest.raises(ConfigError, match="name at least one policy"):
+        simulate(glm_scenario(), [])
+    with pytest.raises(ConfigError, match="processes must be at least 1, got 0"):
+        simulate(glm_scenario(), ["none"], processes=0)

@@ -63,7 +63,7 @@ def test_costs_of_an_iteration_by_hand() -> None:
     serving = Serving(requests=requests(mean_tokens=40.0), tokens=10)
     iteration = make_iteration(costs, serving, np.array([7.0, 8.0]), 0.5)
     assert (iteration.fixed, iteration.experts.tolist(), iteration.chunk) == (0.5, [7.0, 8.0], 10)
-    token = 3 * costs.attention_forward(1, 0) + costs.dense_mlp(1)  # one of three layers is dense
+    token = 3 * costs.attention(1, 0) + costs.dense_mlp(1)  # one of three layers is dense
     assert iteration.per_token == pytest.approx(token)
     assert iteration.per_pair == pytest.approx(3 * 2 * 32 / 1e9)
     seconds = iteration.seconds(3, np.array([10.0, 4.0]), np.array([50.0, 8.0]))

@@ -7,14 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ultraep.errors import ConfigError
 from ultraep.tools.cli.options import ScenarioOptions
 from ultraep.tools.cli.scenario import make_scenario
-from ultraep.tools.sim.run import plan_and_clock, time_layer
+from ultraep.tools.sim.run import time_layer
 from ultraep.tools.sim.runtime import Contender
-from ultraep.tools.sim.timeline import MAX_RANKS, make_timeline, median_microbatch, simulated_trace
-from ultraep.trace.export import stages, write_timeline
-from ultraep.trace.schema import SIMULATED, STAGES, fields_in_file
+from ultraep.tools.sim.timeline import MAX_RANKS, make_timeline, median_microbatch
+from ultraep.trace.export import write_timeline
 
 POLICIES = ("none", "eplb", "lplb", "quota", "ultraep", "ideal")
 CONTENDERS = [Contender.of(policy) for policy in POLICIES]
@@ -111,26 +109,6 @@ def test_a_wide_group_shows_some_ranks_with_names(tmp_path):
     assert all(e["dur"] > 0 <= e["ts"] for e in events if e["ph"] == "X")
 
 
-def test_the_timeline_is_drawn_from_trace_records():
-    layers, scenario = np.arange(2), scenario_of("training")
-    clocked = [next(plan_and_clock(scenario, CONTENDERS[:1], layer)) for layer in layers.tolist()]
-    trace = simulated_trace(CONTENDERS[0], clocked, layers, MICROBATCH)
-    sizes, fields = trace.header.sizes() | {"N": 2}, fields_in_file()
-    for name, array in trace.arrays.items():
-        assert array.shape == tuple(sizes[letter] for letter in fields[name].shape)
-        assert array.dtype.kind == np.dtype(fields[name].dtype).kind
-    assert trace.header.stages[1:-1] == STAGES
-    assert (trace.waited <= trace.seconds).all()
-    assert trace.waited.min() >= 0
-    drawn = {event["name"] for event in stages(trace, range(8), process=1)}
-    assert {"recompute", "experts back", "attention back"} < drawn <= set(SIMULATED)
-
-
 def test_the_median_microbatch():
     for seconds, index in (([5.0, 1.0, 3.0], 2), ([5.0, 1.0, 3.0, 4.0], 2), ([7.0], 0)):
         assert median_microbatch(np.array(seconds)) == index
-
-
-def test_a_timeline_needs_a_layer():
-    with pytest.raises(ConfigError, match="at least one layer, got 0"):
-        make_timeline(scenario_of("training"), CONTENDERS, microbatch=MICROBATCH, layers=0)

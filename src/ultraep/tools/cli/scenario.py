@@ -53,7 +53,7 @@ def make_scenario(options: ScenarioOptions, **balance: Any) -> Scenario:
         ranks=options.ep,
         domain=options.domain,
         objective=objective,
-        prices=None if options.rates is None else Rates.from_text(options.rates),
+        plan_rates=None if options.rates is None else Rates.from_text(options.rates),
         **balance,
     )
     return replace(scenario, workload=_workload(options, scenario))

@@ -34,7 +34,7 @@ from ultraep.tools.cli.terminal import (
     print_records,
     progress,
 )
-from ultraep.tools.sim.plots import Picture, check_plot, write_plot
+from ultraep.tools.sim.plots import check_plot, write_plot
 from ultraep.tools.sim.presets import presets
 from ultraep.tools.sim.run import Result
 from ultraep.tools.sim.run import simulate as run_simulation
@@ -158,8 +158,8 @@ def _write(
     """Write picture and timeline, and yield a line for each."""
     scenario = answer.scenario
     if plot:
-        first = scenario.model.dense_layers
-        write_plot(plot, Picture(heading, answer.results, answer.ideal.throughput, first))
+        ideal, first = answer.ideal.throughput, scenario.model.dense_layers
+        write_plot(plot, heading, answer.results, ideal=ideal, first_layer=first)
         yield f"picture: {plot}"
     if timeline:
         chosen = median_microbatch(answer.none.by_microbatch)

@@ -31,7 +31,6 @@ MAX_SLOTS = 4
 TOLERANCES = (0.0, 0.01, 0.02, 0.05)
 NEAR = 0.005  # share of the best throughput that fewer slots may cost
 SEEDS = 3  # runs of a drawn workload
-PERCENTILES = (10, 90)  # of the gains of microbatches
 PROBE_TOKENS = tuple(2**power for power in range(6, 15))
 PROBE_MICROBATCHES = 8
 
@@ -79,15 +78,11 @@ class Gain:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Tokens per rank and microbatch from which a gain is reached.
-
-    tokens: None if the most tokens tried do not reach the gain.
-    always: whether the fewest tokens tried, which `tokens` then is, reach the gain.
-    """
+    """Tokens per rank and microbatch from which a gain is reached."""
 
     gain: float
-    tokens: float | None
-    always: bool
+    tokens: float | None  # None: the most tokens tried do not reach the gain
+    always: bool  # `tokens` are the fewest that were tried
 
 
 @dataclass(frozen=True)
@@ -185,21 +180,18 @@ def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = No
 # -- settings ------------------------------------------------------------------------------------
 
 
+def memory_by_slots(scenario: Scenario) -> list[float]:
+    """Return the bytes of a device with 1, 2, ... spare slots if all ranks have the same load."""
+    most = min(MAX_SLOTS, scenario.model.experts // scenario.ranks)
+    rows = scenario.rows / scenario.ranks
+    return [scenario.memory(slots, rows).total for slots in range(1, most + 1)]
+
+
 def max_slots(scenario: Scenario) -> int:
     """Return the most slots worth trying: replicas need another rank, and memory must fit."""
     if scenario.topology.domain_size == 1:
         return 0
-    counts = range(1, _useful_slots(scenario) + 1)
-    return sum(_even_memory(scenario, slots) <= scenario.cluster.memory for slots in counts)
-
-
-def _useful_slots(scenario: Scenario) -> int:
-    return min(MAX_SLOTS, scenario.model.experts // scenario.ranks)
-
-
-def _even_memory(scenario: Scenario, slots: int) -> float:
-    """Return the bytes of a device with these slots if all ranks have the same load."""
-    return scenario.memory(slots, scenario.rows / scenario.ranks).total
+    return sum(needed <= scenario.cluster.memory for needed in memory_by_slots(scenario))
 
 
 def _option(result: Result, tolerance: float, none: Result, ideal: Result) -> Option:
@@ -244,7 +236,7 @@ def _gain(scenario: Scenario, none: Result, balanced: Result, draws: tuple[float
     plain = scenario.job.plain_seconds(scenario.costs, scenario.ranks)
     none_S, own_S = none.by_microbatch + plain, balanced.by_microbatch + plain
     gain_S = (none_S / own_S) * (overall * own_S.mean() / none_S.mean())
-    low, high = (float(value) for value in np.percentile(gain_S, PERCENTILES))
+    low, high = (float(value) for value in np.percentile(gain_S, (10, 90)))
     gains = (overall, low, high, *draws)
     return Gain(overall, min(gains), max(gains), (low, high), draws)
 
@@ -401,7 +393,7 @@ def _reasons(advice: Advice, scenario: Scenario) -> Iterator[str]:
     yield f"balancing costs {_ms(advice.exposed)} per {job.unit} and saves {_ms(advice.saved)}"
     if even.tokens is None or job.tokens < even.tokens:
         yield f"too few tokens per rank and {job.unit}: {job.tokens:,}, see break-even"
-    if max_slots(scenario) < _useful_slots(scenario):
+    if max_slots(scenario) < len(memory_by_slots(scenario)):
         yield f"memory holds at most {max_slots(scenario)} spare slots"
     if topology.num_domains > 1 and best.imbalance > 1 + best.tolerance + NOTABLE_IMBALANCE:
         yield (
@@ -414,7 +406,7 @@ def _why_no_slot(advice: Advice, scenario: Scenario) -> str:
     if scenario.topology.domain_size == 1:
         return "one rank per fast-link domain: replicas have nowhere to go"
     with_one = [option.memory for option in advice.options if option.slots == 1]
-    needed = min(with_one, default=_even_memory(scenario, 1))
+    needed = min(with_one, default=memory_by_slots(scenario)[0])
     return (
         f"no spare slot fits: the busiest device would need {needed / 1e9:,.1f} GB of "
         f"{scenario.cluster.memory_gb:,.1f} GB"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultraep.errors import ConfigError
 from ultraep.tools.sim.presets import check_positive, check_range, load_record
 
 GIGA = 1e9
@@ -51,13 +50,8 @@ class Cluster:
 
     def domain_of(self, ranks: int) -> int:
         """Return the ranks per domain: the largest equal blocks of the group that fit."""
-        if ranks > self.devices:
-            raise ConfigError(
-                f"{ranks} ranks do not fit on cluster {self.name} with {self.devices} devices"
-            )
-        if ranks <= self.domain:
-            return ranks
-        return max(size for size in range(1, self.domain + 1) if ranks % size == 0)
+        sizes = range(min(ranks, self.domain), 0, -1)
+        return next(size for size in sizes if ranks % size == 0)
 
 
 def load_cluster(name: str) -> Cluster:

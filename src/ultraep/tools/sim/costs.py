@@ -6,7 +6,6 @@ rate, divided by the efficiency measured for that number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -50,13 +49,13 @@ class MeasuredRates:
     memory: float
     link: float
     network: float
-    rows: FloatArray
-    grouped_forward: FloatArray
-    grouped_backward: FloatArray
-    ranks: FloatArray
-    plan_us: FloatArray
-    schedule_us: FloatArray
-    meeting_us: float  # barrier
+    rows: list[float]  # per expert; the points of the grouped efficiencies
+    grouped_forward: list[float]
+    grouped_backward: list[float]
+    ranks: list[float]  # the points of plan_us and schedule_us
+    plan_us: list[float]
+    schedule_us: list[float]
+    barrier_us: float
     count_us: float
     reroute_us: float
     hop_us: float
@@ -67,14 +66,9 @@ class MeasuredRates:
 def measured_rates() -> MeasuredRates:
     """Return the measured points that ship with the package."""
     tables = presets("measured")
-    grouped = tables["grouped"]
-    values: Any = {**tables["fractions"], **tables["control"], "rows": grouped["rows"]}
-    values |= {f"grouped_{name}": grouped[name] for name in ("forward", "backward")}
-    values["framework"] = presets("calibrated")["framework"]["factor"]
+    values = tables["fractions"] | tables["grouped"] | tables["control"]
     del values["source"]
-    for name, value in values.items():
-        values[name] = np.array(value, dtype=float) if isinstance(value, list) else float(value)
-    return MeasuredRates(**values)
+    return MeasuredRates(**values, framework=presets("calibrated")["framework"]["factor"])
 
 
 @dataclass(frozen=True)
@@ -85,20 +79,14 @@ class Costs:
     model: Model
     rates: MeasuredRates
 
-    # -- experts ---------------------------------------------------------------------------------
+    # -- computation -----------------------------------------------------------------------------
 
-    def experts_forward(self, rows: Any) -> FloatArray:
-        """Return the seconds of each slot, given its rows."""
-        return self._grouped(rows, 1, WEIGHT_BYTES, self.rates.grouped_forward)
-
-    def experts_backward(self, rows: Any) -> FloatArray:
-        """Return the backward seconds of each slot: gradients of rows and of weights."""
-        efficiency = self.rates.grouped_backward
-        return self._grouped(rows, BACKWARD, EXPERT_BACKWARD_BYTES, efficiency)
-
-    def _grouped(
-        self, rows: Any, factor: int, weight_bytes: int, efficiency: FloatArray
-    ) -> FloatArray:
+    def experts(self, rows: Any, *, backward: bool = False) -> FloatArray:
+        """Return the seconds of each slot, given its rows. Backward: gradients of rows, weights."""
+        factor, weight_bytes, efficiency = 1, WEIGHT_BYTES, self.rates.grouped_forward
+        if backward:
+            factor, weight_bytes = BACKWARD, EXPERT_BACKWARD_BYTES
+            efficiency = self.rates.grouped_backward
         rows, model = np.asarray(rows, dtype=float), self.model
         traffic = ROW_BYTES * (2 * model.width + 4 * model.expert_width)  # read and written per row
         operations = factor * 2.0 * model.expert_weights * rows
@@ -110,53 +98,39 @@ class Costs:
 
     def row_moves(self, rows: Any) -> FloatArray:
         """Return the seconds to sort rows by slot, or to restore their order."""
-        seconds: FloatArray = self._memory(ROW_PASSES, np.asarray(rows, dtype=float))
-        return seconds
+        return ROW_PASSES * np.asarray(rows, dtype=float) / self._vectors_per_second
 
-    def _memory(self, passes: int, tokens: Any) -> Any:
-        """Seconds of moving the vectors of these tokens through memory."""
-        moved = passes * ROW_BYTES * self.model.width * tokens
-        return moved / (self.cluster.memory_rate * self.rates.memory)
-
-    # -- everything else of a layer --------------------------------------------------------------
-
-    def attention_forward(self, tokens: float, context: float) -> float:
+    def attention(self, tokens: float, context: float, *, backward: bool = False) -> float:
         """Return the seconds of a layer without its experts. context: tokens before each token."""
-        core = self._core(tokens, context) / self.rates.attention_forward
-        passes: float = self._memory(ELEMENTWISE_PASSES, tokens)
-        return self.rates.framework * (self._projections(tokens) + core + passes)
-
-    def attention_backward(self, tokens: float, context: float) -> float:
-        """Return the backward seconds of a layer without its experts."""
-        products = BACKWARD * self._projections(tokens)
-        core = CORE_BACKWARD * self._core(tokens, context) / self.rates.attention_backward
-        passes: float = self._memory(ELEMENTWISE_PASSES, tokens)
-        return self.rates.framework * (products + core + 2 * passes)
+        model, rates = self.model, self.rates
+        products = self._dense(tokens, model.attention_weights + model.shared_weights)
+        core = tokens * model.attended(context) * model.attention.core / self.cluster.matmul
+        passes = ELEMENTWISE_PASSES * tokens / self._vectors_per_second
+        if not backward:
+            return rates.framework * (products + core / rates.attention_forward + passes)
+        core *= CORE_BACKWARD / rates.attention_backward
+        return rates.framework * (BACKWARD * products + core + 2 * passes)
 
     def dense_mlp(self, tokens: float) -> float:
         """Return the forward seconds of the MLP of a layer without experts."""
         weights = GATED * self.model.width * self.model.dense_width
-        return self.rates.framework * self._dense(2.0 * tokens * weights)
+        return self.rates.framework * self._dense(tokens, weights)
 
     def head(self, tokens: float) -> float:
         """Return the forward seconds of the output embedding."""
-        operations = 2.0 * tokens * self.model.vocabulary * self.model.width
-        return self.rates.framework * self._dense(operations)
+        return self.rates.framework * self._dense(tokens, self.model.vocabulary * self.model.width)
 
-    def _projections(self, tokens: float) -> float:
-        weights = self.model.attention_weights + self.model.shared_weights
-        return self._dense(2.0 * tokens * weights)
+    def _dense(self, tokens: float, weights: int) -> float:
+        return 2.0 * tokens * weights / (self.cluster.matmul * self.rates.dense_matmul)
 
-    def _dense(self, operations: float) -> float:
-        return operations / (self.cluster.matmul * self.rates.dense_matmul)
-
-    def _core(self, tokens: float, context: float) -> float:
-        attended = self.model.attended(context)
-        return tokens * attended * self.model.attention.core / self.cluster.matmul
+    @property
+    def _vectors_per_second(self) -> float:
+        """Vectors of the model's width that memory reads or writes per second."""
+        return self.cluster.memory_rate * self.rates.memory / (ROW_BYTES * self.model.width)
 
     # -- links -----------------------------------------------------------------------------------
 
-    def on_links(self, bytes_inside: Any, bytes_outside: Any) -> FloatArray:
+    def on_links(self, bytes_inside: Any, bytes_outside: Any = 0.0) -> FloatArray:
         """Return the seconds of a port, given its bytes inside and beyond the domain."""
         cluster, rates = self.cluster, self.rates
         inside = np.asarray(bytes_inside) / (cluster.link_gb_s * GIGA * rates.link)
@@ -166,8 +140,7 @@ class Costs:
 
     def latency(self, domains: int) -> float:
         """Return the fixed seconds of one exchange of messages."""
-        cluster = self.cluster
-        return (cluster.link_us if domains == 1 else cluster.network_us) * MICRO
+        return (self.cluster.link_us if domains == 1 else self.cluster.network_us) * MICRO
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -179,11 +152,15 @@ class Costs:
         """Return the measured seconds of scheduling the weight transfers."""
         return self._by_ranks(ranks, self.rates.schedule_us)
 
+    def _by_ranks(self, ranks: int, table_us: list[float]) -> float:
+        log_us = np.interp(np.log2(ranks), np.log2(self.rates.ranks), np.log2(table_us))
+        return float(2.0**log_us) * MICRO
+
     def loads(self, rows: float, ranks: int, domains: int) -> float:
         """Return the seconds to count the rows of a rank and to exchange the counts."""
         counting = self.rates.count_us * MICRO * rows / CONTROL_ROWS
-        exchange = float(self.on_links(8.0 * self.model.experts * ranks, 0.0))
-        return counting + exchange + self.rates.meeting_us * MICRO + self.latency(domains)
+        exchange = float(self.on_links(8.0 * self.model.experts * ranks))
+        return counting + exchange + self.rates.barrier_us * MICRO + self.latency(domains)
 
     def reroute(self, rows: float) -> float:
         """Return the seconds to assign a slot to every row of a rank."""
@@ -192,10 +169,6 @@ class Costs:
     def hop(self) -> float:
         """Return the fixed seconds of one relay hop."""
         return self.rates.hop_us * MICRO
-
-    def _by_ranks(self, ranks: int, table_us: FloatArray) -> float:
-        log_us = np.interp(np.log2(ranks), np.log2(self.rates.ranks), np.log2(table_us))
-        return float(2.0**log_us) * MICRO
 
 
 # -- rates ---------------------------------------------------------------------------------------
@@ -221,20 +194,16 @@ def rates_of(
 def rates_by(costs: Costs, *, ranks: int, tokens: int, training: bool) -> Rates:
     """Return the rates of plans by time for these costs."""
     model = costs.model
+    passes, weight_bytes = (2, EXPERT_BACKWARD_BYTES) if training else (1, WEIGHT_BYTES)
+    # Seconds of one more row, averaged from `rows` to `2 * rows` of an expert.
     rows = max(1.0, ranks * tokens * model.top_k / model.experts)
-    row, passes, weight_bytes = _marginal(costs.experts_forward, rows), 1, WEIGHT_BYTES
-    if training:
-        row, passes = row + _marginal(costs.experts_backward, rows), 2
-        weight_bytes = EXPERT_BACKWARD_BYTES
-    transfer = costs.on_links(2 * passes * ROW_BYTES * model.width, 0.0)
+    seconds = costs.on_links(2 * passes * ROW_BYTES * model.width)
+    for backward in (False, True)[:passes]:
+        once, twice = costs.experts([rows, 2 * rows], backward=backward)
+        seconds = seconds + max(0.0, twice - once) / rows
     return Rates.from_seconds(
-        row=row + float(transfer),
-        copy=float(costs.on_links(weight_bytes * model.expert_weights, 0.0)),
+        row=float(seconds),
+        copy=float(costs.on_links(weight_bytes * model.expert_weights)),
         each=0.0,
         layer=passes * (costs.schedule(ranks) + costs.hop()),
     )
-
-
-def _marginal(seconds_of: Callable[[float], Any], rows: float) -> float:
-    """Return the seconds of one more row, averaged from `rows` to `2 * rows`."""
-    return max(0.0, float(seconds_of(2 * rows)) - float(seconds_of(rows))) / rows

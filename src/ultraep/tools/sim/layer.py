@@ -11,10 +11,10 @@ Shapes: S microbatches, R ranks, E experts, C replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.tools.sim.cluster import GIGA, MICRO
@@ -78,8 +78,7 @@ class LayerClock:
 
     def by_rank(self, replicas: Replicas) -> dict[str, FloatArray]:
         """[S, R] busy seconds of each rank, for the stages in which ranks differ."""
-        rows_SR = np.maximum(replicas.rank_loads, self.rows).astype(float)
-        busy_SR = self._ports(rows_SR) + self._latency
+        busy_SR = self._ports(np.maximum(replicas.rank_loads, self.rows))
         experts_SR = self._experts(replicas, backward=False)
         times = {"dispatch": busy_SR, "experts": experts_SR, "combine": busy_SR}
         if self.training:
@@ -89,72 +88,57 @@ class LayerClock:
     # -- forward ---------------------------------------------------------------------------------
 
     def _forward(self, replicas: Replicas) -> dict[str, FloatArray]:
+        costs, runtime, ranks = self.costs, self.runtime, self.topology.ranks
         exchange_S = self._exchange(replicas)
-        ones_S = np.ones_like(exchange_S)
-        loads, plan = self._control()
-        replicate_S, reroute_S = self._before_dispatch(replicas)
+        weights_S = np.zeros_like(exchange_S)
+        reroute_S = np.zeros_like(exchange_S)
+        loads = plan = 0.0
+        if runtime.relay != "nothing":
+            measured = runtime.plan_us is None
+            plan = (runtime.layer_us + (runtime.plan_us or 0.0)) * MICRO
+            plan += costs.plan(ranks) if measured else 0.0
+            reroute_S += max(costs.reroute(self.rows), costs.schedule(ranks) if measured else 0.0)
+            if runtime.streams or runtime.plan_us != 0:
+                loads = costs.loads(self.rows, ranks, self.topology.num_domains)
+        if runtime.streams:
+            weights_S = self._weights(replicas)
+            if not runtime.overlaps_dispatch:  # the transfer of weights hides rerouting
+                reroute_S = np.maximum(reroute_S - weights_S, 0.0)
+        attention = costs.attention(self.tokens, self.context)
         return {
-            "attention": ones_S * self.costs.attention_forward(self.tokens, self.context),
-            "loads": ones_S * loads,
-            "plan": ones_S * plan,
-            "replicate": replicate_S,
+            "attention": np.full_like(exchange_S, attention),
+            "loads": np.full_like(exchange_S, loads),
+            "plan": np.full_like(exchange_S, plan),
+            "replicate": weights_S,
             "reroute": reroute_S,
             "dispatch": exchange_S,
             "experts": self._experts(replicas, backward=False).max(axis=1),
             "combine": exchange_S,
         }
 
-    def _control(self) -> tuple[float, float]:
-        """Seconds of loads and of planning."""
-        runtime, ranks = self.runtime, self.topology.ranks
-        extra = runtime.layer_us * MICRO
-        if runtime.relay == "nothing":
-            return 0.0, 0.0
-        if runtime.relay == "placed" and not runtime.plan_us:
-            return 0.0, extra
-        loads = self.costs.loads(self.rows, ranks, self.topology.num_domains)
-        measured = runtime.planner == "measured"
-        return loads, extra + (self.costs.plan(ranks) if measured else runtime.plan_us * MICRO)
-
-    @property
-    def _latency(self) -> float:
-        return self.costs.latency(self.topology.num_domains)
-
     def _exchange(self, replicas: Replicas) -> FloatArray:
         """[S] seconds to send rows to the ranks that serve them, or back: the busiest port."""
         # No rank sends more than the mean, so the busiest port is a receiver.
-        return self._ports(replicas.rank_loads.max(axis=1).astype(float)) + self._latency
+        return self._ports(replicas.rank_loads.max(axis=1))
 
-    def _ports(self, rows: FloatArray, weight_bytes: NDArray[Any] | float = 0.0) -> FloatArray:
+    def _ports(self, rows: Any, weight_bytes: Any = 0.0) -> FloatArray:
+        """Return the seconds of ports that send or receive these rows and weights."""
         topology = self.topology
         size = ROW_BYTES * self.costs.model.width * rows
         outside = size * (1 - topology.domain_size / topology.ranks)
         inside = size * (topology.domain_size - 1) / topology.ranks
-        return self.costs.on_links(inside + weight_bytes, outside)
+        seconds = self.costs.on_links(inside + weight_bytes, outside)
+        return seconds + self.costs.latency(topology.num_domains)
 
     def _experts(self, replicas: Replicas, *, backward: bool) -> FloatArray:
         """[S, R] seconds of every rank's slots, one after the other, and of moving its rows."""
-        seconds_of = self.costs.experts_backward if backward else self.costs.experts_forward
+        seconds = partial(self.costs.experts, backward=backward)
         products_SR: FloatArray = replicas.sum_by_rank(
-            seconds_of(replicas.at_home), seconds_of(replicas.rows)
+            seconds(replicas.at_home), seconds(replicas.rows)
         )
         return products_SR + (2 if backward else 1) * self.costs.row_moves(replicas.rank_loads)
 
     # -- weights ---------------------------------------------------------------------------------
-
-    def _before_dispatch(self, replicas: Replicas) -> tuple[FloatArray, FloatArray]:
-        """[S] seconds by which weights delay dispatch, and rerouting that they do not hide."""
-        zeros_S = np.zeros(len(replicas.rank_loads))
-        if self.runtime.relay == "nothing":
-            return zeros_S, zeros_S
-        measured = self.runtime.planner == "measured"
-        schedule = self.costs.schedule(self.topology.ranks) if measured else 0.0
-        reroute_S = zeros_S + max(self.costs.reroute(self.rows), schedule)
-        if not self.runtime.streams:
-            return zeros_S, reroute_S
-        weights_S = self._weights(replicas)
-        hidden_S = zeros_S if self.runtime.beside else weights_S
-        return weights_S, np.maximum(reroute_S - hidden_S, 0.0)
 
     def _weights(self, replicas: Replicas) -> FloatArray:
         """[S] seconds of sending weights that the exchange of rows does not hide."""
@@ -162,15 +146,14 @@ class LayerClock:
         received_SR = replicas.received()
         size = float(self.costs.model.slot_bytes(training=False))
         start_S = hops_S * self.costs.hop()
-        if not self.runtime.beside:
+        if not self.runtime.overlaps_dispatch:
             busiest_S = np.maximum(sent_SR.max(axis=1), received_SR.max(axis=1)) * size
-            return self.costs.on_links(busiest_S, 0.0) + start_S
-        rank_SR = replicas.rank_loads.astype(float)
-        out_SR = self._ports(np.full_like(rank_SR, self.rows), sent_SR * size)
-        in_SR = self._ports(rank_SR, received_SR * size)
+            return self.costs.on_links(busiest_S) + start_S
+        out_SR = self._ports(self.rows, sent_SR * size)
+        in_SR = self._ports(replicas.rank_loads, received_SR * size)
         both_S = np.maximum(out_SR, in_SR).max(axis=1)
-        late_S: FloatArray = both_S + self._latency + start_S - self._exchange(replicas)
-        return np.maximum(late_S, 0.0)
+        late_S: FloatArray = np.maximum(both_S + start_S - self._exchange(replicas), 0.0)
+        return late_S
 
     def _sent(self, replicas: Replicas) -> tuple[FloatArray, FloatArray]:
         """[S, R] experts that every rank sends, and [S] hops until the last replica starts."""
@@ -189,11 +172,9 @@ class LayerClock:
             return tree_SR, any_S + (longest_S >= MIN_TREE)
         chain_SR = replicas.sent(chain=True).astype(float)
         chain_SR += np.maximum(longest_S - 1, 0)[:, None] / CHUNKS
-        if relay == "chain":
-            return chain_SR, longest_S.astype(float)
-        faster_S = chain_SR.max(axis=1) < direct_SR.max(axis=1)
-        sent_SR = np.where(faster_S[:, None], chain_SR, direct_SR)
-        return sent_SR, np.where(faster_S, longest_S, any_S)
+        chains_S = (chain_SR.max(axis=1) < direct_SR.max(axis=1)) | (relay == "chain")
+        sent_SR = np.where(chains_S[:, None], chain_SR, direct_SR)
+        return sent_SR, np.where(chains_S, longest_S, any_S)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -202,11 +183,11 @@ class LayerClock:
     ) -> dict[str, FloatArray]:
         runtime, exchange_S = self.runtime, self._exchange(replicas)
         experts_S = self._experts(replicas, backward=True).max(axis=1)
-        attention = self.costs.attention_backward(self.tokens, self.context)
+        attention = self.costs.attention(self.tokens, self.context, backward=True)
         attention_S = np.full_like(exchange_S, attention)
-        kept = not runtime.streams or (runtime.kept and self.recompute)
-        again_S = 0 * exchange_S if kept else self._weights(replicas)
-        hiding_S = attention_S if runtime.hidden == "attention" else LAST_PRODUCT * experts_S
+        sends_again = runtime.streams and not (runtime.reuses_weights and self.recompute)
+        again_S = self._weights(replicas) if sends_again else 0 * exchange_S
+        hiding_S = attention_S if runtime.reduce_under == "attention" else LAST_PRODUCT * experts_S
         exposed_S = np.maximum(self._reduce(replicas) - hiding_S, 0.0)
         times = {
             "attention back": attention_S,
@@ -222,8 +203,6 @@ class LayerClock:
 
     def _reduce(self, replicas: Replicas) -> FloatArray:
         """[S] seconds to reduce gradients of replicas into the home that receives most."""
-        if self.runtime.relay == "nothing":
-            return np.zeros(len(replicas.at_home))
         count_SE = replicas.per_expert()
         if self.runtime.relay == "placed":  # an expert that moved has one instance fewer
             count_SE -= (count_SE > 0) & (replicas.at_home == 0)

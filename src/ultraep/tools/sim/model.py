@@ -176,8 +176,7 @@ def load_model(name: str) -> Model:
     """Return a preset, or a model from a TOML file."""
     table, where = load_table("models", name), f"model {name}"
     attention = table.get("attention")
-    kind = attention.get("kind") if isinstance(attention, dict) else None
-    if not isinstance(attention, dict) or kind not in ("grouped", "latent"):
+    if not isinstance(attention, dict) or attention.get("kind") not in tuple(ATTENTION):
         raise ConfigError(f"{where}: attention must be a table with kind grouped or latent")
-    record = as_record(ATTENTION[kind], attention, f"{where}, attention")
+    record = as_record(ATTENTION[attention["kind"]], attention, f"{where}, attention")
     return as_record(Model, {**table, "attention": record}, where)

@@ -71,22 +71,17 @@ class Replicas:
         The order is the one of `hops.hops`: in a chain, hosts that send experts of their own come
         last, and every replica except the last passes the expert on.
         """
-        microbatch, expert, host, ranks = (
-            self.microbatch,
-            self.expert,
-            self.host,
-            self.topology.ranks,
-        )
-        home_C = self.topology.home_of_expert[expert]
-        direct_SR = self._count(microbatch, home_C, ranks)
+        ranks = self.topology.ranks
+        home_C = self.topology.home_of_expert[self.expert]
+        direct_SR = self._count(self.microbatch, home_C, ranks)
         if not chain:
             return direct_SR
-        order = np.lexsort((host, direct_SR[microbatch, host] > 0, expert, microbatch))
-        microbatch, expert, host, home_C = (x[order] for x in (microbatch, expert, host, home_C))
-        new_expert = (np.diff(microbatch) != 0) | (np.diff(expert) != 0)
-        first, last = np.ones(len(order), dtype=bool), np.ones(len(order), dtype=bool)
-        first[1:], last[:-1] = new_expert, new_expert
-        from_home = self._count(microbatch[first], home_C[first], ranks)
+        sends_C = direct_SR[self.microbatch, self.host] > 0
+        order = np.lexsort((self.host, sends_C, self.expert, self.microbatch))
+        microbatch, expert, host = (x[order] for x in (self.microbatch, self.expert, self.host))
+        changes = (np.diff(microbatch) != 0) | (np.diff(expert) != 0)
+        first, last = np.append(True, changes)[: len(order)], np.append(changes, True)[: len(order)]
+        from_home = self._count(microbatch[first], home_C[order][first], ranks)
         return from_home + self._count(microbatch[~last], host[~last], ranks)
 
     def _count(self, microbatch: IntArray, index: IntArray, width: int) -> IntArray:
@@ -124,20 +119,16 @@ def plan_layer(
     parts = []
     for begin in range(0, len(loads_SE), interval):
         now_SE = loads_SE[begin : begin + interval]
-        placed_C4 = _plan_interval(policy, replace(problem, history=past_E), now_SE)
+        problem = replace(problem, history=past_E)
+        if policy.over_interval is None:
+            placed_C4 = _plan_each(policy, problem, now_SE)
+        else:
+            placed_C4 = policy.over_interval(problem, now_SE)
+            if policy.name not in BUILT_IN:
+                check_interval(placed_C4, now_SE, topology, limited=policy.within_limits)
         parts.append(np.column_stack([placed_C4[:, 0] + begin, placed_C4[:, 1:]]))
         past_E = now_SE.sum(axis=0)
     return Replicas.of(topology, np.concatenate(parts), loads_SE)
-
-
-def _plan_interval(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
-    """[C, 4] microbatch, expert, host and rows for one past, in one call if the policy can."""
-    if policy.over_interval is None:
-        return _plan_each(policy, problem, loads_SE)
-    placed_C4 = policy.over_interval(problem, loads_SE)
-    if policy.name not in BUILT_IN:
-        check_interval(placed_C4, loads_SE, problem.topology, limited=policy.within_limits)
-    return placed_C4
 
 
 def _plan_each(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:

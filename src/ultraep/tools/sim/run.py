@@ -62,8 +62,6 @@ def simulate(
     chosen = [c if isinstance(c, Contender) else Contender.of(c) for c in contenders]
     if not chosen:
         raise ConfigError("nothing to simulate: name at least one policy")
-    for contender in chosen:
-        contender.price()  # raises before anything is planned
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
     layers = scenario.model.expert_layers
@@ -120,7 +118,7 @@ def plan_and_clock(
         clock = LayerClock(
             costs=scenario.costs,
             topology=topology,
-            runtime=contender.price(),
+            runtime=contender.checked_runtime(),
             tokens=job.tokens,
             context=job.context,
             recompute=job.recompute,
@@ -145,7 +143,7 @@ def _config(scenario: Scenario, contender: Contender) -> BalanceConfig:
 
 def _result(scenario: Scenario, contender: Contender, layers: Sequence[LayerTimes]) -> Result:
     """Combine the times of all layers."""
-    job, runtime, slots = scenario.job, contender.price(), _slots(scenario, contender)
+    job, runtime, slots = scenario.job, contender.checked_runtime(), _slots(scenario, contender)
     # A device holds its spare slots once for all layers, unless replicas stay in every layer.
     held = {"nothing": 0, "placed": -(-scenario.model.moe_layers // job.pipeline)}
     held_slots = slots * held.get(runtime.relay, 1)

@@ -16,16 +16,15 @@ class Runtime:
     """How plans are executed. `data/runtimes.toml` explains the fields and gives sources."""
 
     name: str
-    planner: str  # measured, given
-    relay: str  # nothing, placed, direct, chain, auto, tree
-    beside: bool
-    kept: bool
-    plan_us: float
-    layer_us: float
-    backward_us: float
-    hidden: str  # experts, attention
-    reduce_gb_s: float
     source: str
+    relay: str  # nothing, placed, direct, chain, auto, tree
+    reduce_under: str  # experts, attention
+    reduce_gb_s: float = 0.0
+    plan_us: float | None = None
+    layer_us: float = 0.0
+    backward_us: float = 0.0
+    overlaps_dispatch: bool = False
+    reuses_weights: bool = False
 
     @property
     def streams(self) -> bool:
@@ -57,6 +56,9 @@ class Contender:
     tolerance: float | None = None
     runtime: Runtime | None = None
 
+    def __post_init__(self) -> None:
+        self.checked_runtime()
+
     @staticmethod
     def of(name: str) -> Contender:
         """Return the contender for NAME, or for NAME=OTHER.
@@ -67,11 +69,9 @@ class Contender:
         policy, equals, priced_as = name.partition("=")
         if equals and not priced_as:
             raise ConfigError(f"NAME=OTHER needs two policies, got {name!r}")
-        contender = Contender(policy, name, runtime=runtime_of(priced_as) if priced_as else None)
-        contender.price()
-        return contender
+        return Contender(policy, name, runtime=runtime_of(priced_as) if priced_as else None)
 
-    def price(self) -> Runtime:
+    def checked_runtime(self) -> Runtime:
         """Return the runtime that executes the plans; raise `ConfigError` if it cannot."""
         policy = get_policy(self.policy)
         runtime = self.runtime or runtime_of(self.policy)

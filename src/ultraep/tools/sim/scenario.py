@@ -53,7 +53,7 @@ class Scenario:
     domain: int | None = None  # None: from the cluster
     rates: MeasuredRates = field(default_factory=measured_rates)
     objective: str = "balance"  # of ultraep's plans: "time" or "balance"
-    prices: Rates | None = None  # for the objective "time"; None: from cluster and model
+    plan_rates: Rates | None = None  # for the objective "time"; None: from cluster and model
 
     def __post_init__(self) -> None:
         check_range(self, "ranks", 1)
@@ -62,8 +62,8 @@ class Scenario:
         model, cluster, trains = self.model, self.cluster, self.job.trains
         if model.experts % self.ranks:
             raise ConfigError(
-                f"{model.experts} experts of {model.name} do not divide evenly "
-                f"over {self.ranks} ranks"
+                f"{model.experts} experts of {model.name} do not divide evenly over {self.ranks} "
+                f"ranks; choose --ep that divides {model.experts}"
             )
         if self.devices > cluster.devices:
             raise ConfigError(
@@ -100,7 +100,7 @@ class Scenario:
     @property
     def config(self) -> BalanceConfig:
         """The configuration of ultraep's plans."""
-        rates, job = self.prices, self.job
+        rates, job = self.plan_rates, self.job
         if rates is None and self.objective == "time":
             rates = rates_by(self.costs, ranks=self.ranks, tokens=job.tokens, training=job.trains)
         return BalanceConfig(tolerance=self.tolerance, objective=self.objective, rates=rates)

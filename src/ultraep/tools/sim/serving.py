@@ -96,11 +96,10 @@ class Serving:
 
     def plain_seconds(self, costs: Costs, ranks: int) -> float:  # noqa: ARG002
         """Return the seconds per iteration that `LayerTimes` leaves out."""
-        model, tokens, context = costs.model, self.tokens, self.requests.mean_tokens / 2
-        attention = costs.attention_forward(tokens, context)
-        core = attention - costs.attention_forward(tokens, 0.0)
-        dense = model.dense_layers * (attention + costs.dense_mlp(tokens))
-        return model.moe_layers * core + dense
+        model, tokens = costs.model, self.tokens
+        attention = costs.attention(tokens, self.requests.mean_tokens / 2)
+        core = attention - costs.attention(tokens, 0.0)
+        return model.moe_layers * core + model.dense_layers * (attention + costs.dense_mlp(tokens))
 
     def throughput(
         self, costs: Costs, ranks: int, layers: Sequence[LayerTimes]
@@ -135,12 +134,12 @@ def make_iteration(
 ) -> Iteration:
     """Return the costs of an iteration, given the seconds of the layers with experts."""
     model, tokens = costs.model, serving.tokens
-    no_context = costs.attention_forward(tokens, 0.0)
+    no_context = costs.attention(tokens, 0.0)
     dense = model.dense_layers * costs.dense_mlp(tokens)
     per_token = (model.layers * no_context + dense) / tokens
     # With windowed attention the cost is not linear in the context: use the mean prompt.
     context = serving.requests.mean_tokens / 2
-    core = costs.attention_forward(tokens, context) - no_context
+    core = costs.attention(tokens, context) - no_context
     return Iteration(fixed, experts_S, per_token, model.layers * core / (tokens * context), tokens)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.errors import ConfigError
 from ultraep.plan import DEFAULT_CONFIG
 from ultraep.tools.sim.costs import FloatArray
 from ultraep.tools.sim.layer import LayerClock
@@ -45,14 +44,11 @@ def make_timeline(
     scenario: Scenario, contenders: Sequence[Contender], *, microbatch: int, layers: int = 4
 ) -> dict[str, Any]:
     """Return the first layers with experts of one microbatch, in Chrome's trace format."""
-    if layers < 1:
-        raise ConfigError(f"a timeline needs at least one layer, got {layers}")
     numbers = np.array(scenario.model.expert_layers[:layers])
     by_layer = [list(plan_and_clock(scenario, contenders, layer)) for layer in numbers.tolist()]
     events: list[Event] = []
-    for process, contender in enumerate(contenders):
-        clocked = [layer[process] for layer in by_layer]
-        trace = simulated_trace(contender, clocked, numbers, microbatch)
+    for process, clocked in enumerate(zip(*by_layer, strict=True)):
+        trace = simulated_trace(contenders[process], clocked, numbers, microbatch)
         events += _draw(trace, process + 1)
     ranks = f"all {scenario.ranks}"
     if scenario.ranks > MAX_RANKS:

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
 from ultraep.tools.sim.costs import Costs, FloatArray
 from ultraep.tools.sim.layer import LayerTimes
@@ -61,11 +62,13 @@ class Training:
 
     def weight_bytes(self, model: Model, ranks: int) -> float:
         """Return the bytes per device of weights, gradients and optimizer state."""
-        experts = model.all_expert_weights / ranks / self.pipeline
-        plain = model.plain_weights / self.pipeline
-        sharded = experts / self.groups + plain / (ranks * self.groups)
-        weights = (WEIGHT_BYTES + GRADIENT_BYTES) * (experts + plain)
-        return weights + OPTIMIZER_STATE_BYTES * sharded
+        held = (model.all_expert_weights / ranks + model.plain_weights) / self.pipeline
+        state = OPTIMIZER_STATE_BYTES * self._updated_weights(model, ranks)
+        return (WEIGHT_BYTES + GRADIENT_BYTES) * held + state
+
+    def _updated_weights(self, model: Model, ranks: int) -> float:
+        """Return the weights that a device updates: all devices share the optimizer state."""
+        return model.weights / (ranks * self.pipeline * self.groups)
 
     def activation_bytes(self, model: Model) -> float:
         """Return the bytes per device of activations stored for backward."""
@@ -86,15 +89,12 @@ class Training:
         self, costs: Costs, ranks: int, layers: Sequence[LayerTimes]
     ) -> tuple[float, float]:
         """Return TFLOP/s and tokens/s, both per device."""
-        forward_P, backward_P = self.dense_seconds(costs)
-        forward_SP = np.tile(forward_P, (self.simulated, 1))
-        backward_SP = np.tile(backward_P, (self.simulated, 1))
+        shape = (self.steps, self.microbatches, self.groups)
+        forward, backward = (np.tile(part, (*shape, 1)) for part in self.dense_seconds(costs))
         stages = stage_of_layer(costs.model, self.pipeline)[costs.model.dense_layers :]
         for stage, times in zip(stages, layers, strict=True):
-            forward_SP[:, stage] += times.forward_seconds
-            backward_SP[:, stage] += times.backward_seconds
-        shape = (self.steps, self.microbatches, self.groups, self.pipeline)
-        forward, backward = forward_SP.reshape(shape), backward_SP.reshape(shape)
+            forward[..., stage] += times.forward_seconds.reshape(shape)
+            backward[..., stage] += times.backward_seconds.reshape(shape)
         seconds = self.steps * self.optimizer_seconds(costs, ranks)
         for step in range(self.steps):
             seconds += max(
@@ -107,32 +107,29 @@ class Training:
 
     def dense_seconds(self, costs: Costs) -> tuple[FloatArray, FloatArray]:
         """[P] forward and backward seconds of dense layers and of the output embedding."""
-        forward_P, backward_P = np.zeros(self.pipeline), np.zeros(self.pipeline)
-        dense = costs.attention_forward(self.tokens, self.context) + costs.dense_mlp(self.tokens)
-        backward = costs.attention_backward(self.tokens, self.context)
-        backward += 2 * costs.dense_mlp(self.tokens)
-        again = dense if self.recompute else 0.0
-        for stage in stage_of_layer(costs.model, self.pipeline)[: costs.model.dense_layers]:
-            forward_P[stage] += dense
-            backward_P[stage] += backward + again
-        forward_P[-1] += costs.head(self.tokens)
-        backward_P[-1] += 2 * costs.head(self.tokens)
+        mlp, head = costs.dense_mlp(self.tokens), costs.head(self.tokens)
+        forward = costs.attention(self.tokens, self.context) + mlp
+        backward = costs.attention(self.tokens, self.context, backward=True) + 2 * mlp
+        backward += forward if self.recompute else 0.0
+        stages = stage_of_layer(costs.model, self.pipeline)[: costs.model.dense_layers]
+        dense_P = np.bincount(stages, minlength=self.pipeline).astype(float)
+        forward_P, backward_P = dense_P * forward, dense_P * backward
+        forward_P[-1] += head
+        backward_P[-1] += 2 * head
         return forward_P, backward_P
 
     def optimizer_seconds(self, costs: Costs, ranks: int) -> float:
         """Return the seconds to update this device's share of the weights."""
-        experts = costs.model.all_expert_weights / ranks / self.pipeline
-        plain = costs.model.plain_weights / self.pipeline / ranks / self.groups
-        size = OPTIMIZER_BYTES * (experts / self.groups + plain)
+        size = OPTIMIZER_BYTES * self._updated_weights(costs.model, ranks)
         return size / (costs.cluster.memory_rate * costs.rates.memory)
 
 
-def stage_of_layer(model: Model, stages: int) -> list[int]:
+def stage_of_layer(model: Model, stages: int) -> IntArray:
     """Return the pipeline stage of every layer. The first stages get the remainder."""
     if stages > model.layers:
         raise ConfigError(f"{model.layers} layers cannot be split into {stages} pipeline stages")
     parts = np.array_split(np.arange(model.layers), stages)
-    return np.repeat(np.arange(stages), [len(part) for part in parts]).tolist()
+    return np.repeat(np.arange(stages), [len(part) for part in parts])
 
 
 def pipeline_seconds(forward_SP: FloatArray, backward_SP: FloatArray) -> float:

@@ -192,18 +192,11 @@ def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> flo
     """Return the imbalance without replicas, mean over layers and some microbatches."""
     rows = PROBE_ROWS * topology.ranks
     microbatches = np.arange(-(-PROBES // len(layers)))
-    by_layer = [
-        rank_imbalance(workload.expert_loads(layer, microbatches, rows), topology)
-        for layer in layers
-    ]
+    by_layer = []
+    for layer in layers:
+        loads_SR = sum_by_home(workload.expert_loads(layer, microbatches, rows), topology)
+        by_layer.append(loads_SR.max(axis=1) / loads_SR.mean(axis=1))
     return float(np.mean(by_layer))
-
-
-def rank_imbalance(loads_SE: IntArray, topology: Topology) -> FloatArray:
-    """[S] busiest rank over mean rank, every row at the home of its expert."""
-    loads_SR = sum_by_home(loads_SE, topology)
-    imbalance_S: FloatArray = loads_SR.max(axis=1) / loads_SR.mean(axis=1)
-    return imbalance_S
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -258,12 +251,10 @@ def _count_routing(path: str | Path, ranks: int, experts: int | None, window: in
     texts = read_routing(path)
     if experts is None:  # the next power of two
         experts = 1 << max(int(ids.max()) for ids in texts).bit_length()
-    layers = sorted({ids.shape[1] for ids in texts})
-    if len(layers) > 1:
-        raise FileError(
-            f"{path}: texts of different numbers of layers, {layers[0]} and {layers[1]}"
-        )
-    counts = sum(len(ids) // max(window, 1) for ids in texts) * layers[0] * ranks * experts
+    layers, *different = sorted({ids.shape[1] for ids in texts})
+    if different:
+        raise FileError(f"{path}: texts with {layers} and with {different[0]} layers")
+    counts = sum(len(ids) // max(window, 1) for ids in texts) * layers * ranks * experts
     if counts > MOST_NUMBERS:
         raise ConfigError(
             f"{path}: {counts:,} counts for {ranks} ranks of {experts} experts, but at most "
