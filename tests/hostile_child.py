@@ -23,7 +23,7 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep import UltraEPError, read_trace
-from ultraep.tools.cli import app
+from ultraep.tools.cli.commands import app
 from ultraep.tools.demo.result import DemoResult
 from ultraep.tools.inspect.checkpoint import weight_files
 from ultraep.tools.inspect.run import claim_folder

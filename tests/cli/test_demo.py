@@ -4,13 +4,15 @@ import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from ultraep.errors import BackendUnavailable, CommunicationError
 from ultraep.tools.cli import demo, render
+from ultraep.tools.cli.terminal import Terminal
 from ultraep.tools.demo import report as reports
 from ultraep.tools.demo.result import DemoResult, Note, PolicyResult, Progress
 from ultraep.tools.demo.sizes import Sizes
+
+from . import commands
 
 
 def policy_result(policy, after, speed, share, moved):
@@ -61,9 +63,7 @@ RESULT = DemoResult(
 
 
 def invoke(*words):
-    from .commands import invoke
-
-    return invoke("demo", *words, width=80)
+    return commands.invoke("demo", *words, width=80)
 
 
 @pytest.fixture
@@ -137,8 +137,8 @@ def test_the_headline_compares_speed_and_loss():
 
 def test_on_a_terminal_there_is_a_picture():
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=90, color_system=None)
-    with demo.Display(console, ("none", "ultraep")) as display:
+    terminal = Terminal(file=file, force_terminal=True, width=90, color_system=None)
+    with demo.Display(terminal, ("none", "ultraep")) as display:
         for number in range(1, 4):
             for policy, after in (("none", 1.5), ("ultraep", 1.0)):
                 display.show(

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ultraep.arrays import IntArray
 from ultraep.plan import Plan
-from ultraep.tools.cli.terminal import FAINT, Grid, make_grid
+from ultraep.tools.cli.terminal import FAINT, Grid, Terminal, make_grid
 from ultraep.tools.report.words import counted
 
 HEIGHT = 8  # approximate rows of a skyline; the mean must lie on the edge of a row
@@ -29,9 +29,8 @@ CALM, OVERFULL = "cyan", "bold red"
 
 
 class Outcome(NamedTuple):
-    """The plan of one microbatch; `label` names its policy in the table."""
+    """The plan of one microbatch."""
 
-    label: str
     microbatch: int
     plan: Plan
     plan_us: float
@@ -68,17 +67,17 @@ HEADERS = (
 )
 
 
-def by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     """Group outcomes by policy, in the order in which the policies first appear."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault(outcome.label, []).append(outcome)
+        groups.setdefault(outcome.plan.config.policy, []).append(outcome)
     return groups
 
 
 def table(outcomes: Sequence[Outcome]) -> Grid:
     """Return a line for every policy, with means over all microbatches."""
-    return make_grid(HEADERS, map(_cells, by_label(outcomes).values()), padding=0)
+    return make_grid(HEADERS, map(_cells, by_policy(outcomes).values()), padding=0)
 
 
 def _cells(outcomes: Sequence[Outcome]) -> list[str]:
@@ -87,7 +86,7 @@ def _cells(outcomes: Sequence[Outcome]) -> list[str]:
     replicas = fmean(plan.num_replicas for plan in plans)
     plan_us = median(outcome.plan_us for outcome in outcomes)
     return [
-        outcomes[0].label + mark,
+        plans[0].config.policy + mark,
         _mean_and_worst([plan.initial_imbalance for plan in plans]),
         _mean_and_worst([plan.imbalance for plan in plans]),
         f"{fmean(plan.lower_bound for plan in plans):.3f}",
@@ -192,36 +191,35 @@ def group_of(ranks: int, width: int) -> int:
     return math.ceil(ranks / max(width, 1))
 
 
-def skylines(outcomes: Sequence[Outcome], console: Console) -> list[Text]:
+def skylines(plans: Sequence[Plan], terminal: Terminal) -> list[Text]:
     """Draw a microbatch before, and after every policy that replicates anything, on one scale."""
-    plan = outcomes[0].plan
-    unchanged = [outcome.label for outcome in outcomes if not outcome.plan.num_replicas]
-    drawn = [(", ".join(["before", *unchanged]), "", plan.initial_rank_loads)]
-    for outcome in outcomes:
-        if outcome.plan.num_replicas:
-            replicas = f", {counted(outcome.plan.num_replicas, 'replica')}"
-            drawn.append((outcome.label, replicas, outcome.plan.rank_loads))
-    scale = scale_for(max(_over_mean(rank_loads) for _, _, rank_loads in drawn))
-    options = {"width": console.width - MARGIN, "domain": plan.topology.domain_size}
+    unchanged = [plan.config.policy for plan in plans if not plan.num_replicas]
+    pictures = [(", ".join(["before", *unchanged]), "", plans[0].initial_rank_loads)]
+    for plan in plans:
+        if plan.num_replicas:
+            replicas = f", {counted(plan.num_replicas, 'replica')}"
+            pictures.append((plan.config.policy, replicas, plan.rank_loads))
+    scale = scale_for(max(_over_mean(rank_loads) for _, _, rank_loads in pictures))
+    options = {"width": terminal.width - MARGIN, "domain": plans[0].topology.domain_size}
     return [
         Text.assemble(
-            (label, "bold"), f"  busiest rank {_over_mean(rank_loads):.3f}x the mean{replicas}\n"
+            (name, "bold"), f"  busiest rank {_over_mean(rank_loads):.3f}x the mean{replicas}\n"
         )
-        + skyline(rank_loads, scale, **options, glyphs=glyphs_for(console))
-        for label, replicas, rank_loads in drawn
+        + skyline(rank_loads, scale, **options, glyphs=glyphs_for(terminal))
+        for name, replicas, rank_loads in pictures
     ]
 
 
-def legend(plan: Plan, console: Console) -> Text:
+def legend(plan: Plan, terminal: Terminal) -> str:
     """Explain the axes of the skylines."""
     topology = plan.topology
     parts = [f"1.00x is the mean, {plan.total / topology.ranks:,.0f} rows per rank"]
-    group = group_of(topology.ranks, console.width - MARGIN)
+    group = group_of(topology.ranks, terminal.width - MARGIN)
     if group > 1:
         parts.append(f"each column is the busiest of {group} neighbouring ranks")
     elif topology.num_domains > 1:
         parts.append(f"a tick for each domain of {topology.domain_size} ranks")
-    return Text("; ".join(parts), FAINT)
+    return "; ".join(parts)
 
 
 def _over_mean(rank_loads: IntArray) -> float:
