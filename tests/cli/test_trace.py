@@ -7,7 +7,7 @@ import pytest
 from traces import TOPOLOGY, plan_for, record
 
 import ultraep
-from ultraep import BalanceConfig, Recorder, read_trace
+from ultraep import BalanceConfig, Rates, Recorder, read_trace
 from ultraep.trace import VERSION
 
 from . import commands
@@ -51,6 +51,15 @@ def test_info_as_json(run):
     assert facts["imbalance_after"] == trace.imbalance_after.mean()
     assert facts["header"]["version"] == VERSION
     assert (facts["dropped"], facts["left_out"]) == (0, 0)
+
+
+def test_info_has_one_line_of_rates_for_two_policies(tmp_path):
+    rates = BalanceConfig(rates=Rates(row=10, copy=500))
+    plans = [plan_for(seed, config=rates) for seed in (0, 1)]
+    plans += [plan_for(2, config=BalanceConfig(policy="none"))]
+    text = shown("info", record(tmp_path / "run", plans))
+    assert "policy none and ultraep, " in text
+    assert text.count("objective time, layers 0: ") == 1
 
 
 def test_info_lists_missing_records(tmp_path, monkeypatch):
