@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import subprocess
-import sys
 import sysconfig
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import warm
+from demo.runs import start
 
 import ultraep
 from ultraep.parallel.full_state import moe_layers
@@ -28,21 +27,13 @@ TRAIN = (*SHAPE, "--steps", "6", "--tokens", "128", "--length", "16", "--accumul
 SERVE = ("--requests", "24", "--longest", "48", "--budget", "64", "--rounds", "1")
 
 
-def torchrun(script, *options, timeout=LIMIT):
+def torchrun(script, *options, limit=LIMIT):
     """Run an example on two ranks, as a user would."""
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    own["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = subprocess.Popen(
-        [*command, str(EXAMPLES / script), *options],
-        env=os.environ | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command += (EXAMPLES / script, *options)
+    with start(*command, GLOO_SOCKET_IFNAME="lo") as process:
         try:
-            out, errors = process.communicate(timeout=timeout)
+            out, errors = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun then ends its ranks; killed, it would leave them
             raise

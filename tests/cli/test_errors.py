@@ -30,18 +30,13 @@ WRONG = {
     # the command line
     "plan": "missing argument 'FILE' (see ultraep plan --help)",
     "plan loads.npy --slot 3": "no such option: --slot",
-    "plan loads.npy --slots": "option '--slots' requires an argument",
     "plan loads.npy --slots x": "invalid value for '--slots'",
     "plan loads.npy other.npy": "got unexpected extra argument",
     "--nonsense": "no such option: --nonsense",
     "plam": "no such command 'plam'",
     "trace inf run": "no such command 'inf'",
-    "trace export run --cvs a.csv": "no such option: --cvs",
-    "bench prefill --rounds": "option '--rounds' requires an argument",
-    "simulate --ep many": "invalid value for '--ep'",
     # plan: files
     "plan none.npy": "none.npy: no such file",
-    "plan loads.txt": "unknown format '.txt'",
     "plan negative.npy": "microbatch 0: loads must not be negative, got -1 for source rank 0, "
     "expert 1",
     "plan uneven.npy": "6 experts do not divide",
@@ -63,10 +58,7 @@ WRONG = {
     f"plan routing.npz --ranks 4 --window 20 --experts {HUGE}": f"{HUGE} experts",
     "plan routing.npz --ranks 3 --window 30": "8 experts do not divide evenly over 3 ranks",
     # simulate
-    f"{TRAIN} --cluster gb20": "unknown cluster 'gb20'; did you mean gb200-nvl72? known",
     f"{TRAIN} --model qwen3-235b": "per device do not fit into the 141 GB",
-    f"{TRAIN} --policy none,magic": "unknown policy 'magic'; known are none, ultraep",
-    f"{TRAIN} --policy echo": "policy 'echo' has no costs of its own; costs are known for ultraep",
     f"{TRAIN} --policy llep=ultraep": "as ultraep: the policy replicates beyond spare slots",
     f"{TRAIN} --policy none,echo=": "needs two policies, got 'echo='",
     f"{TRAIN} --prefill stem": "not training; remove --microbatches and --steps",
@@ -88,17 +80,14 @@ WRONG = {
             *("--steps 1", "--no-recompute"),
         )
     },
-    f"{SIMULATE} --prefill stm": "unknown set of requests 'stm'; did you",
     # advise
     f"{ADVISE} --steps 0": "steps must be at least 1",
-    f"{ADVISE} --processes 0": "--processes must be at least 1, got 0",
     f"{ADVISE} --prefill stem --steps 2": "remove --steps",
     "advise --trace nowhere": "nowhere: no such file",
     # trace
     "trace export run": "pass --csv, --perfetto or --npz",
     "trace export run --npz run.zip": "--npz needs a name that ends in .npz, got run.zip",
     "trace export run --csv /none/run.csv": "cannot be written: No such file",
-    "trace replay run --policy ,": "--policy needs at least one name",
     "trace replay run --slots two": "--slots must be numbers like 1,2, got 'two'",
     "trace info none": "none: no such file or folder",
     "trace replay empty": "holds no trace",
@@ -109,13 +98,8 @@ WRONG = {
     "view run --live --export a.html": "remove --live",
     "view run again --export a.html": "--export writes one trace, but 2 are open",
     "view run --export no/such/a.html": "cannot be written",
-    "view run --port 70000": "--port must lie in 0..65535, got 70000",
-    "view run --host no.such.invalid": "--host no.such.invalid",
     # demo
-    "demo --ranks 0": "--ranks must lie between 1 and 32",
-    "demo --steps 0": "--steps must be at least 1",
     "demo --seed -1": "--seed must not be negative, got -1",
-    "demo --policy nonsense": "unknown policy 'nonsense'",
     "demo --policy none,eplb": "policy 'eplb' exceeds the spare slots or moves experts",
     "demo --device abacus": "--device must be one of cpu, cuda",
     "demo --out /dev/null/folder": "cannot be written to",
@@ -130,11 +114,9 @@ WRONG = {
     f"{RANDOM} --out /dev/null/folder": "cannot be written to",
     # bench
     f"{ENDPOINT} --ranks 2": "remove --ranks",
-    f"{ENDPOINT}": "servers are not calibrated: pass --rate",
     "bench prefill --timeout 2": "remove --timeout",
     "bench prefill --rate 1 --load 1": "--load sets the rates; remove --rate",
     "bench prefill --rate fast": "--rate must be numbers like 0.5,2, got 'fast'",
-    "bench prefill --endpoint here --rate 1": "[NAME=]http://HOST:PORT, got 'here'",
     "bench prefill --longest 5000": "up to 5000 tokens, but random Qwen3-MoE takes 4096",
     "bench prefill --arrivals /nowhere": "/nowhere",
     "bench prefill --json /nowhere/x.json": "cannot be written",
@@ -153,7 +135,6 @@ def files(tmp_path_factory):
     }
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", np.asarray(values))
-    (folder / "loads.txt").write_text("1,2")
     ids = np.random.default_rng(0).integers(0, 8, (90, 3, 2))
     np.savez(folder / "routing.npz", one_ids=ids)
     for name in ("run", "again", "demo/none/trace", "demo/ultraep/trace"):

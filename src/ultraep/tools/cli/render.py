@@ -23,7 +23,7 @@ from ultraep.plan import Plan
 from ultraep.tools.cli.terminal import FAINT, Grid, Terminal, make_grid
 from ultraep.tools.report.words import counted
 
-HEIGHT = 8  # approximate rows of a skyline; the mean must lie on the edge of a row
+HEIGHT = 8  # approximate rows of a skyline; the mean lies on the edge of a row
 MARGIN = 7  # columns left of the bars
 CALM, OVERFULL = "cyan", "bold red"
 
@@ -106,37 +106,16 @@ def _mean_and_worst(values: Sequence[float]) -> str:
 # -- skyline -------------------------------------------------------------------------------------
 
 
-class Scale(NamedTuple):
-    """The y axis that the skylines of one microbatch share."""
+def rows_to_mean(highest: float) -> float:
+    """Return the rows from zero to the mean, for loads up to `highest` times the mean.
 
-    rows: int
-    rows_to_mean: float  # a whole number, or less than one if the mean lies inside the first row
-
-    def label(self, row: int) -> str:
-        """Return the multiple of the mean at a row's upper edge, if it is an integer."""
-        if self.rows_to_mean >= 1:
-            multiple = (row + 1) / self.rows_to_mean
-            return f"{multiple:.2f}x" if multiple.is_integer() else ""
-        if row + 1 == self.rows:
-            return f"{self.rows / self.rows_to_mean:.1f}x"
-        return "mean" if row == 0 else ""
-
-
-def scale_for(highest: float) -> Scale:
-    """Return a scale for loads up to `highest` times the mean, with the mean on a row's edge."""
-    if highest > 1.5 * HEIGHT:
-        return Scale(HEIGHT, HEIGHT / highest)
-    rows_to_mean = max(1, round(HEIGHT / highest))
-    return Scale(_rows(highest, rows_to_mean), rows_to_mean)
-
-
-def _rows(highest: float, rows_to_mean: float) -> int:
-    """Return the number of rows of a bar that is drawn in eighths."""
-    return math.ceil(round(8 * highest * rows_to_mean) / 8)
+    An integer, or less than one if a very busy rank puts the mean into the first row.
+    """
+    return HEIGHT / highest if highest > 1.5 * HEIGHT else max(1, round(HEIGHT / highest))
 
 
 def skyline(
-    rank_loads: IntArray, scale: Scale, *, width: int, domain: int, glyphs: Glyphs = BLOCKS
+    rank_loads: IntArray, to_mean: float, *, width: int, domain: int, glyphs: Glyphs = BLOCKS
 ) -> Text:
     """Draw a bar for every rank, or for the busiest of several where `width` is too small.
 
@@ -146,12 +125,12 @@ def skyline(
     group = group_of(ranks, width)
     heights = [rank_loads[first : first + group].max() / mean for first in range(0, ranks, group)]
     bar, gap = (3, 1) if 4 * ranks <= min(width, 64) else (1, 0)
-    rows, to_mean = scale
-    if to_mean >= 1:  # no empty rows above the mean
-        rows = _rows(max(*heights, 1.0), to_mean)
+    rows = HEIGHT
+    if to_mean >= 1:  # no empty rows above the mean; bars are drawn in eighths
+        rows = math.ceil(round(8 * max(*heights, 1.0) * to_mean) / 8)
     picture = Text(no_wrap=True, overflow="crop")
     for row in reversed(range(rows)):
-        label = scale._replace(rows=rows).label(row)
+        label = _row_label(row, rows, to_mean)
         side = glyphs.mark if label else glyphs.side
         picture.append(f"{label:>{MARGIN - 2}} {side}", FAINT)
         empty = glyphs.mean if row + 1 == to_mean else " "
@@ -169,6 +148,16 @@ def skyline(
     picture.append(f"{glyphs.corner:>{MARGIN}}{''.join(floor)}\n", FAINT)
     picture.append(f"{'':{MARGIN}}{_rank_labels(ranks, len(floor))}\n", FAINT)
     return picture
+
+
+def _row_label(row: int, rows: int, to_mean: float) -> str:
+    """Return the multiple of the mean at a row's upper edge, if it is an integer."""
+    if to_mean >= 1:
+        multiple = (row + 1) / to_mean
+        return f"{multiple:.2f}x" if multiple.is_integer() else ""
+    if row + 1 == rows:
+        return f"{rows / to_mean:.1f}x"
+    return "mean" if row == 0 else ""
 
 
 def _level(rows_left: float, full: int, *, bottom: bool) -> int:
@@ -199,13 +188,13 @@ def skylines(plans: Sequence[Plan], terminal: Terminal) -> list[Text]:
         if plan.num_replicas:
             replicas = f", {counted(plan.num_replicas, 'replica')}"
             pictures.append((plan.config.policy, replicas, plan.rank_loads))
-    scale = scale_for(max(_over_mean(rank_loads) for _, _, rank_loads in pictures))
+    to_mean = rows_to_mean(max(_over_mean(rank_loads) for _, _, rank_loads in pictures))
     options = {"width": terminal.width - MARGIN, "domain": plans[0].topology.domain_size}
     return [
         Text.assemble(
             (name, "bold"), f"  busiest rank {_over_mean(rank_loads):.3f}x the mean{replicas}\n"
         )
-        + skyline(rank_loads, scale, **options, glyphs=glyphs_for(terminal))
+        + skyline(rank_loads, to_mean, **options, glyphs=glyphs_for(terminal))
         for name, replicas, rank_loads in pictures
     ]
 

@@ -77,8 +77,8 @@ class SimulateOptions(cli.ScenarioOptions):
     as_json: bool = cli.json_option()
     plot: Path | None = option("Draw the results: .png, .svg or .html.", metavar="FILE")
     timeline: Path | None = option(
-        "Write a timeline of one microbatch, with a track for every rank; open it in "
-        "ui.perfetto.dev or chrome://tracing.",
+        "Write a timeline of one microbatch, one track per rank, to open in ui.perfetto.dev or "
+        "chrome://tracing.",
         metavar="FILE",
     )
     timeline_layers: int = option("Layers in the timeline, from the first.", default=4)
