@@ -5,7 +5,7 @@ import pytest
 import ultraep
 from ultraep.tools.cli.commands import SUMMARIES, load_command
 
-from .commands import invoke, output, shell
+from .commands import invoke, shell
 
 SCENARIO = (
     "--cluster --domain --drift-length --ep --groups --imbalance --json --microbatches --model "
@@ -65,12 +65,6 @@ def test_help_is_fast():
         "assert not heavy & set(sys.modules)"
     )
     assert shell(program=("-c", code)) == (0, "", "")
-
-
-def test_help_shows_examples():
-    for verb in ("info", "replay", "export"):
-        assert f"Example: ultraep trace {verb} run/" in output("trace", verb, "--help")
-    assert "ULTRAEP_TRACE=FOLDER" in output("trace", "--help")
 
 
 def test_version():

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.filesize import decimal
 
-from ultraep.errors import UltraEPError
 from ultraep.files.writing import check_targets, write_text
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli.options import option, refuse_options, set_options
-from ultraep.tools.cli.terminal import INTERRUPTED, Terminal, print_error, progress
+from ultraep.tools.cli.terminal import Terminal, progress
 from ultraep.tools.report.words import counted
 
 if TYPE_CHECKING:
@@ -59,12 +58,12 @@ class PrefillOptions(cli.Options):
         "none,eplb,ultraep,even",
         metavar="NAME,...",
     )
-    ranks: int | None = option("Processes of the engine.", "2")
+    ranks: int | None = option("Ranks of the engine, one process each.", "2")
     slots: int | None = option("Spare slots per rank.", "2")
     routing: str | None = option(
         "Use the model's router, or assign experts evenly.", "own", metavar="own|even"
     )
-    budget: int | None = option("Most tokens per rank and microbatch.", "calibrated to 0.5 s")
+    budget: int | None = option("Maximum tokens per rank and microbatch.", "calibrated to 0.5 s")
     rate: str | None = option("Prompts per second.", "set by --load", metavar="X,...")
     load: str | None = option(
         "Rates as fractions of the unbalanced engine's throughput.",
@@ -194,13 +193,9 @@ class LoadTest:
             with progress("measuring") as report:
                 work(lambda event: self._add(event, report))
         except KeyboardInterrupt:
+            raise KeyboardInterrupt("the table shows the finished runs") from None
+        finally:
             self._conclude()
-            print_error("interrupted; the table shows the finished runs")
-            raise typer.Exit(INTERRUPTED) from None
-        except UltraEPError:
-            self._conclude()
-            raise
-        self._conclude()
 
     def _add(self, event: Turn | Calibrated, report: Callable[..., None]) -> None:
         from ultraep.tools.serving.measure import Turn

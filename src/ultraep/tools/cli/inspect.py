@@ -8,13 +8,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from rich.filesize import decimal
 
 from ultraep.errors import BackendUnavailable
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli.options import option
-from ultraep.tools.cli.terminal import INTERRUPTED, Terminal, print_error, progress
+from ultraep.tools.cli.terminal import Terminal, progress
 from ultraep.tools.inspect.findings import (
     BEYOND,
     LEGEND,
@@ -124,8 +123,8 @@ def command(options: CommandOptions) -> None:
                 with progress("planning") as report_case:
                     findings = inspection.findings(output_dir, report_case)
             except KeyboardInterrupt:
-                print_error(f"interrupted; the records so far are in {output_dir.traces[0]}")
-                raise typer.Exit(INTERRUPTED) from None
+                records = f"the records so far are in {output_dir.traces[0]}"
+                raise KeyboardInterrupt(records) from None
             result = inspection.result(recorder, findings, time.perf_counter() - began)
             _show(terminal, result, findings)
             _save(terminal, inspection, result, findings, options)

@@ -67,8 +67,8 @@ class PlanOptions(cli.Options):
     )
     policy: str = cli.policy_option("ultraep")
     tolerance: float = cli.tolerance_option(0.0)
-    min_tokens: int = option("Fewest rows that a replica serves.", default=1)
-    max_replicas: int | None = option("Most replicas per domain.", "all spare slots")
+    min_tokens: int = option("Minimum rows per replica.", default=1)
+    max_replicas: int | None = option("Maximum replicas per domain.", "all spare slots")
     no_locality: bool = cli.switch(
         "Do not prefer a replica on a row's source rank.", "--no-locality"
     )

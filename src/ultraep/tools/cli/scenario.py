@@ -91,19 +91,19 @@ def describe(scenario: Scenario, *, imbalance: float | None = None, slots: bool 
     domains = "one fast-link domain"
     if topology.num_domains > 1:
         domains = f"fast-link domains of {topology.domain_size}"
-    where = (
+    setup = (
         f"{scenario.model.title} on {scenario.cluster.name}: "
         f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}"
     )
     if slots:
-        where += f", {counted(scenario.slots, 'spare slot')}"
+        setup += f", {counted(scenario.slots, 'spare slot')}"
     loads = f"synthetic loads of imbalance {imbalance or IMBALANCE:g} without balancing"
     if isinstance(workload, Recorded):
         windows, layers, _ = workload.loads.shape
         loads = f"recorded loads: {counted(windows, 'microbatch')} of {counted(layers, 'layer')}"
     plans = "by time" if scenario.objective == "time" else "for balance"
-    does = _describe_prefill(job) if isinstance(job, Serving) else _describe_training(job)
-    return f"{where}\n{does}\n{loads}; ultraep plans {plans}"
+    work = _describe_prefill(job) if isinstance(job, Serving) else _describe_training(job)
+    return f"{setup}\n{work}\n{loads}; ultraep plans {plans}"
 
 
 def _describe_prefill(job: Serving) -> str:

@@ -20,10 +20,7 @@ from ultraep.topology import Topology
 
 WIDEST = 10_000  # columns; wide enough for any table
 FAINT = "dim"
-INTERRUPTED = 130  # exit code
 PROGRESS_LINES = 10  # printed without a terminal
-
-Report = Callable[..., None]  # takes the work done, all work, and a description
 
 
 def plain(text: str) -> str:
@@ -146,8 +143,8 @@ def describe_topology(topology: Topology) -> list[str]:
 
 
 @contextmanager
-def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
-    """Show a progress bar on stderr while the block runs.
+def progress(title: str, *, lines: bool = True) -> Iterator[Callable[..., None]]:
+    """Yield a function of work done, all work and a description that moves a bar on stderr.
 
     lines: without a terminal, print a line from time to time instead.
     """

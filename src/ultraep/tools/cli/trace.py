@@ -65,7 +65,7 @@ class InfoOptions(TraceOptions):
 @app.command("info", epilog="Example: ultraep trace info run/")
 @cli.with_options
 def info(options: InfoOptions) -> None:
-    """Print loads before and after, replicas, bytes, seconds and missing records of a trace."""
+    """Summarise a trace: imbalance before and after, replicas, bytes, time, missing records."""
     trace = read_trace(options.path)
     if options.as_json:
         print(json.dumps(_facts(trace), indent=2))

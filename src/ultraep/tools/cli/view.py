@@ -49,6 +49,7 @@ def command(options: ViewOptions) -> None:
     By default only this machine can open the page. The page loads nothing from the network.
     """
     from ultraep.tools.view.catalogue import Catalogue
+    from ultraep.tools.view.export import write_page
 
     if options.export is not None and options.live:
         raise ConfigError("--export writes the traces as they are now; remove --live")
@@ -61,18 +62,12 @@ def command(options: ViewOptions) -> None:
     try:
         if options.export is None:
             _serve(catalogue, options)
-        else:
-            _export(catalogue, options.export)
+            return
+        records = write_page(catalogue, options.export)
+        if not is_stream(options.export):
+            print(f"{options.export}: {records:,} records")
     finally:
         catalogue.close()
-
-
-def _export(catalogue: Catalogue, path: Path) -> None:
-    from ultraep.tools.view.export import write_page
-
-    records = write_page(catalogue, path)
-    if not is_stream(path):
-        print(f"{path}: {records:,} records")
 
 
 def _serve(catalogue: Catalogue, options: ViewOptions) -> None:
