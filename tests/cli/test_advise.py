@@ -69,13 +69,6 @@ def test_plans_by_time_are_the_default_and_need_no_tolerance():
     assert "tolerance" not in text
 
 
-def test_rates_decide():
-    expensive = numbers("--rates", "row=1,copy=1000000000")
-    assert expensive["option"]["copies"] == 0
-    assert expensive["verdict"] == "does not pay"
-    assert numbers()["option"]["copies"] > 0
-
-
 def test_balancing_that_does_not_pay():
     text = flat(*EVEN, *BALANCE)
     assert text.startswith("Does not pay: 1 spare slot and tolerance 0.05 would reach ")

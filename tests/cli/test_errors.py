@@ -248,10 +248,10 @@ def test_an_invalid_rank_of_torchrun(monkeypatch, rank, size, message):
 
 
 def failing_plan(files, monkeypatch, error):
-    def read_series(_):
+    def read_layers(_):
         raise error
 
-    monkeypatch.setattr(plan_command, "read_series", read_series)
+    monkeypatch.setattr(plan_command, "read_layers", read_layers)
     return invoke("plan", files / "loads.npy")
 
 

@@ -9,7 +9,7 @@ from traces import plan_for, record
 import ultraep
 from ultraep import FileError, read_trace, workload
 from ultraep.tools.cli import render
-from ultraep.tools.cli.plan import PLAN_NUMBERS, PlanOptions, Series, read_series
+from ultraep.tools.cli.plan import PLAN_NUMBERS, PlanOptions, read_layers
 from ultraep.tools.cli.terminal import Terminal
 
 from .commands import flat, invoke, output, records, shell
@@ -60,23 +60,6 @@ def test_json_equals_the_plans_of_the_library(sequence):
             "rank_loads": plan.rank_loads.tolist(),
             "replicas": np.column_stack([plan.replicas, plan.quotas]).tolist(),
         }
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_history_selects_the_previous_microbatches(sequence, window):
-    topology = ultraep.Topology(ranks=RANKS, experts=EXPERTS)
-    config = ultraep.BalanceConfig(policy="eplb")
-    lines = records("plan", sequence, "--policy", "eplb", "--history", window)
-    for step, line in enumerate(lines):
-        past = SEQUENCE[max(step - window, 0) : step] if step else SEQUENCE[0]
-        plan = ultraep.plan(SEQUENCE[step], topology, config, history=past)
-        assert line["digest"] == plan.digest()
-
-
-def test_the_past_belongs_to_the_layer():
-    series = Series(np.arange(6).reshape(6, 1, 1), layers=2)
-    past = [series.past(index, 2).ravel().tolist() for index in range(6)]
-    assert past == [[0], [0], [0, 1], [3], [3], [3, 4]]
 
 
 def test_rates_decide_which_replicas_pay(npy):
@@ -202,25 +185,27 @@ def routing(tmp_path):
     return path
 
 
-def test_recorded_routing_is_counted_layer_by_layer(routing):
-    series = read_series(PlanOptions(file=routing, ranks=4, window=20))
-    windows = [
-        workload.loads_of_windows(ids, ranks=4, experts=ROUTED_EXPERTS, tokens=20)
-        for ids in workload.read_routing(routing)
-    ]
-    expected = np.concatenate(windows).swapaxes(0, 1).reshape(-1, 4, ROUTED_EXPERTS)
-    assert (series.layers, len(expected)) == (LAYERS, LAYERS * 6)
-    np.testing.assert_array_equal(series.loads, expected)
+@pytest.fixture
+def loads(routing):
+    """The loads of the recorded routing, layer by layer."""
+    sizes = {"ranks": 4, "experts": ROUTED_EXPERTS, "tokens": 20}
+    windows = [workload.loads_of_windows(ids, **sizes) for ids in workload.read_routing(routing)]
+    return np.concatenate(windows).swapaxes(0, 1)
 
 
-def test_the_command_plans_recorded_routing(routing):
+def test_recorded_routing_is_planned_layer_by_layer(routing, loads):
     options = (routing, "--ranks", 4, "--window", 20)
+    np.testing.assert_array_equal(read_layers(PlanOptions(file=routing, ranks=4, window=20)), loads)
     text = flat("plan", *options, "--policy", "eplb,ultraep")
     assert "3 layers, 18 microbatches of 40 rows, 4 ranks, 8 experts" in text
     assert "eplb: 3 of 18 microbatches had no past" in text
-    lines = records("plan", *options)
-    assert [line["layer"] for line in lines] == [0] * 6 + [1] * 6 + [2] * 6
-    assert all(line["total_tokens"] == 40 for line in lines)
+    lines = iter(records("plan", *options, "--policy", "eplb", "--history", 2))
+    topology, config = ultraep.Topology(ranks=4, experts=8), ultraep.BalanceConfig(policy="eplb")
+    for layer, number in np.ndindex(LAYERS, 6):
+        past = loads[layer, max(number - 2, 0) : max(number, 1)]
+        plan = ultraep.plan(loads[layer, number], topology, config, history=past)
+        line = next(lines)
+        assert (line["layer"], line["digest"]) == (layer, plan.digest())
 
 
 def test_a_trace_is_planned_by_layer(tmp_path):
@@ -228,10 +213,8 @@ def test_a_trace_is_planned_by_layer(tmp_path):
     folder = record(tmp_path / "run", plans, layers=2)
     read_trace(folder).save(tmp_path / "run.npz")
     for path in (folder, tmp_path / "run.npz"):
-        series = read_series(PlanOptions(file=path))
-        assert series.layers == 2
-        expected = [plans[index].loads for index in (0, 2, 4, 1, 3, 5)]
-        np.testing.assert_array_equal(series.loads, expected)
+        expected = [[plans[index].loads for index in layer] for layer in ((0, 2, 4), (1, 3, 5))]
+        np.testing.assert_array_equal(read_layers(PlanOptions(file=path)), expected)
         assert invoke("plan", path).exit_code == 0
 
 

@@ -18,8 +18,6 @@ from .commands import invoke, start
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("plotly")
 
-from ultraep.tools.view.server import listening_socket  # noqa: E402
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -61,13 +59,6 @@ def test_a_damaged_piece_is_an_error_on_terminal_and_page(run, tmp_path):
     (line,) = result.stderr.splitlines()
     assert re.match(r"ultraep: .*rank-00001/000001\.npz: not a piece of a trace", line)
     assert "000001.npz: not a piece of a trace" in (tmp_path / "other.html").read_text("utf-8")
-
-
-def test_a_port_in_use_is_one_line(run):
-    with listening_socket("127.0.0.1", 0) as taken:
-        result = invoke("view", run, "--port", taken.getsockname()[1])
-    assert result.exit_code == 2
-    assert "cannot be used" in result.stderr
 
 
 def test_a_missing_plotly_is_named(run, monkeypatch):

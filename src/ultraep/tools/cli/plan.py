@@ -1,12 +1,11 @@
 """`ultraep plan FILE`: plan the loads in a file, and show imbalance, replicas and planning time.
 
-Shapes: S microbatches of all layers, M microbatches per layer, H layers, R ranks, E experts.
+Shapes: H layers, M microbatches per layer, R ranks, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -104,23 +103,6 @@ class PlanOptions(cli.Options):
         ]
 
 
-@dataclass(frozen=True, eq=False)
-class Series:
-    """Microbatches layer by layer: all of the first layer, then all of the next."""
-
-    loads: IntArray  # [S, R, E]
-    layers: int = 1
-
-    def position(self, index: int) -> tuple[int, int]:
-        """Return the layer, and the number of the microbatch within that layer."""
-        return divmod(index, len(self.loads) // self.layers)
-
-    def past(self, index: int, number: int) -> IntArray:
-        """Return the previous microbatches of the layer; for the first one, itself."""
-        begin = index - min(self.position(index)[1], number)
-        return self.loads[begin : max(index, begin + 1)]
-
-
 @cli.with_options
 def command(options: PlanOptions) -> None:
     """Plan the loads in a file: imbalance before and after, replicas, planning time.
@@ -130,23 +112,24 @@ def command(options: PlanOptions) -> None:
     Only the planner runs, no model. The planning time excludes the first call.
     """
     configs = options.configs()
-    series = read_series(options)
-    topology = _topology(options, series.loads)
+    loads_HMRE = read_layers(options)
+    topology = _topology(options, loads_HMRE)
+    last = loads_HMRE.shape[0] * loads_HMRE.shape[1] - 1
     if options.history < 1:
         raise ConfigError(f"--history must be at least 1, got {options.history}")
-    if options.show is not None and not 0 <= options.show < len(series.loads):
-        raise ConfigError(f"--show must lie in 0..{len(series.loads) - 1}, got {options.show}")
-    outcomes = _plan_all(options, configs, series, topology)
+    if options.show is not None and not 0 <= options.show <= last:
+        raise ConfigError(f"--show must lie in 0..{last}, got {options.show}")
+    outcomes = _plan_all(options, configs, loads_HMRE, topology)
     if options.as_json:
-        print_records(_record(outcome, series) for outcome in outcomes)
+        print_records(map(_record, outcomes))
     else:
         terminal = Terminal()
-        terminal.print(_heading(options, series, topology))
-        _report(outcomes, terminal, series, options.show)
+        terminal.print(_heading(options, loads_HMRE, topology))
+        _report(outcomes, terminal, options.show)
 
 
-def read_series(options: PlanOptions) -> Series:
-    """Read loads, a trace or recorded routing."""
+def read_layers(options: PlanOptions) -> IntArray:
+    """[H, M, R, E] loads of a file of loads, a trace or recorded routing."""
     file, ranks = options.file, options.ranks
     if holds_routing(file):
         if ranks is None:
@@ -167,13 +150,12 @@ def read_series(options: PlanOptions) -> Series:
         window=WINDOW if options.window is None else options.window,
         any_homes=False,
     )
-    layers = loads_MHRE.shape[1]
-    return Series(loads_MHRE.swapaxes(0, 1).reshape(-1, *loads_MHRE.shape[2:]), layers)
+    return loads_MHRE.swapaxes(0, 1)
 
 
-def _topology(options: PlanOptions, loads_SRE: IntArray) -> Topology:
+def _topology(options: PlanOptions, loads_HMRE: IntArray) -> Topology:
     """Return the topology; raise if it does not fit the loads."""
-    _, ranks, experts = loads_SRE.shape
+    *_, ranks, experts = loads_HMRE.shape
     if options.ranks not in (None, ranks):
         raise ConfigError(
             f"--ranks is {options.ranks}, but the file has loads of {ranks} source ranks"
@@ -181,7 +163,7 @@ def _topology(options: PlanOptions, loads_SRE: IntArray) -> Topology:
     if experts % ranks:
         raise ConfigError(f"{experts} experts do not divide evenly over {ranks} ranks")
     topology = Topology(ranks=ranks, experts=experts, slots=options.slots, domain=options.domain)
-    for microbatch, loads_RE in enumerate(loads_SRE):
+    for microbatch, loads_RE in enumerate(loads_HMRE.reshape(-1, ranks, experts)):
         try:
             as_loads(loads_RE, topology)
         except LoadError as error:
@@ -190,28 +172,31 @@ def _topology(options: PlanOptions, loads_SRE: IntArray) -> Topology:
 
 
 def _plan_all(
-    options: PlanOptions, configs: list[BalanceConfig], series: Series, topology: Topology
+    options: PlanOptions, configs: list[BalanceConfig], loads_HMRE: IntArray, topology: Topology
 ) -> list[Outcome]:
     """Plan every microbatch under every config, in that order, and time the calls."""
+    layers, microbatches = loads_HMRE.shape[:2]
 
-    def plan(step: int, config: BalanceConfig) -> Plan:
+    def plan(layer: int, number: int, config: BalanceConfig) -> Plan:
         past = None
-        if get_policy(config.policy).needs_history:
-            past = series.past(step, options.history)
-        loads_RE = series.loads[step]
+        if get_policy(config.policy).needs_history:  # a first microbatch uses its own loads
+            past = loads_HMRE[layer, max(number - options.history, 0) : max(number, 1)]
+        loads_RE = loads_HMRE[layer, number]
         return make_plan(loads_RE, topology, config, backend=options.backend, history=past)
 
-    def outcome(step: int, config: BalanceConfig) -> Outcome:
-        timed = _timed(lambda: plan(step, config), SAMPLES / len(series.loads))
-        first = series.position(step)[1] == 0
-        return Outcome(step, *timed, first and get_policy(config.policy).needs_history)
+    def outcome(index: int, config: BalanceConfig) -> Outcome:
+        layer, number = divmod(index, microbatches)
+        samples = SAMPLES / (layers * microbatches)
+        result, plan_us = _timed(lambda: plan(layer, number, config), samples)
+        without_past = number == 0 and get_policy(config.policy).needs_history
+        return Outcome(layer, index, result, plan_us, without_past)
 
     for config in configs:
-        _ = plan(0, config).lower_bound  # compile before timing
-    stderr, steps = Terminal(stderr=True), range(len(series.loads))
-    quiet = len(steps) * len(configs) < LONG_WORK or not stderr.is_terminal
-    shown = track(steps, "planning", console=stderr, transient=True, disable=quiet)
-    return [outcome(step, config) for step in shown for config in configs]
+        _ = plan(0, 0, config).lower_bound  # compile before timing
+    stderr, indices = Terminal(stderr=True), range(layers * microbatches)
+    quiet = len(indices) * len(configs) < LONG_WORK or not stderr.is_terminal
+    shown = track(indices, "planning", console=stderr, transient=True, disable=quiet)
+    return [outcome(index, config) for index in shown for config in configs]
 
 
 def _timed(plan: Callable[[], Plan], samples: float) -> tuple[Plan, float]:
@@ -227,10 +212,10 @@ def _timed(plan: Callable[[], Plan], samples: float) -> tuple[Plan, float]:
 # -- output --------------------------------------------------------------------------------------
 
 
-def _heading(options: PlanOptions, series: Series, topology: Topology) -> Text:
-    microbatches = len(series.loads)
-    rows = counted(round(series.loads.sum() / microbatches), "row")
-    parts = [counted(series.layers, "layer")] if series.layers > 1 else []
+def _heading(options: PlanOptions, loads_HMRE: IntArray, topology: Topology) -> Text:
+    layers, microbatches = loads_HMRE.shape[0], loads_HMRE.shape[0] * loads_HMRE.shape[1]
+    rows = counted(round(loads_HMRE.sum() / microbatches), "row")
+    parts = [counted(layers, "layer")] if layers > 1 else []
     parts.append(rows if microbatches == 1 else f"{counted(microbatches, 'microbatch')} of {rows}")
     parts += describe_topology(topology)
     if select(options.backend).__name__ == "ultraep.backends.reference":
@@ -238,7 +223,7 @@ def _heading(options: PlanOptions, series: Series, topology: Topology) -> Text:
     return Text(f"{options.file}: {', '.join(parts)}\n")
 
 
-def _report(outcomes: list[Outcome], terminal: Terminal, series: Series, show: int | None) -> None:
+def _report(outcomes: list[Outcome], terminal: Terminal, show: int | None) -> None:
     """Print the table with its footnotes, then the loads of one microbatch."""
     terminal.print(render.table(outcomes))
     for note in _footnotes(outcomes):
@@ -247,14 +232,15 @@ def _report(outcomes: list[Outcome], terminal: Terminal, series: Series, show: i
     if show is None:
         worst = max(outcomes, key=lambda outcome: outcome.plan.initial_imbalance)
         show, reason = worst.microbatch, "the most imbalanced"
-    if len(series.loads) > 1:
-        layer = f" (layer {series.position(show)[0]})" if series.layers > 1 else ""
+    drawn = [outcome for outcome in outcomes if outcome.microbatch == show]
+    if outcomes[-1].microbatch:
+        layer = f" (layer {drawn[0].layer})" if outcomes[-1].layer else ""
         terminal.print(f"\nMicrobatch {show}{layer}, {reason}:")
     terminal.print()
-    drawn = [outcome.plan for outcome in outcomes if outcome.microbatch == show]
-    for skyline in render.skylines(drawn, terminal):
+    plans = [outcome.plan for outcome in drawn]
+    for skyline in render.skylines(plans, terminal):
         terminal.print(skyline)
-    terminal.print_faint(render.legend(drawn[0], terminal))
+    terminal.print_faint(render.legend(plans[0], terminal))
 
 
 def _footnotes(outcomes: list[Outcome]) -> Iterator[str]:
@@ -291,12 +277,12 @@ def _times(plans: list[Plan]) -> str:
     return f"{policy}: {planned:.4g} ms by the rates, {without:.4g} ms without replicas{left}"
 
 
-def _record(outcome: Outcome, series: Series) -> dict[str, Any]:
+def _record(outcome: Outcome) -> dict[str, Any]:
     plan = outcome.plan
     numbers = {name: getattr(plan, name) for name in PLAN_NUMBERS}
     return {
         "microbatch": outcome.microbatch,
-        "layer": series.position(outcome.microbatch)[0],
+        "layer": outcome.layer,
         "policy": plan.config.policy,
         **numbers,
         "total_tokens": plan.total,

@@ -29,8 +29,9 @@ CALM, OVERFULL = "cyan", "bold red"
 
 
 class Outcome(NamedTuple):
-    """The plan of one microbatch."""
+    """The plan of one microbatch. The number of the microbatch counts through all layers."""
 
+    layer: int
     microbatch: int
     plan: Plan
     plan_us: float
