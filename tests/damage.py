@@ -152,9 +152,9 @@ def array_values(content: bytes, rng: random.Random) -> bytes:
     elif how == 3:
         flat = array.reshape(-1)
         array = rng.choice((flat, flat[:0], array[..., None], array[None]))
-    made = io.BytesIO()
-    np.save(made, array)
-    return made.getvalue()
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 def json_value(content: bytes, rng: random.Random) -> bytes:

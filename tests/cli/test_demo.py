@@ -54,7 +54,7 @@ def invoke(*words):
 
 
 @pytest.fixture
-def ran(monkeypatch, tmp_path):
+def jobs(monkeypatch, tmp_path):
     """Replace the work by its result; return the list of jobs."""
     jobs = []
 
@@ -69,7 +69,7 @@ def ran(monkeypatch, tmp_path):
     return jobs
 
 
-def test_the_output_describes_setup_progress_and_result(ran, tmp_path):
+def test_the_output_describes_setup_progress_and_result(jobs, tmp_path):
     result = invoke("--no-report", "--ranks", 2, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     out = " ".join(result.stdout.split())
@@ -89,16 +89,16 @@ def test_the_output_describes_setup_progress_and_result(ran, tmp_path):
     assert max(map(len, table.split("trace ")[0].splitlines())) <= 80
 
 
-def test_options_reach_the_job(ran, tmp_path):
+def test_options_reach_the_job(jobs, tmp_path):
     options = ("--quick", "--steps", 5, "--ranks", 4, "--seed", 3, "--policy", "none, quota")
     assert invoke("--no-report", "--out", tmp_path, *options).exit_code == 0
-    (job,) = ran
+    (job,) = jobs
     assert (job.sizes.steps, job.sizes.ranks, job.seed) == (5, 4, 3)
     assert job.policies == ("none", "quota")
     assert job.out == str(tmp_path)
 
 
-def test_without_plotly_there_is_no_report(ran, tmp_path, monkeypatch):
+def test_without_plotly_there_is_no_report(jobs, tmp_path, monkeypatch):
     monkeypatch.setattr(reports, "write_report", lambda out, _: out / "report.html")
     result = invoke("--out", tmp_path)
     assert f"report    {tmp_path / 'report.html'}" in result.stdout

@@ -63,7 +63,7 @@ def test_json_equals_the_plans_of_the_library(sequence):
 
 
 def test_rates_decide_which_replicas_pay(npy):
-    """Expensive replicas are not made; free replicas give the plan without rates."""
+    """Expensive replicas do not pay; free replicas give the plan without rates."""
     expensive = "row=10,copy=1000000000000"
     (left,) = records("plan", npy, "--rates", expensive)
     assert left["num_replicas"] == 0
