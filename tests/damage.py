@@ -21,7 +21,6 @@ HUGE = (0, 1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 10**20)
 CONFUSED = (None, True, -1, 0, 0.5, 1e400, float("nan"), "x", "", [], [[]], {}, 10**20, "\x00")
 ODD = (b"\x00", b"\x0c", b"\xef\xbb\xbf", b"\xff\xfe", b"\r", b"\n\n", b",", b"-", b"1e9", b"[" * 9)
 ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "cp500")
-PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 BLOCK = 64
 # Offset and length of fields in the headers of a zip archive.
 ZIP_FIELDS = {
@@ -55,16 +54,6 @@ def overwrite(content: bytes, rng: random.Random) -> bytes:
     begin = rng.randint(0, len(content))
     filler = rng.choice((rng.randbytes(BLOCK), bytes(BLOCK), b"9" * BLOCK))
     return content[:begin] + filler + content[begin + BLOCK :]
-
-
-def swap_blocks(content: bytes, rng: random.Random) -> bytes:
-    one, two = sorted(rng.randint(0, len(content)) for _ in range(2))
-    return content[two:] + content[one:two] + content[:one]
-
-
-def repeat_block(content: bytes, rng: random.Random) -> bytes:
-    begin = rng.randint(0, len(content))
-    return content[:begin] + content[begin : begin + BLOCK] * rng.randint(0, 3) + content[begin:]
 
 
 def insert(content: bytes, rng: random.Random) -> bytes:
@@ -117,10 +106,9 @@ def array_header(content: bytes, rng: random.Random) -> bytes:
 
 
 def member(content: bytes, rng: random.Random) -> bytes:
-    """Damage one array of an archive and write a valid archive."""
+    """Damage, delete or repeat one array of an archive, and write a valid archive."""
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            members = {name: archive.read(name) for name in archive.namelist()}
+        members = read_members(io.BytesIO(content))
     except (*DAMAGE, RuntimeError):  # encrypted
         return content
     name = rng.choice(sorted(members) or [""])
@@ -131,11 +119,20 @@ def member(content: bytes, rng: random.Random) -> bytes:
         members["more.npy"] = members.get(name, b"")
     elif name:
         members[name] = rng.choice(ACCIDENTS_INSIDE)(members[name], rng)
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", rng.choice(PACKED)) as archive:
-        for other, inside in members.items():
-            archive.writestr(other, inside)
-    return made.getvalue()
+    return archive_of(members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)))
+
+
+def read_members(file) -> dict[str, bytes]:
+    with zipfile.ZipFile(file) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def archive_of(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return file.getvalue()
 
 
 def array_values(content: bytes, rng: random.Random) -> bytes:
@@ -155,9 +152,9 @@ def array_values(content: bytes, rng: random.Random) -> bytes:
     elif how == 3:
         flat = array.reshape(-1)
         array = rng.choice((flat, flat[:0], array[..., None], array[None]))
-    made = io.BytesIO()
-    np.save(made, array)
-    return made.getvalue()
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 def json_value(content: bytes, rng: random.Random) -> bytes:
@@ -166,11 +163,10 @@ def json_value(content: bytes, rng: random.Random) -> bytes:
         tree = json.loads(content)
     except (ValueError, RecursionError):
         return content
-    where, key = None, None
-    place = tree
-    while isinstance(place, (dict, list)) and place and (where is None or rng.random() < 0.7):
-        key = rng.choice(sorted(place)) if isinstance(place, dict) else rng.randrange(len(place))
-        where, place = place, place[key]
+    where, key, value = None, None, tree
+    while isinstance(value, (dict, list)) and value and (where is None or rng.random() < 0.7):
+        key = rng.choice(sorted(value)) if isinstance(value, dict) else rng.randrange(len(value))
+        where, value = value, value[key]
     if where is None:
         return content
     if rng.random() < 0.2:
@@ -193,7 +189,7 @@ def safetensors_header(content: bytes, rng: random.Random) -> bytes:
 
 
 ACCIDENTS = (
-    *(flip_bits, cut, overwrite, swap_blocks, repeat_block, insert, other_numbers, other_encoding),
+    *(flip_bits, cut, overwrite, insert, other_numbers, other_encoding),
     *(zip_field, zip_field, array_header, array_header, member, member, member),
     *(json_value, json_value, safetensors_header, safetensors_header),
 )
@@ -202,20 +198,13 @@ ACCIDENTS_INSIDE = (array_header, array_values, array_values, flip_bits, cut, ot
 
 def claim_zeros(path, name, shape, dtype):
     """Put an array of zeros into an archive, keeping its other arrays if it exists."""
-    members = {}
-    if path.exists():
-        with zipfile.ZipFile(path) as archive:
-            members = {other: archive.read(other) for other in archive.namelist()}
+    members = read_members(path) if path.exists() else {}
     head = io.BytesIO()
     header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(head, header)
     size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
     packed = members[f"{name}.npy"] = _packed_zeros(head.getvalue(), size)
-    stored = io.BytesIO()
-    with zipfile.ZipFile(stored, "w", zipfile.ZIP_STORED) as archive:
-        for member_name, content in members.items():
-            archive.writestr(member_name, content)
-    content = bytearray(stored.getvalue())
+    content = bytearray(archive_of(members))
     for mark, method, sizes in ((b"PK\x03\x04", 8, 18), (b"PK\x01\x02", 10, 20)):
         begin = 0
         while (begin := content.find(mark, begin)) >= 0:

@@ -23,7 +23,7 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep import UltraEPError, read_trace
-from ultraep.tools.cli import app
+from ultraep.tools.cli.commands import app
 from ultraep.tools.demo.result import DemoResult
 from ultraep.tools.inspect.checkpoint import weight_files
 from ultraep.tools.inspect.run import claim_folder
@@ -37,14 +37,15 @@ GIGABYTE = 1 << 30
 PIECES = ("rank-00000/000000.npz", "rank-00001/000000.npz")
 SECONDS = 10
 SIMULATE = ("simulate", "--ep", 8, "--steps", 1, "--microbatches", 1, "--policy", "none")
-SIMULATE += ("--processes", 1)
-SMALL = ("--cluster", "h200-nvl8"), ("--model", "gpt-oss-20b")
+SIMULATE += ("--processes", 1, "--cluster", "h200-nvl8", "--model", "gpt-oss-20b")
 INSPECT = ("--tokens", 16, "--window", 16, "--layers", 0, "--ep", 2, "--policy", "none")
 INSPECT += ("--slots", 1, "--no-report")
 
 
-def write_loads(folder):
-    """Write loads and routing in every format."""
+def write_all(folder):
+    """Write valid files of every format that commands read."""
+    from cli.test_demo import RESULT
+
     loads = np.random.default_rng(0).integers(0, 99, (3, 2, 4))
     np.save(folder / "loads.npy", loads)
     np.save(folder / "columns.npy", np.asfortranarray(loads[0]))
@@ -55,13 +56,6 @@ def write_loads(folder):
     (folder / "loads.json").write_text(json.dumps({"loads": loads.tolist()}))
     ids = np.random.default_rng(1).integers(0, 4, (40, 2, 2)).astype(np.uint8)
     np.savez_compressed(folder / "routing.npz", a_ids=ids, a_seq_lens=np.array([40]))
-
-
-def write_all(folder):
-    """Write valid files of every format that commands read."""
-    from cli.test_demo import RESULT
-
-    write_loads(folder)
     run = record(folder / "run", [plan_for(seed) for seed in range(6)], layers=2, note="here")
     read_trace(run).save(folder / "trace.npz")
     for file, name in (("clusters", "h200-nvl8"), ("models", "gpt-oss-20b"), ("requests", "stem")):
@@ -92,8 +86,8 @@ def commands(folder, out):
         "routing.npz": [("plan", folder / "routing.npz", "--ranks", 2, "--window", 8)],
         "trace.npz": of_file,
         **{f"run/{name}": of_run for name in ("header.json", *PIECES)},
-        "clusters.toml": [(*SIMULATE, "--cluster", folder / "clusters.toml", *SMALL[1])],
-        "models.toml": [(*SIMULATE, *SMALL[0], "--model", folder / "models.toml")],
+        "clusters.toml": [(*SIMULATE, "--cluster", folder / "clusters.toml")],
+        "models.toml": [(*SIMULATE, "--model", folder / "models.toml")],
         "requests.toml": lambda path: load_requests(f"{path}"),
         "arrivals.txt": read_arrivals,
         "prose.txt": read_words,
@@ -138,9 +132,9 @@ def outcome_of_command(command):
 def _refusal(words):
     """Return "refused" for a message of one line; `inspect` may print its progress before."""
     *before, last = words.splitlines()
-    wanted = last.startswith("ultraep: ") and all(line.startswith("reading") for line in before)
+    one_line = last.startswith("ultraep: ") and all(line.startswith("reading") for line in before)
     no_memory = re.search("out of memory|MemoryError|Unable to allocate|can't allocate", last)
-    return "refused" if wanted and not no_memory else words
+    return "refused" if one_line and not no_memory else words
 
 
 def huge(path, _):
@@ -171,11 +165,11 @@ def main(root, first, last):
     for name, read in read_by.items():  # imports and compiles everything before the limit
         report(-1, name, outcome(read, folder / name))
     _limit_memory()
-    todo = [(0, name, damage) for name, damage in BOMBS.items()]
+    work = [(0, name, damage) for name, damage in BOMBS.items()]
     slow = [n for n, read in read_by.items() if isinstance(read, list) and read[0][0] != "plan"]
     names = slow + 2 * sorted(read_by.keys() - set(slow))
-    todo += [(number, names[number % len(names)], mutate) for number in range(first, last)]
-    for number, name, damage in todo:
+    work += [(number, names[number % len(names)], mutate) for number in range(first, last)]
+    for number, name, damage in work:
         path = folder / name
         path.unlink()
         path.write_bytes(whole[name])

@@ -64,7 +64,7 @@ def write_claims(folder):
     return sorted(folder.iterdir())
 
 
-def test_no_memory_is_taken_for_what_a_file_only_claims(tmp_path):
+def test_claimed_sizes_take_no_memory(tmp_path):
     for path in write_claims(tmp_path):
         tracemalloc.start()
         try:
@@ -84,7 +84,7 @@ FLAWS = {
 
 
 @pytest.mark.parametrize("name", FLAWS)
-def test_archives_of_unknown_kinds_are_refused(tmp_path, name):
+def test_unsupported_archives_are_refused(tmp_path, name):
     offset, value, message = FLAWS[name]
     path = tmp_path / "loads.npz"
     np.savez(path, np.ones((2, 4), dtype=int))
@@ -105,10 +105,10 @@ def test_arrays_are_read_as_numpy_wrote_them(tmp_path):
         "one": np.array(7, dtype=">i2"),
     }
     np.savez_compressed(tmp_path / "all.npz", **expected)
-    found = read_arrays(tmp_path / "all.npz")
-    assert list(found) == list(expected)
+    arrays = read_arrays(tmp_path / "all.npz")
+    assert list(arrays) == list(expected)
     for name, array in expected.items():
         np.save(tmp_path / "one.npy", array)
-        for read in (found[name], read_array(tmp_path / "one.npy")):
+        for read in (arrays[name], read_array(tmp_path / "one.npy")):
             np.testing.assert_array_equal(read, array)
             assert (read.dtype, read.shape) == (array.dtype, array.shape)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import ultraep
-from ultraep.tools.cli import app
+from ultraep.tools.cli.commands import app
 
 SOURCE = Path(ultraep.__file__).parent.parent
 
@@ -49,12 +49,19 @@ def assert_one_line(result, message):
     assert message.lower() in result.stderr.lower(), result.stderr
 
 
-def shell(*words, program=("-m", "ultraep"), **environment):
-    """Run a program in another process to its end."""
-    return subprocess.run(
+def start(*words, program=("-m", "ultraep"), **options):
+    """Start a program in another process; its stderr is text."""
+    return subprocess.Popen(
         [sys.executable, *program, *map(str, words)],
-        capture_output=True,
-        env=os.environ | {"PYTHONPATH": str(SOURCE)} | environment,
-        timeout=120,
-        check=False,
+        env=os.environ | {"PYTHONPATH": str(SOURCE)} | options.pop("environment", {}),
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
     )
+
+
+def shell(*words, program=("-m", "ultraep"), **environment):
+    """Run a program in another process to its end; return its exit code, stdout and stderr."""
+    process = start(*words, program=program, environment=environment, stdout=subprocess.PIPE)
+    out, errors = process.communicate(timeout=120)
+    return process.returncode, out, errors

@@ -1,6 +1,5 @@
 """`ultraep env`: the facts of a bug report."""
 
-import json
 import platform
 import sys
 
@@ -12,11 +11,11 @@ from ultraep.backends import BackendInfo
 from ultraep.policies import BUILT_IN
 from ultraep.tools.cli import env
 
-from .commands import output
+from .commands import flat, output, records
 
 
 def test_json_holds_all_facts():
-    facts = json.loads(output("env", "--json"))
+    facts = records("env")
     assert facts["ultraep"] == ultraep.__version__
     assert facts["python"].endswith(platform.python_version())
     assert facts["packages"]["numpy"] == np.__version__
@@ -31,31 +30,24 @@ def test_the_table_has_the_same_facts():
     shown = output("env")
     for word in (ultraep.__version__, np.__version__, platform.platform(), "eplb", "numba"):
         assert word in shown
-    assert "chosen for CPU tensors" in shown
-    assert "chosen for GPU tensors" in shown
+    for device in ("CPU", "GPU"):
+        assert f"chosen for {device} tensors" in shown
 
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(env, "PACKAGES", ("numpy", "no-such-package"))
-    monkeypatch.setattr(
-        env,
-        "BACKENDS",
-        (
-            BackendInfo("gpu", "x", "cuda", "no_such_module", "pip install luck"),
-            BackendInfo("reference", "y", "cpu", None, ""),
-        ),
-    )
-    lines = {line.split()[0]: line for line in output("env").splitlines() if line.strip()}
-    assert "not installed" in lines["no-such-package"]
-    chosen = json.loads(output("env", "--json"))["chosen"]
-    assert chosen == {"cpu": "reference", "cuda": "reference"}
-    assert "chosen for CPU and GPU tensors" in output("env")
-    assert "not available: needs no_such_module" in output("env")
+    missing = BackendInfo("gpu", "x", "cuda", "no_such_module", "pip install luck")
+    monkeypatch.setattr(env, "BACKENDS", (missing, BackendInfo("reference", "y", "cpu", None, "")))
+    assert records("env")["chosen"] == {"cpu": "reference", "cuda": "reference"}
+    shown = flat("env")
+    assert "no-such-package not installed" in shown
+    assert "chosen for CPU and GPU tensors" in shown
+    assert "not available: needs no_such_module" in shown
 
 
 def test_a_torch_that_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "error" in json.loads(output("env", "--json"))["torch"]
+    assert "error" in records("env")["torch"]
     assert "torch cannot be imported" in output("env")
 
 

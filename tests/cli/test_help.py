@@ -5,7 +5,7 @@ import pytest
 import ultraep
 from ultraep.tools.cli.commands import SUMMARIES, load_command
 
-from .commands import invoke, output, shell
+from .commands import invoke, shell
 
 SCENARIO = (
     "--cluster --domain --drift-length --ep --groups --imbalance --json --microbatches --model "
@@ -52,25 +52,19 @@ def test_summaries_are_those_of_the_commands():
 
 def test_help_is_fast():
     code = (
-        "import sys; from typer.testing import CliRunner; import ultraep.tools.cli as cli\n"
-        "assert CliRunner().invoke(cli.app, ['--help']).exit_code == 0\n"
+        "import sys; from typer.testing import CliRunner\n"
+        "from ultraep.tools.cli.commands import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
         "late = {'ultraep.tools.cli.plan', 'ultraep.tools.sim', 'ultraep.trace'}\n"
         "assert not late & set(sys.modules)\n"
         f"for line in {list(OPTIONS)}:\n"
         "    if 'inspect' not in line:\n"
         "        words = [*line.split(), '--help']\n"
-        "        assert CliRunner().invoke(cli.app, words).exit_code == 0\n"
+        "        assert CliRunner().invoke(app, words).exit_code == 0\n"
         "heavy = {'torch', 'numba', 'scipy', 'matplotlib', 'plotly'}\n"
         "assert not heavy & set(sys.modules)"
     )
-    result = shell(program=("-c", code))
-    assert result.returncode == 0, result.stderr
-
-
-def test_help_shows_examples():
-    for verb in ("info", "replay", "export"):
-        assert f"Example: ultraep trace {verb} run/" in output("trace", verb, "--help")
-    assert "ULTRAEP_TRACE=FOLDER" in output("trace", "--help")
+    assert shell(program=("-c", code)) == (0, "", "")
 
 
 def test_version():

@@ -1,6 +1,5 @@
 """`ultraep inspect`: output, files, interruption, and no network."""
 
-import os
 import re
 import signal
 import socket
@@ -31,31 +30,23 @@ def test_a_random_model(tmp_path):
     result = invoke("--random", "mixtral", *QUICK, "--out", tmp_path, "--no-report")
     assert result.exit_code == 0, result.output
     out = " ".join(result.stdout.split())
-    assert (
-        "random mixtral: 2.8 million parameters; 4 of 4 layers, 8 experts in each, 2 per t" in out
-    )
-    assert "code, prose, tables: 384 tokens in 6 windows, sequences of 16" in out
-    assert "reads 0 bytes, needs about" in out
-    assert "note: weights are random" in out
+    for part in (
+        "random mixtral: 2.8 million parameters; 4 of 4 layers, 8 experts in each, 2 per token",
+        "code, prose, tables: 384 tokens in 6 windows, sequences of 16",
+        "reads 0 bytes, needs about",
+        "note: weights are random",
+        "policies that plan from past windows, at EP8",
+    ):
+        assert part in out
     assert re.search(r"Imbalance \d\.\d\d -> \d\.\d\d at EP8 under ultraep with 1 slot\.", out)
-    assert "policies that plan from past windows, at EP8" in out
     assert out.index("reads 0 bytes") < out.index("Imbalance by group size")
-    last = result.stdout.strip().splitlines()[-1]
-    assert last.endswith(
-        f"ultraep advise --trace {tmp_path}/trace --model {tmp_path}/model.toml "
-        "--cluster h200-nvl8 --ep 8"
-    )
     assert not (tmp_path / "report.html").exists()
     assert max(map(len, result.stdout.split("trace  ")[0].splitlines())) <= 100
-
-
-def test_the_suggested_command_works(tmp_path):
-    text = invoke("--random", "mixtral", *QUICK, "--out", tmp_path, "--no-report").stdout
-    command = text.strip().splitlines()[-1].partition("ultraep advise ")[2].split()
+    suggested = result.stdout.strip().splitlines()[-1].partition("ultraep advise ")[2].split()
     shorter = ["--steps", "1", "--microbatches", "1", "--processes", "1"]
-    result = commands.invoke("advise", *command, *shorter)
-    assert result.exit_code == 0, result.output
-    assert "recorded loads: 6 microbatches of 4 layers" in " ".join(result.stdout.split())
+    assert "recorded loads: 6 microbatches of 4 layers" in commands.flat(
+        "advise", *suggested, *shorter
+    )
 
 
 def test_a_checkpoint_with_texts_twice_in_one_directory(tmp_path):
@@ -90,24 +81,21 @@ def test_without_plotly_only_the_report_is_missing(tmp_path, monkeypatch):
 def test_an_interruption_is_one_line_and_keeps_the_trace(tmp_path):
     """A long one, in a process of its own, which gets a Ctrl-C while it reads."""
     words = ("inspect", "--random", "mixtral", "--tokens", 400_000, "--window", 512, "--out")
-    command = [sys.executable, "-m", "ultraep", *map(str, words), tmp_path / "out"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as running:
-        pieces = tmp_path / "out" / "trace" / "rank-00000"
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    out = tmp_path / "out"
+    with commands.start(*words, out, environment=environment, stdout=subprocess.PIPE) as running:
+        pieces = out / "trace" / "rank-00000"
         end = time.monotonic() + LIMIT
         while not list(pieces.glob("*.npz")) and time.monotonic() < end:
             time.sleep(0.1)
         running.send_signal(signal.SIGINT)
-        out, errors = running.communicate(timeout=LIMIT)
+        printed, errors = running.communicate(timeout=LIMIT)
     assert running.returncode == 130, errors
-    assert "Traceback" not in out + errors
+    assert "Traceback" not in printed + errors
     *_, last = errors.strip().splitlines()
-    where = tmp_path / "out" / "trace"
-    assert last == f"ultraep: interrupted; the records so far are in {where}"
-    assert "interrupted" not in out
-    trace = read_trace(tmp_path / "out" / "trace")
+    assert last == f"ultraep: interrupted; the records so far are in {out / 'trace'}"
+    assert "interrupted" not in printed
+    trace = read_trace(out / "trace")
     assert 0 < len(trace) < 4 * 2000
     assert trace.left_out == 0
     assert differing(trace) == []

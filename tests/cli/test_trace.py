@@ -7,7 +7,7 @@ import pytest
 from traces import TOPOLOGY, plan_for, record
 
 import ultraep
-from ultraep import BalanceConfig, Recorder, read_trace
+from ultraep import BalanceConfig, Rates, Recorder, read_trace
 from ultraep.trace import VERSION
 
 from . import commands
@@ -29,28 +29,37 @@ def run(tmp_path):
 
 
 def test_info(run):
-    text = shown("info", run)
-    assert f"{run}: 6 records, 2 ranks, 4 experts, 1 spare slot each" in text
-    assert "policy ultraep, tolerance 0, recorded 2" in text
-    assert "3 steps, 0 to 2; " in text
-    assert "a Tuesday" in text
+    text, trace = shown("info", run), read_trace(run)
+    for part in (
+        f"{run}: 6 records, 2 ranks, 4 experts, 1 spare slot each",
+        "policy ultraep, tolerance 0, recorded 2",
+        "3 steps, 0 to 2; ",
+        "a Tuesday",
+    ):
+        assert part in text
     assert "dropped" not in text
     assert "left out" not in text
     rows = [line.split() for line in text.splitlines() if line[:3].strip() in ("0", "1", "all")]
     assert [row[:2] for row in rows] == [["0", "3"], ["1", "3"], ["all", "6"]]
-    trace = read_trace(run)
     assert float(rows[2][2]) == pytest.approx(trace.imbalance_before.mean(), abs=5e-4)
     assert float(rows[2][5]) == pytest.approx(trace.imbalance_after.max(), abs=5e-4)
 
 
 def test_info_as_json(run):
-    facts = json.loads(shown("info", run, "--json"))
-    trace = read_trace(run)
-    assert facts["records"] == 6
-    assert facts["layers"] == [0, 1]
+    facts, trace = json.loads(shown("info", run, "--json")), read_trace(run)
+    assert (facts["records"], facts["layers"]) == (6, [0, 1])
     assert facts["imbalance_after"] == trace.imbalance_after.mean()
     assert facts["header"]["version"] == VERSION
     assert (facts["dropped"], facts["left_out"]) == (0, 0)
+
+
+def test_info_has_one_line_of_rates_for_two_policies(tmp_path):
+    rates = BalanceConfig(rates=Rates(row=10, copy=500))
+    plans = [plan_for(seed, config=rates) for seed in (0, 1)]
+    plans += [plan_for(2, config=BalanceConfig(policy="none"))]
+    text = shown("info", record(tmp_path / "run", plans))
+    assert "policy none and ultraep, " in text
+    assert text.count("objective time, layers 0: ") == 1
 
 
 def test_info_lists_missing_records(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 CLOSED_PIPE = 141  # exit code of a process that SIGPIPE ends, as in `ultraep ... | head`
 
@@ -53,11 +53,3 @@ def _exit_on(error: OSError) -> NoReturn:
     reason = error.strerror or str(error)
     print_error(f"{error.filename or 'standard output cannot be written'}: {reason}")
     sys.exit(2)
-
-
-def __getattr__(name: str) -> Any:
-    if name != "app":
-        raise AttributeError(f"module 'ultraep.tools.cli' has no attribute {name!r}")
-    from ultraep.tools.cli.commands import app
-
-    return app

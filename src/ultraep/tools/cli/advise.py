@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from dataclasses import asdict, replace
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import scenario as scenarios
-from ultraep.tools.cli.options import AsJson, ScenarioOptions, option, with_options
-from ultraep.tools.cli.terminal import FAINT, Grid, make_console, make_grid, progress
+from ultraep.tools.cli.terminal import Grid, Terminal, make_grid, progress
 from ultraep.tools.report.words import counted
 from ultraep.tools.sim.advise import (
     CLEAR_GAIN,
@@ -22,6 +20,7 @@ from ultraep.tools.sim.advise import (
     TOLERANCES,
     Advice,
     BreakEven,
+    Option,
 )
 from ultraep.tools.sim.advise import advise as make_advice
 from ultraep.tools.sim.scenario import Scenario
@@ -38,57 +37,55 @@ GB = 1e9
 TRUST = "These numbers are simulated; docs/simulator.md lists what the simulation omits."
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdviseOptions(ScenarioOptions):
+class AdviseOptions(cli.ScenarioOptions):
     """A scenario that is simulated many times, so with fewer steps."""
 
-    steps: Annotated[int | None, option("Training steps to simulate.", f"{STEPS}")] = None
+    steps: int | None = cli.option("Training steps to simulate.", f"{STEPS}")
+    as_json: bool = cli.json_option()
 
 
-@with_options(AdviseOptions)
-def command(options: AdviseOptions, as_json: AsJson = False) -> None:
+@cli.with_options
+def command(options: AdviseOptions) -> None:
     """Recommend settings for a cluster before you rent it: does balancing pay there?
 
     Simulates several numbers of spare slots (and tolerances, with --objective balance) on the same
     loads. Prints the gain of the best settings, the tokens per rank from which they pay, their
     memory and the reasons.
     """
-    if options.steps is None and options.prefill is None:
-        options = replace(options, steps=STEPS)
-    scenario = scenarios.make_scenario(options)
+    scenario = scenarios.make_scenario(options, steps=STEPS)
     if isinstance(scenario.job, Serving):
         scenario = replace(scenario, job=replace(scenario.job, iterations=ITERATIONS))
     processes = scenarios.processes_for(scenario, options.processes)
     with progress("trying settings", lines=False) as report:
         advice = make_advice(scenario, processes=processes, report=report)
-    if as_json:
+    if options.as_json:
         print(json.dumps(asdict(advice), indent=2))
     else:
         heading = scenarios.describe(scenario, imbalance=options.imbalance, slots=False)
-        show(advice, scenario, heading, make_console())
+        show(advice, scenario, heading, Terminal())
 
 
 # -- output --------------------------------------------------------------------------------------
 
 
-def show(advice: Advice, scenario: Scenario, heading: str, console: Console) -> None:
+def show(advice: Advice, scenario: Scenario, heading: str, terminal: Terminal) -> None:
     """Print the verdict, all simulated settings, then the details."""
     name, sentence = verdict(advice)
-    console.print(Text.assemble((name, "bold"), f": {sentence}\n"))
-    console.print(Text(f"{heading}\n", FAINT))
+    terminal.print(Text.assemble((name, "bold"), f": {sentence}\n"))
+    terminal.print_faint(f"{heading}\n")
     if advice.options:
-        console.print(settings_table(advice))
+        terminal.print(settings_table(advice))
         mark = "best, though it does not pay"
         if advice.verdict != DOES_NOT_PAY:
             mark = "recommended: the fewest slots close to the best"
-        console.print(Text(f"Throughput relative to forced balance; * {mark}.\n", FAINT))
+        terminal.print_faint(f"Throughput relative to forced balance; * {mark}.\n")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for row in _details(advice, scenario):
         grid.add_row(*row)
-    console.print(grid)
-    console.print(Text(f"\n{TRUST}", FAINT))
+    terminal.print(grid)
+    terminal.print_faint(f"\n{TRUST}")
 
 
 def verdict(advice: Advice) -> tuple[str, str]:
@@ -98,7 +95,7 @@ def verdict(advice: Advice) -> tuple[str, str]:
         return name, "no device has memory for a spare slot."
     digits = 3 if abs(gain.overall - 1) < 0.05 else 2
     low, overall, high = (f"{x:.{digits}f}x" for x in (gain.low, gain.overall, gain.high))
-    how = "plans by time" if _by_time(advice) else f"tolerance {best.tolerance:g}"
+    how = "plans by time" if advice.objective == "time" else f"tolerance {best.tolerance:g}"
     reach = "would reach" if advice.verdict == DOES_NOT_PAY else "reach"
     return name, (
         f"{counted(best.slots, 'spare slot')} and {how} {reach} {overall} ({low} to {high}) the "
@@ -110,20 +107,19 @@ def verdict(advice: Advice) -> tuple[str, str]:
 def settings_table(advice: Advice) -> Grid:
     """Return the share of forced balance by slots and tolerance; mark the best settings."""
     columns = ["plans by time"]
-    if not _by_time(advice):
+    if advice.objective != "time":
         columns = [f"tolerance {tolerance:g}" for tolerance in TOLERANCES]
     grid = make_grid(["spare slots", *columns])
     grid.add_row("0, no balancing", f"{advice.none.share:.1%}", *[""] * (len(columns) - 1))
     for slots in sorted({setting.slots for setting in advice.options}):
-        cells = [
-            Text(f"*{setting.share:.1%}", "bold")
-            if setting == advice.option
-            else Text(f"{setting.share:.1%}")
-            for setting in advice.options
-            if setting.slots == slots
-        ]
-        grid.add_row(str(slots), *cells)
+        settings = [setting for setting in advice.options if setting.slots == slots]
+        grid.add_row(str(slots), *(_share(setting, advice) for setting in settings))
     return grid
+
+
+def _share(setting: Option, advice: Advice) -> Text:
+    share = f"{setting.share:.1%}"
+    return Text(f"*{share}", "bold") if setting == advice.option else Text(share)
 
 
 def _details(advice: Advice, scenario: Scenario) -> Iterator[tuple[str, str]]:
@@ -173,11 +169,7 @@ def _settings(advice: Advice) -> str:
     if advice.verdict == DOES_NOT_PAY:
         return "no spare slots; leave balancing off"
     domain = f", domain={advice.domain}" if advice.domain < advice.ranks else ""
-    if _by_time(advice):  # the default of a balancer
+    if advice.objective == "time":  # the default of a balancer
         return f"slots={advice.slots}{domain}"
     config = f'ultraep.BalanceConfig(objective="balance", tolerance={advice.tolerance:g})'
     return f"slots={advice.slots}{domain}, config={config}"
-
-
-def _by_time(advice: Advice) -> bool:
-    return advice.objective == "time"

@@ -6,39 +6,23 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.filesize import decimal
 
-from ultraep.errors import UltraEPError
 from ultraep.files.writing import check_targets, write_text
-from ultraep.tools.cli.options import (
-    Force,
-    option,
-    refuse_options,
-    set_options,
-    split_floats,
-    split_names,
-    with_options,
-)
-from ultraep.tools.cli.terminal import (
-    make_console,
-    make_grid,
-    print_error,
-    print_facts,
-    print_notes,
-    progress,
-)
+from ultraep.tools.cli import options as cli
+from ultraep.tools.cli.options import option, refuse_options, set_options
+from ultraep.tools.cli.terminal import Terminal, progress
 from ultraep.tools.report.words import counted
 
 if TYPE_CHECKING:
     from ultraep.tools.serving.endpoint import EndpointOptions
     from ultraep.tools.serving.load import LoadOptions
     from ultraep.tools.serving.measure import Turn
-    from ultraep.tools.serving.run import Calibrated, EngineOptions, ModelFacts
+    from ultraep.tools.serving.run import Calibrated, EngineOptions
 
 EXAMPLE = (
     "Example: ultraep bench prefill --json prefill.json --html prefill.html\n\n"
@@ -47,7 +31,6 @@ EXAMPLE = (
     "--endpoint ultraep=http://127.0.0.1:8001 --rate 2,4,8 --seconds 30"
 )
 ENGINE_OPTIONS = ("policy", "ranks", "slots", "routing", "budget")
-INTERRUPTED = 130  # exit code
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,83 +39,64 @@ app = typer.Typer(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillOptions:
+class PrefillOptions(cli.Options):
     """Options of the command; None means not set."""
 
-    endpoint: Annotated[
-        list[str] | None,
-        option(
-            "Measure a server with the OpenAI protocol instead of the built-in engine. Repeat the "
-            "option to compare servers.",
-            metavar="[NAME=]URL",
-        ),
-    ] = None
-    model: Annotated[
-        str | None,
-        option(
-            "Directory of a checkpoint; with --endpoint, the servers' model name.",
-            "a random model; the first model of a server",
-            metavar="DIR|NAME",
-        ),
-    ] = None
-    policy: Annotated[
-        str | None,
-        option(
-            "Policies to compare with the first one. eplb places replicas by the previous "
-            "microbatch, with fixed homes; even forces even routing, an upper bound.",
-            "none,eplb,ultraep,even",
-            metavar="NAME,...",
-        ),
-    ] = None
-    ranks: Annotated[int | None, option("Processes of the engine.", "2")] = None
-    slots: Annotated[int | None, option("Spare slots per rank.", "2")] = None
-    routing: Annotated[
-        str | None,
-        option("Use the model's router, or assign experts evenly.", "own", metavar="own|even"),
-    ] = None
-    budget: Annotated[
-        int | None, option("Most tokens per rank and microbatch.", "calibrated to 0.5 s")
-    ] = None
-    rate: Annotated[str | None, option("Prompts per second.", "set by --load", metavar="X,...")] = (
-        None
+    endpoint: list[str] | None = option(
+        "Measure a server with the OpenAI protocol instead of the built-in engine. Repeat the "
+        "option to compare servers.",
+        metavar="[NAME=]URL",
     )
-    load: Annotated[
-        str | None,
-        option(
-            "Rates as fractions of the unbalanced engine's throughput.",
-            "0.4,0.8,1.1,1.4",
-            metavar="X,...",
-        ),
-    ] = None
-    arrivals: Annotated[
-        Path | None,
-        option(
-            "Recorded arrivals: lines of seconds[,tokens]; --rate rescales their times.",
-            "a Poisson process",
-            metavar="FILE",
-        ),
-    ] = None
-    seconds: Annotated[float, option("Seconds of arrivals per run.")] = 5.0
-    rounds: Annotated[int, option("Runs of every policy at every rate.")] = 3
-    shortest: Annotated[int, option("Tokens of the shortest prompt.")] = 16
-    longest: Annotated[int, option("Tokens of the longest prompt.")] = 256
-    burst: Annotated[int, option("Consecutive prompts with the same subject.")] = 12
-    slo: Annotated[float, option("Target time to first token, in seconds.")] = 1.0
-    timeout: Annotated[float | None, option("Seconds to wait for a server.", "30")] = None
-    seed: Annotated[int, option("Seed of weights, arrivals and prompts.")] = 0
-    json: Annotated[Path | None, option("Write all numbers as JSON.", metavar="FILE")] = None
-    html: Annotated[Path | None, option("Write a report.", metavar="FILE")] = None
+    model: str | None = option(
+        "Directory of a checkpoint; with --endpoint, the servers' model name.",
+        "a random model; the first model of a server",
+        metavar="DIR|NAME",
+    )
+    policy: str | None = option(
+        "Policies to compare with the first one. eplb places replicas by the previous microbatch, "
+        "with fixed homes; even forces even routing, an upper bound.",
+        "none,eplb,ultraep,even",
+        metavar="NAME,...",
+    )
+    ranks: int | None = option("Ranks of the engine, one process each.", "2")
+    slots: int | None = option("Spare slots per rank.", "2")
+    routing: str | None = option(
+        "Use the model's router, or assign experts evenly.", "own", metavar="own|even"
+    )
+    budget: int | None = option("Maximum tokens per rank and microbatch.", "calibrated to 0.5 s")
+    rate: str | None = option("Prompts per second.", "set by --load", metavar="X,...")
+    load: str | None = option(
+        "Rates as fractions of the unbalanced engine's throughput.",
+        "0.4,0.8,1.1,1.4",
+        metavar="X,...",
+    )
+    arrivals: Path | None = option(
+        "Recorded arrivals: lines of seconds[,tokens]; --rate rescales their times.",
+        "a Poisson process",
+        metavar="FILE",
+    )
+    seconds: float = option("Seconds of arrivals per run.", default=5.0)
+    rounds: int = option("Repetitions per policy and rate; policies alternate.", default=3)
+    shortest: int = option("Tokens of the shortest prompt.", default=16)
+    longest: int = option("Tokens of the longest prompt.", default=256)
+    burst: int = option("Consecutive prompts with the same subject.", default=12)
+    slo: float = option("Target time to first token, in seconds.", default=1.0)
+    timeout: float | None = option("Seconds to wait for a server.", "30")
+    seed: int = option("Seed of weights, arrivals and prompts.", default=0)
+    json: Path | None = option("Write all numbers as JSON.", metavar="FILE")
+    html: Path | None = option("Write a report.", metavar="FILE")
+    force: bool = cli.force_option()
 
     def load_options(self) -> LoadOptions:
         """Check and return the load."""
         from ultraep.tools.serving.load import Lengths, LoadOptions, read_arrivals
 
+        shares = {}
         if self.load is not None:
             refuse_options(self, ("rate", "arrivals"), "--load sets the rates")
-        shares = {} if self.load is None else {"shares": split_floats(self.load, "--load")}
+            shares = {"shares": cli.split_numbers(self.load, "--load", float)}
         return LoadOptions(
-            rates=() if self.rate is None else split_floats(self.rate, "--rate"),
+            rates=() if self.rate is None else cli.split_numbers(self.rate, "--rate", float),
             seconds=self.seconds,
             rounds=self.rounds,
             lengths=Lengths(shortest=self.shortest, longest=self.longest, burst=self.burst),
@@ -149,7 +113,7 @@ class PrefillOptions:
         refuse_options(self, ("timeout",), "the built-in engine has no timeout")
         options = set_options(self, ENGINE_OPTIONS)
         if self.policy is not None:
-            options["variants"] = tuple(split_names(options.pop("policy"), "--policy"))
+            options["variants"] = cli.split_names(options.pop("policy"), "--policy")
         return EngineOptions(load=self.load_options(), model=self.model, **options)
 
     def endpoint_options(self) -> EndpointOptions:
@@ -163,51 +127,46 @@ class PrefillOptions:
 
 
 @app.command("prefill", epilog=EXAMPLE)
-@with_options(PrefillOptions)
-def prefill(options: PrefillOptions, force: Force = False) -> None:
+@cli.with_options
+def prefill(options: PrefillOptions) -> None:
     """Measure the time to first token while prompts arrive, for every policy and rate.
 
     Prompts of mixed subjects and lengths arrive in real time, whether or not earlier ones are
     answered. The policies take turns and get the same prompts. Without --endpoint, processes on
     this machine serve a Mixture-of-Experts model of transformers.
     """
-    check_targets((options.json, "benchmark"), (options.html, "page"), force=force)
+    check_targets((options.json, "benchmark"), (options.html, "page"), force=options.force)
     test = LoadTest(options)
     if options.endpoint:
         from ultraep.tools.serving import endpoint
 
         servers = options.endpoint_options()
-        test.introduce(_describe_servers(servers), servers.load, len(servers.endpoints))
+        names = [f"{server.name} at {server.url}" for server in servers.endpoints]
+        facts = {"servers": f"{', '.join(names)}; timeout {servers.timeout:g} s"}
+        test.introduce(facts, servers.load, len(names))
         test.measure(lambda report: endpoint.run(servers, report))
     else:
         from ultraep.tools.serving import run
 
         engine = options.engine_options()
-        facts = _describe_engine(engine, run.check(engine))
+        model = run.check(engine)
+        facts = {
+            "model": f"{model.name}: {model.parameters / 1e6:.1f} million parameters, "
+            f"{model.layers} layers of {model.experts} experts, {model.top_k} per token; "
+            f"{decimal(model.nbytes)}",
+            "engine": f"{counted(engine.ranks, 'rank')}, one core and thread each; "
+            f"{counted(engine.slots, 'spare slot')}; routing: {engine.routing}; "
+            f"policies {', '.join(engine.variants)}; calibrated before the first run",
+        }
         test.introduce(facts, engine.load, len(engine.variants))
         test.measure(lambda report: run.run(engine, report))
-
-
-def _describe_engine(engine: EngineOptions, model: ModelFacts) -> dict[str, str]:
-    return {
-        "model": f"{model.name}: {model.parameters / 1e6:.1f} million parameters, {model.layers} "
-        f"layers of {model.experts} experts, {model.top_k} per token; {decimal(model.nbytes)}",
-        "engine": f"{counted(engine.ranks, 'rank')}, one core and thread each; "
-        f"{counted(engine.slots, 'spare slot')}; routing: {engine.routing}; "
-        f"policies {', '.join(engine.variants)}; calibrated before the first run",
-    }
-
-
-def _describe_servers(servers: EndpointOptions) -> dict[str, str]:
-    names = [f"{server.name} at {server.url}" for server in servers.endpoints]
-    return {"servers": f"{', '.join(names)}; timeout {servers.timeout:g} s"}
 
 
 class LoadTest:
     """The terminal output of a load test: introduction, progress, results."""
 
     def __init__(self, options: PrefillOptions) -> None:
-        self.options, self.console, self.began = options, make_console(), time.perf_counter()
+        self.options, self.terminal, self.began = options, Terminal(), time.perf_counter()
         self.turns: list[Turn] = []
         self.total = 0
         self.facts: dict[str, str] = {}
@@ -226,8 +185,7 @@ class LoadTest:
         seconds = sum(map(load.seconds_at, rates)) or len(load.shares) * load.seconds
         self.total = (len(rates) or len(load.shares)) * variants * load.rounds
         arrivals = f"{variants * load.rounds * seconds:.0f} s of arrivals in total"
-        work = {"work": f"{counted(self.total, 'run')}, {arrivals}"}
-        print_facts(self.console, self.facts | work)
+        self.terminal.print_facts(**self.facts, work=f"{counted(self.total, 'run')}, {arrivals}")
 
     def measure(self, work: Callable[[Callable[[Any], None]], None]) -> None:
         """Run the test; print and write the finished runs even if it is interrupted or fails."""
@@ -235,13 +193,9 @@ class LoadTest:
             with progress("measuring") as report:
                 work(lambda event: self._add(event, report))
         except KeyboardInterrupt:
+            raise KeyboardInterrupt("the table shows the finished runs") from None
+        finally:
             self._conclude()
-            print_error("interrupted; the table shows the finished runs")
-            raise typer.Exit(INTERRUPTED) from None
-        except UltraEPError:
-            self._conclude()
-            raise
-        self._conclude()
 
     def _add(self, event: Turn | Calibrated, report: Callable[..., None]) -> None:
         from ultraep.tools.serving.measure import Turn
@@ -254,36 +208,32 @@ class LoadTest:
             report(len(self.turns), self.total, text)
             return
         rates = ", ".join(f"{rate:g}" for rate in event.rates)
-        speed = {
-            "speed": f"{event.tokens_per_second:,.0f} tokens/s unbalanced; at most {event.budget} "
+        self.facts["speed"] = (
+            f"{event.tokens_per_second:,.0f} tokens/s unbalanced; at most {event.budget} "
             f"tokens per rank and microbatch; a replica takes {1e3 * event.copy_seconds:.1f} ms "
             f"and pays from {event.min_tokens} rows; prompts per second: {rates}"
-        }
-        self.facts |= speed
-        print_facts(self.console, speed)
+        )
+        self.terminal.print_facts(speed=self.facts["speed"])
 
     def _conclude(self) -> None:
         from ultraep.tools.report.rows import as_json
         from ultraep.tools.serving.measure import under_load
-        from ultraep.tools.serving.report import headline, notes, rows_of, table
+        from ultraep.tools.serving.report import headline, notes, rows_of, table, write_report
 
         if not self.turns:
             return
-        loads, options, console = under_load(self.turns), self.options, self.console
-        head, rows = table(loads, options.slo)
-        console.print()
+        loads, options, terminal = under_load(self.turns), self.options, self.terminal
         title = "Seconds to first token; sooner: gain of the median over the first policy"
-        console.print(make_grid(head, rows, title))
-        console.print(f"\n{headline(loads)}.", soft_wrap=True)
-        print_notes(console, notes(self.turns))
-        console.print(f"Measured in {time.perf_counter() - self.began:.0f} s.")
+        terminal.print()
+        terminal.print_table(*table(loads, options.slo), title)
+        terminal.print(f"\n{headline(loads)}.", soft_wrap=True)
+        terminal.print_notes(*notes(self.turns))
+        terminal.print(f"Measured in {time.perf_counter() - self.began:.0f} s.")
         if options.json is not None:
             command = shlex.join(["ultraep", *sys.argv[1:]])
             write_text(options.json, as_json(rows_of(loads, options.slo, command)))
-            print_facts(console, {"numbers": str(options.json)})
+            terminal.print_facts(numbers=options.json)
         if options.html is not None:
-            from ultraep.tools.serving.report import write_report
-
             facts = [(name.capitalize(), text) for name, text in self.facts.items()]
             write_report(options.html, self.turns, options.slo, facts)
-            print_facts(console, {"report": str(options.html)})
+            terminal.print_facts(report=options.html)

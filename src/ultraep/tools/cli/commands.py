@@ -87,7 +87,7 @@ class Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; print a user error in one line."""
+        """Run a command; print a user error or an interruption in one line."""
         try:
             return super().invoke(ctx)
         except UltraEPError as error:
@@ -96,8 +96,8 @@ class Commands(TyperGroup):
         except MemoryError as error:
             print_error(f"out of memory: {error}".rstrip(": "))
             raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            print_error("interrupted")
+        except KeyboardInterrupt as interrupt:
+            print_error("; ".join(["interrupted", *interrupt.args]))
             raise typer.Exit(130) from None
 
 

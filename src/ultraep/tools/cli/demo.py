@@ -13,10 +13,9 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -24,9 +23,10 @@ from rich.text import Text
 
 from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.policies import get_policy, policy_names
+from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
-from ultraep.tools.cli.options import option, split_names
-from ultraep.tools.cli.terminal import Grid, make_console, make_grid, print_facts, print_notes
+from ultraep.tools.cli.options import option, switch
+from ultraep.tools.cli.terminal import Grid, Terminal
 from ultraep.tools.demo.result import (
     REPORT_FILE,
     RESULT_FILE,
@@ -56,63 +56,60 @@ PHASES = {
 }
 
 
-def command(
-    quick: Annotated[bool, option("Run a smaller demo, 1 to 2 minutes.", flag="--quick")] = False,
-    steps: Annotated[
-        int | None, option("Training steps.", "100 (--quick: 30), fewer on a slow machine")
-    ] = None,
-    ranks: Annotated[
-        int | None, option("Processes in the expert-parallel group.", "by cores, 2 to 8")
-    ] = None,
-    device: Annotated[
-        str, option("cpu, or cuda with one GPU per rank.", metavar="cpu|cuda")
-    ] = "cpu",
-    out: Annotated[
-        Path, option("Output directory for result, traces and report.", metavar="DIR")
-    ] = Path("ultraep-demo"),
-    seed: Annotated[int, option("Seed of weights, texts and requests.")] = 0,
-    policy: Annotated[
-        str,
-        option(
-            "Policies to compare; the first is the baseline. They must fit the spare slots, which "
-            "eplb and lplb do not.",
-            metavar="NAME,...",
-        ),
-    ] = "none,ultraep",
-    no_report: Annotated[bool, option("Do not write report.html.", flag="--no-report")] = False,
-) -> None:
+class DemoOptions(cli.Options):
+    quick: bool = switch("Run a smaller demo, 1 to 2 minutes.", "--quick")
+    steps: int | None = option("Training steps.", "100 (--quick: 30), fewer on a slow machine")
+    ranks: int | None = option("Processes in the expert-parallel group.", "by cores, 2 to 8")
+    device: str = option("cpu, or cuda with one GPU per rank.", default="cpu", metavar="cpu|cuda")
+    out: Path = option(
+        "Output directory for result, traces and report.",
+        default=Path("ultraep-demo"),
+        metavar="DIR",
+    )
+    seed: int = option("Seed of weights, texts and requests.", default=0)
+    policy: str = option(
+        "Policies to compare; the first is the baseline. They must fit the spare slots, which eplb "
+        "and lplb do not.",
+        default="none,ultraep",
+        metavar="NAME,...",
+    )
+    no_report: bool = switch("Do not write report.html.", "--no-report")
+
+
+@cli.with_options
+def command(options: DemoOptions) -> None:
     """Train a small MoE model, serve requests with it, and measure its layers.
 
     The text is Python's own library, the ranks are processes on this machine, and every printed
     number is measured in this run. Under torchrun, the demo uses torchrun's ranks.
     """
-    if seed < 0:
-        raise ConfigError(f"--seed must not be negative, got {seed}")
-    place, policies = RankPlace.of_torchrun(), tuple(split_names(policy, "--policy"))
-    if place is not None and ranks not in (None, place.size):
-        raise ConfigError(f"--ranks is {ranks}, but torchrun started {place.size} ranks")
+    if options.seed < 0:
+        raise ConfigError(f"--seed must not be negative, got {options.seed}")
+    place, policies = RankPlace.of_torchrun(), cli.split_names(options.policy, "--policy")
+    if place is not None and options.ranks not in (None, place.size):
+        raise ConfigError(f"--ranks is {options.ranks}, but torchrun started {place.size} ranks")
     sizes, notes = choose(
-        _machine(device),
-        quick=quick,
-        ranks=place.size if place else ranks,
-        steps=steps,
-        device=device,
+        _machine(options.device),
+        quick=options.quick,
+        ranks=place.size if place else options.ranks,
+        steps=options.steps,
+        device=options.device,
         policies=len(policies),
     )
-    job = Job(sizes, policies, str(out), seed, device, tuple(notes))
-    console = make_console()
-    console.quiet = place is not None and place.rank > 0
+    job = Job(sizes, policies, str(options.out), options.seed, options.device, tuple(notes))
+    terminal = Terminal()
+    terminal.quiet = place is not None and place.rank > 0
     with prepare(job, place) as output_dir:
-        _introduce(console, job)
+        _introduce(terminal, job)
         try:
-            with Display(console, policies) as display:
+            with Display(terminal, policies) as display:
                 result = run(job, display.show, place, output_dir)
         except KeyboardInterrupt:
-            console.print(f"interrupted; the traces so far are in {out}")
+            terminal.print(f"interrupted; the traces so far are in {options.out}")
             raise
-        _conclude(console, result)
-        if not console.quiet:
-            _save(console, result, out, report=not no_report)
+        _conclude(terminal, result)
+        if not terminal.quiet:
+            _save(terminal, result, options)
 
 
 def _machine(device: str) -> Machine:
@@ -162,28 +159,27 @@ def run(
     return work_as_rank(place, job, report)
 
 
-def _introduce(console: Console, job: Job) -> None:
+def _introduce(terminal: Terminal, job: Job) -> None:
     sizes = job.sizes
     unit = "a GPU" if job.device == "cuda" else "one thread"
     time = "depends on --steps"
     if sizes.seconds is not None:  # training takes about half of the time
         low, high = max(1, round(2 * sizes.seconds / 60)), math.ceil(4 * sizes.seconds / 60)
         time = f"about {low} to {high} minutes"
-    facts = {
-        "demo": "train a small language model under every policy, serve requests with it, measure "
+    terminal.print_facts(
+        demo="train a small language model under every policy, serve requests with it, measure "
         "its MoE layers, write a report",
-        "ranks": f"{counted(sizes.ranks, 'rank')} with {unit} and "
+        ranks=f"{counted(sizes.ranks, 'rank')} with {unit} and "
         f"{counted(sizes.slots, 'spare slot')} each; {counted(this_machine().cores, 'core')} here",
-        "model": f"bytes as tokens, {sizes.layers} MoE layers of {sizes.experts} experts, "
+        model=f"bytes as tokens, {sizes.layers} MoE layers of {sizes.experts} experts, "
         f"{sizes.top_k} per token, width {sizes.hidden}, {sizes.dtype}",
-        "text": "Python's own library: code, then prose, then tables; "
+        text="Python's own library: code, then prose, then tables; "
         f"{sizes.tokens} tokens per rank and step, {sizes.steps} steps",
-        "policies": f"{', '.join(job.policies)}, in turns, with the same seeds and the same text",
-        "time": f"{time}, longer if other programs use the cores",
-    }
-    print_facts(console, facts)
-    print_notes(console, job.notes)
-    console.print()
+        policies=f"{', '.join(job.policies)}, in turns, with the same seeds and the same text",
+        time=f"{time}, longer if other programs use the cores",
+    )
+    terminal.print_notes(*job.notes)
+    terminal.print()
 
 
 # -- progress ------------------------------------------------------------------------------------
@@ -192,13 +188,13 @@ def _introduce(console: Console, job: Job) -> None:
 class Display:
     """A live picture on a terminal, else a line from time to time."""
 
-    def __init__(self, console: Console, policies: tuple[str, ...]) -> None:
-        self.console = console
+    def __init__(self, terminal: Terminal, policies: tuple[str, ...]) -> None:
+        self.terminal = terminal
         self.past: dict[str, list[Progress]] = {name: [] for name in policies}
-        self.live = Live(console=console, transient=True, auto_refresh=False)
+        self.live = Live(console=terminal, transient=True, auto_refresh=False)
 
     def __enter__(self) -> Display:
-        if self.console.is_terminal:
+        if self.terminal.is_terminal:
             self.live.start()
         return self
 
@@ -208,14 +204,14 @@ class Display:
     def show(self, event: Event) -> None:
         """Print or draw an event of rank 0."""
         if isinstance(event, Note):
-            print_notes(self.console, [event.text])
+            self.terminal.print_notes(event.text)
             return
         if event.policy:
             self.past[event.policy].append(event)
-        if self.console.is_terminal:
+        if self.terminal.is_terminal:
             self.live.update(self.picture(event), refresh=True)
         elif event.done % -(-event.of // LINES) == 0 or event.done in (1, event.of):
-            self.console.print(_line(event), soft_wrap=True)
+            self.terminal.print(_line(event), soft_wrap=True)
 
     def picture(self, now: Progress) -> Group:
         """Draw the phase, and the current numbers of every policy."""
@@ -231,7 +227,7 @@ class Display:
             grid.add_column(name, justify="right" if name in ("loss", "tokens/s") else "left")
         recent = {policy: past[-HISTORY:] for policy, past in self.past.items() if past}
         high = max([1.1, *(event.before or 1.0 for past in recent.values() for event in past)])
-        glyphs = render.glyphs_for(self.console)
+        glyphs = render.glyphs_for(self.terminal)
         for policy, past in recent.items():
             last = past[-1]
             phase = [event for event in past if event.phase == last.phase]
@@ -261,31 +257,31 @@ def _line(now: Progress) -> str:
 # -- result --------------------------------------------------------------------------------------
 
 
-def _conclude(console: Console, result: DemoResult) -> None:
+def _conclude(terminal: Terminal, result: DemoResult) -> None:
     last = result.policies[-1]
     title = (
         f"{counted(result.sizes.ranks, 'rank')}, {result.steps} steps, "
         f"{result.parameters / 1e6:.1f} M parameters, {result.requests} requests"
     )
-    console.print()
-    console.print(make_grid(*result.table(), title))
-    console.print(f"\n{result.headline}.", style="bold", soft_wrap=True)
-    console.print(
+    terminal.print()
+    terminal.print_table(*result.table(), title)
+    terminal.print(f"\n{result.headline}.", style="bold", soft_wrap=True)
+    terminal.print(
         f"Imbalance {last.imbalance_before:.2f} -> {last.imbalance_after:.3f}, "
         f"{last.layer_share:.0%} of the speed of forced balance; losses differ by at most "
         f"{result.loss_difference:.0e}. Measured in {result.wall_seconds:.0f} s.\n"
     )
 
 
-def _save(console: Console, result: DemoResult, out: Path, *, report: bool) -> None:
+def _save(terminal: Terminal, result: DemoResult, options: DemoOptions) -> None:
     """Save after printing, so that a full disk loses no output."""
     for row in result.policies:
-        print_facts(console, {"trace": str(trace_folder(out, row.policy))})
-    print_facts(console, {"result": str(result.save(out))})
-    if report:
+        terminal.print_facts(trace=trace_folder(options.out, row.policy))
+    terminal.print_facts(result=result.save(options.out))
+    if not options.no_report:
         from ultraep.tools.demo.report import write_report
 
         try:
-            print_facts(console, {"report": str(write_report(out, result))})
+            terminal.print_facts(report=write_report(options.out, result))
         except BackendUnavailable as missing:
-            print_notes(console, [str(missing)])
+            terminal.print_notes(str(missing))

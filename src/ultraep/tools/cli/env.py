@@ -14,8 +14,8 @@ from rich import box
 from ultraep import __version__
 from ultraep.backends import BACKENDS, BackendInfo
 from ultraep.policies import policy_names
-from ultraep.tools.cli.options import AsJson
-from ultraep.tools.cli.terminal import Grid, make_console
+from ultraep.tools.cli import options as cli
+from ultraep.tools.cli.terminal import Grid, Terminal
 from ultraep.tools.report.words import counted
 
 EXAMPLE = "Example: ultraep env --json > env.json"
@@ -23,19 +23,15 @@ DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 PACKAGES = ("numpy", "numba", "torch", "triton")
 
 
-def command(as_json: AsJson = False) -> None:
+class EnvOptions(cli.Options):
+    as_json: bool = cli.json_option()
+
+
+@cli.with_options
+def command(options: EnvOptions) -> None:
     """Show versions, devices, backends and policies for a bug report."""
-    facts = collect()
-    if as_json:
-        print(json.dumps(facts, indent=2))
-    else:
-        make_console().print(_table(facts))
-
-
-def collect() -> dict[str, Any]:
-    """Return the facts that `--json` prints."""
     torch = _torch()
-    return {
+    facts = {
         "ultraep": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
@@ -43,10 +39,14 @@ def collect() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "torch": torch,
         "backends": {info.name: info.available for info in BACKENDS},
-        "chosen": {device: _chosen(device) for device in ("cpu", "cuda")},
+        "chosen": {device: _chosen(device) for device in DEVICES},
         "data_planes": {"cpu": "messages: tokens are on the CPU", "cuda": _plane_of_gpus(torch)},
         "policies": policy_names(),
     }
+    if options.as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        Terminal().print(_table(facts))
 
 
 def _chosen(device: str) -> str:

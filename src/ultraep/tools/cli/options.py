@@ -1,16 +1,15 @@
-"""Options that several commands share, lists of values in an option, and records of options."""
+"""Options as records, options that several commands share, and lists of values in an option."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
-from inspect import Parameter
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
-from typer import Option
+from typer import Argument, Option
 
 from ultraep.errors import ConfigError
 from ultraep.tools.sim.workload import calibrated_noise
@@ -19,162 +18,64 @@ CLUSTER, MODEL, RANKS, TOKENS, IMBALANCE = "gb200-nvl72", "qwen3-235b", 64, 8192
 NOISE, PREFILL_NOISE = (calibrated_noise(training=training) for training in (True, False))
 MOST_PROCESSES = 8
 MOST_IN_RANGE = 1 << 20
-Record = TypeVar("Record")
+Number = TypeVar("Number", int, float)
 
 
-def option(text: str, default: str = "", *, metavar: str | None = None, flag: str = "") -> Any:
-    """Describe an option.
+# -- records -------------------------------------------------------------------------------------
 
-    default: what the help shows if the option's real default is None.
-    flag: the name of the option, if it differs from the parameter.
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Options:
+    """Base class of the options of a command: a frozen dataclass of `option` fields."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+def option(
+    text: str, shown: str = "", *, default: Any = None, metavar: str | None = None, flags: str = ""
+) -> Any:
+    """Return a field of `Options`.
+
+    shown: the default in the help, if `default` is None.
+    flags: the names of the option, if they differ from the name of the field.
     """
-    names = [flag] if flag else []
-    return Option(*names, help=text, metavar=metavar, show_default=default or True)
+    info = Option(*flags.split(), help=text, metavar=metavar, show_default=shown or True)
+    return field(default=default, metadata={"typer": info})
 
 
-AsJson = Annotated[bool, option("Print JSON only.", flag="--json")]
-Force = Annotated[
-    bool, option("Overwrite existing files that ultraep did not write.", flag="--force")
-]
-Policies = Annotated[
-    str, option("Policies to compare; `ultraep env` lists them.", metavar="NAME,...")
-]
-Slots = Annotated[int, option("Spare slots per rank; a slot holds one replica of an expert.")]
-Tolerance = Annotated[
-    float, option("How far the busiest rank may exceed the mean load: 0.01 is 1 %.")
-]
-TRAINING = "Training only: "
+def switch(text: str, flag: str) -> Any:
+    """Return a field of `Options` for an option without a value."""
+    return option(text, default=False, flags=flag)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScenarioOptions:
-    """The simulated cluster, model, job and loads.
-
-    Options of training only or of synthetic loads only default to None, so that a scenario without
-    training or with recorded loads can refuse them instead of ignoring them.
-    """
-
-    cluster: Annotated[
-        str,
-        option(
-            "Cluster: a preset (`ultraep simulate --presets` lists them), FILE.toml or "
-            "FILE.toml:NAME.",
-            metavar="NAME|FILE",
-        ),
-    ] = CLUSTER
-    model: Annotated[str, option("Model: a preset or a TOML file.", metavar="NAME|FILE")] = MODEL
-    ep: Annotated[int, option("Ranks in the expert-parallel group.", metavar="RANKS")] = RANKS
-    imbalance: Annotated[
-        float | None,
-        option("Mean imbalance of synthetic loads: busiest rank over mean rank.", f"{IMBALANCE:g}"),
-    ] = None
-    noise: Annotated[
-        float | None,
-        option(
-            "Standard deviation of an expert's log popularity between microbatches.",
-            f"{NOISE:g}, {PREFILL_NOISE:g} with --prefill",
-        ),
-    ] = None
-    topic_length: Annotated[
-        int | None,
-        option("Microbatches after which the popular experts change at once.", "never"),
-    ] = None
-    drift_length: Annotated[
-        int | None,
-        option("Microbatches within which the popular experts change gradually.", "never"),
-    ] = None
-    trace: Annotated[
-        Path | None,
-        option(
-            "Recorded loads instead of synthetic ones: a trace, routing (.npz with arrays *_ids) "
-            "or loads (.npy, .npz, .csv, .json). They repeat from the start when they run out.",
-            metavar="FILE",
-        ),
-    ] = None
-    tokens: Annotated[
-        int, option("Tokens per rank and microbatch; with --prefill, tokens per chunk.")
-    ] = TOKENS
-    sequence_length: Annotated[
-        int | None, option(f"{TRAINING}tokens per sequence.", "as --tokens")
-    ] = None
-    pipeline: Annotated[
-        int | None,
-        Option("--pipeline", "--stages", help=f"{TRAINING}pipeline stages.", show_default="1"),
-    ] = None
-    groups: Annotated[
-        int | None, option(f"{TRAINING}data-parallel replicas of the expert-parallel group.", "1")
-    ] = None
-    microbatches: Annotated[
-        int | None, option(f"{TRAINING}microbatches per step and group.", "8")
-    ] = None
-    steps: Annotated[int | None, option(f"{TRAINING}steps to simulate.", "8")] = None
-    no_recompute: Annotated[
-        bool, option(f"{TRAINING}keep all activations for backward.", flag="--no-recompute")
-    ] = False
-    prefill: Annotated[
-        str | None,
-        option(
-            "Serve prefill requests instead of training: stem, mixed, or a TOML file.",
-            metavar="NAME|FILE",
-        ),
-    ] = None
-    domain: Annotated[
-        int | None,
-        option(
-            "Ranks joined by the fast link; replicas stay in the domain of their home.",
-            "of the cluster",
-        ),
-    ] = None
-    objective: Annotated[
-        str | None,
-        option(
-            "Goal of ultraep's plans: shortest time, or balance whatever the replicas cost.",
-            "time; balance with --prefill",
-            metavar="time|balance",
-        ),
-    ] = None
-    rates: Annotated[
-        str | None,
-        option(
-            "Cost of a row and a replica in picoseconds, for --objective time.",
-            "of cluster and model",
-            metavar="row=N,copy=N,...",
-        ),
-    ] = None
-    seed: Annotated[int, option("Random seed.")] = 0
-    processes: Annotated[
-        int | None,
-        option(
-            "Processes that share the work; the result does not depend on them.",
-            f"one per core, at most {MOST_PROCESSES}",
-        ),
-    ] = None
+def argument(text: str, metavar: str, *, default: Any = MISSING) -> Any:
+    """Return a field of `Options` for a positional argument."""
+    info = Argument(help=text, metavar=metavar, show_default=False)
+    return field(default=default, metadata={"typer": info})
 
 
-def with_options(record: type[Record]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn a command that takes a record of options into one with an option for every field."""
-    types = get_type_hints(record, include_extras=True)
-    defaults = {
-        field.name: Parameter.empty if field.default is MISSING else field.default
-        for field in fields(record)  # type: ignore[arg-type]
-    }
+def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Turn a command that takes `Options` into one with a parameter for every field."""
+    record = get_type_hints(command)["options"]
+    types = get_type_hints(record)
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def run(**values: Any) -> None:
-            options = record(**{name: values.pop(name) for name in defaults})
-            command(options, **values)
+    @wraps(command)
+    def run(**values: Any) -> None:
+        command(record(**values))
 
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        shared = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
-            for name, default in defaults.items()
+    run.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(
+                item.name,
+                Parameter.KEYWORD_ONLY,
+                default=Parameter.empty if item.default is MISSING else item.default,
+                annotation=Annotated[types[item.name], item.metadata["typer"]],
+            )
+            for item in fields(record)
         ]
-        own = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in own]
-        run.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
-        return run
-
-    return decorate
+    )
+    return run
 
 
 def set_options(options: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -190,46 +91,140 @@ def refuse_options(options: Any, names: tuple[str, ...], reason: str) -> None:
         raise ConfigError(f"{reason}; remove {' and '.join(flags)}")
 
 
+# -- shared options ------------------------------------------------------------------------------
+
+
+def json_option() -> Any:
+    return switch("Print JSON only.", "--json")
+
+
+def force_option() -> Any:
+    return switch("Overwrite existing files that ultraep did not write.", "--force")
+
+
+def policy_option(default: str) -> Any:
+    text = "Policies to compare; `ultraep env` lists them."
+    return option(text, default=default, metavar="NAME,...")
+
+
+def slots_option() -> Any:
+    return option("Spare slots per rank; a slot holds one replica of an expert.", default=1)
+
+
+def tolerance_option(default: float) -> Any:
+    text = "How far the busiest rank may exceed the mean load: 0.01 is 1 %."
+    return option(text, default=default)
+
+
+def training_option(text: str, shown: str, flags: str = "") -> Any:
+    return option(f"Training only: {text}", shown, flags=flags)
+
+
+class ScenarioOptions(Options):
+    """The simulated cluster, model, job and loads.
+
+    Options of training only or of synthetic loads only default to None, so that a scenario without
+    training or with recorded loads can refuse them instead of ignoring them.
+    """
+
+    cluster: str = option(
+        "Cluster: a preset (`ultraep simulate --presets` lists them), FILE.toml or FILE.toml:NAME.",
+        default=CLUSTER,
+        metavar="NAME|FILE",
+    )
+    model: str = option("Model: a preset or a TOML file.", default=MODEL, metavar="NAME|FILE")
+    ep: int = option("Ranks in the expert-parallel group.", default=RANKS, metavar="RANKS")
+    imbalance: float | None = option(
+        "Mean imbalance of synthetic loads: busiest rank over mean rank.", f"{IMBALANCE:g}"
+    )
+    noise: float | None = option(
+        "Standard deviation of an expert's log popularity between microbatches.",
+        f"{NOISE:g}, {PREFILL_NOISE:g} with --prefill",
+    )
+    topic_length: int | None = option(
+        "Microbatches after which the popular experts change at once.", "never"
+    )
+    drift_length: int | None = option(
+        "Microbatches within which the popular experts change gradually.", "never"
+    )
+    trace: Path | None = option(
+        "Recorded loads instead of synthetic ones: a trace, routing (.npz with arrays *_ids) or "
+        "loads (.npy, .npz, .csv, .json). They repeat from the start when they run out.",
+        metavar="FILE",
+    )
+    tokens: int = option(
+        "Tokens per rank and microbatch; with --prefill, tokens per chunk.", default=TOKENS
+    )
+    sequence_length: int | None = training_option("tokens per sequence.", "as --tokens")
+    pipeline: int | None = training_option("pipeline stages.", "1", "--pipeline --stages")
+    groups: int | None = training_option(
+        "data-parallel replicas of the expert-parallel group.", "1"
+    )
+    microbatches: int | None = training_option("microbatches per step and group.", "8")
+    steps: int | None = training_option("steps to simulate.", "8")
+    no_recompute: bool = switch(
+        "Training only: keep all activations for backward.", "--no-recompute"
+    )
+    prefill: str | None = option(
+        "Serve prefill requests instead of training: stem, mixed, or a TOML file.",
+        metavar="NAME|FILE",
+    )
+    domain: int | None = option(
+        "Ranks joined by the fast link; replicas stay in the domain of their home.",
+        "of the cluster",
+    )
+    objective: str | None = option(
+        "Goal of ultraep's plans: shortest time, or balance whatever the replicas cost.",
+        "time; balance with --prefill",
+        metavar="time|balance",
+    )
+    rates: str | None = option(
+        "Cost of a row and a replica in picoseconds, for --objective time.",
+        "of cluster and model",
+        metavar="row=N,copy=N,...",
+    )
+    seed: int = option("Random seed.", default=0)
+    processes: int | None = option(
+        "Processes that share the work; the result does not depend on them.",
+        f"one per core, at most {MOST_PROCESSES}",
+    )
+
+
 # -- lists in an option --------------------------------------------------------------------------
 
 
-def split_names(text: str, flag: str) -> list[str]:
+def split_names(text: str, flag: str) -> tuple[str, ...]:
     """Split a list at its commas and drop duplicates.
 
     >>> split_names("none, eplb,none", "--policy")
-    ['none', 'eplb']
+    ('none', 'eplb')
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ConfigError(f"{flag} needs at least one name, got {text!r}")
-    return list(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names))
 
 
-def split_numbers(text: str, flag: str) -> list[int]:
-    """Split a list of integers."""
-    try:
-        return [int(number) for number in split_names(text, flag)]
-    except ValueError:
-        raise ConfigError(f"{flag} must be numbers like 1,2, got {text!r}") from None
+def split_numbers(
+    text: str, flag: str, number: Callable[[str], Number] = int
+) -> tuple[Number, ...]:
+    """Split a list of numbers.
 
-
-def split_floats(text: str, flag: str) -> tuple[float, ...]:
-    """Split a list of floats.
-
-    >>> split_floats("0.5, 2", "--rate")
+    >>> split_numbers("0.5, 2", "--rate", float)
     (0.5, 2.0)
     """
     try:
-        return tuple(float(number) for number in split_names(text, flag))
+        return tuple(number(name) for name in split_names(text, flag))
     except ValueError:
-        raise ConfigError(f"{flag} must be numbers like 0.5,2, got {text!r}") from None
+        example = "1,2" if number is int else "0.5,2"
+        raise ConfigError(f"{flag} must be numbers like {example}, got {text!r}") from None
 
 
-def split_ranges(text: str, flag: str) -> list[int]:
+def split_ranges(text: str, flag: str) -> tuple[int, ...]:
     """Return the sorted integers of a list that may contain ranges.
 
     >>> split_ranges("7,0-2", "--layers")
-    [0, 1, 2, 7]
+    (0, 1, 2, 7)
     """
     numbers: set[int] = set()
     for part in split_names(text, flag):
@@ -241,4 +236,4 @@ def split_ranges(text: str, flag: str) -> list[int]:
         if not 0 <= begin <= end < MOST_IN_RANGE:
             raise ConfigError(f"{flag} {part}: a range must ascend and start at 0 or above")
         numbers.update(range(begin, end + 1))
-    return sorted(numbers)
+    return tuple(sorted(numbers))

@@ -1,22 +1,19 @@
 """`ultraep plan FILE`: plan the loads in a file, and show imbalance, replicas and planning time.
 
-Shapes: S microbatches of all layers, M microbatches per layer, H layers, R ranks, E experts.
+Shapes: H layers, M microbatches per layer, R ranks, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 from rich.text import Text
-from typer import Argument
 
 from ultraep.arrays import IntArray
 from ultraep.backends import select
@@ -26,18 +23,11 @@ from ultraep.loads import as_loads
 from ultraep.plan import PER_MS, Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
+from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
-from ultraep.tools.cli.options import (
-    AsJson,
-    Policies,
-    Slots,
-    Tolerance,
-    option,
-    split_names,
-    with_options,
-)
+from ultraep.tools.cli.options import argument, option
 from ultraep.tools.cli.render import Outcome
-from ultraep.tools.cli.terminal import FAINT, describe_topology, make_console, print_records
+from ultraep.tools.cli.terminal import Terminal, describe_topology, print_records
 from ultraep.tools.report.words import counted
 from ultraep.tools.sim.workload import WINDOW, read_microbatches
 from ultraep.topology import Topology
@@ -56,65 +46,47 @@ PLAN_NUMBERS = (  # in JSON
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options of the command."""
-
-    file: Annotated[
-        Path,
-        Argument(
-            metavar="FILE",
-            help="Loads (.npy, .npz, .csv, .json): integers \\[source rank, expert], or a list of "
-            "such matrices, one per microbatch. Or a trace. Or recorded routing: an .npz with "
-            "expert ids \\[token, layer, choice] in arrays *_ids.",
-        ),
-    ]
-    ranks: Annotated[
-        int | None,
-        option("Ranks that share the tokens of recorded routing.", "source ranks in the file"),
-    ] = None
-    experts: Annotated[
-        int | None,
-        option("Experts per layer of recorded routing.", "next power of two above its ids"),
-    ] = None
-    window: Annotated[
-        int | None, option("Tokens per microbatch of recorded routing.", f"{WINDOW}")
-    ] = None
-    slots: Slots = 1
-    domain: Annotated[
-        int | None,
-        option("Ranks joined by the fast link; replicas stay in their domain.", "all ranks"),
-    ] = None
-    policy: Policies = "ultraep"
-    tolerance: Tolerance = 0.0
-    min_tokens: Annotated[int, option("Fewest rows that a replica serves.")] = 1
-    max_replicas: Annotated[int | None, option("Most replicas per domain.", "all spare slots")] = (
-        None
+class PlanOptions(cli.Options):
+    file: Path = argument(
+        "Loads (.npy, .npz, .csv, .json): integers \\[source rank, expert], or a list of such "
+        "matrices, one per microbatch. Or a trace. Or recorded routing: an .npz with expert ids "
+        "\\[token, layer, choice] in arrays *_ids.",
+        "FILE",
     )
-    no_locality: Annotated[
-        bool, option("Do not prefer a replica on a row's source rank.", flag="--no-locality")
-    ] = False
-    rates: Annotated[
-        str | None,
-        option(
-            "Cost of a row and a replica in picoseconds, as a balancer logs them; ultraep then "
-            "makes only replicas that save time.",
-            "none",
-            metavar="row=N,copy=N,...",
-        ),
-    ] = None
-    backend: Annotated[
-        str | None,
-        option("cpu (compiled) or reference (slow); their plans are equal.", "the fastest"),
-    ] = None
-    history: Annotated[
-        int,
-        option(
-            "Past microbatches of a layer that eplb, lplb and flashlb plan from; a layer's first "
-            "microbatch uses its own loads."
-        ),
-    ] = 1
-    show: Annotated[int | None, option("Microbatch to draw, from 0.", "the most imbalanced")] = None
+    ranks: int | None = option(
+        "Ranks that share the tokens of recorded routing.", "source ranks in the file"
+    )
+    experts: int | None = option(
+        "Experts per layer of recorded routing.", "next power of two above its ids"
+    )
+    window: int | None = option("Tokens per microbatch of recorded routing.", f"{WINDOW}")
+    slots: int = cli.slots_option()
+    domain: int | None = option(
+        "Ranks joined by the fast link; replicas stay in their domain.", "all ranks"
+    )
+    policy: str = cli.policy_option("ultraep")
+    tolerance: float = cli.tolerance_option(0.0)
+    min_tokens: int = option("Minimum rows per replica.", default=1)
+    max_replicas: int | None = option("Maximum replicas per domain.", "all spare slots")
+    no_locality: bool = cli.switch(
+        "Do not prefer a replica on a row's source rank.", "--no-locality"
+    )
+    rates: str | None = option(
+        "Cost of a row and a replica in picoseconds, as a balancer logs them; ultraep then makes "
+        "only replicas that save time.",
+        "none",
+        metavar="row=N,copy=N,...",
+    )
+    backend: str | None = option(
+        "cpu (compiled) or reference (slow); their plans are equal.", "the fastest"
+    )
+    history: int = option(
+        "Past microbatches of a layer that eplb, lplb and flashlb plan from; a layer's first "
+        "microbatch uses its own loads.",
+        default=1,
+    )
+    show: int | None = option("Microbatch to draw, from 0.", "the most imbalanced")
+    as_json: bool = cli.json_option()
 
     def configs(self) -> list[BalanceConfig]:
         """One config per policy."""
@@ -127,29 +99,12 @@ class PlanOptions:
                 locality=not self.no_locality,
                 rates=None if self.rates is None else Rates.from_text(self.rates),
             )
-            for name in split_names(self.policy, "--policy")
+            for name in cli.split_names(self.policy, "--policy")
         ]
 
 
-@dataclass(frozen=True, eq=False)
-class Series:
-    """Microbatches layer by layer: all of the first layer, then all of the next."""
-
-    loads: IntArray  # [S, R, E]
-    layers: int = 1
-
-    def position(self, index: int) -> tuple[int, int]:
-        """Return the layer, and the number of the microbatch within that layer."""
-        return divmod(index, len(self.loads) // self.layers)
-
-    def past(self, index: int, number: int) -> IntArray:
-        """Return the previous microbatches of the layer; for the first one, itself."""
-        begin = index - min(self.position(index)[1], number)
-        return self.loads[begin : max(index, begin + 1)]
-
-
-@with_options(PlanOptions)
-def command(options: PlanOptions, as_json: AsJson = False) -> None:
+@cli.with_options
+def command(options: PlanOptions) -> None:
     """Plan the loads in a file: imbalance before and after, replicas, planning time.
 
     Imbalance is the load of the busiest rank over the mean. No plan can go below the bound.
@@ -157,24 +112,24 @@ def command(options: PlanOptions, as_json: AsJson = False) -> None:
     Only the planner runs, no model. The planning time excludes the first call.
     """
     configs = options.configs()
-    series = read_series(options)
-    topology = _topology(options, series.loads)
+    loads_HMRE = read_layers(options)
+    topology = _topology(options, loads_HMRE)
+    last = loads_HMRE.shape[0] * loads_HMRE.shape[1] - 1
     if options.history < 1:
         raise ConfigError(f"--history must be at least 1, got {options.history}")
-    if options.show is not None and not 0 <= options.show < len(series.loads):
-        raise ConfigError(f"--show must lie in 0..{len(series.loads) - 1}, got {options.show}")
-    planner = Planner(series, topology, options.backend, options.history)
-    outcomes = planner.outcomes(configs)
-    if as_json:
-        print_records(_record(outcome, series) for outcome in outcomes)
+    if options.show is not None and not 0 <= options.show <= last:
+        raise ConfigError(f"--show must lie in 0..{last}, got {options.show}")
+    outcomes = _plan_all(options, configs, loads_HMRE, topology)
+    if options.as_json:
+        print_records(map(_record, outcomes))
     else:
-        console = make_console()
-        console.print(_heading(options, series, topology))
-        _report(outcomes, console, series, options.show)
+        terminal = Terminal()
+        terminal.print(_heading(options, loads_HMRE, topology))
+        _report(outcomes, terminal, options.show)
 
 
-def read_series(options: PlanOptions) -> Series:
-    """Read loads, a trace or recorded routing."""
+def read_layers(options: PlanOptions) -> IntArray:
+    """[H, M, R, E] loads of a file of loads, a trace or recorded routing."""
     file, ranks = options.file, options.ranks
     if holds_routing(file):
         if ranks is None:
@@ -195,13 +150,12 @@ def read_series(options: PlanOptions) -> Series:
         window=WINDOW if options.window is None else options.window,
         any_homes=False,
     )
-    layers = loads_MHRE.shape[1]
-    return Series(loads_MHRE.swapaxes(0, 1).reshape(-1, *loads_MHRE.shape[2:]), layers)
+    return loads_MHRE.swapaxes(0, 1)
 
 
-def _topology(options: PlanOptions, loads_SRE: IntArray) -> Topology:
+def _topology(options: PlanOptions, loads_HMRE: IntArray) -> Topology:
     """Return the topology; raise if it does not fit the loads."""
-    _, ranks, experts = loads_SRE.shape
+    *_, ranks, experts = loads_HMRE.shape
     if options.ranks not in (None, ranks):
         raise ConfigError(
             f"--ranks is {options.ranks}, but the file has loads of {ranks} source ranks"
@@ -209,7 +163,7 @@ def _topology(options: PlanOptions, loads_SRE: IntArray) -> Topology:
     if experts % ranks:
         raise ConfigError(f"{experts} experts do not divide evenly over {ranks} ranks")
     topology = Topology(ranks=ranks, experts=experts, slots=options.slots, domain=options.domain)
-    for microbatch, loads_RE in enumerate(loads_SRE):
+    for microbatch, loads_RE in enumerate(loads_HMRE.reshape(-1, ranks, experts)):
         try:
             as_loads(loads_RE, topology)
         except LoadError as error:
@@ -217,51 +171,51 @@ def _topology(options: PlanOptions, loads_SRE: IntArray) -> Topology:
     return topology
 
 
-@dataclass(frozen=True)
-class Planner:
-    """Plans microbatches of a series and times the calls."""
+def _plan_all(
+    options: PlanOptions, configs: list[BalanceConfig], loads_HMRE: IntArray, topology: Topology
+) -> list[Outcome]:
+    """Plan every microbatch under every config, in that order, and time the calls."""
+    layers, microbatches = loads_HMRE.shape[:2]
 
-    series: Series
-    topology: Topology
-    backend: str | None
-    history: int
-
-    def outcomes(self, configs: list[BalanceConfig]) -> list[Outcome]:
-        """Plan every microbatch under every config, in that order."""
-        for config in configs:
-            _ = self.plan(0, config).lower_bound  # compile before timing
-        stderr, steps = make_console(stderr=True), range(len(self.series.loads))
-        quiet = len(steps) * len(configs) < LONG_WORK or not stderr.is_terminal
-        shown = track(steps, "planning", console=stderr, transient=True, disable=quiet)
-        return [self.outcome(step, config) for step in shown for config in configs]
-
-    def outcome(self, step: int, config: BalanceConfig) -> Outcome:
-        """Plan one microbatch, several times if the series is short."""
-        times: list[float] = []
-        enough = SAMPLES / len(self.series.loads)
-        while not times or (len(times) < enough and sum(times) < SAMPLING_SECONDS):
-            start = perf_counter()
-            plan = self.plan(step, config)
-            times.append(perf_counter() - start)
-        first = self.series.position(step)[1] == 0
-        without_past = first and get_policy(config.policy).needs_history
-        return Outcome(config.policy, step, plan, 1e6 * median(times), without_past)
-
-    def plan(self, step: int, config: BalanceConfig) -> Plan:
+    def plan(layer: int, number: int, config: BalanceConfig) -> Plan:
         past = None
-        if get_policy(config.policy).needs_history:
-            past = self.series.past(step, self.history)
-        loads_RE = self.series.loads[step]
-        return make_plan(loads_RE, self.topology, config, backend=self.backend, history=past)
+        if get_policy(config.policy).needs_history:  # a first microbatch uses its own loads
+            past = loads_HMRE[layer, max(number - options.history, 0) : max(number, 1)]
+        loads_RE = loads_HMRE[layer, number]
+        return make_plan(loads_RE, topology, config, backend=options.backend, history=past)
+
+    def outcome(index: int, config: BalanceConfig) -> Outcome:
+        layer, number = divmod(index, microbatches)
+        samples = SAMPLES / (layers * microbatches)
+        result, plan_us = _timed(lambda: plan(layer, number, config), samples)
+        without_past = number == 0 and get_policy(config.policy).needs_history
+        return Outcome(layer, index, result, plan_us, without_past)
+
+    for config in configs:
+        _ = plan(0, 0, config).lower_bound  # compile before timing
+    stderr, indices = Terminal(stderr=True), range(layers * microbatches)
+    quiet = len(indices) * len(configs) < LONG_WORK or not stderr.is_terminal
+    shown = track(indices, "planning", console=stderr, transient=True, disable=quiet)
+    return [outcome(index, config) for index in shown for config in configs]
+
+
+def _timed(plan: Callable[[], Plan], samples: float) -> tuple[Plan, float]:
+    """Return a plan and the median time of `samples` calls, at least one, in microseconds."""
+    times: list[float] = []
+    while not times or (len(times) < samples and sum(times) < SAMPLING_SECONDS):
+        start = perf_counter()
+        result = plan()
+        times.append(perf_counter() - start)
+    return result, 1e6 * median(times)
 
 
 # -- output --------------------------------------------------------------------------------------
 
 
-def _heading(options: PlanOptions, series: Series, topology: Topology) -> Text:
-    microbatches = len(series.loads)
-    rows = counted(round(series.loads.sum() / microbatches), "row")
-    parts = [counted(series.layers, "layer")] if series.layers > 1 else []
+def _heading(options: PlanOptions, loads_HMRE: IntArray, topology: Topology) -> Text:
+    layers, microbatches = loads_HMRE.shape[0], loads_HMRE.shape[0] * loads_HMRE.shape[1]
+    rows = counted(round(loads_HMRE.sum() / microbatches), "row")
+    parts = [counted(layers, "layer")] if layers > 1 else []
     parts.append(rows if microbatches == 1 else f"{counted(microbatches, 'microbatch')} of {rows}")
     parts += describe_topology(topology)
     if select(options.backend).__name__ == "ultraep.backends.reference":
@@ -269,65 +223,66 @@ def _heading(options: PlanOptions, series: Series, topology: Topology) -> Text:
     return Text(f"{options.file}: {', '.join(parts)}\n")
 
 
-def _report(outcomes: list[Outcome], console: Console, series: Series, show: int | None) -> None:
+def _report(outcomes: list[Outcome], terminal: Terminal, show: int | None) -> None:
     """Print the table with its footnotes, then the loads of one microbatch."""
-    console.print(render.table(outcomes))
+    terminal.print(render.table(outcomes))
     for note in _footnotes(outcomes):
-        console.print(Text(note, FAINT))
+        terminal.print_faint(note)
+    reason = "selected by --show"
     if show is None:
         worst = max(outcomes, key=lambda outcome: outcome.plan.initial_imbalance)
         show, reason = worst.microbatch, "the most imbalanced"
-    else:
-        reason = "selected by --show"
-    if len(series.loads) > 1:
-        layer = f" (layer {series.position(show)[0]})" if series.layers > 1 else ""
-        console.print(f"\nMicrobatch {show}{layer}, {reason}:")
-    console.print()
     drawn = [outcome for outcome in outcomes if outcome.microbatch == show]
-    for skyline in render.skylines(drawn, console):
-        console.print(skyline)
-    console.print(render.legend(drawn[0].plan, console))
+    if outcomes[-1].microbatch:
+        layer = f" (layer {drawn[0].layer})" if outcomes[-1].layer else ""
+        terminal.print(f"\nMicrobatch {show}{layer}, {reason}:")
+    terminal.print()
+    plans = [outcome.plan for outcome in drawn]
+    for skyline in render.skylines(plans, terminal):
+        terminal.print(skyline)
+    terminal.print_faint(render.legend(plans[0], terminal))
 
 
 def _footnotes(outcomes: list[Outcome]) -> Iterator[str]:
-    groups = render.by_label(outcomes)
+    groups = render.by_policy(outcomes)
     steps = len(next(iter(groups.values())))
     if steps > 1:
         yield f"mean of {steps} microbatches, worst in parentheses"
-    for label, group in groups.items():
+    for policy, group in groups.items():
         beyond = sum(not outcome.plan.within_limits for outcome in group)
         if beyond:
             yield (
-                f"* {label}: {beyond} of {steps} plans exceed the spare slots or leave a domain, "
+                f"* {policy}: {beyond} of {steps} plans exceed the spare slots or leave a domain, "
                 "so they cannot run; a moved expert counts as a replica"
             )
         if group[0].plan.rates is not None:
-            yield _times(label, [outcome.plan for outcome in group])
+            yield _times([outcome.plan for outcome in group])
         without_past = sum(outcome.without_past for outcome in group)
         if without_past:
             yield (
-                f"{label}: {without_past} of {counted(steps, 'microbatch')} had no past loads and "
+                f"{policy}: {without_past} of {counted(steps, 'microbatch')} had no past loads and "
                 "used their own"
             )
 
 
-def _times(label: str, plans: list[Plan]) -> str:
+def _times(plans: list[Plan]) -> str:
     """Return the mean time of a policy's plans according to the rates."""
+    policy = plans[0].config.policy
     planned, without = (
         fmean(getattr(plan, name) for plan in plans) / PER_MS
         for name in ("time", "time_without_replicas")
     )
     alone = sum(plan.left_alone for plan in plans)
     left = f"; {alone} of {len(plans)} without replicas, which would not pay" if alone else ""
-    return f"{label}: {planned:.4g} ms by the rates, {without:.4g} ms without replicas{left}"
+    return f"{policy}: {planned:.4g} ms by the rates, {without:.4g} ms without replicas{left}"
 
 
-def _record(outcome: Outcome, series: Series) -> dict[str, Any]:
+def _record(outcome: Outcome) -> dict[str, Any]:
     plan = outcome.plan
     numbers = {name: getattr(plan, name) for name in PLAN_NUMBERS}
     return {
         "microbatch": outcome.microbatch,
-        "layer": series.position(outcome.microbatch)[0],
+        "layer": outcome.layer,
         "policy": plan.config.policy,
         **numbers,
         "total_tokens": plan.total,

@@ -20,18 +20,18 @@ from rich.text import Text
 
 from ultraep.arrays import IntArray
 from ultraep.plan import Plan
-from ultraep.tools.cli.terminal import FAINT, Grid, make_grid
+from ultraep.tools.cli.terminal import FAINT, Grid, Terminal, make_grid
 from ultraep.tools.report.words import counted
 
-HEIGHT = 8  # approximate rows of a skyline; the mean must lie on the edge of a row
+HEIGHT = 8  # approximate rows of a skyline; the mean lies on the edge of a row
 MARGIN = 7  # columns left of the bars
 CALM, OVERFULL = "cyan", "bold red"
 
 
 class Outcome(NamedTuple):
-    """The plan of one microbatch; `label` names its policy in the table."""
+    """The plan of one microbatch. The number of the microbatch counts through all layers."""
 
-    label: str
+    layer: int
     microbatch: int
     plan: Plan
     plan_us: float
@@ -68,17 +68,17 @@ HEADERS = (
 )
 
 
-def by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     """Group outcomes by policy, in the order in which the policies first appear."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault(outcome.label, []).append(outcome)
+        groups.setdefault(outcome.plan.config.policy, []).append(outcome)
     return groups
 
 
 def table(outcomes: Sequence[Outcome]) -> Grid:
     """Return a line for every policy, with means over all microbatches."""
-    return make_grid(HEADERS, map(_cells, by_label(outcomes).values()), padding=0)
+    return make_grid(HEADERS, map(_cells, by_policy(outcomes).values()), padding=0)
 
 
 def _cells(outcomes: Sequence[Outcome]) -> list[str]:
@@ -87,7 +87,7 @@ def _cells(outcomes: Sequence[Outcome]) -> list[str]:
     replicas = fmean(plan.num_replicas for plan in plans)
     plan_us = median(outcome.plan_us for outcome in outcomes)
     return [
-        outcomes[0].label + mark,
+        plans[0].config.policy + mark,
         _mean_and_worst([plan.initial_imbalance for plan in plans]),
         _mean_and_worst([plan.imbalance for plan in plans]),
         f"{fmean(plan.lower_bound for plan in plans):.3f}",
@@ -107,37 +107,16 @@ def _mean_and_worst(values: Sequence[float]) -> str:
 # -- skyline -------------------------------------------------------------------------------------
 
 
-class Scale(NamedTuple):
-    """The y axis that the skylines of one microbatch share."""
+def rows_to_mean(highest: float) -> float:
+    """Return the rows from zero to the mean, for loads up to `highest` times the mean.
 
-    rows: int
-    rows_to_mean: float  # a whole number, or less than one if the mean lies inside the first row
-
-    def label(self, row: int) -> str:
-        """Return the multiple of the mean at a row's upper edge, if it is an integer."""
-        if self.rows_to_mean >= 1:
-            multiple = (row + 1) / self.rows_to_mean
-            return f"{multiple:.2f}x" if multiple.is_integer() else ""
-        if row + 1 == self.rows:
-            return f"{self.rows / self.rows_to_mean:.1f}x"
-        return "mean" if row == 0 else ""
-
-
-def scale_for(highest: float) -> Scale:
-    """Return a scale for loads up to `highest` times the mean, with the mean on a row's edge."""
-    if highest > 1.5 * HEIGHT:
-        return Scale(HEIGHT, HEIGHT / highest)
-    rows_to_mean = max(1, round(HEIGHT / highest))
-    return Scale(_rows(highest, rows_to_mean), rows_to_mean)
-
-
-def _rows(highest: float, rows_to_mean: float) -> int:
-    """Return the number of rows of a bar that is drawn in eighths."""
-    return math.ceil(round(8 * highest * rows_to_mean) / 8)
+    An integer, or less than one if a very busy rank puts the mean into the first row.
+    """
+    return HEIGHT / highest if highest > 1.5 * HEIGHT else max(1, round(HEIGHT / highest))
 
 
 def skyline(
-    rank_loads: IntArray, scale: Scale, *, width: int, domain: int, glyphs: Glyphs = BLOCKS
+    rank_loads: IntArray, to_mean: float, *, width: int, domain: int, glyphs: Glyphs = BLOCKS
 ) -> Text:
     """Draw a bar for every rank, or for the busiest of several where `width` is too small.
 
@@ -147,12 +126,12 @@ def skyline(
     group = group_of(ranks, width)
     heights = [rank_loads[first : first + group].max() / mean for first in range(0, ranks, group)]
     bar, gap = (3, 1) if 4 * ranks <= min(width, 64) else (1, 0)
-    rows, to_mean = scale
-    if to_mean >= 1:  # no empty rows above the mean
-        rows = _rows(max(*heights, 1.0), to_mean)
+    rows = HEIGHT
+    if to_mean >= 1:  # no empty rows above the mean; bars are drawn in eighths
+        rows = math.ceil(round(8 * max(*heights, 1.0) * to_mean) / 8)
     picture = Text(no_wrap=True, overflow="crop")
     for row in reversed(range(rows)):
-        label = scale._replace(rows=rows).label(row)
+        label = _row_label(row, rows, to_mean)
         side = glyphs.mark if label else glyphs.side
         picture.append(f"{label:>{MARGIN - 2}} {side}", FAINT)
         empty = glyphs.mean if row + 1 == to_mean else " "
@@ -170,6 +149,16 @@ def skyline(
     picture.append(f"{glyphs.corner:>{MARGIN}}{''.join(floor)}\n", FAINT)
     picture.append(f"{'':{MARGIN}}{_rank_labels(ranks, len(floor))}\n", FAINT)
     return picture
+
+
+def _row_label(row: int, rows: int, to_mean: float) -> str:
+    """Return the multiple of the mean at a row's upper edge, if it is an integer."""
+    if to_mean >= 1:
+        multiple = (row + 1) / to_mean
+        return f"{multiple:.2f}x" if multiple.is_integer() else ""
+    if row + 1 == rows:
+        return f"{rows / to_mean:.1f}x"
+    return "mean" if row == 0 else ""
 
 
 def _level(rows_left: float, full: int, *, bottom: bool) -> int:
@@ -192,36 +181,35 @@ def group_of(ranks: int, width: int) -> int:
     return math.ceil(ranks / max(width, 1))
 
 
-def skylines(outcomes: Sequence[Outcome], console: Console) -> list[Text]:
+def skylines(plans: Sequence[Plan], terminal: Terminal) -> list[Text]:
     """Draw a microbatch before, and after every policy that replicates anything, on one scale."""
-    plan = outcomes[0].plan
-    unchanged = [outcome.label for outcome in outcomes if not outcome.plan.num_replicas]
-    drawn = [(", ".join(["before", *unchanged]), "", plan.initial_rank_loads)]
-    for outcome in outcomes:
-        if outcome.plan.num_replicas:
-            replicas = f", {counted(outcome.plan.num_replicas, 'replica')}"
-            drawn.append((outcome.label, replicas, outcome.plan.rank_loads))
-    scale = scale_for(max(_over_mean(rank_loads) for _, _, rank_loads in drawn))
-    options = {"width": console.width - MARGIN, "domain": plan.topology.domain_size}
+    unchanged = [plan.config.policy for plan in plans if not plan.num_replicas]
+    pictures = [(", ".join(["before", *unchanged]), "", plans[0].initial_rank_loads)]
+    for plan in plans:
+        if plan.num_replicas:
+            replicas = f", {counted(plan.num_replicas, 'replica')}"
+            pictures.append((plan.config.policy, replicas, plan.rank_loads))
+    to_mean = rows_to_mean(max(_over_mean(rank_loads) for _, _, rank_loads in pictures))
+    options = {"width": terminal.width - MARGIN, "domain": plans[0].topology.domain_size}
     return [
         Text.assemble(
-            (label, "bold"), f"  busiest rank {_over_mean(rank_loads):.3f}x the mean{replicas}\n"
+            (name, "bold"), f"  busiest rank {_over_mean(rank_loads):.3f}x the mean{replicas}\n"
         )
-        + skyline(rank_loads, scale, **options, glyphs=glyphs_for(console))
-        for label, replicas, rank_loads in drawn
+        + skyline(rank_loads, to_mean, **options, glyphs=glyphs_for(terminal))
+        for name, replicas, rank_loads in pictures
     ]
 
 
-def legend(plan: Plan, console: Console) -> Text:
+def legend(plan: Plan, terminal: Terminal) -> str:
     """Explain the axes of the skylines."""
     topology = plan.topology
     parts = [f"1.00x is the mean, {plan.total / topology.ranks:,.0f} rows per rank"]
-    group = group_of(topology.ranks, console.width - MARGIN)
+    group = group_of(topology.ranks, terminal.width - MARGIN)
     if group > 1:
         parts.append(f"each column is the busiest of {group} neighbouring ranks")
     elif topology.num_domains > 1:
         parts.append(f"a tick for each domain of {topology.domain_size} ranks")
-    return Text("; ".join(parts), FAINT)
+    return "; ".join(parts)
 
 
 def _over_mean(rank_loads: IntArray) -> float:

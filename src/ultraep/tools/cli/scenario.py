@@ -8,13 +8,8 @@ from typing import Any
 
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
-from ultraep.tools.cli.options import (
-    IMBALANCE,
-    MOST_PROCESSES,
-    ScenarioOptions,
-    refuse_options,
-    set_options,
-)
+from ultraep.tools.cli import options as cli
+from ultraep.tools.cli.options import IMBALANCE, ScenarioOptions, refuse_options, set_options
 from ultraep.tools.report.words import counted
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import load_model
@@ -35,10 +30,10 @@ SYNTHETIC = ("imbalance", "noise", "topic_length", "drift_length")
 TRAINING = ("sequence_length", "pipeline", "groups", "microbatches", "steps", "no_recompute")
 
 
-def make_scenario(options: ScenarioOptions, **balance: Any) -> Scenario:
+def make_scenario(options: ScenarioOptions, *, steps: int = 8, **balance: Any) -> Scenario:
     """Return the scenario; raise on wrong options before the loads are fitted.
 
-    balance: slots, tolerance and interval, if the command has these options.
+    steps: default of --steps.   balance: slots, tolerance and interval, if the command has these.
     """
     model = load_model(options.model)
     even = Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0, seed=options.seed)
@@ -49,7 +44,7 @@ def make_scenario(options: ScenarioOptions, **balance: Any) -> Scenario:
         cluster=load_cluster(options.cluster),
         model=model,
         workload=even,
-        job=_job(options),
+        job=_job(options, steps),
         ranks=options.ep,
         domain=options.domain,
         objective=objective,
@@ -59,12 +54,12 @@ def make_scenario(options: ScenarioOptions, **balance: Any) -> Scenario:
     return replace(scenario, workload=_workload(options, scenario))
 
 
-def _job(options: ScenarioOptions) -> Training | Serving:
+def _job(options: ScenarioOptions, steps: int) -> Training | Serving:
     if options.prefill is not None:
         refuse_options(options, TRAINING, "--prefill simulates serving, not training")
         requests = load_requests(options.prefill)
         return Serving(requests=requests, tokens=options.tokens, seed=options.seed)
-    sizes = set_options(options, TRAINING)
+    sizes = {"steps": steps} | set_options(options, TRAINING)
     sequence = sizes.pop("sequence_length", options.tokens)
     recompute = not sizes.pop("no_recompute", False)
     return Training(tokens=options.tokens, sequence=sequence, recompute=recompute, **sizes)
@@ -96,19 +91,19 @@ def describe(scenario: Scenario, *, imbalance: float | None = None, slots: bool 
     domains = "one fast-link domain"
     if topology.num_domains > 1:
         domains = f"fast-link domains of {topology.domain_size}"
-    where = (
+    setup = (
         f"{scenario.model.title} on {scenario.cluster.name}: "
         f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}"
     )
     if slots:
-        where += f", {counted(scenario.slots, 'spare slot')}"
+        setup += f", {counted(scenario.slots, 'spare slot')}"
     loads = f"synthetic loads of imbalance {imbalance or IMBALANCE:g} without balancing"
     if isinstance(workload, Recorded):
         windows, layers, _ = workload.loads.shape
         loads = f"recorded loads: {counted(windows, 'microbatch')} of {counted(layers, 'layer')}"
     plans = "by time" if scenario.objective == "time" else "for balance"
-    does = _describe_prefill(job) if isinstance(job, Serving) else _describe_training(job)
-    return f"{where}\n{does}\n{loads}; ultraep plans {plans}"
+    work = _describe_prefill(job) if isinstance(job, Serving) else _describe_training(job)
+    return f"{setup}\n{work}\n{loads}; ultraep plans {plans}"
 
 
 def _describe_prefill(job: Serving) -> str:
@@ -140,4 +135,4 @@ def processes_for(scenario: Scenario, processes: int | None) -> int:
     if scenario.model.moe_layers * scenario.microbatches <= LITTLE_WORK:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, MOST_PROCESSES)
+    return min(cores or 1, cli.MOST_PROCESSES)

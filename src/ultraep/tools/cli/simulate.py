@@ -5,35 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from ultraep.errors import ConfigError
 from ultraep.files.writing import check_targets
 from ultraep.policies import get_policy
+from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
 from ultraep.tools.cli import scenario as scenarios
-from ultraep.tools.cli.options import (
-    AsJson,
-    Force,
-    ScenarioOptions,
-    Slots,
-    Tolerance,
-    option,
-    split_names,
-    with_options,
-)
-from ultraep.tools.cli.terminal import (
-    FAINT,
-    Grid,
-    make_console,
-    make_grid,
-    print_records,
-    progress,
-)
+from ultraep.tools.cli.options import option
+from ultraep.tools.cli.terminal import FAINT, Grid, Terminal, make_grid, print_records, progress
 from ultraep.tools.sim.plots import check_plot, write_plot
 from ultraep.tools.sim.presets import presets
 from ultraep.tools.sim.run import Result
@@ -76,64 +60,63 @@ class Answer:
         return result.throughput / self.none.throughput
 
 
-@with_options(ScenarioOptions)
-def command(
-    options: ScenarioOptions,
-    policy: Annotated[
-        str,
-        option(
-            "Policies to compare; `ultraep env` lists them. ideal is forced balance. NAME=OTHER "
-            "uses the costs of OTHER for a policy of unknown cost: echo=ultraep.",
-            metavar="NAME,...",
-        ),
-    ] = "none,eplb,lplb,quota,ultraep,ideal",
-    slots: Slots = 1,
-    tolerance: Tolerance = 0.01,
-    interval: Annotated[
-        int, option("Microbatches between placements of policies that plan from past loads.")
-    ] = 100,
-    as_json: AsJson = False,
-    plot: Annotated[
-        Path | None, option("Draw the results: .png, .svg or .html.", metavar="FILE")
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        option(
-            "Write one microbatch, rank by rank, for ui.perfetto.dev or chrome://tracing.",
-            metavar="FILE",
-        ),
-    ] = None,
-    timeline_layers: Annotated[int, option("Layers in the timeline, from the first.")] = 4,
-    list_presets: Annotated[
-        bool, option("List clusters, models and request sets, and exit.", flag="--presets")
-    ] = False,
-    force: Force = False,
-) -> None:
+class SimulateOptions(cli.ScenarioOptions):
+    """A scenario, the policies to simulate, and the files to write."""
+
+    policy: str = option(
+        "Policies to compare; `ultraep env` lists them. ideal is forced balance. NAME=OTHER uses "
+        "the costs of OTHER for a policy of unknown cost: echo=ultraep.",
+        default="none,eplb,lplb,quota,ultraep,ideal",
+        metavar="NAME,...",
+    )
+    slots: int = cli.slots_option()
+    tolerance: float = cli.tolerance_option(0.01)
+    interval: int = option(
+        "Microbatches between placements of policies that plan from past loads.", default=100
+    )
+    as_json: bool = cli.json_option()
+    plot: Path | None = option("Draw the results: .png, .svg or .html.", metavar="FILE")
+    timeline: Path | None = option(
+        "Write a timeline of one microbatch, one track per rank, to open in ui.perfetto.dev or "
+        "chrome://tracing.",
+        metavar="FILE",
+    )
+    timeline_layers: int = option("Layers in the timeline, from the first.", default=4)
+    list_presets: bool = cli.switch(
+        "List clusters, models and request sets, and exit.", "--presets"
+    )
+    force: bool = cli.force_option()
+
+
+@cli.with_options
+def command(options: SimulateOptions) -> None:
     """Simulate training or prefill on a cluster: would balancing pay there?
 
     The policies make the same plans as at run time. Times come from data sheets, measurements and a
     few calibrated constants.
     """
-    if list_presets:
-        print_presets(make_console())
+    terminal = Terminal()
+    if options.list_presets:
+        print_presets(terminal)
         return
-    names = [Contender.of(name).label for name in split_names(policy, "--policy")]
-    if timeline_layers < 1:
-        raise ConfigError(f"--timeline-layers must be at least 1, got {timeline_layers}")
-    if plot:
-        check_plot(plot)
-    check_targets((plot, "picture"), (timeline, "timeline"), force=force)
-    scenario = scenarios.make_scenario(options, slots=slots, tolerance=tolerance, interval=interval)
+    names = [Contender.of(name).label for name in cli.split_names(options.policy, "--policy")]
+    if options.timeline_layers < 1:
+        raise ConfigError(f"--timeline-layers must be at least 1, got {options.timeline_layers}")
+    if options.plot:
+        check_plot(options.plot)
+    targets = (options.plot, "picture"), (options.timeline, "timeline")
+    check_targets(*targets, force=options.force)
+    balance = {name: getattr(options, name) for name in ("slots", "tolerance", "interval")}
+    scenario = scenarios.make_scenario(options, **balance)
     answer = run(scenario, names, seed=options.seed, processes=options.processes)
     heading = scenarios.describe(scenario, imbalance=options.imbalance)
-    console = make_console()
-    if as_json:
+    if options.as_json:
         print_records(_record(answer, result) for result in answer.results)
     else:
-        report(answer, heading, console)
-    for note in _write(answer, heading, plot, timeline, timeline_layers):
-        if not as_json:
-            console.print(note)
+        report(answer, heading, terminal)
+    for note in _write(answer, heading, options):
+        if not options.as_json:
+            terminal.print(note)
 
 
 def run(scenario: Scenario, names: list[str], *, seed: int, processes: int | None) -> Answer:
@@ -152,23 +135,22 @@ def run(scenario: Scenario, names: list[str], *, seed: int, processes: int | Non
     return Answer(scenario, seed, [by_name[name] for name in names], none, ideal)
 
 
-def _write(
-    answer: Answer, heading: str, plot: Path | None, timeline: Path | None, layers: int
-) -> Iterator[str]:
+def _write(answer: Answer, heading: str, options: SimulateOptions) -> Iterator[str]:
     """Write picture and timeline, and yield a line for each."""
-    scenario = answer.scenario
-    if plot:
-        ideal, first = answer.ideal.throughput, scenario.model.dense_layers
-        write_plot(plot, heading, answer.results, ideal=ideal, first_layer=first)
-        yield f"picture: {plot}"
-    if timeline:
-        chosen = median_microbatch(answer.none.by_microbatch)
+    if options.plot:
+        ideal, first = answer.ideal.throughput, answer.scenario.model.dense_layers
+        write_plot(options.plot, heading, answer.results, ideal=ideal, first_layer=first)
+        yield f"picture: {options.plot}"
+    if options.timeline:
+        microbatch = median_microbatch(answer.none.by_microbatch)
         contenders = [Contender.of(result.label) for result in answer.results]
-        events = make_timeline(scenario, contenders, microbatch=chosen, layers=layers)
-        write_timeline(timeline, events)
+        events = make_timeline(
+            answer.scenario, contenders, microbatch=microbatch, layers=options.timeline_layers
+        )
+        write_timeline(options.timeline, events)
         facts = events["otherData"]
         yield (
-            f"timeline: {timeline}, for ui.perfetto.dev: microbatch {chosen}, layers "
+            f"timeline: {options.timeline}, for ui.perfetto.dev: microbatch {microbatch}, layers "
             f"{facts['layers']}, ranks: {facts['ranks']}"
         )
 
@@ -196,20 +178,20 @@ def _record(answer: Answer, result: Result) -> dict[str, Any]:
 # -- output --------------------------------------------------------------------------------------
 
 
-def report(answer: Answer, heading: str, console: Console) -> None:
+def report(answer: Answer, heading: str, terminal: Terminal) -> None:
     """Print throughput and memory of every policy, its time by stage, and a verdict."""
-    console.print(heading + "\n")
-    console.print(_table(answer))
+    terminal.print(heading + "\n")
+    terminal.print(_table(answer))
     for note in _notes(answer):
-        console.print(Text(note, FAINT))
+        terminal.print_faint(note)
     training = answer.scenario.job.trains
     passes = ", forward and backward" if training else ""
-    console.print(f"\nMilliseconds per microbatch through all layers{passes}:\n")
-    console.print(_stage_table(answer))
+    terminal.print(f"\nMilliseconds per microbatch through all layers{passes}:\n")
+    terminal.print(_stage_table(answer))
     stages = "replicate, reroute, weights again, reduce" if training else "replicate, reroute"
-    console.print(Text(f"{stages}: only the time that does not overlap other work\n", FAINT))
-    console.print(verdict(answer))
-    console.print(Text("How accurate these numbers are: docs/simulator.md", FAINT))
+    terminal.print_faint(f"{stages}: only the time that does not overlap other work\n")
+    terminal.print(verdict(answer))
+    terminal.print_faint("How accurate these numbers are: docs/simulator.md")
 
 
 def _table(answer: Answer) -> Grid:
@@ -285,14 +267,14 @@ def verdict(answer: Answer) -> str:
 # -- presets -------------------------------------------------------------------------------------
 
 
-def print_presets(console: Console) -> None:
+def print_presets(terminal: Terminal) -> None:
     """Print names, titles and sources of all presets."""
-    for kind, flag in {"clusters": "cluster", "models": "model", "requests": "prefill"}.items():
-        console.print(Text(f"{kind}  (--{flag} NAME)", "bold"))
-        for name, table in presets(kind).items():
+    for group, flag in {"clusters": "cluster", "models": "model", "requests": "prefill"}.items():
+        terminal.print(Text(f"{group}  (--{flag} NAME)", "bold"))
+        for name, table in presets(group).items():
             title = Text.assemble((name, render.CALM), f"  {table['title']}")
-            console.print(Padding(title, (0, 2)))
+            terminal.print(Padding(title, (0, 2)))
             if "source" in table:
-                console.print(Padding(Text(table["source"], FAINT), (0, 6)))
-        console.print()
-    console.print("Your own TOML file has tables of the same form: --cluster FILE.toml:NAME")
+                terminal.print(Padding(Text(table["source"], FAINT), (0, 6)))
+        terminal.print()
+    terminal.print("Your own TOML file has tables of the same form: --cluster FILE.toml:NAME")

@@ -1,10 +1,10 @@
-"""Consoles, tables, progress bars and error lines that suit any terminal and any file name."""
+"""Output for any terminal and any file name: text, tables, progress bars, error lines."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,6 @@ from ultraep.topology import Topology
 WIDEST = 10_000  # columns; wide enough for any table
 FAINT = "dim"
 PROGRESS_LINES = 10  # printed without a terminal
-
-Report = Callable[..., None]  # takes the work done, all work, and a description
 
 
 def plain(text: str) -> str:
@@ -45,8 +43,11 @@ def print_error(message: object) -> None:
         print(f"ultraep: {plain(' '.join(str(message).split()))}", file=sys.stderr)
 
 
-class PlainConsole(Console):
-    """A console that escapes control characters in its output."""
+class Terminal(Console):
+    """A console that prints text literally, with control characters escaped."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -55,22 +56,25 @@ class PlainConsole(Console):
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else plain(text), style, control)
 
+    def print_facts(self, **facts: object) -> None:
+        """Print a line with name and text for every fact."""
+        for name, text in facts.items():
+            self.print(Text(f"{name:<9} {text}"), soft_wrap=True)
 
-def make_console(*, stderr: bool = False) -> Console:
-    """Return a console that takes text literally, without markup."""
-    return PlainConsole(stderr=stderr, markup=False, highlight=False, emoji=False)
+    def print_notes(self, *notes: str) -> None:
+        """Print remarks, each on its own line."""
+        for note in notes:
+            self.print(Text(f"note: {note}", FAINT), soft_wrap=True)
 
+    def print_faint(self, text: str) -> None:
+        """Print a remark below a table."""
+        self.print(Text(text, FAINT))
 
-def print_facts(console: Console, facts: Mapping[str, str]) -> None:
-    """Print a line with name and text for every fact."""
-    for name, text in facts.items():
-        console.print(Text(f"{name:<9} {text}"), soft_wrap=True)
-
-
-def print_notes(console: Console, notes: Iterable[str]) -> None:
-    """Print remarks, each on its own line."""
-    for note in notes:
-        console.print(Text(f"note: {note}", FAINT), soft_wrap=True)
+    def print_table(
+        self, headers: Sequence[str], rows: Iterable[Sequence[str]], heading: str = ""
+    ) -> None:
+        """Print a table with names in the first column and numbers in all others."""
+        self.print(make_grid(headers, rows, heading))
 
 
 def print_records(records: Iterable[dict[str, Any]]) -> None:
@@ -139,12 +143,12 @@ def describe_topology(topology: Topology) -> list[str]:
 
 
 @contextmanager
-def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
-    """Show a progress bar on stderr while the block runs.
+def progress(title: str, *, lines: bool = True) -> Iterator[Callable[..., None]]:
+    """Yield a function of work done, all work and a description that moves a bar on stderr.
 
     lines: without a terminal, print a line from time to time instead.
     """
-    stderr = make_console(stderr=True)
+    stderr = Terminal(stderr=True)
     columns = (
         *(TextColumn(f"{title:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
         TextColumn("{task.description}", markup=False),

@@ -6,28 +6,20 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
 from ultraep.files.writing import check_targets, is_stream
 from ultraep.policies import get_policy
+from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
-from ultraep.tools.cli.options import AsJson, Force, Policies, option, split_names, split_numbers
-from ultraep.tools.cli.terminal import (
-    FAINT,
-    Grid,
-    describe_topology,
-    make_console,
-    make_grid,
-    plain,
-    progress,
-)
+from ultraep.tools.cli.options import option, split_numbers
+from ultraep.tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
 from ultraep.tools.report.words import counted
 from ultraep.trace.export import timeline_of, write_csv, write_timeline
 from ultraep.trace.read import Trace, read_trace
@@ -35,6 +27,14 @@ from ultraep.trace.replay import Replayed, cases, differing, replayed
 
 DIFFERS = 1  # exit code of a replay that differs from the recorded plans
 MB = 1e6
+LAYER_HEADERS = (
+    *("layer", "records", "before\nmean", "before\nworst", "after\nmean", "after\nworst"),
+    *("replicas\nmean", "MB moved\nmean"),
+)
+REPLAY_HEADERS = (
+    *("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst"),
+    *("bound\nmean", "replicas\nmean", "remote\nmean"),
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,40 +42,47 @@ app = typer.Typer(
     epilog="Record with ULTRAEP_TRACE=FOLDER or Balancer(..., record=FOLDER), then: "
     "ultraep trace info FOLDER",
 )
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH",
-        help="Folder of a trace (for a demo: ultraep-demo/ultraep/trace), or a file written by "
+
+
+class TraceOptions(cli.Options):
+    """A trace."""
+
+    path: Path = cli.argument(
+        "Folder of a trace (for a demo: ultraep-demo/ultraep/trace), or a file written by "
         "`ultraep trace export --npz`.",
-    ),
-]
+        "PATH",
+    )
 
 
 # -- info ----------------------------------------------------------------------------------------
 
 
+class InfoOptions(TraceOptions):
+    as_json: bool = cli.json_option()
+
+
 @app.command("info", epilog="Example: ultraep trace info run/")
-def info(path: Source, as_json: AsJson = False) -> None:
-    """Print loads before and after, replicas, bytes, seconds and missing records of a trace."""
-    trace = read_trace(path)
-    if as_json:
+@cli.with_options
+def info(options: InfoOptions) -> None:
+    """Summarise a trace: imbalance before and after, replicas, bytes, time, missing records."""
+    trace = read_trace(options.path)
+    if options.as_json:
         print(json.dumps(_facts(trace), indent=2))
         return
-    console = make_console()
-    console.print(_heading(str(path), trace))
+    terminal = Terminal()
+    terminal.print(_heading(options.path, trace))
     if len(trace):
-        console.print(_layers(trace))
-        console.print(f"\nms of the slowest rank, mean: {_stages(trace)}")
-    _print_notes(console, trace)
+        terminal.print(_layers(trace))
+        terminal.print(f"\nms of the slowest rank, mean: {_stages(trace)}")
+    _print_notes(terminal, trace)
 
 
-def _heading(name: str, trace: Trace) -> Text:
+def _heading(path: Path, trace: Trace) -> Text:
     header = trace.header
     sizes = [counted(len(trace), "record"), *describe_topology(trace.topology)]
     policies = " and ".join(np.unique(trace.policy).tolist()) or header.policy
     lines = [
-        f"{name}: {', '.join(sizes)}",
+        f"{path}: {', '.join(sizes)}",
         f"policy {policies}, tolerance {header.tolerance:g}, recorded {header.created}",
         *_objective(trace),
     ]
@@ -91,24 +98,24 @@ def _heading(name: str, trace: Trace) -> Text:
 
 
 def _objective(trace: Trace) -> Iterator[str]:
-    """Yield the rates of plans by time, and the number of plans without replicas."""
-    if trace.header.objective != "time" or not len(trace):
+    """Yield the rates of ultraep's plans by time, and the number of plans without replicas."""
+    planned = trace.take(np.flatnonzero(trace.policy == "ultraep"))  # other policies use no rates
+    if trace.header.objective != "time" or not len(planned):
         return
     layers_of: dict[tuple[int, ...], list[str]] = {}
-    for layer in trace.layers.tolist():
-        for numbers in np.unique(trace.of_layer(layer).rates, axis=0).tolist():
+    for layer in planned.layers.tolist():
+        for numbers in np.unique(planned.of_layer(layer).rates, axis=0).tolist():
             layers_of.setdefault(tuple(numbers), []).append(str(layer))
     for numbers, layers in layers_of.items():
         rates = "no rates, planned for balance"
         if any(numbers):
             rates = f"{Rates.from_numbers(numbers)} picoseconds"
         yield f"objective time, layers {', '.join(layers)}: {rates}"
-    alone = int(trace.left_alone.sum())
+    alone = int(planned.left_alone.sum())
     yield f"{counted(alone, 'record')} without replicas, because none would pay"
 
 
 def _layers(trace: Trace) -> Grid:
-    headers = ("layer", "records", "before\nmean", "before\nworst", "after\nmean", "after\nworst")
     parts = {str(layer): trace.of_layer(layer) for layer in trace.layers.tolist()}
     if len(parts) > 1:
         parts["all"] = trace
@@ -116,14 +123,14 @@ def _layers(trace: Trace) -> Grid:
     for name, part in parts.items():
         before, after = part.imbalance_before, part.imbalance_after
         ratios = (before.mean(), before.max(), after.mean(), after.max())
+        moved = part.bytes_moved.sum(axis=1).mean() / MB
         rows.append(
             [
                 *(name, f"{len(part):,}", *(f"{ratio:.3f}" for ratio in ratios)),
-                f"{part.num_copies.mean():.1f}",
-                f"{part.bytes_moved.sum(axis=1).mean() / MB:.2f}",
+                *(f"{part.num_copies.mean():.1f}", f"{moved:.2f}"),
             ]
         )
-    return make_grid((*headers, "replicas\nmean", "MB moved\nmean"), rows)
+    return make_grid(LAYER_HEADERS, rows)
 
 
 def _stages(trace: Trace) -> str:
@@ -132,7 +139,7 @@ def _stages(trace: Trace) -> str:
     return ", ".join(f"{stage} {value:.3f}" for stage, value in stages if value > 0) or "none"
 
 
-def _print_notes(console: Console, trace: Trace, lines: Sequence[Replayed] = ()) -> None:
+def _print_notes(terminal: Terminal, trace: Trace, lines: Sequence[Replayed] = ()) -> None:
     """Print limits of a replay, and what the trace lacks."""
     notes = {
         "* some plans exceed the spare slots or leave a domain, so they cannot run": any(
@@ -149,7 +156,7 @@ def _print_notes(console: Console, trace: Trace, lines: Sequence[Replayed] = ())
     }
     for note, applies in notes.items():
         if applies:
-            console.print(Text(note, FAINT))
+            terminal.print_faint(note)
 
 
 def _facts(trace: Trace) -> dict[str, Any]:
@@ -173,66 +180,64 @@ def _facts(trace: Trace) -> dict[str, Any]:
 # -- replay --------------------------------------------------------------------------------------
 
 
+class ReplayOptions(TraceOptions):
+    """Options of the command; None means as recorded."""
+
+    policy: str = cli.policy_option("none,quota,ultraep")
+    slots: str | None = option("Spare slots per rank.", "as recorded", metavar="N,...")
+    ep: str | None = option(
+        "Ranks in the group, a divisor or multiple of the recorded number.",
+        "as recorded",
+        metavar="N,...",
+    )
+    history: str = option(
+        "Past microbatches of a layer that eplb, lplb and flashlb plan from.",
+        default="1",
+        metavar="N,...",
+    )
+    tolerance: float | None = option(
+        "How far the busiest rank may exceed the mean load.", "as recorded"
+    )
+    as_json: bool = cli.json_option()
+
+
 @app.command(
     "replay", epilog="Example: ultraep trace replay run/ --policy none,eplb,ultraep --slots 1,2"
 )
-def replay(
-    path: Source,
-    policy: Policies = "none,quota,ultraep",
-    slots: Annotated[
-        str | None, option("Spare slots per rank.", "as recorded", metavar="N,...")
-    ] = None,
-    ep: Annotated[
-        str | None,
-        option(
-            "Ranks in the group, a divisor or multiple of the recorded number.",
-            "as recorded",
-            metavar="N,...",
-        ),
-    ] = None,
-    history: Annotated[
-        str,
-        option(
-            "Past microbatches of a layer that eplb, lplb and flashlb plan from.", metavar="N,..."
-        ),
-    ] = "1",
-    tolerance: Annotated[
-        float | None,
-        option("How far the busiest rank may exceed the mean load.", "as recorded"),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@cli.with_options
+def replay(options: ReplayOptions) -> None:
     """Plan a trace again under other policies, slots, group sizes and histories.
 
     First plans every record as it was recorded. The plans must be equal bit for bit; if they are
     not, the exit code is 1.
     """
-    trace = read_trace(path)
+    trace = read_trace(options.path)
+    names = cli.split_names(options.policy, "--policy")
     planned = cases(
         trace,
-        policies=[get_policy(name).name for name in split_names(policy, "--policy")],
-        slots=[trace.header.slots] if slots is None else split_numbers(slots, "--slots"),
-        ranks=[trace.header.ranks] if ep is None else split_numbers(ep, "--ep"),
-        history=split_numbers(history, "--history"),
-        tolerance=tolerance,
+        policies=[get_policy(name).name for name in names],
+        slots=split_numbers(options.slots or str(trace.header.slots), "--slots"),
+        ranks=split_numbers(options.ep or str(trace.header.ranks), "--ep"),
+        history=split_numbers(options.history, "--history"),
+        tolerance=options.tolerance,
     )
     if not len(trace):
-        raise ConfigError(f"{path}: nothing to replay, the trace has no records")
+        raise ConfigError(f"{options.path}: nothing to replay, the trace has no records")
     lines = []
     with progress("planning", lines=False) as report:
         changed = differing(trace)
         for number, case in enumerate(planned, 1):
             lines.append(replayed(trace, case))
             report(number, len(planned), case.config.policy)
-    if as_json:
+    if options.as_json:
         print(json.dumps({"differing": changed, "replayed": [_record(line) for line in lines]}))
     else:
-        console = make_console()
-        console.print(_heading(str(path), trace))
-        console.print(_verdict(trace, changed))
-        console.print()
-        console.print(_table(lines))
-        _print_notes(console, trace, lines)
+        terminal = Terminal()
+        terminal.print(_heading(options.path, trace))
+        terminal.print(_verdict(trace, changed))
+        terminal.print()
+        terminal.print(_table(lines))
+        _print_notes(terminal, trace, lines)
     if changed:
         raise typer.Exit(DIFFERS)
 
@@ -253,7 +258,6 @@ def _verdict(trace: Trace, changed: list[int]) -> Text:
 
 
 def _table(lines: Sequence[Replayed]) -> Grid:
-    headers = ("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst")
     rows = []
     for line in lines:
         case, means = line.case, line.means()
@@ -265,7 +269,7 @@ def _table(lines: Sequence[Replayed]) -> Grid:
                 *(f"{means['copies']:.1f}", f"{means['remote']:.1%}"),
             ]
         )
-    return make_grid((*headers, "bound\nmean", "replicas\nmean", "remote\nmean"), rows)
+    return make_grid(REPLAY_HEADERS, rows)
 
 
 def _record(line: Replayed) -> dict[str, Any]:
@@ -284,34 +288,33 @@ def _record(line: Replayed) -> dict[str, Any]:
 # -- export --------------------------------------------------------------------------------------
 
 
+class ExportOptions(TraceOptions):
+    csv: Path | None = option("Write a table, one line per record.", metavar="FILE")
+    perfetto: Path | None = option(
+        "Write a timeline to open in ui.perfetto.dev or chrome://tracing.", metavar="FILE"
+    )
+    npz: Path | None = option("Write the whole trace into one file.", metavar="FILE")
+    force: bool = cli.force_option()
+
+
 @app.command("export", epilog="Example: ultraep trace export run/ --csv run.csv --npz run.npz")
-def export(
-    path: Source,
-    csv: Annotated[
-        Path | None, option("Write a table, one line per record.", metavar="FILE")
-    ] = None,
-    perfetto: Annotated[
-        Path | None,
-        option("Write a timeline for ui.perfetto.dev or chrome://tracing.", metavar="FILE"),
-    ] = None,
-    npz: Annotated[
-        Path | None, option("Write the whole trace into one file.", metavar="FILE")
-    ] = None,
-    force: Force = False,
-) -> None:
+@cli.with_options
+def export(options: ExportOptions) -> None:
     """Convert a trace for other programs."""
+    csv, perfetto, npz = options.csv, options.perfetto, options.npz
     if npz is not None and npz.suffix.lower() != ".npz":
         raise ConfigError(f"--npz needs a name that ends in .npz, got {npz}")
     if csv is None and perfetto is None and npz is None:
         raise ConfigError("nothing to write; pass --csv, --perfetto or --npz")
-    check_targets((csv, "table"), (perfetto, "timeline"), (npz, "trace"), force=force)
-    trace = read_trace(path)
+    targets = (csv, "table"), (perfetto, "timeline"), (npz, "trace")
+    check_targets(*targets, force=options.force)
+    trace = read_trace(options.path)
     if csv is not None:
         write_csv(trace, csv)
     if perfetto is not None:
         write_timeline(perfetto, timeline_of(trace))
     if npz is not None:
         trace.save(npz)
-    for target in (csv, perfetto, npz):
+    for target, _ in targets:
         if target is not None and not is_stream(target):
             print(f"{plain(str(target))}: {counted(len(trace), 'record')}")

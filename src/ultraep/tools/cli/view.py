@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from typer import Argument
+from typing import TYPE_CHECKING
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.writing import check_targets, is_stream
-from ultraep.tools.cli.options import Force, option
+from ultraep.tools.cli import options as cli
+from ultraep.tools.cli.options import option
 from ultraep.tools.cli.terminal import print_error
 
 if TYPE_CHECKING:
@@ -24,74 +23,59 @@ EXAMPLE = (
 )
 
 
-def command(
-    paths: Annotated[
-        list[Path],
-        Argument(
-            metavar="TRACE|DIR|REPORT...",
-            help="Traces (folders or files of `ultraep trace export --npz`), folders of traces, "
-            "the output of a demo or an inspection, or a report. Several traces are compared.",
-            show_default=False,
-        ),
-    ],
-    live: Annotated[
-        bool, option("Follow folders that a running job writes to.", flag="--live")
-    ] = False,
-    host: Annotated[
-        str,
-        option(
-            "Address to listen on. If other machines can reach it, the page asks for the printed "
-            "token.",
-            metavar="ADDRESS",
-        ),
-    ] = "127.0.0.1",
-    port: Annotated[int, option("Port to listen on; 0 picks a free one.", metavar="N")] = 8750,
-    open_browser: Annotated[bool, option("Open a browser.", flag="--open")] = False,
-    export: Annotated[
-        Path | None, option("Write one HTML file to share, and serve nothing.", metavar="FILE")
-    ] = None,
-    force: Force = False,
-) -> None:
+class ViewOptions(cli.Options):
+    paths: list[Path] = cli.argument(
+        "Traces (folders or files of `ultraep trace export --npz`), folders of traces, the output "
+        "of a demo or an inspection, or a report. Several traces are compared.",
+        "TRACE|DIR|REPORT...",
+    )
+    live: bool = cli.switch("Follow folders that a running job writes to.", "--live")
+    host: str = option(
+        "Address to listen on. If other machines can reach it, the page asks for the printed "
+        "token.",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+    )
+    port: int = option("Port to listen on; 0 picks a free one.", default=8750, metavar="N")
+    open_browser: bool = cli.switch("Open a browser.", "--open")
+    export: Path | None = option("Write one HTML file to share, and serve nothing.", metavar="FILE")
+    force: bool = cli.force_option()
+
+
+@cli.with_options
+def command(options: ViewOptions) -> None:
     """Show traces in the browser: over time, layer by layer, down to one microbatch.
 
     By default only this machine can open the page. The page loads nothing from the network.
     """
     from ultraep.tools.view.catalogue import Catalogue
+    from ultraep.tools.view.export import write_page
 
-    if export is not None and live:
+    if options.export is not None and options.live:
         raise ConfigError("--export writes the traces as they are now; remove --live")
-    check_targets((export, "page"), force=force)
-    catalogue = Catalogue(paths, live=live, warn=print_error)
+    check_targets((options.export, "page"), force=options.force)
+    catalogue = Catalogue(options.paths, live=options.live, warn=print_error)
     for error in catalogue.errors:
         print_error(error)
     if not catalogue.usable:
         raise FileError("nothing to show")
     try:
-        if export is None:
-            _serve(catalogue, host, port, open_browser)
-        else:
-            _export(catalogue, export)
+        if options.export is None:
+            _serve(catalogue, options)
+            return
+        records = write_page(catalogue, options.export)
+        if not is_stream(options.export):
+            print(f"{options.export}: {records:,} records")
     finally:
         catalogue.close()
 
 
-def _export(catalogue: Catalogue, path: Path) -> None:
-    from ultraep.tools.view.export import write_page
-
-    records = write_page(catalogue, path)
-    if not is_stream(path):
-        print(f"{path}: {records:,} records")
-
-
-def _serve(catalogue: Catalogue, host: str, port: int, open_browser: bool) -> None:
+def _serve(catalogue: Catalogue, options: ViewOptions) -> None:
     from ultraep.tools.view.server import ViewServer
 
     catalogue.start()  # read while the server is set up
-    try:
-        server = ViewServer(catalogue, host, port)
-        print(f"{server.url}  (Ctrl-C stops it)", flush=True)
-        if open_browser:
-            webbrowser.open(server.url)
-        server.run()
-    finally:
-        catalogue.close()
+    server = ViewServer(catalogue, options.host, options.port)
+    print(f"{server.url}  (Ctrl-C stops it)", flush=True)
+    if options.open_browser:
+        webbrowser.open(server.url)
+    server.run()
