@@ -144,7 +144,7 @@ def _inspect(options: InspectOptions, out: Path, *, report: bool) -> None:
         _introduce(console, inspection)
         began = time.perf_counter()
         try:
-            with inspection, progress("reading") as report_block:
+            with progress("reading") as report_block:
                 recorder = inspection.record(output_dir, report_block)
             with progress("planning") as report_case:
                 findings = inspection.findings(output_dir, report_case)
@@ -159,9 +159,9 @@ def _inspect(options: InspectOptions, out: Path, *, report: bool) -> None:
 def _introduce(console: Console, inspection: Inspection) -> None:
     """Print sizes before anything is read."""
     estimate, opened = inspection.estimate, inspection.opened
-    layers, windows = inspection.anatomy.experts, inspection.texts[-1].end + 1
+    layers, windows = inspection.anatomy.experts, len(inspection.windows)
     texts = ", ".join(span.name for span in inspection.texts)
-    length = inspection.excerpts[0].windows[0].shape[1]
+    length = inspection.windows[0].shape[1]
     facts = {
         "model": f"{inspection.options.name}: {_large(estimate.parameters)} parameters; "
         f"{len(layers)} of {len(opened.anatomy.blocks)} layers, {inspection.topology.experts} "
@@ -182,9 +182,9 @@ def _show(console: Console, result: InspectionResult, findings: Findings) -> Non
     from ultraep.tools.inspect.findings import BEYOND, LEGEND
 
     title = "Imbalance by group size, mean of all layers and windows (worst)"
-    console.print(make_grid(*result.table(), title))
+    console.print(make_grid(*findings.table(), title))
     console.print(Text(LEGEND, FAINT))
-    if any(row.beyond for row in result.rows):
+    if findings.beyond:
         console.print(Text(f"* {BEYOND}", FAINT))
     console.print()
     console.print(_texts(findings))
@@ -251,7 +251,7 @@ def _save(
             print_facts(console, {"report": str(write_report(out, result, findings))})
         except BackendUnavailable as missing:
             print_notes(console, [str(missing)])
-    sizes = [row.ranks for row in result.rows]
+    sizes = findings.sizes
     ranks = next((size for size in sizes if result.experts % size == 0), sizes[0])
     words = ("ultraep", "advise", "--trace", out / TRACE, "--model", out / PRESET_FILE)
     advise = shlex.join(map(str, (*words, "--cluster", CLUSTER, "--ep", ranks)))

@@ -36,6 +36,8 @@ MARK = "is_concatenated"  # the registry sets it on every module of experts
 UNBALANCED = BalanceConfig(policy="none")
 IDS = 1  # index of the ids among the arguments of experts: hidden states, ids, gates
 
+OUTSIDE = ""  # in place of a block name: the modules outside of all blocks
+
 LoadBlock = Callable[[str], AbstractContextManager[None]]
 
 
@@ -109,14 +111,14 @@ def run_windows(
     anatomy: Anatomy,
     windows: Sequence[torch.Tensor],
     load_block: LoadBlock,
-    tell: Callable[[str, int], None],
+    before_block: Callable[[str, int], None],
     last: str,
 ) -> None:
     """Run the decoder up to the block `last`.
 
     windows: [sequences, T] token ids of each window.
-    load_block: a context that holds the weights of a block.
-    tell: called with block and window before the block runs.
+    load_block: a context that holds the weights of a block, or of the modules OUTSIDE.
+    before_block: called with block and window before the block runs.
     """
     sizes = [len(window) for window in windows]
 
@@ -124,7 +126,7 @@ def run_windows(
         outputs = []
         with load_block(name):
             for number, (own_args, own_kwargs) in enumerate(split((args, kwargs), sizes)):
-                tell(name, number)
+                before_block(name, number)
                 outputs.append(forward(*own_args, **own_kwargs))
         if name == last:
             raise _LastBlockDone
@@ -134,7 +136,7 @@ def run_windows(
         for name, block in anatomy.blocks.items():
             block.forward = partial(in_windows, name, block.forward)
             stack.callback(delattr, block, "forward")
-        with suppress(_LastBlockDone):
+        with load_block(OUTSIDE), suppress(_LastBlockDone):
             anatomy.decoder(input_ids=torch.cat(list(windows)), use_cache=False)
 
 
@@ -180,7 +182,7 @@ class RoutingRecorder:
     def __init__(self, folder: Path, anatomy: Anatomy, topology: Topology, *, note: str) -> None:
         self._anatomy, self._topology = anatomy, topology
         self._recorder = Recorder(folder, topology, UNBALANCED, note=note)
-        self.window, self.records, self.top_k = 0, 0, 0
+        self.window, self.top_k = 0, 0
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -208,4 +210,4 @@ class RoutingRecorder:
         unbalanced = plan(loads_E[None], self._topology, UNBALANCED)
         rows = np.concatenate([loads_E, np.zeros(self._topology.slots, dtype=np.int64)])
         self._recorder.add(plan=unbalanced, slot_rows=rows, step=self.window, layer=layer)
-        self.records, self.top_k = self.records + 1, ids_NK.shape[-1]
+        self.top_k = ids_NK.shape[-1]

@@ -77,12 +77,6 @@ class RandomModel:
         self.model = build_model(self.config, torch.float32).to(device, self.dtype)
         self.anatomy = Anatomy.of(self.model)
 
-    def __enter__(self) -> RandomModel:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing to unload."""
-
     def loaded(self, _: str) -> AbstractContextManager[None]:
         """The weights are always in memory."""
         return nullcontext()
