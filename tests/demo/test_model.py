@@ -1,4 +1,4 @@
-"""The model, even routing and the training loop, in one process."""
+"""The model and even routing, in one process."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from ultraep import Balancer
 from ultraep.layer import BalancedMoE
 from ultraep.parallel.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
-from ultraep.tools.demo.train import route_evenly, train
+from ultraep.tools.demo.train import route_evenly
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE
 from ultraep.topology import even_homes
 
@@ -66,17 +66,3 @@ def test_even_routing_is_even_over_ranks_however_the_homes_are(ranks):
 
     chosen = torch.cat(LocalGroup(ranks).run(body))
     assert torch.bincount(chosen).tolist() == [24 * 3] * ranks
-
-
-def test_trainers_alternate_and_swap_their_order():
-    class Counter:
-        done = 0
-
-        def step(self):
-            self.done += 1
-            return self.done
-
-    reported = []
-    steps = train({"a": Counter(), "b": Counter()}, 2, lambda *step: reported.append(step))
-    assert reported == [("a", 1, 1), ("b", 1, 1), ("b", 2, 2), ("a", 2, 2)]
-    assert steps == {"a": [1, 2], "b": [1, 2]}

@@ -170,8 +170,7 @@ def test_replay_under_the_recorded_policy_is_the_recording(page, trace):
 def test_stale_placements_show_after_a_change_of_domain(page):
     replay = embedded(page, "replay")
     rows = {row["policy"]: row for row in replay["table"]}
-    assert replay["window"] == rows["eplb"]["window"] == 2
-    assert (replay["shifts"], replay["span"]) == ([4, 8], 2)
+    assert rows["eplb"]["window"] == replay["span"] == 2
     assert rows["eplb"]["after_shift"] > rows["eplb"]["before_shift"] + 0.1
     assert rows["ultraep"]["after_shift"] < 1.01
     eplb = replay["imbalance"]["eplb"]

@@ -92,7 +92,8 @@ def test_progress_is_reported_step_by_step(done):
     events = [event for event in done[2] if isinstance(event, Progress)]
     training = [event for event in events if event.phase == "training"]
     assert len(training) == 2 * TINY["steps"]
-    assert {event.policy for event in training} == {"none", "ultraep"}
+    in_turn = ["none", "ultraep", "ultraep", "none"]
+    assert [event.policy for event in training[:4]] == in_turn
     assert [event.phase for event in events if event.phase != "training"][:1] == ["prefill"]
     assert events[-1].phase == "layers"
     assert events[-1].done == events[-1].of
