@@ -40,7 +40,8 @@ from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.stats import Stats
 
 DEVICE = default_device()
-EXPORTED = {name for figure in FIGURES for name in figure.samples}
+SUFFIXES = {"summary": ("_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
+EXPORTED = {figure.full_name + end for figure in FIGURES for end in SUFFIXES[figure.kind]}
 
 
 # -- counting ------------------------------------------------------------------------------------

@@ -154,11 +154,10 @@ class Metrics:
     def step(self) -> None:
         """Count a step. Sums of a device may arrive, and be passed on, in a later step."""
         self._steps += 1
-        if self._arrived():
+        due = self._steps % self.every == 0
+        if self._pending is not None and (due or self._arrived()):
             self._publish()
-        if self._steps % self.every == 0:
-            if self._pending is not None:
-                self._publish()
+        if due:
             self._fetch()
             if self._arrived():
                 self._publish()
