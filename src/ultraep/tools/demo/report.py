@@ -188,8 +188,8 @@ def domains(result: DemoResult) -> list[Numbers]:
 
 def band(values: NDArray[Any], steps: Sequence[NDArray[Any]]) -> Numbers:
     """Return mean, minimum and maximum of every step; None where nothing was recorded."""
-    folds = {"mean": np.mean, "min": np.min, "max": np.max}
-    return {name: grouped(values, steps, fold) for name, fold in folds.items()}
+    low, high = grouped(values, steps, np.min), grouped(values, steps, np.max)
+    return {"mean": grouped(values, steps), "min": low, "max": high}
 
 
 def replay(result: DemoResult, trace: Trace) -> Numbers:

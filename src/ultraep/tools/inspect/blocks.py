@@ -14,8 +14,8 @@ Shapes: N tokens of a window, K experts per token, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,42 +172,26 @@ def join(outputs: list[Any]) -> Any:
     return tree_map(joined, *outputs)
 
 
-class RoutingRecorder:
+class RoutingRecorder(Recorder):
     """Records the expert ids that routers choose, window by window, as a trace.
 
     window: number of the window that is running; the caller sets it.
     top_k: experts per token; 0 before the first window.
     """
 
-    def __init__(self, folder: Path, anatomy: Anatomy, topology: Topology, *, note: str) -> None:
-        self._anatomy, self._topology = anatomy, topology
-        self._recorder = Recorder(folder, topology, UNBALANCED, note=note)
-        self.window, self.top_k = 0, 0
+    def __init__(self, folder: Path, topology: Topology, *, note: str) -> None:
+        super().__init__(folder, topology, UNBALANCED, note=note)
+        self.topology, self.window, self.top_k = topology, 0, 0
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Hook into the experts until the end of the `with`; then the trace is complete."""
-        with self._recorder, ExitStack() as stack:
-            for layer, experts in self._anatomy.experts.items():
-                hook = experts.register_forward_pre_hook(
-                    partial(self._record, layer), with_kwargs=True
-                )
-                stack.callback(hook.remove)
-            yield
-
-    @property
-    def dropped(self) -> int:
-        """Records that were dropped because the disk was too slow."""
-        return self._recorder.dropped
-
-    def _record(
+    def before_experts(
         self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Record the ids of a layer, as a hook before its experts."""
         ids_NK = (*args, *kwargs.values())[IDS]
-        experts, ids = self._topology.experts, ids_NK.reshape(-1)
+        experts, ids = self.topology.experts, ids_NK.reshape(-1)
         ids = ids[(ids >= 0) & (ids < experts)]
         loads_E = torch.bincount(ids, minlength=experts).cpu().numpy()
-        unbalanced = plan(loads_E[None], self._topology, UNBALANCED)
-        rows = np.concatenate([loads_E, np.zeros(self._topology.slots, dtype=np.int64)])
-        self._recorder.add(plan=unbalanced, slot_rows=rows, step=self.window, layer=layer)
+        unbalanced = plan(loads_E[None], self.topology, UNBALANCED)
+        rows = np.concatenate([loads_E, np.zeros(self.topology.slots, dtype=np.int64)])
+        self.add(plan=unbalanced, slot_rows=rows, step=self.window, layer=layer)
         self.top_k = ids_NK.shape[-1]

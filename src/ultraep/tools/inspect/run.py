@@ -11,8 +11,9 @@ OUT/
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class Inspection:
         """
         spans = ", ".join(f"{span.name} {span.begin} to {span.end}" for span in self.texts)
         note = f"ultraep inspect {self.options.name}; steps are windows of text: {spans}"
-        recorder = RoutingRecorder(out.traces[0], self.anatomy, self.topology, note=note)
+        recorder = RoutingRecorder(out.traces[0], self.topology, note=note)
         count = len(self.windows)
 
         def before_block(block: str, window: int) -> None:
@@ -145,7 +146,12 @@ class Inspection:
             report(layer * count + window, len(self.blocks) * count, words)
 
         path = self.options.model or Path(self.options.name)
-        with recorder.attached(), LibraryErrors(path, "transformers cannot run it"):
+        with ExitStack() as stack:
+            stack.enter_context(recorder)
+            stack.enter_context(LibraryErrors(path, "transformers cannot run it"))
+            for layer, experts in self.anatomy.experts.items():
+                hook = partial(recorder.before_experts, layer)
+                stack.enter_context(experts.register_forward_pre_hook(hook, with_kwargs=True))
             ids = [torch.from_numpy(window).to(self.opened.device) for window in self.windows]
             run_windows(self.anatomy, ids, self.opened.loaded, before_block, self.blocks[-1])
         return recorder

@@ -73,7 +73,8 @@ def make_requests(text: Text, queue: Queue) -> list[Prompt]:
     arrivals = [Arrival(0.0)] * queue.requests
     if queue.rate:
         arrivals = list(islice(poisson(queue.rate, [queue.seed]), queue.requests))
-    return make_prompts(arrivals, lengths, [queue.seed], 1, text.held_out())
+    texts = dict(zip(text.names, (bytes(part.tolist()) for part in text.held_out), strict=True))
+    return make_prompts(arrivals, lengths, [queue.seed], 1, texts)
 
 
 @torch.no_grad()
