@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from browser import Browser, chromium
 from cli.test_demo import RESULT
+from traces import arrived
 
 import ultraep
 from ultraep import FileError, Recorder, Topology, read_trace
@@ -28,16 +29,6 @@ POLICIES = ("none", "ultraep")
 DOMAINS = ["code"] * 4 + ["prose"] * 4 + ["tables & <b>"] * 4
 
 
-def slot_rows(plan, rank):
-    """Return the rows of every slot of a rank."""
-    home = plan.dense_quota()[TOPOLOGY.home_experts(rank), rank]
-    spare = np.zeros(SLOTS, dtype=np.int64)
-    for (_, host, slot), quota in zip(plan.replicas, plan.quotas, strict=True):
-        if host == rank:
-            spare[slot] = quota
-    return [*home, *spare]
-
-
 def record(folder, policy, steps=STEPS + 1):
     """Record a training and one more step, the check at its end."""
     config = ultraep.BalanceConfig(policy=policy)
@@ -50,7 +41,7 @@ def record(folder, policy, steps=STEPS + 1):
             for rank, recorder in enumerate(recorders):
                 recorder.add(
                     plan=plan,
-                    slot_rows=slot_rows(plan, rank),
+                    slot_rows=arrived(plan, rank),
                     step=step,
                     layer=layer,
                     bytes_moved=1000 * plan.num_replicas + rank,
@@ -68,13 +59,13 @@ def policy_result(policy, **changes):
     return replace(RESULT.policies[1], policy=policy, **(values | changes))
 
 
-def demo_result(*policies, **changes):
+def demo_result(**changes):
     values = {
         "sizes": Sizes(ranks=RANKS, experts=EXPERTS, slots=SLOTS, layers=LAYERS, tokens=300),
         "steps": STEPS,
         "domains": DOMAINS,
         "notes": ["a note with <i>signs</i>"],
-        "policies": [policy_result(policy) for policy in policies or POLICIES],
+        "policies": [policy_result(policy) for policy in POLICIES],
     }
     return replace(RESULT, **(values | changes))
 
@@ -219,18 +210,14 @@ def test_the_page_has_all_sections_and_loads_nothing(page, report):
     parts = Parts()
     parts.feed(page)
     assert all(url.startswith("data:") for url in parts.loaded)
-    assert "Content-Security-Policy" in page
     assert "default-src 'none'" in page
     for section in SECTIONS:
         assert section.name in parts.ids
         for plot in section.plots:
             assert f"plot-{plot}" in parts.ids
             assert f"numbers-{plot}" in parts.ids
-    assert len(set(parts.ids)) == len([name for name in parts.ids if name]) + 1
+    assert len(set(parts.ids)) == len([name for name in parts.ids if name]) + 1  # all differ
     assert report.stat().st_size < 8e6
-    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]
-    assert "url(" not in style
-    assert "@import" not in style
 
 
 def test_the_answer_comes_first_and_text_is_escaped(page):
@@ -243,21 +230,15 @@ def test_the_answer_comes_first_and_text_is_escaped(page):
     assert "3 MB" in page
 
 
-def test_one_policy_and_one_domain_are_enough(demo, tmp_path):
+def test_one_policy_one_domain_and_no_losses_are_enough(demo, tmp_path):
     shutil.copytree(demo / "none", tmp_path / "none")
-    result = demo_result("none", domains=["code"] * STEPS)
+    row = policy_result("none", losses=[float("nan")] * STEPS)
+    result = demo_result(policies=[row], domains=["code"] * STEPS)
     page = write_report(tmp_path, result).read_text("utf-8")
-    row = embedded(page, "replay")["table"][1]
-    assert row["policy"] == "eplb"
-    assert row["after_shift"] is None
+    assert embedded(page, "loss")["losses"] == {"none": [None] * STEPS}
+    eplb = embedded(page, "replay")["table"][1]
+    assert (eplb["policy"], eplb["after_shift"]) == ("eplb", None)
     assert "<h1>Imbalance 1.25 -&gt; 1.00 with none</h1>" in page
-
-
-def test_a_loss_that_is_not_a_number_is_left_out(copy):
-    losses = [float("nan")] * STEPS
-    rows = [policy_result("none"), policy_result("ultraep", losses=losses)]
-    page = write_report(copy, demo_result(policies=rows)).read_text("utf-8")
-    assert embedded(page, "loss")["losses"]["ultraep"] == [None] * STEPS
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,17 @@ def test_the_language_part_of_a_vision_model(tmp_path):
     assert_same({f"model.{name}": ids for name, ids in streamed(tmp_path).items()}, expected)
 
 
-def test_weights_have_the_requested_dtype(checkpoint):
-    for dtype, expected in ((None, torch.float32), (torch.float16, torch.float16)):
-        opened = Checkpoint(checkpoint, device=CPU, dtype=dtype)
-        name, block = next(iter(opened.anatomy.blocks.items()))
-        with opened.loaded(name):
-            assert {parameter.dtype for parameter in block.parameters()} == {expected}
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(None, torch.float32), (torch.float16, torch.float16)]
+)
+def test_a_loaded_block_has_the_requested_dtype_and_is_unloaded(checkpoint, dtype, expected):
+    opened = Checkpoint(checkpoint, device=CPU, dtype=dtype)
+    name, block = next(iter(opened.anatomy.blocks.items()))
+    with suppress(KeyboardInterrupt), opened.loaded(name):
+        assert {parameter.dtype for parameter in block.parameters()} == {expected}
+        assert not any(parameter.is_meta for parameter in block.parameters())
+        raise KeyboardInterrupt
+    assert all(parameter.is_meta for parameter in block.parameters())
 
 
 def test_one_block_at_a_time_has_weights(checkpoint):
@@ -99,15 +104,6 @@ def test_one_block_at_a_time_has_weights(checkpoint):
     read = opened.bytes_to_read([*blocks])
     assert read == sum(needed.values())
     assert opened.bytes_in_memory() < read
-
-
-def test_a_block_is_unloaded_after_an_error(checkpoint):
-    opened = Checkpoint(checkpoint, device=CPU)
-    name, block = next(iter(opened.anatomy.blocks.items()))
-    with suppress(KeyboardInterrupt), opened.loaded(name):
-        assert not any(parameter.is_meta for parameter in block.parameters())
-        raise KeyboardInterrupt
-    assert all(parameter.is_meta for parameter in block.parameters())
 
 
 # -- quantised weights ---------------------------------------------------------------------------

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from browser import Browser, chromium
-from demo.test_report import Parts, embedded
+from demo.test_report import embedded
 from inspect_models import TEXTS, routing_of
 from torch import nn
 
-from ultraep.errors import ConfigError, FileError
+from ultraep.errors import ConfigError
 from ultraep.tools.inspect.blocks import Anatomy
 from ultraep.tools.inspect.findings import label
 from ultraep.tools.inspect.options import InspectOptions
@@ -102,8 +102,7 @@ def test_rows_are_replays_of_the_trace(done):
             assert row[name] == line[name]
     content = json.loads(done.result.save(done.out).read_text())
     assert (content["family"], content["experts"], content["top_k"]) == ("qwen3_moe", 16, 8)
-    assert (content["layers"], content["notes"]) == ([0, 1, 2, 3], [])
-    assert content["rows"][0]["policy"] == "none"
+    assert (content["layers"], content["notes"], content["rows"]) == ([0, 1, 2, 3], [], rows)
 
 
 def test_the_ranks_need_not_divide_the_experts(tmp_path):
@@ -125,7 +124,6 @@ def test_selected_layers(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"family": None}, "name the directory of a model, or a family with --random"),
         ({"policies": ("best",)}, "unknown policy 'best'"),
         ({"sizes": (8, 16)}, "--ep 16: ranks must lie between 1 and the 8 experts"),
         ({"slots": (9,)}, "slots must lie between 0 and 8, got 9"),
@@ -146,13 +144,6 @@ def test_layers_with_different_numbers_of_experts_are_refused():
     with pytest.raises(ConfigError, match="layer 0 has 4 experts, layer 1 has 5"):
         experts_per_layer(anatomy)
     assert experts_per_layer(anatomy.only([1])) == 5
-
-
-def test_files_of_others_are_not_overwritten(tmp_path):
-    (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(FileError, match="exists, but not as output of an earlier inspection"):
-        claim_folder(tmp_path)
-    assert (tmp_path / "report.html").read_text() == "mine"
 
 
 # -- the report ----------------------------------------------------------------------------------
@@ -201,11 +192,7 @@ def test_history_within_a_text_and_after_a_change(done, page):
     assert rows[0] == [name, "1 window", f"{same:.3f}", f"{changed:.3f}"]
 
 
-def test_the_page_is_self_contained(done, page):
-    parts = Parts()
-    parts.feed(page)
-    assert all(url.startswith("data:") for url in parts.loaded)
-    assert "default-src 'none'" in page
+def test_the_page_begins_with_the_answer(done, page):
     assert f"<h1>small: {done.findings.headline}</h1>".replace("->", "-&gt;") in page
     assert "letters (192 tokens), numbers (192 tokens); windows of 64 tokens" in page
 

@@ -1,14 +1,12 @@
 """A forward pass window by window equals an ordinary forward pass; texts become windows."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from inspect_models import routing_of, save_tokenizer, smaller_config
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.inspect import families
-from ultraep.tools.inspect.blocks import join, num_experts, run_windows, split
+from ultraep.tools.inspect.blocks import num_experts, run_windows
 from ultraep.tools.inspect.families import FAMILIES, RandomModel
 from ultraep.tools.inspect.texts import first_tokens, texts_of, tokenizer_of, windows_of
 
@@ -28,13 +26,7 @@ def test_windows_have_the_routing_of_the_whole_batch(family, monkeypatch):
     calls, blocks = [], list(anatomy.blocks)
     with routing_of(opened.model) as routing:
         windows = ids.split([2, 1, 2])
-        run_windows(
-            anatomy,
-            windows,
-            lambda _: nullcontext(),
-            lambda *call: calls.append(call),
-            blocks[-1],
-        )
+        run_windows(anatomy, windows, opened.loaded, lambda *c: calls.append(c), blocks[-1])
     assert whole
     assert all(torch.equal(routing[name], whole[name]) for name in whole)
     assert calls == [(name, number) for name in blocks for number in range(3)]
@@ -50,17 +42,6 @@ def test_random_models_have_the_experts_of_their_family(family, experts, layers)
     assert list(anatomy.experts) == layers
     assert num_experts(anatomy.experts[1]) == experts
     assert list(anatomy.blocks) == [f"model.layers.{number}" for number in range(4)]
-
-
-def test_join_is_the_inverse_of_split():
-    value = (torch.arange(10).reshape(5, 2), {"mask": torch.ones(5, 1, 2, 2), "none": None}, 3)
-    parts = split(value, [2, 3])
-    assert parts[1][0].tolist() == [[4, 5], [6, 7], [8, 9]]
-    assert parts[0][1]["mask"].shape == (2, 1, 2, 2)
-    assert parts[0][2] == 3
-    assert torch.equal(join([part[0] for part in parts]), value[0])
-    shared = torch.ones(1, 5)  # one row for all sequences
-    assert split(shared, [2, 3])[1] is shared
 
 
 # -- texts ---------------------------------------------------------------------------------------

@@ -60,13 +60,7 @@ class Alarms:
         self._in_a_row = dict.fromkeys(ALARMS, 0)
 
     def check(self, values: Mapping[str, float]) -> dict[str, str]:
-        """Return the active alarms with their explanations.
-
-        >>> alarms = Alarms(AlarmSettings(patience=2), balancing=True)
-        >>> bad = {"microbatches": 8, "imbalance_before": 2.0, "imbalance_after": 1.5, "skipped": 0}
-        >>> [list(alarms.check(bad)) for _ in range(2)]
-        [[], ['imbalance_high']]
-        """
+        """Return the active alarms with their explanations."""
         settings = self._settings
         uneven = values["imbalance_before"] > settings.worth
         exceeded = {

@@ -143,8 +143,8 @@ def run_windows(
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     """Split the tensors with all sequences into windows; other values are the same for all.
 
-    >>> split({"x": torch.arange(6).reshape(3, 2), "scale": 2.0}, [1, 2])[0]
-    {'x': tensor([[0, 1]]), 'scale': 2.0}
+    >>> split({"x": torch.arange(6).reshape(3, 2), "shared": torch.zeros(1, 3), "n": 2}, [1, 2])[0]
+    {'x': tensor([[0, 1]]), 'shared': tensor([[0., 0., 0.]]), 'n': 2}
     """
 
     def parts(leaf: Any) -> list[Any]:
