@@ -201,8 +201,8 @@ def test_the_page_without_policies_that_use_history(tmp_path):
     small = Done(tmp_path, family="mixtral", policies=("none",), slots=(1,), sizes=(4,))
     pytest.importorskip("plotly")
     page = write_report(small.out, small.result, small.findings).read_text("utf-8")
-    assert "plot-sizes" in page
-    assert "plot-history" not in page
+    assert "numbers-sizes" in page
+    assert "numbers-history" not in page
     assert "weights are random" in page
 
 

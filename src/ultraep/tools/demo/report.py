@@ -20,41 +20,16 @@ from ultraep.errors import FileError
 from ultraep.files.writing import write_text
 from ultraep.tools.demo.result import REPORT_FILE, DemoResult, trace_folder
 from ultraep.tools.report.numbers import Numbers, grouped, microbatches, plain
-from ultraep.tools.report.page import BEYOND, PICKER, Page, Section, own_file, plotly_js
+from ultraep.tools.report.page import Page, plotly_js
 from ultraep.tools.report.words import counted, table
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import cases, replayed
 
 SHOWN = "ultraep"  # the policy that the plots show, if it ran
 POLICIES = ("none", "eplb", "lplb", "echo", "quota", "ultraep")  # of the replay
+BEYOND = "<p>* exceeds the spare slots or moves experts, so it is compared here but cannot run.</p>"
 AROUND = 5  # most steps before and after a change of domain
 MOST_RECORDS = 3000  # of a replay; fewer layers if there are more
-SECTIONS = (
-    Section("imbalance", "Imbalance during training", ("imbalance",)),
-    Section("speed", "Speed", ("requests", "speed")),
-    Section("loss", "Loss", ("loss",)),
-    Section("layers", "Imbalance by layer", ("layers",)),
-    Section("microbatches", "One microbatch, rank by rank", ("microbatches",)),
-    Section("copies", "Replicas and their cost", ("copies",)),
-    Section("replay", "The same loads under other policies", ("replay",)),
-)
-CAPTIONS = {
-    "imbalance": "Mean of all layers in every step, without and with replicas. The band reaches "
-    "from the best to the worst layer.",
-    "requests": "Time to first token of a request, and speed of the MoE layers alone. The dashed "
-    "line is forced balance: the same work with evenly assigned rows.",
-    "speed": "Tokens per second of all ranks in every training step.",
-    "loss": "Balancing changes only where a row is computed, so the lines coincide. The order of "
-    "sums changes the last bits, and training amplifies that.",
-    "layers": "Mean of all steps, without and with replicas.",
-    "microbatches": "A bar is a rank and a block is an expert. The colour of a block is the home "
-    "of its expert; hatched blocks are replicas. The plot starts with the most imbalanced "
-    "microbatch.",
-    "copies": "Replicas per layer, and bytes of weights and gradients that all ranks sent for "
-    "them.",
-    "replay": "eplb and lplb plan from past loads, so their imbalance rises when the text changes. "
-    "ultraep plans from the loads of the step itself.",
-}
 
 
 def write_report(out: str | Path, result: DemoResult) -> Path:
@@ -76,17 +51,16 @@ def page(result: DemoResult, trace: Trace) -> Page:
     numbers = all_numbers(result, trace)
     beyond = any(row["beyond"] for row in numbers["replay"]["table"])
     return Page(
+        report="demo",
         kind="ultraep demo",
         title=result.headline,
         facts=_facts(result, trace),
         notes=_notes(result, trace, numbers),
-        result=f"<h2>Result</h2>\n{table(*result.table(), 'result')}",
-        sections=SECTIONS,
-        captions=CAPTIONS,
+        tables={
+            "result": table(*result.table(), "result"),
+            "replay": _replay_table(numbers["replay"]) + (BEYOND if beyond else ""),
+        },
         numbers=numbers,
-        script=own_file("ultraep.tools.report", "demo.js"),
-        controls={"microbatches": PICKER.format(noun="step")},
-        tables={"replay": _replay_table(numbers["replay"]) + (BEYOND if beyond else "")},
     )
 
 

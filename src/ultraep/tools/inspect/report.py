@@ -22,33 +22,12 @@ from ultraep.tools.inspect.findings import (
     label,
 )
 from ultraep.tools.report.numbers import Numbers, grouped, microbatches
-from ultraep.tools.report.page import PICKER, Page, Section, own_file, plotly_js
+from ultraep.tools.report.page import Page, plotly_js
 from ultraep.tools.report.words import counted, table
 from ultraep.trace.read import Trace
 from ultraep.trace.replay import Case, plans
 
 ALL = "all texts"
-SECTIONS = (
-    Section("sizes", "Imbalance by number of ranks", ("sizes",)),
-    Section("layers", "Imbalance by layer", ("layers",)),
-    Section("texts", "Imbalance by text", ("texts",)),
-    Section("history", "Placement by past windows", ("history",)),
-    Section("experts", "Load of every expert", ("experts",)),
-    Section("microbatches", "One window, rank by rank", ("microbatches",)),
-)
-CAPTIONS = {
-    "sizes": "Mean over all layers and windows. With more ranks, each rank has fewer experts, so a "
-    "busy expert weighs more.",
-    "layers": "Mean over all windows.",
-    "texts": "Mean over all layers and windows of a text.",
-    "history": "Policies that place by past windows: within a text, and right after a change of "
-    "text. ultraep plans by the loads of the window itself.",
-    "experts": "Load of an expert over the mean of its layer; 1 is an equal share. Texts that "
-    "differ here need different replicas.",
-    "microbatches": "A bar is a rank and a block is an expert. The colour of a block shows the "
-    "home rank of its expert; hatched blocks are replicas. The most uneven window is shown first.",
-}
-CHOICE = '<p class="picker"><label>{noun} <select id="choice-{plot}"></select></label></p>'
 
 
 def write_report(out: Path, result: InspectionResult, findings: Findings) -> Path:
@@ -61,24 +40,17 @@ def write_report(out: Path, result: InspectionResult, findings: Findings) -> Pat
 
 def page(result: InspectionResult, findings: Findings) -> Page:
     """The page with all plots."""
-    numbers = all_numbers(findings)
     beyond = f"\n<p>* {BEYOND}.</p>" if findings.beyond else ""
     return Page(
+        report="inspect",
         title=f"{result.model}: {findings.headline}",
         facts=_facts(result, findings.sizes),
         notes=result.notes,
-        result=f"<h2>Result</h2>\n<p>{LEGEND}.</p>\n{table(*findings.table(), 'result')}{beyond}",
-        sections=[section for section in SECTIONS if section.plots[0] in numbers],
-        captions=CAPTIONS,
-        numbers=numbers,
-        script=own_file("ultraep.tools.report", "inspect.js"),
-        controls={
-            "layers": CHOICE.format(noun="ranks", plot="layers"),
-            "texts": CHOICE.format(noun="ranks", plot="texts"),
-            "experts": CHOICE.format(noun="text", plot="experts"),
-            "microbatches": PICKER.format(noun="window"),
+        tables={
+            "result": f"<p>{LEGEND}.</p>\n{table(*findings.table(), 'result')}{beyond}",
+            "history": table(*findings.past_table(), "past-table"),
         },
-        tables={"history": table(*findings.past_table(), "past-table")},
+        numbers=all_numbers(findings),
     )
 
 

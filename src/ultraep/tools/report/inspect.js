@@ -92,9 +92,7 @@ const figures = {
 
   microbatches: microbatchFigure,
 };
-for (const name of Object.keys(figures)) {
-  if (!find(`plot-${name}`)) delete figures[name];
-}
+removeEmptySections();
 
 function prepareChoice(plot, names) {
   const select = find(`choice-${plot}`);
