@@ -140,7 +140,7 @@ def test_invalid_options_are_refused(options, message):
 
 def test_layers_with_different_numbers_of_experts_are_refused():
     experts = {n: nn.ParameterList([nn.Parameter(torch.zeros(4 + n, 2))]) for n in range(2)}
-    anatomy = Anatomy(nn.Module(), {}, experts, {0: "a", 1: "b"})
+    anatomy = Anatomy(nn.Module(), "", {}, experts, {0: "a", 1: "b"})
     with pytest.raises(ConfigError, match="layer 0 has 4 experts, layer 1 has 5"):
         experts_per_layer(anatomy)
     assert experts_per_layer(anatomy.only([1])) == 5

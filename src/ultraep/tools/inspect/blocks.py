@@ -16,15 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
@@ -35,7 +36,6 @@ from ultraep.trace.record import Recorder
 MARK = "is_concatenated"  # the registry sets it on every module of experts
 UNBALANCED = BalanceConfig(policy="none")
 IDS = 1  # index of the ids among the arguments of experts: hidden states, ids, gates
-
 OUTSIDE = ""  # in place of a block name: the modules outside of all blocks
 
 LoadBlock = Callable[[str], AbstractContextManager[None]]
@@ -46,6 +46,7 @@ class Anatomy:
     """The decoder of a model, its blocks by name, and its experts and their blocks by layer."""
 
     decoder: nn.Module  # takes token ids
+    prefix: str  # of the names in the decoder
     blocks: dict[str, nn.Module]
     experts: dict[int, nn.Module]
     block_of_layer: dict[int, str]
@@ -54,12 +55,9 @@ class Anatomy:
     def of(cls, model: Any) -> Anatomy:
         """Find the blocks and experts; raise for a model without experts of the registry."""
         decoder = model.get_decoder()
-        prefix = next(name for name, module in model.named_modules() if module is decoder)
-        names = [
-            f"{prefix}.{name}" if prefix else name
-            for name, module in decoder.named_modules()
-            if hasattr(module, MARK)
-        ]
+        name = next(name for name, module in model.named_modules() if module is decoder)
+        prefix = f"{name}." if name else ""
+        names = [prefix + name for name, module in decoder.named_modules() if hasattr(module, MARK)]
         lists = {_outermost_list(model, name) for name in names}
         if not names or None in lists:
             raise ConfigError(
@@ -77,16 +75,13 @@ class Anatomy:
         if len(set(layers)) < len(layers):
             layers = list(range(len(layers)))
         experts = dict(zip(layers, map(model.get_submodule, names), strict=True))
-        return cls(decoder, blocks, experts, dict(zip(layers, block_of, strict=True)))
+        return cls(decoder, prefix, blocks, experts, dict(zip(layers, block_of, strict=True)))
 
     def only(self, layers: Collection[int]) -> Anatomy:
         """The same model with the experts of these layers only."""
-        return Anatomy(
-            self.decoder,
-            self.blocks,
-            {layer: self.experts[layer] for layer in layers},
-            {layer: self.block_of_layer[layer] for layer in layers},
-        )
+        experts = {layer: self.experts[layer] for layer in layers}
+        blocks = {layer: self.block_of_layer[layer] for layer in layers}
+        return replace(self, experts=experts, block_of_layer=blocks)
 
 
 def num_experts(module: nn.Module) -> int:
@@ -147,14 +142,12 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     {'x': tensor([[0, 1]]), 'shared': tensor([[0., 0., 0.]]), 'n': 2}
     """
 
-    def parts(leaf: Any) -> list[Any]:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and len(leaf) == sum(sizes):
-            return list(leaf.split(list(sizes)))
-        return [leaf] * len(sizes)
+    def rows(begin: int, end: int, leaf: Any) -> Any:
+        whole = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and len(leaf) == sum(sizes)
+        return leaf[begin:end] if whole else leaf
 
-    leaves, spec = tree_flatten(value)
-    by_leaf = [parts(leaf) for leaf in leaves]
-    return [tree_unflatten([p[n] for p in by_leaf], spec) for n in range(len(sizes))]
+    ends = list(accumulate(sizes, initial=0))
+    return [tree_map(partial(rows, *span), value) for span in pairwise(ends)]
 
 
 def join(outputs: list[Any]) -> Any:

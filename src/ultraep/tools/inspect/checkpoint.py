@@ -13,12 +13,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.reading import check_size, read_text
@@ -34,16 +32,6 @@ MOST_BUFFERS = 1 << 28
 MOST_LAYERS, LARGEST = 1000, 2**31  # limits for numbers in a configuration
 DEQUANTISED = ("fp8", "mxfp4")  # quantisation methods that are dequantised while reading
 ASSEMBLING = 3  # memory of a block over its saved size, while its tensors are assembled
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter or buffer of the model, and its tensor on the meta device."""
-
-    module: nn.Module
-    name: str
-    path: str
-    empty: torch.Tensor
 
 
 class Checkpoint:
@@ -98,24 +86,22 @@ class Checkpoint:
     def bytes_in_memory(self) -> int:
         """Peak bytes of weights: outside of blocks, and the largest block during assembly."""
         numbers = {
-            block: sum(weight.empty.numel() for weight in weights)
+            block: sum(tensor.numel() for tensor in weights.values())
             for block, weights in self._weights.items()
         }
         outside, largest = numbers.pop(OUTSIDE), max(numbers.values())
         computed, saved = self.dtype.itemsize, self._saved.itemsize
         return outside * computed + largest * max(computed + saved, ASSEMBLING * saved)
 
-    def _weights_by_block(self) -> dict[str, list[Weight]]:
-        transient = {name for name, _ in self.model.named_non_persistent_buffers()}
-        weights: dict[str, list[Weight]] = {name: [] for name in (OUTSIDE, *self.anatomy.blocks)}
-        inside = {id(module) for module in self.anatomy.decoder.modules()}
-        for path, module in self.model.named_modules():
-            if id(module) not in inside:
-                continue
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                full = f"{path}.{name}" if path else name
-                if tensor is not None and full not in transient:
-                    weights[self._block_of(full)].append(Weight(module, name, full, tensor))
+    def _weights_by_block(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The weights of the decoder, still on the meta device, by block and path."""
+        prefix = self.anatomy.prefix
+        weights: dict[str, dict[str, torch.Tensor]] = {
+            name: {} for name in (OUTSIDE, *self.anatomy.blocks)
+        }
+        for path, tensor in self.model.state_dict(keep_vars=True).items():
+            if path.startswith(prefix):
+                weights[self._block_of(path)][path] = tensor
         return weights
 
     def _block_of(self, path: str) -> str:
@@ -128,7 +114,7 @@ class Checkpoint:
         renamings = [m for m in self._mapping if isinstance(m, loading.WeightRenaming)]
         converters = [m for m in self._mapping if isinstance(m, loading.WeightConverter)]
         state, prefix = self.model.state_dict(), self.model.base_model_prefix
-        own = {weight.path for weights in self._weights.values() for weight in weights}
+        own = {path for weights in self._weights.values() for path in weights}
         keys = defaultdict(list)
         for key in self._files:
             name, _ = loading.rename_source_key(key, renamings, converters, prefix, state)
@@ -155,11 +141,11 @@ class Checkpoint:
         ):
             info, _ = load(self.model, tensors, settings)
         self._check_loaded(info)
-        for weight in self._weights[block]:
-            tensor = getattr(weight.module, weight.name)
+        for path in self._weights[block]:
+            tensor = self.model.get_parameter_or_buffer(path)
             if tensor.is_meta:
-                raise FileError(f"{self.folder}: the files hold no weights for {weight.path}")
-            if tensor.is_floating_point() and not any(part in weight.path for part in exceptions):
+                raise FileError(f"{self.folder}: the files hold no weights for {path}")
+            if tensor.is_floating_point() and not any(part in path for part in exceptions):
                 tensor.data = tensor.data.to(self.dtype)
 
     def _check_loaded(self, info: Any) -> None:
@@ -175,8 +161,12 @@ class Checkpoint:
             )
 
     def _unload(self, block: str) -> None:
-        for weight in self._weights[block]:
-            setattr(weight.module, weight.name, weight.empty)
+        for path, empty in self._weights[block].items():
+            self._set(path, empty)
+
+    def _set(self, path: str, tensor: torch.Tensor) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, tensor)
 
     def _fill_buffers(self) -> None:
         """Compute buffers that are not saved, such as rotary frequencies."""
@@ -188,9 +178,7 @@ class Checkpoint:
                 f"{MOST_BUFFERS:,}"
             )
         for path, buffer in buffers.items():
-            parent, _, name = path.rpartition(".")
-            module = self.model.get_submodule(parent)
-            setattr(module, name, torch.empty_like(buffer, device=self.device))
+            self._set(path, torch.empty_like(buffer, device=self.device))
         for module in self.anatomy.decoder.modules():
             if module._non_persistent_buffers_set:
                 self.model._init_weights(module)
