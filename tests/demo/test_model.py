@@ -27,24 +27,18 @@ def test_texts_in_one_sequence_are_masked_from_each_other(tiny):
     assert torch.allclose(alone, together, rtol=1e-12, atol=1e-12)
 
 
-def test_unevenness_is_one_per_even_layer_and_more_otherwise(tiny):
-    tokens = torch.arange(64)[None]
+def test_unevenness_is_one_per_even_layer_and_has_gradients_of_the_routers(tiny):
+    tokens, routers = torch.arange(64)[None], [moe.router for moe in moe_layers(tiny).values()]
     tiny(tokens)
-    uneven = tiny.unevenness.item()
-    for moe in moe_layers(tiny).values():
-        torch.nn.init.zeros_(moe.router.weight)  # all experts equally probable
+    tiny.unevenness.backward()
+    assert tiny.unevenness > CONFIG.layers
+    assert all(router.weight.grad.abs().max() > 0 for router in routers)
+    for router in routers:
+        torch.nn.init.zeros_(router.weight)  # all experts equally probable
     tiny(tokens)
     assert tiny.unevenness.item() == pytest.approx(CONFIG.layers)
-    assert uneven > CONFIG.layers
-
-
-def test_unevenness_has_gradients_of_the_routers(tiny):
-    tiny(torch.arange(64)[None])
-    tiny.unevenness.backward()
-    for moe in moe_layers(tiny).values():
-        assert moe.router.weight.grad.abs().max() > 0
     with torch.no_grad():
-        tiny(torch.arange(64)[None])
+        tiny(tokens)
     assert tiny.unevenness == 0  # without gradients
 
 

@@ -47,13 +47,10 @@ def test_random_models_have_the_experts_of_their_family(family, experts, layers)
 # -- texts ---------------------------------------------------------------------------------------
 
 
-def test_the_tokenizer_of_a_checkpoint_is_used(tmp_path):
+def test_the_tokenizer_of_a_checkpoint_is_used_unless_damaged(tmp_path):
+    assert tokenizer_of(tmp_path) is None
     vocabulary = save_tokenizer(tmp_path)
     assert tokenizer_of(tmp_path)("fox dog unheard") == [vocabulary["fox"], vocabulary["dog"], 0]
-    assert tokenizer_of(tmp_path.parent / "elsewhere") is None
-
-
-def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
     with pytest.raises(FileError, match=r"cannot read its tokenizer.*\Z"):
