@@ -5,15 +5,16 @@ import re
 import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import product
 
 import numpy as np
 import pytest
 from browser import Browser, chromium
 from cli.test_demo import RESULT
-from traces import arrived
+from traces import record
 
 import ultraep
-from ultraep import FileError, Recorder, Topology, read_trace
+from ultraep import FileError, Topology, read_trace
 from ultraep.tools.demo import report as reports
 from ultraep.tools.demo.report import write_report
 from ultraep.tools.demo.result import trace_folder
@@ -30,25 +31,15 @@ PLOTS = ("imbalance", "requests", "speed", "loss", "layers", "microbatches", "co
 DOMAINS = ["code"] * 4 + ["prose"] * 4 + ["tables & <b>"] * 4
 
 
-def record(folder, policy, steps=STEPS + 1):
-    """Record a training and one more step, the check at its end."""
-    config = ultraep.BalanceConfig(policy=policy)
-    recorders = [Recorder(folder, TOPOLOGY, config, rank=rank) for rank in range(RANKS)]
-    for step in range(steps):
-        for layer in range(LAYERS):
-            loads = zipf(RANKS, EXPERTS, ratio=2.0, top_k=2, tokens=300, seed=layer)
-            loads = np.roll(loads, step // 4 * 5, axis=1)  # another domain every fourth step
-            plan = ultraep.plan(loads + step % 3, TOPOLOGY, config)
-            for rank, recorder in enumerate(recorders):
-                recorder.add(
-                    plan=plan,
-                    slot_rows=arrived(plan, rank),
-                    step=step,
-                    layer=layer,
-                    bytes_moved=1000 * plan.num_replicas + rank,
-                )
-    for recorder in recorders:
-        recorder.close()
+def record_training(folder, policy):
+    """Record all steps and one more, the check at the end."""
+    config, plans = ultraep.BalanceConfig(policy=policy), []
+    for step, layer in product(range(STEPS + 1), range(LAYERS)):
+        loads = zipf(RANKS, EXPERTS, ratio=2.0, top_k=2, tokens=300, seed=layer)
+        loads = np.roll(loads, step // 4 * 5, axis=1)  # another domain every fourth step
+        plans.append(ultraep.plan(loads + step % 3, TOPOLOGY, config))
+    options = {"bytes_moved": lambda plan, rank: 1000 * plan.num_replicas + rank}
+    record(folder, plans, topology=TOPOLOGY, config=config, layers=LAYERS, **options)
 
 
 def policy_result(policy, **changes):
@@ -75,7 +66,7 @@ def demo_result(**changes):
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
     for policy in POLICIES:
-        record(trace_folder(out, policy), policy)
+        record_training(trace_folder(out, policy), policy)
     return out
 
 

@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -95,24 +96,21 @@ class Telemetry:
             create = meter.create_observable_gauge
             if figure.kind == "counter":
                 create = meter.create_observable_counter
-            create(figure.full_name, [self._callback(figure)], description=figure.help)
+            create(figure.full_name, [partial(self._observe, figure)], description=figure.help)
 
     def __call__(self, reading: Reading) -> None:
         self._last = reading
 
-    def _callback(self, figure: Figure) -> Callable[[Any], Iterable[Any]]:
-        def observe(_: Any) -> Iterable[Any]:
-            if self._last is None:
-                return []
-            values = figure.samples(self._last)
-            if figure.kind == "summary":
-                values = [(self._last.policy, self._last.values[figure.name])]
-            return [
-                self._observation(value, {figure.label: label} if figure.label else {})
-                for label, value in values
-            ]
-
-        return observe
+    def _observe(self, figure: Figure, _: Any) -> list[Any]:
+        if self._last is None:
+            return []
+        values = figure.samples(self._last)
+        if figure.kind == "summary":
+            values = [(self._last.policy, self._last.values[figure.name])]
+        return [
+            self._observation(value, {figure.label: label} if figure.label else {})
+            for label, value in values
+        ]
 
 
 # -- Prometheus ----------------------------------------------------------------------------------

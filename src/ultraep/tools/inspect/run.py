@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ultraep import __version__
+from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.writing import write_text
 from ultraep.tools.inspect.blocks import Anatomy, RoutingRecorder, num_experts, run_windows
@@ -38,7 +39,13 @@ from ultraep.tools.inspect.findings import (
 )
 from ultraep.tools.inspect.library import LibraryErrors
 from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.texts import hashed_words, texts_of, tokenizer_of, windows_of
+from ultraep.tools.inspect.texts import (
+    TextSpan,
+    hashed_words,
+    texts_of,
+    tokenizer_of,
+    windows_of,
+)
 from ultraep.tools.outputs import OutputDir
 from ultraep.tools.sim.model import GATED
 from ultraep.topology import Topology
@@ -86,7 +93,7 @@ class Inspection:
         last = max(blocks.index(name) for name in self.anatomy.block_of_layer.values())
         self.blocks = blocks[: last + 1]  # that must run
 
-    def _windows(self) -> Any:
+    def _windows(self) -> tuple[list[TextSpan], list[IntArray]]:
         options, config = self.options, self.opened.config.get_text_config()
         encode = tokenizer_of(options.model) if options.model else None
         if encode is None:
