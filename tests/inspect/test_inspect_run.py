@@ -129,7 +129,7 @@ def test_selected_layers(checkpoint, tmp_path):
         ({"slots": (9,)}, "slots must lie between 0 and 8, got 9"),
         ({"layers": (1, 9)}, "--layers 9: layers with experts are 0, 1"),
         ({"device": "abacus"}, "--device must be cpu, cuda or cuda:N, got 'abacus'"),
-        ({"dtype": "int4"}, "--dtype is one of float32"),
+        ({"dtype": "int4"}, "--dtype must be one of float32"),
         ({"history": 0}, "--history must be at least 1, got 0"),
     ],
 )

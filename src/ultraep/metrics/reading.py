@@ -103,11 +103,13 @@ class StageTimes(Stats):
         self.timed += microbatch.timed
 
     def sent(self, *_: Any) -> None:
-        """Nothing to count."""
+        """Count nothing."""
 
 
 class Metrics:
-    """Counts what balancers do, and passes readings to sinks. Call `step` after every step.
+    """Counts plans, bytes and seconds of balancers, and passes readings to sinks.
+
+    Call `step` after every training step.
 
     balancers: balancers of this rank, all with one policy. Create `Metrics` before you capture a
         graph, so that the graph counts its replays.

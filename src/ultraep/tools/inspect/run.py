@@ -227,7 +227,7 @@ def _device(name: str | None) -> torch.device:
         raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"--device {name}: torch finds {count} GPUs on this machine")
+        raise ConfigError(f"--device {name}, but torch finds {count} GPUs; use --device cpu")
     return device
 
 

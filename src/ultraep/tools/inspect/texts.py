@@ -107,7 +107,7 @@ def windows_of(
     ids_of = {name: first_tokens(text, encode, tokens) for name, text in texts.items()}
     for name, ids in ids_of.items():
         if not len(ids):
-            raise FileError(f"the text {name} is empty")
+            raise FileError(f"the text {name} is empty; pass a file with text")
     length = min(sequence, *map(len, ids_of.values()))
     spans: list[TextSpan] = []
     windows: list[IntArray] = []
