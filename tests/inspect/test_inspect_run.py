@@ -204,6 +204,12 @@ def test_the_page_without_policies_that_use_history(tmp_path):
     assert "numbers-sizes" in page
     assert "numbers-history" not in page
     assert "weights are random" in page
+    if chromium() is not None:
+        with Browser(tmp_path / "home") as browser:
+            browser.open((tmp_path / "report.html").as_uri())
+            browser.wait("document.querySelectorAll('#plot-sizes .main-svg').length")
+            assert browser.run("document.getElementById('history') === null")
+            assert browser.messages == []
 
 
 SELECT = """
