@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,12 +35,12 @@ from ultraep.tools.tiny.model import TinyMoE
 from ultraep.tools.tiny.prefill import Answers, Queue, answer, make_requests
 
 
-def report(answers: Answers, pool_bytes: int) -> dict[str, Any]:
+def report(policy: str, answers: Answers, pool_bytes: int) -> dict[str, Any]:
     """Return the results of one policy."""
     turn = answers.turn
     waited = [seconds for seconds in turn.waited if seconds is not None]
     return {
-        "policy": answers.policy,
+        "policy": policy,
         "batches": turn.microbatches,
         "first_token_mean": fmean(waited),
         "first_token_p95": float(np.percentile(waited, 95)),
@@ -80,26 +81,12 @@ def table(rows: list[dict[str, Any]], ranks: int, requests: Sequence[Prompt]) ->
     return shown
 
 
-def queue_of(args: argparse.Namespace) -> Queue:
-    return Queue(
-        requests=args.requests,
-        shortest=args.shortest,
-        longest=args.longest,
-        budget=args.budget,
-        rate=args.rate,
-        period=args.period,
-        warmup=args.warmup,
-        rounds=args.rounds,
-        seed=args.seed,
-    )
-
-
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Serve the requests under every policy and print the results."""
     console = Console(quiet=dist.get_rank() != 0)
     saved = torch.load(args.load) if args.load else None
     config = model_config(args, saved and saved["config"])
-    queue = queue_of(args)
+    queue = Queue(**{field.name: getattr(args, field.name) for field in fields(Queue)})
     requests = make_requests(library_text(), queue)
     with balancer_of(args, config, args.policy[0]) as balancer:
         model = TinyMoE(config, balancer, seed=args.seed, bitwise=args.bitwise)
@@ -108,7 +95,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             load_full_state_dict(model, saved["model"])
         answers = answer(model, requests, queue, args.policy)
         pool_bytes = max(balancer.comm.gather_objects(balancer.stats()["pool_bytes"]))
-        rows = [report(of_policy, pool_bytes) for of_policy in answers]
+        rows = [report(policy, own, pool_bytes) for policy, own in answers.items()]
     console.print(table(rows, dist.get_world_size(), requests))
     return rows
 
@@ -117,22 +104,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     serving = parser.add_argument_group("serving")
-    serving.add_argument("--policy", default="none,ultraep", help="one or more: %(default)s")
+    serving.add_argument(
+        "--policy", default="none,ultraep", help="policies, separated by commas (%(default)s)"
+    )
     serving.add_argument("--requests", type=int, default=200)
-    serving.add_argument("--shortest", type=int, default=8, help="fewest tokens of a request")
-    serving.add_argument("--longest", type=int, default=256, help="most tokens of a request")
-    serving.add_argument("--budget", type=int, default=1024, help="tokens per rank and batch")
+    serving.add_argument("--shortest", type=int, default=8, help="min tokens of a request")
+    serving.add_argument("--longest", type=int, default=256, help="max tokens of a request")
+    serving.add_argument("--budget", type=int, default=1024, help="max tokens per rank and batch")
     serving.add_argument("--rate", type=float, default=0.0, help="requests/s; 0: all at once")
     serving.add_argument("--period", type=int, default=25, help="requests per subject")
     serving.add_argument("--warmup", type=int, default=20, help="untimed requests")
     serving.add_argument("--rounds", type=int, default=3, help="runs of each policy")
     serving.add_argument("--seed", type=int, default=0)
-    serving.add_argument("--bitwise", action="store_true", help="outputs equal bit for bit")
-    serving.add_argument("--agree", type=float, default=1e-4, help="relative (%(default)s)")
+    serving.add_argument(
+        "--bitwise", action="store_true", help="compute the same bits under every policy"
+    )
+    serving.add_argument(
+        "--agree",
+        type=float,
+        default=1e-4,
+        help="largest difference of outputs, relative to the largest logit (%(default)s)",
+    )
     add_options(parser)
     files = parser.add_argument_group("files")
     files.add_argument("--load", type=Path, help="a checkpoint of train_moe.py")
-    files.add_argument("--json", type=Path, help="write the report")
+    files.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(argv)
     args.policy = args.policy.split(",")
     unknown = set(args.policy) - set(ultraep.policy_names())

@@ -288,7 +288,7 @@ def run(settings: Settings, resume: str | None) -> None:
         if start >= steps:
             scalars.say(f"nothing to do: the checkpoint has {start} steps of {steps}")
         while training.done < steps and not training.stopping:
-            values, done = training.step(stop.asked), training.done
+            values, done = training.step(stop.requested), training.done
             last = done == steps or training.stopping
             if last or done % settings.logging.every == 0 or done == 1:
                 scalars.add(done, values)

@@ -188,19 +188,19 @@ class Stop:
     """Catches SIGINT and SIGTERM; all ranks stop together after the step."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def __enter__(self) -> Stop:
         signals = (signal.SIGINT, signal.SIGTERM)
-        self._before = {number: signal.signal(number, self._ask) for number in signals}
+        self._before = {number: signal.signal(number, self._request) for number in signals}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
 
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        self.asked = True
+    def _request(self, number: int, _: FrameType | None) -> None:
+        self.requested = True
         signal.signal(number, self._before[number])  # a second signal stops at once
 
 

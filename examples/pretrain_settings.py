@@ -169,13 +169,13 @@ def toml_value(text: str) -> Any:
 
 def settings_of(content: dict[str, Any]) -> Settings:
     sections = get_type_hints(Settings)
-    for name, given in content.items():
+    for name, values in content.items():
         if name not in sections:
             raise ConfigError(f"unknown section [{name}]; there are {', '.join(sections)}")
-        if not isinstance(given, dict):
-            raise ConfigError(f"[{name}] is a section, got {given!r}")
+        if not isinstance(values, dict):
+            raise ConfigError(f"[{name}] is a section, got {values!r}")
     return Settings(
-        **{name: section_of(name, sections[name], given) for name, given in content.items()}
+        **{name: section_of(name, sections[name], values) for name, values in content.items()}
     )
 
 

@@ -54,7 +54,7 @@ def use_cpu() -> None:
     FlexAttention._compiled_flex_attn = staticmethod(attention)
     Module._init_param = draw_whole
     factors = _fsdp_collectives._get_gradient_divide_factors
-    _fsdp_collectives._get_gradient_divide_factors = lambda *given: factors(*given[:-1], True)
+    _fsdp_collectives._get_gradient_divide_factors = lambda *args: factors(*args[:-1], True)
     dist.barrier = without_devices(dist.barrier)
     dist.all_to_all = all_to_all
     if not NEW:

@@ -189,25 +189,25 @@ def summary(
     }
 
 
-def table(found: dict[str, Any]) -> Table:
-    shown = Table(title=f"policy {found['policy']}, ranks: {found['ranks']}", show_header=False)
+def table(results: dict[str, Any]) -> Table:
+    shown = Table(title=f"policy {results['policy']}, ranks: {results['ranks']}", show_header=False)
     rows = {
-        "loss, first and last step": f"{found['loss_first']:.4f} -> {found['loss_last']:.4f}",
-        "loss on held-out text": f"{found['loss_held_out']:.4f}",
+        "loss, first and last step": f"{results['loss_first']:.4f} -> {results['loss_last']:.4f}",
+        "loss on held-out text": f"{results['loss_held_out']:.4f}",
         "imbalance before, mean (worst)": "{imbalance_before:.3f} ({imbalance_before_worst:.3f})",
         "imbalance after, mean (worst)": "{imbalance_after:.3f} ({imbalance_after_worst:.3f})",
         "imbalance, lower bound, mean": "{imbalance_bound:.3f}",
-        "tokens/s, all ranks": f"{found['tokens_per_second']:,.0f}",
+        "tokens/s, all ranks": f"{results['tokens_per_second']:,.0f}",
         "replicas planned, sent": "{copies}, {copies_sent}",
-        "weights sent, all ranks": decimal(found["weights_bytes"]),
-        "gradients sent, all ranks": decimal(found["gradients_bytes"]),
-        "memory of a rank: spare slots": decimal(found["pool_bytes"]),
-        "memory of a rank: peak": decimal(found["rss_bytes"]),
-        "seconds in total": f"{found['seconds_in_all']:.2f}",
+        "weights sent, all ranks": decimal(results["weights_bytes"]),
+        "gradients sent, all ranks": decimal(results["gradients_bytes"]),
+        "memory of a rank: spare slots": decimal(results["pool_bytes"]),
+        "memory of a rank: peak": decimal(results["rss_bytes"]),
+        "seconds in total": f"{results['seconds_in_all']:.2f}",
     }
     for name, value in rows.items():
-        shown.add_row(name, value.format(**found))
-    for stage, seconds in found["seconds"].items():
+        shown.add_row(name, value.format(**results))
+    for stage, seconds in results["seconds"].items():
         shown.add_row(f"seconds of a rank: {stage}", f"{seconds:.2f}")
     return shown
 
@@ -251,12 +251,12 @@ def train(args: argparse.Namespace) -> None:
             for _ in range(args.steps):
                 steps.append(trainer.step())
                 display.show(steps)
-        found = summary(args, trainer, steps, trainer.check())
+        results = summary(args, trainer, steps, trainer.check())
         if args.save:
             trainer.save(args.save)
-    console.print(table(found))
+    console.print(table(results))
     if args.json and dist.get_rank() == 0:
-        write_text(args.json, json.dumps(found, indent=1))
+        write_text(args.json, json.dumps(results, indent=1))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from ultraep.tools.cli.commands import app
 from ultraep.tools.demo.result import DemoResult
 from ultraep.tools.inspect.checkpoint import weight_files
 from ultraep.tools.inspect.run import claim_folder
-from ultraep.tools.inspect.texts import excerpts, hashed_words, texts_of, tokenizer_of
+from ultraep.tools.inspect.texts import hashed_words, texts_of, tokenizer_of, windows_of
 from ultraep.tools.serving.load import read_arrivals
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.serving import load_requests
@@ -101,7 +101,7 @@ def commands(folder, out):
 
 
 def read_words(path):
-    excerpts(texts_of([path]), hashed_words(4096), tokens=16, window=16, sequence=16)
+    windows_of(texts_of([path]), hashed_words(4096), tokens=16, window=16, sequence=16)
 
 
 def outcome(read, path):

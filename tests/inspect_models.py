@@ -1,6 +1,7 @@
-"""Small models of transformers, and what their routers decide; a checkpoint and texts."""
+"""Small models of transformers and their routing; a checkpoint and texts."""
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -12,23 +13,20 @@ TEXTS = {
     "letters": "the quick brown fox jumps over the lazy dog and runs away from it again " * 60,
     "numbers": "1 2 3 5 8 13 21 34 55 89 144 233 , " * 90,
 }
-
-
-EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16)
-EXPERTS |= {"moe_num_experts": 16}
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def smaller_config(family):
     """The configuration of a small model with 16 experts, or fewer."""
     config = small_config(family)
-    for name, count in EXPERTS.items():
+    for name in NUMBERS_OF_EXPERTS:
         if getattr(config, name, None):
-            setattr(config, name, min(count, getattr(config, name)))
+            setattr(config, name, min(16, getattr(config, name)))
     return config
 
 
 def save_model(family, folder, *, seed=0):
-    """A small model with its head, in several files."""
+    """Save a small model with its head, in several files."""
     torch.manual_seed(seed)
     model = transformers().AutoModelForCausalLM.from_config(smaller_config(family))
     with torch.no_grad():
@@ -40,7 +38,7 @@ def save_model(family, folder, *, seed=0):
 
 
 def save_tokenizer(folder):
-    """Every word of the texts is a token; what number it has."""
+    """Save a tokenizer with a token for every word of the texts; return the vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = sorted({word for text in TEXTS.values() for word in text.split()})
@@ -54,28 +52,24 @@ def save_tokenizer(folder):
 
 @contextmanager
 def routing_of(model):
-    """Expert ids [tokens, choices] by the name of the experts, in order; complete at the end."""
-    calls = {}
+    """Yield a dict that holds expert ids [tokens, choices] by name of the experts at the end."""
+    calls, routing = {}, {}
 
-    def hook(name):
-        def caught(_, args, kwargs):
-            calls.setdefault(name, []).append((*args, *kwargs.values())[1].clone())
+    def record(name, _, args, kwargs):
+        calls.setdefault(name, []).append((*args, *kwargs.values())[1].clone())
 
-        return caught
-
-    found = {}
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name.endswith("experts") and hasattr(module, "is_concatenated"):
-                handle = module.register_forward_pre_hook(hook(name), with_kwargs=True)
-                stack.callback(handle.remove)
-        yield found
-    found.update({name: torch.cat(parts) for name, parts in calls.items()})
+                hook = partial(record, name)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield routing
+    routing.update({name: torch.cat(parts) for name, parts in calls.items()})
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A small qwen3_moe with a tokenizer, which nobody changes."""
+    """A small qwen3_moe with a tokenizer; copy it before you change it."""
     folder = save_model("qwen3_moe", tmp_path_factory.mktemp("models") / "small")
     save_tokenizer(folder)
     return folder

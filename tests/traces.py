@@ -23,12 +23,19 @@ def arrived(plan, rank):
     return rows_received(plan, rank).sum(axis=0)
 
 
-def record(folder, plans, *, topology=TOPOLOGY, config=CONFIG, ranks=None, layers=1, **options):
-    """Write a trace of these plans; `ranks`: number of records by rank."""
-    counts = ranks or dict.fromkeys(range(topology.ranks), len(plans))
+def record(folder, plans, *, topology=TOPOLOGY, config=CONFIG, layers=1, **options):
+    """Write a trace of these plans.
+
+    ranks: number of records by rank.   bytes_moved: a function of plan and rank.
+    """
+    counts = options.pop("ranks", None) or dict.fromkeys(range(topology.ranks), len(plans))
+    bytes_moved = options.pop("bytes_moved", lambda *_: 0)
     for rank, count in counts.items():
         with Recorder(folder, topology, config, rank=rank, **options) as recorder:
             for number, plan in enumerate(plans[:count]):
-                rows, name = arrived(plan, rank), divmod(number, layers)
-                assert recorder.add(plan=plan, slot_rows=rows, step=name[0], layer=name[1])
+                rows, (step, layer) = arrived(plan, rank), divmod(number, layers)
+                sent = bytes_moved(plan, rank)
+                assert recorder.add(
+                    plan=plan, slot_rows=rows, step=step, layer=layer, bytes_moved=sent
+                )
     return folder

@@ -1,4 +1,4 @@
-"""The model, even routing and the training loop, in one process."""
+"""The model and even routing, in one process."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from ultraep import Balancer
 from ultraep.layer import BalancedMoE
 from ultraep.parallel.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
-from ultraep.tools.demo.train import route_evenly, train
+from ultraep.tools.demo.train import route_evenly
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE
 from ultraep.topology import even_homes
 
@@ -27,24 +27,18 @@ def test_texts_in_one_sequence_are_masked_from_each_other(tiny):
     assert torch.allclose(alone, together, rtol=1e-12, atol=1e-12)
 
 
-def test_unevenness_is_one_per_even_layer_and_more_otherwise(tiny):
-    tokens = torch.arange(64)[None]
+def test_unevenness_is_one_per_even_layer_and_has_gradients_of_the_routers(tiny):
+    tokens, routers = torch.arange(64)[None], [moe.router for moe in moe_layers(tiny).values()]
     tiny(tokens)
-    uneven = tiny.unevenness.item()
-    for moe in moe_layers(tiny).values():
-        torch.nn.init.zeros_(moe.router.weight)  # all experts equally probable
+    tiny.unevenness.backward()
+    assert tiny.unevenness > CONFIG.layers
+    assert all(router.weight.grad.abs().max() > 0 for router in routers)
+    for router in routers:
+        torch.nn.init.zeros_(router.weight)  # all experts equally probable
     tiny(tokens)
     assert tiny.unevenness.item() == pytest.approx(CONFIG.layers)
-    assert uneven > CONFIG.layers
-
-
-def test_unevenness_has_gradients_of_the_routers(tiny):
-    tiny(torch.arange(64)[None])
-    tiny.unevenness.backward()
-    for moe in moe_layers(tiny).values():
-        assert moe.router.weight.grad.abs().max() > 0
     with torch.no_grad():
-        tiny(torch.arange(64)[None])
+        tiny(tokens)
     assert tiny.unevenness == 0  # without gradients
 
 
@@ -66,17 +60,3 @@ def test_even_routing_is_even_over_ranks_however_the_homes_are(ranks):
 
     chosen = torch.cat(LocalGroup(ranks).run(body))
     assert torch.bincount(chosen).tolist() == [24 * 3] * ranks
-
-
-def test_trainers_alternate_and_swap_their_order():
-    class Counter:
-        done = 0
-
-        def step(self):
-            self.done += 1
-            return self.done
-
-    reported = []
-    steps = train({"a": Counter(), "b": Counter()}, 2, lambda *step: reported.append(step))
-    assert reported == [("a", 1, 1), ("b", 1, 1), ("b", 2, 2), ("a", 2, 2)]
-    assert steps == {"a": [1, 2], "b": [1, 2]}

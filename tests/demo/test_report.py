@@ -5,16 +5,18 @@ import re
 import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import product
 
 import numpy as np
 import pytest
 from browser import Browser, chromium
 from cli.test_demo import RESULT
+from traces import record
 
 import ultraep
-from ultraep import FileError, Recorder, Topology, read_trace
+from ultraep import FileError, Topology, read_trace
 from ultraep.tools.demo import report as reports
-from ultraep.tools.demo.report import SECTIONS, write_report
+from ultraep.tools.demo.report import write_report
 from ultraep.tools.demo.result import trace_folder
 from ultraep.tools.demo.sizes import Sizes
 from ultraep.tools.report import numbers
@@ -25,38 +27,19 @@ pytest.importorskip("plotly")
 RANKS, EXPERTS, SLOTS, LAYERS, STEPS = 4, 12, 1, 2, 12
 TOPOLOGY = Topology(ranks=RANKS, experts=EXPERTS, slots=SLOTS)
 POLICIES = ("none", "ultraep")
+PLOTS = ("imbalance", "requests", "speed", "loss", "layers", "microbatches", "copies", "replay")
 DOMAINS = ["code"] * 4 + ["prose"] * 4 + ["tables & <b>"] * 4
 
 
-def slot_rows(plan, rank):
-    """Return the rows of every slot of a rank."""
-    home = plan.dense_quota()[TOPOLOGY.home_experts(rank), rank]
-    spare = np.zeros(SLOTS, dtype=np.int64)
-    for (_, host, slot), quota in zip(plan.replicas, plan.quotas, strict=True):
-        if host == rank:
-            spare[slot] = quota
-    return [*home, *spare]
-
-
-def record(folder, policy, steps=STEPS + 1):
-    """Record a training and one more step, the check at its end."""
-    config = ultraep.BalanceConfig(policy=policy)
-    recorders = [Recorder(folder, TOPOLOGY, config, rank=rank) for rank in range(RANKS)]
-    for step in range(steps):
-        for layer in range(LAYERS):
-            loads = zipf(RANKS, EXPERTS, ratio=2.0, top_k=2, tokens=300, seed=layer)
-            loads = np.roll(loads, step // 4 * 5, axis=1)  # another domain every fourth step
-            plan = ultraep.plan(loads + step % 3, TOPOLOGY, config)
-            for rank, recorder in enumerate(recorders):
-                recorder.add(
-                    plan=plan,
-                    slot_rows=slot_rows(plan, rank),
-                    step=step,
-                    layer=layer,
-                    bytes_moved=1000 * plan.num_replicas + rank,
-                )
-    for recorder in recorders:
-        recorder.close()
+def record_training(folder, policy):
+    """Record all steps and one more, the check at the end."""
+    config, plans = ultraep.BalanceConfig(policy=policy), []
+    for step, layer in product(range(STEPS + 1), range(LAYERS)):
+        loads = zipf(RANKS, EXPERTS, ratio=2.0, top_k=2, tokens=300, seed=layer)
+        loads = np.roll(loads, step // 4 * 5, axis=1)  # another domain every fourth step
+        plans.append(ultraep.plan(loads + step % 3, TOPOLOGY, config))
+    options = {"bytes_moved": lambda plan, rank: 1000 * plan.num_replicas + rank}
+    record(folder, plans, topology=TOPOLOGY, config=config, layers=LAYERS, **options)
 
 
 def policy_result(policy, **changes):
@@ -68,13 +51,13 @@ def policy_result(policy, **changes):
     return replace(RESULT.policies[1], policy=policy, **(values | changes))
 
 
-def demo_result(*policies, **changes):
+def demo_result(**changes):
     values = {
         "sizes": Sizes(ranks=RANKS, experts=EXPERTS, slots=SLOTS, layers=LAYERS, tokens=300),
         "steps": STEPS,
         "domains": DOMAINS,
         "notes": ["a note with <i>signs</i>"],
-        "policies": [policy_result(policy) for policy in policies or POLICIES],
+        "policies": [policy_result(policy) for policy in POLICIES],
     }
     return replace(RESULT, **(values | changes))
 
@@ -83,7 +66,7 @@ def demo_result(*policies, **changes):
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
     for policy in POLICIES:
-        record(trace_folder(out, policy), policy)
+        record_training(trace_folder(out, policy), policy)
     return out
 
 
@@ -170,8 +153,7 @@ def test_replay_under_the_recorded_policy_is_the_recording(page, trace):
 def test_stale_placements_show_after_a_change_of_domain(page):
     replay = embedded(page, "replay")
     rows = {row["policy"]: row for row in replay["table"]}
-    assert replay["window"] == rows["eplb"]["window"] == 2
-    assert (replay["shifts"], replay["span"]) == ([4, 8], 2)
+    assert rows["eplb"]["window"] == replay["span"] == 2
     assert rows["eplb"]["after_shift"] > rows["eplb"]["before_shift"] + 0.1
     assert rows["ultraep"]["after_shift"] < 1.01
     eplb = replay["imbalance"]["eplb"]
@@ -220,18 +202,12 @@ def test_the_page_has_all_sections_and_loads_nothing(page, report):
     parts = Parts()
     parts.feed(page)
     assert all(url.startswith("data:") for url in parts.loaded)
-    assert "Content-Security-Policy" in page
     assert "default-src 'none'" in page
-    for section in SECTIONS:
-        assert section.name in parts.ids
-        for plot in section.plots:
-            assert f"plot-{plot}" in parts.ids
-            assert f"numbers-{plot}" in parts.ids
-    assert len(set(parts.ids)) == len([name for name in parts.ids if name]) + 1
+    for plot in PLOTS:
+        assert f"plot-{plot}" in parts.ids
+        assert f"numbers-{plot}" in parts.ids
+    assert len(set(parts.ids)) == len([name for name in parts.ids if name]) + 1  # all differ
     assert report.stat().st_size < 8e6
-    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]
-    assert "url(" not in style
-    assert "@import" not in style
 
 
 def test_the_answer_comes_first_and_text_is_escaped(page):
@@ -244,21 +220,15 @@ def test_the_answer_comes_first_and_text_is_escaped(page):
     assert "3 MB" in page
 
 
-def test_one_policy_and_one_domain_are_enough(demo, tmp_path):
+def test_one_policy_one_domain_and_no_losses_are_enough(demo, tmp_path):
     shutil.copytree(demo / "none", tmp_path / "none")
-    result = demo_result("none", domains=["code"] * STEPS)
+    row = policy_result("none", losses=[float("nan")] * STEPS)
+    result = demo_result(policies=[row], domains=["code"] * STEPS)
     page = write_report(tmp_path, result).read_text("utf-8")
-    row = embedded(page, "replay")["table"][1]
-    assert row["policy"] == "eplb"
-    assert row["after_shift"] is None
+    assert embedded(page, "loss")["losses"] == {"none": [None] * STEPS}
+    eplb = embedded(page, "replay")["table"][1]
+    assert (eplb["policy"], eplb["after_shift"]) == ("eplb", None)
     assert "<h1>Imbalance 1.25 -&gt; 1.00 with none</h1>" in page
-
-
-def test_a_loss_that_is_not_a_number_is_left_out(copy):
-    losses = [float("nan")] * STEPS
-    rows = [policy_result("none"), policy_result("ultraep", losses=losses)]
-    page = write_report(copy, demo_result(policies=rows)).read_text("utf-8")
-    assert embedded(page, "loss")["losses"]["ultraep"] == [None] * STEPS
 
 
 @pytest.mark.parametrize(
@@ -294,9 +264,8 @@ def test_a_browser_draws_all_plots_without_collisions_on_a_phone(report, page, t
     with Browser(tmp_path / "home") as browser:
         browser.look(width=400, height=800)
         browser.open(report.as_uri())
-        for section in SECTIONS:
-            for plot in section.plots:
-                browser.wait(f"document.querySelectorAll('#plot-{plot} .main-svg').length")
+        for plot in PLOTS:
+            browser.wait(f"document.querySelectorAll('#plot-{plot} .main-svg').length")
         assert browser.run("document.documentElement.scrollWidth") <= 400
         assert browser.run(OVERLAPS) == []
         browser.run(SELECT)

@@ -8,21 +8,11 @@ from dataclasses import replace
 import pytest
 
 import ultraep
-from demo.runs import (
-    LIMIT,
-    TINY,
-    TINY_COMMAND,
-    alive,
-    children,
-    gone,
-    start,
-    tiny_job,
-    wait_for_line,
-)
+from demo import runs
+from demo.runs import LIMIT, TINY, alive, children, gone, start, tiny_job, wait_for_line
 from ultraep.errors import CommunicationError
 from ultraep.tools.cli.demo import prepare, run
 from ultraep.tools.demo.result import DemoResult, Note, Progress, trace_folder
-from ultraep.tools.launch import processes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 pytestmark = pytest.mark.slow
@@ -75,24 +65,21 @@ def test_everything_was_measured(done):
     assert done[1].domains == ["code", "code", "prose", "prose", "tables", "tables"]
 
 
-def test_the_result_can_be_loaded(done):
-    assert DemoResult.load(done[0]) == done[1]
-
-
-def test_traces_match_the_result(done):
+def test_result_and_traces_can_be_read(done):
     out, result, _ = done
+    assert DemoResult.load(out) == result
     for row in result.policies:
         trace = ultraep.read_trace(trace_folder(out, row.policy))
         assert len(trace) == TINY["steps"] * TINY["layers"]
-        assert trace.header.policy == row.policy
-        assert trace.header.ranks == 2
+        assert (trace.header.policy, trace.header.ranks) == (row.policy, 2)
 
 
 def test_progress_is_reported_step_by_step(done):
     events = [event for event in done[2] if isinstance(event, Progress)]
     training = [event for event in events if event.phase == "training"]
     assert len(training) == 2 * TINY["steps"]
-    assert {event.policy for event in training} == {"none", "ultraep"}
+    in_turn = ["none", "ultraep", "ultraep", "none"]
+    assert [event.policy for event in training[:4]] == in_turn
     assert [event.phase for event in events if event.phase != "training"][:1] == ["prefill"]
     assert events[-1].phase == "layers"
     assert events[-1].done == events[-1].of
@@ -120,26 +107,21 @@ def test_the_error_of_a_rank_is_raised(tmp_path):
 
 
 @linux
-def test_a_killed_rank_is_named_and_the_others_stop(tmp_path, monkeypatch):
-    started = []
+def test_a_killed_rank_is_named_and_the_others_stop(tmp_path):
+    ranks = []
 
-    class Watched(processes.Rank):
-        def __init__(self, *args):
-            super().__init__(*args)
-            started.append(self.process)
+    def kill(_):
+        ranks[:] = children(os.getpid())[-2:]
+        os.kill(ranks[1], signal.SIGKILL)
 
-    def kill(event):
-        os.kill(started[1].pid, signal.SIGKILL)
-
-    monkeypatch.setattr(processes, "Rank", Watched)
     job = tiny_job(tmp_path, steps=5000)
     with (
         prepare(job) as output_dir,
         pytest.raises(CommunicationError, match=r"rank 1 failed.*ended by SIGKILL"),
     ):
         run(job, kill, None, output_dir)
-    assert len(started) == 2
-    assert alive([process.pid for process in started]) == []
+    assert len(ranks) == 2
+    assert alive(ranks) == []
 
 
 def running(tmp_path, *options):
@@ -175,12 +157,11 @@ def test_ranks_do_not_outlive_the_command(tmp_path):
     assert gone(ranks)
 
 
-@pytest.mark.slow
 @linux
 def test_torchrun_provides_the_ranks(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     options = ("--quick", "--steps", 2, "--out", tmp_path, "--no-report")
-    process = start(*torchrun, TINY_COMMAND, "demo", *options, GLOO_SOCKET_IFNAME="lo")
+    process = start(*torchrun, runs.TINY_COMMAND, "demo", *options, GLOO_SOCKET_IFNAME="lo")
     ranks = []
     try:
         wait_for_line(process, "1 training")

@@ -30,15 +30,15 @@ def whole(folder):
     return routing
 
 
-def run(opened, sizes=(2, 2, 1), tell=lambda *_: None):
+def run(opened, sizes=(2, 2, 1), before_block=lambda *_: None):
     last = [*opened.anatomy.blocks][-1]
-    run_windows(opened.anatomy, IDS.split(sizes), opened.loaded, tell, last)
+    run_windows(opened.anatomy, IDS.split(sizes), opened.loaded, before_block, last)
 
 
 def streamed(folder):
     opened = Checkpoint(folder, device=CPU, dtype=torch.float64)
     opened.model.set_experts_implementation("eager")
-    with opened, routing_of(opened.model) as routing:
+    with routing_of(opened.model) as routing:
         run(opened)
     return routing
 
@@ -75,12 +75,17 @@ def test_the_language_part_of_a_vision_model(tmp_path):
     assert_same({f"model.{name}": ids for name, ids in streamed(tmp_path).items()}, expected)
 
 
-def test_weights_have_the_requested_dtype(checkpoint):
-    for dtype, expected in ((None, torch.float32), (torch.float16, torch.float16)):
-        opened = Checkpoint(checkpoint, device=CPU, dtype=dtype)
-        name, block = next(iter(opened.anatomy.blocks.items()))
-        with opened, opened.loaded(name):
-            assert {parameter.dtype for parameter in block.parameters()} == {expected}
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(None, torch.float32), (torch.float16, torch.float16)]
+)
+def test_a_loaded_block_has_the_requested_dtype_and_is_unloaded(checkpoint, dtype, expected):
+    opened = Checkpoint(checkpoint, device=CPU, dtype=dtype)
+    name, block = next(iter(opened.anatomy.blocks.items()))
+    with suppress(KeyboardInterrupt), opened.loaded(name):
+        assert {parameter.dtype for parameter in block.parameters()} == {expected}
+        assert not any(parameter.is_meta for parameter in block.parameters())
+        raise KeyboardInterrupt
+    assert all(parameter.is_meta for parameter in block.parameters())
 
 
 def test_one_block_at_a_time_has_weights(checkpoint):
@@ -91,9 +96,7 @@ def test_one_block_at_a_time_has_weights(checkpoint):
         return [name for name, block in blocks.items() if not next(block.parameters()).is_meta]
 
     calls = []
-    with opened:
-        assert filled() == []
-        run(opened, [3, 2], lambda name, number: calls.append((name, number, filled())))
+    run(opened, [3, 2], lambda name, number: calls.append((name, number, filled())))
     assert calls == [(name, number, [name]) for name in blocks for number in range(2)]
     assert filled() == []
     saved = [load_file(path) for path in checkpoint.glob("*.safetensors")]
@@ -101,15 +104,6 @@ def test_one_block_at_a_time_has_weights(checkpoint):
     read = opened.bytes_to_read([*blocks])
     assert read == sum(needed.values())
     assert opened.bytes_in_memory() < read
-
-
-def test_a_block_is_unloaded_after_an_error(checkpoint):
-    opened = Checkpoint(checkpoint, device=CPU)
-    name, block = next(iter(opened.anatomy.blocks.items()))
-    with suppress(KeyboardInterrupt), opened, opened.loaded(name):
-        assert not any(parameter.is_meta for parameter in block.parameters())
-        raise KeyboardInterrupt
-    assert all(parameter.is_meta for parameter in block.parameters())
 
 
 # -- quantised weights ---------------------------------------------------------------------------
@@ -177,13 +171,12 @@ def test_mxfp4_weights_are_dequantised(tmp_path):
     model = library.AutoModelForCausalLM.from_pretrained(tmp_path, **plain).eval()
     expected = dict(model.named_parameters())
     opened = Checkpoint(tmp_path, device=CPU, dtype=torch.float32)
-    with opened:
-        for name in opened.anatomy.blocks:
-            with opened.loaded(name):
-                filled = {n: p for n, p in opened.model.named_parameters() if not p.is_meta}
-            assert sum(key.startswith(f"{name}.") for key in filled) > 10
-            assert {p.dtype for p in filled.values()} == {torch.float32}
-            assert all(torch.equal(p, expected[n].to(p.dtype)) for n, p in filled.items())
+    for name in ("", *opened.anatomy.blocks):
+        with opened.loaded(name):
+            filled = {n: p for n, p in opened.model.named_parameters() if not p.is_meta}
+        assert len(filled) > (10 if name else 1)
+        assert {p.dtype for p in filled.values()} == {torch.float32}
+        assert all(torch.equal(p, expected[n].to(p.dtype)) for n, p in filled.items())
 
 
 # -- damaged checkpoints -------------------------------------------------------------------------

@@ -1,17 +1,14 @@
 """A forward pass window by window equals an ordinary forward pass; texts become windows."""
 
-from contextlib import nullcontext
-
-import numpy as np
 import pytest
 import torch
 from inspect_models import routing_of, save_tokenizer, smaller_config
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.inspect import families
-from ultraep.tools.inspect.blocks import join, num_experts, run_windows, split
+from ultraep.tools.inspect.blocks import num_experts, run_windows
 from ultraep.tools.inspect.families import FAMILIES, RandomModel
-from ultraep.tools.inspect.texts import cut, excerpts, first_tokens, texts_of, tokenizer_of
+from ultraep.tools.inspect.texts import first_tokens, texts_of, tokenizer_of, windows_of
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -29,13 +26,7 @@ def test_windows_have_the_routing_of_the_whole_batch(family, monkeypatch):
     calls, blocks = [], list(anatomy.blocks)
     with routing_of(opened.model) as routing:
         windows = ids.split([2, 1, 2])
-        run_windows(
-            anatomy,
-            windows,
-            lambda _: nullcontext(),
-            lambda *call: calls.append(call),
-            blocks[-1],
-        )
+        run_windows(anatomy, windows, opened.loaded, lambda *c: calls.append(c), blocks[-1])
     assert whole
     assert all(torch.equal(routing[name], whole[name]) for name in whole)
     assert calls == [(name, number) for name in blocks for number in range(3)]
@@ -53,27 +44,13 @@ def test_random_models_have_the_experts_of_their_family(family, experts, layers)
     assert list(anatomy.blocks) == [f"model.layers.{number}" for number in range(4)]
 
 
-def test_join_is_the_inverse_of_split():
-    value = (torch.arange(10).reshape(5, 2), {"mask": torch.ones(5, 1, 2, 2), "none": None}, 3)
-    parts = split(value, [2, 3])
-    assert parts[1][0].tolist() == [[4, 5], [6, 7], [8, 9]]
-    assert parts[0][1]["mask"].shape == (2, 1, 2, 2)
-    assert parts[0][2] == 3
-    assert torch.equal(join([part[0] for part in parts]), value[0])
-    shared = torch.ones(1, 5)  # one row for all sequences
-    assert split(shared, [2, 3])[1] is shared
-
-
 # -- texts ---------------------------------------------------------------------------------------
 
 
-def test_the_tokenizer_of_a_checkpoint_is_used(tmp_path):
+def test_the_tokenizer_of_a_checkpoint_is_used_unless_damaged(tmp_path):
+    assert tokenizer_of(tmp_path) is None
     vocabulary = save_tokenizer(tmp_path)
     assert tokenizer_of(tmp_path)("fox dog unheard") == [vocabulary["fox"], vocabulary["dog"], 0]
-    assert tokenizer_of(tmp_path.parent / "elsewhere") is None
-
-
-def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
     with pytest.raises(FileError, match=r"cannot read its tokenizer.*\Z"):
@@ -92,11 +69,15 @@ def test_no_more_text_is_encoded_than_needed():
     assert len(first_tokens("x" * 100, encode, 50)) == 5
 
 
-def test_a_text_is_cut_into_windows():
-    ids = np.arange(100)
-    assert [w.shape for w in cut(ids, window=32, sequence=16)] == [(2, 16)] * 3
-    assert [w.shape for w in cut(ids, window=8, sequence=16)] == [(1, 8)] * 12
-    assert cut(ids, window=32, sequence=16)[1][0, 0] == 32
+@pytest.mark.parametrize(
+    ("window", "sequence", "shapes"), [(32, 16, [(2, 16)] * 3), (8, 16, [(1, 8)] * 12)]
+)
+def test_a_text_is_cut_into_windows(window, sequence, shapes):
+    sizes = {"tokens": 100, "window": window, "sequence": sequence}
+    (span,), windows = windows_of({"text": "x" * 100}, lambda text: range(len(text)), **sizes)
+    assert [part.shape for part in windows] == shapes
+    assert [part[0, 0] for part in windows] == [window * number for number in range(len(windows))]
+    assert (span.begin, span.end, span.tokens) == (0, len(shapes) - 1, 96)
 
 
 def test_texts_have_different_names_and_sequences_of_one_length(tmp_path):
@@ -108,13 +89,16 @@ def test_texts_have_different_names_and_sequences_of_one_length(tmp_path):
     def word_lengths(text):
         return [len(word) for word in text.split()]
 
-    made = excerpts(texts_of(files), word_lengths, tokens=64, window=16, sequence=8)
-    assert [excerpt.name for excerpt in made] == ["text", str(files[1])]
-    assert [len(excerpt.windows) for excerpt in made] == [1, 4]
-    assert {window.shape[1] for excerpt in made for window in excerpt.windows} == {4}
+    sizes = {"tokens": 64, "window": 16, "sequence": 8}
+    spans, windows = windows_of(texts_of(files), word_lengths, **sizes)
+    assert [(span.name, span.begin, span.end) for span in spans] == [
+        ("text", 0, 0),
+        (str(files[1]), 1, 4),
+    ]
+    assert {window.shape[1] for window in windows} == {4}
     with pytest.raises(ConfigError, match="is given twice"):
         texts_of([files[0], files[1], files[1]])
     with pytest.raises(FileError, match="the text empty is empty"):
-        excerpts({"empty": ""}, list, tokens=8, window=8, sequence=8)
+        windows_of({"empty": ""}, list, **sizes)
     with pytest.raises(ConfigError, match="--window must be at least 1, got 0"):
-        excerpts({"a": "b"}, list, tokens=8, window=0, sequence=8)
+        windows_of({"a": "b"}, list, **(sizes | {"window": 0}))

@@ -7,6 +7,7 @@ import socket
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -40,7 +41,8 @@ from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.stats import Stats
 
 DEVICE = default_device()
-EXPORTED = {name for figure in FIGURES for name in figure.samples}
+SUFFIXES = {"summary": ("_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
+EXPORTED = {figure.full_name + end for figure in FIGURES for end in SUFFIXES[figure.kind]}
 
 
 # -- counting ------------------------------------------------------------------------------------
@@ -205,11 +207,9 @@ def test_invalid_arguments_are_refused(make, message):
     ],
 )
 def test_alarms_start_after_some_readings_and_end_with_a_good_one(before, after, skipped, expected):
-    def values(before, after, skipped):
-        imbalance = {"imbalance_before": before, "imbalance_after": after}
-        return imbalance | {"microbatches": 8, "skipped": skipped}
-
-    bad, good = values(before, after, skipped), values(1.0, 1.0, 0.0)
+    names = ("imbalance_before", "imbalance_after", "skipped", "microbatches")
+    bad = dict(zip(names, (before, after, skipped, 8), strict=True))
+    good = dict(zip(names, (1.0, 1.0, 0.0, 8), strict=True))
     alarms = Alarms(AlarmSettings(patience=3), balancing=True)
     active = [set(alarms.check(reading)) for reading in (bad, bad, bad, good, bad)]
     assert active == [set(), set(), expected, set(), set()]
@@ -241,23 +241,13 @@ def test_the_log_has_a_line_per_reading_and_warns_when_an_alarm_starts_or_ends(r
 
 
 def test_scalars_reach_writers_runs_and_functions(reading):
-    class Writer:
-        def __init__(self):
-            self.written = {}
-
-        def add_scalar(self, name, value, step):
-            self.written[name] = value, step
-
-    class Run:
-        def log(self, values, step):
-            self.written = {name: (value, step) for name, value in values.items()}
-
-    writer, run, values = Writer(), Run(), {}
-    for target in (writer, run, lambda scalars, step: values.update(scalars)):
+    writer, run, function = Mock(spec=["add_scalar"]), Mock(spec=["log"]), Mock(spec=["__call__"])
+    for target in (writer, run, function):
         scalars(target)(reading)
-    assert writer.written == run.written == {name: (value, 2) for name, value in values.items()}
-    assert values["ultraep/imbalance_after"] == reading.values["imbalance_after"]
-    assert "ultraep/skipped" in values
+    values = {f"ultraep/{name}": value for name, value in reading.values.items()}
+    assert writer.add_scalar.mock_calls == [call(name, value, 2) for name, value in values.items()]
+    run.log.assert_called_once_with(values, step=2)
+    function.assert_called_once_with(values, 2)
 
 
 def test_the_prometheus_page_shows_the_last_reading(reading):

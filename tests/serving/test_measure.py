@@ -95,7 +95,7 @@ def test_the_page_draws_the_measurements():
     assert [line["label"] for line in waits["lines"]] == ["none", "ultraep"]
     assert waits["lines"][0]["p50"] == [0.5, 1.0]
     assert waits["lines"][0]["p99"] == [0.5, None]
-    assert [section.name for section in drawn.sections] == ["waits", "served", "loads"]
+    assert list(drawn.numbers) == ["waits", "served", "intime", "loads"]
     assert "First token after 0.500 s with ultraep" in drawn.html("library")
     servers = page([turn(before=None, after=None)], 1.0, [])
-    assert [section.name for section in servers.sections] == ["waits", "served"]
+    assert list(servers.numbers) == ["waits", "served", "intime"]

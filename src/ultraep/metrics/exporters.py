@@ -10,19 +10,18 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from ultraep.errors import BackendUnavailable, CommunicationError, ConfigError
-from ultraep.metrics.figures import FIGURES, PREFIX, Figure, Values
+from ultraep.metrics.figures import MEASURED, PREFIX, Figure
 from ultraep.metrics.hosts import is_known_host, is_loopback, own_names
 from ultraep.metrics.reading import Reading, Sink
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-
-HINT = "the exporter needs prometheus-client: pip install 'ultraep[metrics]'"
 
 
 def line_of(values: Mapping[str, float]) -> str:
@@ -58,27 +57,21 @@ def scalars(target: Any) -> Sink:
 
     target: TensorBoard's `SummaryWriter`, a W&B run, or a function of a dict and a step.
     """
-    if hasattr(target, "add_scalar"):
-
-        def write(values: dict[str, float], step: int) -> None:
-            for name, value in values.items():
-                target.add_scalar(name, value, step)
-
-    elif hasattr(target, "log"):
-
-        def write(values: dict[str, float], step: int) -> None:
-            target.log(values, step=step)
-
-    elif callable(target):
-        write = target
-    else:
+    if not (hasattr(target, "add_scalar") or hasattr(target, "log") or callable(target)):
         raise ConfigError(
             f"scalars need an object with add_scalar or log, or a function, got {target!r}"
         )
 
     def sink(reading: Reading) -> None:
         values = {f"{PREFIX}/{name}": value for name, value in reading.values.items()}
-        write(values | {f"{PREFIX}/alarm/{name}": 1.0 for name in reading.alarms}, reading.step)
+        values |= {f"{PREFIX}/alarm/{name}": 1.0 for name in reading.alarms}
+        if hasattr(target, "add_scalar"):
+            for name, value in values.items():
+                target.add_scalar(name, value, reading.step)
+        elif hasattr(target, "log"):
+            target.log(values, step=reading.step)
+        else:
+            target(values, reading.step)
 
     return sink
 
@@ -99,64 +92,63 @@ class Telemetry:
         self._observation = metrics.Observation
         self._last: Reading | None = None
         meter = meter or metrics.get_meter(PREFIX)
-        for figure in FIGURES:
-            if figure.values is not None:
-                create = meter.create_observable_gauge
-                if figure.kind == "counter":
-                    create = meter.create_observable_counter
-                create(figure.full_name, [self._callback(figure)], description=figure.help)
+        for figure in MEASURED:
+            create = meter.create_observable_gauge
+            if figure.kind == "counter":
+                create = meter.create_observable_counter
+            create(figure.full_name, [partial(self._observe, figure)], description=figure.help)
 
     def __call__(self, reading: Reading) -> None:
         self._last = reading
 
-    def _callback(self, figure: Figure) -> Callable[[Any], Iterable[Any]]:
-        def observe(_: Any) -> Iterable[Any]:
-            if self._last is None or figure.values is None:
-                return []
-            values = figure.values(self._last)
-            if figure.kind == "summary":
-                values = {self._last.policy: self._last.values[figure.name]}
-            return [
-                self._observation(value, {figure.label: label} if figure.label else {})
-                for label, value in _labelled(values)
-            ]
-
-        return observe
-
-
-def _labelled(values: Values) -> Iterable[tuple[str, float]]:
-    return values.items() if isinstance(values, Mapping) else [("", values)]
+    def _observe(self, figure: Figure, _: Any) -> list[Any]:
+        if self._last is None:
+            return []
+        values = figure.samples(self._last)
+        if figure.kind == "summary":
+            values = [(self._last.policy, self._last.values[figure.name])]
+        return [
+            self._observation(value, {figure.label: label} if figure.label else {})
+            for label, value in values
+        ]
 
 
 # -- Prometheus ----------------------------------------------------------------------------------
+
+
+def _prometheus() -> Any:
+    try:
+        import prometheus_client
+    except ImportError:
+        raise BackendUnavailable(
+            "the exporter needs prometheus-client: pip install 'ultraep[metrics]'"
+        ) from None
+    return prometheus_client
 
 
 class Exporter:
     """A sink whose last reading is on the page of a registry. None: the registry of the process."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        try:
-            from prometheus_client import REGISTRY, metrics_core
-        except ImportError:
-            raise BackendUnavailable(HINT) from None
+        client = _prometheus()
         self._families = {
-            "summary": metrics_core.SummaryMetricFamily,
-            "counter": metrics_core.CounterMetricFamily,
-            "gauge": metrics_core.GaugeMetricFamily,
+            "summary": client.metrics_core.SummaryMetricFamily,
+            "counter": client.metrics_core.CounterMetricFamily,
+            "gauge": client.metrics_core.GaugeMetricFamily,
         }
         self._last: Reading | None = None
-        self._registry = REGISTRY if registry is None else registry
-        self._registry.register(self)  # type: ignore[arg-type, unused-ignore]
+        self._registry: Any = client.REGISTRY if registry is None else registry
+        self._registry.register(self)
 
     def __call__(self, reading: Reading) -> None:
         self._last = reading
 
     def close(self) -> None:
         """Remove the figures from the page."""
-        self._registry.unregister(self)  # type: ignore[arg-type, unused-ignore]
+        self._registry.unregister(self)
 
     def describe(self) -> list[Any]:
-        """Nothing, so that the client accepts a collector without a reading."""
+        """Return nothing, so that the client accepts a collector without a reading."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -164,16 +156,14 @@ class Exporter:
         reading = self._last  # another thread may replace it meanwhile
         if reading is None:
             return
-        for figure in FIGURES:
-            if figure.values is None or (reading.rank and not figure.per_rank):
+        for figure in MEASURED:
+            if reading.rank and not figure.per_rank:
                 continue
             labels = [figure.label] if figure.label else None
             family: Any = self._families[figure.kind](figure.full_name, figure.help, labels=labels)
-            for label, value in _labelled(figure.values(reading)):
-                if figure.kind == "summary":
-                    family.add_metric([label], reading.totals.microbatches, value)
-                else:
-                    family.add_metric([label] if labels else [], value)
+            count = [reading.totals.microbatches] if figure.kind == "summary" else []
+            for label, value in figure.samples(reading):
+                family.add_metric([label] if labels else [], *count, value)
             yield family
 
 
@@ -200,15 +190,12 @@ def serve(port: int = 9464, address: str = "127.0.0.1", *, hosts: Iterable[str] 
 
     hosts: further host names that scrapers may use, for example the name of a proxy.
     """
-    try:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-    except ImportError:
-        raise BackendUnavailable(HINT) from None
-    registry = CollectorRegistry()
+    client = _prometheus()
+    registry = client.CollectorRegistry()
     exporter = Exporter(registry)
     local = is_loopback(address)
     names = {host.lower() for host in hosts} | (set() if local else own_names())
-    page = _guarded(make_wsgi_app(registry), names, local=local)
+    page = _guarded(client.make_wsgi_app(registry), names, local=local)
     server_class = _Server6 if ":" in address else _Server
     try:
         server = make_server(address, port, page, server_class, _Handler)

@@ -13,23 +13,21 @@ from ultraep.metrics.reading import ALARMS, Reading
 
 PREFIX = "ultraep"
 IMBALANCE = "load of the busiest rank over the mean"
-SUFFIXES = {"summary": ("_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
-Values = float | Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Figure:
     """A figure as Prometheus shows it.
 
-    kind: summary, counter or gauge.   label: name of its label; the values are then a mapping.
-    values: its values in a reading; None: only vLLM exports it.
+    kind: summary, counter or gauge.   label: name of its label.
+    values: its value in a reading, or its values by label; None: only vLLM exports it.
     per_rank: whether it differs between ranks. Rank 0 alone exports the other figures.
     """
 
     name: str
     kind: str
     help: str
-    values: Callable[[Reading], Values] | None
+    values: Callable[[Reading], float | Mapping[str, float]] | None
     label: str | None = None
     per_rank: bool = False
 
@@ -38,14 +36,11 @@ class Figure:
         """The name with its prefix."""
         return f"{PREFIX}_{self.name}"
 
-    @property
-    def samples(self) -> tuple[str, ...]:
-        """Names on the page, without labels.
-
-        >>> Figure("copies_planned", "counter", "", None).samples
-        ('ultraep_copies_planned_total',)
-        """
-        return tuple(self.full_name + suffix for suffix in SUFFIXES[self.kind])
+    def samples(self, reading: Reading) -> list[tuple[str, float]]:
+        """Its labels and values in a reading; the label is empty if it has none."""
+        assert self.values is not None
+        values = self.values(reading)
+        return list(values.items()) if isinstance(values, Mapping) else [("", values)]
 
 
 FIGURES = (
@@ -70,3 +65,4 @@ FIGURES = (
     Figure("alarm", "gauge", "1 while the alarm is active",
            lambda r: {name: float(name in r.alarms) for name in ALARMS}, label="alarm"),
 )  # fmt: skip
+MEASURED = tuple(figure for figure in FIGURES if figure.values is not None)

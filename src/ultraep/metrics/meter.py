@@ -35,16 +35,10 @@ WORST = ORDER.index("worst")
 
 def stats_of(sums: list[int], ranks: int = 1) -> Stats:
     """Sums of a device as `Stats`. ranks: number of ranks whose bytes are in the sums."""
-    numbers = dict(zip(ORDER, sums, strict=True))
-    return Stats(
-        microbatches=numbers["microbatches"],
-        copies=numbers["copies"],
-        skipped=numbers["skipped"],
-        before=numbers["before"] / PARTS,
-        after=numbers["after"] / PARTS,
-        worst=numbers["worst"] / PARTS,
-        bytes_sent={what: numbers[what] // ranks for what in ("weights", "gradients")},
-    )
+    microbatches, copies, skipped, before, after, worst, weights, gradients = sums
+    stats = Stats(microbatches, copies, skipped, before / PARTS, after / PARTS, worst / PARTS)
+    stats.bytes_sent |= {"weights": weights // ranks, "gradients": gradients // ranks}
+    return stats
 
 
 class Meter:
@@ -65,10 +59,9 @@ class Meter:
             self._sums_on(torch.empty(0, device="cuda").device)
 
     def begin(self, _stage: str, _microbatch: MicrobatchInfo) -> None:
-        """Nothing: clocks measure the time."""
+        """Do nothing: clocks measure the time."""
 
-    def end(self, _stage: str, _microbatch: MicrobatchInfo) -> None:
-        """Nothing: clocks measure the time."""
+    end = begin
 
     def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         if isinstance(plan, Plan):

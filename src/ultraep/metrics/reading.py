@@ -60,13 +60,7 @@ class Alarms:
         self._in_a_row = dict.fromkeys(ALARMS, 0)
 
     def check(self, values: Mapping[str, float]) -> dict[str, str]:
-        """Return the active alarms with their explanations.
-
-        >>> alarms = Alarms(AlarmSettings(patience=2), balancing=True)
-        >>> bad = {"microbatches": 8, "imbalance_before": 2.0, "imbalance_after": 1.5, "skipped": 0}
-        >>> [list(alarms.check(bad)) for _ in range(2)]
-        [[], ['imbalance_high']]
-        """
+        """Return the active alarms with their explanations."""
         settings = self._settings
         uneven = values["imbalance_before"] > settings.worth
         exceeded = {
@@ -109,11 +103,13 @@ class StageTimes(Stats):
         self.timed += microbatch.timed
 
     def sent(self, *_: Any) -> None:
-        """Nothing to count."""
+        """Count nothing."""
 
 
 class Metrics:
-    """Counts what balancers do, and passes readings to sinks. Call `step` after every step.
+    """Counts plans, bytes and seconds of balancers, and passes readings to sinks.
+
+    Call `step` after every training step.
 
     balancers: balancers of this rank, all with one policy. Create `Metrics` before you capture a
         graph, so that the graph counts its replays.
@@ -154,11 +150,10 @@ class Metrics:
     def step(self) -> None:
         """Count a step. Sums of a device may arrive, and be passed on, in a later step."""
         self._steps += 1
-        if self._arrived():
+        due = self._steps % self.every == 0
+        if self._pending is not None and (due or self._arrived()):
             self._publish()
-        if self._steps % self.every == 0:
-            if self._pending is not None:
-                self._publish()
+        if due:
             self._fetch()
             if self._arrived():
                 self._publish()

@@ -118,7 +118,7 @@ def command(options: CommandOptions) -> None:
             _introduce(terminal, inspection)
             began = time.perf_counter()
             try:
-                with inspection, progress("reading") as report_block:
+                with progress("reading") as report_block:
                     recorder = inspection.record(output_dir, report_block)
                 with progress("planning") as report_case:
                     findings = inspection.findings(output_dir, report_case)
@@ -133,9 +133,9 @@ def command(options: CommandOptions) -> None:
 def _introduce(terminal: Terminal, inspection: Inspection) -> None:
     """Print sizes before anything is read."""
     estimate, opened = inspection.estimate, inspection.opened
-    layers, windows = inspection.anatomy.experts, inspection.texts[-1].end + 1
+    layers, windows = inspection.anatomy.experts, len(inspection.windows)
     texts = ", ".join(span.name for span in inspection.texts)
-    length = inspection.excerpts[0].windows[0].shape[1]
+    length = inspection.windows[0].shape[1]
     millions = estimate.parameters / 1e6
     parameters = f"{millions / 1e3:.1f} billion" if millions >= 1e3 else f"{millions:.1f} million"
     terminal.print_facts(
@@ -151,9 +151,9 @@ def _introduce(terminal: Terminal, inspection: Inspection) -> None:
 
 def _show(terminal: Terminal, result: InspectionResult, findings: Findings) -> None:
     title = "Imbalance by group size, mean of all layers and windows (worst)"
-    terminal.print_table(*result.table(), title)
+    terminal.print_table(*findings.table(), title)
     terminal.print_faint(LEGEND)
-    if any(row.beyond for row in result.rows):
+    if findings.beyond:
         terminal.print_faint(f"* {BEYOND}")
     terminal.print()
     _print_texts(terminal, findings)
@@ -215,7 +215,7 @@ def _save(
             terminal.print_facts(report=write_report(out, result, findings))
         except BackendUnavailable as missing:
             terminal.print_notes(str(missing))
-    sizes = [row.ranks for row in result.rows]
+    sizes = findings.sizes
     ranks = next((size for size in sizes if result.experts % size == 0), sizes[0])
     words = ("ultraep", "advise", "--trace", out / TRACE, "--model", out / PRESET_FILE)
     advise = shlex.join(map(str, (*words, "--cluster", CLUSTER, "--ep", ranks)))

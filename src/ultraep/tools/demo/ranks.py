@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,14 +36,11 @@ from ultraep.tools.demo.train import (
     layer_speeds,
     make_model,
     subject_steps,
-    train,
 )
 from ultraep.tools.launch.group import process_group, settle
 from ultraep.tools.launch.processes import RankPlace
 from ultraep.tools.serving.engine import from_first
-from ultraep.tools.serving.load import Prompt
 from ultraep.tools.serving.measure import Turn
-from ultraep.tools.tiny.model import TinyMoE
 from ultraep.tools.tiny.prefill import Answers, Queue, answer, make_requests
 from ultraep.tools.tiny.text import Text
 from ultraep.topology import even_homes
@@ -58,7 +54,8 @@ class Trained:
     """The training of one policy."""
 
     steps: list[Step]
-    stats: list[dict[str, Any]]  # one per rank
+    weights_bytes: int  # sent by all ranks
+    gradients_bytes: int
     state: State  # of the model, with all experts
 
 
@@ -78,23 +75,25 @@ class Demo:
     def __init__(self, job: Job, device: torch.device, report: Callable[[Event], None]) -> None:
         self.job, self.device, self.report = job, device, report
         self.sizes, self.notes, self.text = job.sizes, list(job.notes), Text()
+        self.group_tokens = job.sizes.tokens * dist.get_world_size()
 
     def run(self, begin: float) -> DemoResult:
-        trained = self.train()
-        first = trained[self.job.policies[0]]
+        trainings = self.train()
+        first = trainings[self.job.policies[0]]
         held_out = {}
         with self.balancer("none") as balancer:
             model = make_model(self.sizes, balancer, self.job.seed, self.device).eval()
-            for policy, training in trained.items():
+            for policy, training in trainings.items():
                 load_full_state_dict(model, training.state)
                 held_out[policy] = held_out_loss(model, self.text, self.sizes.length)
             load_full_state_dict(model, first.state)  # all policies use these weights from here on
-            requests = make_requests(self.text, self.queue())
-            answers = self.answer(model, requests)
+            queue = self.queue()
+            requests = make_requests(self.text, queue)
+            answers = answer(model, requests, queue, self.job.policies, self.report_turn)
             speeds = layer_speeds(model, self.text, self.job, self.report_round)
         rows = [
             self.row(policy, training, held_out[policy], answers[policy], speeds)
-            for policy, training in trained.items()
+            for policy, training in trainings.items()
         ]
         steps = len(first.steps)
         return DemoResult(
@@ -117,8 +116,7 @@ class Demo:
             policies=rows,
         )
 
-    @contextmanager
-    def balancer(self, policy: str, record: str | None = None) -> Iterator[Balancer]:
+    def balancer(self, policy: str, record: str | None = None) -> closing[Balancer]:
         """Make a balancer over all ranks with a process group of its own."""
         sizes = self.sizes
         balancer = Balancer(
@@ -129,37 +127,29 @@ class Demo:
             config=BalanceConfig(policy=policy, objective="balance"),
             record=record,
         )
-        with closing(balancer):
-            yield balancer
-
-    # -- training --------------------------------------------------------------------------------
+        return closing(balancer)
 
     def train(self) -> dict[str, Trained]:
-        """Train under every policy, in turns; fewer steps if the first ones are slow."""
+        """Train all policies in turns, so that all run on the same state of the machine."""
+        job, policies = self.job, list(self.job.policies)
+        steps: dict[str, list[Step]] = {policy: [] for policy in policies}
         with ExitStack() as stack:
             trainers = {}
-            for policy in self.job.policies:
-                folder = str(trace_folder(self.job.out, policy))
+            for policy in policies:
+                folder = str(trace_folder(job.out, policy))
                 balancer = stack.enter_context(self.balancer(policy, folder))
-                trainers[policy] = Trainer(
-                    self.sizes, self.job.seed, balancer, self.text, self.device
-                )
-            trial = train(trainers, min(TRIAL_STEPS, self.sizes.steps), self.report_step)
-            self.limit_steps(trial)
-            for trainer in trainers.values():
-                trainer.sizes = self.sizes
-            rest = train(trainers, self.sizes.steps - TRIAL_STEPS, self.report_step)
-            return {
-                policy: Trained(
-                    trial[policy] + rest[policy],
-                    trainer.balancer.comm.gather_objects(trainer.balancer.stats()),
-                    full_state_dict(trainer.model),
-                )
-                for policy, trainer in trainers.items()
-            }
+                trainers[policy] = Trainer(self.sizes, job.seed, balancer, self.text, self.device)
+            while len(steps[policies[0]]) < self.sizes.steps:
+                for policy in policies:
+                    steps[policy].append(trainers[policy].step(self.sizes.steps))
+                    self.report_step(policy, len(steps[policy]), steps[policy][-1])
+                if len(steps[policies[0]]) == TRIAL_STEPS:
+                    self.limit_steps(steps)
+                policies.reverse()
+            return {policy: trained(steps[policy], trainers[policy]) for policy in job.policies}
 
     def limit_steps(self, trial: dict[str, list[Step]]) -> None:
-        """Reduce the steps to those that fit into the time limit, by the clock of rank 0."""
+        """Reduce the steps to fit into the time limit, by the clock of rank 0."""
         limit = self.sizes.seconds
         if limit is None:
             return
@@ -173,19 +163,9 @@ class Demo:
             self.report(Note(note))
             self.sizes = replace(self.sizes, steps=steps)
 
-    def report_step(self, policy: str, number: int, step: Step) -> None:
-        speed, subject = self.group_tokens / step.seconds, self.subject(number - 1)
-        progress = Progress("training", number, self.sizes.steps, policy, subject, step.loss, speed)
-        self.report(replace(progress, before=step.before, after=step.after))
-
-    @property
-    def group_tokens(self) -> int:
-        return self.sizes.tokens * dist.get_world_size()
-
     def subject(self, step: int) -> str:
-        return self.text.names[self.text.main(step, subject_steps(self.sizes, self.text))]
-
-    # -- requests and layers ---------------------------------------------------------------------
+        """Return the main subject of the text in a step."""
+        return self.text.names[self.text.main(step, subject_steps(self.sizes.steps, self.text))]
 
     def queue(self) -> Queue:
         """Return the settings of requests with mixed subjects."""
@@ -201,27 +181,16 @@ class Demo:
             seed=self.job.seed,
         )
 
-    def report_round(self, done: int, rounds: int) -> None:
-        self.report(Progress("layers", done, rounds, subject="each in turn"))
-
-    def answer(self, model: TinyMoE, requests: list[Prompt]) -> dict[str, Answers]:
-        def report_turn(policy: str, number: int, turn: Turn) -> None:
-            speed = sum(turn.tokens) / turn.seconds
-            progress = Progress("prefill", number, self.sizes.rounds, policy, "mixed", None, speed)
-            self.report(replace(progress, before=turn.before, after=turn.after))
-
-        answers = answer(model, requests, self.queue(), self.job.policies, report_turn)
-        return {of_policy.policy: of_policy for of_policy in answers}
-
     def row(
         self,
         policy: str,
-        trained: Trained,
+        training: Trained,
         held_out: float,
         answers: Answers,
         speeds: dict[str, float],
     ) -> PolicyResult:
-        steps, waited = trained.steps, [wait for wait in answers.turn.waited if wait is not None]
+        """Return the measurements of one policy."""
+        steps, waited = training.steps, [wait for wait in answers.turn.waited if wait is not None]
         last = steps[-max(1, len(steps) // 10) :]
         timed = [step.seconds for step in steps[1:]] or [steps[0].seconds]  # the first warms up
         return PolicyResult(
@@ -239,8 +208,8 @@ class Demo:
             imbalance_after_worst=max(step.worst_after for step in steps),
             imbalance_bound=fmean(step.bound for step in steps),
             copies_per_layer=sum(s.copies for s in steps) / len(steps) / self.sizes.layers,
-            weights_bytes=sum(stats["weights_bytes_sent"] for stats in trained.stats),
-            gradients_bytes=sum(stats["gradients_bytes_sent"] for stats in trained.stats),
+            weights_bytes=training.weights_bytes,
+            gradients_bytes=training.gradients_bytes,
             layer_tokens_per_second=speeds[policy],
             layer_share=speeds[policy] / speeds[FORCED],
             first_token_median=median(waited),
@@ -248,6 +217,29 @@ class Demo:
             prefill_seconds=answers.turn.seconds,
             prefill_difference=answers.difference,
         )
+
+    # -- progress --------------------------------------------------------------------------------
+
+    def report_step(self, policy: str, number: int, step: Step) -> None:
+        numbers = step.loss, self.group_tokens / step.seconds, step.before, step.after
+        subject = self.subject(number - 1)
+        self.report(Progress("training", number, self.sizes.steps, policy, subject, *numbers))
+
+    def report_turn(self, policy: str, number: int, turn: Turn) -> None:
+        numbers = None, sum(turn.tokens) / turn.seconds, turn.before, turn.after
+        self.report(Progress("prefill", number, self.sizes.rounds, policy, "mixed", *numbers))
+
+    def report_round(self, done: int, rounds: int) -> None:
+        self.report(Progress("layers", done, rounds, subject="each in turn"))
+
+
+def trained(steps: list[Step], trainer: Trainer) -> Trained:
+    """Collect the results of a training from all ranks."""
+    stats = trainer.balancer.comm.gather_objects(trainer.balancer.stats())
+    weights, gradients = (
+        sum(of_rank[f"{what}_bytes_sent"] for of_rank in stats) for what in ("weights", "gradients")
+    )
+    return Trained(steps, weights, gradients, full_state_dict(trainer.model))
 
 
 def difference(values: list[float], reference: list[float]) -> float:

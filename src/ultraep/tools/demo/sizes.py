@@ -104,7 +104,9 @@ def choose(
     if ranks is not None and not 1 <= ranks <= EXPERTS:
         raise ConfigError(f"--ranks must lie between 1 and {EXPERTS} (the experts), got {ranks}")
     units = machine.gpus if device == "cuda" else machine.cores
-    sizes = Sizes(ranks=ranks or default_ranks(units, device))
+    # By default, the largest power of two with a core or GPU each; on CPUs at least two.
+    fitting = 1 << (max(1, min(units, MOST_RANKS)).bit_length() - 1)
+    sizes = Sizes(ranks=ranks or (fitting if device == "cuda" else max(2, fitting)))
     if device == "cuda":
         sizes = replace(sizes, dtype="float32")
     if quick:
@@ -122,12 +124,6 @@ def choose(
             "mean little, because ranks on one core do not run at the same time"
         )
     return sizes, notes
-
-
-def default_ranks(units: int, device: str) -> int:
-    """Return the largest power of two with a core or GPU each; on CPUs at least two."""
-    fitting = 1 << (max(1, min(units, MOST_RANKS)).bit_length() - 1)
-    return fitting if device == "cuda" else max(2, fitting)
 
 
 def fit_memory(

@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens, D model width.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -70,15 +70,15 @@ class Trainer:
         self.parallel = data_parallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=sizes.lr, betas=(0.9, 0.95))
 
-    def step(self) -> Step:
-        """Run one step of the optimizer."""
+    def step(self, steps: int) -> Step:
+        """Run one step of a training of this many steps."""
         begin = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = next_byte_loss(self.parallel, self.batch())
+        loss = next_byte_loss(self.parallel, self.batch(steps))
         plans = self.model.last_plans()
         (loss + self.sizes.even * self.model.unevenness).backward()
         total = loss.detach().double().cpu()
-        self.update_weights()
+        self.update_weights(warmup=min(10, steps // 4))
         dist.all_reduce(total)  # on the host: the device has finished by then
         before = [plan.initial_imbalance for plan in plans]
         after = [plan.imbalance for plan in plans]
@@ -93,11 +93,10 @@ class Trainer:
             seconds=time.perf_counter() - begin,
         )
 
-    def update_weights(self) -> None:
+    def update_weights(self, warmup: int) -> None:
         """Average and clip gradients, then run the optimizer."""
         average_expert_gradients(self.model)
         clip_grad_norm(self.model, MAX_GRADIENT_NORM)
-        warmup = min(10, self.sizes.steps // 4)
         for group in self.optimizer.param_groups:
             group["lr"] = self.sizes.lr * min(1.0, (self.done + 1) / (warmup + 1))
         self.optimizer.step()
@@ -105,34 +104,18 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def batch(self) -> torch.Tensor:
+    def batch(self, steps: int) -> torch.Tensor:
         """[B, T + 1] sequences of this rank; the ranks share the subject, not the text."""
         sizes = self.sizes
         rng = np.random.default_rng([self.seed, self.done, 0, self.balancer.rank])
         count = sizes.tokens // sizes.length
-        subjects = self.text.shifting(rng, self.done, count, subject_steps(sizes, self.text))
+        subjects = self.text.shifting(rng, self.done, count, subject_steps(steps, self.text))
         return self.text.sequences(rng, subjects, sizes.length + 1).to(self.device)
 
 
-def subject_steps(sizes: Sizes, text: Text) -> int:
+def subject_steps(steps: int, text: Text) -> int:
     """Return the steps until the subject of the text changes; training visits each once."""
-    return -(-sizes.steps // len(text.names))
-
-
-def train(
-    trainers: Mapping[str, Trainer], steps: int, report: Callable[[str, int, Step], None]
-) -> dict[str, list[Step]]:
-    """Alternate the trainers step by step, so that all run on the same state of the machine.
-
-    report: called after every step with the trainer's name, the step's number, and the step.
-    """
-    done: dict[str, list[Step]] = {name: [] for name in trainers}
-    for number in range(steps):
-        names = list(trainers)
-        for name in names if number % 2 == 0 else reversed(names):
-            done[name].append(trainers[name].step())
-            report(name, trainers[name].done, done[name][-1])
-    return done
+    return -(-steps // len(text.names))
 
 
 @torch.no_grad()

@@ -14,17 +14,18 @@ Shapes: N tokens of a window, K experts per token, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
@@ -35,6 +36,7 @@ from ultraep.trace.record import Recorder
 MARK = "is_concatenated"  # the registry sets it on every module of experts
 UNBALANCED = BalanceConfig(policy="none")
 IDS = 1  # index of the ids among the arguments of experts: hidden states, ids, gates
+OUTSIDE = ""  # in place of a block name: the modules outside of all blocks
 
 LoadBlock = Callable[[str], AbstractContextManager[None]]
 
@@ -44,6 +46,7 @@ class Anatomy:
     """The decoder of a model, its blocks by name, and its experts and their blocks by layer."""
 
     decoder: nn.Module  # takes token ids
+    prefix: str  # of the names in the decoder
     blocks: dict[str, nn.Module]
     experts: dict[int, nn.Module]
     block_of_layer: dict[int, str]
@@ -52,12 +55,9 @@ class Anatomy:
     def of(cls, model: Any) -> Anatomy:
         """Find the blocks and experts; raise for a model without experts of the registry."""
         decoder = model.get_decoder()
-        prefix = next(name for name, module in model.named_modules() if module is decoder)
-        names = [
-            f"{prefix}.{name}" if prefix else name
-            for name, module in decoder.named_modules()
-            if hasattr(module, MARK)
-        ]
+        name = next(name for name, module in model.named_modules() if module is decoder)
+        prefix = f"{name}." if name else ""
+        names = [prefix + name for name, module in decoder.named_modules() if hasattr(module, MARK)]
         lists = {_outermost_list(model, name) for name in names}
         if not names or None in lists:
             raise ConfigError(
@@ -75,16 +75,13 @@ class Anatomy:
         if len(set(layers)) < len(layers):
             layers = list(range(len(layers)))
         experts = dict(zip(layers, map(model.get_submodule, names), strict=True))
-        return cls(decoder, blocks, experts, dict(zip(layers, block_of, strict=True)))
+        return cls(decoder, prefix, blocks, experts, dict(zip(layers, block_of, strict=True)))
 
     def only(self, layers: Collection[int]) -> Anatomy:
         """The same model with the experts of these layers only."""
-        return Anatomy(
-            self.decoder,
-            self.blocks,
-            {layer: self.experts[layer] for layer in layers},
-            {layer: self.block_of_layer[layer] for layer in layers},
-        )
+        experts = {layer: self.experts[layer] for layer in layers}
+        blocks = {layer: self.block_of_layer[layer] for layer in layers}
+        return replace(self, experts=experts, block_of_layer=blocks)
 
 
 def num_experts(module: nn.Module) -> int:
@@ -109,14 +106,14 @@ def run_windows(
     anatomy: Anatomy,
     windows: Sequence[torch.Tensor],
     load_block: LoadBlock,
-    tell: Callable[[str, int], None],
+    before_block: Callable[[str, int], None],
     last: str,
 ) -> None:
     """Run the decoder up to the block `last`.
 
     windows: [sequences, T] token ids of each window.
-    load_block: a context that holds the weights of a block.
-    tell: called with block and window before the block runs.
+    load_block: a context that holds the weights of a block, or of the modules OUTSIDE.
+    before_block: called with block and window before the block runs.
     """
     sizes = [len(window) for window in windows]
 
@@ -124,7 +121,7 @@ def run_windows(
         outputs = []
         with load_block(name):
             for number, (own_args, own_kwargs) in enumerate(split((args, kwargs), sizes)):
-                tell(name, number)
+                before_block(name, number)
                 outputs.append(forward(*own_args, **own_kwargs))
         if name == last:
             raise _LastBlockDone
@@ -134,25 +131,23 @@ def run_windows(
         for name, block in anatomy.blocks.items():
             block.forward = partial(in_windows, name, block.forward)
             stack.callback(delattr, block, "forward")
-        with suppress(_LastBlockDone):
+        with load_block(OUTSIDE), suppress(_LastBlockDone):
             anatomy.decoder(input_ids=torch.cat(list(windows)), use_cache=False)
 
 
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     """Split the tensors with all sequences into windows; other values are the same for all.
 
-    >>> split({"x": torch.arange(6).reshape(3, 2), "scale": 2.0}, [1, 2])[0]
-    {'x': tensor([[0, 1]]), 'scale': 2.0}
+    >>> split({"x": torch.arange(6).reshape(3, 2), "shared": torch.zeros(1, 3), "n": 2}, [1, 2])[0]
+    {'x': tensor([[0, 1]]), 'shared': tensor([[0., 0., 0.]]), 'n': 2}
     """
 
-    def parts(leaf: Any) -> list[Any]:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and len(leaf) == sum(sizes):
-            return list(leaf.split(list(sizes)))
-        return [leaf] * len(sizes)
+    def rows(begin: int, end: int, leaf: Any) -> Any:
+        whole = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and len(leaf) == sum(sizes)
+        return leaf[begin:end] if whole else leaf
 
-    leaves, spec = tree_flatten(value)
-    by_leaf = [parts(leaf) for leaf in leaves]
-    return [tree_unflatten([p[n] for p in by_leaf], spec) for n in range(len(sizes))]
+    ends = list(accumulate(sizes, initial=0))
+    return [tree_map(partial(rows, *span), value) for span in pairwise(ends)]
 
 
 def join(outputs: list[Any]) -> Any:
@@ -170,42 +165,26 @@ def join(outputs: list[Any]) -> Any:
     return tree_map(joined, *outputs)
 
 
-class RoutingRecorder:
+class RoutingRecorder(Recorder):
     """Records the expert ids that routers choose, window by window, as a trace.
 
     window: number of the window that is running; the caller sets it.
     top_k: experts per token; 0 before the first window.
     """
 
-    def __init__(self, folder: Path, anatomy: Anatomy, topology: Topology, *, note: str) -> None:
-        self._anatomy, self._topology = anatomy, topology
-        self._recorder = Recorder(folder, topology, UNBALANCED, note=note)
-        self.window, self.records, self.top_k = 0, 0, 0
+    def __init__(self, folder: Path, topology: Topology, *, note: str) -> None:
+        super().__init__(folder, topology, UNBALANCED, note=note)
+        self.topology, self.window, self.top_k = topology, 0, 0
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Hook into the experts until the end of the `with`; then the trace is complete."""
-        with self._recorder, ExitStack() as stack:
-            for layer, experts in self._anatomy.experts.items():
-                hook = experts.register_forward_pre_hook(
-                    partial(self._record, layer), with_kwargs=True
-                )
-                stack.callback(hook.remove)
-            yield
-
-    @property
-    def dropped(self) -> int:
-        """Records that were dropped because the disk was too slow."""
-        return self._recorder.dropped
-
-    def _record(
+    def before_experts(
         self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Record the ids of a layer, as a hook before its experts."""
         ids_NK = (*args, *kwargs.values())[IDS]
-        experts, ids = self._topology.experts, ids_NK.reshape(-1)
+        experts, ids = self.topology.experts, ids_NK.reshape(-1)
         ids = ids[(ids >= 0) & (ids < experts)]
         loads_E = torch.bincount(ids, minlength=experts).cpu().numpy()
-        unbalanced = plan(loads_E[None], self._topology, UNBALANCED)
-        rows = np.concatenate([loads_E, np.zeros(self._topology.slots, dtype=np.int64)])
-        self._recorder.add(plan=unbalanced, slot_rows=rows, step=self.window, layer=layer)
-        self.records, self.top_k = self.records + 1, ids_NK.shape[-1]
+        unbalanced = plan(loads_E[None], self.topology, UNBALANCED)
+        rows = np.concatenate([loads_E, np.zeros(self.topology.slots, dtype=np.int64)])
+        self.add(plan=unbalanced, slot_rows=rows, step=self.window, layer=layer)
+        self.top_k = ids_NK.shape[-1]

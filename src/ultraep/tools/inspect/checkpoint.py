@@ -11,18 +11,16 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.reading import check_size, read_text
-from ultraep.tools.inspect.blocks import Anatomy
+from ultraep.tools.inspect.blocks import OUTSIDE, Anatomy
 from ultraep.tools.inspect.library import LibraryErrors, build_model, one_line, transformers
 
 INDEX = "model.safetensors.index.json"
@@ -34,22 +32,10 @@ MOST_BUFFERS = 1 << 28
 MOST_LAYERS, LARGEST = 1000, 2**31  # limits for numbers in a configuration
 DEQUANTISED = ("fp8", "mxfp4")  # quantisation methods that are dequantised while reading
 ASSEMBLING = 3  # memory of a block over its saved size, while its tensors are assembled
-OUTSIDE = ""  # in place of a block name: modules outside of all blocks
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter or buffer of the model, and its tensor on the meta device."""
-
-    module: nn.Module
-    name: str
-    path: str
-    empty: torch.Tensor
 
 
 class Checkpoint:
-    """A local directory written by `save_pretrained`. Inside a `with`, the modules outside of
-    blocks have their weights.
+    """A local directory written by `save_pretrained`.
 
     dtype: dtype of the computation; None: as saved.
     """
@@ -63,7 +49,7 @@ class Checkpoint:
         self.dtype = dtype or self._saved
         with self._errors("transformers cannot dequantise the weights"):
             self._quantizer = dequantizer(self.config, self.folder)
-        self._tensors = {t.key: t for path in weight_files(self.folder) for t in tensors_in(path)}
+        self._files = {key: path for path in weight_files(self.folder) for key in keys_in(path)}
         with self._errors("transformers cannot build this model"), torch.device("meta"):
             self.model = build_model(self.config, self._saved)
             if self._quantizer is not None:
@@ -80,19 +66,13 @@ class Checkpoint:
     def _errors(self, message: str) -> LibraryErrors:
         return LibraryErrors(self.folder / CONFIG, message)
 
-    def __enter__(self) -> Checkpoint:
-        self._load(OUTSIDE)
-        self._fill_buffers()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._unload(OUTSIDE)
-
     @contextmanager
     def loaded(self, block: str) -> Iterator[None]:
-        """Hold the weights of a block inside of a `with`."""
+        """Hold the weights of a block, or of the modules OUTSIDE, inside of a `with`."""
         try:
             self._load(block)
+            if block == OUTSIDE:
+                self._fill_buffers()
             yield
         finally:
             self._unload(block)
@@ -100,29 +80,28 @@ class Checkpoint:
     def bytes_to_read(self, blocks: list[str]) -> int:
         """Bytes in the files of these blocks and of the modules outside of blocks."""
         keys = [key for block in (OUTSIDE, *blocks) for key in self._keys[block]]
-        return sum(self._tensors[key].nbytes for key in keys)
+        with slices(self._files, keys) as tensors:
+            return sum(map(_nbytes, tensors.values()))
 
     def bytes_in_memory(self) -> int:
         """Peak bytes of weights: outside of blocks, and the largest block during assembly."""
         numbers = {
-            block: sum(weight.empty.numel() for weight in weights)
+            block: sum(tensor.numel() for tensor in weights.values())
             for block, weights in self._weights.items()
         }
         outside, largest = numbers.pop(OUTSIDE), max(numbers.values())
         computed, saved = self.dtype.itemsize, self._saved.itemsize
         return outside * computed + largest * max(computed + saved, ASSEMBLING * saved)
 
-    def _weights_by_block(self) -> dict[str, list[Weight]]:
-        transient = {name for name, _ in self.model.named_non_persistent_buffers()}
-        weights: dict[str, list[Weight]] = {name: [] for name in (OUTSIDE, *self.anatomy.blocks)}
-        inside = {id(module) for module in self.anatomy.decoder.modules()}
-        for path, module in self.model.named_modules():
-            if id(module) not in inside:
-                continue
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                full = f"{path}.{name}" if path else name
-                if tensor is not None and full not in transient:
-                    weights[self._block_of(full)].append(Weight(module, name, full, tensor))
+    def _weights_by_block(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The weights of the decoder, still on the meta device, by block and path."""
+        prefix = self.anatomy.prefix
+        weights: dict[str, dict[str, torch.Tensor]] = {
+            name: {} for name in (OUTSIDE, *self.anatomy.blocks)
+        }
+        for path, tensor in self.model.state_dict(keep_vars=True).items():
+            if path.startswith(prefix):
+                weights[self._block_of(path)][path] = tensor
         return weights
 
     def _block_of(self, path: str) -> str:
@@ -135,9 +114,9 @@ class Checkpoint:
         renamings = [m for m in self._mapping if isinstance(m, loading.WeightRenaming)]
         converters = [m for m in self._mapping if isinstance(m, loading.WeightConverter)]
         state, prefix = self.model.state_dict(), self.model.base_model_prefix
-        own = {weight.path for weights in self._weights.values() for weight in weights}
+        own = {path for weights in self._weights.values() for path in weights}
         keys = defaultdict(list)
-        for key in self._tensors:
+        for key in self._files:
             name, _ = loading.rename_source_key(key, renamings, converters, prefix, state)
             if name not in state:  # the loader does the same
                 name = key
@@ -157,16 +136,16 @@ class Checkpoint:
         )
         load = transformers("core_model_loading").convert_and_load_state_dict_in_model
         with (
-            slices([self._tensors[key] for key in self._keys[block]]) as tensors,
+            slices(self._files, self._keys[block]) as tensors,
             self._errors("transformers cannot load the weights"),
         ):
             info, _ = load(self.model, tensors, settings)
         self._check_loaded(info)
-        for weight in self._weights[block]:
-            tensor = getattr(weight.module, weight.name)
+        for path in self._weights[block]:
+            tensor = self.model.get_parameter_or_buffer(path)
             if tensor.is_meta:
-                raise FileError(f"{self.folder}: the files hold no weights for {weight.path}")
-            if tensor.is_floating_point() and not any(part in weight.path for part in exceptions):
+                raise FileError(f"{self.folder}: the files hold no weights for {path}")
+            if tensor.is_floating_point() and not any(part in path for part in exceptions):
                 tensor.data = tensor.data.to(self.dtype)
 
     def _check_loaded(self, info: Any) -> None:
@@ -182,8 +161,12 @@ class Checkpoint:
             )
 
     def _unload(self, block: str) -> None:
-        for weight in self._weights[block]:
-            setattr(weight.module, weight.name, weight.empty)
+        for path, empty in self._weights[block].items():
+            self._set(path, empty)
+
+    def _set(self, path: str, tensor: torch.Tensor) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, tensor)
 
     def _fill_buffers(self) -> None:
         """Compute buffers that are not saved, such as rotary frequencies."""
@@ -195,9 +178,7 @@ class Checkpoint:
                 f"{MOST_BUFFERS:,}"
             )
         for path, buffer in buffers.items():
-            parent, _, name = path.rpartition(".")
-            module = self.model.get_submodule(parent)
-            setattr(module, name, torch.empty_like(buffer, device=self.device))
+            self._set(path, torch.empty_like(buffer, device=self.device))
         for module in self.anatomy.decoder.modules():
             if module._non_persistent_buffers_set:
                 self.model._init_weights(module)
@@ -282,30 +263,18 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor in a file, according to the header."""
-
-    key: str
-    path: Path
-    nbytes: int
-
-
-def tensors_in(path: Path) -> list[SavedTensor]:
-    """All tensors in a file."""
+def keys_in(path: Path) -> list[str]:
+    """The keys of all tensors in a file."""
     with _open(path) as file:
-        return [
-            SavedTensor(key, path, _nbytes(file.get_slice(key)))
-            for key in file.keys()  # noqa: SIM118  not a dict
-        ]
+        return list(file.keys())
 
 
 @contextmanager
-def slices(wanted: list[SavedTensor]) -> Iterator[dict[str, Any]]:
+def slices(files: Mapping[str, Path], keys: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Tensors by key, read on use; their files are open inside of the `with`."""
     with ExitStack() as stack:
-        files = {path: stack.enter_context(_open(path)) for path in {t.path for t in wanted}}
-        yield {tensor.key: files[tensor.path].get_slice(tensor.key) for tensor in wanted}
+        opened = {path: stack.enter_context(_open(path)) for path in {files[key] for key in keys}}
+        yield {key: opened[files[key]].get_slice(key) for key in keys}
 
 
 @contextmanager

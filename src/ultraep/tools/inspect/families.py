@@ -59,7 +59,10 @@ def small_config(family: str) -> Any:
         raise ConfigError(f"unknown family {family!r}; known families: {', '.join(FAMILIES)}")
     library = transformers()
     if family not in library.CONFIG_MAPPING:
-        raise ConfigError(f"transformers {library.__version__} does not have family {family!r}")
+        raise ConfigError(
+            f"transformers {library.__version__} does not have family {family!r}; install a newer "
+            "version, or choose another family"
+        )
     defaults = library.AutoConfig.for_model(family).to_dict()
     sizes = SMALL | (LATENT if "kv_lora_rank" in defaults else {})
     sizes = {name: size for name, size in sizes.items() if name in defaults or name in ALWAYS}
@@ -76,12 +79,6 @@ class RandomModel:
         torch.manual_seed(seed)
         self.model = build_model(self.config, torch.float32).to(device, self.dtype)
         self.anatomy = Anatomy.of(self.model)
-
-    def __enter__(self) -> RandomModel:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing to unload."""
 
     def loaded(self, _: str) -> AbstractContextManager[None]:
         """The weights are always in memory."""

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.files.writing import write_text
 from ultraep.tools.inspect.options import InspectOptions
+from ultraep.tools.inspect.texts import TextSpan
 from ultraep.tools.report.words import counted
 from ultraep.trace.read import Trace
 from ultraep.trace.replay import Case, Replayed, cases, replayed
@@ -31,71 +33,14 @@ LEGEND = (
     "before, after: imbalance without and with replicas, mean (worst); bound: the best imbalance "
     "with these slots; replicas: per layer; remote: rows served on another rank"
 )
-Tell = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # steps done, all steps, description of the next step
 Mask = NDArray[np.bool_]
 Table = tuple[list[str], list[list[str]]]  # head and rows
 
 
-@dataclass(frozen=True)
-class TextSpan:
-    """The windows of a text, `begin` to `end` inclusive, which are steps of the trace."""
-
-    name: str
-    begin: int
-    end: int
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One policy, number of ranks and slots: means and worst values over all records.
-
-    beyond: plans that need more slots than there are, or leave their domain.
-    """
-
-    policy: str
-    ranks: int
-    slots: int
-    history: int | None
-    before: float
-    before_worst: float
-    after: float
-    after_worst: float
-    bound: float
-    copies: float
-    remote: float
-    beyond: int
-
-    @classmethod
-    def of(cls, outcome: Replayed) -> Row:
-        means, case = outcome.means(), outcome.case
-        return cls(
-            policy=case.config.policy,
-            ranks=case.topology.ranks,
-            slots=case.topology.slots,
-            history=case.history,
-            before_worst=float(outcome.before.max()),
-            after_worst=means.pop("worst"),
-            **means,
-        )
-
-    def cells(self) -> list[str]:
-        """The row of a table."""
-        return [
-            self.policy + "*" * bool(self.beyond),
-            str(self.ranks),
-            "-" if self.policy == "none" else str(self.slots),
-            f"{self.before:.3f} ({self.before_worst:.2f})",
-            f"{self.after:.3f} ({self.after_worst:.2f})",
-            f"{self.bound:.3f}",
-            f"{self.copies:.1f}",
-            f"{self.remote:.1%}",
-        ]
-
-
 @dataclass(frozen=True, kw_only=True)
 class InspectionResult:
-    """Facts about the model and the run, and all rows; written to result.json."""
+    """Facts about the model and the run, and a row per case; written to result.json."""
 
     version: str
     model: str
@@ -114,18 +59,13 @@ class InspectionResult:
     sequence: int
     wall_seconds: float
     notes: list[str]
-    rows: list[Row]
+    rows: list[dict[str, Any]]
 
     def save(self, folder: Path) -> Path:
         """Write result.json into the folder."""
         path = folder / RESULT_FILE
         write_text(path, json.dumps(asdict(self), indent=1) + "\n")
         return path
-
-    def table(self) -> Table:
-        """Imbalance of every row, mean and worst."""
-        head = ["policy", "EP", "slots", "before", "after", "bound", "replicas", "remote"]
-        return head, [row.cells() for row in self.rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,11 +85,6 @@ class Findings:
     def text(self) -> NDArray[np.str_]:
         """[N] the text of every record."""
         return np.array(self.names)[self.trace.step]
-
-    @property
-    def rows(self) -> list[Row]:
-        """A row for every case."""
-        return [Row.of(outcome) for outcome in self.outcomes]
 
     @property
     def sizes(self) -> list[int]:
@@ -177,6 +112,20 @@ class Findings:
         change = f"{shown.before.mean():.2f} -> {shown.after.mean():.2f}"
         return f"Imbalance {change} at EP{self.sizes[0]} under {label(shown.case)}"
 
+    @property
+    def beyond(self) -> bool:
+        """Whether a case has plans that move homes or need more slots than there are."""
+        return any(outcome.beyond.any() for outcome in self.outcomes)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The settings of every case, with means and worst values over all records."""
+        return [_row(outcome) for outcome in self.outcomes]
+
+    def table(self) -> Table:
+        """Imbalance and replicas of every case."""
+        head = ["policy", "EP", "slots", "before", "after", "bound", "replicas", "remote"]
+        return head, [_cells(outcome) for outcome in self.outcomes]
+
     def by_past(self, history: int) -> tuple[Mask, Mask]:
         """[N] whether the history of a record is all from its own text; whether a text begins."""
         step, begins = self.trace.step, {span.name: span.begin for span in self.texts}
@@ -195,12 +144,13 @@ class Findings:
 
 
 def find(
-    trace: Trace, texts: list[TextSpan], sizes: Sequence[int], options: InspectOptions, tell: Tell
+    trace: Trace,
+    texts: list[TextSpan],
+    sizes: Sequence[int],
+    options: InspectOptions,
+    report: Progress,
 ) -> Findings:
-    """Replay all records at every number of ranks, under every policy and number of slots.
-
-    tell: called with cases done, all cases, and a description of the next case.
-    """
+    """Replay all records at every number of ranks, under every policy and number of slots."""
     combinations = []
     for size, policy in product(sizes, options.policies):
         slots = options.slots[:1] if policy == "none" else options.slots  # none has no replicas
@@ -209,7 +159,7 @@ def find(
         )
     outcomes = []
     for number, case in enumerate(combinations):
-        tell(number, len(combinations), f"EP{case.topology.ranks} {label(case)}")
+        report(number, len(combinations), f"EP{case.topology.ranks} {label(case)}")
         outcomes.append(replayed(trace, case))
     return Findings(trace, texts, outcomes)
 
@@ -223,3 +173,24 @@ def label(case: Case) -> str:
     """
     policy = case.config.policy
     return policy if policy == "none" else f"{policy} with {counted(case.topology.slots, 'slot')}"
+
+
+def _row(outcome: Replayed) -> dict[str, Any]:
+    settings, means = outcome.case.settings(), outcome.means()
+    row = {name: settings[name] for name in ("policy", "ranks", "slots", "history")}
+    row |= {"before_worst": float(outcome.before.max()), "after_worst": means.pop("worst")}
+    return row | means
+
+
+def _cells(outcome: Replayed) -> list[str]:
+    policy, topology, means = outcome.case.config.policy, outcome.case.topology, outcome.means()
+    return [
+        policy + "*" * bool(means["beyond"]),
+        str(topology.ranks),
+        "-" if policy == "none" else str(topology.slots),
+        f"{means['before']:.3f} ({outcome.before.max():.2f})",
+        f"{means['after']:.3f} ({means['worst']:.2f})",
+        f"{means['bound']:.3f}",
+        f"{means['copies']:.1f}",
+        f"{means['remote']:.1%}",
+    ]

@@ -38,7 +38,7 @@ class InspectOptions:
         if self.history < 1:
             raise ConfigError(f"--history must be at least 1, got {self.history}")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
+            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must lie between 0 and 2**63 - 1, got {self.seed}")
 

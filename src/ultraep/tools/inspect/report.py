@@ -5,7 +5,7 @@ Shapes: N records, H layers, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +21,13 @@ from ultraep.tools.inspect.findings import (
     Mask,
     label,
 )
-from ultraep.tools.report.numbers import Numbers, microbatches, plain
-from ultraep.tools.report.page import PICKER, Page, Section, own_file, plotly_js
+from ultraep.tools.report.numbers import Numbers, grouped, microbatches
+from ultraep.tools.report.page import Page, plotly_js
 from ultraep.tools.report.words import counted, table
-from ultraep.trace.replay import Replayed, plans
+from ultraep.trace.read import Trace
+from ultraep.trace.replay import Case, plans
 
 ALL = "all texts"
-SECTIONS = (
-    Section("sizes", "Imbalance by number of ranks", ("sizes",)),
-    Section("layers", "Imbalance by layer", ("layers",)),
-    Section("texts", "Imbalance by text", ("texts",)),
-    Section("history", "Placement by past windows", ("history",)),
-    Section("experts", "Load of every expert", ("experts",)),
-    Section("microbatches", "One window, rank by rank", ("microbatches",)),
-)
-CAPTIONS = {
-    "sizes": "Mean over all layers and windows. With more ranks, each rank has fewer experts, so a "
-    "busy expert weighs more.",
-    "layers": "Mean over all windows.",
-    "texts": "Mean over all layers and windows of a text.",
-    "history": "Policies that place by past windows: within a text, and right after a change of "
-    "text. ultraep plans by the loads of the window itself.",
-    "experts": "Load of an expert over the mean of its layer; 1 is an equal share. Texts that "
-    "differ here need different replicas.",
-    "microbatches": "A bar is a rank and a block is an expert. The colour of a block shows the "
-    "home rank of its expert; hatched blocks are replicas. The most uneven window is shown first.",
-}
-CHOICE = '<p class="picker"><label>{noun} <select id="choice-{plot}"></select></label></p>'
 
 
 def write_report(out: Path, result: InspectionResult, findings: Findings) -> Path:
@@ -60,37 +40,30 @@ def write_report(out: Path, result: InspectionResult, findings: Findings) -> Pat
 
 def page(result: InspectionResult, findings: Findings) -> Page:
     """The page with all plots."""
-    numbers = all_numbers(findings)
-    beyond = f"\n<p>* {BEYOND}.</p>" if any(row.beyond for row in result.rows) else ""
+    beyond = f"\n<p>* {BEYOND}.</p>" if findings.beyond else ""
     return Page(
+        report="inspect",
         title=f"{result.model}: {findings.headline}",
-        facts=_facts(result),
+        facts=_facts(result, findings.sizes),
         notes=result.notes,
-        result=f"<h2>Result</h2>\n<p>{LEGEND}.</p>\n{table(*result.table(), 'result')}{beyond}",
-        sections=[section for section in SECTIONS if section.plots[0] in numbers],
-        captions=CAPTIONS,
-        numbers=numbers,
-        script=own_file("ultraep.tools.report", "inspect.js"),
-        controls={
-            "layers": CHOICE.format(noun="ranks", plot="layers"),
-            "texts": CHOICE.format(noun="ranks", plot="texts"),
-            "experts": CHOICE.format(noun="text", plot="experts"),
-            "microbatches": PICKER.format(noun="window"),
+        tables={
+            "result": f"<p>{LEGEND}.</p>\n{table(*findings.table(), 'result')}{beyond}",
+            "history": table(*findings.past_table(), "past-table"),
         },
-        tables={"history": table(*findings.past_table(), "past-table")},
+        numbers=all_numbers(findings),
     )
 
 
-def _facts(result: InspectionResult) -> list[tuple[str, str]]:
+def _facts(result: InspectionResult, sizes: list[int]) -> list[tuple[str, str]]:
     layers = f"{len(result.layers)} of {counted(result.blocks, 'layer')}"
     texts = ", ".join(f"{text.name} ({text.tokens:,} tokens)" for text in result.texts)
-    sizes = ", ".join(f"EP{size}" for size in dict.fromkeys(row.ranks for row in result.rows))
+    ranks = ", ".join(f"EP{size}" for size in sizes)
     return [
         ("Model", f"{result.model}, {result.family}, {result.parameters / 1e6:,.1f} million "
                   "parameters"),
         ("Layers", f"{layers}, {result.experts} experts per layer, {result.top_k} per token"),
         ("Texts", f"{texts}; windows of {result.window:,} tokens, sequences of {result.sequence}"),
-        ("Ranks", f"{sizes}; the tokens of a window are divided evenly over the ranks"),
+        ("Ranks", f"{ranks}; the tokens of a window are divided evenly over the ranks"),
         ("Machine", f"{result.device}, {result.dtype}, ultraep {result.version}; "
                     f"{result.wall_seconds:.0f} s"),
     ]  # fmt: skip
@@ -98,14 +71,15 @@ def _facts(result: InspectionResult) -> list[tuple[str, str]]:
 
 def all_numbers(findings: Findings) -> dict[str, Numbers]:
     """The numbers of every plot."""
-    trace, texts = findings.trace, [span.name for span in findings.texts]
-    layers = trace.layers.tolist()
+    trace = findings.trace
+    every, layers = np.ones(len(trace), dtype=bool), trace.layers.tolist()
+    texts = {span.name: findings.text == span.name for span in findings.texts}
     plan_of = list(plans([trace], findings.shown.case)).__getitem__
     numbers = {
-        "sizes": by_size(findings),
+        "sizes": by_group(findings, {ALL: every}),
         "layers": by_group(findings, {layer: trace.layer == layer for layer in layers}),
-        "texts": by_group(findings, {name: findings.text == name for name in texts}),
-        "experts": expert_loads(findings),
+        "texts": by_group(findings, texts),
+        "experts": expert_loads(trace, {ALL: every} | texts),
         "microbatches": microbatches(trace, plan_of, findings.names, noun="Window"),
     }
     if any(outcome.case.history for outcome in findings.outcomes):
@@ -113,94 +87,61 @@ def all_numbers(findings: Findings) -> dict[str, Numbers]:
     return numbers
 
 
-def _head(findings: Findings) -> Numbers:
-    """Numbers of ranks, and label, policy and slots of the cases at each number."""
-    first = [outcome.case for outcome in findings.of_size(findings.sizes[0])]
-    cases = [
-        {"label": label(case), "policy": case.config.policy, "slots": case.topology.slots}
-        for case in first
-    ]
-    return {"sizes": findings.sizes, "cases": cases}
+def by_group(findings: Findings, groups: dict[Any, Mask], cases: Sequence[Case] = ()) -> Numbers:
+    """Imbalance and replicas of groups of records, by number of ranks, case and group.
 
-
-def _by_label(
-    outcomes: Sequence[Replayed], value: Callable[[Replayed], Any]
-) -> dict[str, list[float | None]]:
-    """Values by the label of the case; the list has one value per number of ranks."""
-    values: dict[str, list[Any]] = {}
-    for outcome in outcomes:
-        values.setdefault(label(outcome.case), []).append(value(outcome))
-    return {name: plain(of_case) for name, of_case in values.items()}
-
-
-def by_size(findings: Findings) -> Numbers:
-    """Mean and worst imbalance and replicas of every case, by number of ranks."""
-    outcomes = findings.outcomes
-    return _head(findings) | {
-        "mean": _by_label(outcomes, lambda outcome: outcome.after.mean()),
-        "worst": _by_label(outcomes, lambda outcome: outcome.after.max()),
-        "copies": _by_label(outcomes, lambda outcome: outcome.copies.mean()),
-    }
-
-
-def by_group(findings: Findings, groups: dict[Any, Mask]) -> Numbers:
-    """Mean and worst imbalance of groups of records, by number of ranks and case."""
-
-    def folded(fold: Callable[[Any], Any]) -> list[dict[str, list[float | None]]]:
-        return [
+    cases: the cases to draw at every number of ranks; all by default.
+    """
+    masks = list(groups.values())
+    cases = cases or [outcome.case for outcome in findings.of_size(findings.sizes[0])]
+    return {
+        "sizes": findings.sizes,
+        "cases": [
+            {"label": label(case), "policy": case.config.policy, "slots": case.topology.slots}
+            for case in cases
+        ],
+        "names": list(groups),
+        "values": [
             {
-                label(outcome.case): plain([fold(outcome.after[mask]) for mask in groups.values()])
+                label(outcome.case): {
+                    "mean": grouped(outcome.after, masks),
+                    "worst": grouped(outcome.after, masks, np.max),
+                    "copies": grouped(outcome.copies, masks),
+                }
                 for outcome in findings.of_size(size)
             }
             for size in findings.sizes
-        ]
-
-    return _head(findings) | {
-        "names": list(groups),
-        "mean": folded(np.mean),
-        "worst": folded(np.max),
+        ],
     }
 
 
 def by_past(findings: Findings) -> Numbers:
     """Policies that place by past windows, beside the shown policy with the same slots."""
     shown = findings.shown.case
-    compared = [
-        outcome
-        for outcome in findings.outcomes
+    cases = [
+        outcome.case
+        for outcome in findings.of_size(findings.sizes[0])
         if (outcome.case.history or outcome.case.config.policy == shown.config.policy)
         and outcome.case.topology.slots == shown.topology.slots
     ]
-    history = next(o.case.history for o in findings.outcomes if o.case.history)
+    history = next(outcome.case.history for outcome in findings.outcomes if outcome.case.history)
     same, changed = findings.by_past(history)
-
-    def means(mask: Mask) -> dict[str, list[float | None]]:
-        return _by_label(compared, lambda o: o.after[mask].mean() if mask.any() else np.nan)
-
-    labels, head = {label(outcome.case) for outcome in compared}, _head(findings)
-    return head | {
-        "cases": [case for case in head["cases"] if case["label"] in labels],
-        "window": history,
-        "same": means(same),
-        "changed": means(changed),
-    }
+    return by_group(findings, {"same": same, "changed": changed}, cases)
 
 
-def expert_loads(findings: Findings) -> Numbers:
-    """Load of every expert over the mean of its layer, by text and layer."""
-    trace, layers = findings.trace, findings.trace.layers
-    masks = {ALL: np.ones(len(trace), dtype=bool)}
-    masks |= {span.name: findings.text == span.name for span in findings.texts}
+def expert_loads(trace: Trace, groups: dict[str, Mask]) -> Numbers:
+    """Load of every expert over the mean of its layer, by group of records and layer."""
     loads_NE = trace.loads.sum(axis=1, dtype=np.int64)
 
     def over_mean(mask: Mask) -> list[list[float]]:
-        loads_HE = np.stack([loads_NE[mask & (trace.layer == n)].sum(axis=0) for n in layers])
+        own = [loads_NE[mask & (trace.layer == layer)].sum(axis=0) for layer in trace.layers]
+        loads_HE = np.stack(own)
         means_H1 = np.maximum(loads_HE.mean(axis=1, keepdims=True), 1e-9)
         rounded: list[list[float]] = (loads_HE / means_H1).round(3).tolist()
         return rounded
 
     return {
-        "layers": layers.tolist(),
-        "texts": list(masks),
-        "load": [over_mean(mask) for mask in masks.values()],
+        "layers": trace.layers.tolist(),
+        "texts": list(groups),
+        "load": [over_mean(mask) for mask in groups.values()],
     }

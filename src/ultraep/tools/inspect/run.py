@@ -11,9 +11,9 @@ OUT/
 from __future__ import annotations
 
 import json
-import time
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from ultraep import __version__
+from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.writing import write_text
 from ultraep.tools.inspect.blocks import Anatomy, RoutingRecorder, num_experts, run_windows
-from ultraep.tools.inspect.checkpoint import Checkpoint, weight_files
+from ultraep.tools.inspect.checkpoint import Checkpoint
 from ultraep.tools.inspect.families import RandomModel
 from ultraep.tools.inspect.findings import (
     PRESET_FILE,
@@ -33,13 +34,18 @@ from ultraep.tools.inspect.findings import (
     TRACE,
     Findings,
     InspectionResult,
-    Tell,
-    TextSpan,
+    Progress,
     find,
 )
 from ultraep.tools.inspect.library import LibraryErrors
 from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.texts import excerpts, hashed_words, texts_of, tokenizer_of
+from ultraep.tools.inspect.texts import (
+    TextSpan,
+    hashed_words,
+    texts_of,
+    tokenizer_of,
+    windows_of,
+)
 from ultraep.tools.outputs import OutputDir
 from ultraep.tools.sim.model import GATED
 from ultraep.topology import Topology
@@ -48,92 +54,118 @@ from ultraep.trace.read import read_trace
 USUAL_SIZES = (8, 16, 64)
 TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
 USUAL_TOP_K = 8  # if the configuration has another name for it
-# For the estimate:
-EFFICIENCY = 0.25  # speed of a model's matrix products over a large matrix product
-FIRST_SECONDS = 4.0  # imports and compilation
-CALL_SECONDS = 0.02  # overhead per block and window
-PLAN_SECONDS = 0.0006  # per plan
+# For the estimate of the memory:
 ACTIVATIONS = 12  # hidden-size tensors of a window that a block holds at once
 LIBRARIES = 500_000_000  # bytes of torch and transformers
-SIDE = 768  # of the matrix product that is timed
-SAMPLE = 16 << 20  # bytes read to time the disk
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes and time of an inspection before it starts."""
+    """The work of an inspection, before it reads any weights."""
 
     parameters: int
     active: int  # per token
     read: int  # bytes of files
     memory: int  # peak bytes
     tokens: int
-    seconds: float
 
 
 class Inspection:
-    """A model opened without its weights, and the texts for it. Enter it to load weights."""
+    """A model opened without its weights, and the texts for it."""
 
     def __init__(self, options: InspectOptions) -> None:
         self.options, self.notes = options, list[str]()
         self.opened = _open(options)
-        self.anatomy = self.opened.anatomy.only(_layers(self.opened.anatomy, options.layers))
-        experts = topology_of(self.anatomy, slots=0, sizes=[]).experts
+        anatomy = self.opened.anatomy
+        self.anatomy = anatomy.only(_layers(anatomy, options.layers))
+        experts = experts_per_layer(self.anatomy)
         self.sizes = _sizes(options.sizes, experts)
-        # Checks every number of slots; the trace has the first.
-        self.topology, *_ = (
-            topology_of(self.anatomy, slots=slots, sizes=self.sizes) for slots in options.slots
-        )
-        self.excerpts = self._excerpts()
+        uneven = any(experts % size for size in self.sizes)
+        homes = [0] * experts if uneven else None
+        topologies = [
+            Topology(ranks=1, experts=experts, slots=slots, homes=homes) for slots in options.slots
+        ]
+        self.topology = topologies[0]  # of the trace; the others are only checked
+        self.texts, self.windows = self._windows()
         if options.family is not None:
             self.notes.append("weights are random: a trained model has another imbalance")
-        blocks = list(self.opened.anatomy.blocks)
+        blocks = list(anatomy.blocks)
         last = max(blocks.index(name) for name in self.anatomy.block_of_layer.values())
         self.blocks = blocks[: last + 1]  # that must run
 
-    def __enter__(self) -> Inspection:
-        self.opened.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.opened.__exit__(*error)
+    def _windows(self) -> tuple[list[TextSpan], list[IntArray]]:
+        options, config = self.options, self.opened.config.get_text_config()
+        encode = tokenizer_of(options.model) if options.model else None
+        if encode is None:
+            self.notes.append("no tokenizer: every word becomes a token by its hash")
+        longest = getattr(config, "max_position_embeddings", None) or options.sequence
+        if longest < 1:
+            raise FileError(
+                f"{options.name}: max_position_embeddings must be positive, got {longest}"
+            )
+        return windows_of(
+            texts_of(options.files, options.tokens),
+            encode or hashed_words(config.vocab_size),
+            tokens=options.tokens,
+            window=options.window,
+            sequence=min(options.sequence, longest),
+        )
 
     @cached_property
-    def texts(self) -> list[TextSpan]:
-        """The windows of every text in the trace."""
-        spans: list[TextSpan] = []
-        for excerpt in self.excerpts:
-            begin = spans[-1].end + 1 if spans else 0
-            end = begin + len(excerpt.windows) - 1
-            spans.append(TextSpan(excerpt.name, begin, end, excerpt.tokens))
-        return spans
+    def estimate(self) -> Estimate:
+        """Sizes of the model and of the work."""
+        opened, tokens = self.opened, sum(span.tokens for span in self.texts)
+        in_experts = sum(map(_parameters, self.anatomy.experts.values()))
+        in_blocks = sum(_parameters(self.anatomy.blocks[name]) for name in self.blocks)
+        share = self.choices / self.topology.experts
+        width = opened.config.get_text_config().hidden_size * opened.dtype.itemsize
+        activations = tokens + ACTIVATIONS * self.choices * (tokens // len(self.windows))
+        return Estimate(
+            parameters=_parameters(opened.model),
+            active=in_blocks - in_experts + round(in_experts * share),
+            read=opened.bytes_to_read(self.blocks),
+            memory=LIBRARIES + opened.bytes_in_memory() + width * activations,
+            tokens=tokens,
+        )
 
-    def record(self, out: OutputDir, tell: Tell) -> RoutingRecorder:
+    @property
+    def choices(self) -> int:
+        """Experts per token, from the configuration."""
+        config = self.opened.config.get_text_config()
+        top_k = next((getattr(config, name) for name in TOP_K_NAMES if hasattr(config, name)), None)
+        return min(top_k or USUAL_TOP_K, self.topology.experts)
+
+    def record(self, out: OutputDir, report: Progress) -> RoutingRecorder:
         """Run all windows through the model and record the routing as a trace.
 
-        tell: called with steps done, all steps, and a description of the next step. After an
-        interruption, the trace holds everything recorded so far.
+        After an interruption, the trace holds everything recorded so far.
         """
         spans = ", ".join(f"{span.name} {span.begin} to {span.end}" for span in self.texts)
         note = f"ultraep inspect {self.options.name}; steps are windows of text: {spans}"
-        recorder = RoutingRecorder(out.traces[0], self.anatomy, self.topology, note=note)
-        windows = [(e.name, window) for e in self.excerpts for window in e.windows]
+        recorder = RoutingRecorder(out.traces[0], self.topology, note=note)
+        count = len(self.windows)
 
-        def before_block(block: str, number: int) -> None:
-            recorder.window = number
+        def before_block(block: str, window: int) -> None:
+            recorder.window = window
             layer = self.blocks.index(block)
-            words = f"layer {layer} of {len(self.anatomy.blocks)}, {windows[number][0]}"
-            tell(layer * len(windows) + number, len(self.blocks) * len(windows), words)
+            text = next(span.name for span in self.texts if window <= span.end)
+            words = f"layer {layer} of {len(self.anatomy.blocks)}, {text}"
+            report(layer * count + window, len(self.blocks) * count, words)
 
         path = self.options.model or Path(self.options.name)
-        with recorder.attached(), LibraryErrors(path, "transformers cannot run it"):
-            ids = [torch.from_numpy(window).to(self.opened.device) for _, window in windows]
+        with ExitStack() as stack:
+            stack.enter_context(recorder)
+            stack.enter_context(LibraryErrors(path, "transformers cannot run it"))
+            for layer, experts in self.anatomy.experts.items():
+                hook = partial(recorder.before_experts, layer)
+                stack.enter_context(experts.register_forward_pre_hook(hook, with_kwargs=True))
+            ids = [torch.from_numpy(window).to(self.opened.device) for window in self.windows]
             run_windows(self.anatomy, ids, self.opened.loaded, before_block, self.blocks[-1])
         return recorder
 
-    def findings(self, out: OutputDir, tell: Tell) -> Findings:
+    def findings(self, out: OutputDir, report: Progress) -> Findings:
         """Replay the recorded trace under all policies."""
-        return find(read_trace(out.traces[0]), self.texts, self.sizes, self.options, tell)
+        return find(read_trace(out.traces[0]), self.texts, self.sizes, self.options, report)
 
     def result(
         self, recorder: RoutingRecorder, findings: Findings, seconds: float
@@ -156,64 +188,11 @@ class Inspection:
             dtype=str(opened.dtype).removeprefix("torch."),
             device=str(opened.device),
             texts=self.texts,
-            window=max(window.size for excerpt in self.excerpts for window in excerpt.windows),
-            sequence=self.excerpts[0].windows[0].shape[1],
+            window=max(window.size for window in self.windows),
+            sequence=self.windows[0].shape[1],
             wall_seconds=seconds,
             notes=notes,
-            rows=findings.rows,
-        )
-
-    @cached_property
-    def estimate(self) -> Estimate:
-        """Sizes and time; takes a moment to measure the speed of this machine."""
-        opened, windows = self.opened, self.texts[-1].end + 1
-        tokens = sum(excerpt.tokens for excerpt in self.excerpts)
-        in_experts = sum(map(_parameters, self.anatomy.experts.values()))
-        in_blocks = sum(_parameters(self.anatomy.blocks[name]) for name in self.blocks)
-        share = self.choices / self.topology.experts
-        active = in_blocks - in_experts + round(in_experts * share)
-        cases = len(self.sizes) * len(self.options.slots) * len(self.options.policies)
-        speed = EFFICIENCY * operations_per_second(opened.device, opened.dtype)
-        seconds = FIRST_SECONDS + 2 * active * tokens / speed
-        seconds += len(self.blocks) * windows * CALL_SECONDS
-        seconds += len(self.anatomy.experts) * windows * cases * PLAN_SECONDS
-        read = opened.bytes_to_read(self.blocks)
-        if read and self.options.model is not None:
-            seconds += read / bytes_per_second(weight_files(self.options.model)[0])
-        width = opened.config.get_text_config().hidden_size * opened.dtype.itemsize
-        activations = tokens + ACTIVATIONS * self.choices * (tokens // windows)
-        return Estimate(
-            parameters=_parameters(opened.model),
-            active=active,
-            read=read,
-            memory=LIBRARIES + opened.bytes_in_memory() + width * activations,
-            tokens=tokens,
-            seconds=seconds,
-        )
-
-    @property
-    def choices(self) -> int:
-        """Experts per token, from the configuration."""
-        config = self.opened.config.get_text_config()
-        top_k = next((getattr(config, name) for name in TOP_K_NAMES if hasattr(config, name)), None)
-        return min(top_k or USUAL_TOP_K, self.topology.experts)
-
-    def _excerpts(self) -> list[Any]:
-        options, config = self.options, self.opened.config.get_text_config()
-        encode = tokenizer_of(options.model) if options.model else None
-        if encode is None:
-            self.notes.append("no tokenizer: every word becomes a token by its hash")
-        longest = getattr(config, "max_position_embeddings", None) or options.sequence
-        if longest < 1:
-            raise FileError(
-                f"{options.name}: max_position_embeddings must be positive, got {longest}"
-            )
-        return excerpts(
-            texts_of(options.files, options.tokens),
-            encode or hashed_words(config.vocab_size),
-            tokens=options.tokens,
-            window=options.window,
-            sequence=min(options.sequence, longest),
+            rows=findings.rows(),
         )
 
 
@@ -226,7 +205,7 @@ def claim_folder(out: Path) -> OutputDir:
 # -- options -------------------------------------------------------------------------------------
 
 
-def _open(options: InspectOptions) -> Any:
+def _open(options: InspectOptions) -> Checkpoint | RandomModel:
     device = _device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if options.family is not None:
@@ -248,7 +227,7 @@ def _device(name: str | None) -> torch.device:
         raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"--device {name}: torch finds {count} GPUs on this machine")
+        raise ConfigError(f"--device {name}, but torch finds {count} GPUs; use --device cpu")
     return device
 
 
@@ -270,8 +249,8 @@ def _sizes(sizes: tuple[int, ...] | None, experts: int) -> list[int]:
     return list(dict.fromkeys(sizes))
 
 
-def topology_of(anatomy: Anatomy, *, slots: int, sizes: list[int]) -> Topology:
-    """One rank with all experts, which can be regrouped into these numbers of ranks."""
+def experts_per_layer(anatomy: Anatomy) -> int:
+    """Return the number of experts, which must be the same in all layers."""
     counts = {layer: num_experts(experts) for layer, experts in anatomy.experts.items()}
     first, experts = next(iter(counts.items()))
     for layer, count in counts.items():
@@ -280,35 +259,11 @@ def topology_of(anatomy: Anatomy, *, slots: int, sizes: list[int]) -> Topology:
                 f"layer {first} has {experts} experts, layer {layer} has {count}; all layers of a "
                 "trace must have the same number, select them with --layers"
             )
-    uneven = any(experts % size for size in sizes)
-    return Topology(ranks=1, experts=experts, slots=slots, homes=[0] * experts if uneven else None)
+    return experts
 
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-# -- speed of this machine -----------------------------------------------------------------------
-
-
-def operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Speed of a product of two large matrices, the best of three."""
-    matrix = torch.ones(SIDE, SIDE, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(3):
-        begin = time.perf_counter()
-        float((matrix @ matrix)[0, 0])  # waits for the device
-        best = min(best, time.perf_counter() - begin)
-    return 2 * SIDE**3 / best
-
-
-def bytes_per_second(file: Path) -> float:
-    """Speed of reading, in the middle of a file."""
-    with file.open("rb") as content:
-        content.seek(max(0, file.stat().st_size - SAMPLE) // 2)
-        begin = time.perf_counter()
-        count = len(content.read(SAMPLE))
-    return max(count, 1) / max(time.perf_counter() - begin, 1e-6)
 
 
 # -- sizes for the simulator ---------------------------------------------------------------------

@@ -32,30 +32,27 @@ RESERVED = 3  # ids of padding, begin, end
 Encode = Callable[[str], Sequence[int]]
 
 
-@dataclass(frozen=True, eq=False)
-class Excerpt:
-    """The windows of one text: [B, T] token ids each."""
+@dataclass(frozen=True)
+class TextSpan:
+    """The windows of a text, `begin` to `end` inclusive, which are steps of the trace."""
 
     name: str
-    windows: list[IntArray]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all windows."""
-        return sum(window.size for window in self.windows)
+    begin: int
+    end: int
+    tokens: int
 
 
 def texts_of(files: Sequence[Path], tokens: int = 0) -> dict[str, str]:
     """Return the beginning of every file by name; without files, texts of Python's library.
 
-    tokens: tokens that will be read of every text.
+    tokens: tokens that the inspection reads from every text.
     """
     if not files:
         return {name: read().decode("utf-8", "replace") for name, read in SUBJECTS.items()}
     texts: dict[str, str] = {}
     for file in files:
         if files.count(file) > 1:
-            raise ConfigError(f"--text {file} is given twice; name every file once")
+            raise ConfigError(f"--text {file} is given twice; pass every file once")
         name = file.stem if file.stem not in texts else str(file)
         texts[name] = read_beginning(file, max(MOST_TEXT, CHARACTERS * tokens))
     return texts
@@ -96,6 +93,32 @@ def hashed_words(vocabulary: int) -> Encode:
     return encode
 
 
+def windows_of(
+    texts: dict[str, str], encode: Encode, *, tokens: int, window: int, sequence: int
+) -> tuple[list[TextSpan], list[IntArray]]:
+    """Return the first windows of every text, [B, T] each, and the span of every text in them.
+
+    All sequences have one length, at most the tokens of the shortest text.
+    """
+    sizes = {"--tokens": tokens, "--window": window, "--sequence-length": sequence}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    ids_of = {name: first_tokens(text, encode, tokens) for name, text in texts.items()}
+    for name, ids in ids_of.items():
+        if not len(ids):
+            raise FileError(f"the text {name} is empty; pass a file with text")
+    length = min(sequence, *map(len, ids_of.values()))
+    spans: list[TextSpan] = []
+    windows: list[IntArray] = []
+    for name, ids in ids_of.items():
+        own = cut(ids, window=window, sequence=length)
+        end = len(windows) + len(own) - 1
+        spans.append(TextSpan(name, len(windows), end, sum(part.size for part in own)))
+        windows += own
+    return spans, windows
+
+
 def first_tokens(text: str, encode: Encode, count: int) -> IntArray:
     """Return up to `count` tokens, and encode no more text than needed."""
     characters = CHARACTERS * count
@@ -107,35 +130,16 @@ def first_tokens(text: str, encode: Encode, count: int) -> IntArray:
 
 
 def cut(ids: IntArray, *, window: int, sequence: int) -> list[IntArray]:
-    """Cut tokens into windows of whole sequences; the rest at the end is dropped.
+    """Cut tokens into windows of whole sequences, and drop the rest at the end.
 
-    A text shorter than a window is one window; a text shorter than a sequence is one sequence.
+    A text shorter than a window is one window.
 
-    >>> [window.shape for window in cut(np.arange(90), window=40, sequence=10)]
+    >>> [part.shape for part in cut(np.arange(90), window=40, sequence=10)]
     [(4, 10), (4, 10)]
-    >>> [window.shape for window in cut(np.arange(25), window=40, sequence=10)]
+    >>> [part.shape for part in cut(np.arange(25), window=40, sequence=10)]
     [(2, 10)]
     """
-    length = min(sequence, window, len(ids))
+    length = min(sequence, window)
     sequences = ids[: len(ids) // length * length].reshape(-1, length)
-    rows = min(max(window // length, 1), len(sequences))
+    rows = min(window // length, len(sequences))
     return [sequences[begin : begin + rows] for begin in range(0, len(sequences) - rows + 1, rows)]
-
-
-def excerpts(
-    texts: dict[str, str], encode: Encode, *, tokens: int, window: int, sequence: int
-) -> list[Excerpt]:
-    """The first windows of every text. All of them have sequences of one length."""
-    for name, value in (
-        ("--tokens", tokens),
-        ("--window", window),
-        ("--sequence-length", sequence),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-    ids_of = {name: first_tokens(text, encode, tokens) for name, text in texts.items()}
-    for name, ids in ids_of.items():
-        if not len(ids):
-            raise FileError(f"the text {name} is empty")
-    length = min(sequence, *map(len, ids_of.values()))
-    return [Excerpt(name, cut(ids, window=window, sequence=length)) for name, ids in ids_of.items()]

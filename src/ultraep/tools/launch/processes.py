@@ -47,7 +47,10 @@ class RankPlace:
             return None
         rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
         if rank >= size:
-            raise ConfigError(f"RANK is {rank} in the environment, but WORLD_SIZE is {size}")
+            raise ConfigError(
+                f"RANK is {rank} in the environment, but WORLD_SIZE is {size}; start the ranks "
+                "with torchrun, or unset both"
+            )
         return cls(rank, size, _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else rank)
 
 

@@ -1,7 +1,7 @@
 """Parts of all reports. A report is one HTML file with interactive plots that loads nothing.
 
 page.py      the file, from page.html, page.css, parts.js and figures.js, which the viewer shares;
-             demo.js, inspect.js and serving.js hold the figures of one report each
+             every report has its own sections (demo.html) and figures (demo.js)
 numbers.py   numbers of plots, ready for JSON
 rows.py      records of measured numbers
 words.py     sizes, counts and tables as text

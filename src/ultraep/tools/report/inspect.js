@@ -9,12 +9,24 @@ function look(cases, { policy, slots }) {
   return { color: policyColour(policy, names.indexOf(policy)), opacity: slots > fewest ? 0.55 : 1 };
 }
 
+// values: label of a case -> mean, worst and copies, each with one number per bar.
 function caseBars(x, cases, values, more = () => ({})) {
-  return cases.map((entry) => ({
-    type: "bar", x, y: values[entry.label], name: entry.label, marker: look(cases, entry),
-    hovertemplate: "%{y:.3f}", ...more(entry),
-  }));
+  return cases.map((entry) => {
+    const { mean, worst, copies } = values(entry.label);
+    return {
+      type: "bar", x, y: mean, name: entry.label, marker: look(cases, entry),
+      customdata: worst.map((value, place) => [value, copies[place]]),
+      hovertemplate: "%{y:.3f} (worst %{customdata[0]:.3f}), %{customdata[1]:.1f} replicas",
+      ...more(entry),
+    };
+  });
 }
+
+// The numbers of one group of records at every number of ranks.
+const bySize = (data, group) => (label) => {
+  const column = (key) => data.values.map((cases) => cases[label][key][group]);
+  return { mean: column("mean"), worst: column("worst"), copies: column("copies") };
+};
 
 const ratio = (text) => ({ ...title(text), rangemode: "tozero" });
 const picked = (plot) => Number(find(`choice-${plot}`).value);
@@ -22,22 +34,19 @@ const picked = (plot) => Number(find(`choice-${plot}`).value);
 const figures = {
   sizes(data) {
     const ranks = data.sizes.map((size) => `EP${size}`);
-    const worst = ({ label }) => ({
-      customdata: data.worst[label].map((value, place) => [value, data.copies[label][place]]),
-      hovertemplate: "%{y:.3f} (worst %{customdata[0]:.3f}), %{customdata[1]:.1f} replicas",
-    });
     return [
-      caseBars(ranks, data.cases, data.mean, worst),
+      caseBars(ranks, data.cases, bySize(data, 0)),
       { xaxis: { type: "category" }, yaxis: ratio("imbalance, mean"), shapes: [even("x domain", 1)] },
     ];
   },
 
   layers(data) {
-    const size = picked("layers");
+    const values = data.values[picked("layers")];
     const drawn = data.cases.map((entry) => {
       const { color, opacity } = look(data.cases, entry);
-      return line(data.names, data.mean[size][entry.label], entry.label, color, {
-        mode: "lines+markers", opacity, marker: { size: 5 }, customdata: data.worst[size][entry.label],
+      const { mean, worst } = values[entry.label];
+      return line(data.names, mean, entry.label, color, {
+        mode: "lines+markers", opacity, marker: { size: 5 }, customdata: worst,
         line: { color, dash: DASHES[entry.policy] || "solid" },
         hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
       });
@@ -46,24 +55,21 @@ const figures = {
   },
 
   texts(data) {
-    const size = picked("texts");
-    const worst = ({ label }) => ({
-      customdata: data.worst[size][label], hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
-    });
+    const values = data.values[picked("texts")];
     return [
-      caseBars(data.names, data.cases, data.mean[size], worst),
+      caseBars(data.names, data.cases, (label) => values[label]),
       { xaxis: { type: "category" }, yaxis: ratio("imbalance, mean"), shapes: [even("x domain", 1)] },
     ];
   },
 
   history(data) {
     const ranks = data.sizes.map((size) => `EP${size}`);
-    const bars = (key, words, pattern) => caseBars(ranks, data.cases, data[key], (entry) => ({
+    const bars = (group, words, pattern) => caseBars(ranks, data.cases, bySize(data, group), (entry) => ({
       name: `${entry.label}: ${words}`,
       marker: { ...look(data.cases, entry), pattern: { shape: pattern, size: 7, fgcolor: css("back"), fillmode: "overlay" } },
     }));
     return [
-      [...bars("same", "within a text", ""), ...bars("changed", "after a change of text", "/")],
+      [...bars(0, "within a text", ""), ...bars(1, "after a change of text", "/")],
       { xaxis: { type: "category" }, yaxis: ratio("imbalance, mean"), shapes: [even("x domain", 1)] },
     ];
   },
@@ -86,9 +92,7 @@ const figures = {
 
   microbatches: microbatchFigure,
 };
-for (const name of Object.keys(figures)) {
-  if (!find(`plot-${name}`)) delete figures[name];
-}
+removeEmptySections();
 
 function prepareChoice(plot, names) {
   const select = find(`choice-${plot}`);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,17 @@ def plain(values: Any) -> list[float | None]:
     """Return rounded numbers for JSON, with None for NaN and infinity."""
     numbers = np.asarray(values, dtype=np.float64).tolist()
     return [round(value, DIGITS) if math.isfinite(value) else None for value in numbers]
+
+
+def grouped(
+    values: NDArray[Any], groups: Iterable[NDArray[Any]], fold: Callable[[Any], Any] = np.mean
+) -> list[float | None]:
+    """Return one number per group of records, the mean by default; None for an empty group.
+
+    groups: masks or indices of the records.
+    """
+    parts = [values[group] for group in groups]
+    return plain([fold(part) if len(part) else math.nan for part in parts])
 
 
 def sample(count: int, size: int, required: int, most: int = MOST_NUMBERS) -> IntArray:

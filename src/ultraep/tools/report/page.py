@@ -1,14 +1,14 @@
 """The HTML file of a report. It contains its data and plotly.js, and loads nothing.
 
 The data is JSON in scripts whose ids begin with "numbers-". The `figures` of a report's script draw
-it with the functions of parts.js and figures.js.
+it with the functions of parts.js and figures.js. A section whose plot has no data is removed.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -16,76 +16,42 @@ from string import Template
 from ultraep.errors import BackendUnavailable
 from ultraep.tools.report.numbers import Numbers
 
-INTRODUCTION = """Every rank of a Mixture-of-Experts layer is the home of some experts. The router
-sends each token to a few experts, and all ranks wait for the busiest one. <em>Imbalance</em> is the
-load of the busiest rank over the mean: 1 is perfect, and 2 means that the layer takes twice as long
-as necessary. Balancing replicates busy experts into spare slots of other ranks, in every layer of
-every step, and sends some of their rows there."""
-PICKER = """<p class="picker">
-<label>layer <select id="layer"></select></label>
-<label>{noun} <input id="moment" type="range" min="0" step="1"></label>
-<button type="button" id="worst">most imbalanced</button></p>
-<p id="told" class="told"></p>"""
+OWN = "ultraep.tools.report"
 SHARED = ("parts.js", "figures.js")
-BEYOND = "<p>* exceeds the spare slots or moves experts, so it is compared here but cannot run.</p>"
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section of the page; `plots` are the names of its plots."""
-
-    name: str
-    title: str
-    plots: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
     """The contents of a page.
 
+    report: name of the .html file with its sections and of the .js file with its figures.
     title: the answer.   kind: the kind of report, above the title.   facts, notes: plain text.
-    result: HTML after the first section.   captions: the sentence above every plot.
-    controls: HTML above a plot.   tables: HTML at the end of a section.
-    script: JavaScript with the figures.
+    tables: HTML for the placeholders in the sections.   numbers: the data of every plot.
     """
 
+    report: str
     title: str
     facts: Sequence[tuple[str, str]]
     notes: Sequence[str]
-    result: str
-    sections: Sequence[Section]
-    captions: Mapping[str, str]
+    tables: Mapping[str, str]
     numbers: Mapping[str, Numbers]
-    script: str
-    controls: Mapping[str, str] = field(default_factory=dict)
-    tables: Mapping[str, str] = field(default_factory=dict)
     kind: str = ""
 
     def html(self, library: str) -> str:
         """Return the HTML file. library: the source of plotly.js."""
-        first, *others = map(self._section, self.sections)
-        return Template(own_file("ultraep.tools.report", "page.html")).substitute(
+        scripts = (*SHARED, f"{self.report}.js")
+        return Template(own_file(OWN, "page.html")).substitute(
             title=escape(f"{self.kind}: {self.title}" if self.kind else self.title),
             kind=escape(self.kind),
             headline=escape(self.title),
-            introduction=INTRODUCTION,
-            style=own_file("ultraep.tools.report", "page.css"),
+            style=own_file(OWN, "page.css"),
             facts="\n".join(f"<dt>{a}</dt><dd>{escape(b)}</dd>" for a, b in self.facts),
             notes=_notes(self.notes),
-            sections="\n".join([first, self.result, *others]),
+            sections=Template(own_file(OWN, f"{self.report}.html")).substitute(self.tables),
             numbers="\n".join(embedded(name, part) for name, part in self.numbers.items()),
             library=library.replace("</script", "<\\/script"),
-            script="".join(own_file("ultraep.tools.report", name) for name in SHARED) + self.script,
+            script="".join(own_file(OWN, name) for name in scripts),
         )
-
-    def _section(self, section: Section) -> str:
-        parts = [f'<section id="{section.name}"><h2>{escape(section.title)}</h2>']
-        for plot in section.plots:
-            parts.append(f"<p>{escape(self.captions[plot])}</p>")
-            parts.append(self.controls.get(plot, ""))
-            parts.append(f'<div class="plot" id="plot-{plot}"></div>')
-        parts.append(self.tables.get(section.name, ""))
-        return "\n".join(part for part in [*parts, "</section>"] if part)
 
 
 def plotly_js() -> str:

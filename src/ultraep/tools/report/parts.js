@@ -287,6 +287,14 @@ function drawable(name) {
   return plot && plot.offsetParent !== null && (parsed[name] || find(`numbers-${name}`));
 }
 
+// Remove the sections of plots that a report has no numbers for.
+function removeEmptySections() {
+  for (const name of Object.keys(figures).filter((name) => !find(`numbers-${name}`))) {
+    find(`plot-${name}`).closest("section").remove();
+    delete figures[name];
+  }
+}
+
 function drawAll() {
   Object.keys(figures).filter(drawable).forEach(draw);
 }

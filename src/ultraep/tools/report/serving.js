@@ -55,7 +55,5 @@ const figures = {
     }];
   },
 };
-for (const name of Object.keys(figures)) {
-  if (!find(`plot-${name}`)) delete figures[name];
-}
+removeEmptySections();
 drawAll();

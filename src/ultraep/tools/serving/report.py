@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ultraep.files.writing import write_text
 from ultraep.tools.report.numbers import Numbers, plain
-from ultraep.tools.report.page import Page, Section, own_file, plotly_js
+from ultraep.tools.report.page import Page, plotly_js
 from ultraep.tools.report.rows import MeasuredNumber, cpu_device, versions
 from ultraep.tools.report.words import table as html_table
 from ultraep.tools.serving.measure import (
@@ -25,24 +25,10 @@ from ultraep.tools.serving.measure import (
 
 QUIET = 0.03  # share of the time that other programs may use a core without a note
 SHOWN = "ultraep"  # the variant of the headline, if it was measured
-SECTIONS = (
-    Section("waits", "Time to first token", ("waits",)),
-    Section("served", "Throughput", ("served", "intime")),
-    Section("loads", "Imbalance", ("loads",)),
-)
 LEGEND = (
     "Times to first token are in seconds. sooner: median of the first policy over the median of "
     "this policy; served: first tokens per second; lost: prompts without a first token."
 )
-CAPTIONS = {
-    "waits": "Solid lines are medians, dotted lines the 90th percentile. The dashed line is the "
-    "objective.",
-    "served": "First tokens per second. Where a line leaves the diagonal, prompts arrive faster "
-    "than they are served, and the queue grows.",
-    "intime": "Share of prompts whose first token met the objective.",
-    "loads": "Rows of the busiest rank over the mean, over all layers and microbatches. Dotted: as "
-    "routed. Solid: as served.",
-}
 
 
 def headline(loads: Sequence[UnderLoad]) -> str:
@@ -158,16 +144,13 @@ def page(turns: Sequence[Turn], objective: float, facts: Sequence[tuple[str, str
     """The page with all plots."""
     loads = under_load(turns)
     head, rows = table(loads, objective)
-    numbers = all_numbers(loads, objective)
     return Page(
+        report="serving",
         title=headline(loads),
         facts=facts,
         notes=notes(turns),
-        result=f"<h2>Result</h2>\n<p>{LEGEND}</p>\n{html_table(head, rows, 'result')}",
-        sections=[section for section in SECTIONS if section.plots[0] in numbers],
-        captions=CAPTIONS,
-        numbers=numbers,
-        script=own_file("ultraep.tools.report", "serving.js"),
+        tables={"result": f"<p>{LEGEND}</p>\n{html_table(head, rows, 'result')}"},
+        numbers=all_numbers(loads, objective),
     )
 
 

@@ -17,7 +17,7 @@ class EvenTurns:
     """The round-robin choices of one rank."""
 
     def __init__(self, topology: Topology, rank: int) -> None:
-        self.turns, self.rank = dealt_in_turn(topology), rank
+        self.turns, self.rank = in_turn(topology), rank
 
     def chosen(self, ids_TK: torch.Tensor) -> torch.Tensor:
         """[T, K] the choices that replace the router's; each rank has its part of the round."""
@@ -26,13 +26,13 @@ class EvenTurns:
         return self.turns[rows].reshape(ids_TK.shape).to(ids_TK)
 
 
-def dealt_in_turn(topology: Topology) -> torch.Tensor:
+def in_turn(topology: Topology) -> torch.Tensor:
     """Return experts in an order that visits all ranks, and each rank's experts, in turn.
 
-    >>> dealt_in_turn(Topology(ranks=2, experts=4)).tolist()
+    >>> in_turn(Topology(ranks=2, experts=4)).tolist()
     [0, 2, 1, 3]
     """
     homes = [topology.home_experts(rank) for rank in range(topology.ranks)]
     turns = math.lcm(*(len(experts) for experts in homes))
-    dealt = np.stack([np.resize(experts, turns) for experts in homes], axis=1)
-    return torch.from_numpy(dealt.reshape(-1))
+    table = np.stack([np.resize(experts, turns) for experts in homes], axis=1)
+    return torch.from_numpy(table.reshape(-1))

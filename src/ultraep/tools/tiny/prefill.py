@@ -45,7 +45,6 @@ class Answers:
         largest logit.
     """
 
-    policy: str
     turn: Turn
     difference: float
 
@@ -74,7 +73,8 @@ def make_requests(text: Text, queue: Queue) -> list[Prompt]:
     arrivals = [Arrival(0.0)] * queue.requests
     if queue.rate:
         arrivals = list(islice(poisson(queue.rate, [queue.seed]), queue.requests))
-    return make_prompts(arrivals, lengths, [queue.seed], 1, text.held_out())
+    texts = dict(zip(text.names, (bytes(part.tolist()) for part in text.held_out), strict=True))
+    return make_prompts(arrivals, lengths, [queue.seed], 1, texts)
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def answer(
     queue: Queue,
     policies: Sequence[str],
     report: Callable[[str, int, Turn], None] = lambda *_: None,
-) -> list[Answers]:
+) -> dict[str, Answers]:
     """Serve the requests under every policy, with the same weights, in turns.
 
     report: called after every round with the policy, the number of the round, and the round.
@@ -109,9 +109,9 @@ def answer(
             rounds[policy].append(engine.serve(requests, policy, rate, number))
             report(policy, number + 1, rounds[policy][-1])
     first = torch.stack(rounds[policies[0]][0].first)
-    answers = []
+    answers = {}
     for policy, turns in rounds.items():
         median = sorted(turns, key=lambda turn: turn.seconds)[len(turns) // 2]
         off = max((torch.stack(turn.first) - first).abs().max().item() for turn in turns)
-        answers.append(Answers(policy, median, off / first.abs().max().item()))
+        answers[policy] = Answers(median, off / first.abs().max().item())
     return answers

@@ -37,7 +37,12 @@ class Text:
         if not texts:
             raise FileError(f"no text in Python's library, {sysconfig.get_path('stdlib')}")
         self.names = list(texts)
-        self._all = [torch.frombuffer(data, dtype=torch.uint8) for data in texts.values()]
+        # The bytes for training and the held-out bytes of every subject:
+        self.training, self.held_out = list[torch.Tensor](), list[torch.Tensor]()
+        for data in texts.values():
+            every, rest = torch.frombuffer(data, dtype=torch.uint8), len(data) // HELD_OUT
+            self.training.append(every[:-rest])
+            self.held_out.append(every[-rest:])
 
     def sequences(
         self, rng: np.random.Generator, subjects: list[int], length: int, *, held_out: bool = False
@@ -45,17 +50,10 @@ class Text:
         """[B, T] token ids of a random piece of every listed subject."""
         pieces = []
         for subject in subjects:
-            data = self._all[subject]
-            border = len(data) - len(data) // HELD_OUT
-            data = data[border:] if held_out else data[:border]
+            data = self.held_out[subject] if held_out else self.training[subject]
             begin = int(rng.integers(len(data) - length + 1))
             pieces.append(data[begin : begin + length].long())
         return torch.stack(pieces)
-
-    def held_out(self) -> dict[str, bytes]:
-        """Return the held-out part of every subject."""
-        parts = (data[len(data) - len(data) // HELD_OUT :] for data in self._all)
-        return {name: bytes(part.tolist()) for name, part in zip(self.names, parts, strict=True)}
 
     def main(self, step: int, period: int) -> int:
         """Return the main subject of a step; it changes every `period` steps."""
