@@ -78,9 +78,8 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, Routing]:
         """Convert the `[T, E]` routing to `[T, K]` ids and gates."""
-        return hidden_states, choices(
-            probs, routing_map, self.config.moe_router_topk, padded=pads(self.config)
-        )
+        top_k, padded = self.config.moe_router_topk, pads(self.config)
+        return hidden_states, choices(probs, routing_map, top_k, padded=padded)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: Routing) -> tuple[torch.Tensor, Routing]:
         """Do nothing: `routed_experts_compute` dispatches after planning."""
