@@ -13,6 +13,8 @@ import torch.distributed as dist
 import transformers
 from families import batch, build, outputs
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ultraep import ConfigError
 from ultraep.integrations.transformers import (
@@ -134,6 +136,13 @@ def test_a_rank_outside_of_the_group(rank, group):
     if rank == 1:
         with pytest.raises(ConfigError, match="that this rank is part of"):
             balance(model, alone)
+
+
+@on_ranks(2)
+def test_sharded_experts(rank, group):
+    model = fully_shard(build("mixtral"), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ConfigError, match=r"ranks \[0, 1\]; balance the model before sharding it"):
+        balance(model)
 
 
 def test_checkpoints_of_an_unknown_architecture(tmp_path):
