@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 import ultraep
-from ultraep import BalancedMoE, Balancer, Experts, LocalGroup, Plan
+from ultraep import BalancedMoE, Balancer, Experts, ExpertsFrom, LocalGroup, Plan
 
 State = dict[str, torch.Tensor]
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -102,6 +102,13 @@ def network(rows: torch.Tensor, counts: list[int], tensors: Mapping[str, Any]) -
         stacks = (own.get(name) for name in EXPERT_NAMES)
         outputs.append(mlp(ACTIVATIONS["swiglu"], part, *stacks))
     return torch.cat(outputs)
+
+
+def with_network(layer: BalancedMoE, run: Any = network, bundle: Any = None) -> BalancedMoE:
+    """Return a layer with the same weights whose experts are computed by `run`."""
+    tensors = layer.experts.bundle if bundle is None else bundle
+    experts = ExpertsFrom(run, tensors, list(layer.experts.home_experts))
+    return BalancedMoE(layer.router, experts, balancer=layer.balancer, shared=layer.shared)
 
 
 def _flat(name: str) -> str:
@@ -275,36 +282,39 @@ class Result:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-def on_ranks(
+def on_every_rank(
     example: Example,
+    work: Callable[..., Any],
     *,
     layer_options: Mapping[str, Any] | None = None,
     wrap: Callable[[Any], Any] = lambda comm: comm,
     **balancer_options: Any,
-) -> list[Result]:
-    """Run forward and backward on every rank; `wrap` may replace communicators."""
+) -> list[Any]:
+    """Return the results of `work(layer, x, gradient)` on every rank.
 
-    def work(comm: Any) -> Result:
-        comm = wrap(comm)
-        balancer = Balancer(experts=example.experts, communicator=comm, **balancer_options)
-        layer = example.layer(balancer, **layer_options or {})
-        x = example.inputs[comm.rank].clone().requires_grad_()
-        y = layer(x)
-        y.backward(example.gradients[comm.rank])
-        return Result(y.detach(), gradients_of(layer, x), layer.last_plan, balancer.stats())
-
-    return LocalGroup(example.ranks).run(work)
-
-
-def on_every_rank(example: Example, work: Callable[..., Any], **options: Any) -> list[Any]:
-    """Call `work(layer, x, gradient)` on every rank; return the results."""
+    wrap: may replace the communicator of a rank.
+    """
 
     def on_rank(comm: Any) -> Any:
-        balancer = Balancer(**{"experts": example.experts, "communicator": comm, **options})
+        comm = wrap(comm)
+        balancer = Balancer(experts=example.experts, communicator=comm, **balancer_options)
         x = example.inputs[comm.rank].clone().requires_grad_()
-        return work(example.layer(balancer), x, example.gradients[comm.rank])
+        layer = example.layer(balancer, **layer_options or {})
+        return work(layer, x, example.gradients[comm.rank])
 
     return LocalGroup(example.ranks).run(on_rank)
+
+
+def on_ranks(example: Example, **options: Any) -> list[Result]:
+    """Run forward and backward on every rank; options of `on_every_rank`."""
+
+    def work(layer: BalancedMoE, x: torch.Tensor, gradient: torch.Tensor) -> Result:
+        y = layer(x)
+        y.backward(gradient)
+        stats = layer.balancer.stats()
+        return Result(y.detach(), gradients_of(layer, x), layer.last_plan, stats)
+
+    return on_every_rank(example, work, **options)
 
 
 def gradients_of(layer: nn.Module, x: torch.Tensor) -> State:
@@ -365,11 +375,12 @@ def assert_close(
     assert error <= allowed * scale, f"{what}: off by {error:.3g}, largest value {scale:.3g}"
 
 
-def assert_same_gradients(actual: State, expected: State) -> None:
-    """Assert that two passes gave the same gradients, by name."""
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert_close(actual[name], gradient, name)
+def assert_same_tensors(actual: list[State], expected: list[State]) -> None:
+    """Assert that two runs gave the same tensors, by name, on every rank."""
+    for own, other in zip(actual, expected, strict=True):
+        assert own.keys() == other.keys()
+        for name, tensor in other.items():
+            assert_close(own[name], tensor, name)
 
 
 def check(example: Example, **options: Any) -> list[Result]:

@@ -1,4 +1,4 @@
-"""Tests against frameworks have a make target of their own; `make test` leaves them out."""
+"""`make test` leaves these tests out; `make test-frameworks` runs them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ HERE = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Unless a path inside of this folder was asked for."""
-    asked = [Path(argument.split("::")[0]).resolve() for argument in config.args]
-    return None if any(HERE in path.parents for path in asked) else True
+    """Ignore the tests unless the command line names a path inside of this folder."""
+    paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    return None if any(HERE in path.parents for path in paths) else True

@@ -1,4 +1,4 @@
-"""A balanced model beside the unmodified one: every rank computes both, and compares."""
+"""Compare a balanced model with the unmodified model, on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import transformers
 from families import batch, build, loss, outputs
 from shared_peers import SharedPeers
 
-from ultraep.integrations.transformers import balance, balanced_experts
+from ultraep.integrations.transformers import balance
+from ultraep.integrations.transformers.experts import expert_owners
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -22,7 +23,7 @@ transformers.logging.disable_progress_bar()
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore warnings of the library and of torch, which have nothing to do with balancing."""
+    """Ignore warnings of the library and of torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -30,7 +31,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def under_torchrun(rank: int, size: int) -> Iterator[None]:
-    """Set the environment that torchrun gives its processes; the process group stays."""
+    """Set the environment variables of torchrun; the process group stays."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     before = dict(os.environ)
@@ -46,7 +47,7 @@ def under_torchrun(rank: int, size: int) -> Iterator[None]:
 
 
 def forget_accelerate() -> None:
-    """Reset the ranks that accelerate stores for a process; every test has another group."""
+    """Reset the ranks that accelerate stores in a process; every test has its own group."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
@@ -54,7 +55,7 @@ def forget_accelerate() -> None:
 
 
 def learn(model: Any, batches: list[torch.Tensor], scale: float = 1.0) -> list[torch.Tensor]:
-    """The outputs for these batches; their gradients add up in the model."""
+    """Return the outputs for these batches; accumulate their gradients in the model."""
     values = [outputs(model, ids) for ids in batches]
     for value in values:
         (scale * loss(value)).backward()
@@ -65,38 +66,36 @@ def all_batches(group: Any) -> list[torch.Tensor]:
     return [batch(rank) for rank in range(group.size())]
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor, limit: float = 1e-5) -> None:
-    """Equal up to this part of the largest value."""
-    off, scale = (got - want).abs().max().item(), want.abs().max().item()
-    assert off <= limit * scale, f"off by {off:.3g}, largest value {scale:.3g}"
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> None:
+    """Assert equality up to a limit, relative to the largest value."""
+    error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
+    assert error <= limit * scale, f"off by {error:.3g}, largest value {scale:.3g}"
 
 
 def assert_same_gradients(balanced: Any, plain: Any, limit: float = 1e-5) -> None:
-    """All gradients of a balanced model are those of the plain one, summed over ranks.
+    """Assert that the gradients of a balanced model equal the plain model's, summed over ranks.
 
-    Limits are relative to the largest gradient of a tensor. Where a tensor has hardly any, a
-    hundredth of the largest gradient of the model is its scale.
+    Errors are relative to the largest gradient of a tensor, or to a hundredth of the largest
+    gradient of the model if that is larger.
     """
-    expected = dict(plain.named_parameters())
-    largest = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None)
-    homes = {
-        f"{name}.{key}": list(module.home_experts)
-        for name, module in balanced_experts(balanced).items()
-        for key in module.bundle
-    }
+    plain_parameters, owners = dict(plain.named_parameters()), expert_owners(balanced)
+    gradients = [p.grad for p in plain_parameters.values() if p.grad is not None]
+    largest = max(gradient.abs().max().item() for gradient in gradients)
     errors = {}
     for name, parameter in balanced.named_parameters():
-        want = expected[name].grad
-        want = torch.zeros_like(expected[name]) if want is None else want
-        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        scale = max(want.abs().max().item(), largest / 100)
-        if name in homes:
-            want = want[homes[name]]
+        expected, actual = gradient_of(plain_parameters[name]), gradient_of(parameter)
+        scale = max(expected.abs().max().item(), largest / 100)
+        if name in owners:
+            expected = expected[list(owners[name].home_experts)]
         else:
-            dist.all_reduce(got)
-        if got.numel():
-            errors[name] = (got - want).abs().max().item() / scale
+            dist.all_reduce(actual)
+        if actual.numel():
+            errors[name] = (actual - expected).abs().max().item() / scale
     assert max(errors.values()) <= limit, {n: e for n, e in errors.items() if e > limit}
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
 def compare(
@@ -112,22 +111,22 @@ def compare(
     limit: float = 1e-5,
     **options: Any,
 ) -> None:
-    """Outputs and gradients of a balanced model are those of the unmodified one.
+    """Compare outputs and gradients of a balanced model with the unmodified model.
 
-    recompute: "reentrant" or "not reentrant".   mapped: through memory that ranks map, as GPUs do.
+    recompute: "reentrant" or "not reentrant".   mapped: use the mapped data plane.
     options: of `build`.
     """
     plain, model = build(family, **options), build(family, **options)
     plane = {"data_plane": "mapped", "peers": SharedPeers(group)} if mapped else {}
     with quiet(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        want = learn(plain, all_batches(group))[rank]
+        expected = learn(plain, all_batches(group))[rank]
         balancer = balance(model, group, slots=slots, policy=policy, **plane)
         if recompute is not None:
             model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
             if recompute == "reentrant":
                 model.enable_input_require_grads()
-        (got,) = learn(model, [batch(rank)])
-    assert_close(got, want, limit)
+        (actual,) = learn(model, [batch(rank)])
+    assert_close(actual, expected, limit)
     assert_same_gradients(model, plain, limit)
     assert rank or policy == "none" or balancer.stats()["copies"]
     balancer.close()

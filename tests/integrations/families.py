@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 EXPERTS, VOCABULARY = 8, 128
-# What families call their sizes; each takes those that it knows.
+NAMED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"]
+# Names of sizes in all families; a family takes the names that it knows.
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -59,131 +61,90 @@ SMALL: dict[str, Any] = {
     "ssm_state_size": 8,
     "moe_hidden_size": 16,
 }
-LATENT = {"num_key_value_heads": 4, "head_dim": None}  # attention with one low rank for all heads
+LATENT = {"num_key_value_heads": 4, "head_dim": None}  # low-rank attention
+ROPE = {"rope_theta": 1e4, "rope_type": "default"}
 FULL = {"layer_types": ["full_attention"] * 2}
-# The class of a model, and what a family needs beside the sizes above.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "afmoe": ("AfmoeForCausalLM", {}),
-    "aria": ("AriaTextForCausalLM", {}),
-    "axk1": ("AXK1ForCausalLM", LATENT),
-    "axk2": ("AXK2ForCausalLM", LATENT),
-    "bailing_hybrid": ("BailingHybridForCausalLM", LATENT),
-    "beam": ("BeamForCausalLM", {"mlp_layer_types": ["sparse"] * 2}),
-    "cohere2_moe": ("Cohere2MoeForCausalLM", {}),
-    "deepseek_ocr2": ("DeepseekOcr2TextModel", {"mlp_layer_types": ["dense", "sparse"]}),
-    "deepseek_v2": ("DeepseekV2ForCausalLM", LATENT),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", LATENT),
-    "deepseek_v32": ("DeepseekV32ForCausalLM", LATENT),
-    "deepseek_v4": ("DeepseekV4ForCausalLM", {}),
-    "diffusion_gemma": ("DiffusionGemmaEncoderTextModel", FULL),
-    "dots1": ("Dots1ForCausalLM", {}),
-    "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {}),
-    "ernie4_5_vl_moe": (
-        "Ernie4_5_VLMoeTextModel",
-        {
-            "moe_intermediate_size": [24, 16],
-            "rope_parameters": {
-                "rope_theta": 1e4,
-                "rope_type": "default",
-                "mrope_section": [1, 1, 2],
-            },
-        },
-    ),
-    "exaone_moe": ("ExaoneMoeForCausalLM", {}),
-    "flex_olmo": ("FlexOlmoForCausalLM", {}),
-    "flint": ("FlintForCausalLM", {"mlp_only_layers": [0]}),
-    "gemma4": (
-        "Gemma4ForCausalLM",
-        {
-            **FULL,
-            "enable_moe_block": True,
-            "vocab_size_per_layer_input": VOCABULARY,
-            "hidden_size_per_layer_input": 8,
-        },
-    ),
-    "glm4_moe": ("Glm4MoeForCausalLM", {}),
-    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", LATENT),
-    "glm4v_moe": (
-        "Glm4vMoeTextModel",
-        {
-            "rope_parameters": {
-                "rope_theta": 1e4,
-                "rope_type": "default",
-                "mrope_section": [1, 1, 0],
-                "partial_rotary_factor": 0.5,
-            }
-        },
-    ),
-    "glm5_next": (
-        "Glm5NextTextModel",
-        {
-            **LATENT,
-            "qk_rope_head_dim": 0,
-            "layer_types": ["deepseek_sparse_attention"] * 2,
-            "mlp_layer_types": ["dense", "sparse"],
-        },
-    ),
-    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", LATENT),
-    "gpt_oss": ("GptOssForCausalLM", {}),
-    "granitemoe": ("GraniteMoeForCausalLM", {}),
-    "granitemoe_swa": ("GraniteMoeSWAForCausalLM", {}),
-    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}),
-    "granitemoeshared": ("GraniteMoeSharedForCausalLM", {}),
-    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {}),
-    "hy_v3": ("HYV3ForCausalLM", {}),
-    "hy_v4": ("HYV4ForCausalLM", {}),
-    "inkling": ("InklingForCausalLM", {}),
-    "jamba": ("JambaForCausalLM", {}),
-    "kimi_linear": ("KimiLinearForCausalLM", LATENT),
-    "kolibri1": ("Kolibri1ForCausalLM", LATENT),
-    "laguna": ("LagunaForCausalLM", {}),
-    "lfm2_moe": (
-        "Lfm2MoeForCausalLM",
-        {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    ),
-    "mellum": ("MellumForCausalLM", {}),
-    "mimo_v2_flash": ("MiMoV2FlashForCausalLM", {}),
-    "minimax": ("MiniMaxForCausalLM", {}),
-    "minimax_m2": ("MiniMaxM2ForCausalLM", {}),
-    "minimax_m3_vl": ("MiniMaxM3VLForCausalLM", {}),
-    "mistral4": ("Mistral4ForCausalLM", LATENT),
-    "mistral_large4": ("MistralLarge4TextModel", LATENT),
-    "mixtral": ("MixtralForCausalLM", {}),
-    "muse_spark": ("MuseSparkTextModel", {}),
-    "nemotron_h": ("NemotronHForCausalLM", {"layers_block_type": ["attention", "moe"]}),
-    "olmoe": ("OlmoeForCausalLM", {}),
-    "openai_privacy_filter": ("OpenAIPrivacyFilterForTokenClassification", {}),
-    "phimoe": ("PhimoeForCausalLM", {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", {}),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", FULL),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", {}),
-    "qwen3_next": ("Qwen3NextForCausalLM", FULL),
-    "qwen3_omni_moe": ("Qwen3OmniMoeThinkerTextModel", {}),
-    "qwen3_vl_moe": ("Qwen3VLMoeTextModel", {}),
-    "qwen4_exp": (
-        "Qwen4ExpForCausalLM",
-        {
-            **FULL,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 8,
-            "indexer_budget": 16,
-            "indexer_compress_ratio": 4,
-            "hc_lowrank": 8,
-            "ple_layer_ids": [],
-        },
-    ),
-    "solar_open": ("SolarOpenForCausalLM", {}),
-    "unlimited_ocr": ("UnlimitedOcrTextModel", {"num_key_value_heads": 4}),
-    "zaya": ("ZayaForCausalLM", {"num_experts_per_tok": 1}),
+# Classes of families without a causal language model in the library's table.
+CLASSES = {
+    "aria": "AriaTextForCausalLM",
+    "deepseek_ocr2": "DeepseekOcr2TextModel",
+    "diffusion_gemma": "DiffusionGemmaEncoderTextModel",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeTextModel",
+    "gemma4": "Gemma4ForCausalLM",
+    "glm4v_moe": "Glm4vMoeTextModel",
+    "glm5_next": "Glm5NextTextModel",
+    "inkling": "InklingForCausalLM",
+    "minimax_m3_vl": "MiniMaxM3VLForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+    "mistral_large4": "MistralLarge4TextModel",
+    "muse_spark": "MuseSparkTextModel",
+    "openai_privacy_filter": "OpenAIPrivacyFilterForTokenClassification",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextModel",
+    "qwen3_vl_moe": "Qwen3VLMoeTextModel",
+    "unlimited_ocr": "UnlimitedOcrTextModel",
 }
-CONFIGS = {"MistralLarge4TextModel": "MistralLarge4TextConfig"}  # where the class does not say it
-# Families that cannot be built from a small configuration, and why.
-NOT_BUILT: dict[str, str] = {}
+CONFIGS = {"MistralLarge4TextModel": "MistralLarge4TextConfig"}  # classes without `config_class`
+LATENT_FAMILIES = (
+    "axk1",
+    "axk2",
+    "bailing_hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_linear",
+    "kolibri1",
+    "mistral4",
+    "mistral_large4",
+)
+# Settings besides the sizes above.
+SETTINGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(LATENT_FAMILIES, LATENT),
+    **dict.fromkeys(["diffusion_gemma", "qwen3_5_moe", "qwen3_next"], FULL),
+    "beam": {"mlp_layer_types": ["sparse"] * 2},
+    "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [24, 16],
+        "rope_parameters": ROPE | {"mrope_section": [1, 1, 2]},
+    },
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4": {
+        **FULL,
+        "enable_moe_block": True,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+    },
+    "glm4v_moe": {
+        "rope_parameters": ROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    },
+    "glm5_next": {
+        **LATENT,
+        "qk_rope_head_dim": 0,
+        "layer_types": ["deepseek_sparse_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "nemotron_h": {"layers_block_type": ["attention", "moe"]},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "qwen4_exp": {
+        **FULL,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+        "ple_layer_ids": [],
+    },
+    "unlimited_ocr": {"num_key_value_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
+}
 
 
 def families_of_the_library() -> set[str]:
-    """The folders of models with a class of experts that is decorated for the registry."""
+    """Return the model folders of the library that have experts in its registry."""
     folder = Path(transformers.__file__).parent / "models"
     return {
         path.parent.name
@@ -192,27 +153,32 @@ def families_of_the_library() -> set[str]:
     }
 
 
-# Older versions of the library have fewer.
-FAMILIES = {name: FAMILIES[name] for name in FAMILIES.keys() & families_of_the_library()}
+# Model classes by family. Versions of the library have different families.
+FAMILIES: dict[str, str] = {
+    family: name
+    for family in families_of_the_library()
+    if (name := CLASSES.get(family) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family))
+}
 
 
 def config(family: str, **sizes: Any) -> Any:
-    name, needs = FAMILIES[family]
-    named = CONFIGS.get(name)
-    kind = getattr(transformers, named) if named else getattr(transformers, name).config_class
-    known = set(inspect.signature(kind).parameters)
-    known |= {also for also, name in kind.attribute_map.items() if name not in SMALL}
-    expected = {key: value for key, value in SMALL.items() if key in known} | needs | sizes
-    return kind(**{key: value for key, value in expected.items() if value is not None})
+    name, settings = FAMILIES[family], SETTINGS.get(family, {})
+    config_name = CONFIGS.get(name)
+    cls = getattr(transformers, config_name or name)
+    cls = cls if config_name else cls.config_class
+    known = set(inspect.signature(cls).parameters)
+    known |= {alias for alias, name in cls.attribute_map.items() if name not in SMALL}
+    values = {key: value for key, value in SMALL.items() if key in known} | settings | sizes
+    return cls(**{key: value for key, value in values.items() if value is not None})
 
 
 def build(
     family: str, dtype: torch.dtype = torch.float32, experts: str = "eager", **sizes: Any
 ) -> Any:
-    """A model that is drawn alike everywhere, with routers that like some experts."""
+    """Return a model with the same random weights in every process, and skewed routers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, FAMILIES[family][0])._from_config(
+        model = getattr(transformers, FAMILIES[family])._from_config(
             config(family, **sizes),
             dtype=dtype,
             attn_implementation="eager",
@@ -232,20 +198,20 @@ def build(
 
 
 def batch(rank: int, rows: int = 2, length: int = 9) -> torch.Tensor:
-    """Ids of a rank: each has another number of tokens, and other words that it likes."""
+    """Return the ids of a rank; number and distribution of tokens differ between ranks."""
     draw = torch.Generator().manual_seed(100 + rank)
     last = VOCABULARY if rank % 2 == 0 else 40
     return torch.randint(3, last, (rows + rank % 2, length + 2 * rank), generator=draw)
 
 
 def outputs(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Logits, or what a model without a head makes of tokens; not in less than 32 bits."""
-    found = model(input_ids=ids, use_cache=False, **options)
-    values = found.logits if hasattr(found, "logits") else found.last_hidden_state
+    """Return the logits, or the hidden states of a model without a head, in 32 bits or more."""
+    result = model(input_ids=ids, use_cache=False, **options)
+    values = result.logits if hasattr(result, "logits") else result.last_hidden_state
     return values.float() if values.dtype.itemsize < 4 else values
 
 
 def loss(values: torch.Tensor) -> torch.Tensor:
-    """A sum over tokens that depends on all outputs."""
+    """Return a sum over tokens that depends on all outputs."""
     weights = torch.linspace(-1, 1, values.shape[-1], dtype=values.dtype)
     return (values * weights).tanh().sum() / 10

@@ -1,4 +1,4 @@
-"""Versions of the libraries: others are refused, with the command that installs a known one."""
+"""Unsupported versions of libraries are refused with the command that installs a supported one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def test_versions(known, refused, accepted, monkeypatch):
         monkeypatch.setattr(library, "version", lambda _, version=version: version)
         with pytest.raises(BackendUnavailable) as error:
             known.check()
-        assert f"{known.name} {known.supported()} is needed, but {version} is installed" in str(
-            error.value
-        )
+        message = f"{known.name} {known.supported()} is needed, but {version} is installed"
+        assert message in str(error.value)
 
 
 @pytest.mark.parametrize("known", [MEGATRON, VLLM])

@@ -1,4 +1,4 @@
-"""What cannot be balanced in Megatron-Core is refused by name. Data: nothing of it is imported."""
+"""Checks of Megatron-Core settings, and of the output of its routers, without importing it."""
 
 from types import SimpleNamespace
 
@@ -48,13 +48,13 @@ def test_no_experts_are_refused():
 
 
 @pytest.mark.parametrize("name", ["group", "homes", "experts"])
-def test_the_library_has_its_own_groups(name):
+def test_options_that_megatron_sets(name):
     with pytest.raises(ConfigError, match=f"'{name}' cannot be set"):
         check_options({"slots": 1, name: 3})
 
 
 def test_choices_of_dense_maps():
-    """Rows of tokens that chose less than all, and of a chosen expert of probability 0."""
+    """Missing choices are padding; chosen experts of probability 0 are, if experts are padded."""
     probs = torch.tensor([[0.1, 0.0, 0.7], [0.0, 0.0, 0.4], [0.0, 0.0, 0.0]])
     chosen = torch.tensor([[True, False, True], [True, False, True], [False, False, False]])
     ids, gates, _ = choices(probs, chosen, 2, padded=False)

@@ -1,6 +1,5 @@
-"""What torchtitan can be balanced with, as far as names decide; the framework itself is not needed.
+"""Checks of torchtitan settings that need only names, without importing the framework.
 
-Importing it takes seconds, and it is not installed everywhere: the module is read by itself.
 Tests against the framework are in `tests/frameworks/torchtitan`.
 """
 
@@ -18,24 +17,24 @@ PACKAGE = Path(__file__).parents[2] / "src" / "ultraep" / "integrations" / "torc
 
 @pytest.fixture(scope="module")
 def check():
-    """The module `check`, without the package."""
+    """Load the module `check` without its package, which imports the framework."""
     spec = importlib.util.spec_from_file_location("check_alone", PACKAGE / "check.py")
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 KNOWN = ("RoutedExperts", "AllToAllTokenDispatcher", "GroupedExperts")
 
 
 @pytest.mark.parametrize("experts", ["GroupedExperts", "GptOssGroupedExperts"])
-def test_layers_that_can_be_balanced(check, experts):
+def test_supported_layers(check, experts):
     check.check_layer(*KNOWN[:2], experts)
     check.check_axes(["dp_replicate", "efsdp", "ep"])
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "match"),
+    ("index", "name", "match"),
     [
         (0, "VendorRoutedExperts", "VendorRoutedExperts cannot be balanced"),
         (1, "LocalTokenDispatcher", "LocalTokenDispatcher cannot be balanced, it is unknown"),
@@ -53,14 +52,14 @@ def test_layers_that_can_be_balanced(check, experts):
         (2, "MyExperts", "MyExperts cannot be balanced, it is unknown"),
     ],
 )
-def test_layers_that_cannot(check, place, name, match):
+def test_unsupported_layers(check, index, name, match):
     layer = [*KNOWN]
-    layer[place] = name
+    layer[index] = name
     with pytest.raises(ConfigError, match=match):
         check.check_layer(*layer)
 
 
-def test_experts_that_are_not_spread_over_ranks(check):
+def test_experts_without_expert_parallelism(check):
     with pytest.raises(ConfigError, match="over the mesh axes none, not over ep: set parallelism"):
         check.check_axes([])
     with pytest.raises(ConfigError, match=r"dp, cp, tp, not over ep \(tensor-parallel experts"):
@@ -68,12 +67,13 @@ def test_experts_that_are_not_spread_over_ranks(check):
 
 
 def test_options(check):
-    given = check.balancer_options(2, "quota", {"tolerance": 0.1, "in_flight": 3})
+    options = check.balancer_options(2, "quota", {"tolerance": 0.1, "in_flight": 3})
     config = BalanceConfig(policy="quota", tolerance=0.1)
-    assert given == {"slots": 2, "config": config, "in_flight": 3}
-    with pytest.raises(
-        ConfigError, match="unknown options, or set by torchtitan: group, slotz; use"
-    ):
+    assert options == {"slots": 2, "config": config, "in_flight": 3}
+    message = "unknown options, or set by torchtitan: group, slotz; use"
+    with pytest.raises(ConfigError, match=message):
         check.balancer_options(1, "ultraep", {"slotz": 1, "group": None})
+    with pytest.raises(ConfigError, match="tolerance must lie between 0 and 1000, got -1"):
+        check.balancer_options(1, "ultraep", {"tolerance": -1})
     with pytest.raises(ConfigError, match="nonsense"):
         check.balancer_options(1, "nonsense", {})

@@ -1,4 +1,4 @@
-"""The library's own expert parallelism under FSDP2, with our dispatch."""
+"""The library's own expert parallelism under FSDP2, balanced."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ EXPERTS = "grouped_mm"
 
 
 def compare(rank, group, folder, family, *, ours, ratio, recompute=False):
-    """The unmodified model in one process, and the library's expert parallelism over two ranks.
+    """Compare the library's expert parallelism with the unmodified model in one process.
 
-    ratio: of gradients of experts to what they should be.
+    ratio: factor between the gradients of experts and the right gradients.
     """
     size = group.size()
     with under_torchrun(rank, size):
         plain = build(family, experts=EXPERTS)
-        want = learn(plain, all_batches(group), scale=1 / size)[rank]  # FSDP2 averages over ranks
+        batches = all_batches(group)
+        expected = learn(plain, batches, scale=1 / size)[rank]  # FSDP2 averages over ranks
         if rank == 0 and not folder.exists():
             plain.save_pretrained(folder)
         dist.barrier()
         style = enable(slots=1) if ours else None
         try:
-            kind = getattr(transformers, FAMILIES[family][0])
-            model = kind.from_pretrained(
+            model_class = getattr(transformers, FAMILIES[family])
+            model = model_class.from_pretrained(
                 folder,
                 distributed_config=DistributedConfig(fsdp_size=size, ep_size=2),
                 experts_implementation=EXPERTS,
@@ -48,8 +49,8 @@ def compare(rank, group, folder, family, *, ours, ratio, recompute=False):
                 style.disable()
         if recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        (got,) = learn(model, [batch(rank)])
-        assert_close(got, want)
+        (y,) = learn(model, [batch(rank)])
+        assert_close(y, expected)
         assert_gradients(model, plain, ratio)
         model.save_pretrained(folder.with_suffix(".saved"))
         if rank == 0:
@@ -68,32 +69,27 @@ def compare(rank, group, folder, family, *, ours, ratio, recompute=False):
 def assert_gradients(model, plain, ratio):
     expected = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
-        want, got = expected[name].grad, parameter.grad
-        if want is not None or got is not None:
-            got = got.full_tensor() if hasattr(got, "full_tensor") else got
-            assert_close(got / ratio if ".experts." in name else got, want)
+        right, gradient = expected[name].grad, parameter.grad
+        if right is not None or gradient is not None:
+            gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            assert_close(gradient / ratio if ".experts." in name else gradient, right)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 @on_ranks(2)
-def test_two_ranks_with_half_the_gradients_that_the_library_gives_there(
-    rank, group, family, tmp_path
-):
-    """Where one rank alone has an expert, the library under FSDP2 divides its gradient twice.
-
-    So does the unmodified library: all else is right, and with four ranks this is, too.
-    """
+def test_two_ranks(rank, group, family, tmp_path):
+    """With and without balancing, FSDP2 divides gradients of experts on one rank twice."""
     compare(rank, group, tmp_path / family, family, ours=False, ratio=0.5)
     recompute = family == "mixtral"
     compare(rank, group, tmp_path / family, family, ours=True, ratio=0.5, recompute=recompute)
 
 
 @on_ranks(4)
-def test_four_ranks_of_which_two_have_the_same_experts(rank, group, tmp_path):
+def test_four_ranks_in_two_expert_parallel_groups(rank, group, tmp_path):
     compare(rank, group, tmp_path / "mixtral", "mixtral", ours=True, ratio=1.0)
 
 
-def test_enabling_twice_or_with_nonsense():
+def test_enabling_twice_or_with_an_unknown_policy():
     with pytest.raises(ConfigError, match="nonsense"):
         enable(policy="nonsense")
     style = enable()

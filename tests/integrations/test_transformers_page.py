@@ -1,4 +1,4 @@
-"""The scripts of docs/integrations/transformers.md are short, and run as they stand there."""
+"""The scripts of docs/integrations/transformers.md run, and are short."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCRIPTS = {
 
 
 def run_script(rank, group, folder, name, port):
-    """As torchrun would, in a process that has imported all that takes seconds."""
+    """Run a script like torchrun, in a process that has already imported the library."""
     size = group.size()
     dist.destroy_process_group()
     printed = io.StringIO()
@@ -50,23 +50,23 @@ def run_script(rank, group, folder, name, port):
         finally:
             os.chdir(before)
             sys.argv = arguments
-            ALL_PARALLEL_STYLES.register(STYLE, style)  # a process of torchrun would end here
+            ALL_PARALLEL_STYLES.register(STYLE, style)  # the process stays
     return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("scripts")
-    build("mixtral").save_pretrained(made / "checkpoint")
+    path = tmp_path_factory.mktemp("scripts")
+    build("mixtral").save_pretrained(path / "checkpoint")
     for name, text in SCRIPTS.items():
-        (made / f"{name}.py").write_text(text)
-    return made
+        (path / f"{name}.py").write_text(text)
+    return path
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -83,8 +83,7 @@ def test_scripts_run(name, folder):
     assert words[name] in "".join(printed)
 
 
-def test_what_scripts_leave_behind(folder):
-    """Whole checkpoints: those of all experts."""
+def test_scripts_write_checkpoints_of_all_experts(folder):
     whole = load_file(folder / "checkpoint" / "model.safetensors")
     for name in ("trained", "run/checkpoint-4", "native"):
         written = load_file(folder / name / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Models that cannot be balanced are refused by name, and stay as they are."""
+"""Unsupported models are refused by name and stay unchanged."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch.distributed as dist
 import transformers
 from families import batch, build, outputs
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ultraep import ConfigError
 from ultraep.integrations.transformers import (
@@ -34,7 +36,7 @@ TINY = {
 
 
 def refused(model, match, **options):
-    """It raises, and nothing of the model has changed."""
+    """Assert that `balance` raises and that the model is unchanged."""
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
     classes, own = [type(m) for m in model.modules()], set(vars(model))
     with pytest.raises(ConfigError, match=match):
@@ -81,14 +83,14 @@ def test_quantised_experts():
 
 def test_tied_experts():
     model = build("mixtral")
-    one, two = (layer.mlp.experts for layer in model.model.layers)
-    two.down_proj = one.down_proj
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
     refused(
         model, r"layers.0.mlp.experts.down_proj' and .*layers.1.mlp.experts.down_proj' are tied"
     )
     model = build("mixtral")
     model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
-    refused(model, r"layers.0.mlp.experts' and .*layers.1.mlp.experts' are tied")
+    refused(model, r"layers.0.mlp.experts.gate_up_proj' and .*layers.1.mlp.*' are tied")
 
 
 def test_experts_of_another_shape_or_without_weights():
@@ -118,7 +120,7 @@ def test_gradients_of_all_experts():
         ({"group": object()}, "must be an initialised process group"),
     ],
 )
-def test_settings_that_cannot_work(options, match):
+def test_invalid_settings(options, match):
     refused(build("mixtral"), match, **options)
 
 
@@ -136,15 +138,22 @@ def test_a_rank_outside_of_the_group(rank, group):
             balance(model, alone)
 
 
-def test_checkpoints_that_are_none_of_ours(tmp_path):
+@on_ranks(2)
+def test_sharded_experts(rank, group):
+    model = fully_shard(build("mixtral"), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ConfigError, match=r"ranks \[0, 1\]; balance the model before sharding it"):
+        balance(model)
+
+
+def test_checkpoints_of_an_unknown_architecture(tmp_path):
     model = build("mixtral")
-    model.config.architectures = ["NobodyKnowsThis"]
+    model.config.architectures = ["UnknownForCausalLM"]
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"NobodyKnowsThis.*model_class="):
+    with pytest.raises(ConfigError, match=r"UnknownForCausalLM.*model_class="):
         balanced_from_pretrained(tmp_path)
 
 
-def test_saving_refuses_what_would_be_another_checkpoint(tmp_path):
+def test_saving_refuses_options_that_change_the_weights(tmp_path):
     model = build("mixtral")
     balance(model, "alone")
     with pytest.raises(ConfigError, match="does not support state_dict"):
@@ -155,7 +164,7 @@ def test_saving_refuses_what_would_be_another_checkpoint(tmp_path):
     unbalance(model)
 
 
-def test_a_copy_of_a_balanced_model_computes_the_same():
+def test_a_copied_model_has_its_own_weights():
     model = build("mixtral").eval()
     balance(model, "alone")
     other = copy.deepcopy(model)

@@ -54,8 +54,8 @@ class Losses(TrainerCallback):
             self.norms.append(float(logs["grad_norm"]))
 
 
-def arguments(folder, batch_size, **others):
-    usual = {
+def arguments(folder, batch_size, **options):
+    defaults = {
         "output_dir": str(folder),
         "per_device_train_batch_size": batch_size,
         "max_steps": STEPS,
@@ -70,13 +70,13 @@ def arguments(folder, batch_size, **others):
         "train_sampling_strategy": "sequential",
         "seed": 1,
     }
-    return TrainingArguments(**(usual | others))
+    return TrainingArguments(**(defaults | options))
 
 
-def train(kind, model, args, resume=None):
-    """Losses and norms of all steps."""
+def train(trainer_class, model, args, resume=None):
+    """Return losses and norms of all steps."""
     logged = Losses()
-    trainer = kind(model=model, args=args, train_dataset=samples(), callbacks=[logged])
+    trainer = trainer_class(model=model, args=args, train_dataset=samples(), callbacks=[logged])
     trainer.train(resume_from_checkpoint=resume)
     return logged.losses, logged.norms
 
@@ -90,7 +90,7 @@ def train_alone(folder):
 
 
 def train_on_ranks(rank, group, folder):
-    """Balanced; again from the checkpoint in the middle. Losses and norms of the first run."""
+    """Train, and resume from the checkpoint in the middle; return losses and norms."""
     with under_torchrun(rank, group.size()):
         args = arguments(folder, 4, save_strategy="steps", save_steps=STEPS // 2)
         model, again = build("mixtral"), build("mixtral")
@@ -103,22 +103,22 @@ def train_on_ranks(rank, group, folder):
         middle = str(folder / f"checkpoint-{STEPS // 2}")
         resumed, _ = train(BalancedTrainer, again, args, middle)
         assert resumed == pytest.approx(losses[STEPS // 2 :], rel=1e-5)
-        for one, two in zip(model.parameters(), again.parameters(), strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+        for expected, actual in zip(model.parameters(), again.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         dist.barrier()
         return losses, norms
 
 
-def test_trainer_learns_what_it_learns_alone_and_goes_on_where_it_was(tmp_path):
+def test_trainer_has_the_losses_of_one_process_and_resumes(tmp_path):
     losses, norms = train_alone(tmp_path / "alone")
     assert min(norms) > 0.3  # so gradients were clipped
-    for found in shared_pool().run(2, train_on_ranks, tmp_path / "ranks"):
-        assert found[0] == pytest.approx(losses, rel=1e-5)
-        assert found[1] == pytest.approx(norms, rel=1e-5)
+    for own_losses, own_norms in shared_pool().run(2, train_on_ranks, tmp_path / "ranks"):
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+        assert own_norms == pytest.approx(norms, rel=1e-5)
 
 
 @on_ranks(2)
-def test_trainer_refuses_what_would_be_wrong(rank, group, tmp_path):
+def test_trainer_refusals(rank, group, tmp_path):
     with under_torchrun(rank, group.size()):
         model = build("mixtral")
         with pytest.raises(ConfigError, match="is not balanced"):
@@ -137,7 +137,7 @@ EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
 
 
 def adapted(model, **targets):
-    """The model with adapters that are drawn alike everywhere, and are not zero."""
+    """Return the model with random adapters, the same in every process."""
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, **targets))
     draw = torch.Generator().manual_seed(9)
     with torch.no_grad():
@@ -152,23 +152,23 @@ def adapted(model, **targets):
 )
 @on_ranks(2)
 def test_lora_of_attention_with_frozen_experts(rank, group, family, first):
-    """Adapters of attention, put there before or after balancing."""
+    """Adapt attention before or after balancing."""
     with quiet():
         plain, model = adapted(build(family), **ATTENTION), build(family)
-        want = learn(plain, all_batches(group))[rank]
+        expected = learn(plain, all_batches(group))[rank]
         if first == "balance":
             balancer = balance(model, group)
             model = adapted(model, **ATTENTION)
         else:
             model = adapted(model, **ATTENTION)
             balancer = balance(model, group)
-        (got,) = learn(model, [batch(rank)])
-        assert_close(got, want)
+        (y,) = learn(model, [batch(rank)])
+        assert_close(y, expected)
         assert_same_gradients(model, plain)
         assert sum(p.grad is not None for p in model.parameters()) == 8
         parallel.leave_out_experts(model)
-        torch.nn.parallel.DistributedDataParallel(model)  # is not refused, and leaves experts alone
-        assert_close(outputs(model, batch(rank)), got)
+        torch.nn.parallel.DistributedDataParallel(model)  # not refused: it ignores experts
+        assert_close(outputs(model, batch(rank)), y)
         balancer.close()
 
 
@@ -178,7 +178,7 @@ def test_lora_of_experts_is_refused_by_name(rank, group):
         model = adapted(build("mixtral"), **EXPERTS)
         with pytest.raises(ConfigError, match=r"layers.0.mlp.experts"):
             balance(model, group)
-        outputs(model, batch(rank))  # as it was
+        outputs(model, batch(rank))  # still works
         model = build("mixtral")
         balancer = balance(model, group)
         model = adapted(model, **EXPERTS)
@@ -190,7 +190,7 @@ def test_lora_of_experts_is_refused_by_name(rank, group):
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"])
 @on_ranks(2)
 def test_auxiliary_losses_and_router_logits(rank, group, family):
-    """Losses with `output_router_logits` are those of each rank's own batch."""
+    """With `output_router_logits`, auxiliary losses are computed from each rank's own batch."""
 
     def losses(model, ids):
         values = model(input_ids=ids, labels=ids, output_router_logits=True)
@@ -199,13 +199,15 @@ def test_auxiliary_losses_and_router_logits(rank, group, family):
 
     with quiet():
         plain, model = build(family), build(family)
-        want = [losses(plain, ids) for ids in all_batches(group)][rank]
+        expected = [losses(plain, ids) for ids in all_batches(group)][rank]
         balancer = balance(model, group)
-        got = losses(model, batch(rank))
-        assert got.aux_loss > 0
-        assert_close(got.loss, want.loss)
-        assert_close(got.aux_loss, want.aux_loss)
-        for one, two in zip(got.router_logits, want.router_logits, strict=True):
-            assert_close(one, two)
+        actual = losses(model, batch(rank))
+        assert actual.aux_loss > 0
+        assert_close(actual.loss, expected.loss)
+        assert_close(actual.aux_loss, expected.aux_loss)
+        for logits, expected_logits in zip(
+            actual.router_logits, expected.router_logits, strict=True
+        ):
+            assert_close(logits, expected_logits)
         assert_same_gradients(model, plain)
         balancer.close()

@@ -9,18 +9,17 @@ pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
 import torch.distributed as dist
 from equality import quiet
-from families import batch, build, loss, outputs
+from families import NAMED, batch, build, loss, outputs
 from ranks import on_ranks
 
 from ultraep import parallel
 from ultraep.integrations.transformers import balance
 
-NAMED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"]
 CLIP, STEPS = 0.5, 20
 
 
 def train(model, losses_of_step, clip):
-    """Losses of all steps; `losses_of_step` are of the batches that this process has."""
+    """Return the losses of all steps. losses_of_step: the losses of this process in a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     totals = []
     for step in range(STEPS):
@@ -43,7 +42,7 @@ def train(model, losses_of_step, clip):
     ],
 )
 @on_ranks(2)
-def test_twenty_steps_have_the_same_losses(rank, group, family, options, limit):
+def test_losses_of_twenty_steps(rank, group, family, options, limit):
     ranks = group.size()
     with quiet():
         plain, model = build(family, **options), build(family, **options)
@@ -65,13 +64,13 @@ def test_twenty_steps_have_the_same_losses(rank, group, family, options, limit):
         def clip_alone():
             torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
 
-        want = train(plain, alone, clip_alone)
-        got = train(model, balanced, clip_balanced) / ranks
-        dist.all_reduce(got)
+        expected = train(plain, alone, clip_alone)
+        losses = train(model, balanced, clip_balanced) / ranks
+        dist.all_reduce(losses)
         assert balancer.stats()["copies"]
         balancer.close()
-    assert abs(want[-1] - want[0]) > 100  # it learns
-    torch.testing.assert_close(got, want, rtol=limit, atol=0)
+    assert abs(expected[-1] - expected[0]) > 100  # it learns
+    torch.testing.assert_close(losses, expected, rtol=limit, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_twenty_steps_have_the_same_losses(rank, group, family, options, limit):
     ids=["eager", "grouped", "static cache"],
 )
 @on_ranks(2)
-def test_generation_is_identical(rank, group, families, options):
+def test_generation(rank, group, families, options):
     """Prompts differ in length and number between ranks; rank 0 ends after three tokens."""
     options = dict(options)
     experts = options.pop("experts")
@@ -96,9 +95,9 @@ def test_generation_is_identical(rank, group, families, options):
             plain, model = (build(family, experts=experts).eval() for _ in range(2))
             free = plain.generate(prompts, eos_token_id=None, **options)
             end = int(free[0, length + 2]) if rank == 0 else None
-            want = plain.generate(prompts, eos_token_id=end, **options)
+            expected = plain.generate(prompts, eos_token_id=end, **options)
             balancer = balance(model, group)
-            got = model.generate(prompts, eos_token_id=end, **options)
+            tokens = model.generate(prompts, eos_token_id=end, **options)
             balancer.close()
-            assert torch.equal(got, want), (family, got, want)
-            assert got.shape[1] <= length + 3 if rank == 0 else got.shape == (2, length + 9)
+            assert torch.equal(tokens, expected), (family, tokens, expected)
+            assert tokens.shape[1] <= length + 3 if rank == 0 else tokens.shape == (2, length + 9)

@@ -1,4 +1,4 @@
-"""What the plug-in for vLLM decides without vLLM: settings, refusals, cost, counters, versions."""
+"""Parts of the vLLM plug-in that do not import vLLM: settings, refusals, counters, versions."""
 
 from __future__ import annotations
 
@@ -31,14 +31,7 @@ from ultraep.microbatch import MicrobatchInfo
 MICROBATCH = MicrobatchInfo(layer=0, step=1, again=False)
 
 
-def test_a_path_with_the_name_of_the_plugin_is_not_a_message_of_it():
-    path = "INFO 11-16 model='/home/me/ultraep/tests/Qwen3Moe', tokenizer='/home/me/ultraep/x'"
-    said = f"ultraep {ultraep.__version__} balances 2 layers of 8 experts over 2 ranks"
-    assert logged_by_plugin(path) == []
-    assert logged_by_plugin(f"{path}\nINFO 11-16 [service.py:56] {said}\n{path}") == [said]
-
-
-def test_nothing_is_asked_for():
+def test_no_settings():
     assert read_settings({}, None) is None
     assert read_settings({"PATH": "/bin", "ULTRAEP_TRACE": "run"}, {}) is None
     assert read_settings({}, {"other": 1}) is None
@@ -47,7 +40,7 @@ def test_nothing_is_asked_for():
 
 
 def test_settings_of_the_environment():
-    given = {
+    environment = {
         "ULTRAEP_SLOTS": "2",
         "ULTRAEP_POLICY": "none",
         "ULTRAEP_TOLERANCE": "0.05",
@@ -55,7 +48,7 @@ def test_settings_of_the_environment():
         "ULTRAEP_MIN_ROWS": "7",
         "ULTRAEP_KEEP": "0",
     }
-    assert read_settings(given, None) == ServingSettings(
+    assert read_settings(environment, None) == ServingSettings(
         slots=2, policy="none", tolerance=0.05, record="traces", min_rows=7, keep=False
     )
     assert read_settings({"ULTRAEP_POLICY": "ultraep"}, None) == ServingSettings()
@@ -90,13 +83,13 @@ def test_settings_of_the_additional_configuration():
         ),
     ],
 )
-def test_wrong_settings(environment, additional, message):
+def test_invalid_settings(environment, additional, message):
     with pytest.raises(ConfigError, match=message):
         read_settings(environment, additional)
 
 
 def engine(**changes):
-    """A configuration of vLLM that is balanced, but for these changes."""
+    """Return a configuration of vLLM that is balanced, with these changes."""
     parallel = {
         "data_parallel_size": 2,
         "tensor_parallel_size": 1,
@@ -139,13 +132,13 @@ def engine(**changes):
         ),
     ],
 )
-def test_engines_that_are_left_alone(changes, reason):
+def test_engines_that_are_not_balanced(changes, reason):
     assert reasons_of_engine(engine()) == []
-    (found,) = reasons_of_engine(engine(**changes))
-    assert found.startswith(reason)
+    (message,) = reasons_of_engine(engine(**changes))
+    assert message.startswith(reason)
 
 
-def test_every_reason_is_given():
+def test_all_reasons_are_listed():
     config = engine(enable_eplb=True, enforce_eager=False, lora_config=object())
     assert len(reasons_of_engine(config)) == 3
 
@@ -157,7 +150,7 @@ def layer(
     shared=0,
     places=(-1, -1, 0, 1),
 ):
-    """A layer of vLLM on rank 1 of 2, with four experts."""
+    """Return a layer of vLLM with four experts, on rank 1 of 2."""
     experts = type("ArmExperts", (type(kernel, (), {}),), {})()
     return SimpleNamespace(
         layer_name="layer",
@@ -180,16 +173,16 @@ def layer(
         ({"places": (0, 1, -1, -1)}, "layer holds other experts than its placement says"),
     ],
 )
-def test_layers_that_are_left_alone(changes, reason):
+def test_layers_that_are_not_balanced(changes, reason):
     homes = [0, 0, 1, 1]
     assert reasons_of_layer(layer(), homes) == []
     biased = ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "e_score_correction_bias")
     assert reasons_of_layer(layer(tensors=biased), homes) == []
-    (found,) = reasons_of_layer(layer(**changes), homes)
-    assert re.match(reason, found)
+    (message,) = reasons_of_layer(layer(**changes), homes)
+    assert re.match(reason, message)
 
 
-def test_copies_of_wider_types_need_more_rows():
+def test_replicas_of_wider_dtypes_need_more_rows():
     in_float32 = rows_to_pay(nbytes=4096, parameters=1024, device="cpu")
     assert rows_to_pay(nbytes=2048, parameters=1024, device="cpu") * 2 == in_float32
     assert rows_to_pay(nbytes=1024, parameters=1024, device="cpu") * 4 == in_float32
@@ -198,7 +191,7 @@ def test_copies_of_wider_types_need_more_rows():
     assert rows_to_pay(nbytes=1, parameters=1000, device="cpu") == 1
 
 
-def test_a_batch_at_the_threshold_has_the_rows_of_a_copy_on_each_rank():
+def test_a_batch_at_the_threshold_has_enough_rows_per_rank():
     for rows, ranks, top_k in [(16, 2, 2), (2000, 64, 8), (5, 3, 7), (1, 8, 8)]:
         tokens = least_tokens(rows, ranks, top_k)
         assert tokens * top_k / ranks >= rows > (tokens - 1) * top_k / ranks
@@ -230,7 +223,7 @@ def test_counters():
     assert value("stage_seconds_total", stage="experts") == 0.75
 
 
-def test_plans_are_counted_by_the_first_rank():
+def test_only_the_first_rank_counts_plans():
     registry = prometheus_client.CollectorRegistry()
     loads = np.array([[8, 0], [8, 0]])
     plan = ultraep.plan(loads, ultraep.Topology(ranks=2, experts=2))
@@ -238,7 +231,7 @@ def test_plans_are_counted_by_the_first_rank():
     assert registry.get_sample_value("ultraep_copies_planned_total") == 0
 
 
-def test_where_counters_are(monkeypatch):
+def test_the_log_says_whether_counters_are_shown(monkeypatch):
     monkeypatch.setenv(VARIABLE, "folder")
     assert where_they_are() == "counters are on the metrics page"
     monkeypatch.delenv(VARIABLE)
@@ -246,7 +239,7 @@ def test_where_counters_are(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("installed", "message"),
     [
         (None, "vLLM is not installed: pip install"),
         ("0.31.2", "vLLM 0.32.x is needed, but 0.31.2 is installed"),
@@ -254,8 +247,8 @@ def test_where_counters_are(monkeypatch):
         ("1.0", "vLLM 0.32.x is needed, but 1.0 is installed"),
     ],
 )
-def test_other_versions_are_left_alone(monkeypatch, caplog, found, message):
-    monkeypatch.setattr(Library, "installed", lambda _: found)
+def test_unsupported_versions_are_not_balanced(monkeypatch, caplog, installed, message):
+    monkeypatch.setattr(Library, "installed", lambda _: installed)
     monkeypatch.setenv("ULTRAEP_SLOTS", "1")
     with caplog.at_level(logging.DEBUG, VLLM_LOGGER):
         vllm.register()
@@ -267,12 +260,12 @@ def test_other_versions_are_left_alone(monkeypatch, caplog, found, message):
     assert "vllm" not in sys.modules
 
 
-def test_a_wrong_setting_stops_the_start(monkeypatch):
+def test_an_invalid_setting_stops_the_start(monkeypatch):
     monkeypatch.setenv("ULTRAEP_SLOTS", "many")
     with pytest.raises(ConfigError, match="ULTRAEP_SLOTS must be an integer, got 'many'"):
         vllm.register()
 
 
 def test_vllm_finds_the_plug_in():
-    (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "ultraep"]
-    assert found.load() is vllm.register
+    (plugin,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "ultraep"]
+    assert plugin.load() is vllm.register

@@ -1,6 +1,6 @@
-"""What the plug-in does inside of vLLM, with real servers: `make test-vllm` runs this, CI does not.
+"""Check the plug-in in real vLLM servers (`make test-vllm`; CI does not run it).
 
-Prints a line for every check, and ends with 1 if one fails. Needs an environment with vLLM.
+Prints a line for every check and exits with code 1 if one fails. Needs an environment with vLLM.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import tempfile
 import time
 import urllib.error
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from vllm_engines import (
     Server,
-    answers_alone,
     logged_by_plugin,
     make_model,
     make_prompts,
+    reference_answers,
     serving,
 )
 
@@ -32,211 +33,195 @@ from ultraep.integrations.library import VLLM
 
 PROMPTS = make_prompts()
 FAILED: list[str] = []
-TIE = 0.05  # of two tokens in half precision: some last places of a logit
+TIE = 0.05  # lead in log probability below which half precision may choose either token
 
 
-def check(told: str, holds: bool, figure: object = "") -> None:
-    """Print a line, and remember what does not hold."""
-    print(f"  {'ok    ' if holds else 'FAILED'} {told}{f': {figure}' if figure != '' else ''}")
-    sys.stdout.flush()
+def check(claim: str, holds: bool, figure: object = "") -> None:
+    """Print a line; store the claim if it does not hold."""
+    text = f"{claim}: {figure}" if figure != "" else claim
+    print(f"  {'ok    ' if holds else 'FAILED'} {text}", flush=True)
     if not holds:
-        FAILED.append(told)
+        FAILED.append(claim)
 
 
 class Bench:
-    """Models and answers that several sections need, made once."""
+    """Models and reference answers that several sections use, created once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._answers: dict[tuple[str, str], list[list[int]]] = {}
-        self.ahead: list[list[float]] = []  # of the second best, for the answers asked for last
+        self._reference: dict[tuple[str, str], tuple[list[list[int]], list[list[float]]]] = {}
 
-    def model(self, kind: str) -> Path:
-        folder = self.folder / kind
-        return folder if folder.exists() else make_model(kind, folder)
+    def model(self, family: str) -> Path:
+        folder = self.folder / family
+        return folder if folder.exists() else make_model(family, folder)
 
-    def alone(self, kind: str, dtype: str) -> list[list[int]]:
-        """The answers of one process, in which nothing of ours is asked for."""
-        if (kind, dtype) not in self._answers:
-            found, self.ahead, log = answers_alone(self.model(kind), dtype, PROMPTS)
-            check(f"{kind} {dtype} alone: the plug-in is silent", not logged_by_plugin(log))
-            self._answers[kind, dtype] = found
-        return self._answers[kind, dtype]
+    def reference(self, family: str, dtype: str) -> tuple[list[list[int]], list[list[float]]]:
+        """Return tokens and leads of one process without settings of the plug-in."""
+        if (family, dtype) not in self._reference:
+            tokens, leads, log = reference_answers(self.model(family), dtype, PROMPTS)
+            check(f"{family} {dtype}, one process: no log line", not logged_by_plugin(log))
+            self._reference[family, dtype] = tokens, leads
+        return self._reference[family, dtype]
 
-    def log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
+    def serving(
+        self, family: str, *options: str, variables: dict[str, str] | None = None
+    ) -> AbstractContextManager[Server]:
+        """Start a server; its log is in the folder of the bench."""
+        number = len(list(self.folder.glob("*.log")))
+        log = self.folder / f"server-{number}.log"
+        return serving(self.model(family), log, *options, variables=variables)
 
 
 def compare(
-    server: Server, expected: list[list[int]], ahead: list[list[float]] | None = None
+    server: Server, expected: list[list[int]], leads: list[list[float]] | None = None
 ) -> None:
-    """Greedy tokens, of many clients, again with cached prefixes, and one by one: idle ranks.
+    """Compare greedy tokens: several clients, again with cached prefixes, and one client.
 
-    ahead: in half precision sums are rounded elsewhere, so that where the two best tokens are as
-    good as equal, either of them is right; what follows the other one is not compared.
+    leads: allow another token where the lead is below TIE; later tokens are then not compared.
     """
-    for told, clients in (("6 clients", 6), ("again, prefixes cached", 6), ("one by one", 1)):
-        found, equal, ties = server.complete_all(PROMPTS, clients), 0, 0
-        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            same = [a == b for a, b in zip(mine, theirs, strict=True)]
+    for name, clients in (("6 clients", 6), ("cached prefixes", 6), ("one client", 1)):
+        answers, equal, ties = server.complete_all(PROMPTS, clients), 0, 0
+        for number, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
+            same = [a == b for a, b in zip(answer, tokens, strict=True)]
             until = same.index(False) if False in same else len(same)
             equal += until
-            if until < len(same) and ahead is not None and ahead[number][until] < TIE:
+            if until < len(same) and leads is not None and leads[number][until] < TIE:
                 ties += len(same) - until
-        tokens = sum(map(len, expected))
-        figure = f"{equal}/{tokens}" + f", {ties} from a tie on" * (ties > 0)
-        check(f"tokens equal those of one process, {told}", equal + ties == tokens, figure)
+        total = sum(map(len, expected))
+        figure = f"{equal}/{total}" + f", {ties} after a tie" * (ties > 0)
+        check(f"tokens equal the tokens of one process, {name}", equal + ties == total, figure)
 
 
-def count(server: Server, *, left_alone: bool) -> None:
-    """The page of metrics knows what was done."""
-    found = server.metrics()
+def check_metrics(server: Server, *, small_batches: bool) -> None:
+    """Check the metrics page. small_batches: whether some batches are too small to balance."""
+    metrics = server.metrics()
     mean = {
-        when: found[f'ultraep_imbalance_{when}_sum{{policy="ultraep"}}']
-        / found[f'ultraep_imbalance_{when}_count{{policy="ultraep"}}']
+        when: metrics[f'ultraep_imbalance_{when}_sum{{policy="ultraep"}}']
+        / metrics[f'ultraep_imbalance_{when}_count{{policy="ultraep"}}']
         for when in ("before", "after")
     }
-    sent, planned = found["ultraep_copies_sent_total"], found["ultraep_copies_planned_total"]
-    alone = found.get('ultraep_imbalance_before_count{policy="none"}', 0)
-    shown = f"{mean['before']:.3f} -> {mean['after']:.3f}"
-    check("metrics: imbalance", mean["before"] > mean["after"] >= 1, shown)
-    check(
-        "metrics: copies that are there are not sent again",
-        0 < sent < planned,
-        f"{sent:.0f} of {planned:.0f} sent",
-    )
-    check(
-        "metrics: bytes and seconds",
-        found["ultraep_weights_sent_bytes_total"] > 0
-        and found['ultraep_stage_seconds_total{stage="experts"}'] > 0,
-    )
-    check(
-        "metrics: layers of batches that were left alone", (alone > 0) == left_alone, f"{alone:.0f}"
-    )
+    figure = f"{mean['before']:.3f} -> {mean['after']:.3f}"
+    check("metrics: imbalance", mean["before"] > mean["after"] >= 1, figure)
+    sent, planned = metrics["ultraep_copies_sent_total"], metrics["ultraep_copies_planned_total"]
+    figure = f"{sent:.0f} of {planned:.0f} sent"
+    check("metrics: existing replicas are not sent again", 0 < sent < planned, figure)
+    nbytes = metrics["ultraep_weights_sent_bytes_total"]
+    seconds = metrics['ultraep_stage_seconds_total{stage="experts"}']
+    check("metrics: bytes and seconds", nbytes > 0 and seconds > 0)
+    skipped = metrics.get('ultraep_imbalance_before_count{policy="none"}', 0)
+    check("metrics: small batches", (skipped > 0) == small_batches, f"{skipped:.0f}")
 
 
-def said(server: Server) -> None:
-    """One line of log says what is done."""
-    lines = server.said()
+def check_log(server: Server) -> None:
+    lines = logged_by_plugin(server.log.read_text())
     check("the log has one line", len(lines) == 1, lines[0] if lines else "none")
 
 
 def two_ranks(bench: Bench) -> None:
-    """Qwen3-MoE, float32, DP2, set up by the environment; a load; a rank that dies."""
-    expected = bench.alone("Qwen3Moe", "float32")
+    """Qwen3-MoE, float32, DP2, settings in the environment; 60 requests; a rank that dies."""
+    expected, _ = bench.reference("Qwen3Moe", "float32")
     options = "--data-parallel-size", "2", "--dtype", "float32"
-    log = bench.log("two")
-    with serving(
-        bench.model("Qwen3Moe"), log, *options, variables={"ULTRAEP_SLOTS": "1"}
-    ) as server:
+    with bench.serving("Qwen3Moe", *options, variables={"ULTRAEP_SLOTS": "1"}) as server:
         compare(server, expected)
-        said(server)
-        count(server, left_alone=True)
+        check_log(server)
+        check_metrics(server, small_batches=True)
         begin = time.perf_counter()
         answers = server.complete_all(PROMPTS * 6, 8)
         seconds = time.perf_counter() - begin
-        check("a load of 60 requests by 8 clients", answers == expected * 6, f"{seconds:.1f} s")
+        check("60 requests by 8 clients", answers == expected * 6, f"{seconds:.1f} s")
         os.kill(server.workers()[1], signal.SIGKILL)
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             server.complete(PROMPTS[3])
-        check("a rank that dies ends the server, and leaves nothing behind", server.is_gone(90))
+        check("all processes end after a rank died", server.ends(90))
 
 
 def four_ranks(bench: Bench) -> None:
-    """GLM-4-MoE (10 experts on 4 ranks, and a shared one), float32, DP4, --additional-config."""
-    expected = bench.alone("Glm4Moe", "float32")
+    """GLM-4-MoE (10 experts on 4 ranks, a shared expert), float32, DP4, --additional-config."""
+    expected, _ = bench.reference("Glm4Moe", "float32")
     options = ["--data-parallel-size", "4", "--dtype", "float32", "--api-server-count", "1"]
     options += ["--additional-config", '{"ultraep": {"slots": 2, "min_rows": 1}}']
-    with tempfile.TemporaryDirectory() as page:
-        variables = {"PROMETHEUS_MULTIPROC_DIR": page}
-        model, log = bench.model("Glm4Moe"), bench.log("four")
-        with serving(model, log, *options, variables=variables) as server:
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {"PROMETHEUS_MULTIPROC_DIR": folder}
+        with bench.serving("Glm4Moe", *options, variables=variables) as server:
             compare(server, expected)
-            said(server)
-            count(server, left_alone=False)
+            check_log(server)
+            check_metrics(server, small_batches=False)
 
 
 def half_precision(bench: Bench) -> None:
-    """Qwen3-MoE, DP2, in bfloat16, or in float16 where the processor has no bfloat16."""
+    """Qwen3-MoE, DP2, bfloat16, or float16 on a processor without bfloat16; a trace."""
     dtype = "bfloat16"
     if lacks_bfloat16():
-        print(
-            "  skipped bfloat16: this processor lacks it, and vLLM ends with an illegal instruction"
-        )
+        print("  skipped bfloat16: vLLM needs instructions that this processor lacks")
         dtype = "float16"
-    expected = bench.alone("Qwen3Moe", dtype)
+    expected, leads = bench.reference("Qwen3Moe", dtype)
     options = "--data-parallel-size", "2", "--dtype", dtype, "--api-server-count", "1"
-    folder = bench.folder / "trace"
+    trace = bench.folder / "trace"
     variables = {"ULTRAEP_SLOTS": "1", "ULTRAEP_MIN_ROWS": "1", "ULTRAEP_KEEP": "0"}
-    variables["ULTRAEP_RECORD"] = str(folder)
-    model, log = bench.model("Qwen3Moe"), bench.log("half")
-    ahead = bench.ahead
-    with serving(model, log, *options, variables=variables) as server:
-        compare(server, expected, ahead)
-        said(server)
-        time.sleep(3)  # for the trace: vLLM kills what computes when it ends
-    records = len(ultraep.read_trace(folder))
+    variables["ULTRAEP_RECORD"] = str(trace)
+    with bench.serving("Qwen3Moe", *options, variables=variables) as server:
+        compare(server, expected, leads)
+        check_log(server)
+        time.sleep(3)  # for the trace: vLLM kills its workers
+    records = len(ultraep.read_trace(trace))
     check("a trace of all microbatches", records > 0, f"{records} records")
 
 
 def biases(bench: Bench) -> None:
-    """gpt-oss, whose experts have biases, float32, DP2, two copies on a rank."""
-    expected = bench.alone("GptOss", "float32")
+    """gpt-oss, whose experts have biases, float32, DP2, two slots per rank."""
+    expected, _ = bench.reference("GptOss", "float32")
     options = "--data-parallel-size", "2", "--dtype", "float32", "--api-server-count", "1"
-    folder = bench.folder / "copies"
-    variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_MIN_ROWS": "1", "ULTRAEP_RECORD": str(folder)}
-    with serving(bench.model("GptOss"), bench.log("bias"), *options, variables=variables) as server:
+    trace = bench.folder / "two-slots"
+    variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_MIN_ROWS": "1", "ULTRAEP_RECORD": str(trace)}
+    with bench.serving("GptOss", *options, variables=variables) as server:
         compare(server, expected)
-        said(server)
+        check_log(server)
         time.sleep(3)  # for the trace, as above
-    second = int((ultraep.read_trace(folder).copies[:, 2] == 1).sum())
-    check("copies in second slots", second > 0, second)
+    second = int((ultraep.read_trace(trace).copies[:, 2] == 1).sum())
+    check("replicas in second slots", second > 0, second)
 
 
 def refused(bench: Bench) -> None:
-    """Tensor-parallel ranks are left alone with the reason; a wrong setting stops the start."""
-    expected = bench.alone("Qwen3Moe", "float32")
+    """Tensor-parallel ranks are not balanced, and the log says why; an invalid setting."""
+    expected, _ = bench.reference("Qwen3Moe", "float32")
     os.environ["ULTRAEP_SLOTS"] = "1"
     model = bench.model("Qwen3Moe")
-    found, _, log = answers_alone(model, "float32", PROMPTS, tensor_parallel_size=2)
+    tokens, _, log = reference_answers(model, "float32", PROMPTS, tensor_parallel_size=2)
     lines = [line.split("] ", 1)[-1] for line in log.splitlines() if "balances nothing" in line]
-    check("TP2 is left alone, and the log says why", len(lines) == 1, lines[0] if lines else "none")
-    check("its tokens are those of one process", found == expected)
+    check("the log says why TP2 is not balanced", len(lines) == 1, lines[0] if lines else "none")
+    check("its tokens equal the tokens of one process", tokens == expected)
     os.environ["ULTRAEP_SLOTS"] = "many"
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     del os.environ["ULTRAEP_SLOTS"]
-    told = "ULTRAEP_SLOTS must be an integer, got 'many'"
-    check("a wrong setting stops the start", done.returncode != 0 and told in done.stderr, told)
+    message = "ULTRAEP_SLOTS must be an integer, got 'many'"
+    stopped = done.returncode != 0 and message in done.stderr
+    check("an invalid setting stops the start", stopped, message)
 
 
 def lacks_bfloat16() -> bool:
-    """Whether this is an Arm processor without the instructions that vLLM's kernels need."""
+    """Return whether this Arm processor lacks instructions that vLLM's kernels need."""
     if platform.machine() != "aarch64":
         return False
     return " bf16" not in Path("/proc/cpuinfo").read_text()
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "two_ranks": two_ranks,
-    "four_ranks": four_ranks,
-    "half_precision": half_precision,
-    "biases": biases,
-    "refused": refused,
+    run.__name__: run for run in (two_ranks, four_ranks, half_precision, biases, refused)
 }
 
 
 def main() -> None:
-    """Run the sections that are asked for."""
+    """Run some or all sections."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="some sections")
-    chosen = parser.parse_args().only.split(",")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended
-    where = f"{platform.machine()}, {os.cpu_count()} cores"
-    print(f"ultraep {ultraep.__version__} in vLLM {VLLM.installed()}, {where}")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
+    names = parser.parse_args().only.split(",")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    print(f"ultraep {ultraep.__version__} in vLLM {VLLM.installed()}, {machine}")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
-        for name in chosen:
+        for name in names:
             begin = time.perf_counter()
             print(f"{name}: {SECTIONS[name].__doc__}", flush=True)
             try:

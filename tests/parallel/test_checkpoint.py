@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint go on exactly, on another number of ranks too."""
+"""Training resumes from torch.distributed.checkpoint, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from trained import Training, assert_same_history, reference
 
 from ultraep import Balancer, ConfigError, parallel
 
-SAVED = 2  # after so many steps
-STEPS = 4
+SAVED, STEPS = 2, 4  # steps until the checkpoint, and all steps
 
 
-def save(rank, group, way, ep, folder):
-    training = Training(way, ep)
+def save(rank, group, wrapper, ep, folder):
+    training = Training(wrapper, ep)
     training.steps(SAVED)
     dcp.save(training.state(), checkpoint_id=folder)
 
 
-def go_on(rank, group, way, ep, folder):
-    training = Training(way, ep)
+def resume(rank, group, wrapper, ep, folder):
+    training = Training(wrapper, ep)
     with torch.no_grad():
         for parameter in training.model.parameters():
             parameter.zero_()
@@ -32,15 +31,13 @@ def go_on(rank, group, way, ep, folder):
     assert_same_history(training.steps(STEPS - SAVED), history[SAVED:])
 
 
-@pytest.mark.parametrize(("way", "ranks", "ep"), [("ddp", 2, 2), ("fsdp, experts too", 4, 2)])
-def test_training_goes_on_on_another_number_of_ranks(tmp_path, way, ranks, ep):
-    pool = shared_pool()
-    pool.run(ranks, save, way, ep, tmp_path)
-    pool.run(1, go_on, "ddp", 1, tmp_path)
-    pool.run(3, go_on, "ddp", 3, tmp_path)
-    pool.run(4, go_on, "ddp", 4, tmp_path)
-    pool.run(4, go_on, "fsdp", 2, tmp_path)
-    pool.run(4, go_on, "fsdp, experts too", 2, tmp_path)
+@pytest.mark.parametrize(("wrapper", "ranks", "ep"), [("ddp", 2, 2), ("fsdp, experts too", 4, 2)])
+def test_training_resumes_on_another_number_of_ranks(tmp_path, wrapper, ranks, ep):
+    shared_pool().run(ranks, save, wrapper, ep, tmp_path)
+    for size in (1, 3, 4):
+        shared_pool().run(size, resume, "ddp", size, tmp_path)
+    for other in ("fsdp", "fsdp, experts too"):
+        shared_pool().run(4, resume, other, 2, tmp_path)
 
 
 def load_plain_state(rank, group, folder):
@@ -50,11 +47,11 @@ def load_plain_state(rank, group, folder):
         dcp.load(training.state(), checkpoint_id=folder)
 
 
-def test_a_checkpoint_of_a_plain_state_is_not_taken_for_one_of_all_experts(tmp_path):
+def test_a_checkpoint_of_one_rank_is_refused(tmp_path):
     shared_pool().run(1, load_plain_state, tmp_path)
 
 
-def test_every_expert_has_a_key_of_its_own_and_memory_is_shared():
+def test_every_expert_has_its_own_key_and_shares_memory():
     layer = Example([4]).layer(Balancer("alone", experts=8))
     optimizer = torch.optim.AdamW(layer.parameters())
     state = parallel.ShardedState(torch.compile(layer), optimizer).state_dict()
@@ -69,13 +66,13 @@ def test_every_expert_has_a_key_of_its_own_and_memory_is_shared():
     assert state["optimizer.state.experts.down_proj.step"].ndim == 0
 
 
-def test_a_model_alone():
+def test_a_model_without_an_optimizer():
     layers = [Example([4], seed=seed).layer(Balancer("alone", experts=8)) for seed in range(2)]
     state = parallel.ShardedState(layers[0]).state_dict()
     assert not any(key.startswith("optimizer.") for key in state)
     parallel.ShardedState(layers[1]).load_state_dict(state)
-    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
-        assert torch.equal(one, other)
+    for saved, loaded in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(saved, loaded)
 
 
 def test_moments_that_are_not_stacked_over_experts_are_refused():

@@ -1,4 +1,4 @@
-"""Training beside DDP and FSDP2 is that of one process; what would damage experts is refused."""
+"""Training with DDP and FSDP2 equals training in one process; wrappers that damage experts fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trained import Training, assert_same_history, balanced, grid, reference
 from ultraep import Balancer, ConfigError, LocalGroup, parallel
 from ultraep.experts import Experts
 
-WAYS = [
+CASES = [
     ("ddp", 2, 2),
     ("ddp", 3, 3),  # one rank has no experts
     ("ddp", 2, 1),  # every rank has all experts
@@ -31,87 +31,76 @@ WAYS = [
 ]
 
 
-def train(rank, group, way, ep):
-    training = Training(way, ep)
+def train(rank, group, wrapper, ep):
+    training = Training(wrapper, ep)
     training.backward()
-    mine = list(training.bare.moe.experts.home_experts)
+    homes = list(training.bare.moe.experts.home_experts)
     expected, gradients = reference(3)
-    for name, found in training.whole_gradients().items():
-        right = gradients[name][mine] if ".experts." in name else gradients[name]
-        assert_close(found, right, name)
+    for name, gradient in training.full_gradients().items():
+        right = gradients[name][homes] if ".experts." in name else gradients[name]
+        assert_close(gradient, right, name)
     assert_same_history(training.steps(3), expected)
     assert ep == 1 or training.bare.moe.last_plan.num_replicas > 0
 
 
-@pytest.mark.parametrize(("way", "ranks", "ep"), WAYS, ids=str)
-def test_gradients_norms_and_losses_are_those_of_one_process(way, ranks, ep):
-    shared_pool().run(ranks, train, way, ep)
+@pytest.mark.parametrize(("wrapper", "ranks", "ep"), CASES, ids=str)
+def test_gradients_norms_and_losses(wrapper, ranks, ep):
+    shared_pool().run(ranks, train, wrapper, ep)
 
 
-def by_ddp(model):
-    DistributedDataParallel(model)
+WRAPPERS = {
+    "ddp": DistributedDataParallel,
+    "fsdp1": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    "fsdp2": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    "distribute_module": lambda model: distribute_module(model, init_device_mesh("cpu", (2,))),
+}
+UNEVEN = [0, 0, 0, 0, 0, 1, 1, 1]
+TREATED = "would treat 'moe.experts' as the same on ranks [0, 1], "
+ONE_DTENSOR = "'gate_up_proj' of home experts would become one DTensor of ranks [0, 1], "
+DDP, FSDP1 = f"DistributedDataParallel {TREATED}", f"FullyShardedDataParallel {TREATED}"
 
 
-def by_fsdp1(model):
-    FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-
-
-def by_fully_shard(model):
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-
-
-def by_distribute_module(model):
-    distribute_module(model, init_device_mesh("cpu", (2,)))
-
-
-def refused(rank, group, wrap, homes, frozen, message):
+def refused(rank, group, wrapper, homes, frozen, message):
     warnings.filterwarnings("ignore", "FSDP will not all-gather")
     model = balanced(group, homes)
     model.moe.experts.requires_grad_(not frozen)
     before = copy.deepcopy(model.moe.experts)
     with pytest.raises(ConfigError) as error:
-        wrap(model)
+        WRAPPERS[wrapper](model)
     assert message in str(error.value)
     assert "but each of ranks [0, 1] has other experts: exclude them" in str(error.value)
-    if wrap in (by_ddp, by_fully_shard):  # the others write first
+    if wrapper in ("ddp", "fsdp2"):  # the others write first
         assert torch.equal(model.moe.experts.gate_up_proj, before.gate_up_proj)
 
 
-UNEVEN = [0, 0, 0, 0, 0, 1, 1, 1]
-DDP_MESSAGE = "DistributedDataParallel would treat 'moe.experts' as the same on ranks [0, 1], "
-FSDP1_MESSAGE = "FullyShardedDataParallel would treat 'moe.experts' as the same on ranks [0, 1], "
-DTENSOR_MESSAGE = "'gate_up_proj' of home experts would become one DTensor of ranks [0, 1], "
-
-
 @pytest.mark.parametrize(
-    ("wrap", "homes", "frozen", "message"),
+    ("wrapper", "homes", "frozen", "message"),
     [
-        (by_ddp, None, False, DDP_MESSAGE),
-        (by_ddp, None, True, DDP_MESSAGE),  # nothing to average, but it would be overwritten
-        (by_ddp, UNEVEN, False, DDP_MESSAGE),
-        (by_fsdp1, None, False, FSDP1_MESSAGE),
-        (by_fully_shard, None, False, DTENSOR_MESSAGE),
-        (by_fully_shard, UNEVEN, False, DTENSOR_MESSAGE),
-        (by_distribute_module, None, False, DTENSOR_MESSAGE),
+        ("ddp", None, False, DDP),
+        ("ddp", None, True, DDP),  # it averages nothing, but it would overwrite the experts
+        ("ddp", UNEVEN, False, DDP),
+        ("fsdp1", None, False, FSDP1),
+        ("fsdp2", None, False, ONE_DTENSOR),
+        ("fsdp2", UNEVEN, False, ONE_DTENSOR),
+        ("distribute_module", None, False, ONE_DTENSOR),
     ],
-    ids=["ddp", "ddp-frozen", "ddp-uneven", "fsdp1", "fsdp2", "fsdp2-uneven", "distribute_module"],
 )
-def test_what_takes_experts_to_be_the_same_is_refused_on_every_rank(wrap, homes, frozen, message):
-    shared_pool().run(2, refused, wrap, homes, frozen, message)
+def test_wrappers_that_treat_experts_as_equal_are_refused(wrapper, homes, frozen, message):
+    shared_pool().run(2, refused, wrapper, homes, frozen, message)
 
 
-def alike_in_ddp(rank, group):
+def all_experts_in_ddp(rank, group):
     experts, _ = grid(1)
     wrapped = DistributedDataParallel(balanced(experts))
     wrapped(torch.ones(3, 16, dtype=torch.float64)).sum().backward()
     assert wrapped.module.moe.experts.down_proj.grad is not None
 
 
-def test_plain_ddp_is_right_where_every_rank_has_all_experts():
-    shared_pool().run(2, alike_in_ddp)
+def test_plain_ddp_is_accepted_if_every_rank_has_all_experts():
+    shared_pool().run(2, all_experts_in_ddp)
 
 
-def made_elsewhere(rank, group):
+def ignored_by_ddp(rank, group):
     model = balanced(group)
     model._ddp_params_and_buffers_to_ignore = ["after.bias"]
     parallel.leave_out_experts(model)
@@ -119,11 +108,11 @@ def made_elsewhere(rank, group):
     assert wrapped.parameters_to_ignore == {"after.bias", *parallel.expert_parameters(model)}
 
 
-def test_ddp_that_others_make_leaves_out_experts_and_what_was_left_out_before():
-    shared_pool().run(2, made_elsewhere)
+def test_leave_out_experts_keeps_earlier_names():
+    shared_pool().run(2, ignored_by_ddp)
 
 
-def wrong_alike(rank, group):
+def wrong_dp_replicas(rank, group):
     training = Training("ddp", 2)
     training.model(training.x).sum().backward()
     message = r"ranks \[0, 1\] are among the ranks .* spread over, \[0, 1\]"
@@ -135,11 +124,11 @@ def wrong_alike(rank, group):
         parallel.average_expert_gradients(training.model)
 
 
-def test_ranks_that_are_not_alike_are_refused():
-    shared_pool().run(2, wrong_alike)
+def test_wrong_dp_replicas_are_refused():
+    shared_pool().run(2, wrong_dp_replicas)
 
 
-def test_parameters_are_told_apart_and_marked():
+def test_expert_parameters_carry_their_ranks():
     example = Example([4] * 2, shared_ffn=4)
 
     def work(comm):

@@ -53,15 +53,15 @@ def balanced(group, homes=None):
     return Model(EXAMPLE.layer(Balancer(group, experts=8, homes=homes)))
 
 
-def wrapped(way, model, dp_replicas):
+def wrapped(wrapper, model, dp_replicas):
     """Wrap the model in DDP or FSDP2."""
-    if way == "ddp":
+    if wrapper == "ddp":
         return parallel.data_parallel(model)
     world = init_device_mesh("cpu", (dist.get_world_size(),))
-    if way == "fsdp":
+    if wrapper == "fsdp":
         own = set(parallel.expert_parameters(model).values())
         return fully_shard(model, mesh=world, ignored_params=own)
-    assert way == "fsdp, experts too"
+    assert wrapper == "fsdp, experts too"
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     for dense in (model.moe.router, model.moe.shared):
         fully_shard(dense, mesh=world)
@@ -72,10 +72,10 @@ def wrapped(way, model, dp_replicas):
 class Training:
     """One rank of the training."""
 
-    def __init__(self, way, ep):
+    def __init__(self, wrapper, ep):
         experts, self.dp_replicas = grid(ep)
         self.bare = balanced(experts, HOMES[ep])
-        self.model = wrapped(way, self.bare, self.dp_replicas)
+        self.model = wrapped(wrapper, self.bare, self.dp_replicas)
         self.optimizer = adam(self.model)
         rank, size = dist.get_rank(), dist.get_world_size()
         self.x = torch.cat(EXAMPLE.inputs).chunk(size)[rank]
@@ -86,9 +86,9 @@ class Training:
         loss = self.model(self.x).square().mean()
         loss.backward()
         parallel.average_expert_gradients(self.model, self.dp_replicas)
-        history = loss.detach().clone()
-        dist.all_reduce(history)
-        return history.item() / dist.get_world_size()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
 
     def steps(self, count):
         """Return losses and norms of `count` steps."""
@@ -103,10 +103,10 @@ class Training:
     def state(self):
         return {"training": parallel.ShardedState(self.model, self.optimizer)}
 
-    def whole_gradients(self):
-        """Return full gradients by name, and of the home experts."""
-        found = ((name, p.grad) for name, p in self.bare.named_parameters())
-        return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found}
+    def full_gradients(self):
+        """Return the gradients of dense parameters and of the home experts, by name."""
+        gradients = ((name, p.grad) for name, p in self.bare.named_parameters())
+        return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients}
 
 
 @cache
@@ -130,7 +130,5 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def assert_same_history(found, expected):
-    assert len(found) == len(expected)
-    found, expected = (torch.tensor(history, dtype=torch.float64) for history in (found, expected))
-    assert_close(found, expected, tolerance=1e-10)
+def assert_same_history(*histories):
+    assert_close(*(torch.tensor(h, dtype=torch.float64) for h in histories), tolerance=1e-10)

@@ -1,4 +1,4 @@
-"""The exchange between tokens and slots: two directions, each the gradient of the other."""
+"""Rows travel to slots and back; each direction is the gradient of the other."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ WIDTH = 3
 
 
 def on_ranks(routing, work):
-    """`work(exchange, rank)` on every rank; its results."""
+    """Return the results of `work(exchange, rank)` on every rank."""
     ids, plan = routing
 
     def on_rank(comm):
@@ -32,8 +32,8 @@ def on_ranks(routing, work):
     return LocalGroup(len(ids)).run(on_rank)
 
 
-def whole_numbers(seed, *shape):
-    """Sums of them are exact, in any order."""
+def integers(seed, *shape):
+    """Draw floating-point integers, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-9, 10, shape, generator=generator).double()
 
@@ -52,22 +52,22 @@ def test_every_slot_gets_its_rows_source_by_source(routing):
     results = on_ranks(routing, work)
     slot = 0
     for _, begins, arrived in results:
-        for found in arrived.split(np.diff(begins).tolist()):
+        for rows in arrived.split(np.diff(begins).tolist()):
             expected = []
             for source, (routes, *_) in enumerate(results):
                 slots = routes.slots.reshape(-1)[routes.order]
                 for choice in routes.order[slots == slot].tolist():
                     expected.append([source, choice // routes.shape[-1], choice])
-            assert found.tolist() == expected
+            assert rows.tolist() == expected
             slot += 1
 
 
 @settings(max_examples=60)
 @given(routings())
-def test_there_and_back_is_once_for_every_choice(routing):
+def test_a_round_trip_returns_a_row_for_every_choice(routing):
     def work(exchange, rank):
         tokens, top_k = exchange.routes.shape
-        values, scalars = whole_numbers(rank, tokens, WIDTH), whole_numbers(rank, tokens, top_k)
+        values, scalars = integers(rank, tokens, WIDTH), integers(rank, tokens, top_k)
         sums, back = exchange.to_tokens(*exchange.to_slots(values, scalars))
         sent = exchange.routes.slots != PADDING
         assert torch.equal(sums, values * sent.sum(dim=1, keepdim=True))
@@ -83,20 +83,20 @@ def test_each_direction_is_the_gradient_of_the_other(routing):
 
     def work(exchange, rank):
         tokens, top_k = exchange.routes.shape
-        values, scalars = whole_numbers(rank, tokens, WIDTH), whole_numbers(rank, tokens, top_k)
+        values, scalars = integers(rank, tokens, WIDTH), integers(rank, tokens, top_k)
         there = exchange.to_slots(values, scalars)
-        rows, of_rows = whole_numbers(rank, *there[0].shape), whole_numbers(rank, *there[1].shape)
+        rows, of_rows = integers(rank, *there[0].shape), integers(rank, *there[1].shape)
         back = exchange.to_tokens(rows, of_rows)
-        one = (there[0] * rows).sum() + (there[1] * of_rows).sum()
-        other = (values * back[0]).sum() + (scalars * back[1]).sum()
-        return one.item(), other.item()
+        at_slots = (there[0] * rows).sum() + (there[1] * of_rows).sum()
+        at_tokens = (values * back[0]).sum() + (scalars * back[1]).sum()
+        return torch.stack([at_slots, at_tokens])
 
-    ones, others = zip(*on_ranks(routing, work), strict=True)
-    assert sum(ones) == sum(others)
+    at_slots, at_tokens = sum(on_ranks(routing, work))
+    assert at_slots == at_tokens
 
 
 class Counting:
-    """A communicator that notes what it is given to send."""
+    """A communicator that records the shapes that it sends."""
 
     def __init__(self, comm):
         self._comm, self.shapes = comm, []
@@ -118,28 +118,27 @@ def exchange_of_one(ids, comm=None):
 IDS = torch.tensor([[0, 1], [2, PADDING], [3, 3], [1, 0], [PADDING, PADDING]])
 
 
-def test_nothing_is_kept_at_the_side_of_the_tokens():
-    kept = []
+def test_dispatch_and_combine_save_no_rows():
+    saved = []
     exchange = exchange_of_one(IDS)
     tokens, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 2, requires_grad=True)
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         arrivals = dispatch(tokens, weights, exchange)
         combine(arrivals.rows, exchange).sum().backward()
-    assert [tensor.numel() for tensor in kept] == [1, 1]  # a label of the exchange for each
+    assert [tensor.numel() for tensor in saved] == [1, 1]  # a label of the exchange each
 
 
-def test_all_that_a_layer_keeps_of_the_size_of_the_rows():
-    """What stage 6 got, and what it had between its two layers; no outputs."""
+def test_a_layer_saves_inputs_and_activations_but_no_outputs():
     example = Example([30], top_k=5, hidden=16, ffn=12)
     layer = example.layer(Balancer("alone", experts=8))
-    kept = []
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(example.inputs[0].clone().requires_grad_())
-    large = [list(tensor.shape) for tensor in kept if len(tensor) == 30 * 5 and tensor.ndim > 1]
+    large = [list(tensor.shape) for tensor in saved if len(tensor) == 30 * 5 and tensor.ndim > 1]
     assert sorted(large) == [[150, 16], [150, 24]]
 
 
-def test_padding_learns_nothing_and_is_never_looked_at():
+def test_padding_is_not_read_and_gets_no_gradient():
     exchange = exchange_of_one(IDS)
     weights = torch.where(IDS == PADDING, torch.nan, 0.5).requires_grad_()
     tokens = torch.randn(5, 8, dtype=torch.float64)
@@ -157,7 +156,7 @@ def test_padding_learns_nothing_and_is_never_looked_at():
     assert weights.grad[IDS != PADDING].all()
 
 
-def test_gates_that_learn_nothing_do_not_travel_back():
+def test_gradients_of_frozen_gates_are_not_sent():
     def work(comm):
         counting = Counting(comm)
         exchange = exchange_of_one(IDS, counting)
@@ -169,6 +168,6 @@ def test_gates_that_learn_nothing_do_not_travel_back():
         return counting.shapes
 
     first, second = LocalGroup(2).run(work)
-    # there: rows and gates; back: outputs. And again: gradients of outputs, and of rows.
+    # rows, gates, outputs, gradients of outputs, gradients of rows
     assert first == [[7, 8], [7], [8, 8], [7, 8], [8, 8]]
     assert second == [[7, 8], [7], [6, 8], [7, 8], [6, 8]]

@@ -4,16 +4,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from dense import Example, gradients_of, network, on_every_rank
-from test_seam import assert_alike, passes
+from dense import assert_same_tensors, gradients_of, network, on_every_rank
+from test_seam import EXAMPLE, passes
 
 from ultraep import serve
 from ultraep.dispatch import Arrivals
 from ultraep.microbatch import Layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-EXAMPLE = Example([30, 20, 25], experts=9, bias=True)
 
 
 class Permuting:
@@ -102,7 +100,7 @@ def test_slots_are_physical_experts_of_any_dispatcher():
     """Outputs and all gradients are those of `BalancedMoE`."""
     ours = on_every_rank(EXAMPLE, passes(lambda layer: layer), slots=2)
     foreign = on_every_rank(EXAMPLE, passes(Foreign), slots=2)
-    assert_alike(foreign, ours)
+    assert_same_tensors(foreign, ours)
 
 
 def test_microbatches_in_flight():
@@ -117,4 +115,4 @@ def test_microbatches_in_flight():
         return {"y0": ys[0].detach(), "x1": xs[1].grad, **gradients_of(layer, xs[0])}
 
     balanced, plain = (on_every_rank(EXAMPLE, both, policy=p) for p in ("ultraep", "none"))
-    assert_alike(balanced, plain)
+    assert_same_tensors(balanced, plain)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from dense import Example, network
+from dense import Example, with_network
 
-from ultraep import Balancer, ConfigError, ExpertsFrom
+from ultraep import Balancer, ConfigError
 
 TRANSFORMS = {
     "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
@@ -26,9 +26,7 @@ def test_transforms_are_refused(name, data_plane, own_network):
     balancer = Balancer("alone", experts=example.experts, data_plane=data_plane)
     layer = example.layer(balancer)
     if own_network:
-        layer.experts = ExpertsFrom(
-            network, dict(layer.experts.bundle), list(layer.experts.home_experts)
-        )
+        layer = with_network(layer)
     x = example.inputs[0]
     with pytest.raises(ConfigError, match=r"inside a torch\.func transform.*backward\(\)"):
         TRANSFORMS[name](layer, x)

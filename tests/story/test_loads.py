@@ -1,4 +1,4 @@
-"""Counting ids, and refusing what is no load."""
+"""Counting ids, and refusing invalid loads."""
 
 import numpy as np
 import pytest
@@ -31,13 +31,13 @@ def test_ids_out_of_range_are_refused(ids):
         count_loads(ids, experts=4)
 
 
-def test_padding_is_no_part_of_a_complaint():
+def test_errors_do_not_count_padding():
     with pytest.raises(LoadError, match=r"0\.\.3, got 2\.\.9 \(1 of 4 are out of range\)"):
         count_loads([[-1, 2], [-1, 9]], experts=4)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
-def test_unsigned_ids_know_no_padding(dtype):
+def test_unsigned_ids_have_no_padding(dtype):
     largest = np.array([[np.iinfo(dtype).max]], dtype=dtype)
     with pytest.raises(LoadError, match=r"0\.\.3"):
         count_loads(largest, experts=4)

@@ -1,4 +1,4 @@
-"""The verbs of a microbatch: their order, what they need, and what outlives them."""
+"""The verbs of a microbatch: their order, their inputs, and their lifetime."""
 
 import weakref
 
@@ -11,7 +11,6 @@ from ultraep.layer import run_stages
 from ultraep.microbatch import Layer
 
 IDS = torch.tensor([[0, 1], [2, 3]])
-VERBS = ("plan", "replicate", "reroute", "dispatch")
 BEFORE = {"plan": "count", "replicate": "plan", "reroute": "plan", "dispatch": "reroute"}
 
 
@@ -19,8 +18,8 @@ def begun():
     return Balancer("alone", experts=4).begin(Layer(0, {"w": torch.zeros(4, 2)}), IDS)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_before_its_time_names_what_is_missing(verb):
+@pytest.mark.parametrize("verb", BEFORE)
+def test_a_verb_that_is_called_too_early_names_the_missing_verb(verb):
     with pytest.raises(ConfigError, match=rf"call {BEFORE[verb]}\(\) first"):
         getattr(begun(), verb)()
 
@@ -41,7 +40,7 @@ def test_all_stages_need_stage_6():
 
 
 def test_backward_keeps_no_inputs():
-    """Replicas and rows wait for backward; what the microbatch began with does not."""
+    """Only replicas and rows stay alive until backward."""
     example = Example([20])
     balancer = Balancer("alone", experts=8)
     experts = example.layer(balancer).experts

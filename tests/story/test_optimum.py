@@ -27,20 +27,20 @@ def test_the_gap_on_small_random_problems():
 @pytest.mark.parametrize(
     ("expert_loads", "peak"),
     [
-        ([9, 0, 0], 3),  # two copies of the one hot expert
+        ([9, 0, 0], 3),  # two replicas of the hot expert
         ([6, 6, 0], 4),  # rank 2 gets 4 of one expert, its home 2 of the other
         ([1, 1, 1], 1),
         ([7, 0, 0], 3),  # rounded up
     ],
 )
-def test_problems_that_one_can_solve_by_hand(expert_loads, peak):
+def test_problems_solved_by_hand(expert_loads, peak):
     topology = Topology(ranks=3, experts=3, slots=1)
     assert optimal_peak(np.array(expert_loads), topology) == peak
     assert planned_peak(expert_loads, topology) == peak
 
 
 def test_many_small_experts_cannot_be_moved_through_one_slot():
-    """Rank 0 is full of small experts; with one slot each, the others can take one each."""
+    """Rank 0 has many small experts; with one slot, each other rank can take one of them."""
     topology = Topology(ranks=3, experts=12, homes=[0] * 10 + [1, 2], slots=1)
     loads = np.array([10] * 10 + [0, 0])
     assert optimal_peak(loads, topology) == 80

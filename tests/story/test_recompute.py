@@ -1,37 +1,28 @@
-"""What backward relies on: the forward pass that its tensors come from, and slots it gives back."""
+"""Backward uses the tensors and slots of its own forward pass, and releases the slots."""
 
 from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
-from dense import Example, assert_close, network
+from dense import (
+    Example,
+    assert_close,
+    assert_same_tensors,
+    gradients_of,
+    network,
+    with_network,
+)
 from microbatches import planned
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ultraep import (
-    BalancedMoE,
-    Balancer,
-    ConfigError,
-    ExpertsFrom,
-    LocalGroup,
-    Routing,
-    UltraEPError,
-    serve,
-)
+from ultraep import Balancer, ConfigError, LocalGroup, Routing, UltraEPError, serve
 from ultraep.dispatch import Arrivals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TWO = Example([20, 16], experts=4)
-NAMES = ("gate_up_proj", "down_proj")
-
-
-def seam(layer, run=network, bundle=None):
-    bundle = layer.experts.bundle if bundle is None else bundle
-    experts = ExpertsFrom(run, bundle, list(layer.experts.home_experts))
-    return BalancedMoE(layer.router, experts, balancer=layer.balancer)
 
 
 def on_ranks(body, **options):
@@ -41,17 +32,6 @@ def on_ranks(body, **options):
     return LocalGroup(TWO.ranks).run(work)
 
 
-def gradients(layers, x):
-    weights = [getattr(layer.experts, name) for layer in layers for name in NAMES]
-    return [x.grad, *(weight.grad for weight in weights)]
-
-
-def assert_equal_gradients(found, wanted):
-    for ours, theirs in zip(found, wanted, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_close(one, other)
-
-
 # Checkpointing
 
 
@@ -59,7 +39,7 @@ def several_layers(balancer, around):
     """Two layers with hot experts on different ranks, in one checkpoint."""
     examples = [Example(TWO.tokens, experts=4, skew=skew, seed=3) for skew in (2.0, -2.0)]
     layers = [example.layer(balancer) for example in examples]
-    balanced = [seam(layer) for layer in layers]
+    balanced = [with_network(layer) for layer in layers]
     x = TWO.inputs[balancer.rank].clone().requires_grad_()
 
     def forward(x):
@@ -69,37 +49,37 @@ def several_layers(balancer, around):
 
     around(forward, x).square().sum().backward()
     assert all(layer.last_plan.num_replicas for layer in balanced)
-    return gradients(layers, x)
+    return gradients_of(nn.ModuleList(layers), x)
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_several_layers(buffers, reentrant):
     again = partial(checkpoint, use_reentrant=reentrant)
-    found = on_ranks(partial(several_layers, around=again), in_flight=buffers)
-    wanted = on_ranks(partial(several_layers, around=lambda forward, x: forward(x)))
-    assert_equal_gradients(found, wanted)
+    recomputed = on_ranks(partial(several_layers, around=again), in_flight=buffers)
+    plain = on_ranks(partial(several_layers, around=lambda forward, x: forward(x)))
+    assert_same_tensors(recomputed, plain)
 
 
 def skipping(rows, counts, tensors):
-    """The network, which calls no op for experts without rows."""
-    kept = [index for index, count in enumerate(counts) if count]
-    own = {name: [stack[index] for index in kept] for name, stack in tensors.items()}
-    return network(rows, [counts[index] for index in kept], own)
+    """Run the network without the experts that have no rows."""
+    used = [index for index, count in enumerate(counts) if count]
+    own = {name: [stack[index] for index in used] for name, stack in tensors.items()}
+    return network(rows, [counts[index] for index in used], own)
 
 
 def first_microbatch(balancer, around):
     layer, x = TWO.layer(balancer), TWO.inputs[balancer.rank].clone().requires_grad_()
-    around(seam(layer, skipping), x).square().sum().backward()
-    return gradients([layer], x)
+    around(with_network(layer, skipping), x).square().sum().backward()
+    return gradients_of(layer, x)
 
 
 def test_selective_checkpointing_of_the_first_microbatch():
-    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    selective = partial(checkpoint, use_reentrant=False, context_fn=kept)
-    found = on_ranks(partial(first_microbatch, around=selective))
-    wanted = on_ranks(partial(first_microbatch, around=lambda layer, x: layer(x)))
-    assert_equal_gradients(found, wanted)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    selective = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    recomputed = on_ranks(partial(first_microbatch, around=selective))
+    plain = on_ranks(partial(first_microbatch, around=lambda layer, x: layer(x)))
+    assert_same_tensors(recomputed, plain)
 
 
 class Hot(nn.Module):
@@ -112,9 +92,12 @@ class Hot(nn.Module):
         return Routing(ids, torch.ones(len(tokens), 1, dtype=tokens.dtype))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("policy", ["eplb", "lplb"])
-@pytest.mark.parametrize("make", [seam, lambda layer: layer])
-def test_microbatches_with_equal_loads_are_recomputed_with_their_own_plans(policy, make):
+@pytest.mark.parametrize("make", [with_network, lambda layer: layer])
+def test_microbatches_with_equal_loads_are_recomputed_with_their_own_plans(policy, make, reentrant):
+    """These policies use the loads of earlier microbatches."""
+
     def body(balancer, around):
         layer = TWO.layer(balancer)
         layer.router = Hot()
@@ -126,12 +109,12 @@ def test_microbatches_with_equal_loads_are_recomputed_with_their_own_plans(polic
         first, second = around(moe, x), around(moe, x)
         first.square().sum().backward()
         (3 * second.square().sum()).backward()
-        return gradients([layer], x)
+        return gradients_of(layer, x)
 
-    again = partial(checkpoint, use_reentrant=False)
-    found = on_ranks(partial(body, around=again), slots=4, policy=policy)
-    wanted = on_ranks(partial(body, around=lambda moe, x: moe(x)), slots=4, policy=policy)
-    assert_equal_gradients(found, wanted)
+    again = partial(checkpoint, use_reentrant=reentrant)
+    recomputed = on_ranks(partial(body, around=again), slots=4, policy=policy)
+    plain = on_ranks(partial(body, around=lambda moe, x: moe(x)), slots=4, policy=policy)
+    assert_same_tensors(recomputed, plain)
 
 
 # Second derivatives
@@ -142,7 +125,7 @@ def linear(rows, counts, tensors):
 
 
 def served(balancer, bundle, gates, ids, tokens):
-    """[T, D] outputs of one rank whose rows the caller sorts, as other dispatchers do."""
+    """Return `[T, D]` outputs of one rank that sorts its rows itself, like other dispatchers."""
     microbatch, _ = planned(balancer, ids, bundle, gates=gates, tokens=tokens)
     with microbatch.replicate() as replicas:
         exchange = microbatch.reroute()
@@ -163,7 +146,7 @@ def one_rank(comm, *, learns):
     return logits, lambda: served(balancer, {"w": weights}, logits.softmax(1), ids, tokens)
 
 
-def test_a_second_derivative_through_a_dispatcher_of_others_is_refused():
+def test_a_second_derivative_through_another_dispatcher_is_refused():
     def work(comm):
         logits, forward = one_rank(comm, learns=True)
         y = forward()
@@ -174,7 +157,7 @@ def test_a_second_derivative_through_a_dispatcher_of_others_is_refused():
     LocalGroup(1).run(work)
 
 
-# Slots that come back
+# Released slots
 
 
 def test_two_microbatches_in_one_backward_when_only_gates_learn():
@@ -193,13 +176,13 @@ class Failure(Exception):
 
 
 class Raising:
-    """The network; its backward raises once, if it is told to."""
+    """The network. With `fails`, its backward raises once."""
 
     def __init__(self, *, fails):
         self.fails = fails
 
-    def __call__(self, *given):
-        outputs = network(*given)
+    def __call__(self, *inputs):
+        outputs = network(*inputs)
         if outputs.requires_grad:
             outputs.register_hook(self._raise)
         return outputs
@@ -210,35 +193,32 @@ class Raising:
             raise Failure
 
 
-@pytest.mark.parametrize("then", ["another step", "the same again", "one that waits"])
-def test_after_an_exception_in_backward_the_next_step_is_right(then):
+@pytest.mark.parametrize("retry", ["new forward", "same graph", "earlier forward"])
+def test_after_an_exception_in_backward_the_next_step_has_the_right_gradients(retry):
     def body(balancer, *, fails):
         layer, rank = TWO.layer(balancer), balancer.rank
-        moe = seam(layer, Raising(fails=fails))
+        moe = with_network(layer, Raising(fails=fails))
         x = TWO.inputs[rank].clone().requires_grad_()
         first = moe(x)
-        waits = moe(x) if then == "one that waits" else None
+        second = moe(x) if retry == "earlier forward" else None
         if fails:
             with pytest.raises(Failure):
                 first.backward(TWO.gradients[rank], retain_graph=True)
         layer.zero_grad()
         x.grad = None
-        following = {"another step": lambda: moe(x), "the same again": lambda: first}
-        y = following.get(then, lambda: waits)()
+        y = {"new forward": moe, "same graph": lambda _: first}.get(retry, lambda _: second)(x)
         y.backward(TWO.gradients[rank])
-        return gradients([layer], x)
+        return gradients_of(layer, x)
 
-    assert_equal_gradients(
-        on_ranks(partial(body, fails=True)), on_ranks(partial(body, fails=False))
-    )
+    assert_same_tensors(*(on_ranks(partial(body, fails=fails)) for fails in (True, False)))
 
 
-def test_an_exception_in_the_backward_of_one_rank_stops_all_ranks():
+def test_an_exception_in_backward_on_one_rank_stops_all_ranks():
     stopped = []
 
     def body(balancer):
         layer = TWO.layer(balancer)
-        moe, x = seam(layer, Raising(fails=balancer.rank == 0)), TWO.inputs[balancer.rank]
+        moe, x = with_network(layer, Raising(fails=balancer.rank == 0)), TWO.inputs[balancer.rank]
         try:
             moe(x).sum().backward()
         except Failure:
@@ -257,7 +237,7 @@ def test_an_exception_in_the_backward_of_one_rank_stops_all_ranks():
 
 
 class Held(nn.Module):
-    """Weights of home experts that a bundle asks for."""
+    """Weights of home experts, which a bundle gets from methods."""
 
     def __init__(self, layer):
         super().__init__()
@@ -274,11 +254,11 @@ class Held(nn.Module):
         return self.down
 
 
-def promising(balancer):
-    """A layer whose weights are returned by functions; one microbatch has been served."""
+def layer_of_functions(balancer):
+    """Return a layer whose weights are returned by functions, and its input."""
     layer = TWO.layer(balancer)
     held = Held(layer)
-    moe = seam(layer, bundle=held.bundle())
+    moe = with_network(layer, bundle=held.bundle())
     moe.held = held
     return moe, TWO.inputs[balancer.rank]
 
@@ -291,29 +271,29 @@ def tripled(module):
 
 def test_a_deep_copy_is_another_layer():
     def body(balancer):
-        moe, x = promising(balancer)
+        moe, x = layer_of_functions(balancer)
         other = deepcopy(moe)
         assert other.layer_index != moe.layer_index
         tripled(other.held)
         with torch.no_grad():
-            wanted = other(x)
+            expected = other(x)
             with balancer.unchanged_weights():
                 moe(x)
-                assert_close(other(x), wanted)
+                assert_close(other(x), expected)
 
     on_ranks(body)
 
 
-def test_two_layers_under_one_number_are_told_apart():
+def test_two_layers_with_the_same_index_have_their_own_replicas():
     def body(balancer):
-        layers = [promising(balancer) for _ in range(2)]
+        layers = [layer_of_functions(balancer) for _ in range(2)]
         tripled(layers[1][0].held)
         for moe, _ in layers:
             moe.layer_index = 0
         with torch.no_grad():
-            wanted = [moe(x) for moe, x in layers]
+            outputs = [moe(x) for moe, x in layers]
             with balancer.unchanged_weights():
-                for (moe, x), expected in zip(layers * 2, wanted * 2, strict=True):
+                for (moe, x), expected in zip(layers * 2, outputs * 2, strict=True):
                     assert_close(moe(x), expected)
 
     on_ranks(body)
@@ -322,24 +302,24 @@ def test_two_layers_under_one_number_are_told_apart():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_promise_notices_steps_of_optimizers(fused):
     def body(balancer):
-        moe, x = promising(balancer)
+        moe, x = layer_of_functions(balancer)
         for parameter in moe.held.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.SGD(moe.held.parameters(), lr=0.1, fused=fused)
         with torch.no_grad(), balancer.unchanged_weights():
             moe(x)
             optimizer.step()
-            found = moe(x)
+            promised = moe(x)
         with torch.no_grad():
-            assert_close(found, moe(x))
+            assert_close(promised, moe(x))
 
     on_ranks(body)
 
 
-def test_tensors_can_be_swapped_after_a_word():
+def test_tensors_can_be_swapped_after_weights_changed():
     def body(balancer):
         layer = TWO.layer(balancer)
-        moe, x = seam(layer), TWO.inputs[balancer.rank]
+        moe, x = with_network(layer), TWO.inputs[balancer.rank]
         weight = layer.experts.down_proj
         other = nn.Parameter(3 * weight.detach())
         with torch.no_grad(), balancer.unchanged_weights():
@@ -348,9 +328,9 @@ def test_tensors_can_be_swapped_after_a_word():
                 torch.utils.swap_tensors(weight, other)
             balancer.weights_changed()
             torch.utils.swap_tensors(weight, other)
-            found = moe(x)
+            promised = moe(x)
         with torch.no_grad():
-            assert_close(found, moe(x))
+            assert_close(promised, moe(x))
 
     on_ranks(body)
 
@@ -363,6 +343,6 @@ def test_functions_whose_values_change_are_refused():
             for name, weight in layer.experts.bundle.items()
         }
         with pytest.raises(ConfigError, match="'gate_up_proj' returned different values in two"):
-            seam(layer, bundle=dropped)(TWO.inputs[balancer.rank])
+            with_network(layer, bundle=dropped)(TWO.inputs[balancer.rank])
 
     on_ranks(body)

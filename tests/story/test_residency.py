@@ -1,7 +1,8 @@
-"""Copies serve again only where their weights are certainly unchanged."""
+"""Replicas are reused only if their weights cannot have changed."""
 
 from contextlib import closing, nullcontext
 
+import numpy as np
 import pytest
 import torch
 from cases import skewed_ids
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Replicated:
-    """One rank that replicates again and again; `step` gives the bytes it sent."""
+    """One rank that replicates repeatedly; `step` returns the bytes it sent."""
 
     def __init__(self, comm, **options):
         self.balancer = Balancer(experts=8, slots=2, communicator=comm, **options)
@@ -34,17 +35,20 @@ class Replicated:
         ids = self.ids if ids is None else ids
         microbatch, plan = planned(self.balancer, ids, bundle, layer=layer)
         assert plan.num_replicas > 0
-        with microbatch.replicate() as copies:
-            slots = copies.tensors()
-            for expert, host, slot in plan.replicas.tolist():
-                if host == self.balancer.rank and value is not None:
-                    assert slots["w"][slot].tolist() == [value(expert)] * 5
+        with microbatch.replicate() as replicas:
+            self.check(replicas, plan, value)
         self.nbytes = plan.num_replicas * Layout.of(resolve(bundle), len(self.homes)).nbytes
         return self.balancer.stats()["weights_bytes_sent"]
 
+    def check(self, replicas, plan, value):
+        slots = replicas.tensors()
+        for expert, host, slot in plan.replicas.tolist():
+            if host == self.balancer.rank and value is not None:
+                assert slots["w"][slot].tolist() == [value(expert)] * 5
+
 
 def on_ranks(work, **options):
-    """Bytes sent by all ranks in each step of `work`, which yields those of its own rank."""
+    """Return the bytes that all ranks sent in each step of `work`, a generator on every rank."""
 
     def on_rank(comm):
         return list(work(Replicated(comm, **options)))
@@ -58,15 +62,15 @@ def doubled(expert):
 
 @pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("relay", MODES)
-def test_weights_are_sent_again_unless_they_are_promised_unchanged(relay, promised):
+def test_weights_are_sent_once_if_they_are_promised_unchanged(relay, promised):
     def work(rank):
         bundle = rank.weights()
         with rank.balancer.unchanged_weights() if promised else nullcontext():
             yield from (rank.step(bundle, value=float) for _ in range(3))
         yield rank.nbytes if rank.balancer.rank == 0 else 0
 
-    *sent, everything = on_ranks(work, relay=relay)
-    assert sent == ([everything, 0, 0] if promised else [everything] * 3)
+    *sent, nbytes = on_ranks(work, relay=relay)
+    assert sent == ([nbytes, 0, 0] if promised else [nbytes] * 3)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -85,55 +89,31 @@ def test_layers_share_slots_or_have_their_own(in_flight):
 # Without a promise
 
 
-def through_data(weight):
-    weight.data.mul_(2)
-
-
-def through_another_library(weight):
-    weight.detach().numpy()[:] *= 2
-
-
-def in_plain_sight(weight):
-    weight.detach().mul_(2)
-
-
-def by_an_optimizer(weight):
-    weight.grad = -weight.detach()
+@torch.no_grad()
+def optimizer_step(weight):
+    weight.grad = -weight
     torch.optim.SGD([weight], lr=1.0).step()
 
 
-def by_another_tensor(weight):
-    weight.data = 2 * weight.data
+WRITES = {  # each doubles the weight
+    "data": lambda weight: weight.data.mul_(2),
+    "numpy": lambda weight: np.multiply(weight.detach(), 2, out=weight.detach().numpy()),
+    "in place": lambda weight: weight.detach().mul_(2),
+    "optimizer": optimizer_step,
+    "new data": lambda weight: setattr(weight, "data", 2 * weight.data),
+}
 
 
-@pytest.mark.parametrize(
-    "write",
-    [through_data, through_another_library, in_plain_sight, by_an_optimizer, by_another_tensor],
-)
+@pytest.mark.parametrize("write", WRITES)
 def test_no_write_is_missed(write):
     def work(rank):
         weight = nn.Parameter(rank.weights()["w"])
         yield rank.step({"w": weight}, value=float)
-        write(weight)
+        WRITES[write](weight)
         yield rank.step({"w": weight}, value=doubled)
 
     first, second = on_ranks(work)
     assert first == second > 0
-
-
-def test_what_was_used_before_is_not_sent_again_for_backward():
-    def work(rank):
-        balancer, bundle = rank.balancer, rank.weights()
-        replicas = planned(balancer, rank.ids, bundle)[0].replicate()
-        with replicas:
-            first = balancer.stats()["weights_bytes_sent"]
-            yield first
-        with replicas:
-            yield balancer.stats()["weights_bytes_sent"] - first
-
-    first, second = on_ranks(work)
-    assert first > 0
-    assert second == 0
 
 
 # With a promise
@@ -148,14 +128,14 @@ def test_a_promise_ends_with_its_block():
                 with rank.balancer.unchanged_weights():
                     yield rank.step({"w": weight}, value=value)
                 yield rank.step({"w": weight}, value=value)
-            through_data(weight)
+            WRITES["data"](weight)
 
     first, *others = on_ranks(work)
     assert first > 0
     assert others == [0, 0, first, 0, 0]
 
 
-def test_a_promise_that_torch_sees_broken_is_not_kept():
+def test_writes_that_torch_counts_end_a_promise():
     def work(rank):
         bundle = rank.weights()
         with rank.balancer.unchanged_weights():
@@ -173,7 +153,7 @@ def test_a_promise_that_torch_sees_broken_is_not_kept():
     assert first > 0
 
 
-def test_another_tensor_in_the_same_memory_is_another():
+def test_another_tensor_in_the_same_memory_is_sent():
     def work(rank):
         memory = torch.zeros(len(rank.homes), 5)
         with rank.balancer.unchanged_weights():
@@ -206,15 +186,11 @@ def test_only_the_experts_of_ranks_that_changed_are_sent_again():
 
 
 def test_one_rank_alone_may_promise():
-    homes = [0, 1, 2, 3, 0, 1, 2, 3]
-
     def work(comm):
-        rank = Replicated(comm, homes=homes, relay="direct")
+        rank = Replicated(comm, homes=[0, 1, 2, 3, 0, 1, 2, 3], relay="direct")
         bundle = rank.weights()
-        if comm.rank == 0:
-            with rank.balancer.unchanged_weights():
-                return [rank.step(bundle, value=float) for _ in range(2)]
-        return [rank.step(bundle, value=float) for _ in range(2)]
+        with rank.balancer.unchanged_weights() if comm.rank == 0 else nullcontext():
+            return [rank.step(bundle, value=float) for _ in range(2)]
 
     first, *others = LocalGroup(4).run(work)
     assert first[0] > first[1] == 0
@@ -222,14 +198,14 @@ def test_one_rank_alone_may_promise():
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [0]], ids=str)
-def test_changes_can_be_told_by_hand(ranks):
+def test_weights_changed(ranks):
     def work(rank):
         weight = nn.Parameter(rank.weights()["w"])
         homes = rank.balancer.topology.home_of_expert
         with rank.balancer.unchanged_weights():
             yield rank.step({"w": weight}, value=float)
             if rank.balancer.rank in ranks:
-                through_data(weight)
+                WRITES["data"](weight)
                 rank.balancer.weights_changed()
             yield rank.step({"w": weight}, value=lambda e: e * (1.0 + (homes[e] in ranks)))
 
@@ -237,16 +213,15 @@ def test_changes_can_be_told_by_hand(ranks):
     assert 0 < second <= first
 
 
-def test_backward_finds_the_copies_of_its_forward_pass():
+def test_backward_reuses_the_replicas_of_its_forward_pass():
     def work(rank):
-        balancer, opened = rank.balancer, []
-        for number in range(2):
-            bundle = rank.weights(number + 1.0)
-            opened.append(planned(balancer, rank.ids, bundle)[0].replicate())
-            with opened[-1]:
+        balancer, microbatches = rank.balancer, []
+        for scale in (1.0, 2.0):
+            microbatches.append(planned(balancer, rank.ids, rank.weights(scale))[0].replicate())
+            with microbatches[-1]:
                 pass
         balancer.reset_stats()
-        for replicas in opened:
+        for replicas in microbatches:
             with replicas:
                 yield balancer.stats()["weights_bytes_sent"]
 
@@ -254,7 +229,7 @@ def test_backward_finds_the_copies_of_its_forward_pass():
     assert all(on_ranks(work, in_flight=1))
 
 
-def test_another_plan_sends_only_what_is_not_there():
+def test_another_plan_sends_missing_replicas():
     def work(rank):
         bundle = rank.weights()
         other = torch.cat([rank.ids[:20], torch.full((60, 1), 7)])
@@ -269,7 +244,7 @@ def test_another_plan_sends_only_what_is_not_there():
 # Functions that return weights
 
 
-def test_getters_are_asked_again_when_slots_are_restored():
+def test_functions_are_called_again_when_slots_are_refilled():
     def work(comm):
         rank = Replicated(comm)
         balancer, now = rank.balancer, rank.weights()
@@ -279,19 +254,16 @@ def test_getters_are_asked_again_when_slots_are_restored():
         with replicas:
             pass
         old = now
-        now = rank.weights()  # in backward they live somewhere else
+        now = rank.weights()  # elsewhere in memory
         old["w"].fill_(-1)
-        rank.step(rank.weights(5.0), layer=1)  # and somebody used the slots
-        with replicas as copies:
-            slots = copies.tensors()
-            for expert, host, slot in plan.replicas.tolist():
-                if host == comm.rank:
-                    assert slots["w"][slot].tolist() == [float(expert)] * 5
+        rank.step(rank.weights(5.0), layer=1)  # overwrites the slots
+        with replicas:
+            rank.check(replicas, plan, float)
 
     LocalGroup(4).run(work)
 
 
-def test_of_what_getters_return_only_the_promise_tells():
+def test_promises_hold_for_functions():
     def work(rank):
         bundle = {"w": lambda: rank.weights()["w"]}
         with rank.balancer.unchanged_weights():
@@ -308,7 +280,7 @@ SCALES = (1.0, 2.0, 3.0, 4.0)
 
 
 def assert_follows(example, run):
-    """`run(balancer, states, x)` yields an output for each state; down_proj grows from one on."""
+    """Compare the outputs that `run(balancer, states, x)` yields for each state with the twin."""
     base = example.state["experts.down_proj"]
     states = [{**example.state, "experts.down_proj": scale * base} for scale in SCALES]
 
@@ -317,29 +289,25 @@ def assert_follows(example, run):
         return [y.detach() for y in run(balancer, states, example.inputs[comm.rank])]
 
     results = LocalGroup(example.ranks).run(work)
-    for state, *found in zip(states, *results, strict=True):
+    for state, *outputs in zip(states, *results, strict=True):
         example.state = state
-        assert_close(torch.cat(found), dense(example).output)
+        assert_close(torch.cat(outputs), dense(example).output)
 
 
 def test_a_layer_called_with_other_weights():
-    example = Example([30] * 4)
-
     def run(balancer, states, x):
         layer = example.layer(balancer)
         for scale in SCALES:
-            fresh = {"experts.down_proj": scale * layer.experts.down_proj.detach()}
+            weights = {"experts.down_proj": scale * layer.experts.down_proj.detach()}
             with torch.no_grad():
-                y = torch.func.functional_call(layer, fresh, (x,))
-            del fresh  # the next ones come to stand in this memory
+                y = torch.func.functional_call(layer, weights, (x,))
+            del weights  # the next weights may use this memory
             yield y
 
-    assert_follows(example, run)
+    assert_follows(example := Example([30] * 4), run)
 
 
 def test_a_layer_made_in_inference_mode():
-    example = Example([30] * 4)
-
     def run(balancer, states, x):
         with torch.inference_mode():
             layer = example.layer(balancer)
@@ -347,10 +315,10 @@ def test_a_layer_made_in_inference_mode():
                 layer.load_full_state_dict(state)
                 yield layer(x)
 
-    assert_follows(example, run)
+    assert_follows(example := Example([30] * 4), run)
 
 
-def test_a_layer_cast_there_and_back():
+def test_a_layer_cast_to_float32_and_back():
     example = Example([30] * 4)
     example.state = {name: t.float().double() for name, t in example.state.items()}
 

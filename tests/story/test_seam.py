@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from dense import Example, assert_close, dense, gradients_of, network, on_every_rank
+from dense import (
+    Example,
+    assert_close,
+    assert_same_tensors,
+    dense,
+    gradients_of,
+    network,
+    on_every_rank,
+    with_network,
+)
 from microbatches import planned
 from torch import nn
 
@@ -10,14 +19,6 @@ from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, SlotError, 
 from ultraep.parallel import ShardedState, expert_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def seam_of(layer, tensors=None, run=network):
-    """The layer with the same weights, whose experts are the network above."""
-    experts = layer.experts
-    bundle = experts.bundle if tensors is None else tensors
-    found = ExpertsFrom(run, bundle, list(experts.home_experts))
-    return BalancedMoE(layer.router, found, balancer=layer.balancer, shared=layer.shared)
 
 
 def passes(make, *, freeze=lambda layer, x: None, **options):
@@ -32,13 +33,6 @@ def passes(make, *, freeze=lambda layer, x: None, **options):
         return {"y": y.detach(), **gradients_of(layer, x)}
 
     return body
-
-
-def assert_alike(found, expected, tolerance=None):
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        for name, tensor in other.items():
-            assert_close(one[name], tensor, name, tolerance)
 
 
 EXAMPLE = Example([30, 20, 25], experts=9, bias=True)
@@ -63,15 +57,14 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_any_network_gives_what_our_experts_give(form):
     ours = on_every_rank(EXAMPLE, passes(lambda layer: layer), slots=2)
-    found = on_every_rank(
-        EXAMPLE, passes(lambda layer: seam_of(layer, FORMS[form](layer))), slots=2
-    )
-    assert_alike(found, ours)
-    assert_close(torch.cat([rank["y"] for rank in found]), dense(EXAMPLE).output)
+    body = passes(lambda layer: with_network(layer, bundle=FORMS[form](layer)))
+    results = on_every_rank(EXAMPLE, body, slots=2)
+    assert_same_tensors(results, ours)
+    assert_close(torch.cat([rank["y"] for rank in results]), dense(EXAMPLE).output)
 
 
 @pytest.mark.parametrize("frozen", ["experts", "tokens", "experts and router", "some tensors"])
-def test_what_wants_no_gradient(frozen):
+def test_frozen_tensors(frozen):
     def freeze(layer, x):
         layer.experts.requires_grad_("experts" not in frozen)
         layer.router.requires_grad_("router" not in frozen)
@@ -80,22 +73,22 @@ def test_what_wants_no_gradient(frozen):
             layer.experts.gate_up_bias.requires_grad_(False)
         x.requires_grad_(frozen != "tokens")
 
-    found = on_every_rank(EXAMPLE, passes(seam_of, freeze=freeze))
-    if frozen != "some tensors":  # ours computes the others, too
+    results = on_every_rank(EXAMPLE, passes(with_network, freeze=freeze))
+    if frozen != "some tensors":  # `Experts` computes the other gradients, too
         ours = passes(lambda layer: layer, freeze=freeze)
-        assert_alike(found, on_every_rank(EXAMPLE, ours))
-    assert ("experts.down_proj" in found[0]) == (frozen == "tokens")
+        assert_same_tensors(results, on_every_rank(EXAMPLE, ours))
+    assert ("experts.down_proj" in results[0]) == (frozen == "tokens")
 
 
 def quantised(layer):
-    """Weights in eight bits, each expert with scales: numbers that learn nothing, and biases."""
-    found = {}
+    """Return int8 weights, a scale of each expert, and trainable biases."""
+    tensors = {}
     for name in ("gate_up_proj", "down_proj"):
         weight = layer.experts.bundle[name].detach()
         scale = weight.abs().amax(dim=(1, 2)) / 127
-        found[name] = (weight / scale[:, None, None]).round().to(torch.int8)
-        found[f"{name}_scale"] = scale
-    return found | {name: layer.experts.bundle[name] for name in ("gate_up_bias", "down_bias")}
+        tensors[name] = (weight / scale[:, None, None]).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    return tensors | {name: layer.experts.bundle[name] for name in ("gate_up_bias", "down_bias")}
 
 
 def dequantising(rows, counts, tensors):
@@ -107,70 +100,69 @@ def dequantising(rows, counts, tensors):
     return network(rows, counts, plain | biases)
 
 
-def test_quantised_tensors_travel_with_their_scales():
-    found, plain = (
-        on_every_rank(
-            EXAMPLE,
-            passes(lambda layer: seam_of(layer, quantised(layer), dequantising), policy=policy),
-            slots=2,
-        )
+def test_replicas_of_quantised_tensors_include_their_scales():
+    def make(layer):
+        return with_network(layer, dequantising, quantised(layer))
+
+    balanced, plain = (
+        on_every_rank(EXAMPLE, passes(make, policy=policy), slots=2)
         for policy in ("ultraep", "none")
     )
-    assert_alike(found, plain)
-    assert "experts.down_proj" not in found[0]
-    assert "experts.down_bias" in found[0]
+    assert_same_tensors(balanced, plain)
+    assert "experts.down_proj" not in balanced[0]
+    assert "experts.down_bias" in balanced[0]
 
 
-def test_parameters_of_a_network_are_known_as_those_of_experts():
+def test_parameters_of_a_network_are_expert_parameters():
     balancer = Balancer("alone", experts=8)
     layer = Example([4]).layer(balancer)
-    model = nn.ModuleDict({"own": layer.experts, "moe": seam_of(layer)})
+    model = nn.ModuleDict({"own": layer.experts, "moe": with_network(layer)})
     assert expert_parameters(model).keys() == {"own.gate_up_proj", "own.down_proj"}
     assert layer.experts.down_proj.expert_ranks == (0,)
 
 
 @pytest.mark.parametrize("which", ["router", "some of the experts", "tokens"])
-def test_only_some_gradients_are_asked_for(which):
-    """Whatever backward leaves out, the slots come back, and all ranks stay together."""
+def test_gradients_of_some_tensors_only(which):
+    """Backward releases the slots and all ranks take part, whatever it leaves out."""
 
     def body(layer, x, gradient):
-        found = []
-        for make in (seam_of, lambda layer: layer):
-            moe = make(layer)
-            expected = {
-                "router": [layer.router.weight],
-                "some of the experts": [layer.experts.down_bias],
-                "tokens": [x],
-            }[which]
-            found.append(torch.autograd.grad(moe(x), expected, gradient)[0])
+        tensors = {
+            "router": layer.router.weight,
+            "some of the experts": layer.experts.down_bias,
+            "tokens": x,
+        }
+        gradients = []
+        for moe in (with_network(layer), layer):
+            gradients += torch.autograd.grad(moe(x), [tensors[which]], gradient)
             moe(x)
-        assert_close(*found, which)
+        assert_close(*gradients, which)
 
     on_every_rank(EXAMPLE, body)
 
 
-def test_a_full_state_does_not_lack_experts_in_silence():
+def test_a_full_state_without_the_tensors_of_experts_is_refused():
     layer = Example([4]).layer(Balancer("alone", experts=8))
     with pytest.raises(ConfigError, match="tensors of ExpertsFrom belong to other modules"):
-        seam_of(layer).full_state_dict()
+        with_network(layer).full_state_dict()
 
 
-def test_checkpoints_know_the_parameters_of_a_network():
+def test_checkpoints_hold_the_parameters_of_a_network():
     layer = Example([4]).layer(Balancer("alone", experts=8))
-    model = nn.ModuleDict({"own": nn.ParameterDict(layer.experts.bundle), "moe": seam_of(layer)})
+    own = nn.ParameterDict(layer.experts.bundle)
+    model = nn.ModuleDict({"own": own, "moe": with_network(layer)})
     state = ShardedState(model).state_dict()
     assert {f"model.own.down_proj.{expert}" for expert in range(8)} <= state.keys()
-    lists = nn.ModuleDict({"moe": seam_of(layer, unstacked(layer))})
+    lists = nn.ModuleDict({"moe": with_network(layer, bundle=unstacked(layer))})
     with pytest.raises(ConfigError, match="'gate_up_proj' is 8 tensors, one for each home expert"):
         ShardedState(lists).state_dict()
 
 
-# What cannot work.
+# Refusals
 
 
 def alone(run, example=None):
     layer = (example or Example([6])).layer(Balancer("alone", experts=8))
-    return seam_of(layer, run=run), layer
+    return with_network(layer, run), layer
 
 
 @pytest.mark.parametrize(
@@ -180,7 +172,7 @@ def alone(run, example=None):
         (lambda rows: rows.float(), r"must return \[1, 16\] torch.float64, got \[1, 16\] torch.fl"),
     ],
 )
-def test_a_network_that_returns_something_else_is_refused_before_anything_is_sent(wrong, words):
+def test_a_network_with_wrong_outputs_is_refused_before_anything_is_sent(wrong, words):
     moe, layer = alone(lambda rows, counts, tensors: wrong(network(rows, counts, tensors)))
     with pytest.raises(ConfigError, match=words):
         moe(Example([6]).inputs[0])
@@ -192,15 +184,15 @@ def test_tensors_that_do_not_fit_the_homes_are_refused():
     layer = Example([6]).layer(balancer)
     few = {name: stack[:3] for name, stack in layer.experts.bundle.items()}
     with pytest.raises(ConfigError, match=r"'gate_up_proj' must be stacked over 8 home experts"):
-        seam_of(layer, few)(Example([6]).inputs[0])
+        with_network(layer, bundle=few)(Example([6]).inputs[0])
     lists = {"w": [torch.zeros(2)] * 7 + [torch.zeros(3)]}
     with pytest.raises(ConfigError, match="'w' must have one shape and dtype for all home experts"):
-        seam_of(layer, lists)(Example([6]).inputs[0])
+        with_network(layer, bundle=lists)(Example([6]).inputs[0])
     with pytest.raises(ConfigError, match=r"home experts of rank 0, \[0, 1, 2.*; got \[0, 1\]"):
         BalancedMoE(layer.router, ExpertsFrom(network, {}, [0, 1]), balancer=balancer)
 
 
-def test_copies_are_refused_outside_of_their_loan():
+def test_replicas_are_refused_outside_of_their_block():
     example = Example([20, 20])
 
     def body(layer, x, gradient):
@@ -216,7 +208,7 @@ def test_copies_are_refused_outside_of_their_loan():
     on_every_rank(example, body)
 
 
-def test_a_network_that_learns_what_is_not_in_its_bundle_is_refused():
+def test_trainable_tensors_outside_of_the_bundle_are_refused():
     extra = nn.Parameter(torch.ones((), dtype=torch.float64))
     moe, layer = alone(lambda rows, counts, tensors: network(rows, counts, tensors) * extra)
     layer.requires_grad_(False)

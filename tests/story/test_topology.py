@@ -1,4 +1,4 @@
-"""Topologies and settings that cannot work are refused with both numbers."""
+"""Topologies, and invalid topologies and settings."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ def test_homes_are_contiguous_blocks():
     assert (topology.slots, topology.domain, topology.num_domains) == (1, 3, 1)
 
 
-def test_homes_may_be_given():
+def test_homes_as_an_argument():
     topology = Topology(ranks=3, experts=4, homes=np.array([2, 0, 2, 2]))
     assert topology.experts_by_rank.tolist() == [1, 0, 2, 3]
     assert topology.first_of_rank.tolist() == [0, 1, 1, 4]
@@ -23,14 +23,14 @@ def test_homes_may_be_given():
 
 
 def test_topologies_are_values():
-    one, two = (Topology(ranks=2, experts=4, homes=[0, 1, 1, 1]) for _ in range(2))
-    assert one == two
-    assert hash(one) == hash(two)
-    assert one != Topology(ranks=2, experts=4)
+    first, second = (Topology(ranks=2, experts=4, homes=[0, 1, 1, 1]) for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != Topology(ranks=2, experts=4)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        one.ranks = 3
+        first.ranks = 3
     with pytest.raises(ValueError, match="read-only"):
-        one.home_of_expert[0] = 1
+        first.home_of_expert[0] = 1
 
 
 @pytest.mark.parametrize(

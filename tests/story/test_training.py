@@ -5,11 +5,19 @@ import functools
 import gc
 import io
 import itertools
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
-from dense import Example, assert_close, assert_same_gradients, dense, gradients_of, on_every_rank
+from dense import (
+    EXPERT_NAMES,
+    Example,
+    assert_close,
+    assert_same_tensors,
+    dense,
+    gradients_of,
+    on_every_rank,
+)
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -42,33 +50,29 @@ def test_activation_checkpointing_gives_the_same_gradients(use_reentrant, option
 
     example = Example([30] * 4, bias=True, shared_ffn=4)
     plain = on_every_rank(example, train_once, **options)
-    for found, expected in zip(on_every_rank(example, work, **options), plain, strict=True):
-        assert_same_gradients(found, expected)
+    assert_same_tensors(on_every_rank(example, work, **options), plain)
 
 
-def save_all(*_, **__):
-    return CheckpointPolicy.MUST_SAVE
+def policy_of(saves):
+    """Return a checkpointing policy that saves the results of the operators `saves(op)`."""
+    policies = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+    return lambda _, op, *__, **___: policies[saves(op)]
 
 
-def save_no_empty_ones(_, op, *__, **___):
-    in_part = op._schema.is_mutable or "empty" in op.name()
-    return CheckpointPolicy.MUST_RECOMPUTE if in_part else CheckpointPolicy.MUST_SAVE
+SAVED = {
+    "products": [torch.ops.aten.mm.default],
+    "nothing": policy_of(lambda op: False),
+    "no empty tensors": policy_of(lambda op: not (op._schema.is_mutable or "empty" in op.name())),
+    "all": policy_of(lambda op: True),
+}
 
 
-def save_nothing(*_, **__):
-    return CheckpointPolicy.MUST_RECOMPUTE
-
-
-@pytest.mark.parametrize(
-    "keep",
-    [[torch.ops.aten.mm.default], save_nothing, save_no_empty_ones, save_all],
-    ids=["products", "nothing", "no empty ones", "all"],
-)
+@pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("promised", [False, True])
-def test_selective_checkpointing(keep, promised):
-    """Whatever it keeps, and whatever copies are there already in one pass and not in the other."""
+def test_selective_checkpointing(saved, promised):
+    """With a promise, the slots still hold the replicas in one of the two forward passes."""
     examples = [Example([30] * 2, seed=seed) for seed in range(2)]
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep)
+    contexts = functools.partial(create_selective_checkpoint_contexts, SAVED[saved])
 
     def work(comm, selective):
         balancer = Balancer(experts=EXPERTS, communicator=comm)
@@ -84,33 +88,8 @@ def test_selective_checkpointing(keep, promised):
                 y.backward(examples[0].gradients[comm.rank])
         return gradients_of(layers, x)
 
-    plain = LocalGroup(2).run(lambda comm: work(comm, False))
-    chosen = LocalGroup(2).run(lambda comm: work(comm, True))
-    for found, expected in zip(chosen, plain, strict=True):
-        assert_same_gradients(found, expected)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_with_a_policy_that_looks_at_the_past(use_reentrant):
-    """What is recomputed is planned as it was, although the past has moved on since."""
-    example = Example([40] * 2, hidden=8)
-    hot = [[torch.full((40, 2), expert) for _ in range(2)] for expert in (7, 6)]
-
-    def work(layer, x, gradient):
-        for ids in hot:
-            layer.router.ids = ids[layer.balancer.rank]
-            x.grad = None
-            layer.zero_grad()
-            y = checkpoint(layer, x, use_reentrant=use_reentrant)
-            y.backward(gradient)
-        return gradients_of(layer, x)
-
-    example.ids = hot[1]
-    found = on_every_rank(example, work, policy="eplb", slots=2)
-    expected = dense(example).gradients
-    assert_close(torch.cat([rank["x"] for rank in found]), expected["x"])
-    weights = torch.cat([rank["experts.down_proj"] for rank in found])
-    assert_close(weights, expected["experts.down_proj"])
+    plain, recomputed = (LocalGroup(2).run(lambda comm, s=s: work(comm, s)) for s in (False, True))
+    assert_same_tensors(recomputed, plain)
 
 
 def test_gradients_accumulate_over_microbatches():
@@ -125,8 +104,8 @@ def test_gradients_accumulate_over_microbatches():
     results = LocalGroup(4).run(work)
     expected = [dense(example).gradients for example in examples]
     for name in ("gate_up_proj", "down_proj"):
-        found = torch.cat([parameters[name].grad for parameters in results])
-        assert_close(found, sum(gradients[f"experts.{name}"] for gradients in expected))
+        total = torch.cat([parameters[name].grad for parameters in results])
+        assert_close(total, sum(gradients[f"experts.{name}"] for gradients in expected))
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -139,7 +118,7 @@ def test_microbatches_in_flight_with_backward_in_any_order(order, in_flight):
         layer = examples[0].layer(balancer)
         inputs = [example.inputs[comm.rank].clone().requires_grad_() for example in examples]
         for x, example in zip(inputs, examples, strict=True):
-            x.data[:, 0] = example.skew / 2  # another sign likes other experts
+            x.data[:, 0] = example.skew / 2  # the sign decides which experts are hot
         outputs = [layer(x) for x in inputs]
         plans.append(layer.last_plan)
         for index in order:
@@ -156,11 +135,11 @@ def test_microbatches_in_flight_with_backward_in_any_order(order, in_flight):
         x.requires_grad_()
         twin(x).backward(torch.cat(example.gradients))
         assert_close(torch.cat([inputs[index] for inputs, _ in results]), x.grad)
-    found = torch.cat([gradients["experts.gate_up_proj"] for _, gradients in results])
-    assert_close(found, twin.gradient("experts.gate_up_proj"))
+    actual = torch.cat([gradients["experts.gate_up_proj"] for _, gradients in results])
+    assert_close(actual, twin.gradient("experts.gate_up_proj"))
 
 
-def test_without_gradients_nothing_is_kept():
+def test_without_gradients():
     def work(layer, x, gradient):
         plain = layer(x)
         with torch.no_grad():
@@ -177,50 +156,27 @@ def test_without_gradients_nothing_is_kept():
     on_every_rank(Example([30] * 4), work)
 
 
-def freeze_experts(layer):
-    layer.experts.requires_grad_(False)
-
-
-def freeze_all(layer):
-    layer.requires_grad_(False)
-
-
-def freeze_all_but(name):
-    def freeze(layer):
-        layer.requires_grad_(False)
-        layer.experts.get_parameter(name).requires_grad_()
-
-    return freeze
-
-
-TRAINED = {  # what is frozen, and which gradients remain
-    "experts": (freeze_experts, {"x", "router.weight"}),
-    "all": (freeze_all, {"x"}),
-    **{
-        f"all but {name}": (freeze_all_but(name), {"x", f"experts.{name}"})
-        for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
-    },
-}
-
-
-@pytest.mark.parametrize("frozen", TRAINED)
-def test_frozen_parameters_get_no_gradients(frozen):
-    freeze, names = TRAINED[frozen]
-
+@pytest.mark.parametrize(
+    "trained",
+    [{"router.weight"}, set(), *({f"experts.{name}"} for name in EXPERT_NAMES)],
+    ids=str,
+)
+def test_frozen_parameters_get_no_gradients(trained):
     def work(layer, x, gradient):
-        freeze(layer)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(name in trained)
         gradients = train_once(layer, x, gradient)
-        if frozen in ("experts", "all"):
+        if not any(parameter.requires_grad for parameter in layer.experts.parameters()):
             assert layer.balancer.stats()["gradients_bytes_sent"] == 0
         return gradients
 
     example = Example([30] * 4, bias=True)
     results, expected = on_every_rank(example, work), dense(example).gradients
-    for name in names:
+    assert all(gradients.keys() == {"x", *trained} for gradients in results)
+    for name in results[0]:
         parts = [gradients[name] for gradients in results]
         total = sum(parts) if name == "router.weight" else torch.cat(parts)
         assert_close(total, expected[name], name)
-    assert all(gradients.keys() == names for gradients in results)
 
 
 def after_inference_mode(layer, x, gradient):
@@ -259,7 +215,7 @@ def after_writing_weights_before_backward(layer, x, gradient):
         after_writing_weights_before_backward,
     ],
 )
-def test_the_next_step_is_right(before):
+def test_the_next_step_has_the_right_gradients(before):
     def work(layer, x, gradient):
         before(layer, x, gradient)
         x.grad = None
@@ -267,9 +223,7 @@ def test_the_next_step_is_right(before):
         return train_once(layer, x, gradient)
 
     example = Example([30] * 4)
-    plain = on_every_rank(example, train_once)
-    for actual, expected in zip(on_every_rank(example, work), plain, strict=True):
-        assert_same_gradients(actual, expected)
+    assert_same_tensors(on_every_rank(example, work), on_every_rank(example, train_once))
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
@@ -291,11 +245,11 @@ def test_autocast(backward_inside):
     results, expected = on_every_rank(example, work), dense(example)
     assert_close(torch.cat([y for y, _ in results]), expected.output, tolerance=0.03)
     for name in ("x", "experts.down_proj", "experts.gate_up_proj", "experts.down_bias"):
-        found = torch.cat([gradients[name] for _, gradients in results])
-        assert_close(found, expected.gradients[name], name, tolerance=0.03)
+        actual = torch.cat([gradients[name] for _, gradients in results])
+        assert_close(actual, expected.gradients[name], name, tolerance=0.03)
 
 
-def test_autocast_leaves_the_choice_of_experts_alone():
+def test_autocast_does_not_change_the_chosen_experts():
     def work(layer, x, gradient):
         layer(x)
         plain = layer.last_plan
@@ -307,7 +261,7 @@ def test_autocast_leaves_the_choice_of_experts_alone():
 
 
 class Block(nn.Module):
-    """What a model puts around the layer."""
+    """Dense layers around the balanced layer."""
 
     def __init__(self, layer, hidden, dtype):
         super().__init__()
@@ -321,26 +275,26 @@ class Block(nn.Module):
         return self.after(torch.relu(x))
 
 
-# Of torch itself, at every graph break that hands on a tensor with a history.
+# torch warns at every graph break that passes on a tensor with a history.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_compile_of_a_module_around_the_layer(backend):
     example = Example([20])
     layer = example.layer(Balancer("alone", experts=EXPERTS))
     block = Block(layer, example.hidden, example.dtype)
-    found = []
+    results = []
     torch.compiler.reset()
     for module in (block, torch.compile(block, backend=backend)):
         x = example.inputs[0].clone().requires_grad_()
         block.zero_grad()
         y = module(x)
         y.backward(example.gradients[0])
-        found.append({"y": y.detach(), **gradients_of(block, x)})
+        results.append({"y": y.detach(), **gradients_of(block, x)})
     torch.compiler.reset()
-    assert_same_gradients(found[1], found[0])
+    assert_same_tensors(results[1:], results[:1])
 
 
-def test_backward_twice_on_purpose_doubles_the_gradients():
+def test_two_backward_passes_double_the_gradients():
     def work(layer, x, gradient):
         y = layer(x)
         y.backward(gradient, retain_graph=True)
@@ -354,7 +308,7 @@ def test_backward_twice_on_purpose_doubles_the_gradients():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_second_derivatives_are_refused_not_wrong(frozen):
+def test_second_derivatives_are_refused(frozen):
     def work(layer, x, gradient):
         layer.experts.requires_grad_(not frozen)
         y = layer(x)
@@ -364,11 +318,11 @@ def test_second_derivatives_are_refused_not_wrong(frozen):
         return first.detach()
 
     example = Example([30] * 2)
-    found = on_every_rank(example, work)
-    assert_close(torch.cat(found), dense(example).gradients["x"])
+    first = torch.cat(on_every_rank(example, work))
+    assert_close(first, dense(example).gradients["x"])
 
 
-def test_backward_passes_in_another_order_are_an_error_that_names_the_ranks():
+def test_ranks_whose_backward_passes_have_another_order_are_named():
     def work(layer, x, gradient):
         outputs = [layer(x), layer(x)]
         if layer.balancer.rank == 2:
@@ -381,50 +335,30 @@ def test_backward_passes_in_another_order_are_an_error_that_names_the_ranks():
     on_every_rank(Example([30] * 4), work)
 
 
-def autocast_to(dtype):
-    return lambda layer, x: torch.autocast("cpu", dtype)
+DIFFERENCES = {  # of one rank; they change a layer and its input, or enter a context
+    "no_grad": lambda layer, x, stack: stack.enter_context(torch.no_grad()),
+    "frozen experts": lambda layer, x, stack: layer.experts.requires_grad_(False),
+    "detached input": lambda layer, x, stack: x.requires_grad_(False),
+    "bfloat16 weights": lambda layer, x, stack: layer.experts.bfloat16(),
+    **{
+        f"autocast to {dtype}": lambda layer, x, stack, dtype=dtype: stack.enter_context(
+            torch.autocast("cpu", dtype)
+        )
+        for dtype in (torch.bfloat16, torch.float16)
+    },
+}
 
 
-def no_grad(layer, x):
-    return torch.no_grad()
-
-
-def frozen_experts(layer, x):
-    layer.experts.requires_grad_(False)
-    return nullcontext()
-
-
-def detached_input(layer, x):
-    x.requires_grad_(False)
-    return nullcontext()
-
-
-def weights_in_half_precision(layer, x):
-    layer.experts.bfloat16()
-    return nullcontext()
-
-
-@pytest.mark.parametrize(
-    "differ",
-    [
-        no_grad,
-        frozen_experts,
-        detached_input,
-        weights_in_half_precision,
-        autocast_to(torch.bfloat16),
-        autocast_to(torch.float16),
-    ],
-)
-def test_ranks_that_disagree_about_a_pass_are_named(differ):
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_ranks_that_disagree_about_a_pass_are_named(difference):
     """Their backward passes would exchange different messages."""
 
     def work(layer, x, gradient):
-        rank = layer.balancer.rank
-        with (
-            differ(layer, x) if rank == 1 else nullcontext(),
-            pytest.raises(PlanMismatch, match=r"ranks \[0, 2, 3\] have .*ranks \[1\]"),
-        ):
-            layer(x)
+        with ExitStack() as stack:
+            if layer.balancer.rank == 1:
+                DIFFERENCES[difference](layer, x, stack)
+            with pytest.raises(PlanMismatch, match=r"ranks \[0, 2, 3\] have .*ranks \[1\]"):
+                layer(x)
 
     on_every_rank(Example([30] * 4, dtype=torch.float32), work)
 
@@ -433,7 +367,7 @@ def tensors_alive():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-def test_steps_take_no_more_memory_once_the_history_is_full():
+def test_memory_stays_constant_once_the_history_is_full():
     example = Example([12] * 2, hidden=6, ffn=4)
     group = LocalGroup(2)
 
@@ -460,7 +394,7 @@ def test_steps_take_no_more_memory_once_the_history_is_full():
 
     steps(REMEMBERED + 1)
     gc.collect()
-    gc.disable()  # what is alive afterwards is alive without cycles to blame
+    gc.disable()  # so that reference cycles count as leaks
     try:
         pools, tensors, objects = steps(15)
         pools_after, tensors_after, objects_after = steps(60)
@@ -471,43 +405,35 @@ def test_steps_take_no_more_memory_once_the_history_is_full():
     assert objects_after <= objects + 100
 
 
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.003, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_balanced_and_unbalanced_training_agree(optimizer):
-    """25 steps in float64: layer balanced, layer unbalanced, dense twin."""
+def test_balanced_and_unbalanced_training_agree():
+    """Train the balanced layer, the unbalanced layer and the dense twin, 25 steps in float64."""
     example = Example([8] * 4, hidden=6, ffn=5, seed=4)
     targets = [gradient.tanh() for gradient in example.gradients]
 
     def work(comm, policy):
         layer = example.layer(Balancer(experts=EXPERTS, communicator=comm, policy=policy))
-        step = OPTIMIZERS[optimizer](layer.parameters())
-        losses, copies = [], 0
+        optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
+        losses, replicas = [], 0
         for _ in range(25):
-            step.zero_grad()
-            x = example.inputs[comm.rank]
-            loss = (layer(x) - targets[comm.rank]).square().sum()
+            optimizer.zero_grad()
+            loss = (layer(example.inputs[comm.rank]) - targets[comm.rank]).square().sum()
             loss.backward()
             router = layer.router.weight
             router.grad = comm.all_gather(router.grad).sum(dim=0)  # every rank has a part of it
-            step.step()
+            optimizer.step()
             losses.append(comm.all_gather(loss.detach()).sum().item())
-            copies += layer.last_plan.num_replicas
-        return torch.tensor(losses, dtype=torch.float64), copies
+            replicas += layer.last_plan.num_replicas
+        return torch.tensor(losses, dtype=torch.float64), replicas
 
     (plain, none), *_ = LocalGroup(4).run(lambda comm: work(comm, "none"))
     (balanced, some), *_ = LocalGroup(4).run(lambda comm: work(comm, "ultraep"))
     twin = example.twin()
-    step, losses = OPTIMIZERS[optimizer](twin.parameters()), []
+    optimizer, losses = torch.optim.Adam(twin.parameters(), lr=0.01), []
     for _ in range(25):
-        step.zero_grad()
+        optimizer.zero_grad()
         loss = (twin(torch.cat(example.inputs)) - torch.cat(targets)).square().sum()
         loss.backward()
-        step.step()
+        optimizer.step()
         losses.append(loss.item())
     assert none == 0
     assert some > 25
@@ -516,7 +442,7 @@ def test_balanced_and_unbalanced_training_agree(optimizer):
     assert_close(balanced, torch.tensor(losses, dtype=torch.float64), tolerance=1e-9)
 
 
-def test_states_and_parameters_hold_no_copies():
+def test_states_and_parameters_hold_no_replicas():
     def work(layer, x, gradient):
         train_once(layer, x, gradient)
         shapes = {name: list(tensor.shape) for name, tensor in layer.state_dict().items()}
@@ -547,7 +473,7 @@ def test_states_and_parameters_hold_no_copies():
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
-def test_full_states_travel_between_numbers_of_ranks_and_slots(ranks, options):
+def test_full_states_load_on_any_number_of_ranks_and_slots(ranks, options):
     example = Example([12] * 4, bias=True, router_bias=True, shared_ffn=4)
 
     def work(comm):
@@ -585,7 +511,7 @@ def test_states_that_do_not_fit_are_refused(change, message):
         layer.load_full_state_dict(state)
 
 
-def test_copies_of_a_module_share_its_balancer():
+def test_copied_modules_share_the_balancer():
     example = Example([30] * 2)
 
     def work(layer, x, gradient):
@@ -595,11 +521,11 @@ def test_copies_of_a_module_share_its_balancer():
         assert averaged.module.balancer is twin.balancer is shallow.balancer is layer.balancer
         return averaged(x).detach(), twin(x).detach()
 
-    for found in zip(*on_every_rank(example, work), strict=True):
-        assert_close(torch.cat(found), dense(example).output)
+    for outputs in zip(*on_every_rank(example, work), strict=True):
+        assert_close(torch.cat(outputs), dense(example).output)
 
 
-def test_a_balancer_is_in_no_file():
+def test_a_balancer_cannot_be_saved():
     layer = Example([3]).layer(Balancer("alone", experts=EXPERTS))
     with pytest.raises(
         ConfigError, match=r"a Balancer .* cannot be pickled: save the state_dict\(\)"

@@ -144,17 +144,19 @@ class _Loan:
 
     def __init__(self, begins: list[int], replicas: Replicas, homes: Mapping[str, Stack]) -> None:
         self.replicas, self.homes = replicas, homes
-        self.scaling = _triton_products() if replicas.kernels else plain
+        self.scaling: ModuleType = plain
+        if replicas.kernels:
+            from ultraep.backends.triton import products
+
+            self.scaling = products
         self.flat = [tensor for stack in homes.values() for tensor in tensors_of(stack)]
         self.learning = [
             name for name, stack in homes.items() if any(t.requires_grad for t in tensors_of(stack))
         ]
         counts = [end - begin for begin, end in pairwise(begins)]
         self.counts = counts[: replicas.num_homes], counts[replicas.num_homes :]
-        self.parts = (
-            slice(0, begins[replicas.num_homes]),
-            slice(begins[replicas.num_homes], begins[-1]),
-        )
+        end_of_homes = begins[replicas.num_homes]
+        self.parts = slice(0, end_of_homes), slice(end_of_homes, begins[-1])
         self._addresses: list[int] = []
         self._open = False  # whether backward holds the slots
         # A dispatch mode may keep views of the slots and use them after they were overwritten.
@@ -188,20 +190,17 @@ class _Loan:
             replicas[name] = list(slots.unbind()) if unbound else slots
         return homes, replicas
 
-    def reduce(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+    def reduce(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Stage 8: return the home gradients plus the gradients of all replicas."""
         own, of_replicas = gradients[: len(self.flat)], gradients[len(self.flat) :]
-        summed = [
-            self._writable(gradient, tensor)
-            for gradient, tensor in zip(own, self.flat, strict=True)
-        ]
+        sums = [self._writable(g, tensor) for g, tensor in zip(own, self.flat, strict=True)]
         required = [
             total if tensor.requires_grad else None
-            for total, tensor in zip(summed, self.flat, strict=True)
+            for total, tensor in zip(sums, self.flat, strict=True)
         ]
         if not self.replicas.possible:
             return required
-        homes, _ = self.by_name([*summed, *(None for _ in self.homes)])
+        homes, _ = self.by_name([*sums, *(None for _ in self.homes)])
         weights = self.replicas.tensors()
         slots = self.replicas.gradient_slots(
             {n: (tuple(weights[n].shape[1:]), weights[n].dtype) for n in self.learning}
@@ -234,13 +233,6 @@ class _Loan:
         if not self.replicas.possible:
             return gradient
         return gradient.clone(memory_format=torch.contiguous_format)
-
-
-def _triton_products() -> ModuleType:
-    """Import the Triton version of `ultraep.ops.products`."""
-    from ultraep.backends.triton import products
-
-    return products
 
 
 class _Borrow(torch.autograd.Function):
@@ -310,9 +302,7 @@ class _GiveBack(torch.autograd.Function):
         return None, d_gates_A, *d_outputs, *(None for _ in ctx.needs_input_grad[4:])
 
 
-def _joined(
-    loan: _Loan, parts: tuple[torch.Tensor | None, ...], like_AD: torch.Tensor
-) -> torch.Tensor:
+def _joined(loan: _Loan, parts: Gradients, like_AD: torch.Tensor) -> torch.Tensor:
     """Concatenate rows of home slots and of replicas to `[A, D]`; None is zero."""
     memory, homes = loan.replicas.served_rows(like_AD), parts[0]
     if memory is None and homes is not None and len(homes) == len(like_AD):

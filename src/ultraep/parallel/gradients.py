@@ -41,7 +41,10 @@ def average_expert_gradients(
         plain = [gradient for gradient in gradients if mesh_of(gradient) is None]
         if plain:
             _check_dp_replicas(dp_replicas, ranks)
-            _all_reduce(plain, dp_replicas)
+            if dp_replicas is not None:
+                pending = [dist.all_reduce(g, group=dp_replicas, async_op=True) for g in plain]
+                for work in pending:
+                    work.wait()
             torch._foreach_div_(plain, len(ranks) * (dp_replicas.size() if dp_replicas else 1))
         sharded = [local(gradient) for gradient in gradients if mesh_of(gradient) is not None]
         if sharded:
@@ -62,14 +65,6 @@ def _check_dp_replicas(dp_replicas: dist.ProcessGroup | None, expert_ranks: Sequ
             f"dp_replicas must hold the same experts, but ranks {group} are among the ranks that "
             f"the experts are spread over, {list(expert_ranks)}"
         )
-
-
-def _all_reduce(gradients: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    if group is None:
-        return
-    pending = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
-    for work in pending:
-        work.wait()
 
 
 @torch.no_grad()

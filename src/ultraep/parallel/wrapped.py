@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ultraep.errors import ConfigError
 from ultraep.parallel.home import expert_parameters, hold_different_experts, home_modules
 
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """Wrap a model in DistributedDataParallel without its expert parameters."""
@@ -26,10 +28,8 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 def leave_out_experts(model: nn.Module) -> None:
     """Make DistributedDataParallel ignore the experts of a model, wherever it is wrapped."""
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, [*ignored, *expert_parameters(model)]
-    )
+    ignored = [*getattr(model, IGNORED_BY_DDP, ()), *expert_parameters(model)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
 def check_wrapper(wrapper: Any, attribute: str, model: nn.Module) -> None:

@@ -1,10 +1,10 @@
-"""Tests of Megatron-Core: `make test-frameworks`. They are no part of the ordinary suite."""
+"""Tests of Megatron-Core."""
 
 import os
 import sys
 from pathlib import Path
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch is imported by ranks, too
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before ranks import torch
 
 HERE = Path(__file__).parent
 for folder in (HERE, HERE.parents[2] / "examples"):

@@ -1,4 +1,4 @@
-"""Small models of Megatron-Core on gloo ranks, unmodified or balanced, and what they compute."""
+"""Small models of Megatron-Core on gloo ranks, unmodified or balanced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles small functions: seconds for nothing here
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling small functions takes seconds
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,16 +19,13 @@ from ranks import shared_pool
 from ultraep import NothingToBalance
 
 HIDDEN, EXPERTS, TOP_K, VOCABULARY, LENGTH, ROWS = 32, 8, 2, 64, 16, 2
-
-
-LIMIT = 60.0  # seconds of a test
+LIMIT = 60.0  # seconds per test
 
 
 def on_megatron(size: int, **parallel: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a test of a function that runs on so many ranks, in the groups of Megatron-Core.
+    """Turn a function into a test that runs on `size` ranks, in the groups of Megatron-Core.
 
-    parallel: of `initialize_model_parallel`. Arguments and results are sent between processes; a
-    function that is no test may return some.
+    parallel: arguments of `initialize_model_parallel`.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +43,7 @@ def on_megatron(size: int, **parallel: int) -> Callable[[Callable[..., Any]], Ca
 def run_body(
     rank: int, group: Any, module: str, name: str, parallel: dict[str, int], arguments: dict
 ) -> Any:
-    """Warnings of the library are ignored; ours are errors."""
+    """Run a test on one rank. Ignore warnings of the library; our warnings are errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", module="ultraep")
@@ -61,14 +58,14 @@ def run_body(
             try:
                 return getattr(import_module(module), name).__wrapped__(**arguments)
             finally:
-                moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # made for so many layers
-                moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of a shape
+                moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # sized by layers
+                moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
                 random.get_cuda_rng_tracker().reset()
                 parallel_state.destroy_model_parallel()
 
 
 def seed() -> None:
-    """Begin random numbers of the library anew."""
+    """Reset the random number generators of the library."""
     from megatron.core.tensor_parallel import random
 
     random.get_cuda_rng_tracker().reset()
@@ -76,10 +73,10 @@ def seed() -> None:
 
 
 def settings(**changes: Any) -> Any:
-    """A small configuration with experts on two ranks."""
+    """Return a small configuration with experts on two ranks."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    usual = {
+    defaults = {
         "num_layers": 2,
         "hidden_size": HIDDEN,
         "num_attention_heads": 4,
@@ -100,11 +97,11 @@ def settings(**changes: Any) -> Any:
         "attention_dropout": 0.0,
         "init_method_std": 0.1,
     }
-    return TransformerConfig(**(usual | changes))
+    return TransformerConfig(**(defaults | changes))
 
 
 def make_layer(config: Any, options: dict[str, Any] | None, *, grouped: bool = False) -> Any:
-    """One MoE layer; options of a balanced one, None: the library's own."""
+    """Return a MoE layer. options: of a balanced layer; None: the library's own layer."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.spec_utils import build_module
 
@@ -126,7 +123,7 @@ def make_layer(config: Any, options: dict[str, Any] | None, *, grouped: bool = F
 
 
 def make_model(config: Any, options: dict[str, Any] | None) -> list[Any]:
-    """A GPT model, in as many chunks as the pipeline schedule has on this rank."""
+    """Return the chunks of a GPT model on this rank of the pipeline."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -140,15 +137,15 @@ def make_model(config: Any, options: dict[str, Any] | None) -> list[Any]:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
         if options is not None:
             spec = balanced(spec, config, **options)
-        where = {"ignore_virtual": False, "vp_stage": stage}
+        position = {"ignore_virtual": False, "vp_stage": stage}
         chunks.append(
             GPTModel(
                 config,
                 spec,
                 vocab_size=VOCABULARY,
                 max_sequence_length=LENGTH,
-                pre_process=parallel_state.is_pipeline_first_stage(**where),
-                post_process=parallel_state.is_pipeline_last_stage(**where),
+                pre_process=parallel_state.is_pipeline_first_stage(**position),
+                post_process=parallel_state.is_pipeline_last_stage(**position),
                 vp_stage=stage,
             )
         )
@@ -158,7 +155,7 @@ def make_model(config: Any, options: dict[str, Any] | None) -> list[Any]:
 
 @torch.no_grad()
 def skew(module: torch.nn.Module) -> None:
-    """Make tokens choose experts of the first rank more often."""
+    """Make experts of the first rank hot."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     for router in module.modules():
@@ -168,9 +165,9 @@ def skew(module: torch.nn.Module) -> None:
             router.weight[1] -= 0.5 * direction
 
 
-def difference(want: torch.Tensor, have: torch.Tensor) -> float:
-    """The largest one, in parts of the largest number."""
-    assert want.shape == have.shape
-    assert want.dtype == have.dtype
-    scale = float(want.abs().max()) if want.numel() else 0.0
-    return float((want - have).abs().max()) / scale if scale else float(have.abs().sum())
+def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest value."""
+    assert expected.shape == actual.shape
+    assert expected.dtype == actual.dtype
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return float((expected - actual).abs().max()) / scale if scale else float(actual.abs().sum())

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of Megatron-Core: written balanced and read unmodified, and back."""
+"""Distributed checkpoints: balanced and unmodified models load each other's."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ from test_megatron_training import DISTRIBUTED, OVERLAP, Training
 
 
 def state(training, distributed, *, loading=False):
-    """What the library puts into a checkpoint: the model, and its optimizer."""
+    """Return the state of model and optimizer for a checkpoint."""
     (chunk,) = training.chunks
     model = chunk.module.sharded_state_dict()
-    way = {"metadata": {"distrib_optim_sharding_type": "dp_reshardable"}} if distributed else {}
-    optimizer = training.optimizer.sharded_state_dict(model, is_loading=loading, **way)
+    options = {"metadata": {"distrib_optim_sharding_type": "dp_reshardable"}} if distributed else {}
+    optimizer = training.optimizer.sharded_state_dict(model, is_loading=loading, **options)
     return {"model": model, "optimizer": optimizer}
 
 
@@ -19,7 +19,7 @@ def state(training, distributed, *, loading=False):
 @pytest.mark.parametrize(("writer", "reader"), [({}, None), (None, {}), ({}, {"slots": 2})])
 @on_megatron(2, expert_model_parallel_size=2)
 def test_checkpoints_are_interchangeable(tmp_path, ddp, writer, reader):
-    """Train and save; load elsewhere, and train on both: weights must stay alike."""
+    """Train and save; load into another model, and train both: weights must stay equal."""
     from megatron.core import dist_checkpointing
 
     seed()
@@ -31,13 +31,13 @@ def test_checkpoints_are_interchangeable(tmp_path, ddp, writer, reader):
     torch.distributed.barrier()
     dist_checkpointing.save(state(first, distributed), str(folder))
     second = Training(settings(), ddp, reader)
-    second.step(5)  # torch's Adam has no state to load into before
+    second.step(5)  # creates the state of torch's Adam
     with torch.no_grad():
         for _, parameter in second.parameters():
             parameter.add_(0.25)
     loaded = dist_checkpointing.load(state(second, distributed, loading=True), str(folder))
     second.chunks[0].module.load_state_dict(loaded["model"])
-    with torch.no_grad():  # the library writes into its shards of parameters
+    with torch.no_grad():  # the library writes into shards of parameters
         second.optimizer.load_state_dict(loaded["optimizer"])
     torch.testing.assert_close(second.weights(), first.weights(), rtol=0, atol=0)
     losses = [training.step(1)["losses"] for training in (first, second)]
@@ -52,7 +52,7 @@ def write(folder, options):
 
     (model,) = make_model(settings(), options)
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(folder))
-    return {name: tensor for name, tensor in model.state_dict().items() if tensor is not None}
+    return tensors_of(model)
 
 
 @on_megatron(1)
@@ -65,11 +65,14 @@ def read(folder, options):
             parameter.zero_()
     loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
     model.load_state_dict(loaded["model"])
+    return tensors_of(model)
+
+
+def tensors_of(model):
     return {name: tensor for name, tensor in model.state_dict().items() if tensor is not None}
 
 
-def test_other_numbers_of_ranks_read_it(tmp_path):
-    """Written by two ranks, balanced; read by one that has all experts."""
+def test_one_rank_loads_a_checkpoint_of_two_balanced_ranks(tmp_path):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     parts, (whole,) = write(folder=folder, options={}), read(folder=folder, options=None)

@@ -1,4 +1,4 @@
-"""A balanced MoE layer computes what Megatron-Core's own computes: outputs and all gradients."""
+"""Outputs and gradients of a balanced MoE layer equal the results of Megatron-Core's layer."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -46,8 +46,8 @@ CASES = {
 }
 
 
-def passed(layer, dtype):
-    """Output and all gradients; random numbers begin anew."""
+def forward_backward(layer, dtype):
+    """Return the output and all gradients."""
     seed()
     draw = torch.Generator().manual_seed(torch.distributed.get_rank())
     x = torch.randn(12, 3, HIDDEN, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
@@ -58,13 +58,13 @@ def passed(layer, dtype):
 
 
 def grouped_products(rows, weights, counts, trans_b):
-    """What the package grouped_gemm computes, on GPUs alone."""
+    """Compute like the package grouped_gemm, which needs a GPU."""
     parts = zip(rows.split(counts.tolist()), weights, strict=True)
     return torch.cat([part @ weight for part, weight in parts])
 
 
 def compare(changes, options, dtype=torch.float32, grouped=False):
-    """Differences between a balanced layer and the library's, by name, and the copies planned."""
+    """Return the differences of a balanced layer from the library's, by name, and its replicas."""
     from megatron.core.transformer.moe import grouped_gemm_util
 
     stand_in = SimpleNamespace(ops=SimpleNamespace(gmm=grouped_products))
@@ -74,21 +74,21 @@ def compare(changes, options, dtype=torch.float32, grouped=False):
         patch.object(grouped_gemm_util, "ops", stand_in.ops, create=True),
     ):
         layers = [make_layer(config, choice, grouped=grouped) for choice in (None, options)]
-        plain, ours = (passed(layer, dtype) for layer in layers)
+        plain, ours = (forward_backward(layer, dtype) for layer in layers)
     assert plain.keys() == ours.keys()
-    off = {name: difference(plain[name], ours[name]) for name in plain}
-    return off, layers[1].last_plan.to_host().num_replicas
+    differences = {name: difference(plain[name], ours[name]) for name in plain}
+    return differences, layers[1].last_plan.to_host().num_replicas
 
 
-def check(changes, options, least=1, **given):
-    off, copies = compare(changes, options, **given)
-    assert copies >= least
-    assert max(off.values()) < 1e-5, off
+def check(changes, options, least=1, **arguments):
+    differences, replicas = compare(changes, options, **arguments)
+    assert replicas >= least
+    assert max(differences.values()) < 1e-5, differences
 
 
 @pytest.mark.parametrize("case", CASES)
 @on_megatron(2, expert_model_parallel_size=2)
-def test_outputs_and_gradients_are_those_of_the_library(case):
+def test_outputs_and_gradients(case):
     check(CASES[case], {})
 
 
@@ -103,35 +103,34 @@ def test_four_ranks():
     check({"expert_model_parallel_size": 4}, {}, least=2)
 
 
-PARTS = {
+TENSOR_PARALLEL = {
     "tensor_model_parallel_size": 2,
     "expert_model_parallel_size": 2,
     "expert_tensor_parallel_size": 1,
 }
 
 
-@on_megatron(2, **PARTS)
-def test_attention_in_parts_beside_whole_experts():
-    """Tensor parallelism of all but the experts: each rank has tokens of its own here."""
-    check(PARTS | {"sequence_parallel": True}, {})
+@on_megatron(2, **TENSOR_PARALLEL)
+def test_tensor_parallel_attention():
+    """Sequence parallelism gives each rank its own tokens in the MoE layer."""
+    check(TENSOR_PARALLEL | {"sequence_parallel": True}, {})
 
 
 @pytest.mark.parametrize("changes", [{}, {"moe_shared_expert_intermediate_size": 40}])
 @on_megatron(2, expert_model_parallel_size=2)
-def test_without_copies_there_is_nothing_to_round(changes):
-    """Policy "none": the library's own numbers, bit by bit."""
-    off, copies = compare(changes, {"policy": "none"})
-    assert copies == 0
-    assert not any(off.values()), off
+def test_without_replicas_all_bits_are_equal(changes):
+    differences, replicas = compare(changes, {"policy": "none"})
+    assert replicas == 0
+    assert not any(differences.values()), differences
 
 
 @on_megatron(2, expert_model_parallel_size=2)
 def test_double_precision():
-    """Where the library computes in it: its routers are of single precision."""
-    off, copies = compare({"moe_router_dtype": "fp64"}, {}, torch.float64)
-    assert copies > 0
-    routed = {name: off.pop(name) for name in ("input", "router.weight")}
-    assert max(off.values()) < 1e-12, off
+    """The library's routers compute in single precision."""
+    differences, replicas = compare({"moe_router_dtype": "fp64"}, {}, torch.float64)
+    assert replicas > 0
+    routed = {name: differences.pop(name) for name in ("input", "router.weight")}
+    assert max(differences.values()) < 1e-12, differences
     assert max(routed.values()) < 1e-7, routed
 
 
@@ -139,5 +138,5 @@ def test_double_precision():
 @pytest.mark.parametrize("slots", [1, 2])
 @on_megatron(2, expert_model_parallel_size=2)
 def test_grouped_experts(case, slots):
-    """All experts of a rank in one parameter, with a stand-in for products of the GPU."""
+    """All experts of a rank are in one parameter."""
     check(CASES[case], {"slots": slots}, grouped=True)

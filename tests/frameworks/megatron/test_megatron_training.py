@@ -1,4 +1,4 @@
-"""Whole models under the DDP, optimizers and pipeline schedules of the library, and unmodified."""
+"""Training of balanced and unmodified models: DDP, optimizers and pipeline schedules."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -54,7 +54,7 @@ CASES = {
 
 
 def batches(step):
-    """Tokens of this rank's microbatches, of some words more often than of others."""
+    """Yield the tokens of this rank's microbatches, with skewed frequencies."""
     from megatron.core import parallel_state
 
     draw = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
@@ -64,22 +64,22 @@ def batches(step):
 
 def forward_step(tokens, model):
     ids = next(tokens)
-    places = torch.arange(LENGTH).expand(ROWS, -1)
-    later = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
-    losses = model(ids, places, later, labels=ids.roll(-1, 1))
+    positions = torch.arange(LENGTH).expand(ROWS, -1)
+    causal_mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    losses = model(ids, positions, causal_mask, labels=ids.roll(-1, 1))
 
-    def of_microbatch(losses):
+    def loss_of_microbatch(losses):
         if model.config.calculate_per_token_loss:
             return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), losses.sum()
         return losses.mean(), losses.detach().mean()
 
-    return losses, of_microbatch
+    return losses, loss_of_microbatch
 
 
 class Training:
-    """A model with DDP and optimizer, as the library has them."""
+    """A model with the DDP and the optimizer of the library."""
 
-    def __init__(self, config, ddp, options, *, learning_rate=1e-3):
+    def __init__(self, config, ddp, options):
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -88,25 +88,24 @@ class Training:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config.finalize_model_grads_func = finalize_model_grads
-        wrapped = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp)
-        self.config = config
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp)
         self.chunks = [
-            DistributedDataParallel(config, wrapped, chunk, disable_bucketing=index > 0)
+            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(make_model(config, options))
         ]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=learning_rate,
+                lr=1e-3,
                 clip_grad=0.1,
-                use_distributed_optimizer=wrapped.use_distributed_optimizer,
-                overlap_param_gather=wrapped.overlap_param_gather,
+                use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+                overlap_param_gather=ddp_config.overlap_param_gather,
             ),
             self.chunks,
         )
 
     def step(self, number, microbatches=MICROBATCHES):
-        """Losses of all microbatches, all gradients, and their norm."""
+        """Return the losses of all microbatches, all gradients, and their norm."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         for chunk in self.chunks:
@@ -122,8 +121,8 @@ class Training:
             forward_only=False,
         )
         gradients = {f"gradient of {name}": p.main_grad.clone() for name, p in self.parameters()}
-        worked, norm, _ = self.optimizer.step()
-        assert worked
+        successful, norm, _ = self.optimizer.step()
+        assert successful
         return {"losses": torch.tensor(losses), "norm": torch.tensor(norm), **gradients}
 
     def parameters(self):
@@ -138,12 +137,12 @@ class Training:
 
 
 def add_in_place(rows, gradient, total):
-    """What the extension of Apex computes for gradient_accumulation_fusion, on GPUs alone."""
+    """Compute like the extension of Apex for gradient_accumulation_fusion, which needs a GPU."""
     total.add_(gradient.T @ rows)
 
 
 def check(changes, ddp, options, steps=STEPS):
-    """Losses, gradients, norms and weights of some steps are those of the library."""
+    """Compare losses, gradients, norms and weights of some steps with the library's."""
     from megatron.core.tensor_parallel import layers
 
     from ultraep.integrations.megatron import balancers
@@ -155,19 +154,19 @@ def check(changes, ddp, options, steps=STEPS):
     ):
         plain, _ = train(changes, ddp, None, steps)
         ours, training = train(changes, ddp, options, steps)
-    off = [
-        max(difference(want[name], have[name]) for name in want if want[name].numel())
-        for want, have in zip(plain, ours, strict=True)
+    differences = [
+        max(difference(expected[name], actual[name]) for name in expected if expected[name].numel())
+        for expected, actual in zip(plain, ours, strict=True)
     ]
-    assert off[0] == 0  # a balanced layer draws nothing
-    assert off[1] < 1e-5, off
-    assert max(off) < 1e-4, off  # Adam divides by small numbers in its first steps
+    assert differences[0] == 0  # initial weights
+    assert differences[1] < 1e-5, differences
+    assert max(differences) < 1e-4, differences  # Adam first divides by small numbers
     (balancer,) = balancers(training.chunks)
     assert balancer.stats()["copies"] > 0
 
 
 def train(changes, ddp, options, steps):
-    """Weights at the beginning, what each step gave, weights at the end; and the training."""
+    """Return initial weights, the results of each step and final weights; and the training."""
     seed()
     training = Training(settings(**changes), ddp, options)
     results = [training.weights(), *(training.step(i) for i in range(steps)), training.weights()]
@@ -176,39 +175,38 @@ def train(changes, ddp, options, steps):
 
 @pytest.mark.parametrize("case", CASES)
 @on_megatron(2, expert_model_parallel_size=2)
-def test_training_is_that_of_the_library(case):
+def test_training(case):
     check(*CASES[case], {})
 
 
 @on_megatron(2, expert_model_parallel_size=2)
-def test_twenty_steps_have_the_losses_of_the_library():
-    """As close as the library comes to itself when the last bit of some weights is another."""
+def test_losses_of_twenty_steps():
+    """Allow the difference that flipping the last bit of some weights causes in the library."""
 
-    def losses(options, nudged=False):
+    def losses(options, flipped=False):
         seed()
         training = Training(settings(), {}, options)
-        if nudged:  # one weight in a thousand
+        if flipped:  # one weight in a thousand
             for _, parameter in training.parameters():
                 few = parameter.data.view(-1)[::1000]
                 few.copy_(torch.nextafter(few, few + 1))
         return torch.stack([training.step(index, 1)["losses"] for index in range(20)])
 
-    plain, again = losses(None), losses(None, nudged=True)
+    plain, other = losses(None), losses(None, flipped=True)
     assert plain[-1].mean() < plain[0].mean() - 0.02  # it learns
     assert difference(plain, losses({"policy": "none"})) == 0
-    assert difference(plain, losses({})) <= max(2 * difference(plain, again), 1e-6)
+    assert difference(plain, losses({})) <= max(2 * difference(plain, other), 1e-6)
 
 
 @pytest.mark.parametrize("case", ["overlap", "weights gathered in forward"])
 @on_megatron(4, expert_model_parallel_size=2)
 def test_two_groups_have_the_same_experts(case):
-    """Four ranks, experts spread over two: gradients of experts are averaged by the library."""
+    """The library averages the gradients of experts over both groups."""
     check(*CASES[case], {})
 
 
 @on_megatron(4, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
-def test_microbatches_in_flight():
-    """Pipeline schedules: microbatches begin before others are through backward."""
+def test_pipeline_parallelism():
     check(PIPELINE, DISTRIBUTED | OVERLAP, {})
 
 
@@ -218,5 +216,5 @@ def test_microbatches_in_flight():
     virtual_pipeline_model_parallel_size=2,
     expert_model_parallel_size=2,
 )
-def test_microbatches_in_flight_of_an_interleaved_schedule():
+def test_interleaved_pipeline():
     check(INTERLEAVED, DISTRIBUTED | OVERLAP, {})

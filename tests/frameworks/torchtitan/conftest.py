@@ -1,4 +1,4 @@
-"""Where the tests find the example, whose model and whose stand-ins for CUDA they use."""
+"""Tests of torchtitan. They use the model and the CUDA stand-ins of the example."""
 
 from __future__ import annotations
 

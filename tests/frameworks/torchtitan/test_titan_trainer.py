@@ -1,4 +1,4 @@
-"""The whole Trainer: 20 steps, its metrics, and checkpoints that either side reads of the other."""
+"""The whole Trainer: losses of 20 steps, metrics, and checkpoints of both kinds of runs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ LIMIT = 1e-5
 
 
 def run(kind, folder, **checkpoint):
-    given = {"folder": folder, "steps": STEPS}
-    return shared_pool().run(2, training, "qwen3", OVERRIDES[kind], given, checkpoint)[0]
+    options = {"folder": folder, "steps": STEPS}
+    return shared_pool().run(2, training, "qwen3", OVERRIDES[kind], options, checkpoint)[0]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Both kinds of training, with a checkpoint in the middle and one at the end."""
+    """Train plain and balanced, with a checkpoint in the middle and one at the end."""
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in OVERRIDES}
     saving = {"enable": True, "interval": SAVED, "last_save_model_only": False}
     return {kind: (folder, run(kind, folder, **saving)) for kind, folder in folders.items()}
 
 
-def logged(found, *names):
-    return torch.tensor([[step[name] for name in names] for step in found])
+def logged(steps, *names):
+    return torch.tensor([[step[name] for name in names] for step in steps])
 
 
 def test_twenty_steps_have_the_same_losses_and_norms(trained):
@@ -41,7 +41,7 @@ def test_twenty_steps_have_the_same_losses_and_norms(trained):
     torch.testing.assert_close(balanced, plain, rtol=LIMIT, atol=0)
 
 
-def test_metrics_of_the_framework_have_ours_among_them(trained):
+def test_metrics(trained):
     plain, balanced = (trained[kind][1][0] for kind in ("plain", "balanced"))
     ours = set(balanced[0]) - set(plain[0])
     assert {name.removeprefix("ultraep/") for name in ours} == {
@@ -58,7 +58,7 @@ def test_metrics_of_the_framework_have_ours_among_them(trained):
     assert (before > after).all()
     assert (after <= worst).all()
     assert after.mean() < 1.01
-    assert (logged(balanced, "ultraep/copies") <= 4).all()  # a step's: two layers, two ranks
+    assert (logged(balanced, "ultraep/copies") <= 4).all()  # per step: two layers, two ranks
     assert (logged(balanced, "ultraep/weights_bytes_sent").sum(0) > 0).all()
 
 
@@ -67,24 +67,24 @@ def test_one_balancer_serves_all_layers(trained):
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("plain", "balanced"), ("balanced", "plain")])
-def test_checkpoints_of_one_are_those_of_the_other(saved, loaded, trained, tmp_path):
+def test_checkpoints_are_interchangeable(saved, loaded, trained, tmp_path):
     folder, (_, weights, moments, _) = trained[saved]
     shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
     _, again, moments_again, _ = run(loaded, tmp_path, enable=True, load_only=True)
-    for expected, got in ((weights, again), (moments, moments_again)):
-        assert expected.keys() == got.keys()
+    for expected, actual in ((weights, again), (moments, moments_again)):
+        assert expected.keys() == actual.keys()
         assert len(expected) > 10
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("plain", "balanced"), ("balanced", "plain")])
-def test_one_goes_on_where_the_other_was(saved, loaded, trained, tmp_path):
+def test_training_resumes_from_a_checkpoint_of_the_other(saved, loaded, trained, tmp_path):
     folder, (steps, *_) = trained[saved]
     shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
-    found = run(loaded, tmp_path, enable=True, load_only=True, load_step=SAVED)[0]
-    assert [step["step"] for step in found] == list(range(SAVED + 1, STEPS + 1))
-    expected, got = logged(steps[SAVED:], LOSS, NORM), logged(found, LOSS, NORM)
-    torch.testing.assert_close(got, expected, rtol=LIMIT, atol=0)
+    resumed = run(loaded, tmp_path, enable=True, load_only=True, load_step=SAVED)[0]
+    assert [step["step"] for step in resumed] == list(range(SAVED + 1, STEPS + 1))
+    expected, actual = logged(steps[SAVED:], LOSS, NORM), logged(resumed, LOSS, NORM)
+    torch.testing.assert_close(actual, expected, rtol=LIMIT, atol=0)
 
 
 PIPELINE = {
@@ -95,15 +95,15 @@ PIPELINE = {
 
 
 @pytest.mark.skipif(not NEW, reason="the framework's own default needs torch 2.14")
-@pytest.mark.parametrize(("size", "given"), [(2, {"backend": "spmd_types"}), (4, PIPELINE)])
-def test_what_the_framework_does_with_a_newer_torch(size, given, tmp_path):
-    found = []
-    for overrides in OVERRIDES.values():
-        settings = {"folder": tmp_path, "steps": 4, **given}
-        found.append(shared_pool().run(size, training, "qwen3", overrides, settings)[-1][0])
-    plain, balanced = (logged(steps, LOSS, NORM) for steps in found)
+@pytest.mark.parametrize(("size", "options"), [(2, {"backend": "spmd_types"}), (4, PIPELINE)])
+def test_settings_that_need_a_newer_torch(size, options, tmp_path):
+    settings = {"folder": tmp_path, "steps": 4, **options}
+    plain, balanced = (
+        logged(shared_pool().run(size, training, "qwen3", overrides, settings)[-1][0], LOSS, NORM)
+        for overrides in OVERRIDES.values()
+    )
     torch.testing.assert_close(balanced, plain, rtol=LIMIT, atol=0)
 
 
-def test_nothing_is_left_behind(trained):
+def test_no_shared_memory_is_left_behind(trained):
     assert leftovers(shared_pool().pids) == []

@@ -1,10 +1,10 @@
-"""Tiny models of the families that the release has, in settings for two steps on CPU ranks."""
+"""Tiny models of three families, and settings of short runs on CPU ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torchtitan_tiny as tiny  # first: on CPUs it replaces what the framework imports
+import torchtitan_tiny as tiny  # first: on CPUs it replaces modules that the framework imports
 
 # isort: split
 import torchtitan.models.deepseek_v3 as deepseek
@@ -17,7 +17,7 @@ RECOMPUTE = {"none": lambda: None, "full": FullAC.Config, "selective": Selective
 
 
 def around(family, model, layers, last, norm):
-    """A model of these layers, with what all families have before and behind them."""
+    """Return a model with these layers between an embedding and a head."""
     embedding = family.Embedding.Config(
         num_embeddings=VOCABULARY, embedding_dim=DIM, param_init=family._EMBEDDING_INIT
     )
@@ -33,7 +33,7 @@ def around(family, model, layers, last, norm):
 
 
 def deepseek_v3():
-    """One dense layer, one with routed and shared experts, gates by sigmoid, groups of experts."""
+    """Return a model with a dense layer, and a layer with shared experts and sigmoid gates."""
     layers = deepseek._build_dsv3_layers(
         n_layers=2,
         n_dense_layers=1,
@@ -66,7 +66,7 @@ def deepseek_v3():
 
 
 def gpt_oss_small():
-    """Two layers of experts with biases, a clamped activation, sinks in their attention."""
+    """Return a model whose experts have biases and a clamped activation."""
     layers = gpt_oss._build_gptoss_layers(
         dim=DIM,
         n_layers=2,
@@ -84,7 +84,7 @@ def gpt_oss_small():
 
 
 def spec(family):
-    """What the framework knows a model by."""
+    """Return the framework's specification of a model."""
     if family == "qwen3":
         return replace(tiny.qwen3.model_registry("debugmodel_moe"), model=tiny.tiny_model())
     if family == "deepseek_v3":
@@ -105,7 +105,7 @@ def settings(
     bfloat16=False,
     **parallel,
 ):
-    """Settings of the Trainer."""
+    """Return settings of the Trainer."""
     config = tiny.tiny(*overrides, steps=steps, folder=str(folder))
     config.model_spec = spec(family)
     config.activation_checkpoint = RECOMPUTE[recompute]()

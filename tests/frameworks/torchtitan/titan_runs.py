@@ -1,4 +1,4 @@
-"""What a rank does in these tests: one pass of a Trainer, or a training; work for `ranks.py`."""
+"""Work of one rank in these tests: one pass of a Trainer, or a whole training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 
-import titan_models  # first: it brings what replaces CUDA
+import titan_models  # first: it installs the CUDA stand-ins
 
 # isort: split
 import torch
@@ -23,9 +23,9 @@ CAST = torch._C.TensorBase.bfloat16
 
 @contextlib.contextmanager
 def quiet(rank):
-    """As torchrun would start it, without a word."""
+    """Set the environment of torchrun; disable logging, warnings and waiting."""
     os.environ["LOCAL_RANK"] = str(rank)
-    _clear_sharding_prop_cache()  # it would hand out meshes of other Trainers of this process
+    _clear_sharding_prop_cache()  # it holds meshes of other Trainers of this process
     logging.getLogger().setLevel(logging.ERROR)
     torchtitan.trainer.time = type("time", (), {"sleep": staticmethod(lambda _: None)} | vars(time))
     with warnings.catch_warnings():
@@ -34,10 +34,10 @@ def quiet(rank):
 
 
 @contextlib.contextmanager
-def casts(expected):
-    """Experts multiply in bfloat16, as the framework has it, or in the type of their rows."""
+def casts(bfloat16):
+    """Let experts multiply in bfloat16, like the framework, or in the dtype of their rows."""
     before = torch.Tensor.bfloat16
-    torch.Tensor.bfloat16 = CAST if expected else before
+    torch.Tensor.bfloat16 = CAST if bfloat16 else before
     try:
         yield
     finally:
@@ -45,22 +45,22 @@ def casts(expected):
 
 
 def whole(tensor):
-    """All of it, wherever it is."""
+    """Return the full tensor."""
     tensor = tensor.detach()
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def facts(trainer):
-    """Of every balanced layer: its place in order, imbalance before and after, copies."""
+    """Return index, imbalance before and after, and replicas of every balanced layer."""
     layers = [m for m in trainer.model_parts[0].modules() if isinstance(m, BalancedRoutedExperts)]
     plans = [(layer.layer_index, layer.last_plan.to_host()) for layer in layers]
     return [(i, p.initial_imbalance, p.imbalance, p.num_replicas) for i, p in plans]
 
 
-def one_pass(rank, group, family, overrides, given):
-    """Outputs, loss and all gradients of one batch, and what was planned."""
-    with quiet(rank), casts(given.get("bfloat16")):
-        trainer = titan_models.settings(family, *overrides, **given).build()
+def one_pass(rank, group, family, overrides, options):
+    """Return outputs, loss and gradients of one batch, by name, and the facts of all layers."""
+    with quiet(rank), casts(options.get("bfloat16")):
+        trainer = titan_models.settings(family, *overrides, **options).build()
         outputs = []
         model = trainer.model_parts[0]
         model.register_forward_hook(lambda module, inputs, output: outputs.append(whole(output)))
@@ -71,33 +71,29 @@ def one_pass(rank, group, family, overrides, given):
             loss = trainer.forward_backward_step(
                 input_dict=tokens, labels=labels, global_valid_tokens=count
             )
-        gradients = {
+        tensors = {"outputs": outputs[0], "loss": whole(loss)}
+        tensors |= {
             name.replace("_checkpoint_wrapped_module.", ""): whole(parameter.grad)
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
         }
-        found = facts(trainer)
+        layers = facts(trainer)
         trainer.close()
-        return outputs[0], whole(loss), gradients, found
+        return tensors, layers
 
 
-def training(rank, group, family, overrides, given, changes=None):
-    """What the framework logged in every step, and all weights at the end."""
-    with quiet(rank), casts(given.get("bfloat16")):
-        config = titan_models.settings(family, *overrides, **given)
-        for name, value in (changes or {}).items():
+def training(rank, group, family, overrides, options, checkpoint=None):
+    """Return the metrics of every step, the last weights and moments, and the balancers."""
+    with quiet(rank), casts(options.get("bfloat16")):
+        config = titan_models.settings(family, *overrides, **options)
+        for name, value in (checkpoint or {}).items():
             setattr(config.checkpoint, name, value)
         trainer = config.build()
-        trainer.metrics_processor.logger = kept = titan_models.tiny.Kept()
+        trainer.metrics_processor.logger = logger = titan_models.tiny.Kept()
         trainer.train()
         weights = {n: whole(p) for n, p in trainer.model_parts[0].state_dict().items()}
-        owners = balancers(trainer.model_parts)
-        moments = optimizer_state(trainer)
+        state = trainer.optimizers.state_dict()
+        moments = {n: whole(t) for n, t in state.items() if isinstance(t, torch.Tensor)}
+        num_balancers = len(balancers(trainer.model_parts))
         trainer.close()
-        return kept.steps, weights, moments, len(owners)
-
-
-def optimizer_state(trainer):
-    """Moments of all parameters."""
-    state = trainer.optimizers.state_dict()
-    return {n: whole(t) for n, t in state.items() if isinstance(t, torch.Tensor)}
+        return logger.steps, weights, moments, num_balancers

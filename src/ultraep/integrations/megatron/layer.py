@@ -78,9 +78,8 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, Routing]:
         """Convert the `[T, E]` routing to `[T, K]` ids and gates."""
-        return hidden_states, choices(
-            probs, routing_map, self.config.moe_router_topk, padded=pads(self.config)
-        )
+        top_k, padded = self.config.moe_router_topk, pads(self.config)
+        return hidden_states, choices(probs, routing_map, top_k, padded=padded)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: Routing) -> tuple[torch.Tensor, Routing]:
         """Do nothing: `routed_experts_compute` dispatches after planning."""
@@ -118,13 +117,12 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
 
     def _serve(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
         """Stage 6. The library's experts apply the gates themselves."""
-        begins = arrivals.begins()
-        ends = begins[replicas.num_homes], begins[-1]
-        parts = arrivals.gates[: ends[0]], arrivals.gates[ends[0] : ends[1]]
-        gates = iter([part for part in parts if len(part)])  # of home rows, then of replica rows
+        unused_gates = arrivals.gates
 
         def network(rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]) -> torch.Tensor:
-            return own.compute(self.experts, rows, counts, tensors, next(gates))
+            nonlocal unused_gates  # of home rows at the first call, of replica rows at the second
+            gates, unused_gates = unused_gates[: len(rows)], unused_gates[len(rows) :]
+            return own.compute(self.experts, rows, counts, tensors, gates)
 
         ones = torch.ones_like(arrivals.gates)
         return serve(network, Arrivals(arrivals.rows, ones, arrivals.exchange), replicas)
@@ -153,7 +151,7 @@ def balanced_layers(model: nn.Module | Iterable[nn.Module]) -> list[BalancedMoEL
 
 def balancers(model: nn.Module | Iterable[nn.Module]) -> list[Balancer]:
     """Return the balancers of a model, or of its chunks: one for each set of options."""
-    return list({id(layer.balancer): layer.balancer for layer in balanced_layers(model)}.values())
+    return list(dict.fromkeys(layer.balancer for layer in balanced_layers(model)))
 
 
 def _replaced(part: Any, options: dict[str, Any], layers: list[Any]) -> Any:

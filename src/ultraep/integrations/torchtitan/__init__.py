@@ -69,24 +69,24 @@ class BalancedMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 def balancers(parts: list[Any]) -> list[Balancer]:
-    """The balancers of these model parts: one per number of experts in a layer."""
+    """Return the balancers of these model parts: one per number of experts in a layer."""
     layers = [m for part in parts for m in part.modules() if isinstance(m, BalancedRoutedExperts)]
-    return list({id(m.balancer): m.balancer for m in layers if m.balancer is not None}.values())
+    return list(dict.fromkeys(m.balancer for m in layers if m.balancer is not None))
 
 
 def summary(owners: list[Balancer]) -> dict[str, float]:
-    """Means and sums over the microbatches of all balancers; resets their stats."""
+    """Return means and sums over the microbatches of all balancers; reset their stats."""
     stats = [owner.stats() for owner in owners]
     for owner in owners:
         owner.reset_stats()
-    count = sum(of_one["microbatches"] for of_one in stats)
+    count = sum(s["microbatches"] for s in stats)
     if not count:
         return {}
     means = ("imbalance_before", "imbalance_after")
     sums = ("copies", "weights_bytes_sent", "gradients_bytes_sent")
     values = {name: sum(s[name] * s["microbatches"] for s in stats) / count for name in means}
-    values["imbalance_worst"] = max(of_one["imbalance_worst"] for of_one in stats)
-    return values | {name: float(sum(of_one[name] for of_one in stats)) for name in sums}
+    values["imbalance_worst"] = max(s["imbalance_worst"] for s in stats)
+    return values | {name: float(sum(s[name] for s in stats)) for name in sums}
 
 
 @override(target=MetricsProcessor.Config, description="metrics of ultraep among the framework's")  # type: ignore[untyped-decorator]

@@ -16,10 +16,10 @@ TRANSFORMERS.check()  # before importing it
 
 from ultraep.integrations.transformers.balance import (  # noqa: E402
     balance,
-    balanced_experts,
     balancers,
     unbalance,
 )
+from ultraep.integrations.transformers.experts import balanced_experts  # noqa: E402
 from ultraep.integrations.transformers.load import balanced_from_pretrained  # noqa: E402
 
 if TYPE_CHECKING:

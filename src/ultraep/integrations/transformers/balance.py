@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ultraep.errors import ConfigError
 from ultraep.integrations.transformers.experts import (
     BalancedExperts,
+    balanced_experts,
     is_registered,
     reunite,
     spread,
@@ -26,12 +27,10 @@ from ultraep.integrations.transformers.experts import (
 from ultraep.integrations.transformers.save import save_pretrained
 from ultraep.parallel.home import expert_parameters
 from ultraep.parallel.tensors import mesh_of
-from ultraep.parallel.wrapped import leave_out_experts
+from ultraep.parallel.wrapped import IGNORED_BY_DDP, leave_out_experts
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.connect import GroupOrName, resolve_group
 from ultraep.topology import even_homes
-
-IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 def balance(
@@ -86,21 +85,15 @@ def unbalance(model: nn.Module) -> None:
 
 def balancers(model: nn.Module) -> list[Balancer]:
     """Return the balancers of a model: one for each number of experts of its layers."""
-    return list({id(m.balancer): m.balancer for m in balanced_experts(model).values()}.values())
-
-
-def balanced_experts(model: nn.Module) -> dict[str, BalancedExperts]:
-    """Return the balanced modules of a model, by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, BalancedExperts)}
+    return list(dict.fromkeys(module.balancer for module in balanced_experts(model).values()))
 
 
 def _make_balancers(
     modules: dict[str, Any], group: GroupOrName, options: dict[str, Any]
 ) -> dict[int, Balancer]:
     """Return a balancer for each number of experts; close all of them if one fails."""
-    members = resolve_group(group)
-    ranks = 1 if members is None else members.size()
-    by_count: dict[int, Balancer] = {}
+    process_group, by_count = resolve_group(group), dict[int, Balancer]()
+    ranks = 1 if process_group is None else process_group.size()
     with ExitStack() as undo:
         for experts in sorted({module.num_experts for module in modules.values()}):
             homes = None if experts % ranks == 0 else even_homes(experts, ranks)
@@ -115,10 +108,10 @@ def generate(model: Any, *inputs: Any, synced_gpus: bool | None = None, **option
 
     Disables the compilation that the library uses for static caches: ranks exchange messages.
     """
-    experts = next(m for m in model.modules() if isinstance(m, BalancedExperts))
-    synced = experts.balancer.topology.ranks > 1 if synced_gpus is None else synced_gpus
+    if synced_gpus is None:
+        synced_gpus = balancers(model)[0].topology.ranks > 1
     options = {"disable_compile": True, **options}
-    return type(model).generate(model, *inputs, synced_gpus=synced, **options)
+    return type(model).generate(model, *inputs, synced_gpus=synced_gpus, **options)
 
 
 REPLACED = {"generate": generate, "save_pretrained": save_pretrained}
@@ -138,7 +131,8 @@ def _replace_methods(model: nn.Module) -> None:
 
 def registered_experts(model: nn.Module) -> dict[str, Any]:
     """Return the modules in the library's registry of experts, by name; raise if none."""
-    modules = {name: module for name, module in model.named_modules() if is_registered(module)}
+    named = model.named_modules(remove_duplicate=False)  # `check_experts` refuses duplicates
+    modules = {name: module for name, module in named if is_registered(module)}
     if modules:
         return modules
     names = {type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()}
@@ -164,17 +158,15 @@ def check_experts(model: nn.Module, modules: dict[str, Any], loaded: bool) -> No
             first = first_path.setdefault(tensor.data_ptr() or id(tensor), path)
             if first != path:
                 raise ConfigError(f"{first!r} and {path!r} are tied: each layer needs its own")
-    names = {id(module): name for name, module in modules.items()}
-    for name, module in model.named_modules(remove_duplicate=False):
-        first = names.get(id(module), name)
-        if first != name:
-            raise ConfigError(f"{first!r} and {name!r} are tied: each layer needs its own")
 
 
 def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:
     """Raise if a tensor is not stacked over experts, sharded, quantised, or has a gradient."""
     if mesh_of(tensor) is not None:
-        raise ConfigError(f"{path!r} is already a DTensor of ranks {mesh_of(tensor).mesh.tolist()}")
+        raise ConfigError(
+            f"{path!r} is already a DTensor of ranks {mesh_of(tensor).mesh.tolist()}; balance the "
+            "model before sharding it"
+        )
     plain = type(tensor.data) is torch.Tensor
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not plain:
         raise ConfigError(

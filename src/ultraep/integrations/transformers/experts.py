@@ -134,6 +134,17 @@ def _product(
     return product
 
 
+def balanced_experts(model: nn.Module) -> dict[str, BalancedExperts]:
+    """Return the balanced modules of a model, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, BalancedExperts)}
+
+
+def expert_owners(model: nn.Module) -> dict[str, BalancedExperts]:
+    """Return the balanced module of each expert tensor, by the name of the tensor."""
+    modules = balanced_experts(model).items()
+    return {f"{name}.{key}".lstrip("."): m for name, m in modules for key in m.bundle}
+
+
 def stacked_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the direct parameters and buffers of a module, by name."""
     own = {**module._parameters, **module._buffers}

@@ -24,7 +24,8 @@ from transformers.core_model_loading import (
 )
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.integrations.transformers.balance import balance, balanced_experts, balancers
+from ultraep.integrations.transformers.balance import balance, balancers
+from ultraep.integrations.transformers.experts import balanced_experts, expert_owners
 from ultraep.runtime.connect import GroupOrName
 
 
@@ -90,9 +91,11 @@ def home_state(
             raise FileError(f"{Path(file).name}: home experts can be read from safetensors only")
         reader = opened.enter_context(safe_open(file, framework="pt"))
         stored |= {key: reader.get_slice(key) for key in reader.keys()}  # noqa: SIM118
-    sources = _sources(model, stored, mapping)
-    for (name, _), keys in sources.items():
-        owner = model.get_submodule(name.rpartition(".")[0])
+    owners = expert_owners(model)
+    for (name, _), keys in _sources(model, stored, mapping).items():
+        owner = owners.get(name)
+        if owner is None:
+            continue
         experts = owner.balancer.topology.experts
         if len(keys) == experts:  # one tensor per expert
             for index in set(range(experts)) - set(owner.home_experts):
@@ -108,18 +111,13 @@ def home_state(
 
 
 def _sources(model: Any, stored: Iterable[str], mapping: list[Any]) -> dict[Any, list[str]]:
-    """Return the checkpoint keys of every expert tensor, in the order of experts."""
+    """Return the checkpoint keys of every tensor of the model, in the order of experts."""
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    state = model.state_dict()
-    experts = {f"{name}.{key}" for name, m in balanced_experts(model).items() for key in m.bundle}
-    sources: dict[Any, list[str]] = defaultdict(list)
+    state, sources = model.state_dict(), defaultdict(list)
     for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(
-            key, renamings, converters, model.base_model_prefix, state
-        )
-        if name in experts:
-            sources[name, pattern].append(key)
+        target = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        sources[target].append(key)  # name in the model, and pattern of a converter
     return sources
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ultraep.errors import ConfigError
-from ultraep.integrations.common import Overlay
 from ultraep.integrations.library import OWN_EXPERT_PARALLELISM
 from ultraep.integrations.transformers.experts import stacked_tensors, stages
 from ultraep.policies import get_policy
@@ -68,20 +67,9 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
         if (group, experts) not in self.balancers:
             self.balancers[group, experts] = Balancer(group, experts=experts, **self._options)
         balancer = self.balancers[group, experts]
-        self.experts.append(
-            Overlay(
-                module,
-                original_class=type(module),
-                balancer=balancer,
-                layer_index=balancer.register_layer(),
-                last_plan=None,
-            )
-        )
-        module.forward = MethodType(self._forward_of(self.experts[-1], ep_mesh, tp_mesh), module)
-        return module
-
-    def _forward_of(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> Any:
-        """Return the forward of a module: the stages inside the library's transforms."""
+        module.original_class, module.last_plan = type(module), None
+        module.balancer, module.layer_index = balancer, balancer.register_layer()
+        self.experts.append(module)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(module: Any, *inputs: torch.Tensor) -> torch.Tensor:
@@ -90,10 +78,11 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
                 module, inputs, {}, ep_mesh, tp_mesh=tp_mesh
             )
             with self.context_around_forward(module, ep_mesh):
-                y, experts.last_plan = stages(experts, stacked_tensors(module), *inputs)
+                y, module.last_plan = stages(module, stacked_tensors(module), *inputs)
             output: torch.Tensor = self.transform_output_post_forward(
                 module, y, ep_mesh, tp_mesh=tp_mesh, num_tokens=tokens
             )
             return output
 
-        return forward
+        module.forward = MethodType(forward, module)
+        return module

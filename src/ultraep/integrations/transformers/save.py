@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.serialization._base import parse_size_to_int
 from safetensors.torch import save_file
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ultraep.errors import ConfigError
-from ultraep.integrations.transformers.experts import BalancedExperts
+from ultraep.integrations.transformers.experts import BalancedExperts, expert_owners
 from ultraep.runtime.state import gather_experts
 
 State = dict[str, torch.Tensor]
-UNITS = {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", start=1)}
-UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", start=1)}
-OTHER_OPTIONS = ("save_peft_format", "token")  # allowed: they do not affect the weights
+IGNORED_OPTIONS = ("save_peft_format", "token")  # they do not affect the weights
 
 
 def save_pretrained(
@@ -44,23 +43,19 @@ def save_pretrained(
     Takes the arguments of the library. Refuses `options` that would change the weights.
     """
     plain = type(model).save_pretrained
-    if getattr(
-        model, "_hf_peft_config_loaded", False
-    ):  # writes adapters only, and experts have none
+    if getattr(model, "_hf_peft_config_loaded", False):  # adapters only, and experts have none
         plain(model, save_directory, is_main_process=is_main_process, variant=variant, **options)
         return
-    unset = (None, False)
-    refused = [n for n, value in options.items() if n not in OTHER_OPTIONS and value not in unset]
+    changed = {name for name, value in options.items() if value not in (None, False)}
+    refused = sorted(changed.difference(IGNORED_OPTIONS))
     if refused:
         raise ConfigError(
             f"save_pretrained of a balanced model does not support {', '.join(refused)}"
         )
-    limit, writer = bytes_of(max_shard_size), None
+    limit, writer = _bytes_of(max_shard_size), None
     writes = model.should_save_on_this_rank(is_main_process)
     if writes:
-        plain(
-            model, save_directory, state_dict={}, variant=variant
-        )  # everything except the weights
+        plain(model, save_directory, state_dict={}, variant=variant)  # all but the weights
         writer = ShardWriter(Path(save_directory), limit, variant)
     for piece in pieces_of(model, writes):
         if writer is not None:
@@ -84,7 +79,7 @@ def pieces_of(model: nn.Module, keep: bool) -> Iterator[State]:
     for name in state:
         layer = re.match(r"(.*?\.\d+)\.", name)
         layers.setdefault(layer[1] if layer else "", []).append(name)
-    owners = _owners(model)
+    owners = expert_owners(model)
     for names in layers.values():
         piece = {}
         for name in names:
@@ -105,28 +100,14 @@ def _gathered(stacked: torch.Tensor, owner: BalancedExperts) -> torch.Tensor:
     return gather_experts(stacked, owner.balancer, only=writer)
 
 
-def _owners(model: nn.Module) -> dict[str, BalancedExperts]:
-    """Return the balanced module of each expert tensor, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: module
-        for prefix, module in model.named_modules()
-        if isinstance(module, BalancedExperts)
-        for name in module.bundle
-    }
-
-
-def bytes_of(size: int | str) -> int:
-    """Convert a size such as "5GB" to bytes.
-
-    >>> bytes_of("2MB"), bytes_of("1.5 GiB"), bytes_of(10)
-    (2000000, 1610612736, 10)
-    """
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"([\d.]+) ?([KMGT]i?B)", size, re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f'max_shard_size must be a number of bytes or "5GB", got {size!r}')
-    return int(float(match[1]) * UNITS[match[2].upper()])
+def _bytes_of(size: int | str) -> int:
+    """Convert a size such as "5GB" to bytes."""
+    try:
+        return size if isinstance(size, int) else parse_size_to_int(size)
+    except ValueError:
+        raise ConfigError(
+            f'max_shard_size must be a number of bytes or a text such as "5GB", got {size!r}'
+        ) from None
 
 
 class ShardWriter:

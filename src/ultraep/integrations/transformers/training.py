@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel, Trainer
 
 from ultraep.errors import ConfigError
-from ultraep.integrations.transformers.balance import balanced_experts
+from ultraep.integrations.transformers.experts import balanced_experts
 from ultraep.parallel.checkpoint import ShardedState
 from ultraep.parallel.gradients import average_expert_gradients, clip_grad_norm
 from ultraep.parallel.wrapped import leave_out_experts

@@ -27,6 +27,8 @@ from ultraep.integrations.vllm.settings import ServingSettings
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.clocks import DeviceClock, HostClock
 
+counters_of_process = cache(ServingCounters)  # prometheus_client registers names once
+
 
 class Service:
     """The balanced layers of one model on this rank.
@@ -58,7 +60,7 @@ class Service:
 
     def _open(self, group: Any) -> None:
         """Create a balancer for each number of experts and register every layer. Collective."""
-        counters = counters_of(group.rank_in_group)
+        counters = counters_of_process(group.rank_in_group)
         with ExitStack() as undo:
             for layer in self.layers:
                 key = layer.global_num_experts, layer.top_k
@@ -73,11 +75,12 @@ class Service:
             atexit.register(undo.pop_all().close)
 
     def _balancer(self, layer: Any, group: Any) -> Balancer:
-        settings = self.settings
-        rows = settings.min_rows or rows_to_pay_for(layer)
-        cpu = layer.w2_weight.device.type == "cpu"
+        settings, device = self.settings, layer.w2_weight.device.type
+        expert = [tensor[0] for tensor in layer.bundle.values()]
+        nbytes, parameters = sum(t.nbytes for t in expert), sum(t.numel() for t in expert)
+        rows = settings.min_rows or rows_to_pay(nbytes, parameters, device)
         balancer = Balancer(
-            group.cpu_group if cpu else group.device_group,
+            group.cpu_group if device == "cpu" else group.device_group,
             experts=layer.global_num_experts,
             slots=settings.slots,
             homes=homes_of(layer),
@@ -119,12 +122,6 @@ class Service:
         )
 
 
-@cache
-def counters_of(rank: int) -> ServingCounters:
-    """Return the counters of this process; prometheus_client registers names once."""
-    return ServingCounters(rank)
-
-
 def homes_of(layer: Any) -> list[int]:
     """Return the home rank of every expert, as placed by vLLM."""
     ranks = layer.moe_config.moe_parallel_config.ep_size
@@ -137,11 +134,3 @@ def homes_of(layer: Any) -> list[int]:
             for expert in (expert_map >= 0).nonzero().flatten().tolist():
                 homes[expert] = rank
     return homes
-
-
-def rows_to_pay_for(layer: Any) -> int:
-    """Return the rows that pay for a replica of one of these experts."""
-    tensors = list(layer.bundle.values())
-    nbytes = sum(t[0].numel() * t.element_size() for t in tensors)
-    parameters = sum(t[0].numel() for t in tensors)
-    return rows_to_pay(nbytes, parameters, tensors[0].device.type)

@@ -57,9 +57,9 @@ def read_settings(environment: Mapping[str, str], additional: Any) -> ServingSet
     additional: vLLM's additional configuration; only its key `ultraep` is read.
     """
     variables, config = _from_environment(environment), _from_additional(additional)
-    if variables is None and config is None:
+    if not variables and config is None:
         return None
-    variables, config = variables or {}, config or {}
+    config = config or {}
     for name in variables.keys() & config.keys():
         if variables[name] != config[name]:
             raise ConfigError(
@@ -70,14 +70,18 @@ def read_settings(environment: Mapping[str, str], additional: Any) -> ServingSet
     return settings if settings.slots else None
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     names = {f"{PREFIX}{name.upper()}": name for name in READERS}
-    ours = {n: text for n, text in environment.items() if n.startswith(PREFIX)}
-    texts = {n: text for n, text in ours.items() if n not in READ_ELSEWHERE}
-    _check_names(texts, names)
-    return {
-        names[key]: _value(key, text, *READERS[names[key]]) for key, text in texts.items()
-    } or None
+    variables = {name for name in environment if name.startswith(PREFIX)} - READ_ELSEWHERE
+    _check_names(variables, names)
+    values = {}
+    for variable in variables:
+        (read, expected), text = READERS[names[variable]], environment[variable]
+        try:
+            values[names[variable]] = read(text)
+        except (KeyError, ValueError):
+            raise ConfigError(f"{variable} must be {expected}, got {text!r}") from None
+    return values
 
 
 def _from_additional(additional: Any) -> dict[str, Any] | None:
@@ -101,13 +105,6 @@ def _check_names(names: Iterable[str], known: Mapping[str, Any]) -> None:
 def _check_count(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-def _value(key: str, text: str, read: Callable[[str], Any], what: str) -> Any:
-    try:
-        return read(text)
-    except (KeyError, ValueError):
-        raise ConfigError(f"{key} must be {what}, got {text!r}") from None
 
 
 READERS: dict[str, tuple[Callable[[str], Any], str]] = {
