@@ -30,9 +30,10 @@ class SortedDomain(NamedTuple):
 
 
 @njit(cache=True)
-def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
+def sort_all(expert_loads, limits):
     """Return all domains as one; experts and ranks are numbered within each domain."""
-    ranks = len(first_of_rank) - 1
+    loads, first_of_rank = expert_loads[limits.experts_by_rank], limits.first_of_rank
+    ranks, size = len(first_of_rank) - 1, limits.domain
     rank_loads, keys = np.zeros(ranks, np.int64), np.empty(max(len(loads), ranks), np.int64)
     hottest_first = np.empty(len(loads), np.int64)
     emptiest_first, fullest_first = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
@@ -52,7 +53,7 @@ def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
             rise(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
     return SortedDomain(
         loads, first_of_rank, rank_loads, hottest_first, emptiest_first, fullest_first,
-        slots, min_tokens, max_replicas,
+        limits.slots, limits.min_tokens, min(limits.max_replicas, size * limits.slots),
     )  # fmt: skip
 
 
@@ -70,12 +71,14 @@ def domain_at(every, begin, size):
 
 
 @njit(cache=True)
-def move(quota, expert, donor, host, at_home, rank_loads, free_slots):
-    """Move rows of the donor's expert to a new replica on the host."""
+def replicate(expert, donor, host, quota, at_home, rank_loads, free_slots, placed, num_copies):
+    """Move rows of the donor's expert to a new replica on the host; return the replicas so far."""
+    placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = expert, host, quota
     at_home[expert] -= quota
     rank_loads[donor] -= quota
     rank_loads[host] += quota
     free_slots[host] -= 1
+    return num_copies + 1
 
 
 @njit(cache=True)
@@ -152,10 +155,10 @@ def alias(domain, threshold, links, thrifty, placed):
         quota = held[donor_at] - threshold if tight else min(rooms[0], heat[donor])
         if quota < min_tokens:
             break
-        placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = expert, host, quota
-        num_copies += 1
         num_given[donor] += at_home[expert] == domain.loads[expert]
-        move(quota, expert, donor, host, at_home, rank_loads, free_slots)
+        num_copies = replicate(
+            expert, donor, host, quota, at_home, rank_loads, free_slots, placed, num_copies
+        )
         transfers = max(transfers, num_given[donor], slots - free_slots[host])
         if tight:
             slack -= wasted
@@ -248,14 +251,11 @@ def window(domain, threshold, placed):
             quota = min(rooms[place], max(surplus, min_tokens))
             if num_copies >= domain.max_replicas or at_home[expert] < quota:
                 return rank_loads.max(), num_copies
-            placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = (
-                expert,
-                hosts[place],
-                quota,
-            )
-            num_copies += 1
+            num_copies = replicate(
+                expert, donor, hosts[place], quota,
+                at_home, rank_loads, free_slots, placed, num_copies,
+            )  # fmt: skip
             surplus -= quota
-            move(quota, expert, donor, hosts[place], at_home, rank_loads, free_slots)
         last = hosts[end - 1]  # the others are full
         take_out(hosts, rooms, num_hosts, begin, end)
         num_hosts -= end - begin
@@ -402,18 +402,14 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
         quota = height[donor_at] if closed else min(-height[host_at], heat[donor])
         if quota < min_tokens:
             break
-        placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = (
-            hot[donor],
-            host,
-            quota,
-        )
-        num_copies += 1
         slack += height[donor_at] + height[host_at]
         take_out(line, height, count, host_at, host_at + 1)
         take_out(line, height, count - 1, donor_at, donor_at + 1)
         count -= 2
         donors -= 1
-        move(quota, hot[donor], donor, host, at_home, rank_loads, free_slots)
+        num_copies = replicate(
+            hot[donor], donor, host, quota, at_home, rank_loads, free_slots, placed, num_copies
+        )
         hot[donor] = hottest_movable(at_home, domain, donor, UNLIMITED)
         heat[donor] = at_home[hot[donor]]
         for rank in (donor, host):
