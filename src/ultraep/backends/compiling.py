@@ -41,8 +41,8 @@ class CompiledPlanner:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._ready = self._unavailable = self._requested = False
-        self._first_look: float | None = None
+        self._ready = self._unavailable = False
+        self._compile_from: float | None = None  # monotonic time; None before the first look
         self._next_look = 0.0
         self._logged = ""
         self._child: subprocess.Popen[bytes] | None = None
@@ -60,7 +60,7 @@ class CompiledPlanner:
 
     def request(self) -> None:
         """Compile in the background, starting now, unless the planner is on disk."""
-        self._requested, self._next_look = True, 0.0
+        self._compile_from = self._next_look = 0.0
         self.ready()
 
     def wait(self) -> None:
@@ -78,8 +78,8 @@ class CompiledPlanner:
         """End the child process. Functions compiled so far stay on disk."""
         if self._child is not None:
             self._child.kill()
-            self._child.wait()
-            self._close()
+            self._child.communicate()  # waits, and closes the pipe
+            self._child = None
 
     def _look(self) -> bool:
         if self._child is not None:
@@ -90,12 +90,11 @@ class CompiledPlanner:
             logger.warning("%s; %s", error, MEANWHILE)
             self._unavailable = True
             return False
-        now = time.monotonic()
-        if self._first_look is None:
-            self._first_look = now
+        if self._compile_from is None:
+            self._compile_from = time.monotonic() + SHORT_RUN
             if on_disk.load():
                 return True
-        if not self._requested and now < self._first_look + SHORT_RUN:
+        if time.monotonic() < self._compile_from:
             self._log("the planner is not compiled on this machine yet (backend cpu compiles it)")
             return False
         lock = _lock(on_disk.cache_folder(), wait=False)
@@ -132,22 +131,18 @@ class CompiledPlanner:
         code = child.poll()
         if code is None:
             return False
-        self._close()
+        child.communicate()
+        self._child = None
         if code:
             logger.warning("compiling the planner in the background failed: exit code %d", code)
         return True
 
-    def _close(self) -> None:
-        if self._child is not None and self._child.stdin is not None:
-            self._child.stdin.close()
-        self._child = None
-
     def after_fork(self) -> None:
         """Leave the child process to the parent; this process polls the lock instead."""
         self._mutex = threading.Lock()
-        if self._child is not None:
-            self._of_parent = self._child
-            self._close()
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.close()
+            self._of_parent, self._child = self._child, None
 
 
 def import_on_disk() -> ModuleType:

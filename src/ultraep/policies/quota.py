@@ -26,7 +26,8 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.config import PARTS, BalanceConfig
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import by_domain, refuse_limits, sum_by_rank
+from ultraep.policies.places import by_domain, refuse_limits
+from ultraep.topology import sum_by_rank
 
 FAST_PROBES = 3
 KEPT_AT_HOME = 1

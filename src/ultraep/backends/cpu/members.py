@@ -94,18 +94,6 @@ def rise(line, keys, hole, rank, key):
 
 
 @njit(cache=True)
-def sink(line, keys, count, hole, rank, key):
-    """Insert a rank into a line of `count` at a hole or behind it."""
-    while hole + 1 < count:
-        after = hole + 1
-        if keys[after] < key or (keys[after] == key and line[after] > rank):
-            break
-        line[hole], keys[hole] = line[after], keys[after]
-        hole = after
-    line[hole], keys[hole] = rank, key
-
-
-@njit(cache=True)
 def take_out(line, keys, count, begin, end):
     """Remove the places from begin to end from a line."""
     for place in range(end, count):
@@ -168,13 +156,13 @@ def alias(domain, threshold, links, thrifty, placed):
         else:
             take_out(hosts, rooms, num_hosts, host_at, host_at + 1)
         num_hosts -= 1
+        take_out(donors, held, num_donors, donor_at, donor_at + 1)
+        num_donors -= 1
         if rank_loads[donor] > threshold:
             hot[donor] = hottest_movable(at_home, domain, donor, links)
             heat[donor] = at_home[hot[donor]]
-            sink(donors, held, num_donors, donor_at, donor, rank_loads[donor])
-        else:
-            take_out(donors, held, num_donors, donor_at, donor_at + 1)
-            num_donors -= 1
+            rise(donors, held, num_donors, donor, rank_loads[donor])
+            num_donors += 1
         for rank in (host, donor):
             if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
                 rise(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])

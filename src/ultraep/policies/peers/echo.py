@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import by_domain, refuse_limits, sum_by_rank
+from ultraep.policies.places import by_domain, refuse_limits
+from ultraep.topology import sum_by_rank
 
 SHELVES = 8  # the first one is for spills that fill a whole rank
 

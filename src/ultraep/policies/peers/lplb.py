@@ -7,9 +7,8 @@ home and replica so that the busiest rank of a group gets as little as possible.
 most one replica, so with few very hot experts LPLB can lose to EPLB.
 
 With an even number of slots the policy uses a torus, the best of the original's graphs on the loads
-of `benchmarks/bench_plan.py`, otherwise a ring; `CUBE` and `HYPERCUBE` are the other graphs. Two
-slots on one edge share a ratio, as in the original. If possible, the packing keeps every block of
-experts within a node of 8 ranks.
+of `benchmarks/bench_plan.py`, otherwise a ring. Two slots on one edge share a ratio, as in the
+original. If possible, the packing keeps every block of experts within a node of 8 ranks.
 
 Two things differ. The original solves the program with five interior-point steps in single
 precision; here flows along the graph give the optimum in whole rows. Optimal splits are not unique,
@@ -37,9 +36,6 @@ from ultraep.topology import Topology
 DEVICES_PER_NODE = 8
 
 Table = list[list[int]]  # [ranks of a group][edges]: the ranks whose experts a rank replicates
-
-CUBE: Table = [[3, 6], [0, 7], [1, 4], [2, 5], [7, 0], [4, 1], [5, 2], [6, 3]]
-HYPERCUBE: Table = [[rank // 4 * 4 + (rank - 1) % 4, (rank - 4) % 16] for rank in range(16)]
 
 
 class Places(NamedTuple):

@@ -20,7 +20,8 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import by_domain, refuse_limits, sum_by_rank
+from ultraep.policies.places import by_domain, refuse_limits
+from ultraep.topology import sum_by_rank
 
 
 @register_policy("moonep", within_limits=False)
