@@ -292,18 +292,8 @@ def tight_pair(line, height, donors, count, heat, min_tokens, allowed):
 
 
 @njit(cache=True)
-def hottest_then(at_home, first, donor, hot, room):
-    """Return the rows of the donor's hottest expert after it has filled a host."""
-    most = at_home[hot] - room
-    for expert in range(first[donor], first[donor + 1]):
-        if expert != hot:
-            most = max(most, at_home[expert])
-    return most
-
-
-@njit(cache=True)
 def pair_that_leaves_one(
-    line, height, donors, count, heat, min_tokens, allowed, anchor_kind, at_home, first, hot, ready
+    line, height, donors, count, heat, domain, allowed, anchor_kind, at_home, hot, ready
 ):
     """Return the places of a donor and a host that it fills, so that its rest fits another rank.
 
@@ -314,7 +304,7 @@ def pair_that_leaves_one(
         anchor = first_like(height, count - 1 if hosted else donors - 1)
     num_ready = 0
     for place in range(donors):
-        if min_tokens <= height[place] <= heat[line[place]]:
+        if domain.min_tokens <= height[place] <= heat[line[place]]:
             ready[num_ready] = place
             num_ready += 1
     best, partner = allowed + 1, -1
@@ -341,9 +331,10 @@ def pair_that_leaves_one(
         if waste > best or (waste == best and partner >= 0 and line[other] > line[partner]):
             continue
         giver = line[donor]
-        if waste <= allowed and (
-            rest <= 0 or min_tokens <= rest <= hottest_then(at_home, first, giver, hot[giver], room)
-        ):
+        at_home[hot[giver]] -= room
+        heat_after = at_home[hottest_movable(at_home, domain, giver, UNLIMITED)]
+        at_home[hot[giver]] += room
+        if waste <= allowed and (rest <= 0 or domain.min_tokens <= rest <= heat_after):
             best, partner = waste, other
     if partner < 0:
         return -1, -1
@@ -380,9 +371,8 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
         closed = donor_at >= 0
         if not closed:
             donor_at, host_at = pair_that_leaves_one(
-                line, height, donors, count, heat, min_tokens, allowed, anchor_kind,
-                at_home, first, hot, ready,
-            )  # fmt: skip
+                line, height, donors, count, heat, domain, allowed, anchor_kind, at_home, hot, ready
+            )
         if donor_at < 0:
             host_at = first_like(height, count - 1)
             donor_at = fullest_that_can(-height[host_at], line, donors, heat)

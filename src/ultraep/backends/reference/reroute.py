@@ -1,5 +1,7 @@
 """Which source ranks each replica serves, and which slot serves each routed row of one rank.
 
+`split`, `stride` and `tally` are plain loops, which the `cpu` backend compiles as they are.
+
 Splitting is exact. Put the rows of an expert on a line, ordered by source rank, and its quotas on
 the same line, home first. Where the interval of a source overlaps the interval of a replica, these
 rows go there. Both sets of intervals cover the line once, so that sources and quotas are met. With
@@ -115,11 +117,11 @@ def split(
                 host = placed_C3[replica, 1]
                 split_CR[replica, host] = min(left_R[host], placed_C3[replica, 2])
                 left_R[host] -= split_CR[replica, host]
+        # Walk along the line, behind the rows that stay at home.
         source, source_end, position = 0, left_R[0], at_home
         for replica in range(begin, end):
-            replica_end = (
-                position + placed_C3[replica, 2] - split_CR[replica, placed_C3[replica, 1]]
-            )
+            host, quota = placed_C3[replica, 1], placed_C3[replica, 2]
+            replica_end = position + quota - split_CR[replica, host]
             while position < replica_end:
                 while source_end <= position:
                     source += 1
