@@ -101,7 +101,7 @@ def host(monkeypatch, tmp_path):
     host.planner = planner
     monkeypatch.setattr(compiling, "import_on_disk", lambda: stub)
     monkeypatch.setattr(compiling, "CHILD", "import os; os.read(0, 1)")
-    monkeypatch.setattr(compiling, "LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(compiling, "POLL_INTERVAL", 0.0)
     yield host
     for planner in host.planners:
         planner.stop()

@@ -31,9 +31,9 @@ LOCK = "ultraep-compile.lock"
 CHILD = (
     "import sys; sys.path[:] = sys.argv[1:]; from ultraep.backends.cpu.on_disk import main; main()"
 )
-LOOK_AGAIN = 0.5  # seconds between two checks for the compiled planner
+POLL_INTERVAL = 0.5  # seconds between two checks for the compiled planner
 SHORT_RUN = 2.0  # seconds; shorter commands do not compile
-MEANWHILE = "planning with the slower reference backend, which gives the same plans"
+FALLBACK = "planning with the slower reference backend, which gives the same plans"
 
 
 class CompiledPlanner:
@@ -42,8 +42,8 @@ class CompiledPlanner:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._ready = self._unavailable = False
-        self._compile_from: float | None = None  # monotonic time; None before the first look
-        self._next_look = 0.0
+        self._compile_from: float | None = None  # monotonic time; None before the first check
+        self._next_check = 0.0
         self._logged = ""
         self._child: subprocess.Popen[bytes] | None = None
         self._of_parent: subprocess.Popen[bytes] | None = None  # after a fork
@@ -53,14 +53,14 @@ class CompiledPlanner:
         if self._ready or self._unavailable:
             return self._ready
         with self._mutex:
-            if not self._ready and time.monotonic() >= self._next_look:
-                self._ready = self._look()
-                self._next_look = time.monotonic() + LOOK_AGAIN
+            if not self._ready and time.monotonic() >= self._next_check:
+                self._ready = self._check()
+                self._next_check = time.monotonic() + POLL_INTERVAL
             return self._ready
 
     def request(self) -> None:
         """Compile in the background, starting now, unless the planner is on disk."""
-        self._compile_from = self._next_look = 0.0
+        self._compile_from = self._next_check = 0.0
         self.ready()
 
     def wait(self) -> None:
@@ -81,13 +81,13 @@ class CompiledPlanner:
             self._child.communicate()  # waits, and closes the pipe
             self._child = None
 
-    def _look(self) -> bool:
+    def _check(self) -> bool:
         if self._child is not None:
             return self._has_ended(self._child)
         try:
             on_disk = import_on_disk()
         except BackendUnavailable as error:
-            logger.warning("%s; %s", error, MEANWHILE)
+            logger.warning("%s; %s", error, FALLBACK)
             self._unavailable = True
             return False
         if self._compile_from is None:
@@ -125,7 +125,7 @@ class CompiledPlanner:
     def _log(self, state: str) -> None:
         if state != self._logged:
             self._logged = state
-            logger.info("%s; %s", state, MEANWHILE)
+            logger.info("%s; %s", state, FALLBACK)
 
     def _has_ended(self, child: subprocess.Popen[bytes]) -> bool:
         code = child.poll()

@@ -44,13 +44,13 @@ def sort_all(expert_loads, limits):
             for expert in range(first, end):
                 rank_loads[rank] += loads[expert]
                 place = expert - first
-                rise(line, keys, place, expert - offset, loads[expert])
+                insert(line, keys, place, expert - offset, loads[expert])
         line = emptiest_first[begin : begin + size]
         for rank in range(size):
-            rise(line, keys, rank, rank, -rank_loads[begin + rank])
+            insert(line, keys, rank, rank, -rank_loads[begin + rank])
         for place in range(size):  # sorted but for ties
             rank = line[size - 1 - place]
-            rise(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
+            insert(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
     return SortedDomain(
         loads, first_of_rank, rank_loads, hottest_first, emptiest_first, fullest_first,
         limits.slots, limits.min_tokens, min(limits.max_replicas, size * limits.slots),
@@ -82,7 +82,7 @@ def replicate(expert, donor, host, quota, at_home, rank_loads, free_slots, place
 
 
 @njit(cache=True)
-def rise(line, keys, hole, rank, key):
+def insert(line, keys, hole, rank, key):
     """Insert a rank into a line at a hole or before it: largest key first, then the lower rank."""
     while hole > 0:
         before = hole - 1
@@ -94,8 +94,8 @@ def rise(line, keys, hole, rank, key):
 
 
 @njit(cache=True)
-def take_out(line, keys, count, begin, end):
-    """Remove the places from begin to end from a line."""
+def remove(line, keys, count, begin, end):
+    """Remove the ranks at places `begin` to `end` from a line."""
     for place in range(end, count):
         line[place - end + begin], keys[place - end + begin] = line[place], keys[place]
 
@@ -154,18 +154,18 @@ def alias(domain, threshold, links, thrifty, placed):
         if host_at == 0:
             hosts, rooms = hosts[1:], rooms[1:]
         else:
-            take_out(hosts, rooms, num_hosts, host_at, host_at + 1)
+            remove(hosts, rooms, num_hosts, host_at, host_at + 1)
         num_hosts -= 1
-        take_out(donors, held, num_donors, donor_at, donor_at + 1)
+        remove(donors, held, num_donors, donor_at, donor_at + 1)
         num_donors -= 1
         if rank_loads[donor] > threshold:
             hot[donor] = hottest_movable(at_home, domain, donor, links)
             heat[donor] = at_home[hot[donor]]
-            rise(donors, held, num_donors, donor, rank_loads[donor])
+            insert(donors, held, num_donors, donor, rank_loads[donor])
             num_donors += 1
         for rank in (host, donor):
             if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
-                rise(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
+                insert(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
                 num_hosts += 1
     return rank_loads.max(), num_copies, transfers
 
@@ -245,10 +245,10 @@ def window(domain, threshold, placed):
             )  # fmt: skip
             surplus -= quota
         last = hosts[end - 1]  # the others are full
-        take_out(hosts, rooms, num_hosts, begin, end)
+        remove(hosts, rooms, num_hosts, begin, end)
         num_hosts -= end - begin
         if threshold - rank_loads[last] >= min_tokens and free_slots[last] > 0:
-            rise(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
+            insert(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
             num_hosts += 1
     return rank_loads.max(), num_copies
 
@@ -358,7 +358,7 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
     for rank in domain.emptiest_first[::-1]:
         high = rank_loads[rank] - threshold
         if high > 0 or (high <= -min_tokens and domain.slots > 0):
-            rise(line, height, count, rank, high)
+            insert(line, height, count, rank, high)
             count += 1
             donors += high > 0
             slack -= high
@@ -381,8 +381,8 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
         if quota < min_tokens:
             break
         slack += height[donor_at] + height[host_at]
-        take_out(line, height, count, host_at, host_at + 1)
-        take_out(line, height, count - 1, donor_at, donor_at + 1)
+        remove(line, height, count, host_at, host_at + 1)
+        remove(line, height, count - 1, donor_at, donor_at + 1)
         count -= 2
         donors -= 1
         num_copies = replicate(
@@ -394,7 +394,7 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
             high = rank_loads[rank] - threshold
             can_host = high <= -min_tokens and free_slots[rank] > 0
             if high > 0 or (can_host and not closed):
-                rise(line, height, count, rank, high)
+                insert(line, height, count, rank, high)
                 count += 1
                 donors += high > 0
                 slack -= high

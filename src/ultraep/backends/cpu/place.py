@@ -247,8 +247,8 @@ def least_times(every, size, thresholds, links, rates, time, exact_transfers):
     for number in range(attempts):
         possible = number >= LIMITED or (copy > 0 and most[number] < exact_transfers)
         # If these are the fewest links for the lowest rung, the first attempt has them, too.
-        known = most[number] == links[number] and peak[number] == thresholds[0]
-        if len(every.rank_loads) == size and known:
+        repeated = most[number] == links[number] and peak[number] == thresholds[0]
+        if len(every.rank_loads) == size and repeated:
             continue
         if possible and peak[number] <= highest:
             least[number] = row * peak[number] + copy * most[number] + each * copies[number] + layer

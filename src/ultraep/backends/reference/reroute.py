@@ -110,9 +110,9 @@ def split(
             end += 1
         if locality:
             home = home_of_expert[expert]
-            kept = min(left_R[home], at_home)
-            left_R[home] -= kept
-            at_home -= kept
+            local = min(left_R[home], at_home)
+            left_R[home] -= local
+            at_home -= local
             for replica in range(begin, end):
                 host = placed_C3[replica, 1]
                 split_CR[replica, host] = min(left_R[host], placed_C3[replica, 2])
