@@ -328,13 +328,14 @@ def pair_that_leaves_one(
             if at == num_ready:
                 continue
             waste = -height[ready[at]] - rest
-        if waste > best or (waste == best and partner >= 0 and line[other] > line[partner]):
+        tie_lost = waste == best and partner >= 0 and line[other] > line[partner]
+        if waste > min(best, allowed) or tie_lost:
             continue
         giver = line[donor]
         at_home[hot[giver]] -= room
         heat_after = at_home[hottest_movable(at_home, domain, giver, UNLIMITED)]
         at_home[hot[giver]] += room
-        if waste <= allowed and (rest <= 0 or domain.min_tokens <= rest <= heat_after):
+        if rest <= 0 or domain.min_tokens <= rest <= heat_after:
             best, partner = waste, other
     if partner < 0:
         return -1, -1
