@@ -238,9 +238,9 @@ def close_circles(domain: Domain, threshold: int, halves: int, anchor: int) -> A
     """Close a circle of two; or prepare one with a replica; or do as `alias` does.
 
     A circle is a set of ranks that can meet the threshold among themselves: the surplus of its
-    donors is at most the room of its hosts. A circle of k ranks needs k - 1 replicas, so many small
-    circles need few replicas. No other rank can use the room that is left: it is wasted. Near the
-    mean there is little to waste, so only circles that fit tightly are closed.
+    donors is at most the room of its hosts. A circle of k ranks needs k - 1 replicas, so smaller
+    circles need fewer replicas in all. No other rank can use the room that is left: it is wasted.
+    Near the mean there is little to waste, so only circles that fit tightly are closed.
     """
     attempt = Attempt(domain, threshold)
     while attempt.unfinished:
