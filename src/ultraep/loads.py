@@ -82,6 +82,6 @@ def as_integers(values: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
         array = np.asarray(values)
     except ValueError as error:
         raise LoadError(f"{name} must be a rectangular array: {error}") from None
-    if array.dtype == object or not np.issubdtype(array.dtype, np.integer):
+    if array.dtype.kind not in "iu":
         raise LoadError(f"{name} must be integers, got {array.dtype}")
     return array

@@ -21,7 +21,7 @@ from ultraep.errors import ConfigError, LoadError, PlanError, SlotError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
 from ultraep.rules import check_loads, check_replicas, check_shape, check_slots, check_split
-from ultraep.topology import Topology
+from ultraep.topology import Topology, sum_by_rank
 
 DEFAULT_CONFIG = BalanceConfig()
 PER_MS = 1e9  # picoseconds
@@ -122,11 +122,8 @@ class Plan:
     @property
     def initial_rank_loads(self) -> IntArray:
         """[R] rows that each rank would serve without replicas."""
-        nothing = np.empty((0, 3), dtype=np.int64)
-        rank_loads: IntArray = select().tally(
-            self.loads.sum(axis=0), self.topology.home_of_expert, nothing, self.topology.ranks
-        )[0]
-        return rank_loads
+        homes, ranks = self.topology.home_of_expert, self.topology.ranks
+        return sum_by_rank(self.loads.sum(axis=0), homes, ranks)
 
     @property
     def rates(self) -> Rates | None:
@@ -336,4 +333,4 @@ def _in_order(placed_C3: IntArray, topology: Topology) -> IntArray:
 
 
 def _largest(values: IntArray) -> int:
-    return int(values.max()) if len(values) else 0
+    return int(values.max(initial=0))

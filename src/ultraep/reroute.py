@@ -101,27 +101,21 @@ def routes_of(
     positions_N: torch.Tensor | None = None,
 ) -> Routes:
     """Complete routes from their send order; the counts follow from the plan."""
-    rows_of_slot = rows_sent(plan, rank)
+    topology = plan.topology
+    experts, hosts, indices = plan.replicas.T
+    rows_of_slot = np.zeros(topology.first_slot_of_rank[-1], dtype=np.int64)
+    rows_of_slot[topology.home_slot_of_expert] = plan.loads[rank]
+    np.subtract.at(rows_of_slot, topology.home_slot_of_expert[experts], plan.split[:, rank])
+    rows_of_slot[topology.spare_slot(hosts, indices)] = plan.split[:, rank]
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows_of_slot)])
     return Routes(
         shape=tuple(shape),
         order=order_M,
         rows_of_slot=rows_of_slot,
-        send_counts=np.diff(ends[plan.topology.first_slot_of_rank]).tolist(),
+        send_counts=np.diff(ends[topology.first_slot_of_rank]).tolist(),
         receive_counts=rows_received(plan, rank),
         known_positions=positions_N,
     )
-
-
-def rows_sent(plan: Plan, rank: int) -> IntArray:
-    """Return `[S]` rows that this rank sends to each slot."""
-    topology = plan.topology
-    experts, hosts, indices = plan.replicas.T
-    rows = np.zeros(topology.first_slot_of_rank[-1], dtype=np.int64)
-    rows[topology.home_slot_of_expert] = plan.loads[rank]
-    np.subtract.at(rows, topology.home_slot_of_expert[experts], plan.split[:, rank])
-    rows[topology.spare_slot(hosts, indices)] = plan.split[:, rank]
-    return rows
 
 
 def rows_received(plan: Plan, rank: int) -> IntArray:

@@ -130,6 +130,11 @@ class Topology:
         object.__setattr__(self, name, value)
 
 
+def sum_by_rank(loads_E: IntArray, homes_E: IntArray, ranks: int) -> IntArray:
+    """[R] rows of every rank if all experts serve at home."""
+    return np.bincount(homes_E, weights=loads_E, minlength=ranks).astype(np.int64)
+
+
 def even_homes(experts: int, ranks: int) -> list[int]:
     """Return a home rank for every expert, as evenly as possible.
 

@@ -101,7 +101,7 @@ def host(monkeypatch, tmp_path):
     host.planner = planner
     monkeypatch.setattr(compiling, "import_on_disk", lambda: stub)
     monkeypatch.setattr(compiling, "CHILD", "import os; os.read(0, 1)")
-    monkeypatch.setattr(compiling, "LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(compiling, "POLL_INTERVAL", 0.0)
     yield host
     for planner in host.planners:
         planner.stop()
@@ -126,12 +126,14 @@ def test_one_process_of_a_host_compiles(host, caplog):
     assert first._child is None
 
 
-def test_a_process_takes_over_from_one_that_stopped(host):
+@pytest.mark.parametrize("end", ["stop", "wait"])
+def test_a_process_takes_over_from_one_that_stopped(host, end):
     first, second = host.planner(), host.planner()
     first.request()
     child = first._child
-    first.stop()
+    getattr(first, end)()
     assert child.returncode is not None
+    assert first._ready == (end == "wait")  # compiles in the foreground
     second.request()
     assert second._child is not None
     assert not second.ready()
@@ -146,7 +148,7 @@ def test_short_runs_do_not_compile(host, monkeypatch, caplog):
     assert planner._child is None
     assert len(caplog.messages) == 1
     assert "not compiled on this machine yet" in caplog.messages[0]
-    monkeypatch.setattr(compiling, "SHORT_RUN", 0.0)
+    planner._compile_from -= compiling.SHORT_RUN
     assert not planner.ready()
     assert planner._child is not None
 
@@ -164,15 +166,6 @@ def test_a_process_compiles_itself_where_no_child_can(host, monkeypatch, caplog,
     assert planner.ready()
     assert "in the background" in caplog.text
     assert caplog.records[-1].levelno == logging.WARNING
-
-
-def test_waiting_ends_the_background_compiler(host):
-    planner = host.planner()
-    planner.request()
-    child = planner._child
-    planner.wait()
-    assert child.returncode is not None
-    assert planner.ready()
 
 
 def test_a_forked_process_leaves_the_compiler_to_its_parent(host):
@@ -199,32 +192,25 @@ def test_without_locks_every_process_compiles(host, monkeypatch, tmp_path, missi
     assert all(planner._child is not None for planner in planners)
 
 
-def test_without_a_cache_directory_the_reference_plans(monkeypatch, caplog):
-    def refuse():
-        raise BackendUnavailable("backend 'cpu' cannot be used: set NUMBA_CACHE_DIR")
+class NoCacheDirectory:
+    """Fails to import the compiled functions, as numba does if it cannot write to its cache."""
 
-    monkeypatch.setattr(compiling, "import_on_disk", refuse)
+    def find_spec(self, name, *_):
+        if name == "ultraep.backends.cpu.on_disk":
+            raise RuntimeError("cannot cache function 'count': no locator available")
+
+
+def test_without_a_cache_directory_the_reference_plans(monkeypatch, caplog):
+    monkeypatch.delattr(cpu, "on_disk")
+    monkeypatch.delitem(sys.modules, "ultraep.backends.cpu.on_disk")
+    monkeypatch.setattr(sys, "meta_path", [NoCacheDirectory(), *sys.meta_path])
     planner = CompiledPlanner()
     assert not planner.ready()
     assert not planner.ready()
-    assert len(caplog.messages) == 1
-    assert "NUMBA_CACHE_DIR" in caplog.messages[0]
-    with pytest.raises(BackendUnavailable):
+    (message,) = caplog.messages
+    assert "no locator available; set NUMBA_CACHE_DIR" in message
+    with pytest.raises(BackendUnavailable, match="NUMBA_CACHE_DIR"):
         planner.wait()
-
-
-def test_a_directory_that_numba_cannot_write_to_is_named(monkeypatch):
-    monkeypatch.delattr(cpu, "on_disk")
-    monkeypatch.delitem(sys.modules, "ultraep.backends.cpu.on_disk")
-    broken = SimpleNamespace(find_spec=_no_locator)
-    monkeypatch.setattr(sys, "meta_path", [broken, *sys.meta_path])
-    with pytest.raises(BackendUnavailable, match=r"no locator.*set NUMBA_CACHE_DIR"):
-        compiling.import_on_disk()
-
-
-def _no_locator(name, *_):
-    if name == "ultraep.backends.cpu.on_disk":
-        raise RuntimeError("cannot cache function 'count': no locator available")
 
 
 # -- a fresh machine -----------------------------------------------------------------------------
@@ -293,7 +279,7 @@ def running(process):
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"  # one that has ended and that nobody has asked about
+    return state != "Z"
 
 
 # -- sources that change ---------------------------------------------------------------------------

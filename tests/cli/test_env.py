@@ -36,8 +36,8 @@ def test_the_table_has_the_same_facts():
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(env, "PACKAGES", ("numpy", "no-such-package"))
-    missing = BackendInfo("gpu", "x", "cuda", "no_such_module", "pip install luck")
-    monkeypatch.setattr(env, "BACKENDS", (missing, BackendInfo("reference", "y", "cpu", None, "")))
+    missing = BackendInfo("gpu", "cuda", "no_such_module")
+    monkeypatch.setattr(env, "BACKENDS", (missing, BackendInfo("reference", "cpu")))
     assert records("env")["chosen"] == {"cpu": "reference", "cuda": "reference"}
     shown = flat("env")
     assert "no-such-package not installed" in shown

@@ -36,9 +36,9 @@ def replicas(policy: str, expert_loads: list[int], topology: Topology, **setting
     """Replicas (expert, host, quota) when all rows come from rank 0."""
     loads = np.zeros((topology.ranks, topology.experts), dtype=np.int64)
     loads[0] = expert_loads
-    made = make(policy, loads, topology, **settings)
-    made.check(loads)
-    return np.column_stack([made.replicas[:, :2], made.quotas]).tolist()
+    result = make(policy, loads, topology, **settings)
+    result.check(loads)
+    return np.column_stack([result.replicas[:, :2], result.quotas]).tolist()
 
 
 def ranks(count: int, experts: int | None = None, **sizes: Any) -> Topology:
@@ -66,22 +66,15 @@ def cases(draw: st.DrawFn) -> tuple[Any, Topology, Any]:
 @reproducibly
 def test_every_policy_makes_valid_plans(policy: str, case: Any, tolerance: float) -> None:
     loads_RE, topology, history_E = case
-    made = make(policy, loads_RE, topology, history=history_E, tolerance=tolerance)
-    made.check(loads_RE)
-    assert made == make(policy, loads_RE, topology, history=history_E, tolerance=tolerance)
+    result = make(policy, loads_RE, topology, history=history_E, tolerance=tolerance)
+    result.check(loads_RE)
+    assert result == make(policy, loads_RE, topology, history=history_E, tolerance=tolerance)
     if policy not in NEEDS_HISTORY:
-        assert made.imbalance <= made.initial_imbalance
+        assert result.imbalance <= result.initial_imbalance
 
 
-@pytest.mark.parametrize("policy", BUILT_IN)
-@pytest.mark.parametrize("slots", [0, 2])
-def test_empty_loads_and_single_ranks_need_no_replicas(policy: str, slots: int) -> None:
-    for count in (1, 4):
-        assert replicas(policy, [0, 0, 0, 0], ranks(count, 4, slots=slots)) == []
-    assert replicas(policy, [5, 0, 2, 1], ranks(1, 4, slots=slots)) == []
-
-
-# Examples by hand
+# Examples by hand of what the originals lack, above all domains and uneven homes;
+# `test_golden_peers.py` compares the rest.
 
 
 def example(policy: str, loads: Any, topology: Topology, placed: Any, **settings: Any) -> Any:
@@ -89,11 +82,8 @@ def example(policy: str, loads: Any, topology: Topology, placed: Any, **settings
     return policy, loads, topology, placed, settings
 
 
-FLOOR = {"min_tokens_per_replica": 1024}
 TWO, THREE = ranks(2), ranks(3)
 EXAMPLES = {
-    # The mean is 50, the first probe ceil(50.5) = 51: 49 rows must leave.
-    "quota stops one percent above the mean": example("quota", [100, 0], TWO, [[0, 1, 49]]),
     # Threshold 41, excess 79. Expert 0 gives 41 to rank 1; of the other 38 the last candidate could
     # take 18, less than the fair share of 38. Expert 1 gives them all.
     "quota rejects a replica below its fair share": example(
@@ -111,26 +101,10 @@ EXAMPLES = {
     "quota searches slowly": example(
         "quota", [300, 300, 300, 0], ranks(2, 4, homes=[0, 0, 0, 1]), [[0, 1, 299]]
     ),
-    "quota searches slowly with a floor": example(
-        "quota", [300, 300, 300, 0], ranks(2, 4, homes=[0, 0, 0, 1]), [], **FLOOR
-    ),
-    "quota ignores the floor in the fast search": example(
-        "quota", [100, 0], TWO, [[0, 1, 49]], **FLOOR
-    ),
     # 50 * 1.5 = 75, and 1 % more: 76.
     "quota adds the tolerance": example("quota", [100, 0], TWO, [[0, 1, 24]], tolerance=0.5),
     "quota plans every domain": example(
         "quota", [100, 0, 0, 200], ranks(4, domain=2), [[0, 1, 49], [3, 2, 99]]
-    ),
-    # The mean is 4: expert 0 spills 5, rank 2 has room for 4 and rank 1 for 1.
-    "echo fills the emptiest rank": example("echo", [9, 3, 0], THREE, [[0, 1, 1], [0, 2, 4]]),
-    "echo, two slots": example("echo", [9, 3, 0], ranks(3, slots=2), [[0, 1, 1], [0, 2, 4]]),
-    # Rank 0 keeps 4 of its rows and may keep 6; bin packing has no threshold.
-    "echo keeps small replicas at home": example(
-        "echo", [9, 3, 0], ranks(3, slots=2), [[0, 2, 4]], tolerance=0.5
-    ),
-    "echo with one slot has no threshold": example(
-        "echo", [9, 3, 0], THREE, [[0, 1, 1], [0, 2, 4]], tolerance=0.5
     ),
     # The mean is 6. Two of the three spills of rank 0 find a slot on rank 2: it keeps 8.
     "echo drops nothing while a rank is above the threshold": example(
@@ -147,34 +121,19 @@ EXAMPLES = {
         [[3, 2, 2], [4, 2, 2]],
         tolerance=0.4,
     ),
-    # Rank 2 overlaps expert 0 by 3 rows and expert 1 by 1.
-    "echo keeps the largest overlaps": example("echo", [7, 5, 0], THREE, [[0, 2, 3]]),
-    "echo keeps both": example("echo", [7, 5, 0], ranks(3, slots=2), [[0, 2, 3], [1, 2, 1]]),
-    # The mean is 70, shelves are 10 apart. Rank 3 takes 60 of the 70 rows that expert 0 spills; the
-    # other 10 queue behind the 30 of expert 1, which rank 2 takes.
-    "echo queues the rest of an expert": example(
-        "echo", [140, 100, 30, 10], ranks(4), [[0, 3, 60], [1, 2, 30]]
-    ),
     # Rank 0 is 7 above the mean of 7: expert 2 gives all of its 6 rows, expert 0 only 1.
     "echo spills from the hottest experts": example(
         "echo", [5, 0, 6, 3], ranks(2, 4, slots=2, homes=[0, 1, 0, 0]), [[0, 1, 1], [2, 1, 6]]
     ),
     "llep needs no slots": example("llep", [9, 3, 0], ranks(3, slots=0), [[0, 1, 1], [0, 2, 4]]),
-    "llep with a tolerance": example("llep", [9, 3, 0], THREE, [[0, 2, 3]], tolerance=0.5),
     # The mean is 5. Rank 2 has 6 rows pending when expert 0 spills, so all 4 go to rank 1.
     "llep counts pending rows": example(
         "llep", [9, 0, 3, 3], ranks(3, 4, homes=[0, 1, 2, 2]), [[0, 1, 4], [2, 1, 1]]
-    ),
-    # The cap is 4, no piece of 4 reaches the floor of 5: all 8 go to the least loaded rank.
-    "llep exceeds the cap at last": example(
-        "llep", [12, 0, 0], THREE, [[0, 1, 8]], min_tokens_per_replica=5
     ),
     # The cap is 4. Beside expert 1 there is no room for expert 0 at home.
     "llep sorts hosts once if nothing stays": example(
         "llep", [6, 6, 0, 0], ranks(3, 4, homes=[0, 0, 1, 2]), [[0, 1, 4], [0, 2, 2], [1, 2, 2]]
     ),
-    # The mean is 4. Rank 0 fills rank 2 and then lacks a row, which rank 1 has above the mean.
-    "moonep fills donors": example("moonep", [6, 5, 1], THREE, [[0, 2, 3], [1, 0, 1]]),
     "moonep leaves the remainder": example("moonep", [3, 4], TWO, []),
     "moonep shares the remainder": example("moonep", [4, 0, 0], THREE, [[0, 1, 1], [0, 2, 1]]),
     # Expert 0 has three of the four places, two of them on rank 0; the remainder goes there.
@@ -193,16 +152,11 @@ EXAMPLES = {
     "flashlb leaves out instances without a rank": example(
         "flashlb", [8, 2], ranks(2, slots=2), [[0, 1, 4], [1, 0, 1]]
     ),
-    # Rank 0 gives 4 of its 9 rows to rank 2, rank 2 its own row to rank 1: 5, 3 and 4.
-    # Rank 1 could take more, but a replica takes no rows of other experts.
-    "lplb replicates from the next rank": example("lplb", [9, 2, 1], THREE, [[0, 2, 4], [2, 1, 1]]),
     # Rank 1 ends its domain: its replica is on rank 0, not on rank 2.
     "lplb wraps around in a domain": example(
         "lplb", [0, 8, 0, 4], ranks(4, domain=2), [[1, 0, 4], [3, 2, 2]]
     ),
     "lplb in domains of one rank": example("lplb", [0, 8, 0, 4], ranks(4, domain=1), []),
-    # With one replica per expert the hot one stays on two ranks.
-    "lplb halves an expert once": example("lplb", [8, 0, 0, 0], ranks(4, slots=2), [[0, 2, 4]]),
 }
 
 
@@ -216,34 +170,16 @@ def test_examples_by_hand(name: str) -> None:
 @reproducibly
 def test_moonep_is_exact_and_every_host_has_one_donor(case: Any) -> None:
     loads_RE, topology, _ = case
-    made = make("moonep", loads_RE, topology)
-    by_domain = made.rank_loads.reshape(topology.num_domains, -1)
+    result = make("moonep", loads_RE, topology)
+    by_domain = result.rank_loads.reshape(topology.num_domains, -1)
     assert (by_domain.max(axis=1) - by_domain.min(axis=1) <= 1).all()
-    homes = topology.home_of_expert[made.replicas[:, 0]]
+    homes = topology.home_of_expert[result.replicas[:, 0]]
     for host in range(topology.ranks):
-        assert len(set(homes[made.replicas[:, 1] == host].tolist())) <= 1
-    assert not made.leaves_domain
-
-
-def test_flashlb_is_flatter_than_eplb() -> None:
-    # The example published with FlashLB.
-    loads = np.zeros((8, 8), dtype=np.int64)
-    loads[0] = [600, 560, 120, 120, 20, 10, 10, 10]
-    busiest = {name: make(name, loads, ranks(8)).rank_loads.max() for name in ("eplb", "flashlb")}
-    assert busiest == {"eplb": 232, "flashlb": 200}
+        assert len(set(homes[result.replicas[:, 1] == host].tolist())) <= 1
+    assert not result.leaves_domain
 
 
 # The split of LPLB
-
-
-def test_lplb_replicates_the_heaviest_experts_to_the_neighbours_in_turn() -> None:
-    # A torus of 2 x 2: the heaviest expert of a rank goes along the columns, the next along rows.
-    topology = ranks(4, 12, slots=2)
-    history = [9, 1, 0, 9, 2, 0, 8, 3, 0, 8, 4, 0]
-    places = place_on_graph(np.array(history), topology, graph_of(4, 2))
-    assert places.home_of_expert.tolist() == [0, 1, 1, 1, 0, 0, 2, 3, 3, 3, 2, 2]
-    placed = np.column_stack([places.expert, places.host[places.edge]]).tolist()
-    assert placed == [[6, 0], [1, 0], [9, 1], [4, 1], [0, 2], [7, 2], [3, 3], [10, 3]]
 
 
 @given(case=cases(), slots=st.integers(0, 5))

@@ -30,19 +30,17 @@ logger = logging.getLogger("ultraep")
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """Name, module, device and requirement of a backend."""
+    """Name, device and requirement of a backend, which is the module `ultraep.backends.NAME`."""
 
     name: str
-    module: str
     device: str  # type of the tensors that it serves
-    needs: str | None
-    hint: str
+    needs: str | None = None  # package
 
     @property
     def obstacle(self) -> str:
         """Why the backend cannot be used here; empty if it can."""
         if self.needs is not None and importlib.util.find_spec(self.needs) is None:
-            return f"needs {self.needs}, which is not installed: {self.hint}"
+            return f"needs {self.needs}, which is not installed: pip install {self.needs}"
         if self.device != "cpu" and not _gpu_usable():
             return "needs a GPU, but torch found none (TRITON_INTERPRET=1 runs it slowly without)"
         return ""
@@ -53,9 +51,9 @@ class BackendInfo:
 
 
 BACKENDS = (
-    BackendInfo("triton", "ultraep.backends.triton", "cuda", "triton", "pip install triton"),
-    BackendInfo("cpu", "ultraep.backends.cpu", "cpu", "numba", "pip install numba"),
-    BackendInfo("reference", "ultraep.backends.reference", "cpu", None, ""),
+    BackendInfo("triton", "cuda", "triton"),
+    BackendInfo("cpu", "cpu", "numba"),
+    BackendInfo("reference", "cpu"),
 )
 
 
@@ -68,12 +66,10 @@ def backend_names() -> list[str]:
 def backend_for(device: str = "cpu") -> BackendInfo:
     """Return the best available backend for a device type; log which better ones are missing."""
     for info in BACKENDS:
-        if info.device not in (device, "cpu"):
-            continue
-        obstacle = info.obstacle
-        if not obstacle:
-            return info
-        logger.warning("backend %r %s; using a slower one", info.name, obstacle)
+        if info.device in (device, "cpu"):
+            if info.available:
+                return info
+            logger.warning("backend %r %s; using a slower one", info.name, info.obstacle)
     raise AssertionError("the reference backend needs nothing and is always available")
 
 
@@ -97,12 +93,11 @@ def _named(name: str) -> ModuleType:
     info = next((info for info in BACKENDS if info.name == name), None)
     if info is None:
         raise ConfigError(f"unknown backend {name!r}; known are {', '.join(backend_names())}")
-    obstacle = info.obstacle
-    if obstacle:
-        raise BackendUnavailable(f"backend {name!r} {obstacle}")
+    if not info.available:
+        raise BackendUnavailable(f"backend {name!r} {info.obstacle}")
     if name == "cpu":
         PLANNER.wait()
-    return importlib.import_module(info.module)
+    return importlib.import_module(f"ultraep.backends.{name}")
 
 
 def compile_in_background() -> None:

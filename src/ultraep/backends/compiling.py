@@ -31,9 +31,9 @@ LOCK = "ultraep-compile.lock"
 CHILD = (
     "import sys; sys.path[:] = sys.argv[1:]; from ultraep.backends.cpu.on_disk import main; main()"
 )
-LOOK_AGAIN = 0.5  # seconds between two checks for the compiled planner
+POLL_INTERVAL = 0.5  # seconds between two checks for the compiled planner
 SHORT_RUN = 2.0  # seconds; shorter commands do not compile
-MEANWHILE = "planning with the slower reference backend, which gives the same plans"
+FALLBACK = "planning with the slower reference backend, which gives the same plans"
 
 
 class CompiledPlanner:
@@ -41,9 +41,9 @@ class CompiledPlanner:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._ready = self._unavailable = self._requested = False
-        self._first_look: float | None = None
-        self._next_look = 0.0
+        self._ready = self._unavailable = False
+        self._compile_from: float | None = None  # monotonic time; None before the first check
+        self._next_check = 0.0
         self._logged = ""
         self._child: subprocess.Popen[bytes] | None = None
         self._of_parent: subprocess.Popen[bytes] | None = None  # after a fork
@@ -53,14 +53,14 @@ class CompiledPlanner:
         if self._ready or self._unavailable:
             return self._ready
         with self._mutex:
-            if not self._ready and time.monotonic() >= self._next_look:
-                self._ready = self._look()
-                self._next_look = time.monotonic() + LOOK_AGAIN
+            if not self._ready and time.monotonic() >= self._next_check:
+                self._ready = self._check()
+                self._next_check = time.monotonic() + POLL_INTERVAL
             return self._ready
 
     def request(self) -> None:
         """Compile in the background, starting now, unless the planner is on disk."""
-        self._requested, self._next_look = True, 0.0
+        self._compile_from = self._next_check = 0.0
         self.ready()
 
     def wait(self) -> None:
@@ -78,24 +78,23 @@ class CompiledPlanner:
         """End the child process. Functions compiled so far stay on disk."""
         if self._child is not None:
             self._child.kill()
-            self._child.wait()
-            self._close()
+            self._child.communicate()  # waits, and closes the pipe
+            self._child = None
 
-    def _look(self) -> bool:
+    def _check(self) -> bool:
         if self._child is not None:
             return self._has_ended(self._child)
         try:
             on_disk = import_on_disk()
         except BackendUnavailable as error:
-            logger.warning("%s; %s", error, MEANWHILE)
+            logger.warning("%s; %s", error, FALLBACK)
             self._unavailable = True
             return False
-        now = time.monotonic()
-        if self._first_look is None:
-            self._first_look = now
+        if self._compile_from is None:
+            self._compile_from = time.monotonic() + SHORT_RUN
             if on_disk.load():
                 return True
-        if not self._requested and now < self._first_look + SHORT_RUN:
+        if time.monotonic() < self._compile_from:
             self._log("the planner is not compiled on this machine yet (backend cpu compiles it)")
             return False
         lock = _lock(on_disk.cache_folder(), wait=False)
@@ -126,28 +125,24 @@ class CompiledPlanner:
     def _log(self, state: str) -> None:
         if state != self._logged:
             self._logged = state
-            logger.info("%s; %s", state, MEANWHILE)
+            logger.info("%s; %s", state, FALLBACK)
 
     def _has_ended(self, child: subprocess.Popen[bytes]) -> bool:
         code = child.poll()
         if code is None:
             return False
-        self._close()
+        child.communicate()
+        self._child = None
         if code:
             logger.warning("compiling the planner in the background failed: exit code %d", code)
         return True
 
-    def _close(self) -> None:
-        if self._child is not None and self._child.stdin is not None:
-            self._child.stdin.close()
-        self._child = None
-
     def after_fork(self) -> None:
         """Leave the child process to the parent; this process polls the lock instead."""
         self._mutex = threading.Lock()
-        if self._child is not None:
-            self._of_parent = self._child
-            self._close()
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.close()
+            self._of_parent, self._child = self._child, None
 
 
 def import_on_disk() -> ModuleType:

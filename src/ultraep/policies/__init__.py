@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 
 from ultraep.arrays import IntArray
@@ -58,6 +59,7 @@ MODULES = {
 }
 BUILT_IN = tuple(MODULES)
 _registry: dict[str, Policy] = {}
+_import_module = cache(importlib.import_module)
 
 
 def register_policy(
@@ -91,7 +93,7 @@ def register_policy(
 def get_policy(name: str) -> Policy:
     """Return the policy of that name. Built-in policies are imported on first use."""
     if name in BUILT_IN:  # also if it is registered: another thread may still be importing it
-        importlib.import_module(f"ultraep.policies.{MODULES[name]}")
+        _import_module(f"ultraep.policies.{MODULES[name]}")
     if name not in _registry:
         raise ConfigError(f"unknown policy {name!r}; known are {', '.join(policy_names())}")
     return _registry[name]

@@ -52,13 +52,6 @@ def by_domain(problem: Problem, decide: Callable[[IntArray, IntArray, int], IntA
     return np.concatenate(parts)
 
 
-def sum_by_rank(loads_E: IntArray, homes_E: IntArray, ranks: int) -> IntArray:
-    """[R] rows of every rank, all at home."""
-    load_R = np.zeros(ranks, dtype=np.int64)
-    np.add.at(load_R, homes_E, loads_E)
-    return load_R
-
-
 def pack(weight_N: FloatArray, places_R: IntArray) -> IntArray:
     """[N] the rank of every item: the heaviest first, each on the lightest rank with a free place.
 

@@ -1,24 +1,22 @@
-"""quota: the planner published with UltraEP. It searches a threshold and fills the emptiest rank.
+"""quota: the planner published with UltraEP (2026): a threshold search, roomiest rank first.
 
-Source: the UltraEP paper and its public planner (2026). Every fast-link domain searches a low
-threshold that no rank exceeds. The excess of a rank goes, hottest expert first, to replicas on the
-ranks with most room. A fast search probes 1 % above the mean, then twice a little higher, and
-accepts a replica only if it takes a fair share of the excess. If all three probes fail, a slow
-search over all thresholds accepts any replica above a floor. The home keeps at least one row.
+Every fast-link domain searches a low threshold that no rank exceeds. The excess of a rank goes,
+hottest expert first, to replicas on the ranks with most room. A fast search probes 1 % above the
+mean, then twice a little higher, and accepts a replica only if it takes a fair share of the excess.
+If all three probes fail, a slow search over all thresholds accepts any replica above a floor. The
+home keeps at least one row.
 
-The floor is `min_tokens_per_replica`; as published it affects only the slow search. Its default is
-1, where the published one is 1024, which leaves small microbatches without replicas when the fast
-search fails. `tolerance` raises the lower end of the search, like the published
-`balance_threshold`; the 1 % of the first probe is added to it. Arithmetic is in integers, where the
-published planner uses single precision for its bounds, and homes may be uneven. `max_replicas` is
-refused.
+The floor is `min_tokens_per_replica`, which only affects the slow search. Its default is 1; the
+published 1024 leaves small microbatches without replicas. `tolerance` raises the lower end of the
+search, like the published `balance_threshold`. Unlike the original, bounds are integers, not
+single-precision numbers, and homes may be uneven.
 
 Shapes: G ranks of one domain, E experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -26,7 +24,8 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.config import PARTS, BalanceConfig
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import by_domain, refuse_limits, sum_by_rank
+from ultraep.policies.places import by_domain, refuse_limits
+from ultraep.topology import sum_by_rank
 
 FAST_PROBES = 3
 KEPT_AT_HOME = 1
@@ -63,34 +62,6 @@ class Domain:
     rank_loads: IntArray  # [G]
     experts: list[list[tuple[int, int]]]  # expert and its rows, for every rank
     slots: int
-
-
-@dataclass(slots=True)
-class Probe:
-    """A plan under construction."""
-
-    room: IntArray  # [G] rows up to the threshold; 0 when no slot is left
-    free_slots: IntArray  # [G]
-    min_rows: int  # of a replica
-    fair: bool  # a replica must take its fair share of the excess, too
-    placed: Placed = field(default_factory=list)
-
-    def replicate(self, expert: int, excess: int, movable: int) -> int:
-        """Replicate an expert and return the excess that is left."""
-        room_G = self.room.copy()  # without the ranks that hold this expert
-        while excess > 0 and movable > 0:
-            host = int(room_G.argmax())
-            rows = min(excess, int(room_G[host]), movable)
-            share = -(-excess // max(int(np.count_nonzero(room_G)), 1)) if self.fair else 0
-            if rows < max(share, self.min_rows):
-                break
-            self.placed.append((expert, host, rows))
-            self.free_slots[host] -= 1
-            self.room[host] = self.room[host] - rows if self.free_slots[host] else 0
-            room_G[host] = 0
-            excess -= rows
-            movable -= rows
-        return excess
 
 
 def search(domain: Domain, low: int, min_rows: int) -> Placed:
@@ -132,15 +103,31 @@ def _search_slowly(domain: Domain, low: int, high: int, min_rows: int) -> Placed
 
 
 def probe(domain: Domain, threshold: int, min_rows: int, *, fair: bool) -> Placed | None:
-    """Return replicas that bring every rank down to the threshold; None if the greedy fails."""
-    room_G = np.maximum(threshold - domain.rank_loads, 0)
-    attempt = Probe(room_G, np.full(len(room_G), domain.slots), min_rows, fair)
+    """Return replicas that bring every rank down to the threshold; None if the greedy fails.
+
+    min_rows: fewest rows of a replica.
+    fair: a replica must also take its fair share of the excess.
+    """
+    room_G = np.maximum(threshold - domain.rank_loads, 0)  # 0 when no slot is left
+    free_slots_G = np.full(len(room_G), domain.slots)
+    placed: Placed = []
     for source in np.argsort(-domain.rank_loads, kind="stable").tolist():
         excess = int(domain.rank_loads[source]) - threshold
-        for expert, rows in domain.experts[source]:
-            if excess <= 0:
-                break
-            excess = attempt.replicate(expert, excess, rows - KEPT_AT_HOME)
+        for expert, load in domain.experts[source]:
+            movable = load - KEPT_AT_HOME
+            open_G = room_G.copy()  # without the ranks that hold this expert
+            while excess > 0 and movable > 0:
+                host = int(open_G.argmax())
+                rows = min(excess, int(open_G[host]), movable)
+                share = -(-excess // max(int(np.count_nonzero(open_G)), 1)) if fair else 0
+                if rows < max(share, min_rows):
+                    break
+                placed.append((expert, host, rows))
+                free_slots_G[host] -= 1
+                room_G[host] = room_G[host] - rows if free_slots_G[host] else 0
+                open_G[host] = 0
+                excess -= rows
+                movable -= rows
         if excess > 0:
             return None
-    return attempt.placed
+    return placed

@@ -30,9 +30,10 @@ class SortedDomain(NamedTuple):
 
 
 @njit(cache=True)
-def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
+def sort_all(expert_loads, limits):
     """Return all domains as one; experts and ranks are numbered within each domain."""
-    ranks = len(first_of_rank) - 1
+    loads, first_of_rank = expert_loads[limits.experts_by_rank], limits.first_of_rank
+    ranks, size = len(first_of_rank) - 1, limits.domain
     rank_loads, keys = np.zeros(ranks, np.int64), np.empty(max(len(loads), ranks), np.int64)
     hottest_first = np.empty(len(loads), np.int64)
     emptiest_first, fullest_first = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
@@ -43,16 +44,16 @@ def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
             for expert in range(first, end):
                 rank_loads[rank] += loads[expert]
                 place = expert - first
-                rise(line, keys, place, expert - offset, loads[expert])
+                insert(line, keys, place, expert - offset, loads[expert])
         line = emptiest_first[begin : begin + size]
         for rank in range(size):
-            rise(line, keys, rank, rank, -rank_loads[begin + rank])
+            insert(line, keys, rank, rank, -rank_loads[begin + rank])
         for place in range(size):  # sorted but for ties
             rank = line[size - 1 - place]
-            rise(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
+            insert(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
     return SortedDomain(
         loads, first_of_rank, rank_loads, hottest_first, emptiest_first, fullest_first,
-        slots, min_tokens, max_replicas,
+        limits.slots, limits.min_tokens, min(limits.max_replicas, size * limits.slots),
     )  # fmt: skip
 
 
@@ -70,16 +71,18 @@ def domain_at(every, begin, size):
 
 
 @njit(cache=True)
-def move(quota, expert, donor, host, at_home, rank_loads, free_slots):
-    """Move rows of the donor's expert to a new replica on the host."""
+def replicate(expert, donor, host, quota, at_home, rank_loads, free_slots, placed, num_copies):
+    """Move rows of the donor's expert to a new replica on the host; return the replicas so far."""
+    placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = expert, host, quota
     at_home[expert] -= quota
     rank_loads[donor] -= quota
     rank_loads[host] += quota
     free_slots[host] -= 1
+    return num_copies + 1
 
 
 @njit(cache=True)
-def rise(line, keys, hole, rank, key):
+def insert(line, keys, hole, rank, key):
     """Insert a rank into a line at a hole or before it: largest key first, then the lower rank."""
     while hole > 0:
         before = hole - 1
@@ -91,20 +94,8 @@ def rise(line, keys, hole, rank, key):
 
 
 @njit(cache=True)
-def sink(line, keys, count, hole, rank, key):
-    """Insert a rank into a line of `count` at a hole or behind it."""
-    while hole + 1 < count:
-        after = hole + 1
-        if keys[after] < key or (keys[after] == key and line[after] > rank):
-            break
-        line[hole], keys[hole] = line[after], keys[after]
-        hole = after
-    line[hole], keys[hole] = rank, key
-
-
-@njit(cache=True)
-def take_out(line, keys, count, begin, end):
-    """Remove the places from begin to end from a line."""
+def remove(line, keys, count, begin, end):
+    """Remove the ranks at places `begin` to `end` from a line."""
     for place in range(end, count):
         line[place - end + begin], keys[place - end + begin] = line[place], keys[place]
 
@@ -153,10 +144,10 @@ def alias(domain, threshold, links, thrifty, placed):
         quota = held[donor_at] - threshold if tight else min(rooms[0], heat[donor])
         if quota < min_tokens:
             break
-        placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = expert, host, quota
-        num_copies += 1
         num_given[donor] += at_home[expert] == domain.loads[expert]
-        move(quota, expert, donor, host, at_home, rank_loads, free_slots)
+        num_copies = replicate(
+            expert, donor, host, quota, at_home, rank_loads, free_slots, placed, num_copies
+        )
         transfers = max(transfers, num_given[donor], slots - free_slots[host])
         if tight:
             slack -= wasted
@@ -164,18 +155,18 @@ def alias(domain, threshold, links, thrifty, placed):
         if host_at == 0:
             hosts, rooms = hosts[1:], rooms[1:]
         else:
-            take_out(hosts, rooms, num_hosts, host_at, host_at + 1)
+            remove(hosts, rooms, num_hosts, host_at, host_at + 1)
         num_hosts -= 1
+        remove(donors, held, num_donors, donor_at, donor_at + 1)
+        num_donors -= 1
         if rank_loads[donor] > threshold:
             hot[donor] = hottest_movable(at_home, domain, donor, links)
             heat[donor] = at_home[hot[donor]]
-            sink(donors, held, num_donors, donor_at, donor, rank_loads[donor])
-        else:
-            take_out(donors, held, num_donors, donor_at, donor_at + 1)
-            num_donors -= 1
+            insert(donors, held, num_donors, donor, rank_loads[donor])
+            num_donors += 1
         for rank in (host, donor):
             if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
-                rise(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
+                insert(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
                 num_hosts += 1
     return rank_loads.max(), num_copies, transfers
 
@@ -249,19 +240,16 @@ def window(domain, threshold, placed):
             quota = min(rooms[place], max(surplus, min_tokens))
             if num_copies >= domain.max_replicas or at_home[expert] < quota:
                 return rank_loads.max(), num_copies
-            placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = (
-                expert,
-                hosts[place],
-                quota,
-            )
-            num_copies += 1
+            num_copies = replicate(
+                expert, donor, hosts[place], quota,
+                at_home, rank_loads, free_slots, placed, num_copies,
+            )  # fmt: skip
             surplus -= quota
-            move(quota, expert, donor, hosts[place], at_home, rank_loads, free_slots)
         last = hosts[end - 1]  # the others are full
-        take_out(hosts, rooms, num_hosts, begin, end)
+        remove(hosts, rooms, num_hosts, begin, end)
         num_hosts -= end - begin
         if threshold - rank_loads[last] >= min_tokens and free_slots[last] > 0:
-            rise(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
+            insert(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
             num_hosts += 1
     return rank_loads.max(), num_copies
 
@@ -305,18 +293,8 @@ def tight_pair(line, height, donors, count, heat, min_tokens, allowed):
 
 
 @njit(cache=True)
-def hottest_then(at_home, first, donor, hot, room):
-    """Return the rows of the donor's hottest expert after it has filled a host."""
-    most = at_home[hot] - room
-    for expert in range(first[donor], first[donor + 1]):
-        if expert != hot:
-            most = max(most, at_home[expert])
-    return most
-
-
-@njit(cache=True)
 def pair_that_leaves_one(
-    line, height, donors, count, heat, min_tokens, allowed, anchor_kind, at_home, first, hot, ready
+    line, height, donors, count, heat, domain, allowed, anchor_kind, at_home, hot, ready
 ):
     """Return the places of a donor and a host that it fills, so that its rest fits another rank.
 
@@ -327,7 +305,7 @@ def pair_that_leaves_one(
         anchor = first_like(height, count - 1 if hosted else donors - 1)
     num_ready = 0
     for place in range(donors):
-        if min_tokens <= height[place] <= heat[line[place]]:
+        if domain.min_tokens <= height[place] <= heat[line[place]]:
             ready[num_ready] = place
             num_ready += 1
     best, partner = allowed + 1, -1
@@ -351,12 +329,14 @@ def pair_that_leaves_one(
             if at == num_ready:
                 continue
             waste = -height[ready[at]] - rest
-        if waste > best or (waste == best and partner >= 0 and line[other] > line[partner]):
+        tie_lost = waste == best and partner >= 0 and line[other] > line[partner]
+        if waste > min(best, allowed) or tie_lost:
             continue
         giver = line[donor]
-        if waste <= allowed and (
-            rest <= 0 or min_tokens <= rest <= hottest_then(at_home, first, giver, hot[giver], room)
-        ):
+        at_home[hot[giver]] -= room
+        heat_after = at_home[hottest_movable(at_home, domain, giver, UNLIMITED)]
+        at_home[hot[giver]] += room
+        if rest <= 0 or domain.min_tokens <= rest <= heat_after:
             best, partner = waste, other
     if partner < 0:
         return -1, -1
@@ -380,7 +360,7 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
     for rank in domain.emptiest_first[::-1]:
         high = rank_loads[rank] - threshold
         if high > 0 or (high <= -min_tokens and domain.slots > 0):
-            rise(line, height, count, rank, high)
+            insert(line, height, count, rank, high)
             count += 1
             donors += high > 0
             slack -= high
@@ -393,9 +373,8 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
         closed = donor_at >= 0
         if not closed:
             donor_at, host_at = pair_that_leaves_one(
-                line, height, donors, count, heat, min_tokens, allowed, anchor_kind,
-                at_home, first, hot, ready,
-            )  # fmt: skip
+                line, height, donors, count, heat, domain, allowed, anchor_kind, at_home, hot, ready
+            )
         if donor_at < 0:
             host_at = first_like(height, count - 1)
             donor_at = fullest_that_can(-height[host_at], line, donors, heat)
@@ -403,25 +382,21 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
         quota = height[donor_at] if closed else min(-height[host_at], heat[donor])
         if quota < min_tokens:
             break
-        placed[num_copies, 0], placed[num_copies, 1], placed[num_copies, 2] = (
-            hot[donor],
-            host,
-            quota,
-        )
-        num_copies += 1
         slack += height[donor_at] + height[host_at]
-        take_out(line, height, count, host_at, host_at + 1)
-        take_out(line, height, count - 1, donor_at, donor_at + 1)
+        remove(line, height, count, host_at, host_at + 1)
+        remove(line, height, count - 1, donor_at, donor_at + 1)
         count -= 2
         donors -= 1
-        move(quota, hot[donor], donor, host, at_home, rank_loads, free_slots)
+        num_copies = replicate(
+            hot[donor], donor, host, quota, at_home, rank_loads, free_slots, placed, num_copies
+        )
         hot[donor] = hottest_movable(at_home, domain, donor, UNLIMITED)
         heat[donor] = at_home[hot[donor]]
         for rank in (donor, host):
             high = rank_loads[rank] - threshold
             can_host = high <= -min_tokens and free_slots[rank] > 0
             if high > 0 or (can_host and not closed):
-                rise(line, height, count, rank, high)
+                insert(line, height, count, rank, high)
                 count += 1
                 donors += high > 0
                 slack -= high

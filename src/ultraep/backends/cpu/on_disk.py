@@ -83,7 +83,7 @@ def call_all() -> None:
 
 def cache_folder() -> str:
     """The directory where numba keeps the compiled planner."""
-    folder: str = cpu.split.stats.cache_path
+    folder: str = cpu.place.stats.cache_path
     return folder
 
 

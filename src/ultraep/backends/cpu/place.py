@@ -14,12 +14,12 @@ LIMITED = 1 + len(LINKS)  # attempts at the lowest rung with few links
 
 
 @njit(cache=True)
-def probe(domain, threshold, placed, spare):
-    """Write the best attempt at this threshold to `placed`; return peak and replicas."""
+def improve(domain, threshold, placed, peak, num_copies):
+    """Replace the attempt of `alias` in `placed` by a cheaper one; return peak and replicas."""
     first, ranks = domain.first, len(domain.rank_loads)
-    peak, num_copies, _ = alias(domain, threshold, UNLIMITED, False, placed)
     if threshold * ranks - domain.loads.sum() < ranks:
         return peak, num_copies
+    spare = np.empty_like(placed)
     best = cost_of(placed, num_copies, peak, threshold, first)
     for member in range(1 + len(VARIANTS) if ranks <= MOST_RANKS else 1):
         if member == 0:
@@ -28,8 +28,8 @@ def probe(domain, threshold, placed, spare):
             trial_peak, count = close_circles(domain, threshold, *VARIANTS[member - 1], spare)
         cost = cost_of(spare, count, trial_peak, threshold, first)
         if cost < best or (cost == best and member == 0):
-            peak, num_copies, best = trial_peak, count, cost
-            copy_rows(placed, spare, num_copies)
+            peak, best = trial_peak, cost
+            num_copies = append(placed, 0, spare, count, 0, 0)
     return peak, num_copies
 
 
@@ -50,18 +50,21 @@ def cost_of(plan, num_copies, peak, threshold, first):
 
 
 @njit(cache=True)
-def balanced(every, size, tolerance_parts, plan):
-    """Write the best attempts at all domains to `plan`; return the number of replicas."""
-    placed = np.empty((every.max_replicas, 3), np.int64)
-    spare = np.empty_like(placed)
-    threshold = shared_threshold(every, size, tolerance_parts)
-    total = 0
+def solve_all(every, size, threshold, only_alias, placed, plan):
+    """Write the solved domains to `plan`; return peak, replicas, and most transfers of a rank.
+
+    only_alias: start from `alias`, not from the best heuristic, whose transfers are not counted.
+    """
+    peak, total, transfers = 0, 0, 0
     for begin in range(0, len(every.rank_loads), size):
         domain = domain_at(every, begin, size)
-        peak, num_copies = probe(domain, threshold, placed, spare)
-        peak, num_copies, _ = solve(domain, threshold, placed, peak, num_copies, 0)
+        own_peak, num_copies, most = alias(domain, threshold, UNLIMITED, False, placed)
+        if not only_alias:
+            own_peak, num_copies = improve(domain, threshold, placed, own_peak, num_copies)
+        own_peak, num_copies, most = solve(domain, threshold, placed, own_peak, num_copies, most)
+        peak, transfers = max(peak, own_peak), max(transfers, most)
         total = append(plan, total, placed, num_copies, every.first[begin], begin)
-    return total
+    return peak, total, transfers
 
 
 @njit(cache=True)
@@ -95,8 +98,8 @@ def solve(domain, threshold, placed, peak, num_copies, transfers):
         trial_peak, count, links = alias(domain, middle, UNLIMITED, False, trial)
         tries += 1
         if trial_peak < peak:
-            peak, num_copies, transfers = trial_peak, count, links
-            copy_rows(placed, trial, num_copies)
+            peak, transfers = trial_peak, links
+            num_copies = append(placed, 0, trial, count, 0, 0)
         if trial_peak <= middle:
             met += 1
             middle = peak - 1 if met == 1 else (failed + peak) // 2
@@ -129,15 +132,8 @@ def excess_share(domain, placed, num_copies, threshold):
 
 
 @njit(cache=True)
-def copy_rows(target, source, count):
-    for row in range(count):
-        for column in range(3):
-            target[row, column] = source[row, column]
-
-
-@njit(cache=True)
 def append(plan, total, placed, num_copies, first_expert, first_rank):
-    """Append the replicas of a domain to `plan`."""
+    """Copy replicas into `plan` behind `total` others, renumbered; return their number."""
     for index in range(num_copies):
         plan[total + index, 0] = first_expert + placed[index, 0]
         plan[total + index, 1] = first_rank + placed[index, 1]
@@ -146,7 +142,7 @@ def append(plan, total, placed, num_copies, first_expert, first_rank):
 
 
 @njit(cache=True)
-def quickest(every, size, tolerance_parts, rates, plan):
+def quickest(every, size, tolerance_parts, rates, placed, plan):
     """Write the quickest plan to `plan`; return the number of its replicas.
 
     Makes as few attempts as the answer allows. A rank above a threshold must give away at least the
@@ -155,9 +151,8 @@ def quickest(every, size, tolerance_parts, rates, plan):
     """
     row, copy, each, layer = rates
     thresholds, links = attempts_to_make(every, size, tolerance_parts, copy > 0)
-    placed, trial = np.empty((every.max_replicas, 3), np.int64), np.empty_like(plan)
-    at_home = every.rank_loads.max()
-    peak, num_copies, exact_transfers = exact(every, size, thresholds[0], placed, plan)
+    trial, at_home = np.empty_like(plan), every.rank_loads.max()
+    peak, num_copies, exact_transfers = solve_all(every, size, thresholds[0], True, placed, plan)
     time = row * peak + copy * exact_transfers + each * num_copies + (layer if num_copies else 0)
     if row * at_home <= time:
         time, num_copies = row * at_home, 0
@@ -175,8 +170,8 @@ def quickest(every, size, tolerance_parts, rates, plan):
             continue
         trial_time = row * peak + copy * transfers + each * count + layer
         if (trial_time, count, number) < (time, num_copies, chosen):
-            time, num_copies, chosen = trial_time, count, number
-            copy_rows(plan, trial, num_copies)
+            time, chosen = trial_time, number
+            num_copies = append(plan, 0, trial, count, 0, 0)
 
 
 @njit(cache=True)
@@ -193,19 +188,6 @@ def attempts_to_make(every, size, tolerance_parts, few_links):
             thresholds[count] = shared_threshold(every, size, parts)
             count += 1
     return thresholds[:count], links[:count]
-
-
-@njit(cache=True)
-def exact(every, size, threshold, placed, plan):
-    """Write the solved domains to `plan`; return peak, replicas, and most transfers of a rank."""
-    peak, total, transfers = 0, 0, 0
-    for begin in range(0, len(every.rank_loads), size):
-        domain = domain_at(every, begin, size)
-        first_try = alias(domain, threshold, UNLIMITED, False, placed)
-        own_peak, num_copies, links = solve(domain, threshold, placed, *first_try)
-        peak, transfers = max(peak, own_peak), max(transfers, links)
-        total = append(plan, total, placed, num_copies, every.first[begin], begin)
-    return peak, total, transfers
 
 
 @njit(cache=True)
@@ -265,8 +247,8 @@ def least_times(every, size, thresholds, links, rates, time, exact_transfers):
     for number in range(attempts):
         possible = number >= LIMITED or (copy > 0 and most[number] < exact_transfers)
         # If these are the fewest links for the lowest rung, the first attempt has them, too.
-        known = most[number] == links[number] and peak[number] == thresholds[0]
-        if len(every.rank_loads) == size and known:
+        repeated = most[number] == links[number] and peak[number] == thresholds[0]
+        if len(every.rank_loads) == size and repeated:
             continue
         if possible and peak[number] <= highest:
             least[number] = row * peak[number] + copy * most[number] + each * copies[number] + layer
@@ -301,66 +283,33 @@ def least_transfers(domain, threshold):
 
 
 @njit(cache=True)
-def sort_rows(rows, count):
-    """Insertion sort by expert, then host."""
-    for index in range(1, count):
-        expert, host, quota = rows[index, 0], rows[index, 1], rows[index, 2]
-        place = index
-        while place > 0 and (
-            rows[place - 1, 0] > expert
-            or (rows[place - 1, 0] == expert and rows[place - 1, 1] > host)
-        ):
-            for column in range(3):
-                rows[place, column] = rows[place - 1, column]
-            place -= 1
-        rows[place, 0], rows[place, 1], rows[place, 2] = expert, host, quota
-
-
 def place(expert_loads, limits):
     """[C, 3] expert, host rank and quota of every replica, sorted by expert, then host."""
-    return _place(expert_loads, *limits[:-1], *limits.rates)
+    every, size, tolerance_parts = (
+        sort_all(expert_loads, limits),
+        limits.domain,
+        limits.tolerance_parts,
+    )
+    plan = np.empty((len(every.rank_loads) * limits.slots, 3), np.int64)
+    placed = np.empty((every.max_replicas, 3), np.int64)
+    if limits.rates[0] > 0:
+        num_copies = quickest(every, size, tolerance_parts, limits.rates, placed, plan)
+    else:
+        threshold = shared_threshold(every, size, tolerance_parts)
+        _, num_copies, _ = solve_all(every, size, threshold, False, placed, plan)
+    order = np.empty(num_copies, np.int64)
+    for index in range(num_copies):
+        plan[index, 0] = limits.experts_by_rank[plan[index, 0]]
+        order[index] = plan[index, 0] * len(every.rank_loads) + plan[index, 1]
+    return plan[np.argsort(order, kind="mergesort")]
 
 
 @njit(cache=True)
-def _place(
-    expert_loads,
-    experts_by_rank,
-    first_of_rank,
-    domain,
-    slots,
-    max_replicas,
-    tolerance_parts,
-    min_tokens,
-    row,
-    copy,
-    each,
-    layer,
-):
-    loads = expert_loads[experts_by_rank]
-    plan = np.empty(((len(first_of_rank) - 1) * slots, 3), np.int64)
-    limit = min(max_replicas, domain * slots)
-    every = sort_all(loads, first_of_rank, domain, slots, min_tokens, limit)
-    if row > 0:
-        num_copies = quickest(every, domain, tolerance_parts, (row, copy, each, layer), plan)
-    else:
-        num_copies = balanced(every, domain, tolerance_parts, plan)
-    for index in range(num_copies):
-        plan[index, 0] = experts_by_rank[plan[index, 0]]
-    sort_rows(plan, num_copies)
-    return plan[:num_copies]
-
-
 def lower_bound(expert_loads, limits):
     """Return the load of the fullest rank that no plan can go below."""
-    return _lower_bound(expert_loads, *limits[:5])
-
-
-@njit(cache=True)
-def _lower_bound(expert_loads, experts_by_rank, first_of_rank, domain, slots, max_replicas):
-    loads, best = expert_loads[experts_by_rank], 0
-    every = sort_all(loads, first_of_rank, domain, slots, 1, max_replicas)
-    for begin in range(0, len(first_of_rank) - 1, domain):
-        best = max(best, least_peak_of(domain_at(every, begin, domain)))
+    every, best = sort_all(expert_loads, limits), 0
+    for begin in range(0, len(every.rank_loads), limits.domain):
+        best = max(best, least_peak_of(domain_at(every, begin, limits.domain)))
     return best
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import count
 
 from ultraep.config import UNLIMITED
@@ -21,24 +22,19 @@ EMPTIEST, FULLEST, SMALLEST = range(3)  # host; donor; donor with the least surp
 VARIANTS = ((1, EMPTIEST), (6, EMPTIEST), (4, FULLEST), (3, SMALLEST))
 
 
+@dataclass
 class Domain:
-    """The ranks of one fast-link domain.
+    """The ranks of one fast-link domain."""
 
-    experts: home experts of every rank, ascending.   load: rows of every expert.
-    """
+    experts: list[list[int]]  # home experts of every rank, ascending
+    load: dict[int, int]  # rows of every expert
+    slots: int
+    min_tokens: int
+    max_replicas: int
 
-    def __init__(
-        self,
-        experts: list[list[int]],
-        load: dict[int, int],
-        slots: int,
-        min_tokens: int,
-        max_replicas: int,
-    ) -> None:
-        self.experts, self.load, self.slots = experts, load, slots
-        self.min_tokens, self.max_replicas = min_tokens, max_replicas
-        self.rank_loads = [sum(load[e] for e in own) for own in experts]
-        self.mean = -(-sum(self.rank_loads) // len(experts))  # rounded up
+    def __post_init__(self) -> None:
+        self.rank_loads = [sum(self.load[e] for e in own) for own in self.experts]
+        self.mean = -(-sum(self.rank_loads) // len(self.experts))  # rounded up
 
     def hottest(self, rank: int, number: int) -> list[int]:
         """Return the home experts with the most rows; the lower index on a tie."""
@@ -245,9 +241,9 @@ def close_circles(domain: Domain, threshold: int, halves: int, anchor: int) -> A
     """Close a circle of two; or prepare one with a replica; or do as `alias` does.
 
     A circle is a set of ranks that can meet the threshold among themselves: the surplus of its
-    donors is at most the room of its hosts. A circle of k ranks needs k - 1 replicas, so many small
-    circles need few replicas. No other rank can use the room that is left: it is wasted. Near the
-    mean there is little to waste, so only circles that fit tightly are closed.
+    donors is at most the room of its hosts. A circle of k ranks needs k - 1 replicas, so smaller
+    circles need fewer replicas in all. No other rank can use the room that is left: it is wasted.
+    Near the mean there is little to waste, so only circles that fit tightly are closed.
     """
     attempt = Attempt(domain, threshold)
     while attempt.unfinished:

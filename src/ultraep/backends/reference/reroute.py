@@ -1,5 +1,7 @@
 """Which source ranks each replica serves, and which slot serves each routed row of one rank.
 
+`split`, `stride` and `tally` are plain loops, which the `cpu` backend compiles as they are.
+
 Splitting is exact. Put the rows of an expert on a line, ordered by source rank, and its quotas on
 the same line, home first. Where the interval of a source overlaps the interval of a replica, these
 rows go there. Both sets of intervals cover the line once, so that sources and quotas are met. With
@@ -94,26 +96,40 @@ def split(
     >>> split(np.array([[3], [3]]), np.array([0]), copies, locality=True)
     array([[0, 2]])
     """
-    split_CR = np.zeros((len(placed_C3), len(loads_RE)), dtype=np.int64)
-    for expert in sorted(set(placed_C3[:, 0].tolist())):
-        rows = np.flatnonzero(placed_C3[:, 0] == expert)
-        sources = loads_RE[:, expert].copy()
-        hosts = [int(home_of_expert[expert]), *placed_C3[rows, 1].tolist()]
-        quotas = [int(sources.sum() - placed_C3[rows, 2].sum()), *placed_C3[rows, 2].tolist()]
-        table = np.zeros((len(hosts), len(sources)), dtype=np.int64)
+    ranks, replicas = len(loads_RE), len(placed_C3)
+    split_CR = np.zeros((replicas, ranks), dtype=np.int64)
+    left_R = np.empty(ranks, dtype=np.int64)
+    begin = 0
+    while begin < replicas:
+        expert, end, at_home = placed_C3[begin, 0], begin, 0
+        for source in range(ranks):
+            left_R[source] = loads_RE[source, expert]
+            at_home += left_R[source]
+        while end < replicas and placed_C3[end, 0] == expert:
+            at_home -= placed_C3[end, 2]
+            end += 1
         if locality:
-            for copy, host in enumerate(hosts):
-                kept = min(int(sources[host]), quotas[copy])
-                table[copy, host] = kept
-                sources[host] -= kept
-                quotas[copy] -= kept
-        source_end, quota_end = np.cumsum(sources), np.cumsum(quotas)
-        for copy in range(len(hosts)):
-            for source in range(len(sources)):
-                begin = max(source_end[source] - sources[source], quota_end[copy] - quotas[copy])
-                end = min(source_end[source], quota_end[copy])
-                table[copy, source] += max(0, end - begin)
-        split_CR[rows] = table[1:]
+            home = home_of_expert[expert]
+            local = min(left_R[home], at_home)
+            left_R[home] -= local
+            at_home -= local
+            for replica in range(begin, end):
+                host = placed_C3[replica, 1]
+                split_CR[replica, host] = min(left_R[host], placed_C3[replica, 2])
+                left_R[host] -= split_CR[replica, host]
+        # Walk along the line, behind the rows that stay at home.
+        source, source_end, position = 0, left_R[0], at_home
+        for replica in range(begin, end):
+            host, quota = placed_C3[replica, 1], placed_C3[replica, 2]
+            replica_end = position + quota - split_CR[replica, host]
+            while position < replica_end:
+                while source_end <= position:
+                    source += 1
+                    source_end += left_R[source]
+                rows = min(source_end, replica_end) - position
+                split_CR[replica, source] += rows
+                position += rows
+        begin = end
     return split_CR
 
 
@@ -127,14 +143,14 @@ def tally(
     >>> tally(np.array([6, 1]), np.array([0, 1]), np.array([[0, 1, 2]]), 2)
     (array([4, 3]), array([0]))
     """
-    rank_loads = np.zeros(ranks, dtype=np.int64)
-    for expert, tokens in enumerate(expert_loads):
-        rank_loads[home_of_expert[expert]] += tokens
-    used = np.zeros(ranks, dtype=np.int64)
-    slots = np.zeros(len(placed_C3), dtype=np.int64)
-    for copy, (expert, host, quota) in enumerate(placed_C3):
-        rank_loads[home_of_expert[expert]] -= quota
-        rank_loads[host] += quota
-        slots[copy] = used[host]
+    rank_loads, used = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+    for expert in range(len(expert_loads)):
+        rank_loads[home_of_expert[expert]] += expert_loads[expert]
+    slots = np.empty(len(placed_C3), dtype=np.int64)
+    for replica in range(len(placed_C3)):
+        home, host = home_of_expert[placed_C3[replica, 0]], placed_C3[replica, 1]
+        rank_loads[home] -= placed_C3[replica, 2]
+        rank_loads[host] += placed_C3[replica, 2]
+        slots[replica] = used[host]
         used[host] += 1
     return rank_loads, slots

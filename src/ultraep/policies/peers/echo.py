@@ -1,21 +1,20 @@
 """ECHO: rows above the mean go to ranks below it, largest first, into spare slots.
 
-Source: NVIDIA's ECHO (a research prototype for Megatron-LM, 2025): in every forward pass hot
-experts are replicated into spare slots by the exact load. The mean is rounded down. A rank spills
-its excess from its hottest experts first (the last of equally hot ones).
+Source: NVIDIA's ECHO (a research prototype for Megatron-LM, 2025), which replicates hot experts by
+the exact load in every forward pass. The mean is rounded down. A rank spills its excess from its
+hottest experts first (the last of equally hot ones).
 
-There are two algorithms, as in the original. One slot: bin packing, its default. Experts queue on
-eight shelves by their spill. The emptiest rank takes from the first shelf that is not empty, and
-the rest of the expert queues again. More slots: one shot. Spills and free room are laid on two
-lines, largest first, and replicated where they overlap. A rank with more overlaps than slots keeps
-the largest, and the rest stays at home.
+The original has two algorithms. With one slot, bin packing: experts queue on eight shelves by their
+spill. The emptiest rank takes from the first shelf that is not empty, and the rest of the expert
+queues again. With more slots, one shot: spills and free room are laid on two lines, largest first,
+and replicated where they overlap. A rank with more overlaps than slots keeps the largest; the rest
+stays at home.
 
-`tolerance` is the threshold of the one shot, a budget per home rank, compared in single precision
-as in the original: a home keeps its smallest replicas while it stays below `1 + tolerance` times
-the mean. If any rank is above that with all replicas made, all replicas are made. Bin packing
-ignores `tolerance`. Three things are added: every domain is planned on its own, homes may be
-uneven, and below a mean of 7, where the original divides by zero, shelves are one row apart.
-`min_tokens_per_replica` and `max_replicas` are refused.
+`tolerance` is the threshold of the one shot, in single precision: a home keeps its smallest
+replicas while it stays below `1 + tolerance` times the mean. If a rank is above that even with all
+replicas, all replicas are made. Bin packing ignores `tolerance`. Unlike the original, every domain
+is planned on its own, homes may be uneven, and below a mean of 7, where the original divides by
+zero, shelves are one row apart.
 
 Shapes: G ranks of one domain, E experts, H ranks with room, P overlaps, C replicas.
 """
@@ -30,7 +29,8 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import by_domain, refuse_limits, sum_by_rank
+from ultraep.policies.places import by_domain, refuse_limits
+from ultraep.topology import sum_by_rank
 
 SHELVES = 8  # the first one is for spills that fill a whole rank
 

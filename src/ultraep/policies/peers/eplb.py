@@ -2,14 +2,12 @@
 
 Source: DeepSeek's EPLB (2025), its flat variant. By the loads of a past window, the next replica
 always goes to the expert with the largest load per instance. Then the instances are packed,
-heaviest first, each on the lightest rank with a free place. Two instances of one expert may be on
-one rank, which then serves two shares. Until the next placement every instance of an expert serves
-the same share of its rows. Past loads are in single precision, as in the original.
+heaviest first, each on the lightest rank with a free place. A rank with two instances of an expert
+serves two shares. Past loads are in single precision, as in the original.
 
-A rank has one place per home expert and per spare slot. Homes move freely, so slots and domains are
-not respected. Three things differ: shares are whole rows, homes may be uneven, and without past
-load the experts stay at home. The variant for nodes is left out. `tolerance` has no effect.
-`min_tokens_per_replica` and `max_replicas` are refused.
+A rank has one place per home expert and per spare slot. Homes move freely, across domains, too.
+Unlike the original, shares are whole rows, homes may be uneven, and without past load the experts
+stay at home.
 
 Shapes: S microbatches, R ranks, E experts, C replicas.
 """

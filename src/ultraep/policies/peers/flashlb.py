@@ -1,19 +1,16 @@
 """FlashLB: like EPLB, with a search over the number of replicas of the hotter experts.
 
-Source: FlashLB (vllm-ascend, 2026), with one window of past loads. Experts are sorted by past load
-and cut into four runs. For one run after the other several numbers of replicas are tried, the
-greedy one first, then fewer and more. The run gets that number, all later runs share the rest, the
-instances are placed, and the number with the lowest busiest rank wins. Instances are placed
-heaviest first, each on the least loaded rank with a free place and no instance of the same expert.
-Every instance serves the same share. Shares, sums and scores are in single precision, as in the
-original.
+Source: FlashLB (vllm-ascend, 2026). Experts are sorted by past load and cut into four runs. Each
+run in turn tries several numbers of replicas: the greedy number first, then fewer and more. All
+later runs share the rest of the replicas, the instances are placed, and the number with the lowest
+busiest rank wins. Instances are placed heaviest first, each on the least loaded rank with a free
+place and no instance of the same expert. Every instance serves the same share. Shares, sums and
+scores are in single precision, as in the original.
 
-With one window, variance and covariance of the loads are zero. Several windows, thresholds for
-acting and the relabelling of ranks that saves moves are left out. Where an instance finds no rank,
-the original is undefined; here that number of replicas is skipped, or the instance is left out if
-no other number exists. As in `eplb`, shares are whole rows, homes may be uneven and move freely,
-and without past load the experts stay at home. `tolerance` has no effect.
-`min_tokens_per_replica` and `max_replicas` are refused.
+This version has one window of past loads, so their variance is zero, and no threshold for acting.
+It does not relabel ranks to save moves. Where an instance finds no rank, the original is undefined;
+here that number of replicas is skipped, or the instance is left out if no other number exists.
+Whole rows, uneven homes and no past load are as in `eplb`.
 
 Shapes: S microbatches, R ranks, E experts, C replicas.
 """

@@ -1,15 +1,14 @@
 """LLEP: rows that do not fit at home go to the least loaded rank, heaviest expert first.
 
-Source: least-loaded expert parallelism (LLEP, Salesforce, 2026). On the exact load of every batch,
-heaviest expert first, the home takes what fits under alpha times the mean. The rest goes, with a
-replica of the weights, to the ranks with the least load. A rank takes no piece below a floor unless
-it is the last piece. Rows that find no rank go to the least loaded one, above the cap. The load of
-a rank includes its home experts that are still to be placed. There are no spare slots.
+Source: least-loaded expert parallelism (LLEP, Salesforce, 2026), by the exact load. The home takes
+what fits under alpha times the mean. The rest goes to replicas on the ranks with the least load. A
+rank takes no piece below a floor unless it is the last piece. Rows that find no rank go to the
+least loaded one, above the cap. The load of a rank includes its home experts that are still to be
+placed. There are no spare slots.
 
-alpha is `1 + tolerance` and the floor `min_tokens_per_replica`; the defaults of the original are
-0.1 and 1024. The cap is cut to an integer in double precision, as in the original. The switch for
-plain expert parallelism below some imbalance, off by default in the original, is left out.
-`max_replicas` is refused. Slots and domains are ignored.
+alpha is `1 + tolerance` and the floor `min_tokens_per_replica`. The cap is cut to an integer in
+double precision, as in the original. The original's switch to plain expert parallelism below some
+imbalance, off by default, is left out.
 
 Shapes: R ranks, E experts, C replicas.
 """
@@ -22,7 +21,8 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import refuse_limits, sum_by_rank
+from ultraep.policies.places import refuse_limits
+from ultraep.topology import sum_by_rank
 
 
 @register_policy("llep", within_limits=False)

@@ -3,19 +3,16 @@
 Source: DeepSeek's LPLB (2025). Experts are packed on ranks by past load, as in EPLB, and every rank
 sorts its own by it. A fixed graph over the ranks of a group (a fast-link domain) says whose first
 experts a rank replicates. For every batch a linear program divides the load of each expert between
-home and replica so that the busiest rank of a group gets as little as possible. An expert has at
-most one replica, so with few very hot experts LPLB can lose to EPLB.
+home and replica, to minimise the busiest rank of a group. An expert has at most one replica, so
+with few very hot experts LPLB can lose to EPLB.
 
 With an even number of slots the policy uses a torus, the best of the original's graphs on the loads
-of `benchmarks/bench_plan.py`, otherwise a ring; `CUBE` and `HYPERCUBE` are the other graphs. Two
-slots on one edge share a ratio, as in the original. If possible, the packing keeps every block of
-experts within a node of 8 ranks.
+of `benchmarks/bench_plan.py`, otherwise a ring. Two slots on one edge share a ratio, as in the
+original. If possible, the packing keeps every block of experts within a node of 8 ranks.
 
-Two things differ. The original solves the program with five interior-point steps in single
-precision; here flows along the graph give the optimum in whole rows. Optimal splits are not unique,
-so quotas may differ while the busiest rank is the same. And homes may be uneven. Without past load
-homes stay. Homes move, so slots and domains are not respected and plans are for comparison only.
-`tolerance` has no effect. `min_tokens_per_replica` and `max_replicas` are refused.
+The original solves the program with five interior-point steps in single precision; here flows along
+the graph give the optimum in whole rows. Optimal splits are not unique, so quotas may differ while
+the busiest rank is the same. Homes may be uneven; without past load they stay.
 
 Shapes: S microbatches, R ranks, E experts, X replicas, D edges, T steps along edges, C replicas
 that serve rows.
@@ -37,9 +34,6 @@ from ultraep.topology import Topology
 DEVICES_PER_NODE = 8
 
 Table = list[list[int]]  # [ranks of a group][edges]: the ranks whose experts a rank replicates
-
-CUBE: Table = [[3, 6], [0, 7], [1, 4], [2, 5], [7, 0], [4, 1], [5, 2], [6, 3]]
-HYPERCUBE: Table = [[rank // 4 * 4 + (rank - 1) % 4, (rank - 4) % 16] for rank in range(16)]
 
 
 class Places(NamedTuple):

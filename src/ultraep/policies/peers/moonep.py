@@ -1,15 +1,13 @@
 """MoonEP: every rank serves exactly the mean and gets its replicas from one other rank.
 
-Source: MoonEP (2026). On the exact load, the rank with the largest deficit is repeatedly filled by
-the rank with the largest excess, even if the donor then has a deficit, which is filled later. Each
-rank is filled once, so all its replicas come from one home rank. The donor gives rows of its
-fullest experts first, to the host that needs most.
+Source: MoonEP (2026), by the exact load. The rank with the largest excess repeatedly fills the rank
+with the largest deficit, even if the donor then has a deficit, which is filled later. Each rank is
+filled once, so all its replicas come from one home rank. The donor gives rows of its fullest
+experts first, to the host that needs most.
 
-The original has a spare slot for every home expert, and divisible loads. Here the busiest ranks
-serve one row more if the rows do not divide evenly, and slots are ignored, so plans are for
-comparison only. With fewer slots the original reads weights from other ranks, which is left out.
-Every domain is planned on its own. `tolerance` has no effect. `min_tokens_per_replica` and
-`max_replicas` are refused.
+The original has a spare slot for every home expert, and divisible loads. Here slots are ignored,
+and the busiest ranks serve one row more if the rows do not divide evenly. With fewer slots the
+original reads weights from other ranks, which is left out. Every domain is planned on its own.
 
 Shapes: G ranks of one domain, E experts, C replicas.
 """
@@ -20,7 +18,8 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import by_domain, refuse_limits, sum_by_rank
+from ultraep.policies.places import by_domain, refuse_limits
+from ultraep.topology import sum_by_rank
 
 
 @register_policy("moonep", within_limits=False)
