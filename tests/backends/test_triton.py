@@ -32,7 +32,7 @@ from ultraep.backends.reference.members import VARIANTS, alias, close_circles, w
 from ultraep.backends.reference.place import attempts_of, domains_of, shared_threshold, solve
 from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.kernels import place
+from ultraep.backends.triton.kernels import search
 from ultraep.backends.triton.kernels.reroute import place_on_line
 from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.planner import Planner
@@ -228,7 +228,7 @@ def test_a_device_plan_knows_its_slots():
 
 def copies_in(planner, domain, buffer):
     """Return expert, host and quota of the replicas that a heuristic left in its buffer."""
-    places, quotas = planner.attempts[domain, buffer].cpu().numpy()
+    places, quotas = planner.tried.attempts[domain, buffer].cpu().numpy()
     experts = planner.expert_of_place.cpu().numpy().reshape(planner.domains, -1)[domain]
     held = np.flatnonzero(places[: planner.held] >= 0)
     return [(experts[places[slot]], slot // planner.slots, quotas[slot]) for slot in held]
@@ -243,15 +243,15 @@ def members():
 def assert_members_agree(loads, topology, config):
     """Compare all attempts at the first threshold, also those that lose."""
     planner = control_of(topology, config)._planner
-    with mock.patch.object(place, "search"):
+    with mock.patch.object(search, "search"):
         planner.plan(on_device(loads))
     for index, domain in enumerate(domains_of(loads.sum(axis=0), Limits.of(topology, config))):
-        threshold, slack, *facts = planner.facts[index].tolist()
+        threshold, slack, *facts = planner.tried.facts[index].tolist()
         assert slack == (threshold > domain.mean)
         for member, attempt in enumerate(members()[: planner.members if slack else 1]):
             wanted = attempt(domain, threshold)
             assert copies_in(planner, index, member) == sorted(wanted.copies, key=by_host(wanted))
-            assert planner.attempt_loads[index, member].tolist() == wanted.rank_loads
+            assert planner.tried.attempt_loads[index, member].tolist() == wanted.rank_loads
             measures = [wanted.peak, len(wanted.copies), wanted.fanout, wanted.egress]
             assert facts[4 * member : 4 * member + 4] == measures
 
@@ -279,19 +279,19 @@ def assert_attempts_agree(loads, topology, config):
     exact = [solve(domain, alias(domain, rungs[0])) for domain in domains]
     limited, others = attempts_of(domains, rungs, few_links=config.rates.copy > 0)
     first = 1 if limited else 1 + LIMITED.value
-    assert planner.tried == first + len(limited) + len(others)
+    assert planner.num_attempts == first + len(limited) + len(others)
     for number, attempts in enumerate(limited + others, start=first):
         for index, wanted in enumerate(attempts):
-            buffer, peak, made, transfers, at_home = planner.outcomes[index, number].tolist()
+            buffer, peak, made, transfers, at_home = planner.tried.outcomes[index, number].tolist()
             assert buffer == number
             assert copies_in(planner, index, number) == sorted(wanted.copies, key=by_host(wanted))
-            assert planner.attempt_loads[index, number].tolist() == wanted.rank_loads
+            assert planner.tried.attempt_loads[index, number].tolist() == wanted.rank_loads
             assert peak == (wanted.threshold if wanted.peak <= wanted.threshold else MAX_TOTAL)
             assert (made, transfers) == (len(wanted.copies), wanted.transfers)
             assert at_home == max(domains[index].rank_loads)
     for index, wanted in enumerate(exact):
         found = [wanted.peak, len(wanted.copies), wanted.transfers]
-        assert planner.outcomes[index, 0, 1:4].tolist() == found
+        assert planner.tried.outcomes[index, 0, 1:4].tolist() == found
 
 
 @pytest.mark.slow
@@ -348,26 +348,6 @@ def test_the_functions_for_plans(name, config):
     loads, topology = NAMED[name]
     wanted = ultraep.plan(loads, topology, config)
     assert_same_plan(ultraep.plan(loads, topology, config, backend="triton"), wanted)
-
-
-@pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("name", NAMED)
-def test_bounds_of_named_cases(name, limit):
-    loads, topology = NAMED[name]
-    assert_same_bounds(loads, topology, limit)
-
-
-@only_interpreted
-@few
-@given(problems(), st.sampled_from([0, 1, 3, None]))
-def test_bounds_of_random_cases(problem, limit):
-    assert_same_bounds(*problem, limit)
-
-
-def assert_same_bounds(loads, topology, limit):
-    limits = Limits.of(topology, BalanceConfig(max_replicas=limit))
-    expert_loads = loads.sum(axis=0)
-    assert KERNELS.lower_bound(expert_loads, limits) == TWIN.lower_bound(expert_loads, limits)
 
 
 @few
@@ -614,7 +594,6 @@ KERNEL_NAMES = {
     "receive",
     "tile_counts_of_map",
     "assign_to_map",
-    "lower_bounds",
 }
 
 
@@ -622,7 +601,6 @@ def run_all(loads, topology, config, ids, rank):
     """Launch every kernel once."""
     control = control_of(topology, config, rows=ids.numel(), rank=rank)
     control.count(ids)
-    control._planner.bounds()
     control.plan(loads)
     control.reroute(ids)
     control.reroute(ids.clone(), counted=True, in_place=True)

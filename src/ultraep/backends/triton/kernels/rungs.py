@@ -3,36 +3,29 @@
 import triton
 import triton.language as tl
 
+from ultraep.backends.triton.kernels import search, state
 from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, free_all
-from ultraep.backends.triton.kernels.search import (
-    PlanOut,
-    least_that_is_met,
-    publish,
-    received_by,
-    weigh,
-)
-from ultraep.backends.triton.kernels.state import (
-    AT_HOME,
-    BUFFER,
-    MADE,
-    MOST,
-    REACHED,
-    TRANSFERS,
-    Attempts,
-    Problem,
-    attempt_of,
-    attempts_of,
-    held_by,
-    load_domain,
-    loads_of,
-    outcome_of,
-    rank_loads_of,
-    shared_threshold,
-)
+from ultraep.backends.triton.kernels.search import PlanOut
+from ultraep.backends.triton.kernels.state import MOST, Attempts, Problem
 
+# For every attempt: its buffer, peak, replicas, most transfers of one rank, peak without replicas.
+BUFFER, REACHED, MADE, TRANSFERS, AT_HOME, OUTCOMES = (tl.constexpr(n) for n in range(6))
 FEWEST = tl.constexpr(0)  # as links: as few as the threshold needs
 MOST_TIME = tl.constexpr(2**63 - 1)
 LIMITED = tl.constexpr(3)  # attempts after the exact one that need fewer transfers to count
+
+
+@triton.jit
+def outcome_of(outcomes, domain, number, attempts):
+    return outcomes + (domain * attempts + number) * OUTCOMES
+
+
+@triton.jit
+def store_outcome(outcome, buffer, peak, num_copies, transfers):
+    tl.store(outcome + BUFFER, buffer)
+    tl.store(outcome + REACHED, peak)
+    tl.store(outcome + MADE, num_copies)
+    tl.store(outcome + TRANSFERS, transfers)
 
 
 @triton.jit
@@ -89,16 +82,16 @@ def try_rungs(
     number = tl.program_id(1)
     rank = tl.arange(0, SHAPE.G)
     problem = Problem(ranks, slots, min_tokens, limit)
-    home_HG = load_domain(home, domain, SHAPE)
-    load_G = rank_loads_of(home_HG)
+    home_HG = state.load_domain(home, domain, SHAPE)
+    load_G = state.rank_loads_of(home_HG)
     parts = tl.load(tolerances + number)
-    threshold = shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
-    attempts = attempts_of(tried.attempts, domain, problem, SHAPE)
-    loads = loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
+    threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
+    attempts = state.attempts_of(tried.attempts, domain, problem, SHAPE)
+    loads = state.loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
     outcome = outcome_of(tried.outcomes, domain, number, tl.num_programs(1))
     tl.store(outcome + AT_HOME, tl.max(load_G, 0))
     if number == 0:
-        free_all(attempt_of(attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
+        free_all(state.attempt_of(attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
         tl.store(loads + (SHAPE.BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
         num_copies = threshold * 0
         transfers = threshold * 0 + MOST
@@ -108,7 +101,7 @@ def try_rungs(
                 SHAPE, False
             )  # fmt: skip
             tl.store(loads + rank, load_G, mask=rank < ranks)
-            num_given = most_given(home_HG, load_domain(home, domain, SHAPE))
+            num_given = most_given(home_HG, state.load_domain(home, domain, SHAPE))
             transfers = tl.maximum(num_given, received)
         solve(
             outcome, home, counts, attempts, loads, tried.scratch, domain, threshold, transfers,
@@ -118,17 +111,15 @@ def try_rungs(
         links = links_of(number, tl.load(rates + 1))
         home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, SHAPE.H)
         slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
-        hosted = attempt_of(attempts, number, problem)
+        hosted = state.attempt_of(attempts, number, problem)
         load_G, home_HG, num_copies, received = alias_packed_or_not(
             load_G, home_HG, hosted, threshold, slack, tl.minimum(slots, links), problem,
             SHAPE, True
         )  # fmt: skip
         tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
-        num_given = most_given(home_HG, load_domain(home, domain, SHAPE))
-        tl.store(outcome + BUFFER, number)
-        tl.store(outcome + REACHED, tl.where(tl.max(load_G, 0) > threshold, MOST, threshold))
-        tl.store(outcome + MADE, num_copies)
-        tl.store(outcome + TRANSFERS, tl.maximum(num_given, received))
+        num_given = most_given(home_HG, state.load_domain(home, domain, SHAPE))
+        peak = tl.where(tl.max(load_G, 0) > threshold, MOST, threshold)
+        store_outcome(outcome, number, peak, num_copies, tl.maximum(num_given, received))
     tl.debug_barrier()  # all stores of this program are in memory
     before = tl.atomic_add(finished, 1, sem="acq_rel")
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
@@ -139,9 +130,9 @@ def try_rungs(
             if chosen >= 0:
                 at = outcome_of(tried.outcomes, index, chosen, tl.num_programs(1))
                 best = tl.load(at + BUFFER, cache_modifier=".cg")
-            attempts = attempts_of(tried.attempts, index, problem, SHAPE)
-            loads = loads_of(tried.attempt_loads, index, 0, problem, SHAPE)
-            publish(plan, attempts, loads, index, best, problem, SHAPE)
+            attempts = state.attempts_of(tried.attempts, index, problem, SHAPE)
+            loads = state.loads_of(tried.attempt_loads, index, 0, problem, SHAPE)
+            search.publish(plan, attempts, loads, index, best, problem, SHAPE)
 
 
 @triton.jit
@@ -194,25 +185,22 @@ def solve(
     best = 0
     if (peak > threshold) | (transfers == MOST):
         if peak > threshold:
-            best = least_that_is_met(
+            best = search.least_that_is_met(
                 home, attempts, attempt_loads, scratch, domain, best, peak, peak, threshold,
                 problem, SHAPE, STEP
             )  # fmt: skip
         tl.debug_barrier()
-        hosted = attempt_of(attempts, best, problem)
+        hosted = state.attempt_of(attempts, best, problem)
         own = tl.load(
             attempt_loads + best * problem.ranks + rank, mask=rank < problem.ranks, other=0
         )
         peak = tl.max(own, 0)
-        holds = tl.load(hosted + slot, mask=slot < held_by(problem), other=-1) >= 0
+        holds = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1) >= 0
         num_copies = tl.sum(holds.to(tl.int32), 0)
         own_counts = counts + domain * SHAPE.H * SHAPE.G
-        _fanout, num_given = weigh(hosted, own_counts, problem, SHAPE)
-        transfers = tl.maximum(num_given, tl.max(received_by(hosted, problem, SHAPE), 0))
-    tl.store(outcome + BUFFER, best)
-    tl.store(outcome + REACHED, peak)
-    tl.store(outcome + MADE, num_copies)
-    tl.store(outcome + TRANSFERS, transfers)
+        _fanout, num_given = search.weigh(hosted, own_counts, problem, SHAPE)
+        transfers = tl.maximum(num_given, tl.max(search.received_by(hosted, problem, SHAPE), 0))
+    store_outcome(outcome, best, peak, num_copies, transfers)
 
 
 @triton.jit

@@ -28,8 +28,6 @@ import triton.language as tl
 MOST = tl.constexpr(2**31 - 1)
 VARIANTS = tl.constexpr(4)  # of `close_circles`
 THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
-PEAK, COPIES, FANOUT, EGRESS = (tl.constexpr(number) for number in range(4))
-BUFFER, REACHED, MADE, TRANSFERS, AT_HOME, OUTCOMES = (tl.constexpr(n) for n in range(6))
 
 
 class Problem(NamedTuple):
@@ -125,14 +123,17 @@ def fact_of(facts, domain, name, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def measure_of(facts, domain, member, name, SHAPE: tl.constexpr):
-    """Return the pointer to a measure of a heuristic's attempt."""
-    return fact_of(facts, domain, MEASURES + 4 * member + name, SHAPE)
+def store_threshold(facts, domain, threshold, slack, SHAPE: tl.constexpr):
+    """Store the threshold, and whether it is above the mean of the domain."""
+    tl.store(fact_of(facts, domain, THRESHOLD, SHAPE), threshold)
+    tl.store(fact_of(facts, domain, SLACK, SHAPE), slack.to(tl.int32))
 
 
 @triton.jit
-def outcome_of(outcomes, domain, number, attempts):
-    return outcomes + (domain * attempts + number) * OUTCOMES
+def load_threshold(facts, domain, SHAPE: tl.constexpr):
+    """Return what `store_threshold` stored."""
+    threshold = tl.load(fact_of(facts, domain, THRESHOLD, SHAPE))
+    return threshold, tl.load(fact_of(facts, domain, SLACK, SHAPE)) != 0
 
 
 @triton.jit
