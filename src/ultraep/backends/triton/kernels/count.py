@@ -51,13 +51,7 @@ def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.const
 def tile_counts_of_map(
     routing_map, counts, rows, experts, stride, B: tl.constexpr, E: tl.constexpr
 ):
-    """Program (t, e): count the tokens of some experts in tile t of a map `[N, E]`.
-
-    >>> routing_map = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
-    >>> example(tile_counts_of_map, (2, 1), routing_map=routing_map, counts=room(2, 5), rows=3, B=2,
-    ...         E=8)
-    counts = [[2, 0, 0, 1, 0], [0, 0, 1, 0, 0]]
-    """
+    """Program (t, e): count the tokens of some experts in tile t of a map `[N, E]`."""
     tile = tl.program_id(0)
     token = tile * B + tl.arange(0, B)
     expert = tl.program_id(1) * E + tl.arange(0, E)

@@ -165,13 +165,7 @@ def make_tables(
 
 @triton.jit(do_not_specialize=["rows"])
 def expose_routes(order, scalars, exposed_order, exposed_scalars, rows, B: tl.constexpr):
-    """Copy order and scalars of the routed rows to the tables, in the dtype of the tables.
-
-    >>> example(expose_routes, 1, order=[0, 1, 4, 3, 2], scalars=[0.5, 0.25, 0.125, 1.0, 2.0],
-    ...         exposed_order=room(6), exposed_scalars=room(6, dtype=torch.float32), rows=5, B=4)
-    exposed_order = [0, 1, 4, 3, 2, _]
-    exposed_scalars = [0.5, 0.25, 0.125, 1.0, 2.0, _]
-    """
+    """Copy order and scalars of the routed rows to the tables, in the dtype of the tables."""
     for first in range(tl.program_id(0) * B, rows, tl.num_programs(0) * B):
         row = first + tl.arange(0, B)
         there = row < rows
@@ -187,10 +181,6 @@ def expose_values(
     """Copy bytes, 16 at a time, as words of a dtype that suits the alignment of the values.
 
     LANES: words per 16 bytes.   B: words that a program copies at once.
-
-    >>> example(expose_values, 1, values=bytes(range(1, 19)), exposed=bytes(20), num_bytes=18,
-    ...         WORD=tl.int32, LANES=4, B=8)
-    exposed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 0, 0]
     """
     source, target = values.to(tl.pointer_type(WORD)), exposed.to(tl.pointer_type(WORD))
     tiles = tl.cdiv(num_bytes // 16, B // LANES)

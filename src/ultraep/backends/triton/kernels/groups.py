@@ -47,18 +47,7 @@ def first_by_groups(
     parts,
     SHAPE: tl.constexpr,
 ):
-    """Program d: the attempt of the first heuristic at domain d; see `first_try`.
-
-    Without a tolerance, 5 rows are allowed, and rank 1 takes 3:
-
-    >>> none = 30 * [-1]
-    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]], attempts=room(1, 2, 2),
-    ...         attempt_loads=room(1, 2), facts=room(1, 6), parts=0, SHAPE=shape(G=32, BUFFERS=1),
-    ...         num_warps=1)
-    attempts = [[[-1, 0], [_, 3]]]
-    attempt_loads = [[4, 5]]
-    facts = [[5, 0, 5, 1, 0, 0]]
-    """
+    """Program d: the attempt of the first heuristic at domain d; see `first_try`."""
     domain = tl.program_id(0)
     problem = Problem(ranks, slots, min_tokens, limit)
     most = tl.zeros((), tl.int64)
@@ -66,10 +55,10 @@ def first_by_groups(
         most = tl.maximum(most, total_of(home, other, SHAPE))
     threshold = state.threshold_of(most, ranks, parts)
     own_mean = (total_of(home, domain, SHAPE) + ranks - 1) // ranks
-    state.store_threshold(tried.facts, domain, threshold, threshold > own_mean, SHAPE)
+    tried = state.at_domain(tried, domain, problem, SHAPE)
+    hosted, loads = tried.attempts, tried.attempt_loads
+    state.store_threshold(tried, threshold, threshold > own_mean)
     work += domain * state.work_size(SHAPE.H, SHAPE.G)
-    hosted = state.attempts_of(tried.attempts, domain, problem, SHAPE)
-    loads = state.loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
     free_all(hosted, problem, SHAPE)
     peak = set_out(state.home_of(home, domain, SHAPE), work, loads, problem, SHAPE)
     num_copies = 0
@@ -80,7 +69,7 @@ def first_by_groups(
     rank = tl.arange(0, SHAPE.G)
     load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
     counts = state.counts_of(counts, domain, 0, SHAPE)
-    note(tried.facts, hosted, counts, load_G, num_copies, domain, 0, problem, SHAPE)
+    note(tried, hosted, counts, load_G, num_copies, 0, problem, SHAPE)
 
 
 @triton.jit

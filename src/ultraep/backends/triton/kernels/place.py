@@ -104,11 +104,11 @@ def first_try(
     load_G = state.rank_loads_of(home_HG)
     threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
     slack = threshold > state.mean_of(load_G, ranks)
-    attempts = state.attempts_of(tried.attempts, domain, problem, SHAPE)
-    hosted = state.attempt_of(attempts, member, problem)
+    tried = state.at_domain(tried, domain, problem, SHAPE)
+    hosted = state.attempt_of(tried.attempts, member, problem)
     num_copies = 0
     if member == 0 and not BY_GROUPS:
-        state.store_threshold(tried.facts, domain, threshold, slack, SHAPE)
+        state.store_threshold(tried, threshold, slack)
         load_G, _home_HG, num_copies, _received = alias_packed_or_not(
             load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64), slots, problem,
             SHAPE, False
@@ -120,11 +120,10 @@ def first_try(
             load_G, num_copies = close_circles(
                 load_G, home_HG, hosted, threshold, member - 2, problem, SHAPE
             )
-    served = state.loads_of(tried.attempt_loads, domain, member, problem, SHAPE)
-    tl.store(served + rank, load_G, mask=rank < ranks)
+    tl.store(tried.attempt_loads + member * ranks + rank, load_G, mask=rank < ranks)
     if slack or member == 0:
         counts = state.counts_of(counts, domain, member, SHAPE)
-        note(tried.facts, hosted, counts, load_G, num_copies, domain, member, problem, SHAPE)
+        note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE)
 
 
 @triton.jit(do_not_specialize=["ranks", "stride"])
@@ -178,7 +177,7 @@ def split(
         index_C = (copy // SLOTS == host) & (expert_C < expert)
         index = tl.sum(index_C.to(tl.int32), 0)
         slot = tl.load(homes.first_slot_of_rank + host + 1) - SLOTS + index
-        quota = tl.load(state.placed_quotas_of(placed, ranks * SLOTS) + own)
+        quota = tl.load(placed + ranks * SLOTS + own)
         write_replica(plan, place, expert, host, index, quota, slot)
         tl.store(homes.expert_of_slot + slot, expert)
         row_R = sources_of_replica(
@@ -210,7 +209,7 @@ def sources_of_replica(
     for index in range(SLOTS):
         slot_R = placed + rank * SLOTS + index
         same_R = tl.load(slot_R, mask=mask, other=MOST) == expert
-        quota_R += tl.load(state.placed_quotas_of(slot_R, ranks * SLOTS), mask=same_R, other=0)
+        quota_R += tl.load(slot_R + ranks * SLOTS, mask=same_R, other=0)
     at_home = tl.load(expert_loads + expert) - tl.sum(quota_R, 0)
     kept_R = rank * 0
     if LOCALITY:

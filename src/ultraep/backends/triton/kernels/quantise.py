@@ -172,13 +172,6 @@ def swiglu_quantise(
 
     Rows behind `offsets[-1]` are neither read nor written.   LEVEL: see `levelled`; a first pass
     over the row finds its highest exponent.
-
-    >>> up = [[0.0, 32.0, 5.0, 14.0], [64.0, 32.0, 1.0, 3.5], [1.0, 1.0, 1.0, 1.0]]
-    >>> example(swiglu_quantise, 1, up=up, offsets=[0, 1, 1, 2], data=room(3, 2, dtype=torch.uint8),
-    ...         scales=room(3, 2, dtype=torch.float32), num_slots=3, GROUP=1, LEVEL=True,
-    ...         BLOCK_M=2, G=1, BLOCK_N=1)
-    data = [[0, 126], [120, 126], [179, 179]]
-    scales = [[1.0, 1.0], [0.25, 0.25], [_, _]]
     """
     rows, width = tl.load(offsets_ptr + num_slots), data.columns
     groups = tl.cdiv(width, GROUP)
@@ -226,11 +219,6 @@ def dequantise(
     """Program (i, o): dequantise tile i of matrix o; HIGH x WIDE codes share a scale.
 
     end_ptr: number of rows to write, at most `height`; None: all.
-
-    >>> example(dequantise, (2, 1), data=codes([[[56, 126, 120], [0, 1, 246]]]), height=3, width=3,
-    ...         scales=[[[1.0, 0.25], [2.0, 4.0]]], end=[2], out=room(1, 3, 3, dtype=torch.float32),
-    ...         HIGH=1, WIDE=2, BLOCK_M=4, BLOCK_N=2)
-    out = [[[1.0, 448.0, 64.0], [0.0, 0.00390625, -896.0], [_, _, _]]]
     """
     outer, num_n = tl.program_id(1).to(tl.int64), tl.cdiv(width, BLOCK_N)
     offs_m = (tl.program_id(0) // num_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -86,32 +86,32 @@ def try_rungs(
     load_G = state.rank_loads_of(home_HG)
     parts = tl.load(tolerances + number)
     threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
-    attempts = state.attempts_of(tried.attempts, domain, problem, SHAPE)
-    loads = state.loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
+    own = state.at_domain(tried, domain, problem, SHAPE)
+    loads = own.attempt_loads
     outcome = outcome_of(tried.outcomes, domain, number, tl.num_programs(1))
     tl.store(outcome + AT_HOME, tl.max(load_G, 0))
     if number == 0:
-        free_all(state.attempt_of(attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
+        free_all(state.attempt_of(own.attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
         tl.store(loads + (SHAPE.BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
         num_copies = threshold * 0
         transfers = threshold * 0 + MOST
         if not BY_GROUPS:
             load_G, home_HG, num_copies, received = alias_packed_or_not(
-                load_G, home_HG, attempts, threshold, tl.zeros((), tl.int64), slots, problem,
+                load_G, home_HG, own.attempts, threshold, tl.zeros((), tl.int64), slots, problem,
                 SHAPE, False
             )  # fmt: skip
             tl.store(loads + rank, load_G, mask=rank < ranks)
             num_given = most_given(home_HG, state.load_domain(home, domain, SHAPE))
             transfers = tl.maximum(num_given, received)
         solve(
-            outcome, home, counts, attempts, loads, tried.scratch, domain, threshold, transfers,
-            num_copies, problem, SHAPE, SEARCH_STEP
+            outcome, home, counts, own, domain, threshold, transfers, num_copies, problem,
+            SHAPE, SEARCH_STEP
         )  # fmt: skip
     else:
         links = links_of(number, tl.load(rates + 1))
         home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, SHAPE.H)
         slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
-        hosted = state.attempt_of(attempts, number, problem)
+        hosted = state.attempt_of(own.attempts, number, problem)
         load_G, home_HG, num_copies, received = alias_packed_or_not(
             load_G, home_HG, hosted, threshold, slack, tl.minimum(slots, links), problem,
             SHAPE, True
@@ -130,9 +130,8 @@ def try_rungs(
             if chosen >= 0:
                 at = outcome_of(tried.outcomes, index, chosen, tl.num_programs(1))
                 best = tl.load(at + BUFFER, cache_modifier=".cg")
-            attempts = state.attempts_of(tried.attempts, index, problem, SHAPE)
-            loads = state.loads_of(tried.attempt_loads, index, 0, problem, SHAPE)
-            search.publish(plan, attempts, loads, index, best, problem, SHAPE)
+            of_domain = state.at_domain(tried, index, problem, SHAPE)
+            search.publish(plan, of_domain, index, best, problem, SHAPE)
 
 
 @triton.jit
@@ -171,8 +170,8 @@ def most_given(home_HG, before_HG):
 
 @triton.jit
 def solve(
-    outcome, home, counts, attempts, attempt_loads, scratch, domain, threshold, transfers,
-    num_copies, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
+    outcome, home, counts, tried, domain, threshold, transfers, num_copies, problem,
+    SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """Write the outcome of the first attempt, or of the search above its threshold.
 
@@ -180,21 +179,18 @@ def solve(
     """
     rank, slot = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
-    load_G = tl.load(attempt_loads + rank, mask=rank < problem.ranks, other=0)
+    load_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
     peak = tl.max(load_G, 0)
     best = 0
     if (peak > threshold) | (transfers == MOST):
         if peak > threshold:
             best = search.least_that_is_met(
-                home, attempts, attempt_loads, scratch, domain, best, peak, peak, threshold,
-                problem, SHAPE, STEP
-            )  # fmt: skip
+                home, tried, domain, best, peak, peak, threshold, problem, SHAPE, STEP
+            )
         tl.debug_barrier()
-        hosted = state.attempt_of(attempts, best, problem)
-        own = tl.load(
-            attempt_loads + best * problem.ranks + rank, mask=rank < problem.ranks, other=0
-        )
-        peak = tl.max(own, 0)
+        hosted = state.attempt_of(tried.attempts, best, problem)
+        loads = tried.attempt_loads + best * problem.ranks
+        peak = tl.max(tl.load(loads + rank, mask=rank < problem.ranks, other=0), 0)
         holds = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1) >= 0
         num_copies = tl.sum(holds.to(tl.int32), 0)
         own_counts = counts + domain * SHAPE.H * SHAPE.G

@@ -13,7 +13,14 @@ import triton.language as tl
 
 from ultraep.backends.triton.kernels import state
 from ultraep.backends.triton.kernels.attempts import alias, alias_packed_or_not
-from ultraep.backends.triton.kernels.state import MEASURES, MOST, Attempts, Problem
+from ultraep.backends.triton.kernels.state import (
+    MEASURES,
+    MOST,
+    SLACK,
+    THRESHOLD,
+    Attempts,
+    Problem,
+)
 
 GUESSES = tl.constexpr(4)
 PEAK, COPIES, FANOUT, EGRESS = (tl.constexpr(number) for number in range(4))
@@ -27,12 +34,6 @@ class PlanOut(NamedTuple):
     expert_of_slot: Any
     expert_of_place: Any
     first_slot_of_rank: Any
-
-
-@triton.jit
-def measures_of(facts, domain, member, SHAPE: tl.constexpr):
-    """Return the measures of a heuristic's attempt."""
-    return state.fact_of(facts, domain, MEASURES + 4 * member, SHAPE)
 
 
 @triton.jit
@@ -67,13 +68,13 @@ def received_by(hosted, problem, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def note(facts, hosted, counts, load_G, num_copies, domain, member, problem, SHAPE: tl.constexpr):
-    """Write the measures of a heuristic's attempt to `facts`."""
+def note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE: tl.constexpr):
+    """Write the measures of a heuristic's attempt."""
     fanout = 0
     egress = 0
     if SHAPE.MEMBERS > 1:  # a single heuristic is not compared
         fanout, egress = weigh(hosted, counts, problem, SHAPE)
-    at = measures_of(facts, domain, member, SHAPE)
+    at = tried.facts + MEASURES + 4 * member
     tl.store(at + PEAK, tl.max(load_G, 0))
     tl.store(at + COPIES, num_copies)
     tl.store(at + FANOUT, fanout)
@@ -81,22 +82,23 @@ def note(facts, hosted, counts, load_G, num_copies, domain, member, problem, SHA
 
 
 @triton.jit
-def best_of_members(facts, domain, SHAPE: tl.constexpr):
+def best_of_members(tried, SHAPE: tl.constexpr):
     """Return the heuristic with the best attempt, the threshold, and the peak of that attempt.
 
     Compares, in this order: peak above the threshold, replicas, fan-out, egress; ties go to the
     second heuristic, then to the earlier one.
     """
-    threshold, slack = state.load_threshold(facts, domain, SHAPE)
+    threshold = tl.load(tried.facts + THRESHOLD)
+    slack = tl.load(tried.facts + SLACK) != 0
     best = 0
-    at = measures_of(facts, domain, 0, SHAPE)
+    at = tried.facts + MEASURES
     peak = tl.load(at + PEAK)
     copies = tl.load(at + COPIES)
     fanout = tl.load(at + FANOUT)
     egress = tl.load(at + EGRESS)
     MEMBERS: tl.constexpr = SHAPE.MEMBERS
     for member in tl.static_range(1, MEMBERS):
-        at = measures_of(facts, domain, member, SHAPE)
+        at = tried.facts + MEASURES + 4 * member
         other_peak = tl.load(at + PEAK)
         other_copies = tl.load(at + COPIES)
         other_fanout = tl.load(at + FANOUT)
@@ -180,21 +182,20 @@ def excess_share(load_G, threshold):
 
 @triton.jit
 def least_that_is_met(
-    home, attempts, attempt_loads, scratch, domain, best, peak, alias_peak, threshold, problem,
+    home, tried, domain, best, peak, alias_peak, threshold, problem,
     SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Return the buffer of the best attempt above the threshold; pointers are per domain.
+    """Return the buffer of the best attempt above the threshold.
 
-    alias_peak: peak of the first attempt at the threshold, in buffer 0.
+    tried: buffers of the domain.   alias_peak: of the first attempt at the threshold, in buffer 0.
     """
     SPARE: tl.constexpr = SHAPE.BUFFERS - 3  # the first of the two search buffers
     home_HG = state.load_domain(home, domain, SHAPE)
     load_G = state.rank_loads_of(home_HG)
     rank = tl.arange(0, SHAPE.G)
-    scratch += domain * state.scratch_size(SHAPE.H, SHAPE.G)
-    least = bound(load_G, state.home_of(home, domain, SHAPE), scratch, problem, SHAPE, STEP)
+    least = bound(load_G, state.home_of(home, domain, SHAPE), tried.scratch, problem, SHAPE, STEP)
     tl.debug_barrier()
-    end_G = tl.load(attempt_loads + rank, mask=rank < problem.ranks, other=0)
+    end_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
     failed = tl.maximum(threshold, least - 1)
     last = threshold
     above_last = alias_peak - threshold
@@ -204,7 +205,7 @@ def least_that_is_met(
     while peak - failed > 1:
         now = tl.minimum(middle, peak - 1).to(tl.int32)
         trial = tl.where(best == SPARE, SPARE + 1, SPARE)
-        hosted = state.attempt_of(attempts, trial, problem)
+        hosted = state.attempt_of(tried.attempts, trial, problem)
         end_G, _home_HG, _made, _received = alias(
             load_G, home_HG, hosted, now, tl.zeros((), tl.int64), problem.slots, problem,
             SHAPE, False, False
@@ -212,7 +213,8 @@ def least_that_is_met(
         trial_peak = tl.max(end_G, 0)
         tries += 1
         if trial_peak < peak:
-            tl.store(attempt_loads + trial * problem.ranks + rank, end_G, mask=rank < problem.ranks)
+            loads = tried.attempt_loads + trial * problem.ranks
+            tl.store(loads + rank, end_G, mask=rank < problem.ranks)
             best = trial
             peak = trial_peak
         above = trial_peak - now
@@ -232,15 +234,16 @@ def least_that_is_met(
 
 
 @triton.jit
-def publish(plan, attempts, attempt_loads, domain, best, problem, SHAPE: tl.constexpr):
-    """Write replicas and loads of one attempt; pointers are per domain.
+def publish(plan, tried, domain, best, problem, SHAPE: tl.constexpr):
+    """Write replicas and loads of an attempt, which another program of this launch may have made.
 
-    Another program of the same launch may have made the attempt.
+    tried: buffers of the domain.
     """
     rank, there = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.G) < problem.ranks
-    load_G = tl.load(attempt_loads + best * problem.ranks + rank, there, cache_modifier=".cg")
+    loads = tried.attempt_loads + best * problem.ranks
+    load_G = tl.load(loads + rank, mask=there, cache_modifier=".cg")
     tl.store(plan.planned_loads + domain * problem.ranks + rank, load_G, mask=there)
-    write_placed(plan, attempts, domain, best, problem, SHAPE)
+    write_placed(plan, tried.attempts, domain, best, problem, SHAPE)
     free_slots(plan, domain, problem, SHAPE)
 
 
@@ -256,8 +259,8 @@ def write_placed(plan, attempts, domain, best, problem, SHAPE: tl.constexpr):
     expert_of_place = state.home_of(plan.expert_of_place, domain, SHAPE)
     expert = tl.load(expert_of_place + place, mask=place >= 0, other=MOST)
     tl.store(plan.placed + domain * held + slot, expert, mask=there)
-    placed_quotas = state.placed_quotas_of(plan.placed, tl.num_programs(0) * held)
-    tl.store(placed_quotas + domain * held + slot, quota, mask=there)
+    all_quotas = plan.placed + tl.num_programs(0) * held
+    tl.store(all_quotas + domain * held + slot, quota, mask=there)
 
 
 @triton.jit
@@ -301,34 +304,32 @@ def search(
     """
     domain = tl.program_id(0)
     problem = Problem(ranks, slots, min_tokens, limit)
-    attempts = state.attempts_of(tried.attempts, domain, problem, SHAPE)
-    attempt_loads = state.loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
+    tried = state.at_domain(tried, domain, problem, SHAPE)
     if FIRST:
-        threshold, peak = try_alone(home, attempts, attempt_loads, domain, problem, SHAPE)
+        threshold, peak = try_alone(home, tried, domain, problem, SHAPE)
         best = threshold * 0
         alias_peak = peak
     else:
-        best, threshold, peak = best_of_members(tried.facts, domain, SHAPE)
-        alias_peak = tl.load(measures_of(tried.facts, domain, 0, SHAPE) + PEAK)
+        best, threshold, peak = best_of_members(tried, SHAPE)
+        alias_peak = tl.load(tried.facts + MEASURES + PEAK)
     if peak > threshold:
         best = least_that_is_met(
-            home, attempts, attempt_loads, tried.scratch, domain, best, peak, alias_peak,
-            threshold, problem, SHAPE, STEP
-        )  # fmt: skip
+            home, tried, domain, best, peak, alias_peak, threshold, problem, SHAPE, STEP
+        )
     tl.debug_barrier()
-    publish(plan, attempts, attempt_loads, domain, best, problem, SHAPE)
+    publish(plan, tried, domain, best, problem, SHAPE)
 
 
 @triton.jit
-def try_alone(home, hosted, served, domain, problem, SHAPE: tl.constexpr):
+def try_alone(home, tried, domain, problem, SHAPE: tl.constexpr):
     """Attempt the mean of the domain; return that mean and the peak that is left."""
     rank = tl.arange(0, SHAPE.G)
     home_HG = state.load_domain(home, domain, SHAPE)
     load_G = state.rank_loads_of(home_HG)
     threshold = state.mean_of(load_G, problem.ranks)
     load_G, _home_HG, _made, _received = alias_packed_or_not(
-        load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64), problem.slots, problem,
+        load_G, home_HG, tried.attempts, threshold, tl.zeros((), tl.int64), problem.slots, problem,
         SHAPE, False
     )  # fmt: skip
-    tl.store(served + rank, load_G, mask=rank < problem.ranks)
+    tl.store(tried.attempt_loads + rank, load_G, mask=rank < problem.ranks)
     return threshold, tl.max(load_G, 0)

@@ -115,11 +115,7 @@ def row_of(table, epoch, sender, ranks, numbers):
 
 @triton.jit(do_not_specialize=["polls"])
 def idle(word, polls):
-    """Poll a word that stays 0, to measure how long a poll takes.
-
-    >>> example(idle, 1, word=[0], polls=3)
-    nothing
-    """
+    """Poll a word that stays 0, to measure how long a poll takes."""
     value, count = 0, 0
     while (value == 0) & (count < polls):
         value = read(word)
