@@ -108,7 +108,7 @@ DEFAULTS: dict[str, Any] = {
     "strides": [1, 1, 1, 1, 3, 3],
     "faults": [0],
     "SHAPE": shape(),
-    "TILING": Tiling(False, False, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, HALF=False),
+    "TILING": Tiling(False, False, False, 16, 16, 16, GROUP_M=8, HALF=False),
     "H": 2,
     "G": 2,
     "R": 2,
@@ -116,8 +116,7 @@ DEFAULTS: dict[str, Any] = {
     "STEP": 4,
     "GROUP_M": 8,
 }
-DEFAULTS |= dict.fromkeys(("TRANSPOSED", "EVEN_M", "EVEN_N", "DRAWN", "BY_GROUPS"), False)
-DEFAULTS |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_K"), 16)
+DEFAULTS |= dict.fromkeys(("TRANSPOSED", "DRAWN", "BY_GROUPS"), False)
 PRIVATE = ("attempts", "attempt_loads", "counts", "facts", "outcomes", "scratch", "work", "homes")
 
 

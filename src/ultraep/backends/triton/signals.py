@@ -54,8 +54,8 @@ class Signals:
         polls = int(timeout * polls_per_second(peers.device))
         self.poll_limit = min(max(1, polls), 2**31 - 1)  # kernels count in 32 bits
         self._no_table = peers.allocate("barriers", self.table_bytes(0))
-        self._nothing = torch.zeros(peers.size, dtype=torch.int32, device=peers.device)
-        self._no_version = WeightVersion(0, self._nothing, self._nothing)
+        zeros = torch.zeros(peers.size, dtype=torch.int32, device=peers.device)
+        self._no_row, self._no_version = zeros[:0], WeightVersion(0, zeros, zeros)
 
     def channel(self, index: int) -> int:
         """Return the first word of a channel: barriers first, then buffers."""
@@ -85,29 +85,8 @@ class Signals:
 
         tables: `table_bytes` of every rank.   kind: must be equal on all ranks.
         """
-        self._share(barrier, row, tables, gathered, row.numel(), kind, version or self._no_version)
-
-    def table_bytes(self, numbers: int) -> int:
-        """Return the bytes that `share` needs for rows of `numbers` integers."""
-        return 2 * self.peers.size * (numbers + 2) * WORD
-
-    def barrier(self, name: str) -> None:
-        """Wait for all ranks: what a rank wrote before, all ranks can read afterwards."""
-        if self.peers.size > 1:
-            empty = self._nothing
-            self._share(name, empty, self._no_table, empty, 0, 0, self._no_version)
-
-    def _share(
-        self,
-        barrier: str,
-        row: torch.Tensor,
-        tables: Region,
-        gathered: torch.Tensor,
-        numbers: int,
-        kind: int,
-        version: WeightVersion,
-    ) -> None:
-        index, ranks = BARRIERS.index(barrier), self.peers.size
+        index, ranks, numbers = BARRIERS.index(barrier), self.peers.size, row.numel()
+        version = version or self._no_version
         require_resident(ranks, 1, self.peers.device)
         quick(signals.share)[(ranks,)](
             self.region.addresses,
@@ -129,6 +108,15 @@ class Signals:
             B=min(1024, max(32, power_of_2(numbers))),
             num_warps=1,
         )
+
+    def table_bytes(self, numbers: int) -> int:
+        """Return the bytes that `share` needs for rows of `numbers` integers."""
+        return 2 * self.peers.size * (numbers + 2) * WORD
+
+    def barrier(self, name: str) -> None:
+        """Wait for all ranks: what a rank wrote before, all ranks can read afterwards."""
+        if self.peers.size > 1:
+            self.share(name, self._no_row, self._no_table, self._no_row)
 
     @property
     def sent(self) -> int:
