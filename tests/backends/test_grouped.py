@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ultraep.backends.triton.blocks import Blocks, square_band, table_for
+from ultraep.backends.triton.blocks import Blocks, table_for
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.kernels.grouped import work_of_product
 from ultraep.backends.triton.kernels.tiles import lay_tiles
@@ -293,11 +293,6 @@ def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
     for high in heights.values():
         assert len(high) == max(1, (sum(high) + band // 2) // band)
         assert max(high) - min(high) <= 1
-
-
-def test_bands_are_as_high_as_programs_can_share():
-    blocks = Blocks(128, 256)
-    assert [square_band(programs, blocks) for programs in (1, 16, 132)] == [1, 6, 16]
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
