@@ -714,28 +714,17 @@ def fanned_plan():
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("options", [{}, {"large": True}, {"zero": True}], ids=str)
 @pytest.mark.parametrize("width", [1, 32, 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, large):
+def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, options):
     for rank in (0, 3):
         case = Gradients(fanned_plan(), rank, width, dtype)
-        wanted, kept = case.wanted(), [piece.clone() for piece in case.of_copies]
-        case.pull(programs=2, large=large)
-        assert torch.equal(bits(case.of_homes), bits(wanted))
-        for piece, before in zip(case.of_copies, kept, strict=True):
-            assert torch.equal(bits(piece), bits(before))
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_gradients_that_were_pulled_can_be_zeroed():
-    case = Gradients(fanned_plan(), 0, 45, torch.float32)
-    wanted, kept = case.wanted(), [piece.clone() for piece in case.of_copies]
-    case.pull(programs=2, zero=True)
-    assert torch.equal(bits(case.of_homes), bits(wanted))
-    homes = FANNED.home_of_expert
-    for expert, host, slot in case.plan.replicas.tolist():
-        if homes[expert] == 0:
-            kept[host][slot] = 0.0
-    for piece, rows in zip(case.of_copies, kept, strict=True):
-        assert torch.equal(bits(piece), bits(rows))
+        expected, replicas = case.wanted(), [piece.clone() for piece in case.of_copies]
+        case.pull(programs=2, **options)
+        assert torch.equal(bits(case.of_homes), bits(expected))
+        for expert, host, slot in case.plan.replicas.tolist():
+            if options.get("zero") and FANNED.home_of_expert[expert] == rank:
+                replicas[host][slot] = 0.0
+        for piece, rows in zip(case.of_copies, replicas, strict=True):
+            assert torch.equal(bits(piece), bits(rows))

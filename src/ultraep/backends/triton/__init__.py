@@ -26,7 +26,7 @@ from ultraep.backends.triton.device import default_device, launching
 from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.state import MOST
 from ultraep.backends.triton.planner import Planner
-from ultraep.backends.triton.rerouter import Counter, Planned, Rerouter
+from ultraep.backends.triton.rerouter import Counter, Rerouter
 
 __all__ = ["DEVICE", "count", "lower_bound", "place", "reroute", "split", "tally"]
 
@@ -101,24 +101,21 @@ def reroute(
 ) -> tuple[IntArray, IntArray] | tuple[torch.Tensor, torch.Tensor] | None:
     """Return [M] rows in sending order and [S] rows of every slot; None if the ids differ."""
     ids, loads = _on_device(ids_N), _on_device(loads_E)[None]
-    copies = max(1, len(expert_of_copy))
-    padded = np.full((copies, 3), -1)
-    padded[: len(expert_of_copy), 0] = expert_of_copy
-    slots, rows = np.zeros(copies, np.int64), np.zeros(copies, np.int64)
-    slots[: len(slot_of_copy)], rows[: len(rows_of_copy)] = slot_of_copy, rows_of_copy
-    number = np.array([len(expert_of_copy)])
-    plan = Plan(_int32(padded), None, _int32(slots), _int32(rows), _int32(number))
-    first_slot = _int32(np.array([0, num_slots]))
+    columns = (np.append(column, -1) for column in (expert_of_copy, slot_of_copy, rows_of_copy))
+    experts, slots, rows = map(_int32, columns)  # one row too many: a plan may have no replicas
+    replicas, number = experts[:, None].repeat(1, 3), np.array([len(expert_of_copy)])
     planned = SimpleNamespace(
         experts=len(loads_E),
         ranks=1,
         num_slots=num_slots,
-        max_fanout=copies,
-        plan_tensors=plan,
-        home_tables=Homes(None, _int32(home_slot_of_expert), first_slot, None),
+        max_fanout=len(experts),
+        plan_tensors=Plan(replicas, None, slots, rows, _int32(number)),
+        home_tables=Homes(
+            None, _int32(home_slot_of_expert), _int32(np.array([0, num_slots])), None
+        ),
     )
     counter = Counter(len(loads_E), ids.numel(), ids.device)
-    rerouter = Rerouter(cast(Planned, planned), counter)
+    rerouter = Rerouter(cast(Planner, planned), counter)
     order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
     counter.count(ids)
     rerouter.lines(loads, 0)

@@ -50,7 +50,7 @@ class Planner:
         tolerances = [self.parts] * LIMITED.value + rungs_of(self.parts)
         self.num_attempts = len(tolerances) if may_be_timed else 0
         self.homes = max(1, int(np.diff(first_of_rank).max()))
-        self.max_fanout = domain  # independent of the limit: a plan may come from elsewhere
+        self.max_fanout = domain  # most replicas of one expert, also in an adopted plan
         self._pad()
         self._tables(experts_by_rank, first_of_rank, device)
         self._allocate(device)

@@ -146,13 +146,19 @@ def quantise(
 
 
 @triton.jit
-def swiglu_of(up_ptr, column_GN, width, mask):
-    """Return silu of the first half times the second half, and the largest of every group."""
+def swiglu_of(up_ptr, group_G, width, mask_m, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return silu of the first half times the second half, and the largest of every group.
+
+    Also returns the columns of the groups, and the mask of elements that exist.
+    """
+    column_GN = group_G[:, None] * GROUP + tl.arange(0, BLOCK_N)[None, :]
+    mask_gn = (tl.arange(0, BLOCK_N) < GROUP)[None, :] & (column_GN < width)
+    mask = mask_m[:, None, None] & mask_gn[None]
     gate = tl.load(up_ptr + column_GN[None], mask=mask, other=0.0)
     value = tl.load(up_ptr + width + column_GN[None], mask=mask, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     hidden_MGN = (wide * tl.sigmoid(wide) * value).to(gate.dtype).to(tl.float32)
-    return hidden_MGN, tl.max(tl.abs(hidden_MGN), 2)
+    return hidden_MGN, tl.max(tl.abs(hidden_MGN), 2), column_GN, mask
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -175,23 +181,19 @@ def swiglu_quantise(
     """
     rows, width = tl.load(offsets_ptr + num_slots), data.columns
     groups = tl.cdiv(width, GROUP)
-    offs_m, group_G, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, G), tl.arange(0, BLOCK_N)
+    offs_m, group_G = tl.arange(0, BLOCK_M), tl.arange(0, G)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
         far_M = first + offs_m
         mask_m = far_M < rows
         up_ptr = up.ptr + (far_M * up.stride)[:, None, None]
         top_M1 = tl.zeros((BLOCK_M, 1), tl.int32)
         for begin in range(0, groups if LEVEL else 0, G):
-            column_GN = (begin + group_G)[:, None] * GROUP + offs_n[None, :]
-            mask_gn = (offs_n < GROUP)[None, :] & (column_GN < width)
-            mask = mask_m[:, None, None] & mask_gn[None]
-            _, largest_MG = swiglu_of(up_ptr, column_GN, width, mask)
+            _, largest_MG, _, _ = swiglu_of(up_ptr, begin + group_G, width, mask_m, GROUP, BLOCK_N)
             top_M1 = tl.maximum(top_M1, highest(scale_of(largest_MG), largest_MG))
         for begin in range(0, groups, G):
-            column_GN = (begin + group_G)[:, None] * GROUP + offs_n[None, :]
-            mask_gn = (offs_n < GROUP)[None, :] & (column_GN < width)
-            mask = mask_m[:, None, None] & mask_gn[None]
-            hidden_MGN, largest_MG = swiglu_of(up_ptr, column_GN, width, mask)
+            hidden_MGN, largest_MG, column_GN, mask = swiglu_of(
+                up_ptr, begin + group_G, width, mask_m, GROUP, BLOCK_N
+            )
             exponent_MG = scale_of(largest_MG)
             if LEVEL:
                 exponent_MG = levelled(exponent_MG, largest_MG, top_M1)
