@@ -65,7 +65,7 @@ def memory_of(value: object) -> Memory | Addresses:
     return Memory(tensor if tensor.is_floating_point() else tensor.to(torch.int32))
 
 
-def room(*shape: int, dtype: torch.dtype = torch.int32) -> Memory:
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Memory:
     """Uninitialised memory."""
     return Memory(torch.full(shape, EMPTY, dtype=dtype))
 
@@ -181,7 +181,7 @@ def example(kernel: Any, programs: int | tuple[int, ...], **arguments: Any) -> N
 
 
 RUNNER = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
-HELPERS = {f.__name__: f for f in (at, example, parts, room, shape)}
+HELPERS = {f.__name__: f for f in (at, example, parts, empty, shape)}
 
 
 def examples() -> Iterator[doctest.DocTest]:

@@ -178,8 +178,8 @@ def schedules(plan, mode, nbytes, ranks=None):
 )
 def test_schedules_are_those_of_the_plain_twin(topology, seed, fullness, mode, nbytes):
     plan = random_plan(np.random.default_rng(seed), topology, fullness)
-    for found, wanted in schedules(plan, mode, nbytes):
-        assert found == wanted
+    for actual, expected in schedules(plan, mode, nbytes):
+        assert actual == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -187,8 +187,8 @@ def test_schedules_are_those_of_the_plain_twin(topology, seed, fullness, mode, n
 def test_schedules_of_real_plans(name, mode):
     loads, topology = NAMED[name]
     plan = ultraep.plan(loads, topology)
-    for found, wanted in schedules(plan, mode, 1 << 24, ranks=[0, topology.ranks - 1]):
-        assert found == wanted
+    for actual, expected in schedules(plan, mode, 1 << 24, ranks=[0, topology.ranks - 1]):
+        assert actual == expected
 
 
 FANS = {  # copies, bytes of an expert, and whether relays are worth it
@@ -206,9 +206,9 @@ FANS = {  # copies, bytes of an expert, and whether relays are worth it
 def test_relays_where_they_are_faster(name):
     replicas, nbytes, chained = FANS[name]
     plan = plan_with(Topology(ranks=6, experts=12, slots=2), replicas)
-    for found, wanted in schedules(plan, "auto", nbytes):
-        assert found == wanted
-        assert (found.longest > 1) == chained
+    for actual, expected in schedules(plan, "auto", nbytes):
+        assert actual == expected
+        assert (actual.longest > 1) == chained
 
 
 class Twin:
@@ -219,12 +219,12 @@ class Twin:
 
     def skipped(self, plan, versions, owner):
         """Return the slots that hold what is needed, then mark all slots of the plan as filled."""
-        wanted = {
+        expected = {
             (host, slot): (owner, expert, int(versions[self.topology.home_of_expert[expert]]))
             for expert, host, slot in plan.replicas.tolist()
         }
-        kept = {p for p, content in wanted.items() if content[2] and self.held.get(p) == content}
-        self.held |= wanted
+        kept = {p for p, content in expected.items() if content[2] and self.held.get(p) == content}
+        self.held |= expected
         return kept
 
 
@@ -247,8 +247,8 @@ def test_schedules_leave_out_what_is_there(mode):
             made = torch.full((maker.size,), -7, dtype=torch.int32, device=DEVICE)
             numbers = torch.from_numpy(versions.astype(np.int32)).to(DEVICE)
             maker.schedule(on_device(plan), of_bytes(nbytes), made, Contents(table, numbers, owner))
-            found = kernel_schedule(made, plan, rank)
-            assert found == host_schedule(plan, rank, mode, nbytes, skip), (turn, rank)
+            actual = kernel_schedule(made, plan, rank)
+            assert actual == host_schedule(plan, rank, mode, nbytes, skip), (turn, rank)
         assert all(torch.equal(tables[0], table) for table in tables)
     assert seen
 
@@ -361,8 +361,8 @@ class Rank:
         views = self.layout.views(rows)
         for expert, host, slot in plan.replicas.tolist():
             if host == self.rank:
-                for name, wanted in expert_tensors(expert, self.seed).items():
-                    assert torch.equal(views[name][slot], wanted), (name, expert, slot)
+                for name, expected in expert_tensors(expert, self.seed).items():
+                    assert torch.equal(views[name][slot], expected), (name, expert, slot)
                 held.add(slot)
         for slot in set(range(self.topology.slots)) - held:
             assert (rows[slot] == SCRIBBLE).all(), f"slot {slot} is not in the plan"
@@ -447,7 +447,7 @@ def fill_what_is_there(rank, group):
             me.assert_filled(plan if sent else plan_with(topology, []), buffer)
             return sent
 
-        found = [
+        actual = [
             fill(first, plans[0]),
             fill(first, plans[0]),
             fill(second, plans[1], buffer=1),
@@ -457,7 +457,7 @@ def fill_what_is_there(rank, group):
             fill(first, plans[0]),
             fill(me.schedule(plans[0]), plans[0]),
         ]
-    return found, epochs
+    return actual, epochs
 
 
 @only_interpreted
@@ -516,11 +516,11 @@ def share_rows(rank, group, rounds, numbers):
     gathered = torch.empty(peers.size, numbers, dtype=torch.int32)
     every = torch.arange(peers.size * numbers, dtype=torch.int32).view(peers.size, numbers)
     for number in range(rounds):
-        wanted = 1000 * number + every
+        expected = 1000 * number + every
         gathered.fill_(-1)
         with dawdling(rng, 0.02):
-            board.share("loads", wanted[rank].clone(), tables, gathered)
-        assert torch.equal(gathered, wanted), number
+            board.share("loads", expected[rank].clone(), tables, gathered)
+        assert torch.equal(gathered, expected), number
         if number % 5 == 0:
             nap(rng)
             board.barrier("rows")
@@ -552,19 +552,19 @@ def act_of(me, stage):
 
 def without_rank_2(rank, group, timeout):
     """Return the errors of every stage, and the time of all. After a fault, no rank waits."""
-    topology, found, begin = Topology(ranks=3, experts=6), [], time.monotonic()
+    topology, actual, begin = Topology(ranks=3, experts=6), [], time.monotonic()
     with small_tiles():
         for stage in signals.STAGES:
             me = Rank(SharedPeers(group), topology, relay="direct", timeout=timeout)
             if rank == 2:
                 continue
             act_of(me, stage)
-            found.append(error_of(me.board))
+            actual.append(error_of(me.board))
             me.board.poll_limit = 2**31 - 1
             for other in signals.STAGES:
                 act_of(me, other)
-            assert error_of(me.board) == found[-1]
-    return found, time.monotonic() - begin
+            assert error_of(me.board) == actual[-1]
+    return actual, time.monotonic() - begin
 
 
 @only_interpreted
@@ -610,8 +610,8 @@ def die_in_a_chain(rank, group, timeout):
 
 @only_interpreted
 def test_a_rank_that_dies_in_a_chain_stops_the_others():
-    found = shared_pool().outcomes(4, die_in_a_chain, 2.0)
-    by_rank = {outcome.rank: outcome for outcome in found}
+    actual = shared_pool().outcomes(4, die_in_a_chain, 2.0)
+    by_rank = {outcome.rank: outcome for outcome in actual}
     assert by_rank[1].kind == "lost", by_rank[1].value
     for rank in (0, 2, 3):
         assert by_rank[rank].kind == "result", by_rank[rank].value
@@ -677,7 +677,7 @@ class Gradients:
         drawn[:, ::5] = -0.0
         return drawn.to(self.dtype)
 
-    def wanted(self):
+    def expected(self):
         """[H, P] one addition after the other, in plan order."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         sums = self.of_homes.to(wide, copy=True)
@@ -720,7 +720,7 @@ def fanned_plan():
 def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, options):
     for rank in (0, 3):
         case = Gradients(fanned_plan(), rank, width, dtype)
-        expected, replicas = case.wanted(), [piece.clone() for piece in case.of_copies]
+        expected, replicas = case.expected(), [piece.clone() for piece in case.of_copies]
         case.pull(programs=2, **options)
         assert torch.equal(bits(case.of_homes), bits(expected))
         for expert, host, slot in case.plan.replicas.tolist():

@@ -48,8 +48,8 @@ def test_random_plans(topology, config):
     control = ControlPlane(topology, config, rows=0, device=CUDA)
     for seed in range(50):
         loads = random_loads(topology, seed)
-        found = control.plan(torch.tensor(loads, device=CUDA)).to_host()
-        assert_same_plan(found, ultraep.plan(loads, topology, config))
+        actual = control.plan(torch.tensor(loads, device=CUDA)).to_host()
+        assert_same_plan(actual, ultraep.plan(loads, topology, config))
     control.check()
 
 
@@ -63,8 +63,8 @@ def test_a_plan_of_1024_ranks(config):
     control = ControlPlane(topology, config, rows=0, device=CUDA)
     for seed in range(3):
         loads = workload.zipf(1024, 4096, ratio=3.0, tokens=512, shuffled=True, seed=seed)
-        found = control.plan(torch.tensor(loads, device=CUDA)).to_host()
-        assert_same_plan(found, ultraep.plan(loads, topology, config))
+        actual = control.plan(torch.tensor(loads, device=CUDA)).to_host()
+        assert_same_plan(actual, ultraep.plan(loads, topology, config))
 
 
 class Step:
@@ -102,17 +102,17 @@ class Step:
 
 def test_a_graph_makes_new_plans_of_new_inputs():
     step = Step()
-    wanted = step.draw(0)
-    step.assert_same(step.run(), wanted)
+    expected = step.draw(0)
+    step.assert_same(step.run(), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step.run()
+        actual = step.run()
     digests = set()
     for seed in range(6):
-        wanted = step.draw(seed)
+        expected = step.draw(seed)
         graph.replay()
-        step.assert_same(found, wanted)
-        digests.add(wanted.digest())
+        step.assert_same(actual, expected)
+        digests.add(expected.digest())
     assert len(digests) == 6
 
 
@@ -129,14 +129,14 @@ def test_a_running_step_allocates_nothing():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_running_step_waits_for_nothing():
     step = Step()
-    wanted = step.draw(0)
+    expected = step.draw(0)
     step.run()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = step.run()
+        actual = step.run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    step.assert_same(found, wanted)
+    step.assert_same(actual, expected)
 
 
 def test_the_same_step_gives_the_same_bits():
@@ -153,10 +153,10 @@ def test_the_same_step_gives_the_same_bits():
 
 def test_a_step_in_another_stream():
     step = Step()
-    wanted = step.draw(1)
+    expected = step.draw(1)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = step.run()
+        actual = step.run()
     torch.cuda.current_stream().wait_stream(stream)
-    step.assert_same(found, wanted)
+    step.assert_same(actual, expected)

@@ -17,7 +17,7 @@ from ultraep.comm import Peers, Region
 from ultraep.errors import CommunicationError, PlanMismatch
 
 STAGES = ("loads", "rows", "weights", "gradients")  # in which a rank can wait
-MISMATCH = len(STAGES)  # instead of a stage: ranks with different kinds reached a barrier
+MISMATCH = len(STAGES)  # instead of a stage: ranks with different digests reached a barrier
 BARRIERS = ("loads", "rows", "gradients")
 MAX_CHUNKS = 64
 AS_PROMISED = -1  # instead of a version
@@ -49,7 +49,7 @@ class Signals:
         self._of_buffers = self._flags + len(BARRIERS) * peers.size
         self._per_buffer = peers.size * slots + slots * MAX_CHUNKS
         words = self._of_buffers + buffers * self._per_buffer
-        self.region = peers.allocate("board", words * WORD)
+        self.region = peers.allocate("signals", words * WORD)
         self.words = self.region.local.view(torch.int32)
         polls = int(timeout * polls_per_second(peers.device))
         self.poll_limit = min(max(1, polls), 2**31 - 1)  # kernels count in 32 bits
@@ -78,12 +78,12 @@ class Signals:
         row: torch.Tensor,
         tables: Region,
         gathered: torch.Tensor,
-        kind: int = 0,
+        digest: int = 0,
         version: WeightVersion | None = None,
     ) -> None:
         """Gather a row of int32 from every rank into `gathered` [R, ...]. A barrier.
 
-        tables: `table_bytes` of every rank.   kind: must be equal on all ranks.
+        tables: `table_bytes` of every rank.   digest: must be equal on all ranks.
         """
         index, ranks, numbers = BARRIERS.index(barrier), self.peers.size, row.numel()
         version = version or self._no_version
@@ -100,7 +100,7 @@ class Signals:
             self.channel(index),
             self._flags + index * ranks,
             numbers,
-            kind,
+            digest,
             version.version,
             STAGES.index(barrier),
             MISMATCH,

@@ -15,7 +15,7 @@ Functions of other modules are called through the module, but constants are impo
 key of Triton's cache leaves out constants that are accessed through a module.
 
 Kernels whose layouts need it have an example: `example(kernel, programs, **arguments)` launches the
-kernel and prints what it has changed. `room` is uninitialised memory, printed as `_`; `at` returns
+kernel and prints what it has changed. `empty` is uninitialised memory, printed as `_`; `at` returns
 addresses, often one per rank; `parts` joins several lists into one tensor. All examples use one
 group: rank 0 is home to experts 0 and 1, rank 1 to experts 2 and 3, each has one spare slot, and
 expert 0 is hot. Sizes, strides and tables of this group are left out.

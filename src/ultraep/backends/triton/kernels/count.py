@@ -30,7 +30,7 @@ def offsets_of(offsets, tile, experts):
 def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.constexpr):
     """Program t: count the rows of every bin in tile t.
 
-    >>> example(tile_counts, 2, ids=[0, 1, 0, 9, -1, 0], counts=room(2, 5), rows=6, B=4, E=8)
+    >>> example(tile_counts, 2, ids=[0, 1, 0, 9, -1, 0], counts=empty(2, 5), rows=6, B=4, E=8)
     counts = [[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]]
     faults = [1]
     """
@@ -67,8 +67,8 @@ def tile_counts_of_map(
 def tile_offsets(counts, totals, tiles, bins, T: tl.constexpr, E: tl.constexpr):
     """Replace counts per tile by counts of all earlier tiles, and write the totals [E + 1].
 
-    >>> example(tile_offsets, 1, counts=[[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]], totals=room(5), tiles=2,
-    ...         bins=5, T=2, E=8)
+    >>> example(tile_offsets, 1, counts=[[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]], totals=empty(5),
+    ...         tiles=2, bins=5, T=2, E=8)
     counts = [[0, 0, 0, 0, 0], [2, 1, 0, 0, 1]]
     totals = [3, 1, 0, 0, 2]
     """

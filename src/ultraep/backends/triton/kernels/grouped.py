@@ -111,7 +111,7 @@ def multiply(
     >>> tiles = [3, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 1]
     >>> example(multiply, 2, rows=rows, weights=(homes, copies), tiles=tiles, num_homes=2,
     ...         biases=([[0.0, 0.0], [10.0, 20.0]], [[100.0, 0.0]]),
-    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], out=room(6, 2, dtype=torch.float32))
+    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], out=empty(6, 2, dtype=torch.float32))
     out = [[1.0, 2.0], [14.0, 23.0], [55.5, 5.0], [230.0, 28.0], [119.0, 18.0], [_, _]]
     """
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(out.columns, TILING.BLOCK_N)
@@ -232,9 +232,9 @@ def weight_gradients(
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> example(weight_gradients, 2, d_out=d_out, rows=rows, scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0],
     ...         offsets=[0, 1, 2, 5], num_homes=2, num_slots=3,
-    ...         into=(room(2, 2, 2, dtype=torch.bfloat16), room(1, 2, 2, dtype=torch.float32),
-    ...               room(2, 2, 2, dtype=torch.float32), [[0, 0], [0, 1]]),
-    ...         biases=(room(2, 2, dtype=torch.bfloat16), room(1, 2, dtype=torch.float32)))
+    ...         into=(empty(2, 2, 2, dtype=torch.bfloat16), empty(1, 2, 2, dtype=torch.float32),
+    ...               empty(2, 2, 2, dtype=torch.float32), [[0, 0], [0, 1]]),
+    ...         biases=(empty(2, 2, dtype=torch.bfloat16), empty(1, 2, dtype=torch.float32)))
     into.homes = [[[1.0, 2.0], [2.0, 4.0]], [[_, _], [_, _]]]
     into.copies = [[[12.0, 14.0], [16.0, 18.0]]]
     into.sums = [[[_, _], [_, _]], [[0.0, 0.0], [9.0, 12.0]]]

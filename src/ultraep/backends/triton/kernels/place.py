@@ -40,7 +40,7 @@ def sum_loads(
     `faults` counts loads that are negative or too large, and sums that are too large.
 
     >>> example(sum_loads, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], place_of_expert=[0, 2, 1, 3],
-    ...         expert_loads=room(4), home=room(1, 2, 2), BR=2, BE=4)
+    ...         expert_loads=empty(4), home=empty(1, 2, 2), BR=2, BE=4)
     expert_loads = [6, 1, 1, 1]
     home = [[[6, 1], [1, 1]]]
     """
@@ -89,8 +89,8 @@ def first_try(
 
     A tolerance of 40 % allows 6 rows. One heuristic fills rank 1, the other moves the surplus only:
 
-    >>> example(first_try, (1, 2), home=[[[6, 1], [1, 1]]], attempts=room(1, 2, 2, 2),
-    ...         attempt_loads=room(1, 2, 2), facts=room(1, 10), parts=400000, STEP=1,
+    >>> example(first_try, (1, 2), home=[[[6, 1], [1, 1]]], attempts=empty(1, 2, 2, 2),
+    ...         attempt_loads=empty(1, 2, 2), facts=empty(1, 10), parts=400000, STEP=1,
     ...         SHAPE=shape(BUFFERS=2, MEMBERS=2))
     attempts = [[[[-1, 0], [_, 4]], [[-1, 0], [_, 1]]]]
     attempt_loads = [[[3, 6], [6, 3]]]
@@ -146,9 +146,9 @@ def split(
     expert are sorted by host, and every program finds the index of its replica among all of them.
 
     >>> example(split, 2, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], expert_loads=[6, 1, 1, 1],
-    ...         placed=[[2147483647, 0], [0, 3]], replicas=room(2, 3), quotas=room(2),
-    ...         slot_of_copy=room(2), expert_of_slot=[0, 1, -1, 2, 3, -1], split=room(2, 2),
-    ...         num_replicas=room(1), SLOTS=1, LOCALITY=True)
+    ...         placed=[[2147483647, 0], [0, 3]], replicas=empty(2, 3), quotas=empty(2),
+    ...         slot_of_copy=empty(2), expert_of_slot=[0, 1, -1, 2, 3, -1], split=empty(2, 2),
+    ...         num_replicas=empty(1), SLOTS=1, LOCALITY=True)
     expert_of_slot = [0, 1, -1, 2, 3, 0]
     replicas = [[0, 1, 0], [-1, -1, -1]]
     quotas = [3, 0]

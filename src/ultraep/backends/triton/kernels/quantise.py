@@ -112,8 +112,8 @@ def quantise(
     whole rows.
 
     >>> values = [[1.0, 448.0, 0.25], [0.0, 0.0, -449.0], [3.0, 7.0, 1.0]]
-    >>> example(quantise, (2, 1), values=[values], data=room(1, 3, 3, dtype=torch.uint8),
-    ...         scales=room(1, 3, 2, dtype=torch.float32), height=3, width=3, GROUP=2,
+    >>> example(quantise, (2, 1), values=[values], data=empty(1, 3, 3, dtype=torch.uint8),
+    ...         scales=empty(1, 3, 2, dtype=torch.float32), height=3, width=3, GROUP=2,
     ...         WHOLE=False, LEVEL=True, BLOCK_M=2, BLOCK_N=2)
     data = [[[56, 126, 120], [0, 0, 246], [116, 126, 104]]]
     scales = [[[1.0, 0.0009765625], [2.0, 2.0], [0.015625, 0.015625]]]

@@ -70,8 +70,8 @@ def lay_ratios(
 
     >>> scales = [[1.0, 1.0, 1.0], [0.5, 0.5, 1.0], [8.0, 2.0, 1.0], [4.0, 4.0, 4.0]]
     >>> example(lay_ratios, (3, 2), tiles=[2, 0, 0, 0, 0, 0, 0, 3, 0, 1, 1, 3, 1, 1, 1],
-    ...         row_scales=scales, ratios=room(2, 3, 2, dtype=torch.bfloat16),
-    ...         changes=room(2, 3, dtype=torch.uint8), BLOCK_M=2)
+    ...         row_scales=scales, ratios=empty(2, 3, 2, dtype=torch.bfloat16),
+    ...         changes=empty(2, 3, dtype=torch.uint8), BLOCK_M=2)
     ratios = [[[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0], [4.0, 4.0]]]
     changes = [[0, 1, 0], [0, 0, 1]]
     """

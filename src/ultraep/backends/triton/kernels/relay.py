@@ -21,7 +21,7 @@ import triton.language as tl
 from ultraep.backends.triton.kernels import schedule as layout
 from ultraep.backends.triton.kernels.plan import EXPERT, HOST, SLOT, Homes, replica_at
 from ultraep.backends.triton.kernels.schedule import CHUNKS, FILL, HOPS, LONGEST, Hop
-from ultraep.backends.triton.kernels.signals import HELD, LAST_FILL, SENT, board_of
+from ultraep.backends.triton.kernels.signals import HELD, LAST_FILL, SENT, area_of
 
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEVER = tl.constexpr(2**30)
@@ -222,7 +222,7 @@ def write_places(
                        "numbering", "channel"]
 )  # fmt: skip
 def make_schedule(
-    boards,
+    areas,
     replicas,
     homes: Homes,
     chunks_of_length,
@@ -252,20 +252,20 @@ def make_schedule(
 
     Rank 0 sends its first expert into slot 0 of rank 1, and no rank fills its own slot:
 
-    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0])
-    >>> example(make_schedule, 1, boards=boards, replicas=[[0, 1, 0], [-1, -1, -1]],
+    >>> areas = at([0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0])
+    >>> example(make_schedule, 1, areas=areas, replicas=[[0, 1, 0], [-1, -1, -1]],
     ...         chunks_of_length=[1, 1, 2], versions=[7, 8], held=[[0, 0, 0], [1, 0, 6]],
-    ...         schedule=room(21), owner=1, again=0, rank=0, num_homes=2, copies=2, numbering=4,
+    ...         schedule=empty(21), owner=1, again=0, rank=0, num_homes=2, copies=2, numbering=4,
     ...         channel=4, MODE=AUTO, B=2)
-    boards = [[0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
+    areas = [[0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
     held = [[0, 0, 0], [1, 0, 7]]
     schedule = [1, 1, 1, 1, 0, 1, 0, 0, _, _, _, _, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     """
-    board, fill = board_of(boards, rank), tl.load(schedule + FILL)
+    area, fill = area_of(areas, rank), tl.load(schedule + FILL)
     if again == 0:
-        fill = tl.load(board + numbering + LAST_FILL) + 1
-        tl.store(board + numbering + LAST_FILL, fill)
-    all_held = ((again != 0) & (fill == tl.load(board + channel + HELD))).to(tl.int32)
+        fill = tl.load(area + numbering + LAST_FILL) + 1
+        tl.store(area + numbering + LAST_FILL, fill)
+    all_held = ((again != 0) & (fill == tl.load(area + channel + HELD))).to(tl.int32)
     to_send = scratch + NOTES * copies
     leave_out(replicas, homes, versions, held, to_send, owner, all_held, slots, copies, C)
     longest = order_chains(to_send, homes, scratch, copies, ranks, slots, C, B)
@@ -276,7 +276,7 @@ def make_schedule(
     write_senders(schedule, hops, sender_C, rank, slots, copies)
     write_places(schedule, replicas, homes, rank, slots, num_homes, copies, C, H)
     tl.store(schedule + HOPS, sent)
-    tl.store(board + SENT, tl.load(board + SENT) + sent)
+    tl.store(area + SENT, tl.load(area + SENT) + sent)
     tl.store(schedule + CHUNKS, tl.load(chunks_of_length + longest))
     tl.store(schedule + FILL, fill)
     tl.store(schedule + LONGEST, longest)

@@ -55,9 +55,9 @@ def lay_lines(
 
     >>> example(lay_lines, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], totals=[4, 0, 1, 0, 0],
     ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1], split=[[0, 3], [0, 0]],
-    ...         num_replicas=[1], away=room(4), first_copy=room(4), end_copy=room(4),
-    ...         first_place=room(2), first_place_of_slot=room(6), rows_of_slot=room(6),
-    ...         first_row=room(7), send_counts=room(2), rank=1, E=4, S=8)
+    ...         num_replicas=[1], away=empty(4), first_copy=empty(4), end_copy=empty(4),
+    ...         first_place=empty(2), first_place_of_slot=empty(6), rows_of_slot=empty(6),
+    ...         first_row=empty(7), send_counts=empty(2), rank=1, E=4, S=8)
     away = [3, 0, 0, 0]
     first_copy = [0, _, _, _]
     end_copy = [1, _, _, _]
@@ -197,7 +197,7 @@ def assign(
     >>> example(assign, 1, ids=[0, 2, 0, 0, 0], offsets=[[0, 0, 0, 0, 0]], totals=[4, 0, 1, 0, 0],
     ...         away=[3, 0, 0, 0], first_copy=[0, 0, 0, 0], end_copy=[1, 0, 0, 0],
     ...         first_place=[1, 0], slot_of_copy=[5, -1], first_row=[0, 1, 1, 1, 2, 2, 5],
-    ...         slots=room(5), order=room(5), positions=room(5), rows=5, halvings=1,
+    ...         slots=empty(5), order=empty(5), positions=empty(5), rows=5, halvings=1,
     ...         PRODUCT=tl.uint32, B=8)
     slots = [0, 3, 5, 5, 5]
     order = [0, 1, 4, 3, 2]
@@ -285,7 +285,7 @@ def assign_to_map(
     >>> example(assign_to_map, (1, 1), routing_map=routing_map, offsets=[[0, 0, 0, 0, 0]],
     ...         totals=[4, 0, 1, 0, 0], expert_of_slot=[0, 1, -1, 2, 3, 0], away=[3, 0, 0, 0],
     ...         first_place_of_slot=[0, 0, 0, 0, 0, 1], rows_of_slot=[1, 0, 0, 1, 0, 3],
-    ...         slot_map=room(5, 6), rows=5, PRODUCT=tl.uint32, B=8, S=8)
+    ...         slot_map=empty(5, 6), rows=5, PRODUCT=tl.uint32, B=8, S=8)
     slot_map = [[1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1],
                 [0, 0, 0, 0, 0, 1]]
     """
@@ -328,7 +328,7 @@ def receive(
 
     >>> example(receive, 3, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], replicas=[[0, 1, 0], [-1, -1, -1]],
     ...         slot_of_copy=[5, -1], split=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
-    ...         received=room(2, 3), rank=1, num_local=3, num_copies=2, STEP=2)
+    ...         received=empty(2, 3), rank=1, num_local=3, num_copies=2, STEP=2)
     received = [[0, 1, 0], [1, 0, 3]]
     """
     local = tl.program_id(0)

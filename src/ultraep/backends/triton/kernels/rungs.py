@@ -68,8 +68,8 @@ def try_rungs(
     save 200; a replica costs 500:
 
     >>> example(try_rungs, (1, 2), home=[[[6, 1], [1, 1]]], tolerances=[0, 400000],
-    ...         rates=torch.tensor([100, 500, 0, 0]), attempt_loads=room(1, 5, 2),
-    ...         outcomes=room(1, 2, 5), finished=[0], placed=room(2, 2), planned_loads=room(2),
+    ...         rates=torch.tensor([100, 500, 0, 0]), attempt_loads=empty(1, 5, 2),
+    ...         outcomes=empty(1, 2, 5), finished=[0], placed=empty(2, 2), planned_loads=empty(2),
     ...         expert_of_slot=[0, 1, 0, 2, 3, 0], SHAPE=shape(BUFFERS=5), PADDED=2, STEP=1,
     ...         SEARCH_STEP=4)
     attempt_loads = [[[4, 5], [6, 3], [_, _], [_, _], [7, 2]]]

@@ -296,7 +296,7 @@ def search(
 
     Rank 1 hosts expert 0 and serves 3 of its rows, as in the example of `split`:
 
-    >>> example(search, 1, home=[[[6, 1], [1, 1]]], placed=room(2, 2), planned_loads=room(2),
+    >>> example(search, 1, home=[[[6, 1], [1, 1]]], placed=empty(2, 2), planned_loads=empty(2),
     ...         expert_of_slot=[0, 1, 0, 2, 3, 0], FIRST=True)
     placed = [[2147483647, 0], [0, 3]]
     planned_loads = [4, 5]

@@ -28,7 +28,7 @@ class Sending(NamedTuple):
     """Everything a program needs to fill the slots of other ranks."""
 
     waiting: Any
-    board: Any
+    area: Any
     rows: Any  # [R] addresses of the slots of every rank
     homes: Any  # [H, P] addresses of the tensors of home experts
     parts: Any  # [P, 3] of each tensor: offset in a slot, bytes, whether both sides are aligned
@@ -45,15 +45,15 @@ class Sending(NamedTuple):
 
 
 @triton.jit
-def release_flag(board, sending, receiver, slot):
-    """Return the word by which a receiver releases its slot to the owner of the board."""
-    return board + sending.released + receiver * sending.slots + slot
+def release_flag(area, sending, receiver, slot):
+    """Return the word by which a receiver releases its slot to the owner of the area."""
+    return area + sending.released + receiver * sending.slots + slot
 
 
 @triton.jit
-def arrival_count(board, sending, slot, chunk):
+def arrival_count(area, sending, slot, chunk):
     """Return the word that counts the programs which have written their part of a chunk."""
-    return board + sending.arrived + slot * sending.max_chunks + chunk
+    return area + sending.arrived + slot * sending.max_chunks + chunk
 
 
 @triton.jit
@@ -108,12 +108,12 @@ def move_from_home(
 @triton.jit
 def release_slots(sending):
     """Signal to the ranks that fill the slots of this rank that the slots are free."""
-    boards, rank = sending.waiting.boards, sending.waiting.rank
+    areas, rank = sending.waiting.areas, sending.waiting.rank
     for slot in range(sending.slots):
         sender = tl.load(sending.senders + slot)
         if sender >= 0:
-            board = signals.board_of(boards, sender)
-            signals.post(release_flag(board, sending, rank, slot), sending.epoch)
+            area = signals.area_of(areas, sender)
+            signals.post(release_flag(area, sending, rank, slot), sending.epoch)
 
 
 @triton.jit(
@@ -122,7 +122,7 @@ def release_slots(sending):
                        "stage", "poll_limit"]
 )  # fmt: skip
 def stream(
-    boards,
+    areas,
     rows,
     homes,
     parts,
@@ -152,39 +152,39 @@ def stream(
 
     Rank 0 has the schedule of the example of `make_schedule`; slot 0 of rank 1 is released to it.
 
-    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
+    >>> areas = at([0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
-    >>> example(stream, 1, boards=boards, rows=at(room(1, 4), room(1, 4)),
+    >>> example(stream, 1, areas=areas, rows=at(empty(1, 4), empty(1, 4)),
     ...         homes=at([1, 2, 3, 4], [5, 6, 7, 8]), parts=[[0, 16, 1]], schedules=[schedule],
     ...         first_rank=0, copies=2, row_bytes=16, num_parts=1, num_addresses=2, stride=21,
     ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, poll_limit=9, W=4,
     ...         PROGRAMS=1)
-    boards = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
+    areas = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
     rows = [[[_, _, _, _]], [[1, 2, 3, 4]]]
     """
     worker = tl.program_id(0) % PROGRAMS
     index = tl.program_id(0) // PROGRAMS
     rank = first_rank + index
-    board = signals.board_of(boards, rank)
+    area = signals.area_of(areas, rank)
     schedule = schedules + index.to(tl.int64) * stride
-    epoch = signals.next_epoch(board, channel)
+    epoch = signals.next_epoch(area, channel)
     fill = tl.load(schedule + FILL)
     sending = Sending(
-        Waiting(boards, rank, ranks, stage, poll_limit), board, rows, homes + index * num_addresses,
+        Waiting(areas, rank, ranks, stage, poll_limit), area, rows, homes + index * num_addresses,
         parts, num_parts, schedule, layout.senders_of(schedule, copies), slots, row_bytes,
         released, arrived, max_chunks, epoch, worker
     )  # fmt: skip
-    if fill != tl.load(board + channel + HELD):
+    if fill != tl.load(area + channel + HELD):
         if worker == 0:
             release_slots(sending)
         send(sending, W, PROGRAMS)
-    if signals.last_of(board, channel, PROGRAMS) & (fill != tl.load(board + channel + HELD)):
+    if signals.last_of(area, channel, PROGRAMS) & (fill != tl.load(area + channel + HELD)):
         wait_for_slots(sending, PROGRAMS)
         flag = tl.arange(0, 64)
         for begin in range(0, slots * max_chunks, 64):
-            tl.store(board + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
-        tl.store(board + channel + HELD, fill)
-        tl.store(board + channel + EPOCH, epoch)
+            tl.store(area + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
+        tl.store(area + channel + HELD, fill)
+        tl.store(area + channel + EPOCH, epoch)
 
 
 @triton.jit
@@ -209,18 +209,18 @@ def send_chunk(
 ):
     """Send this worker's share of a chunk once it may go; return whether it went."""
     source, receiver, slot, _depth = hop
-    waiting, board, row_bytes = sending.waiting, sending.board, sending.row_bytes
+    waiting, area, row_bytes = sending.waiting, sending.area, sending.row_bytes
     # Load all addresses before the wait, so that an arriving chunk is relayed at once.
     target = tl.load(sending.rows + receiver) + slot.to(tl.int64) * row_bytes
-    count = arrival_count(signals.board_of(waiting.boards, receiver), sending, slot, chunk)
+    count = arrival_count(signals.area_of(waiting.areas, receiver), sending, slot, chunk)
     begin = chunk * size
     end = tl.minimum(begin + size, row_bytes)
     if chunk == 0:
-        word = release_flag(board, sending, receiver, slot)
+        word = release_flag(area, sending, receiver, slot)
         ready &= signals.wait(word, sending.epoch, waiting, receiver)
     if source < 0:
         held = own_slots + (-1 - source).to(tl.int64) * row_bytes
-        word = arrival_count(board, sending, -1 - source, chunk)
+        word = arrival_count(area, sending, -1 - source, chunk)
         sender = tl.load(sending.senders - 1 - source)
         ready &= signals.wait(word, PROGRAMS, waiting, sender)
         if ready:
@@ -240,7 +240,7 @@ def wait_for_slots(sending, PROGRAMS: tl.constexpr):
         sender = tl.load(sending.senders + slot)
         if sender >= 0:
             for chunk in range(chunks):
-                word = arrival_count(sending.board, sending, slot, chunk)
+                word = arrival_count(sending.area, sending, slot, chunk)
                 signals.wait(word, PROGRAMS, sending.waiting, sender)
 
 
