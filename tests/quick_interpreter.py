@@ -1,6 +1,6 @@
-"""Shortcuts through Triton's interpreter: the same results from fewer steps of Python.
+"""Patches that make Triton's interpreter faster, with the same results.
 
-`install` is called before any kernel runs; in a process whose kernels are compiled it does nothing.
+Call `install` before any kernel runs. It does nothing in a process whose kernels are compiled.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 
 @functools.cache
 def install() -> None:
-    """Once: a second time would take the short ways for the long ones."""
+    """Install all patches; cached, because a second call would patch the patches."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
-    patch_the_language_once()
-    sort_at_once()
-    leave_out_what_is_not_looked_at()
-    remember_the_types_of_numpy()
-    remember_the_types_of_blocks()
-    round_as_gpus_do()
+    patch_language_once()
+    sort_with_numpy()
+    skip_overflow_checks()
+    cache_numpy_types()
+    cache_block_types()
+    round_to_nearest()
     import quick_operators
 
     quick_operators.install()
 
 
-def patch_the_language_once() -> None:
-    """Keep `triton.language` patched: done for every call, that is half of the time."""
+def patch_language_once() -> None:
+    """Keep `triton.language` patched: patching it in every call takes half of the time."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -40,8 +40,8 @@ def patch_the_language_once() -> None:
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
 
-def sort_at_once() -> None:
-    """Sort by numpy in place of a network that swaps pairs."""
+def sort_with_numpy() -> None:
+    """Sort with numpy instead of a bitonic network."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -54,8 +54,8 @@ def sort_at_once() -> None:
     tl.sort = sort
 
 
-def leave_out_what_is_not_looked_at() -> None:
-    """Sums are made twice to find an overflow, which only `debug=True` would report."""
+def skip_overflow_checks() -> None:
+    """Skip the second computation of sums, whose overflow only `debug=True` would report."""
     from triton.runtime.interpreter import interpreter_builder
 
     assert not interpreter_builder.options.debug
@@ -64,8 +64,8 @@ def leave_out_what_is_not_looked_at() -> None:
     )
 
 
-def remember_the_types_of_numpy() -> None:
-    """A table of all types is built for every look into it."""
+def cache_numpy_types() -> None:
+    """Cache the numpy dtypes: the interpreter builds a table of all of them for every lookup."""
     from triton.runtime import interpreter
 
     look_up, known = interpreter._get_np_dtype, {}
@@ -78,8 +78,8 @@ def remember_the_types_of_numpy() -> None:
     interpreter._get_np_dtype = by_name
 
 
-def remember_the_types_of_blocks() -> None:
-    """A type, and what tensors read from it, is made once: most tensors have one of a few."""
+def cache_block_types() -> None:
+    """Cache block types and what tensors read from them: most tensors have one of a few."""
     import triton.language as tl
 
     make, known = tl.block_type.__init__, {}
@@ -88,10 +88,10 @@ def remember_the_types_of_blocks() -> None:
         space = getattr(element_ty, "address_space", None)
         key = element_ty.name, space, *map(operator.index, shape)
         if key not in known:
-            made = object.__new__(cls)
-            make(made, element_ty, list(shape))
-            made.of_tensors = constants(*made.shape)
-            known[key] = made
+            block = object.__new__(cls)
+            make(block, element_ty, list(shape))
+            block.of_tensors = constants(*block.shape)
+            known[key] = block
         return known[key]
 
     @functools.cache
@@ -100,16 +100,16 @@ def remember_the_types_of_blocks() -> None:
 
     of_scalars = constants()
 
-    def tensor(self, handle, kind):
-        self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.numel, self.shape = kind.of_tensors if kind.is_block() else of_scalars
+    def tensor(self, handle, type_):
+        self.handle, self.type, self.dtype = handle, type_, type_.scalar
+        self.numel, self.shape = type_.of_tensors if type_.is_block() else of_scalars
 
     tl.block_type.__new__, tl.block_type.__init__ = new, lambda self, element_ty, shape: None
     tl.tensor.__init__ = tensor
 
 
-def round_as_gpus_do() -> None:
-    """To the nearest: the interpreter cuts the last bits off where numbers become bfloat16."""
+def round_to_nearest() -> None:
+    """Round to the nearest bfloat16; the interpreter truncates."""
     import torch
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

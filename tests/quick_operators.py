@@ -1,8 +1,7 @@
-"""Operators of Triton's interpreter in fewer steps of Python, for `quick_interpreter`.
+"""Faster operators for Triton's interpreter, installed by `quick_interpreter`.
 
-Where operands have the same type, or one is a number of Python, nothing has to be found out about
-them: numpy computes as the interpreter would, and fits sizes to each other as Triton does. All else
-takes the long way.
+If both operands have the same dtype, or one is a Python number, numpy computes what the interpreter
+would compute, and broadcasts as Triton does. All other operands go to the original operator.
 """
 
 from __future__ import annotations
@@ -53,30 +52,30 @@ def install() -> None:
 
 
 def replace(name: str, compute: Compute, types: dict[str, np.dtype], result: Any = None) -> None:
-    """That operator of tensors, for types in which numpy computes as the interpreter does."""
+    """Replace an operator of tensors for dtypes in which numpy computes as the interpreter does."""
     slow = getattr(tl.tensor, name)
 
     def quick(self, other):
-        kind = types.get(self.dtype.name)
-        mine, others = plain(self, self.dtype, kind), plain(other, self.dtype, kind)
-        if mine is None or others is None:
+        numpy_type = types.get(self.dtype.name)
+        left, right = plain(self, self.dtype, numpy_type), plain(other, self.dtype, numpy_type)
+        if left is None or right is None:
             return slow(self, other)
-        return made(compute(mine, others), self.handle.dtype, result or self.dtype, self, other)
+        return tensor_of(compute(left, right), self.handle.dtype, result or self.dtype, self, other)
 
-    quick.long_way = slow
+    quick.original = slow
     setattr(tl.tensor, name, quick)
 
 
 def extreme(slow: Callable[..., Any], compute: Compute) -> Callable[..., Any]:
     def quick(x, y, propagate_nan):
         dtype = common(x, y)
-        kind = COUNTS.get(dtype.name)  # others may hold what is no number
-        mine, others = plain(x, dtype, kind), plain(y, dtype, kind)
-        if mine is None or others is None:
+        numpy_type = COUNTS.get(dtype.name)  # floating point may be NaN
+        left, right = plain(x, dtype, numpy_type), plain(y, dtype, numpy_type)
+        if left is None or right is None:
             return slow(x, y, propagate_nan)
-        return made(compute(mine, others), dtype, dtype, x, y)
+        return tensor_of(compute(left, right), dtype, dtype, x, y)
 
-    quick.long_way = slow
+    quick.original = slow
     return quick
 
 
@@ -88,23 +87,23 @@ def with_pointers(slow: Callable[..., Any]) -> Callable[..., Any]:
             return slow(self, other)
         size = np.uint64(max(1, self.dtype.element_ty.primitive_bitwidth // 8))
         moved = self.handle.data + size * other.handle.data.astype(np.uint64)
-        return made(moved, self.handle.dtype, self.dtype, self, other)
+        return tensor_of(moved, self.handle.dtype, self.dtype, self, other)
 
-    quick.long_way = getattr(slow, "long_way", slow)
+    quick.original = getattr(slow, "original", slow)
     return quick
 
 
 def where(slow: Callable[..., Any]) -> Callable[..., Any]:
     def quick(condition, x, y):
         dtype = common(x, y)
-        kind = ALL.get(dtype.name)
-        mine, others = plain(x, dtype, kind), plain(y, dtype, kind)
-        known = mine is not None and others is not None and condition.handle.data.dtype is BOOL
+        numpy_type = ALL.get(dtype.name)
+        left, right = plain(x, dtype, numpy_type), plain(y, dtype, numpy_type)
+        known = left is not None and right is not None and condition.handle.data.dtype is BOOL
         if not known or not condition.type.is_block():
             return slow(condition, x, y)
-        return made(np.where(condition.handle.data, mine, others), dtype, dtype, condition)
+        return tensor_of(np.where(condition.handle.data, left, right), dtype, dtype, condition)
 
-    quick.long_way = slow
+    quick.original = slow
     return quick
 
 
@@ -112,8 +111,8 @@ def broadcast(slow: Callable[..., Any]) -> Callable[..., Any]:
     return lambda lhs, rhs: (lhs, rhs) if lhs.shape is rhs.shape else slow(lhs, rhs)
 
 
-def made(data: np.ndarray, held: Any, dtype: Any, *operands: Any) -> Any:
-    """A tensor of the interpreter: a block, if an operand is one."""
+def tensor_of(data: np.ndarray, held: Any, dtype: Any, *operands: Any) -> Any:
+    """Return a tensor of the interpreter: a block if an operand is a block."""
     for operand in operands:
         if operand.__class__ is tl.tensor and operand.type.is_block():
             dtype = tl.block_type(dtype, data.shape)
@@ -122,24 +121,24 @@ def made(data: np.ndarray, held: Any, dtype: Any, *operands: Any) -> Any:
 
 
 def common(x: Any, y: Any) -> Any:
-    """The type of the one that is a tensor; none, which no table has, if both are numbers."""
+    """Return the dtype of the operand that is a tensor; void if both are Python numbers."""
     return x.dtype if x.__class__ is tl.tensor else getattr(y, "dtype", tl.void)
 
 
-def plain(value: Any, dtype: Any, kind: np.dtype | None) -> np.ndarray | None:
-    """What numpy computes with: the numbers of a tensor of that type, or one that fits to it."""
+def plain(value: Any, dtype: Any, numpy_type: np.dtype | None) -> np.ndarray | None:
+    """Return the array of a tensor of that dtype, or a Python number as an array; else None."""
     if value.__class__ is tl.tensor:
         data = value.handle.data
-        return data if value.dtype.name == dtype.name and data.dtype is kind else None
+        return data if value.dtype.name == dtype.name and data.dtype is numpy_type else None
     if value.__class__ is tl.constexpr:
         value = value.value
     if value.__class__ is int:
-        fits = kind is not BOOL and -(2**31) <= value < 2**31
+        fits = numpy_type is not BOOL and -(2**31) <= value < 2**31
     else:
-        fits = value.__class__ is float and kind in (FLOAT32, FLOAT64)
-    return constant(value, kind) if fits and kind is not None else None
+        fits = value.__class__ is float and numpy_type in (FLOAT32, FLOAT64)
+    return constant(value, numpy_type) if fits and numpy_type is not None else None
 
 
 @functools.lru_cache(typed=True)
-def constant(value: float, kind: np.dtype) -> np.ndarray:
-    return np.array([value], dtype=kind)
+def constant(value: float, numpy_type: np.dtype) -> np.ndarray:
+    return np.array([value], dtype=numpy_type)

@@ -175,9 +175,9 @@ def launch_all(
     chosen = torch.zeros(rows, experts, dtype=torch.bool)
     counter.count(ids)
     planner.plan(loads)
-    planner.bounds()
     sums = PlanSums(torch.zeros(8, dtype=torch.int64), topology.home_of_expert, ranks)
-    sums.add(planner.num_replicas, planner.rank_loads, planner.replicas, planner.quotas)
+    plan = planner.plan_tensors
+    sums.add(plan.num_replicas, planner.rank_loads, plan.replicas, plan.quotas)
     ring = PlanRing(2, loads.numel() + planner.result.numel(), torch.device("cpu"))
     ring.keep(0, loads, planner.result)
     rerouter.lines(loads, 0)

@@ -3,9 +3,9 @@
     compute-sanitizer --tool memcheck python tests/backends/sanitize_kernels.py
     compute-sanitizer --tool racecheck python tests/backends/sanitize_kernels.py
 
-Runs the example of every kernel, then whole stages at sizes of several tiles: the control plane, a
-layer of one rank forward and backward, and replicas for four ranks by one launch. The sanitizer
-runs one kernel after the other, so no kernel may wait for a later one.
+Runs the examples of kernels, then whole stages at sizes of several tiles: the control plane, a
+layer of one rank forward and backward, also in FP8, and replicas for four ranks by one launch. The
+sanitizer runs one kernel after the other, so no kernel may wait for a later one.
 
 `--part 3/8`: one of eight parts, to compile them in eight processes first.
 """
@@ -49,14 +49,19 @@ def control() -> None:
         plan.to_host().check(loads.cpu().numpy())
 
 
-def layer(dtype: torch.dtype) -> Callable[[], None]:
+def layer(dtype: torch.dtype, quantised: str | None = None) -> Callable[[], None]:
     """A layer of one rank, forward and backward, on both planes."""
 
     def passes() -> None:
         for plane in ("mapped", "messages"):
             balancer = Balancer("alone", experts=6, data_plane=plane)
             moe = BalancedMoE.swiglu(
-                96, 80, 6, 2, balancer=balancer, bias=True, dtype=dtype, device=DEVICE
+                *(96, 80, 6, 2),
+                balancer=balancer,
+                bias=True,
+                quantised=quantised,
+                dtype=dtype,
+                device=DEVICE,
             )
             x = torch.randn(70, 96, dtype=dtype, device=DEVICE, requires_grad=True)
             moe(x).sum().backward()
@@ -114,6 +119,7 @@ WORK = {f"example of {name}": example(name) for name in EXAMPLES} | {
     "control plane": control,
     "layer in float32": layer(torch.float32),
     "layer in bfloat16": layer(torch.bfloat16),
+    "layer in FP8": layer(torch.bfloat16, "fp8"),
     "copies sent directly": copies("direct"),
     "copies in chains": copies("chain"),
 }

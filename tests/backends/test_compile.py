@@ -26,7 +26,8 @@ def launched():
     functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     kernels = {node.name for node in functions if node.decorator_list}
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+    called = {call.split(".")[-1] for call in calls}
     handed_on = {name.id for node in nodes if isinstance(node, ast.Call) for name in names_in(node)}
     return kernels - called - handed_on
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ultraep.backends.triton.blocks import Blocks, square_band, table_for
+from ultraep.backends.triton.blocks import Blocks, table_for
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.kernels.grouped import work_of_product
 from ultraep.backends.triton.kernels.tiles import lay_tiles
@@ -102,9 +102,9 @@ class Case:
         parts = [slice(begin, end) for begin, end in pairwise(self.offsets.tolist())]
         yield from zip(parts, *(slots_of(stack) for stack in stacks), strict=True)
 
-    def check(self, result, wanted, scale=1.0):
+    def check(self, result, expected, scale=1.0):
         assert (result[self.total :] == KEPT).all()
-        check(result[: self.total], wanted[: self.total], self.dtype, scale)
+        check(result[: self.total], expected[: self.total], self.dtype, scale)
 
 
 def padded(stack):
@@ -125,12 +125,12 @@ def empty_like(stacks):
     return Stacks(torch.full_like(stacks.homes, KEPT), padded(torch.full_like(stacks.copies, KEPT)))
 
 
-def check(result, wanted, dtype, scale=1.0):
+def check(result, expected, dtype, scale=1.0):
     error = scale * PRECISION[dtype]
-    torch.testing.assert_close(result.double(), wanted.double(), rtol=error, atol=8 * error)
+    torch.testing.assert_close(result.double(), expected.double(), rtol=error, atol=8 * error)
 
 
-def expected(case, rows, weights, bias=None, transposed=False):
+def reference(case, rows, weights, bias=None, transposed=False):
     width = weights.homes.shape[2 if transposed else 1]
     out = rows.new_full((CAPACITY, width), NAN, dtype=torch.float64)
     for part, weight, shift in case.each(weights, bias or [None] * len(case.counts)):
@@ -159,17 +159,17 @@ def test_a_network_forward_and_backward(name):
 
     leaves = [t.double().requires_grad_() for t in (x, scale)]
     slots = [[t.double().requires_grad_() for t in slots_of(w)] for w in weights]
-    wanted = torch.zeros(CAPACITY, D, dtype=torch.float64, device=DEVICE)
+    expected = torch.zeros(CAPACITY, D, dtype=torch.float64, device=DEVICE)
     parts = []
     for part, *own in case.each(*slots):
         rows = linear(swiglu(linear(leaves[0][part], *own[:2])), *own[2:])
         parts.append(rows * leaves[1][part, None])
     if case.total:
         torch.cat(parts).backward(d_out[: case.total].double())
-        wanted[: case.total] = torch.cat(parts).detach()
+        expected[: case.total] = torch.cat(parts).detach()
         case.check(d_x, leaves[0].grad, scale=32)
         check(d_scale[: case.total], leaves[1].grad[: case.total], case.dtype, scale=32)
-    case.check(out, wanted, scale=8)
+    case.check(out, expected, scale=8)
     for stacks, leaf in zip(gradients, slots, strict=True):
         for gradient, of in zip(slots_of(stacks), leaf, strict=True):
             exact = torch.zeros_like(of) if of.grad is None else of.grad
@@ -200,10 +200,10 @@ def test_other_types_and_sizes(sizes, dtype):
     case = Case(dtype=dtype)
     rows, weights = case.rows(width), case.stacks(height, width)
     out = case.products.multiply(rows, weights, None, out=case.empty(height))
-    case.check(out, expected(case, rows, weights))
+    case.check(out, reference(case, rows, weights))
     out[case.total :] = NAN
     back = case.products.multiply_transposed(out, weights, out=case.empty(width))
-    case.check(back, expected(case, out, weights, transposed=True))
+    case.check(back, reference(case, out, weights, transposed=True))
     exact, rounded = case.stacks(height, width, dtype=SINGLE), case.stacks(height, width)
     for into in (exact, rounded):
         case.products.weight_gradients(out, rows, into, None)
@@ -232,12 +232,12 @@ def test_gradients_of_homes_in_another_type(name, of_homes, apart):
 
     into, bias = empty(exact), empty(exact_bias)
     case.products.weight_gradients(d_out, rows, into, bias, scale=scale)
-    for stacks, wanted in ((into, exact), (bias, exact_bias)):
-        assert torch.equal(stacks.copies, wanted.copies)
-        assert torch.equal(stacks.homes[~replicated], wanted.homes[~replicated].to(of_homes))
+    for stacks, expected in ((into, exact), (bias, exact_bias)):
+        assert torch.equal(stacks.copies, expected.copies)
+        assert torch.equal(stacks.homes[~replicated], expected.homes[~replicated].to(of_homes))
         assert stacks.homes[replicated].isnan().all()
         if apart:
-            assert torch.equal(stacks.sums[replicated], wanted.homes[replicated])
+            assert torch.equal(stacks.sums[replicated], expected.homes[replicated])
             assert stacks.sums[~replicated].isnan().all()
 
 
@@ -267,12 +267,12 @@ def test_other_tiles_and_programs_change_no_bit(width, name, programs):
 def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
     """Every row of tiles appears once. Bands divide a slot evenly."""
     height, ends = 4, np.cumsum([0, *rows])
-    wanted = [
+    expected = [
         (slot, int(ends[slot]) + first, count - first)
         for slot, count in enumerate(rows)
         for first in range(0, count, height)
     ]
-    tiles = torch.full((5 * (len(wanted) + len(rows) + 1),), -1, dtype=torch.int32, device=DEVICE)
+    tiles = torch.full((5 * (len(expected) + len(rows) + 1),), -1, dtype=torch.int32, device=DEVICE)
     offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     L = 1 << max(0, len(rows) - 1).bit_length()
     lay_tiles[(max(1, len(rows)),)](
@@ -280,8 +280,8 @@ def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
     )
     (number, low, *_), *entries = tiles.view(-1, 5).tolist()
     few = sum(0 < count <= height // 2 for count in rows)
-    assert (number, low) == (len(wanted), int(2 * few > len(wanted)))
-    assert [tuple(row[:3]) for row in entries[:number]] == wanted
+    assert (number, low) == (len(expected), int(2 * few > len(expected)))
+    assert [tuple(row[:3]) for row in entries[:number]] == expected
     assert all(row == [-1] * 5 for row in entries[number:])
     at, heights = 0, {}
     while at < number:
@@ -295,11 +295,6 @@ def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
         assert max(high) - min(high) <= 1
 
 
-def test_bands_are_as_high_as_programs_can_share():
-    blocks = Blocks(128, 256)
-    assert [square_band(programs, blocks) for programs in (1, 16, 132)] == [1, 6, 16]
-
-
 @pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
 def test_bias_and_scale(dtype):
     """The scale multiplies the rounded result, in its dtype."""
@@ -307,10 +302,10 @@ def test_bias_and_scale(dtype):
     rows, weights, bias = case.rows(K), case.stacks(N, K), case.stacks(N)
     scale = case.rows(dtype=SINGLE)
     plain = case.products.multiply(rows, weights, bias, out=case.empty(N))
-    case.check(plain, expected(case, rows, weights, bias))
+    case.check(plain, reference(case, rows, weights, bias))
     scaled = case.products.multiply(rows, weights, bias, scale=scale, out=case.empty(N))
-    wanted = plain * scale.to(dtype)[:, None]
-    assert torch.equal(scaled[: case.total], wanted[: case.total])
+    expected = plain * scale.to(dtype)[:, None]
+    assert torch.equal(scaled[: case.total], expected[: case.total])
     assert (scaled[case.total :] == KEPT).all()
 
 
@@ -321,7 +316,7 @@ def test_inner_strides():
     homes, copies = case.random(case.homes, N, K + 8), case.random(case.copies, N, K + 8)
     weights = Stacks(homes[..., :K], copies[..., :K])
     case.products.multiply(rows, weights, None, out=out[:, :N])
-    case.check(out[:, :N], expected(case, rows, weights))
+    case.check(out[:, :N], reference(case, rows, weights))
     assert (out[:, N:] == KEPT).all()
 
 
@@ -360,13 +355,13 @@ def test_swiglu_of_other_types(dtype):
     case, F = Case(dtype=dtype), 33
     up, d_hidden = case.rows(2 * F), case.rows(F)
     leaf = up[: case.total].double().requires_grad_()
-    wanted = swiglu(leaf)
-    wanted.backward(d_hidden[: case.total].double())
-    check(case.products.activate(up)[: case.total], wanted.detach(), dtype)
+    expected = swiglu(leaf)
+    expected.backward(d_hidden[: case.total].double())
+    check(case.products.activate(up)[: case.total], expected.detach(), dtype)
     ones = torch.ones(CAPACITY, device=DEVICE)
     d_up, hidden, _ = case.products.activate_backward(up, d_hidden, ones)
     check(d_up[: case.total], leaf.grad, dtype)
-    check(hidden[: case.total], wanted.detach(), dtype)
+    check(hidden[: case.total], expected.detach(), dtype)
 
 
 def test_profilers_receive_the_shape_of_a_product():
@@ -445,6 +440,6 @@ def test_large_products_in_a_graph(sizes):
             near(slots_of(into)[slot], out[part].float().T @ rows[part].float())
 
 
-def near(result, wanted):
-    error = (result.float() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+def near(result, expected):
+    error = (result.float() - expected).norm() / expected.norm().clamp(min=1e-30)
     assert error < 1e-2, error

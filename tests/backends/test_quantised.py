@@ -82,8 +82,8 @@ def same_bytes(one, other):
 def test_weights_are_quantised_and_made_plain_like_their_twins(form, shape, dtype):
     weights = drawn(*shape, dtype=dtype)
     data, scales = quantised(form, weights, quantise)
-    for found, wanted in zip((data, scales), quantised(form, weights), strict=True):
-        same_bytes(found, wanted)
+    for actual, expected in zip((data, scales), quantised(form, weights), strict=True):
+        same_bytes(actual, expected)
     back = quantise.dequantise(form, data, scales, dtype)
     same_bytes(back, formats.dequantise(form, data, scales, dtype))
 
@@ -93,11 +93,11 @@ def test_weights_are_quantised_and_made_plain_like_their_twins(form, shape, dtyp
 @pytest.mark.parametrize("shape", [(7, 300), (3, 128), (2, 16), (0, 16)], ids=str)
 def test_rows_are_packed_like_their_twins(form, shape, dtype):
     rows = drawn(*shape, dtype=dtype)
-    packed, wanted = quantise.pack(form, rows), formats.pack(form, rows)
-    for found, like in zip(*(form.parts(p, shape[1]) for p in (packed, wanted)), strict=True):
-        same_bytes(found, like)
+    packed, expected = quantise.pack(form, rows), formats.pack(form, rows)
+    for actual, like in zip(*(form.parts(p, shape[1]) for p in (packed, expected)), strict=True):
+        same_bytes(actual, like)
     plain = quantise.unpack(form, packed, shape[1], dtype)
-    same_bytes(plain, formats.unpack(form, wanted, shape[1], dtype))
+    same_bytes(plain, formats.unpack(form, expected, shape[1], dtype))
 
 
 def test_rows_behind_the_last_are_left_alone():
@@ -174,10 +174,10 @@ class Case:
         self.weights = QuantisedStacks(*(Stacks(*pair) for pair in zip(*stacks, strict=True)))
 
 
-def close(found, wanted, dtype=torch.float32):
+def close(actual, expected, dtype=torch.float32):
     error = 1e-5 if dtype == torch.float32 else 1e-2
-    limit = wanted.abs().max().item() if wanted.numel() else 1.0
-    torch.testing.assert_close(found, wanted, rtol=error, atol=error * limit)
+    limit = expected.abs().max().item() if expected.numel() else 1.0
+    torch.testing.assert_close(actual, expected, rtol=error, atol=error * limit)
 
 
 @types
@@ -187,9 +187,9 @@ def test_products_are_those_of_the_twin(form, name, dtype):
     case = Case(form, name, dtype)
     packed = case.twin.packed(case.rows)
     for bias, scale in ((None, None), (case.bias, case.scale)):
-        found = case.kernels.multiply(packed, case.weights, bias, scale=scale)
-        wanted = case.twin.multiply(packed, case.weights, bias, scale=scale)
-        close(found[: case.total], wanted[: case.total], dtype)
+        actual = case.kernels.multiply(packed, case.weights, bias, scale=scale)
+        expected = case.twin.multiply(packed, case.weights, bias, scale=scale)
+        close(actual[: case.total], expected[: case.total], dtype)
 
 
 @pytest.mark.parametrize("name", ["mixed", "no copies"])
@@ -199,8 +199,8 @@ def test_products_with_any_scales_are_those_of_the_twin(name):
     for stack in (case.weights.scales.homes, case.weights.scales.copies):
         stack *= 1 + torch.rand(stack.shape, generator=torch.Generator().manual_seed(6)).to(DEVICE)
     packed = case.twin.packed(case.rows)
-    found = case.kernels.multiply(packed, case.weights, None)
-    close(found[: case.total], case.twin.multiply(packed, case.weights, None)[: case.total])
+    actual = case.kernels.multiply(packed, case.weights, None)
+    close(actual[: case.total], case.twin.multiply(packed, case.weights, None)[: case.total])
 
 
 @pytest.mark.parametrize("changing", [False, True])
@@ -217,8 +217,8 @@ def test_sums_are_scaled_only_where_scales_change(changing):
     marked = [[0, 0, 0, 1]] * int(order[0])  # behind the last group, the unit is 1
     marked[1] = [1, 1, 0, 1] if changing else marked[1]
     assert changes[: len(marked)].tolist() == marked
-    found = case.kernels.multiply(packed, case.weights, None)
-    close(found[: case.total], case.twin.multiply(packed, case.weights, None)[: case.total])
+    actual = case.kernels.multiply(packed, case.weights, None)
+    close(actual[: case.total], case.twin.multiply(packed, case.weights, None)[: case.total])
 
 
 @types
@@ -226,16 +226,16 @@ def test_sums_are_scaled_only_where_scales_change(changing):
 def test_what_stands_between_products_is_that_of_the_twin(form, dtype):
     case = Case(form, dtype=dtype)
     up = drawn(CAPACITY, 2 * 200, dtype=dtype).clamp(-9, 9)
-    found = case.kernels.activate(up)[: case.total]
-    both = [case.form.parts(p, 200) for p in (found, case.twin.activate(up)[: case.total])]
-    (data, scales), (wanted, wanted_scales) = both
+    actual = case.kernels.activate(up)[: case.total]
+    both = [case.form.parts(p, 200) for p in (actual, case.twin.activate(up)[: case.total])]
+    (data, scales), (expected, wanted_scales) = both
     same = (scales == wanted_scales).float().mean()
     assert same > 0.98  # a sigmoid of another library may round to another power of two
-    error = formats.unpack(form, found, 200, torch.float32) - activation_named("swiglu").apply(
+    error = formats.unpack(form, actual, 200, torch.float32) - activation_named("swiglu").apply(
         up[: case.total].float()
     )
     assert (error.abs() <= 2.0**-4 * up.abs().max() ** 2).all()
-    assert (data.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.98
+    assert (data.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.98
 
 
 @packing
@@ -247,8 +247,8 @@ def test_backward_uses_dequantised_numbers(form):
         into = Stacks(*(torch.empty(n, 40, 300, device=DEVICE) for n in (3, 2)))
         products.weight_gradients(d_out, packed, into, None)
         results.append((d_rows[: case.total], into.homes, into.copies))
-    for result, wanted in zip(*results, strict=True):
-        close(result, wanted)
+    for result, expected in zip(*results, strict=True):
+        close(result, expected)
 
 
 @types
@@ -294,8 +294,8 @@ def test_large_products(form, sizes):
         plain = formats.dequantise(form, data, scales, torch.float32)
         exact = formats.unpack(form, packed, width, torch.float32)
         for slot, (begin, end) in enumerate(pairwise(begins.tolist())):
-            wanted = exact[begin:end].double() @ plain[slot].double().T
-            error = (out[begin:end].double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+            expected = exact[begin:end].double() @ plain[slot].double().T
+            error = (out[begin:end].double() - expected).norm() / expected.norm().clamp(min=1e-30)
             assert error < 5e-3, error
         assert (out[begins[-1] :] == 7.0).all()
 

@@ -23,7 +23,6 @@ from cases import (
 from guard import watched
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from triton.runtime.interpreter import InterpreterError
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, backends, workload
@@ -32,7 +31,7 @@ from ultraep.backends.reference.members import VARIANTS, alias, close_circles, w
 from ultraep.backends.reference.place import attempts_of, domains_of, shared_threshold, solve
 from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.kernels import place
+from ultraep.backends.triton.kernels import search
 from ultraep.backends.triton.kernels.reroute import place_on_line
 from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.planner import Planner
@@ -124,8 +123,8 @@ def test_rates_may_change_between_plans():
     control = control_of(topology, BalanceConfig(rates=Rates(row=1)))
     for rates in (Rates(row=1000), Rates(row=1000, each=50_000), Rates(row=1, layer=10**9)):
         control._planner.use(rates.numbers)
-        found = control.plan(on_device(loads)).to_host()
-        assert_same_plan(found, ultraep.plan(loads, topology, BalanceConfig(rates=rates)))
+        actual = control.plan(on_device(loads)).to_host()
+        assert_same_plan(actual, ultraep.plan(loads, topology, BalanceConfig(rates=rates)))
     control._planner.use(NO_RATES)
     assert_same_plan(control.plan(on_device(loads)).to_host(), ultraep.plan(loads, topology))
 
@@ -200,9 +199,9 @@ def test_a_planner_forgets_the_last_plan():
     loads, topology = NAMED["zipf_two_slots"]
     control = control_of(topology)
     for current in (loads, loads[:, ::-1].copy(), np.zeros_like(loads), np.ones_like(loads), loads):
-        found, wanted = control.plan(on_device(current)), ultraep.plan(current, topology)
-        assert_same_plan(found.to_host(), wanted)
-        assert_cleared(found, wanted.num_replicas)
+        actual, expected = control.plan(on_device(current)), ultraep.plan(current, topology)
+        assert_same_plan(actual.to_host(), expected)
+        assert_cleared(actual, expected.num_replicas)
 
 
 def assert_cleared(plan, number):
@@ -216,19 +215,19 @@ def assert_cleared(plan, number):
 
 def test_a_device_plan_knows_its_slots():
     loads, topology = NAMED["uneven_homes"]
-    found, wanted = control_of(topology).plan(on_device(loads)), ultraep.plan(loads, topology)
-    slots = topology.spare_slot(wanted.replicas[:, 1], wanted.replicas[:, 2])
+    actual, expected = control_of(topology).plan(on_device(loads)), ultraep.plan(loads, topology)
+    slots = topology.spare_slot(expected.replicas[:, 1], expected.replicas[:, 2])
     held = np.full(topology.first_slot_of_rank[-1], -1)
     held[topology.home_slot_of_expert] = np.arange(topology.experts)
-    held[slots] = wanted.replicas[:, 0]
-    assert wanted.num_replicas > 0
-    assert found.slot_of_copy[: len(slots)].tolist() == slots.tolist()
-    assert found.expert_of_slot.tolist() == held.tolist()
+    held[slots] = expected.replicas[:, 0]
+    assert expected.num_replicas > 0
+    assert actual.slot_of_copy[: len(slots)].tolist() == slots.tolist()
+    assert actual.expert_of_slot.tolist() == held.tolist()
 
 
 def copies_in(planner, domain, buffer):
     """Return expert, host and quota of the replicas that a heuristic left in its buffer."""
-    places, quotas = planner.attempts[domain, buffer].cpu().numpy()
+    places, quotas = planner.tried.attempts[domain, buffer].cpu().numpy()
     experts = planner.expert_of_place.cpu().numpy().reshape(planner.domains, -1)[domain]
     held = np.flatnonzero(places[: planner.held] >= 0)
     return [(experts[places[slot]], slot // planner.slots, quotas[slot]) for slot in held]
@@ -243,16 +242,18 @@ def members():
 def assert_members_agree(loads, topology, config):
     """Compare all attempts at the first threshold, also those that lose."""
     planner = control_of(topology, config)._planner
-    with mock.patch.object(place, "search"):
+    with mock.patch.object(search, "search"):
         planner.plan(on_device(loads))
     for index, domain in enumerate(domains_of(loads.sum(axis=0), Limits.of(topology, config))):
-        threshold, slack, *facts = planner.facts[index].tolist()
+        threshold, slack, *facts = planner.tried.facts[index].tolist()
         assert slack == (threshold > domain.mean)
         for member, attempt in enumerate(members()[: planner.members if slack else 1]):
-            wanted = attempt(domain, threshold)
-            assert copies_in(planner, index, member) == sorted(wanted.copies, key=by_host(wanted))
-            assert planner.attempt_loads[index, member].tolist() == wanted.rank_loads
-            measures = [wanted.peak, len(wanted.copies), wanted.fanout, wanted.egress]
+            expected = attempt(domain, threshold)
+            assert copies_in(planner, index, member) == sorted(
+                expected.copies, key=by_host(expected)
+            )
+            assert planner.tried.attempt_loads[index, member].tolist() == expected.rank_loads
+            measures = [expected.peak, len(expected.copies), expected.fanout, expected.egress]
             assert facts[4 * member : 4 * member + 4] == measures
 
 
@@ -279,19 +280,23 @@ def assert_attempts_agree(loads, topology, config):
     exact = [solve(domain, alias(domain, rungs[0])) for domain in domains]
     limited, others = attempts_of(domains, rungs, few_links=config.rates.copy > 0)
     first = 1 if limited else 1 + LIMITED.value
-    assert planner.tried == first + len(limited) + len(others)
+    assert planner.num_attempts == first + len(limited) + len(others)
     for number, attempts in enumerate(limited + others, start=first):
-        for index, wanted in enumerate(attempts):
-            buffer, peak, made, transfers, at_home = planner.outcomes[index, number].tolist()
+        for index, expected in enumerate(attempts):
+            buffer, peak, made, transfers, at_home = planner.tried.outcomes[index, number].tolist()
             assert buffer == number
-            assert copies_in(planner, index, number) == sorted(wanted.copies, key=by_host(wanted))
-            assert planner.attempt_loads[index, number].tolist() == wanted.rank_loads
-            assert peak == (wanted.threshold if wanted.peak <= wanted.threshold else MAX_TOTAL)
-            assert (made, transfers) == (len(wanted.copies), wanted.transfers)
+            assert copies_in(planner, index, number) == sorted(
+                expected.copies, key=by_host(expected)
+            )
+            assert planner.tried.attempt_loads[index, number].tolist() == expected.rank_loads
+            assert peak == (
+                expected.threshold if expected.peak <= expected.threshold else MAX_TOTAL
+            )
+            assert (made, transfers) == (len(expected.copies), expected.transfers)
             assert at_home == max(domains[index].rank_loads)
-    for index, wanted in enumerate(exact):
-        found = [wanted.peak, len(wanted.copies), wanted.transfers]
-        assert planner.outcomes[index, 0, 1:4].tolist() == found
+    for index, expected in enumerate(exact):
+        actual = [expected.peak, len(expected.copies), expected.transfers]
+        assert planner.tried.outcomes[index, 0, 1:4].tolist() == actual
 
 
 @pytest.mark.slow
@@ -326,9 +331,9 @@ def test_members_of_large_domains_make_the_attempts_of_the_reference(by_groups):
 def test_a_surplus_that_only_several_hosts_can_hold():
     """Rank 0 has a surplus of 20; the last two neighbours with enough room have 11 and 10."""
     loads, topology = np.diag([40, 10, 9, 8]), Topology(ranks=4, experts=4)
-    found = planned(loads, topology, BalanceConfig(tolerance=0.2))
-    assert found.replicas.tolist() == [[0, 1, 0], [0, 2, 0]]
-    assert found.quotas.tolist() == [9, 11]
+    actual = planned(loads, topology, BalanceConfig(tolerance=0.2))
+    assert actual.replicas.tolist() == [[0, 1, 0], [0, 2, 0]]
+    assert actual.quotas.tolist() == [9, 11]
     assert_members_agree(loads, topology, BalanceConfig(tolerance=0.2))
 
 
@@ -346,28 +351,8 @@ FUNCTION_CASES = [
 @pytest.mark.parametrize(("name", "config"), FUNCTION_CASES)
 def test_the_functions_for_plans(name, config):
     loads, topology = NAMED[name]
-    wanted = ultraep.plan(loads, topology, config)
-    assert_same_plan(ultraep.plan(loads, topology, config, backend="triton"), wanted)
-
-
-@pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("name", NAMED)
-def test_bounds_of_named_cases(name, limit):
-    loads, topology = NAMED[name]
-    assert_same_bounds(loads, topology, limit)
-
-
-@only_interpreted
-@few
-@given(problems(), st.sampled_from([0, 1, 3, None]))
-def test_bounds_of_random_cases(problem, limit):
-    assert_same_bounds(*problem, limit)
-
-
-def assert_same_bounds(loads, topology, limit):
-    limits = Limits.of(topology, BalanceConfig(max_replicas=limit))
-    expert_loads = loads.sum(axis=0)
-    assert KERNELS.lower_bound(expert_loads, limits) == TWIN.lower_bound(expert_loads, limits)
+    expected = ultraep.plan(loads, topology, config)
+    assert_same_plan(ultraep.plan(loads, topology, config, backend="triton"), expected)
 
 
 @few
@@ -386,8 +371,8 @@ def test_counts_at_the_edges_of_tiles(rows, experts):
 
 
 def assert_same_counts(ids, experts):
-    (wanted, unknown), (counts, bad) = TWIN.count(ids, experts), KERNELS.count(ids, experts)
-    np.testing.assert_array_equal(counts, wanted)
+    (expected, unknown), (counts, bad) = TWIN.count(ids, experts), KERNELS.count(ids, experts)
+    np.testing.assert_array_equal(counts, expected)
     assert bad == unknown
 
 
@@ -397,9 +382,9 @@ def assert_same_counts(ids, experts):
 def test_routes_of_random_ids(routing):
     ids, plan = routing
     rank = len(ids) - 1
-    wanted, found = (reroute(ids[rank], plan, rank, backend=name) for name in ("cpu", "triton"))
-    assert torch.equal(found.slots, wanted.slots)
-    assert torch.equal(found.order, wanted.order)
+    expected, actual = (reroute(ids[rank], plan, rank, backend=name) for name in ("cpu", "triton"))
+    assert torch.equal(actual.slots, expected.slots)
+    assert torch.equal(actual.order, expected.order)
 
 
 @pytest.mark.parametrize(
@@ -420,8 +405,8 @@ def test_ids_that_do_not_match_the_plan_have_no_routes(ids):
 
 
 def test_strides_are_those_of_the_reference():
-    wanted = [stride(length) for length in range(1, 2000)]
-    assert strides(1999).tolist()[1:] == wanted
+    expected = [stride(length) for length in range(1, 2000)]
+    assert strides(1999).tolist()[1:] == expected
 
 
 @triton.jit
@@ -438,9 +423,9 @@ def places(numbers, length, table, PRODUCT: tl.constexpr, B: tl.constexpr):
 )
 def test_the_longest_lines_have_room_for_a_product(length, product):
     numbers = np.linspace(0, length - 1, 64).astype(int)
-    found, table = (on_device(n).to(torch.int32) for n in (numbers, strides(length)))
-    places[(1,)](found, length, table, PRODUCT=product, B=64)
-    assert found.tolist() == (numbers * stride(length) % length).tolist()
+    actual, table = (on_device(n).to(torch.int32) for n in (numbers, strides(length)))
+    places[(1,)](actual, length, table, PRODUCT=product, B=64)
+    assert actual.tolist() == (numbers * stride(length) % length).tolist()
 
 
 @pytest.mark.parametrize(("rows", "product"), [(1 << 16, tl.uint32), ((1 << 16) + 1, tl.int64)])
@@ -458,21 +443,21 @@ def routed(ids, plan, rank, **how):
     return control.reroute(on_device(ids), **how), control
 
 
-def assert_same_routes(found, ids, plan, rank):
-    wanted = reroute(ids.to(torch.int64), plan, rank)
-    sent = len(wanted.order)
-    assert found.slots.tolist() == wanted.slots.tolist()
-    assert found.order.tolist() == wanted.order.tolist() + [-1] * (ids.numel() - sent)
-    assert found.rows_of_slot.tolist() == wanted.rows_of_slot.tolist()
-    assert found.send_counts.tolist() == wanted.send_counts
-    assert found.receive_counts.tolist() == wanted.receive_counts.tolist()
-    assert int(found.realised) == plan.rank_loads[rank]
-    positions = found.positions.cpu()
+def assert_same_routes(actual, ids, plan, rank):
+    expected = reroute(ids.to(torch.int64), plan, rank)
+    sent = len(expected.order)
+    assert actual.slots.tolist() == expected.slots.tolist()
+    assert actual.order.tolist() == expected.order.tolist() + [-1] * (ids.numel() - sent)
+    assert actual.rows_of_slot.tolist() == expected.rows_of_slot.tolist()
+    assert actual.send_counts.tolist() == expected.send_counts
+    assert actual.receive_counts.tolist() == expected.receive_counts.tolist()
+    assert int(actual.realised) == plan.rank_loads[rank]
+    positions = actual.positions.cpu()
     padding = positions == -1
     assert torch.equal(padding, (ids == -1).reshape(-1))
     assert positions[~padding].sort().values.tolist() == list(range(sent))
     rows = torch.arange(ids.numel(), dtype=torch.int32)
-    assert torch.equal(found.order.cpu()[positions[~padding].long()], rows[~padding])
+    assert torch.equal(actual.order.cpu()[positions[~padding].long()], rows[~padding])
 
 
 @pytest.mark.parametrize(
@@ -486,8 +471,8 @@ def test_ids_of_any_integer_type(dtype):
         ids = [own.where(own > 1, -1) for own in ids]
     plan = plan_of(ids, topology)
     for how in ({}, {"in_place": True}):
-        found, control = routed(ids[1].to(dtype, copy=True), plan, 1, **how)
-        assert_same_routes(found, ids[1], plan, 1)
+        actual, control = routed(ids[1].to(dtype, copy=True), plan, 1, **how)
+        assert_same_routes(actual, ids[1], plan, 1)
         control.check()
 
 
@@ -499,8 +484,8 @@ def test_routes_at_the_edge_of_a_tile(rows, top_k):
     ids = [draw_ids(rng, max(1, rows // top_k), top_k, topology, 2.0) for _ in range(3)]
     ids[2] = draw_ids(rng, rows // top_k, top_k, topology, 2.0)
     plan = plan_of(ids, topology)
-    found, control = routed(ids[2], plan, 2)
-    assert_same_routes(found, ids[2], plan, 2)
+    actual, control = routed(ids[2], plan, 2)
+    assert_same_routes(actual, ids[2], plan, 2)
     control.check()
 
 
@@ -557,51 +542,21 @@ def assert_same_maps(ids, plan, rank):
     chosen = torch.zeros(len(ids), experts, dtype=torch.bool).scatter(1, ids, True)
     host = torch.rand(chosen.shape, dtype=torch.float64, generator=draw).requires_grad_()
     mine = host.detach().to(DEVICE).requires_grad_()
-    wanted_map, wanted = reroute_dense(chosen, host, plan, rank)
+    wanted_map, expected = reroute_dense(chosen, host, plan, rank)
     control = control_of(plan.topology, rows=len(ids), rank=rank)
     assert control.count_map(on_device(chosen)).tolist() == plan.loads[rank].tolist()
     control.adopt(plan)
-    slot_map, found = control.reroute_map(on_device(chosen), mine)
+    slot_map, actual = control.reroute_map(on_device(chosen), mine)
     assert torch.equal(slot_map.cpu(), wanted_map)
-    assert torch.equal(found.cpu(), wanted)
-    pull = torch.rand(found.shape, dtype=torch.float64, generator=draw)
-    found.backward(pull.to(DEVICE))
-    wanted.backward(pull)
+    assert torch.equal(actual.cpu(), expected)
+    pull = torch.rand(actual.shape, dtype=torch.float64, generator=draw)
+    actual.backward(pull.to(DEVICE))
+    expected.backward(pull)
     assert torch.equal(mine.grad.cpu(), host.grad)
     control.check()
 
 
 # Kernels access only their tensors
-
-
-@triton.jit
-def reach(at, other, KIND: tl.constexpr):
-    """Access `other` in one of the ways in which kernels access memory."""
-    lane = tl.arange(0, 4)
-    if KIND == "load":
-        tl.store(at, tl.load(other))
-    elif KIND == "store":
-        tl.store(other, 1)
-    elif KIND == "masked load":
-        tl.store(at, tl.sum(tl.load(other + lane, mask=lane < 1, other=0), 0))
-    elif KIND == "masked store":
-        tl.store(other + lane, lane, mask=lane < 1)
-    else:
-        tl.atomic_add(other, 1)
-
-
-@only_interpreted
-@pytest.mark.parametrize("kind", ["load", "store", "masked load", "masked store", "atomic"])
-def test_the_watch_finds_accesses_out_of_bounds(kind):
-    """The memory exists, but is not an argument of the kernel: `other` is empty."""
-    numbers = torch.zeros(8, dtype=torch.int32)
-    with watched() as watch:
-        reach[(1,)](numbers[:4], numbers[3:], KIND=kind)
-        with pytest.raises(InterpreterError, match="1 of 1 addresses out of bounds"):
-            reach[(1,)](numbers[:4], numbers[4:4], KIND=kind)
-    assert watch.kernels == {"reach"}
-    assert watch.touched
-
 
 KERNEL_NAMES = {
     "sum_loads",
@@ -614,7 +569,6 @@ KERNEL_NAMES = {
     "receive",
     "tile_counts_of_map",
     "assign_to_map",
-    "lower_bounds",
 }
 
 
@@ -622,7 +576,6 @@ def run_all(loads, topology, config, ids, rank):
     """Launch every kernel once."""
     control = control_of(topology, config, rows=ids.numel(), rank=rank)
     control.count(ids)
-    control._planner.bounds()
     control.plan(loads)
     control.reroute(ids)
     control.reroute(ids.clone(), counted=True, in_place=True)
@@ -648,10 +601,10 @@ def test_no_kernel_leaves_its_tensors(name, config):
     ids = on_device(rng.integers(-2, topology.experts + 2, (ROWS // 2 + 1, 2)))
     with watched() as watch:
         run_all(on_device(loads), topology, config, ids, topology.ranks - 1)
-    wanted = KERNEL_NAMES - (set() if topology.slots else {"split"})
+    expected = KERNEL_NAMES - (set() if topology.slots else {"split"})
     if config.rates:
-        wanted = wanted - {"search"} | {"try_rungs"}
-    assert watch.kernels >= wanted
+        expected = expected - {"search"} | {"try_rungs"}
+    assert watch.kernels >= expected
 
 
 @only_interpreted
@@ -661,20 +614,3 @@ def test_no_kernel_of_large_domains_leaves_its_tensors(by_groups):
     with watched() as watch:
         run_all(on_device(loads), topology, LOOSE, ids, 0)
     assert {"first_by_groups", "first_try"} < watch.kernels
-
-
-@only_interpreted
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize(
-    ("bits", "config"),
-    [(31, BalanceConfig()), (62, BalanceConfig(tolerance=0.1)), (31, FEW_LINKS), (62, FEW_LINKS)],
-)
-def test_invalid_loads_do_not_leave_the_tensors(bits, config):
-    """Invalid loads are counted as faults; until they are read, the kernels go on."""
-    topology = Topology(ranks=4, experts=8, slots=2)
-    rng = np.random.default_rng(bits)
-    loads = on_device(rng.integers(-(2**bits), 2**bits, (4, 8)))
-    with watched():
-        control = run_all(loads, topology, config, torch.zeros(9, 1, dtype=torch.int32), 1)
-    with pytest.raises(ultraep.LoadError, match="loads are negative, or add up to more"):
-        control.check()

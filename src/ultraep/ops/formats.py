@@ -35,19 +35,15 @@ class Format:
     """How weights are quantised, and the rows they are multiplied with.
 
     height, width: rows and columns of a weight that share a scale; width 0: all columns.
-    bytes_of_exponents: scales are one byte, a power of two (ue8m0); otherwise float32.
+    scale_type: float32, or uint8 for the exponents of powers of two (ue8m0).
     packs: rows are quantised, too, in groups of `width`; otherwise weights are dequantised.
     """
 
     name: str
     height: int
     width: int
-    bytes_of_exponents: bool = False
+    scale_type: torch.dtype = torch.float32
     packs: bool = True
-
-    @property
-    def scale_type(self) -> torch.dtype:
-        return torch.uint8 if self.bytes_of_exponents else torch.float32
 
     def groups(self, columns: int) -> int:
         """Return the number of scales of a row."""
@@ -80,7 +76,7 @@ FORMATS = {
     for form in (
         Format("fp8", 128, 128),
         Format("fp8_rows", 1, 0),
-        Format("mxfp8", 1, 32, bytes_of_exponents=True, packs=False),
+        Format("mxfp8", 1, 32, scale_type=torch.uint8, packs=False),
     )
 }
 
@@ -96,7 +92,7 @@ def quantise(form: Format, values: torch.Tensor, data: torch.Tensor, scales: tor
     """Quantise weights `[..., N, K]` into e4m3 codes and their scales."""
     codes, exponents = _quantise(values, form.height, form.width or values.shape[-1])
     data.copy_(codes)
-    scales.copy_(exponents if form.bytes_of_exponents else _powers(exponents))
+    scales.copy_(exponents if scales.dtype == torch.uint8 else _powers(exponents))
 
 
 def dequantise(
@@ -144,7 +140,9 @@ def _dequantise(
     data: torch.Tensor, scales: torch.Tensor, height: int, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    factors = _spread(_as_numbers(scales).to(wide), height, width, data.shape)
+    if scales.dtype == torch.uint8:
+        scales = _powers(scales.to(torch.int32))
+    factors = _spread(scales.to(wide), height, width, data.shape)
     return (data.to(wide) * factors).to(dtype)
 
 
@@ -168,10 +166,6 @@ def _levelled(exponents: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     top = exponents.where(largest != 0, 0).amax(dim=-1, keepdim=True)
     near = (largest == 0) | (top - exponents <= REACH)
     return torch.where(near & (top > 0), top, exponents)
-
-
-def _as_numbers(scales: torch.Tensor) -> torch.Tensor:
-    return _powers(scales.to(torch.int32)) if scales.dtype == torch.uint8 else scales
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Products of stage 6: the rows of every slot with the weights of that slot.
 
 `TorchProducts` computes one slot after the other; `backends/triton/products.py` computes all slots
-in one launch on a GPU. Both implement `Products`. With `bitwise`, a row of a result never depends
-on the rows beside it.
+in one launch on a GPU. Both implement `Products`.
 
 Shapes: A rows, L slots of this rank (H home slots, then the spare slots), N and K of a weight, U
 and F input and output width of an activation.
@@ -73,7 +72,6 @@ class Products(Protocol):
     @property
     def knows_spans(self) -> bool:
         """Whether `weight_gradients` uses `sums` and `spans` of stacks."""
-        ...
 
     def multiply(
         self,
@@ -85,7 +83,6 @@ class Products(Protocol):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[A, N] rows @ W^T + bias, times `scale` [A]; W [N, K] and bias [N] per slot."""
-        ...
 
     def multiply_transposed(
         self,
@@ -96,11 +93,9 @@ class Products(Protocol):
         beside: Beside | None = None,
     ) -> torch.Tensor:
         """[A, K] rows @ W."""
-        ...
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         """[A, F] from `[A, U]`."""
-        ...
 
     def activate_backward(
         self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
@@ -110,11 +105,9 @@ class Products(Protocol):
         Returns d_up [A, U], activate(up) * scale [A, F], and the dot products of d_hidden with
         activate(up) [A]. May overwrite `d_hidden_AF`.
         """
-        ...
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
         """Add the dot product of every row with the bias [N] of its slot to the sums."""
-        ...
 
     def weight_gradients(
         self,
@@ -131,7 +124,6 @@ class Products(Protocol):
         skipped. Sums are rounded once, to the dtype of their stack; home experts with replicas are
         not rounded, and go to `sums` if there is one.
         """
-        ...
 
 
 class TorchProducts:

@@ -30,17 +30,11 @@ class QuantisedStacks:
     data: Stacks
     scales: Stacks
 
-    @property
-    def width(self) -> int:
-        """K of the weights [N, K]."""
-        return self.data.homes.shape[2]
-
 
 class QuantisedProducts:
     """`Products` of packed rows, if the format packs them, with `QuantisedStacks` as weights.
 
-    Multiplies dequantised numbers; twin of the kernels.   plain: multiplies them.   dtype: of
-    results.
+    Dequantises both, and multiplies them with `plain`; twin of the kernels.   dtype: of results.
     """
 
     numbers = formats  # the module that quantises
@@ -69,7 +63,7 @@ class QuantisedProducts:
             plain = self._weights(weights, self._dtype)
             return self._plain.multiply(rows, plain, bias, scale=scale, out=out)
         wide = accumulator(self._dtype)
-        numbers = self._rows(rows, weights.width, wide)
+        numbers = self._rows(rows, weights.data.homes.shape[2], wide)
         product = self._plain.multiply(numbers, self._weights(weights, wide), bias).to(self._dtype)
         if scale is not None:
             product = product * scale[: len(product), None].to(self._dtype)

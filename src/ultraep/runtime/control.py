@@ -233,8 +233,8 @@ class ControlPlane:
         number = np.array([plan.num_replicas])
         columns = (number, plan.rank_loads, plan.quotas, plan.replicas, slots, plan.split)
         p.result.zero_()
-        p.replicas.fill_(-1)
-        p.slot_of_copy.fill_(-1)
+        p.plan_tensors.replicas.fill_(-1)
+        p.plan_tensors.slot_of_copy.fill_(-1)
         for (place, _), values in zip(p.places.values(), columns, strict=True):
             p.result[place][: values.size].copy_(
                 torch.from_numpy(values.reshape(-1).astype(np.int32))

@@ -1,9 +1,9 @@
 """Triton kernels for the GPU, bit for bit equal to the reference.
 
 The functions here have the signatures of every backend: arrays on the host, except that ids and
-order may be tensors on the device. They wait for the device. The kernels do not: `Counter`,
-`Planner` and `Rerouter` launch them over preallocated buffers, and
-`ultraep.runtime.control.ControlPlane` combines these classes.
+order may be tensors on the device. They wait for the device. `ultraep.runtime.control.ControlPlane`
+does not: it launches the kernels over the preallocated buffers of `Counter`, `Planner` and
+`Rerouter`.
 
 Shapes: N routed rows, R ranks, E experts, C replicas, S slots of all ranks.
 """
@@ -20,13 +20,13 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
+from ultraep.backends.reference.place import lower_bound
 from ultraep.backends.reference.reroute import tally
 from ultraep.backends.triton.device import default_device, launching
 from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.state import MOST
 from ultraep.backends.triton.planner import Planner
-from ultraep.backends.triton.rerouter import Counter, Planned, Rerouter
-from ultraep.config import NO_RATES
+from ultraep.backends.triton.rerouter import Counter, Rerouter
 
 __all__ = ["DEVICE", "count", "lower_bound", "place", "reroute", "split", "tally"]
 
@@ -55,18 +55,13 @@ def count(ids_N: IntArray | torch.Tensor, experts: int) -> tuple[IntArray, int]:
 @_launching
 def place(expert_loads: IntArray, limits: Limits) -> IntArray:
     """[C, 3] expert, host rank and quota of every replica, sorted by expert, then host."""
-    planner = _planner(expert_loads, limits)
+    planner = Planner(limits, locality=False, device=default_device())
+    planner.sum(_on_device(expert_loads)[None])
     planner.place()
     experts, quotas = _on_host(planner.placed)
     held = np.flatnonzero(experts != MOST.value)
     copies = np.stack([experts[held], held // max(1, limits.slots), quotas[held]], axis=1)
     return copies[np.lexsort((copies[:, 1], copies[:, 0]))]
-
-
-@_launching
-def lower_bound(expert_loads: IntArray, limits: Limits) -> int:
-    """Return the load of the fullest rank that no plan can go below."""
-    return int(_planner(expert_loads, limits._replace(rates=NO_RATES)).bounds().max())
 
 
 @_launching
@@ -91,7 +86,7 @@ def split(
         planner.sum(loads)
         planner.placed.copy_(_on_device(placed))
         planner.lay_out(loads)
-    return _on_host(planner.split)[: len(copies_C3)]
+    return _on_host(planner.plan_tensors.split)[: len(copies_C3)]
 
 
 @_launching
@@ -106,24 +101,21 @@ def reroute(
 ) -> tuple[IntArray, IntArray] | tuple[torch.Tensor, torch.Tensor] | None:
     """Return [M] rows in sending order and [S] rows of every slot; None if the ids differ."""
     ids, loads = _on_device(ids_N), _on_device(loads_E)[None]
-    copies = max(1, len(expert_of_copy))
-    padded = np.full((copies, 3), -1)
-    padded[: len(expert_of_copy), 0] = expert_of_copy
-    slots, rows = np.zeros(copies, np.int64), np.zeros(copies, np.int64)
-    slots[: len(slot_of_copy)], rows[: len(rows_of_copy)] = slot_of_copy, rows_of_copy
-    number = np.array([len(expert_of_copy)])
-    plan = Plan(_int32(padded), None, _int32(slots), _int32(rows), _int32(number))
-    first_slot = _int32(np.array([0, num_slots]))
+    columns = (np.append(column, -1) for column in (expert_of_copy, slot_of_copy, rows_of_copy))
+    experts, slots, rows = map(_int32, columns)  # one row too many: a plan may have no replicas
+    replicas, number = experts[:, None].repeat(1, 3), np.array([len(expert_of_copy)])
     planned = SimpleNamespace(
         experts=len(loads_E),
         ranks=1,
         num_slots=num_slots,
-        max_fanout=copies,
-        plan_tensors=plan,
-        home_tables=Homes(None, _int32(home_slot_of_expert), first_slot, None),
+        max_fanout=len(experts),
+        plan_tensors=Plan(replicas, None, slots, rows, _int32(number)),
+        home_tables=Homes(
+            None, _int32(home_slot_of_expert), _int32(np.array([0, num_slots])), None
+        ),
     )
     counter = Counter(len(loads_E), ids.numel(), ids.device)
-    rerouter = Rerouter(cast(Planned, planned), counter)
+    rerouter = Rerouter(cast(Planner, planned), counter)
     order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
     counter.count(ids)
     rerouter.lines(loads, 0)
@@ -134,13 +126,6 @@ def reroute(
     if isinstance(ids_N, torch.Tensor):
         return order, rows_of_slot
     return _on_host(order), _on_host(rows_of_slot)
-
-
-def _planner(expert_loads: IntArray, limits: Limits) -> Planner:
-    """Return a planner that has the rows of every expert."""
-    planner = Planner(limits, locality=False, device=default_device())
-    planner.sum(_on_device(expert_loads)[None])
-    return planner
 
 
 def _on_device(values: IntArray | torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from ultraep.backends.triton.kernels import exchange as kernels
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.comm import Region
 from ultraep.errors import ConfigError, LoadError
+from ultraep.ops.products import accumulator
 
 ALIGNMENT = 128  # bytes, of every part of a region
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # dtypes that move rows, by their bytes
@@ -139,15 +140,11 @@ class RowExchange:
         return self.region.local[begin:end].view(dtype)
 
     def tables(self, rows_of_slot: torch.Tensor, received: torch.Tensor, row_map: RowMap) -> None:
-        """Write where the rows of every slot begin, for this rank and for the others.
-
-        rows_of_slot: [S] rows that this rank sends.   received: [R, L] rows that it receives.
-        """
+        """Write the tables of [S] the rows this rank sends and [R, L] the rows it receives."""
         layout = self.layout
         assert rows_of_slot.numel() == layout.num_slots
         self._check_received(received)
-        most = max(layout.num_slots, received.numel(), 1)
-        tile = min(2048, power_of_2(most))
+        tile = min(2048, power_of_2(max(layout.num_slots, received.numel(), 1)))
         quick(kernels.make_tables)[(2,)](
             rows_of_slot,
             received,
@@ -175,7 +172,7 @@ class RowExchange:
                 order,
                 scalars,
                 self.order,
-                self.scalars(scalar_type(scalars.dtype)),
+                self.scalars(accumulator(scalars.dtype)),
                 order.numel(),
                 B=1024,
                 num_warps=8,
@@ -314,11 +311,6 @@ class RowExchange:
     def _check_received(self, received: torch.Tensor) -> None:
         assert received.shape == (self.layout.ranks, self.num_local)
         assert received.is_contiguous()
-
-
-def scalar_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which scalars of that dtype are sent."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def aligned(num_bytes: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
 from ultraep.backends.reference.members import MOST_RANKS
-from ultraep.backends.triton.kernels import groups, place, rungs, state
+from ultraep.backends.triton.kernels import groups, place, rungs, search, state
 from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.kernels.search import PlanOut
@@ -29,20 +29,11 @@ MAX_TILE = 1 << 14  # padded home experts times padded ranks of a domain, in one
 class Planner:
     """Plans for one topology and one set of limits, in buffers that are allocated once.
 
-    `plan` always launches the same kernels, so that a graph can capture it. Results are in tensors
-    that the next call overwrites; rows behind the last replica are -1 or 0.
+    `plan` always launches the same kernels, so that a graph can capture it. The next call
+    overwrites the results; rows behind the last replica are -1 or 0.
     `places`: slice and shape of each result in `result`.
-    limits: rates may change between plans, see `use`.
-    timed: whether rates may be set later, though `limits` has none.
+    timed: whether `use` may set rates later, though `limits` has none.
     """
-
-    num_replicas: torch.Tensor
-    rank_loads: torch.Tensor
-    quotas: torch.Tensor
-    replicas: torch.Tensor
-    slot_of_copy: torch.Tensor
-    split: torch.Tensor
-    places: dict[str, tuple[slice, tuple[int, ...]]]
 
     def __init__(
         self, limits: Limits, *, locality: bool, device: torch.device, timed: bool = False
@@ -57,9 +48,9 @@ class Planner:
         self.slack = self.parts > 0 or self.domains > 1
         may_be_timed = timed or limits.rates != NO_RATES
         tolerances = [self.parts] * LIMITED.value + rungs_of(self.parts)
-        self.tried = len(tolerances) if may_be_timed else 0
+        self.num_attempts = len(tolerances) if may_be_timed else 0
         self.homes = max(1, int(np.diff(first_of_rank).max()))
-        self.max_fanout = domain  # independent of the limit: a plan may come from elsewhere
+        self.max_fanout = domain  # most replicas of one expert, also in an adopted plan
         self._pad()
         self._tables(experts_by_rank, first_of_rank, device)
         self._allocate(device)
@@ -76,10 +67,8 @@ class Planner:
             for index, number in enumerate(rates):
                 known[index].fill_(number)
             if not (known.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._rates[rates] = (
-                    known  # a captured fill runs at replay: do not share its tensor
-                )
-        self.rates, self.timed = known, self.tried > 0 and rates != NO_RATES
+                self._rates[rates] = known  # a captured fill runs only at replay
+        self.rates, self.timed = known, self.num_attempts > 0 and rates != NO_RATES
 
     def _pad(self) -> None:
         power = power_of_2
@@ -97,32 +86,22 @@ class Planner:
         self.by_groups = self.G >= 256
         self.in_circles = self.slack and self.domain <= MOST_RANKS
         self.members = 1 + self.slack + self.in_circles * state.VARIANTS.value
-        self.buffers = max(self.members, self.tried) + 3
+        self.buffers = max(self.members, self.num_attempts) + 3
         # `close_circles` examines every pair of ranks.
         pairs = self.G * self.G if self.in_circles else 0
         self.first_warps = max(self.warps, min(8, pairs // 1024))
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
-
-    @property
-    def settings(self) -> tuple[int, ...]:
-        """Arguments that all first attempts take, in their order."""
-        return self.domains, self.domain, self.slots, self.min_tokens, self.limit
-
-    @property
-    def shape(self) -> state.Shape:
-        """Compile-time sizes of a domain."""
-        held, one_slot = power_of_2(max(1, self.held)), self.slots == 1
-        return state.Shape(self.H, self.G, held, one_slot, self.buffers, self.members)
-
-    @property
-    def step_over_domains(self) -> int:
-        """Domains whose rows a program loads together."""
-        return power_of_2(min(self.domains, max(1, 2048 // (self.H * self.G))))
+        # Domains whose rows a program loads together.
+        self.step_over_domains = power(min(self.domains, max(1, 2048 // tile)))
+        # Arguments that all first attempts take, in their order.
+        self.settings = self.domains, self.domain, self.slots, self.min_tokens, self.limit
+        held, one_slot = power(max(1, self.held)), self.slots == 1
+        self.shape = state.Shape(self.H, self.G, held, one_slot, self.buffers, self.members)
 
     def _tables(
         self, experts_by_rank: IntArray, first_of_rank: IntArray, device: torch.device
     ) -> None:
-        """Allocate what never changes: homes and slots."""
+        """Allocate the tables of homes and slots."""
         ranks = np.repeat(np.arange(self.ranks), np.diff(first_of_rank))
         row = np.arange(self.experts) - first_of_rank[ranks]
         places = ((ranks // self.domain) * self.H + row) * self.G + ranks % self.domain
@@ -139,11 +118,13 @@ class Planner:
         padded = self.domains * self.H * self.G
         self.place_of_expert = table(self.experts, experts, places)
         self.expert_of_place = table(padded, places, experts)
-        self.home_of_expert = table(self.experts, experts, ranks)
-        self.home_slot_of_expert = table(self.experts, experts, home_slots)
-        self.expert_of_slot = table(self.num_slots, home_slots, experts)  # spare slots change
-        self.first_slot_of_rank = table(self.ranks + 1, slice(None), first_slot)
         self.home = table(padded, [], [])  # rows of every expert at its home
+        self.home_tables = Homes(
+            home_of_expert=table(self.experts, experts, ranks),
+            home_slot_of_expert=table(self.experts, experts, home_slots),
+            first_slot_of_rank=table(self.ranks + 1, slice(None), first_slot),
+            expert_of_slot=table(self.num_slots, home_slots, experts),  # spare slots change
+        )
 
     def _allocate(self, device: torch.device) -> None:
         def numbers(*shape: int) -> torch.Tensor:
@@ -151,51 +132,21 @@ class Planner:
 
         copies = max(1, self.ranks * self.slots)  # at least one row, unused without slots
         self.expert_loads = numbers(self.experts)
-        self.attempts = numbers(self.domains, self.buffers, 2, max(1, self.held))
-        self.attempt_loads = numbers(self.domains, self.buffers, self.domain)
-        self.facts = numbers(self.domains, state.facts_size(self.members))
-        self.outcomes = numbers(self.domains, self.tried, state.OUTCOMES.value)
+        self.tried = state.Attempts(
+            attempts=numbers(self.domains, self.buffers, 2, max(1, self.held)),
+            attempt_loads=numbers(self.domains, self.buffers, self.domain),
+            facts=numbers(self.domains, state.facts_size(self.members)),
+            outcomes=numbers(self.domains, self.num_attempts, rungs.OUTCOMES.value),
+            scratch=numbers(self.domains, state.scratch_size(self.H, self.G)),
+        )
         self.finished = numbers(1)  # programs of a launch
         self.counts = numbers(self.domains, self.members, self.H * self.G)
         if self.by_groups:
             self.work = numbers(self.domains, state.work_size(self.H, self.G))
-        self.scratch = numbers(self.domains, state.scratch_size(self.H, self.G))
         self.placed = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative or too large
         # All results are in one piece of memory, which one copy takes to the host.
-        self.places, end = {}, 0
-        for name, shape in self._results(copies).items():
-            size = math.prod(shape)
-            self.places[name] = slice(end, end + size), shape
-            end += cdiv(size, 4) * 4  # aligned to 16 bytes
-        self.result = numbers(end)
-        for name, (at, shape) in self.places.items():
-            setattr(self, name, self.result[at].view(shape))
-        self.replicas.fill_(-1)
-        self.slot_of_copy.fill_(-1)
-        self.plan_tensors = Plan(
-            self.replicas, self.quotas, self.slot_of_copy, self.split, self.num_replicas
-        )
-        self.home_tables = Homes(
-            self.home_of_expert,
-            self.home_slot_of_expert,
-            self.first_slot_of_rank,
-            self.expert_of_slot,
-        )
-        self._attempts = state.Attempts(
-            self.attempts, self.attempt_loads, self.facts, self.outcomes, self.scratch
-        )
-        self._plan_out = PlanOut(
-            self.placed,
-            self.rank_loads,
-            self.expert_of_slot,
-            self.expert_of_place,
-            self.first_slot_of_rank,
-        )
-
-    def _results(self, copies: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors of a plan."""
-        return {
+        shapes = {
             "num_replicas": (1,),
             "rank_loads": (self.ranks,),
             "quotas": (copies,),
@@ -203,6 +154,25 @@ class Planner:
             "slot_of_copy": (copies,),
             "split": (copies, self.ranks),
         }
+        self.places, end = {}, 0
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            self.places[name] = slice(end, end + size), shape
+            end += cdiv(size, 4) * 4  # aligned to 16 bytes
+        self.result = numbers(end)
+        results = {name: self.result[at].view(shape) for name, (at, shape) in self.places.items()}
+        self.rank_loads = results.pop("rank_loads")
+        self.plan_tensors = Plan(**results)
+        self.plan_tensors.replicas.fill_(-1)
+        self.plan_tensors.slot_of_copy.fill_(-1)
+        self.expert_of_slot = self.home_tables.expert_of_slot
+        self._plan_out = PlanOut(
+            self.placed,
+            self.rank_loads,
+            self.expert_of_slot,
+            self.expert_of_place,
+            self.home_tables.first_slot_of_rank,
+        )
 
     def plan(self, loads_RE: torch.Tensor) -> None:
         """Launch all kernels; the plan is then in the buffers."""
@@ -243,7 +213,7 @@ class Planner:
             self.home,
             self.work,
             self.counts,
-            self._attempts,
+            self.tried,
             *self.settings,
             self.parts,
             SHAPE=self.shape,
@@ -251,18 +221,18 @@ class Planner:
         )
 
     def _try_rungs(self) -> None:
-        quick(rungs.try_rungs)[(self.domains, self.tried)](
+        quick(rungs.try_rungs)[(self.domains, self.num_attempts)](
             self.home,
             self.counts,
             self.tolerances,
             self.rates,
-            self._attempts,
+            self.tried,
             self.finished,
             self._plan_out,
             *self.settings,
             SHAPE=self.shape,
             BY_GROUPS=self.by_groups,
-            PADDED=power_of_2(self.tried),
+            PADDED=power_of_2(self.num_attempts),
             STEP=self.step_over_domains,
             SEARCH_STEP=self.step,
             num_warps=self.warps,
@@ -272,7 +242,7 @@ class Planner:
         quick(place.first_try)[(self.domains, self.members - self.by_groups)](
             self.home,
             self.counts,
-            self._attempts,
+            self.tried,
             *self.settings,
             self.parts,
             SHAPE=self.shape,
@@ -282,9 +252,9 @@ class Planner:
         )
 
     def _search(self, first: bool) -> None:
-        quick(place.search)[(self.domains,)](
+        quick(search.search)[(self.domains,)](
             self.home,
-            self._attempts,
+            self.tried,
             self._plan_out,
             *self.settings[1:],
             FIRST=first,
@@ -293,27 +263,11 @@ class Planner:
             num_warps=self.warps,
         )
 
-    def bounds(self) -> torch.Tensor:
-        """[D] the least load of the fullest rank that any plan of a domain can reach."""
-        bounds = torch.empty(self.domains, dtype=INT, device=self.facts.device)
-        quick(place.lower_bounds)[(self.domains,)](
-            self.home,
-            self.scratch,
-            bounds,
-            self.domain,
-            self.slots,
-            self.limit,
-            SHAPE=self.shape,
-            STEP=self.step,
-            num_warps=self.warps,
-        )
-        return bounds
-
     def lay_out(self, loads_RE: torch.Tensor) -> None:
         """Write the replicas with slots and quotas, and their rows from every source."""
         if not self.slots:
             return
-        quick(place.split)[(len(self.quotas),)](
+        quick(place.split)[(len(self.plan_tensors.quotas),)](
             loads_RE,
             self.expert_loads,
             self.placed,

@@ -222,12 +222,7 @@ class TritonProducts:
             slot_tensors(bias),
             len(into.homes),
             self.num_slots,
-            EVEN_M=height % blocks.rows == 0,
-            EVEN_N=width % blocks.columns == 0,
-            BLOCK_M=blocks.rows,
-            BLOCK_N=blocks.columns,
-            BLOCK_K=blocks.depth,
-            GROUP_M=blocks.band,
+            TILING=tiling(blocks, height=height, width=width),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
@@ -284,14 +279,16 @@ def slot_tensors(stacks: Stacks | None) -> SlotTensors:
     return SlotTensors(homes, copies, stacks.sums, stacks.spans, *strides)
 
 
-def tiling(blocks: Blocks, *, depth: int, width: int) -> Tiling:
-    """Return the compile-time sizes of a product."""
+def tiling(blocks: Blocks, *, width: int, height: int = 1, depth: int = 1) -> Tiling:
+    """Return the compile-time sizes of a product; height and depth are 1 if the device has them."""
     return Tiling(
-        EVEN_K=depth % blocks.depth == 0,
+        EVEN_M=height % blocks.rows == 0,
         EVEN_N=width % blocks.columns == 0,
+        EVEN_K=depth % blocks.depth == 0,
         BLOCK_M=blocks.rows,
         BLOCK_N=blocks.columns,
         BLOCK_K=blocks.depth,
+        GROUP_M=blocks.band,
         HALF=blocks.half,
     )
 

@@ -1,6 +1,6 @@
 """Launches of `kernels/quantise`: the functions of `ops.formats` for tensors on a GPU.
 
-Shapes: A rows, N and K of a weight.
+Shapes: A rows, H weights of N and K.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ ROWS, COLUMNS = 16, 256  # of a tile of `dequantise`
 
 
 def quantise(form: Format, values: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
-    """Quantise weights `[..., N, K]` into e4m3 codes and their scales."""
+    """Quantise weights [H, N, K] into e4m3 codes and their scales."""
     if values.dtype == torch.float64:
         formats.quantise(form, values, data, scales)
         return
-    _quantise(_matrices(values), form.height, form.width, _matrices(data), _matrices(scales))
+    _quantise(values, form.height, form.width, data, scales)
 
 
 def dequantise(
     form: Format, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return weights [..., N, K], rounded once if the dtype cannot hold them."""
+    """Return weights [H, N, K], rounded once if the dtype cannot hold them."""
     out = torch.empty_like(data, dtype=dtype, memory_format=torch.contiguous_format)
-    _dequantise(_matrices(data), _matrices(scales), form.height, form.width, _matrices(out))
+    _dequantise(data, scales, form.height, form.width, out)
     return out
 
 
@@ -56,11 +56,6 @@ def unpack(
     out = packed.new_empty(len(packed), columns, dtype=dtype)
     _dequantise(data[None], scales[None], 1, form.width, out[None], end)
     return out
-
-
-def _matrices(stack: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of two or three dimensions as `[outer, N, K]`."""
-    return stack[None] if stack.ndim == 2 else stack
 
 
 def _argument(stack: torch.Tensor) -> MatrixStack:

@@ -5,16 +5,14 @@ Shapes: N rows, E experts, R ranks, S slots of all ranks, L slots of one rank.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 import triton.language as tl
 
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.kernels import count, reroute
-from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
+from ultraep.backends.triton.planner import Planner
 
 ROWS, TOKENS = 512, 64  # of a tile of ids, of a tile of a map
 
@@ -79,17 +77,6 @@ class Counter:
         )
 
 
-class Planned(Protocol):
-    """A plan on the device and its sizes: of a `Planner`, or the arguments of `reroute`."""
-
-    ranks: int
-    experts: int
-    num_slots: int
-    max_fanout: int  # most replicas of one expert
-    plan_tensors: Plan
-    home_tables: Homes
-
-
 class Rerouter:
     """Routes the rows that its counter has counted, by the plans of its planner.
 
@@ -97,7 +84,7 @@ class Rerouter:
     `mismatches`: [1] experts whose number of rows differed from the plan, over all calls.
     """
 
-    def __init__(self, planner: Planned, counter: Counter) -> None:
+    def __init__(self, planner: Planner, counter: Counter) -> None:
         self.planner, self.counter = planner, counter
         device = counter.totals.device
         self.product = tl.uint32 if counter.rows <= 1 << 16 else tl.int64

@@ -17,7 +17,7 @@ from ultraep.comm import Peers, Region
 from ultraep.errors import CommunicationError, PlanMismatch
 
 STAGES = ("loads", "rows", "weights", "gradients")  # in which a rank can wait
-MISMATCH = len(STAGES)  # instead of a stage: ranks with different kinds reached a barrier
+MISMATCH = len(STAGES)  # instead of a stage: ranks with different digests reached a barrier
 BARRIERS = ("loads", "rows", "gradients")
 MAX_CHUNKS = 64
 AS_PROMISED = -1  # instead of a version
@@ -49,13 +49,13 @@ class Signals:
         self._of_buffers = self._flags + len(BARRIERS) * peers.size
         self._per_buffer = peers.size * slots + slots * MAX_CHUNKS
         words = self._of_buffers + buffers * self._per_buffer
-        self.region = peers.allocate("board", words * WORD)
+        self.region = peers.allocate("signals", words * WORD)
         self.words = self.region.local.view(torch.int32)
         polls = int(timeout * polls_per_second(peers.device))
         self.poll_limit = min(max(1, polls), 2**31 - 1)  # kernels count in 32 bits
         self._no_table = peers.allocate("barriers", self.table_bytes(0))
-        self._nothing = torch.zeros(peers.size, dtype=torch.int32, device=peers.device)
-        self._no_version = WeightVersion(0, self._nothing, self._nothing)
+        zeros = torch.zeros(peers.size, dtype=torch.int32, device=peers.device)
+        self._no_row, self._no_version = zeros[:0], WeightVersion(0, zeros, zeros)
 
     def channel(self, index: int) -> int:
         """Return the first word of a channel: barriers first, then buffers."""
@@ -78,36 +78,15 @@ class Signals:
         row: torch.Tensor,
         tables: Region,
         gathered: torch.Tensor,
-        kind: int = 0,
+        digest: int = 0,
         version: WeightVersion | None = None,
     ) -> None:
         """Gather a row of int32 from every rank into `gathered` [R, ...]. A barrier.
 
-        tables: `table_bytes` of every rank.   kind: must be equal on all ranks.
+        tables: `table_bytes` of every rank.   digest: must be equal on all ranks.
         """
-        self._share(barrier, row, tables, gathered, row.numel(), kind, version or self._no_version)
-
-    def table_bytes(self, numbers: int) -> int:
-        """Return the bytes that `share` needs for rows of `numbers` integers."""
-        return 2 * self.peers.size * (numbers + 2) * WORD
-
-    def barrier(self, name: str) -> None:
-        """Wait for all ranks: what a rank wrote before, all ranks can read afterwards."""
-        if self.peers.size > 1:
-            empty = self._nothing
-            self._share(name, empty, self._no_table, empty, 0, 0, self._no_version)
-
-    def _share(
-        self,
-        barrier: str,
-        row: torch.Tensor,
-        tables: Region,
-        gathered: torch.Tensor,
-        numbers: int,
-        kind: int,
-        version: WeightVersion,
-    ) -> None:
-        index, ranks = BARRIERS.index(barrier), self.peers.size
+        index, ranks, numbers = BARRIERS.index(barrier), self.peers.size, row.numel()
+        version = version or self._no_version
         require_resident(ranks, 1, self.peers.device)
         quick(signals.share)[(ranks,)](
             self.region.addresses,
@@ -121,7 +100,7 @@ class Signals:
             self.channel(index),
             self._flags + index * ranks,
             numbers,
-            kind,
+            digest,
             version.version,
             STAGES.index(barrier),
             MISMATCH,
@@ -129,6 +108,15 @@ class Signals:
             B=min(1024, max(32, power_of_2(numbers))),
             num_warps=1,
         )
+
+    def table_bytes(self, numbers: int) -> int:
+        """Return the bytes that `share` needs for rows of `numbers` integers."""
+        return 2 * self.peers.size * (numbers + 2) * WORD
+
+    def barrier(self, name: str) -> None:
+        """Wait for all ranks: what a rank wrote before, all ranks can read afterwards."""
+        if self.peers.size > 1:
+            self.share(name, self._no_row, self._no_table, self._no_row)
 
     @property
     def sent(self) -> int:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 import torch
 
-from ultraep.backends.triton.exchange import scalar_type
 from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Peers
@@ -25,6 +24,7 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.ops.modes import unseen
+from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.runtime.agreement import Place, Point
@@ -292,7 +292,7 @@ class MappedRows:
         memory.barrier()
         gates_A = None
         if scalars_TK is not None:
-            gates_A = scalars_TK.new_empty(memory.capacity, dtype=scalar_type(scalars_TK.dtype))
+            gates_A = scalars_TK.new_empty(memory.capacity, dtype=accumulator(scalars_TK.dtype))
             exchange.origins(routes.receive_counts, self._rows, gates_A)
             exchange.landings(routes.slots, routes.positions, self._rows)
         rows_AD = values_TD.new_empty(memory.capacity, values_TD.shape[1])

@@ -11,10 +11,13 @@ data is loaded with `cache_modifier=".cg"`, `volatile=True` or an atomic. Betwee
 launch, the last one to increment a counter with `acq_rel` sees what all others wrote before their
 barrier. Between ranks, see `signals.py`.
 
-Every launched kernel has an example: `example(kernel, programs, **arguments)` launches it and
-prints what it has changed. `room` is uninitialised memory, printed as `_`; `at` returns addresses,
-often one per rank; `parts` joins several lists into one tensor. All examples use one group: rank 0
-is home to experts 0 and 1, rank 1 to experts 2 and 3, each has one spare slot, and expert 0 is hot.
-Sizes, strides and tables of this group are left out. `tests/backends/test_kernel_examples.py` runs
-them.
+Functions of other modules are called through the module, but constants are imported by name: the
+key of Triton's cache leaves out constants that are accessed through a module.
+
+Kernels whose layouts need it have an example: `example(kernel, programs, **arguments)` launches the
+kernel and prints what it has changed. `empty` is uninitialised memory, printed as `_`; `at` returns
+addresses, often one per rank; `parts` joins several lists into one tensor. All examples use one
+group: rank 0 is home to experts 0 and 1, rank 1 to experts 2 and 3, each has one spare slot, and
+expert 0 is hot. Sizes, strides and tables of this group are left out.
+`tests/backends/test_kernel_examples.py` runs them.
 """

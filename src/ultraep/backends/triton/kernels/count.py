@@ -30,7 +30,7 @@ def offsets_of(offsets, tile, experts):
 def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.constexpr):
     """Program t: count the rows of every bin in tile t.
 
-    >>> example(tile_counts, 2, ids=[0, 1, 0, 9, -1, 0], counts=room(2, 5), rows=6, B=4, E=8)
+    >>> example(tile_counts, 2, ids=[0, 1, 0, 9, -1, 0], counts=empty(2, 5), rows=6, B=4, E=8)
     counts = [[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]]
     faults = [1]
     """
@@ -51,13 +51,7 @@ def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.const
 def tile_counts_of_map(
     routing_map, counts, rows, experts, stride, B: tl.constexpr, E: tl.constexpr
 ):
-    """Program (t, e): count the tokens of some experts in tile t of a map `[N, E]`.
-
-    >>> routing_map = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
-    >>> example(tile_counts_of_map, (2, 1), routing_map=routing_map, counts=room(2, 5), rows=3, B=2,
-    ...         E=8)
-    counts = [[2, 0, 0, 1, 0], [0, 0, 1, 0, 0]]
-    """
+    """Program (t, e): count the tokens of some experts in tile t of a map `[N, E]`."""
     tile = tl.program_id(0)
     token = tile * B + tl.arange(0, B)
     expert = tl.program_id(1) * E + tl.arange(0, E)
@@ -73,8 +67,8 @@ def tile_counts_of_map(
 def tile_offsets(counts, totals, tiles, bins, T: tl.constexpr, E: tl.constexpr):
     """Replace counts per tile by counts of all earlier tiles, and write the totals [E + 1].
 
-    >>> example(tile_offsets, 1, counts=[[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]], totals=room(5), tiles=2,
-    ...         bins=5, T=2, E=8)
+    >>> example(tile_offsets, 1, counts=[[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]], totals=empty(5),
+    ...         tiles=2, bins=5, T=2, E=8)
     counts = [[0, 0, 0, 0, 0], [2, 1, 0, 0, 1]]
     totals = [3, 1, 0, 0, 2]
     """

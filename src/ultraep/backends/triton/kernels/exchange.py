@@ -128,7 +128,7 @@ def make_tables(
     faults: how often more than `capacity` rows arrived, and the most that ever arrived.
 
     >>> example(make_tables, 2, rows_of_slot=[1, 0, 0, 1, 0, 3], received=[[0, 1, 0], [1, 0, 3]],
-    ...         begins=room(6), blocks=room(2, 3), offsets=room(4), faults=[0, 0], num_local=3,
+    ...         begins=empty(6), blocks=empty(2, 3), offsets=empty(4), faults=[0, 0], num_local=3,
     ...         rows=5, capacity=8, stride=3, B=8)
     begins = [0, 1, 1, 1, 2, 2]
     blocks = [[0, 1, 2], [0, 2, 2]]
@@ -165,13 +165,7 @@ def make_tables(
 
 @triton.jit(do_not_specialize=["rows"])
 def expose_routes(order, scalars, exposed_order, exposed_scalars, rows, B: tl.constexpr):
-    """Copy order and scalars of the routed rows to the tables, in the dtype of the tables.
-
-    >>> example(expose_routes, 1, order=[0, 1, 4, 3, 2], scalars=[0.5, 0.25, 0.125, 1.0, 2.0],
-    ...         exposed_order=room(6), exposed_scalars=room(6, dtype=torch.float32), rows=5, B=4)
-    exposed_order = [0, 1, 4, 3, 2, _]
-    exposed_scalars = [0.5, 0.25, 0.125, 1.0, 2.0, _]
-    """
+    """Copy order and scalars of the routed rows to the tables, in the dtype of the tables."""
     for first in range(tl.program_id(0) * B, rows, tl.num_programs(0) * B):
         row = first + tl.arange(0, B)
         there = row < rows
@@ -187,10 +181,6 @@ def expose_values(
     """Copy bytes, 16 at a time, as words of a dtype that suits the alignment of the values.
 
     LANES: words per 16 bytes.   B: words that a program copies at once.
-
-    >>> example(expose_values, 1, values=bytes(range(1, 19)), exposed=bytes(20), num_bytes=18,
-    ...         WORD=tl.int32, LANES=4, B=8)
-    exposed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 0, 0]
     """
     source, target = values.to(tl.pointer_type(WORD)), exposed.to(tl.pointer_type(WORD))
     tiles = tl.cdiv(num_bytes // 16, B // LANES)
@@ -230,8 +220,8 @@ def origins(
     >>> first = parts([0, 3, 1, 2, -1], [0, 2, 3, 3, 3, 4], scalars)  # order, begins, scalars
     >>> second = parts([0, 1, 4, 3, 2], [0, 1, 1, 1, 2, 2], scalars)
     >>> example(origins, (3, 2, 1), addresses=at(first, second), received=[[0, 1, 0], [1, 0, 3]],
-    ...         blocks=[[0, 1, 2], [0, 2, 2]], origin_of_row=room(8),
-    ...         gate_of_row=room(8, dtype=torch.float32), rank=1, num_local=3, capacity=8, rows=5,
+    ...         blocks=[[0, 1, 2], [0, 2, 2]], origin_of_row=empty(8),
+    ...         gate_of_row=empty(8, dtype=torch.float32), rank=1, num_local=3, capacity=8, rows=5,
     ...         stride=3, BEGINS=32, SCALARS=64, B=4)
     origin_of_row = [6, 2, 9, 8, 7, _, _, _]
     gate_of_row = [0.25, 0.125, 2.0, 1.0, 0.125, _, _, _]
@@ -277,7 +267,7 @@ def gather_rows(
     >>> first = [[1, 10], [2, 20], [3, 30], [4, 40], [5, 50]]
     >>> second = [[6, 60], [7, 70], [8, 80], [9, 90], [0, 0]]
     >>> example(gather_rows, 1, addresses=at(first, second), origin_of_row=[6, 2, 9, 8, 7, 0, 0, 0],
-    ...         offsets=[0, 1, 2, 5], gathered=room(8, 2), num_local=3, ROWS=5, CHOICES=1, WORDS=2,
+    ...         offsets=[0, 1, 2, 5], gathered=empty(8, 2), num_local=3, ROWS=5, CHOICES=1, WORDS=2,
     ...         B=4)
     gathered = [[7, 70], [3, 30], [0, 0], [9, 90], [8, 80], [_, _], [_, _], [_, _]]
     """
@@ -322,7 +312,7 @@ def landings(
     >>> first, second = [[0, 3, 4], [2, 4, 4]], [[0, 1, 2], [0, 2, 2]]  # the blocks of both ranks
     >>> example(landings, 1, addresses=at(first, second), slots=[0, 3, 5, 5, 5],
     ...         positions=[0, 1, 4, 3, 2], begins=[0, 1, 1, 1, 2, 2],
-    ...         rank_of_slot=[0, 0, 0, 1, 1, 1], landing_of_row=room(5), rank=1, num_rows=5,
+    ...         rank_of_slot=[0, 0, 0, 1, 1, 1], landing_of_row=empty(5), rank=1, num_rows=5,
     ...         capacity=8, stride=3, BLOCKS=0, B=8)
     landing_of_row = [2, 8, 12, 11, 10]
     """
@@ -363,7 +353,7 @@ def sum_rows(
     >>> first = parts([0.75, 0.125], [[1.0, 10.0], [2.0, 20.0]])  # scalars, rows
     >>> second = parts([0.5, 0.25], [[3.0, 30.0], [4.0, 40.0]])
     >>> example(sum_rows, 1, addresses=at(first, second), landing_of_row=[1, 2, 3, -1],
-    ...         summed=room(2, 2, dtype=torch.float32), scalars=room(2, 2, dtype=torch.float32),
+    ...         summed=empty(2, 2, dtype=torch.float32), scalars=empty(2, 2, dtype=torch.float32),
     ...         tokens=2, CHOICES=2, CAPACITY=2, ROWS_AT=16, WIDTH=2, B=2)
     summed = [[5.0, 50.0], [4.0, 40.0]]
     scalars = [[0.125, 0.5], [0.25, 0.0]]

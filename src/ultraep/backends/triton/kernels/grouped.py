@@ -29,17 +29,20 @@ from ultraep.backends.triton.kernels.tiles import (
 
 
 class Tiling(NamedTuple):
-    """Compile-time sizes of a product. EVEN_K, EVEN_N: tiles cover the matrix exactly.
+    """Compile-time sizes of a product. EVEN_*: tiles cover that dimension exactly.
 
+    GROUP_M: rows of tiles of a band, see `in_bands`.
     HALF: slots of few rows use tiles of half the height, if most slots are such. The last rows of
     large slots do not: a program that runs ahead of its neighbours misses the cache they share.
     """
 
-    EVEN_K: bool
+    EVEN_M: bool
     EVEN_N: bool
+    EVEN_K: bool
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
+    GROUP_M: int
     HALF: bool
 
 
@@ -108,7 +111,7 @@ def multiply(
     >>> tiles = [3, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 1]
     >>> example(multiply, 2, rows=rows, weights=(homes, copies), tiles=tiles, num_homes=2,
     ...         biases=([[0.0, 0.0], [10.0, 20.0]], [[100.0, 0.0]]),
-    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], out=room(6, 2, dtype=torch.float32))
+    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], out=empty(6, 2, dtype=torch.float32))
     out = [[1.0, 2.0], [14.0, 23.0], [55.5, 5.0], [230.0, 28.0], [119.0, 18.0], [_, _]]
     """
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(out.columns, TILING.BLOCK_N)
@@ -218,12 +221,7 @@ def weight_gradients(
     biases: SlotTensors,
     num_homes,
     num_slots,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """[A, N], [A, K] -> [N, K] per slot: d_out^T @ rows; zeros for a slot without rows.
 
@@ -234,30 +232,26 @@ def weight_gradients(
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> example(weight_gradients, 2, d_out=d_out, rows=rows, scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0],
     ...         offsets=[0, 1, 2, 5], num_homes=2, num_slots=3,
-    ...         into=(room(2, 2, 2, dtype=torch.bfloat16), room(1, 2, 2, dtype=torch.float32),
-    ...               room(2, 2, 2, dtype=torch.float32), [[0, 0], [0, 1]]),
-    ...         biases=(room(2, 2, dtype=torch.bfloat16), room(1, 2, dtype=torch.float32)))
+    ...         into=(empty(2, 2, 2, dtype=torch.bfloat16), empty(1, 2, 2, dtype=torch.float32),
+    ...               empty(2, 2, 2, dtype=torch.float32), [[0, 0], [0, 1]]),
+    ...         biases=(empty(2, 2, dtype=torch.bfloat16), empty(1, 2, dtype=torch.float32)))
     into.homes = [[[1.0, 2.0], [2.0, 4.0]], [[_, _], [_, _]]]
     into.copies = [[[12.0, 14.0], [16.0, 18.0]]]
     into.sums = [[[_, _], [_, _]], [[0.0, 0.0], [9.0, 12.0]]]
     biases.homes = [[1.0, 2.0], [0.0, 3.0]]
     biases.copies = [[2.5, 3.0]]
     """
-    num_m, num_n = tl.cdiv(d_out.columns, BLOCK_M), tl.cdiv(rows.columns, BLOCK_N)
+    num_m, num_n = tl.cdiv(d_out.columns, TILING.BLOCK_M), tl.cdiv(rows.columns, TILING.BLOCK_N)
     following = rows_of_slot(offsets_ptr, tl.program_id(0) // (num_m * num_n), num_slots)
     for number in range(tl.program_id(0), num_slots * num_m * num_n, tl.num_programs(0)):
         part, tile = following, number % (num_m * num_n)
         next_slot = (number + tl.num_programs(0)) // (num_m * num_n)
         following = rows_of_slot(offsets_ptr, next_slot, num_slots)
-        row, column = in_bands(tile, num_m, num_n, GROUP_M)
-        gradient_tile(
-            d_out, rows, into, part, row * BLOCK_M, column * BLOCK_N, num_homes,
-            EVEN_M, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+        row, column = in_bands(tile, num_m, num_n, TILING.GROUP_M)
+        row, first = row * TILING.BLOCK_M, column * TILING.BLOCK_N
+        gradient_tile(d_out, rows, into, part, row, first, num_homes, TILING)
         if biases.homes_ptr is not None and column == 0:
-            bias_tile(
-                d_out, scale_ptr, biases, part, row * BLOCK_M, num_homes, EVEN_M, BLOCK_M, BLOCK_K
-            )
+            bias_tile(d_out, scale_ptr, biases, part, row, num_homes, TILING)
 
 
 @triton.jit
@@ -269,20 +263,20 @@ def rows_of_slot(offsets_ptr, slot, num_slots):
 
 
 @triton.jit
-def gradient_tile(
-    d_out, rows, into, part, row, column, num_homes, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+def gradient_tile(d_out, rows, into, part, row, column, num_homes, TILING: tl.constexpr):
     """Compute one tile of `weight_gradients`, from `row` and `column` on."""
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_N: tl.constexpr = TILING.BLOCK_N
+    BLOCK_K: tl.constexpr = TILING.BLOCK_K
     offs_m, offs_n, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     high, wide = d_out.columns - row, rows.columns - column
     sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, part.count, BLOCK_K):
         first, left = part.begin + k, part.count - k
         ptr = d_out.ptr + first * d_out.stride + row
-        out_KM = load_tile(ptr, offs_k, offs_m, d_out.stride, left, high, False, EVEN_M)
+        out_KM = load_tile(ptr, offs_k, offs_m, d_out.stride, left, high, False, TILING.EVEN_M)
         ptr = rows.ptr + first * rows.stride + column
-        row_KN = load_tile(ptr, offs_k, offs_n, rows.stride, left, wide, False, EVEN_N)
+        row_KN = load_tile(ptr, offs_k, offs_n, rows.stride, left, wide, False, TILING.EVEN_N)
         sum_MN = tl.dot(out_KM.T, row_KN, sum_MN, input_precision="ieee")
     offset_MN = (row + offs_m)[:, None] * into.stride_row + (column + offs_n)[None, :]
     mask = (offs_m < high)[:, None] & (offs_n < wide)[None, :]
@@ -290,18 +284,17 @@ def gradient_tile(
 
 
 @triton.jit
-def bias_tile(
-    d_out, scale_ptr, biases, part, row, num_homes,
-    EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+def bias_tile(d_out, scale_ptr, biases, part, row, num_homes, TILING: tl.constexpr):
     """Sum d_out * scale over the rows of a slot, for BLOCK_M elements of the bias."""
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_K: tl.constexpr = TILING.BLOCK_K
     offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     columns = d_out.columns - row
     sum_KM = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
     for k in range(0, part.count, BLOCK_K):
         first, left = part.begin + k, part.count - k
         ptr = d_out.ptr + row + first * d_out.stride
-        row_KM = load_tile(ptr, offs_k, offs_m, d_out.stride, left, columns, False, EVEN_M)
+        row_KM = load_tile(ptr, offs_k, offs_m, d_out.stride, left, columns, False, TILING.EVEN_M)
         row_KM = row_KM.to(tl.float32)
         if scale_ptr is not None:
             scale_K = tl.load(scale_ptr + first + offs_k, mask=offs_k < left, other=0.0)

@@ -14,25 +14,10 @@ ever falls, so a waiting rank is examined again once the need has fallen to the 
 import triton
 import triton.language as tl
 
+from ultraep.backends.triton.kernels import state
 from ultraep.backends.triton.kernels.attempts import choose_donor, free_all, unpack
 from ultraep.backends.triton.kernels.search import note
-from ultraep.backends.triton.kernels.state import (
-    MOST,
-    SLACK,
-    THRESHOLD,
-    Attempts,
-    Problem,
-    attempts_of,
-    counts_of,
-    fact_of,
-    free_of,
-    heats_of,
-    home_of,
-    loads_of,
-    quotas_of,
-    threshold_of,
-    work_size,
-)
+from ultraep.backends.triton.kernels.state import MOST, Attempts, Problem
 
 GROUP = tl.constexpr(32)
 
@@ -43,7 +28,7 @@ def total_of(home, domain, SHAPE: tl.constexpr):
     place = tl.arange(0, SHAPE.G)
     total = tl.zeros((), tl.int64)
     for row in range(SHAPE.H):
-        tokens = tl.load(home_of(home, domain, SHAPE) + row * SHAPE.G + place)
+        tokens = tl.load(state.home_of(home, domain, SHAPE) + row * SHAPE.G + place)
         total += tl.sum(tl.maximum(tokens, 0).to(tl.int64), 0)
     return total
 
@@ -62,34 +47,20 @@ def first_by_groups(
     parts,
     SHAPE: tl.constexpr,
 ):
-    """Program d: the attempt of the first heuristic at domain d; see `first_try`.
-
-    Without a tolerance, 5 rows are allowed, and rank 1 takes 3:
-
-    >>> none = 30 * [-1]
-    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]], attempts=room(1, 2, 2),
-    ...         attempt_loads=room(1, 2), facts=room(1, 6), parts=0, SHAPE=shape(G=32, BUFFERS=1),
-    ...         num_warps=1)
-    attempts = [[[-1, 0], [_, 3]]]
-    attempt_loads = [[4, 5]]
-    facts = [[5, 0, 5, 1, 0, 0]]
-    """
+    """Program d: the attempt of the first heuristic at domain d; see `first_try`."""
     domain = tl.program_id(0)
     problem = Problem(ranks, slots, min_tokens, limit)
     most = tl.zeros((), tl.int64)
     for other in range(domains):
         most = tl.maximum(most, total_of(home, other, SHAPE))
-    threshold = threshold_of(most, ranks, parts)
+    threshold = state.threshold_of(most, ranks, parts)
     own_mean = (total_of(home, domain, SHAPE) + ranks - 1) // ranks
-    tl.store(fact_of(tried.facts, domain, THRESHOLD, SHAPE), threshold)
-    slack = (threshold > own_mean).to(tl.int32)
-    tl.store(fact_of(tried.facts, domain, SLACK, SHAPE), slack)
-
-    work += domain * work_size(SHAPE.H, SHAPE.G)
-    hosted = attempts_of(tried.attempts, domain, problem, SHAPE)
-    loads = loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
+    tried = state.at_domain(tried, domain, problem, SHAPE)
+    hosted, loads = tried.attempts, tried.attempt_loads
+    state.store_threshold(tried, threshold, threshold > own_mean)
+    work += domain * state.work_size(SHAPE.H, SHAPE.G)
     free_all(hosted, problem, SHAPE)
-    peak = set_out(home_of(home, domain, SHAPE), work, loads, problem, SHAPE)
+    peak = set_out(state.home_of(home, domain, SHAPE), work, loads, problem, SHAPE)
     num_copies = 0
     if tl.maximum(peak, threshold) < (1 << 31) // SHAPE.G - 1:
         num_copies = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int32)
@@ -97,8 +68,8 @@ def first_by_groups(
         num_copies = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int64)
     rank = tl.arange(0, SHAPE.G)
     load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
-    counts = counts_of(counts, domain, 0, SHAPE)
-    note(tried.facts, hosted, counts, load_G, num_copies, domain, 0, problem, SHAPE)
+    counts = state.counts_of(counts, domain, 0, SHAPE)
+    note(tried, hosted, counts, load_G, num_copies, 0, problem, SHAPE)
 
 
 @triton.jit
@@ -111,8 +82,9 @@ def set_out(home, work, loads, problem, SHAPE: tl.constexpr):
         rank = group * GROUP + lane
         home_HR = tl.load(home + row * SHAPE.G + rank[None, :])
         tl.store(work + row * SHAPE.G + rank[None, :], home_HR)
-        tl.store(heats_of(work, SHAPE) + rank, tl.max(home_HR, 0))
-        tl.store(free_of(work, SHAPE) + rank, tl.where(rank < problem.ranks, problem.slots, 0))
+        tl.store(state.heats_of(work, SHAPE) + rank, tl.max(home_HR, 0))
+        free_R = tl.where(rank < problem.ranks, problem.slots, 0)
+        tl.store(state.free_of(work, SHAPE) + rank, free_R)
         load_R = tl.sum(tl.maximum(home_HR, 0), 0)
         tl.store(loads + rank, load_R, mask=rank < problem.ranks)
         peak = tl.maximum(peak, tl.max(load_R, 0))
@@ -194,7 +166,7 @@ def rooms(work, loads, threshold, problem, SHAPE: tl.constexpr, KEY: tl.constexp
     for q in range(SHAPE.G // GROUP):
         rank = q * GROUP + tl.arange(0, GROUP)
         load_R = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
-        free_R = tl.load(free_of(work, SHAPE) + rank)
+        free_R = tl.load(state.free_of(work, SHAPE) + rank)
         room_Q = tl.where(
             group == q, emptiest(load_R, free_R, rank, threshold, SHAPE.G, KEY), room_Q
         )
@@ -213,7 +185,7 @@ def examine_waiting(
         q = tl.min(tl.where(wait_Q == wait, group, SHAPE.G), 0)
         rank = q * GROUP + tl.arange(0, GROUP)
         load_R = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
-        heat_R = tl.load(heats_of(work, SHAPE) + rank)
+        heat_R = tl.load(state.heats_of(work, SHAPE) + rank)
         load, heat = fullest(load_R, heat_R, rank, need, threshold, SHAPE.G, KEY)
         load_Q = tl.where(group == q, load, load_Q)
         wait_Q = tl.where(group == q, heat, wait_Q)
@@ -231,7 +203,7 @@ def hand_over(
     Returns the new loads and free slots of both groups, and the heats of the donor's group.
     """
     row = tl.arange(0, SHAPE.H)
-    heats, free = heats_of(work, SHAPE), free_of(work, SHAPE)
+    heats, free = state.heats_of(work, SHAPE), state.free_of(work, SHAPE)
     home_H = tl.load(work + row * SHAPE.G + donor)
     load_h = tl.load(loads + rank_h, mask=rank_h < problem.ranks, other=0)
     load_d = tl.load(loads + rank_d, mask=rank_d < problem.ranks, other=0)
@@ -252,7 +224,7 @@ def hand_over(
     heat_d = tl.where(rank_d == donor, hottest(home_H, SHAPE.H, KEY)[0], heat_d)
     if going:
         tl.store(hosted + slot, hot * SHAPE.G + donor)
-        tl.store(quotas_of(hosted, problem) + slot, quota)
+        tl.store(state.quotas_of(hosted, problem) + slot, quota)
         tl.store(loads + rank_h, load_h, mask=rank_h < problem.ranks)
         tl.store(loads + rank_d, load_d, mask=rank_d < problem.ranks)
         tl.store(free + rank_h, free_h)
@@ -266,5 +238,5 @@ def donor_of_all(work, loads, need, threshold, problem, SHAPE: tl.constexpr, KEY
     """Return a donor among all ranks and what it gives, if no expert is hot enough."""
     rank = tl.arange(0, SHAPE.G)
     load_G = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
-    heat_G = tl.load(heats_of(work, SHAPE) + rank)
+    heat_G = tl.load(state.heats_of(work, SHAPE) + rank)
     return choose_donor(need, load_G, heat_G, threshold, SHAPE.G, KEY == tl.int32)  # noqa: SIM300

@@ -85,13 +85,7 @@ def copy_numbers(source, target, count, B: tl.constexpr):
 def keep_plan(
     ring, state, loads, result, site, places, size, num_loads, num_results, B: tl.constexpr
 ):
-    """Store the plan of one microbatch over the oldest one. One program.
-
-    >>> example(keep_plan, 1, ring=room(2, 6), state=[3, 7], loads=[[5, 1]], result=[8, 9], site=4,
-    ...         places=2, size=6, num_loads=2, num_results=2, B=2)
-    ring = [[_, _, _, _, _, _], [4, 7, 5, 1, 8, 9]]
-    state = [4, 7]
-    """
+    """Store the plan of one microbatch over the oldest one. One program."""
     kept = tl.load(state + KEPT)
     at = ring + (kept % places).to(tl.int64) * size
     tl.store(at, site)

@@ -14,46 +14,12 @@ spare slots, padded to powers of two. Integers have 32 bits, sums over many rank
 import triton
 import triton.language as tl
 
+from ultraep.backends.triton.kernels import plan as layout
+from ultraep.backends.triton.kernels import state
 from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, close_circles, window
-from ultraep.backends.triton.kernels.plan import (
-    EXPERT,
-    HOST,
-    SLOT,
-    Homes,
-    Plan,
-    load_at,
-    replica_at,
-    split_at,
-)
-from ultraep.backends.triton.kernels.search import (
-    PlanOut,
-    best_of_members,
-    bound,
-    least_that_is_met,
-    note,
-    publish,
-)
-from ultraep.backends.triton.kernels.state import (
-    MOST,
-    PEAK,
-    SLACK,
-    THRESHOLD,
-    Attempts,
-    Problem,
-    attempt_of,
-    attempts_of,
-    counts_of,
-    fact_of,
-    home_of,
-    load_domain,
-    loads_of,
-    mean_of,
-    measure_of,
-    placed_quotas_of,
-    rank_loads_of,
-    scratch_size,
-    shared_threshold,
-)
+from ultraep.backends.triton.kernels.plan import EXPERT, HOST, SLOT, Homes, Plan
+from ultraep.backends.triton.kernels.search import note
+from ultraep.backends.triton.kernels.state import MOST, Attempts, Problem
 
 
 @triton.jit(do_not_specialize=["ranks", "experts", "stride"])
@@ -74,7 +40,7 @@ def sum_loads(
     `faults` counts loads that are negative or too large, and sums that are too large.
 
     >>> example(sum_loads, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], place_of_expert=[0, 2, 1, 3],
-    ...         expert_loads=room(4), home=room(1, 2, 2), BR=2, BE=4)
+    ...         expert_loads=empty(4), home=empty(1, 2, 2), BR=2, BE=4)
     expert_loads = [6, 1, 1, 1]
     home = [[[6, 1], [1, 1]]]
     """
@@ -85,7 +51,7 @@ def sum_loads(
     bad_E = tl.zeros((BE,), tl.int32)
     for begin in range(0, ranks, BR):
         rank = begin + tl.arange(0, BR)
-        at = load_at(loads, rank[:, None], expert[None, :], stride)
+        at = layout.load_at(loads, rank[:, None], expert[None, :], stride)
         mask = (rank < ranks)[:, None] & known[None, :]
         tokens = tl.load(at, mask=mask, other=0).to(tl.int64)
         bad_E += tl.sum(((tokens < 0) | (tokens > MOST)).to(tl.int32), 0)
@@ -123,8 +89,8 @@ def first_try(
 
     A tolerance of 40 % allows 6 rows. One heuristic fills rank 1, the other moves the surplus only:
 
-    >>> example(first_try, (1, 2), home=[[[6, 1], [1, 1]]], attempts=room(1, 2, 2, 2),
-    ...         attempt_loads=room(1, 2, 2), facts=room(1, 10), parts=400000, STEP=1,
+    >>> example(first_try, (1, 2), home=[[[6, 1], [1, 1]]], attempts=empty(1, 2, 2, 2),
+    ...         attempt_loads=empty(1, 2, 2), facts=empty(1, 10), parts=400000, STEP=1,
     ...         SHAPE=shape(BUFFERS=2, MEMBERS=2))
     attempts = [[[[-1, 0], [_, 4]], [[-1, 0], [_, 1]]]]
     attempt_loads = [[[3, 6], [6, 3]]]
@@ -134,16 +100,15 @@ def first_try(
     member = tl.program_id(1) + BY_GROUPS
     rank = tl.arange(0, SHAPE.G)
     problem = Problem(ranks, slots, min_tokens, limit)
-    home_HG = load_domain(home, domain, SHAPE)
-    load_G = rank_loads_of(home_HG)
-    threshold = shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
-    slack = threshold > mean_of(load_G, ranks)
-    attempts = attempts_of(tried.attempts, domain, problem, SHAPE)
-    hosted = attempt_of(attempts, member, problem)
+    home_HG = state.load_domain(home, domain, SHAPE)
+    load_G = state.rank_loads_of(home_HG)
+    threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
+    slack = threshold > state.mean_of(load_G, ranks)
+    tried = state.at_domain(tried, domain, problem, SHAPE)
+    hosted = state.attempt_of(tried.attempts, member, problem)
     num_copies = 0
     if member == 0 and not BY_GROUPS:
-        tl.store(fact_of(tried.facts, domain, THRESHOLD, SHAPE), threshold)
-        tl.store(fact_of(tried.facts, domain, SLACK, SHAPE), slack.to(tl.int32))
+        state.store_threshold(tried, threshold, slack)
         load_G, _home_HG, num_copies, _received = alias_packed_or_not(
             load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64), slots, problem,
             SHAPE, False
@@ -155,91 +120,10 @@ def first_try(
             load_G, num_copies = close_circles(
                 load_G, home_HG, hosted, threshold, member - 2, problem, SHAPE
             )
-    served = loads_of(tried.attempt_loads, domain, member, problem, SHAPE)
-    tl.store(served + rank, load_G, mask=rank < ranks)
+    tl.store(tried.attempt_loads + member * ranks + rank, load_G, mask=rank < ranks)
     if slack or member == 0:
-        counts = counts_of(counts, domain, member, SHAPE)
-        note(tried.facts, hosted, counts, load_G, num_copies, domain, member, problem, SHAPE)
-
-
-@triton.jit(
-    do_not_specialize=["ranks", "slots", "min_tokens", "limit"],
-    do_not_specialize_on_alignment=["home"],
-)
-def search(
-    home,
-    tried: Attempts,
-    plan: PlanOut,
-    ranks,
-    slots,
-    min_tokens,
-    limit,
-    FIRST: tl.constexpr,
-    SHAPE: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Program d: the best attempt at domain d, or one at the least threshold that is met.
-
-    FIRST: this program makes the first attempt; there is one domain and no tolerance.
-
-    Rank 1 hosts expert 0 and serves 3 of its rows, as in the example of `split`:
-
-    >>> example(search, 1, home=[[[6, 1], [1, 1]]], placed=room(2, 2), planned_loads=room(2),
-    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], FIRST=True)
-    placed = [[2147483647, 0], [0, 3]]
-    planned_loads = [4, 5]
-    expert_of_slot = [0, 1, -1, 2, 3, -1]
-    """
-    domain = tl.program_id(0)
-    problem = Problem(ranks, slots, min_tokens, limit)
-    attempts = attempts_of(tried.attempts, domain, problem, SHAPE)
-    attempt_loads = loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
-    if FIRST:
-        threshold, peak = try_alone(home, attempts, attempt_loads, domain, problem, SHAPE)
-        best = threshold * 0
-        alias_peak = peak
-    else:
-        best, threshold, peak = best_of_members(tried.facts, domain, SHAPE)
-        alias_peak = tl.load(measure_of(tried.facts, domain, 0, PEAK, SHAPE))
-    if peak > threshold:
-        best = least_that_is_met(
-            home, attempts, attempt_loads, tried.scratch, domain, best, peak, alias_peak,
-            threshold, problem, SHAPE, STEP
-        )  # fmt: skip
-    tl.debug_barrier()
-    publish(plan, attempts, attempt_loads, domain, best, problem, SHAPE)
-
-
-@triton.jit
-def try_alone(home, hosted, served, domain, problem, SHAPE: tl.constexpr):
-    """Attempt the mean of the domain; return that mean and the peak that is left."""
-    rank = tl.arange(0, SHAPE.G)
-    home_HG = load_domain(home, domain, SHAPE)
-    load_G = rank_loads_of(home_HG)
-    threshold = mean_of(load_G, problem.ranks)
-    load_G, _home_HG, _made, _received = alias_packed_or_not(
-        load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64), problem.slots, problem,
-        SHAPE, False
-    )  # fmt: skip
-    tl.store(served + rank, load_G, mask=rank < problem.ranks)
-    return threshold, tl.max(load_G, 0)
-
-
-@triton.jit(do_not_specialize=["ranks", "slots", "limit"])
-def lower_bounds(
-    home, scratch, bounds, ranks, slots, limit, SHAPE: tl.constexpr, STEP: tl.constexpr
-):
-    """Program d: the lower bound of domain d.
-
-    >>> example(lower_bounds, 1, home=[[[6, 1], [1, 1]]], bounds=room(1))
-    bounds = [5]
-    """
-    domain = tl.program_id(0)
-    problem = Problem(ranks, slots, 1, limit)
-    load_G = rank_loads_of(load_domain(home, domain, SHAPE))
-    scratch += domain * scratch_size(SHAPE.H, SHAPE.G)
-    least = bound(load_G, home_of(home, domain, SHAPE), scratch, problem, SHAPE, STEP)
-    tl.store(bounds + domain, least)
+        counts = state.counts_of(counts, domain, member, SHAPE)
+        note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE)
 
 
 @triton.jit(do_not_specialize=["ranks", "stride"])
@@ -262,9 +146,9 @@ def split(
     expert are sorted by host, and every program finds the index of its replica among all of them.
 
     >>> example(split, 2, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], expert_loads=[6, 1, 1, 1],
-    ...         placed=[[2147483647, 0], [0, 3]], replicas=room(2, 3), quotas=room(2),
-    ...         slot_of_copy=room(2), expert_of_slot=[0, 1, -1, 2, 3, -1], split=room(2, 2),
-    ...         num_replicas=room(1), SLOTS=1, LOCALITY=True)
+    ...         placed=[[2147483647, 0], [0, 3]], replicas=empty(2, 3), quotas=empty(2),
+    ...         slot_of_copy=empty(2), expert_of_slot=[0, 1, -1, 2, 3, -1], split=empty(2, 2),
+    ...         num_replicas=empty(1), SLOTS=1, LOCALITY=True)
     expert_of_slot = [0, 1, -1, 2, 3, 0]
     replicas = [[0, 1, 0], [-1, -1, -1]]
     quotas = [3, 0]
@@ -293,21 +177,21 @@ def split(
         index_C = (copy // SLOTS == host) & (expert_C < expert)
         index = tl.sum(index_C.to(tl.int32), 0)
         slot = tl.load(homes.first_slot_of_rank + host + 1) - SLOTS + index
-        quota = tl.load(placed_quotas_of(placed, ranks * SLOTS) + own)
+        quota = tl.load(placed + ranks * SLOTS + own)
         write_replica(plan, place, expert, host, index, quota, slot)
         tl.store(homes.expert_of_slot + slot, expert)
         row_R = sources_of_replica(
             loads, expert_loads, homes, placed, expert, host, ranks, stride, SLOTS, LOCALITY, R
         )
-    tl.store(split_at(plan.split, place, rank, ranks), row_R, mask=rank < ranks)
+    tl.store(layout.split_at(plan.split, place, rank, ranks), row_R, mask=rank < ranks)
 
 
 @triton.jit
 def write_replica(plan, place, expert, host, index, quota, slot):
     """Write one row of the plan."""
-    tl.store(replica_at(plan.replicas, place, EXPERT), expert)
-    tl.store(replica_at(plan.replicas, place, HOST), host)
-    tl.store(replica_at(plan.replicas, place, SLOT), index)
+    tl.store(layout.replica_at(plan.replicas, place, EXPERT), expert)
+    tl.store(layout.replica_at(plan.replicas, place, HOST), host)
+    tl.store(layout.replica_at(plan.replicas, place, SLOT), index)
     tl.store(plan.quotas + place, quota)
     tl.store(plan.slot_of_copy + place, slot)
 
@@ -320,12 +204,12 @@ def sources_of_replica(
     """[R] rows of every source rank that the replica of this expert on this host serves."""
     rank = tl.arange(0, R)
     mask = rank < ranks
-    source_R = tl.load(load_at(loads, rank, expert, stride), mask=mask, other=0).to(tl.int32)
+    source_R = tl.load(layout.load_at(loads, rank, expert, stride), mask=mask, other=0).to(tl.int32)
     quota_R = rank * 0  # of the replica on every rank
     for index in range(SLOTS):
         slot_R = placed + rank * SLOTS + index
         same_R = tl.load(slot_R, mask=mask, other=MOST) == expert
-        quota_R += tl.load(placed_quotas_of(slot_R, ranks * SLOTS), mask=same_R, other=0)
+        quota_R += tl.load(slot_R + ranks * SLOTS, mask=same_R, other=0)
     at_home = tl.load(expert_loads + expert) - tl.sum(quota_R, 0)
     kept_R = rank * 0
     if LOCALITY:

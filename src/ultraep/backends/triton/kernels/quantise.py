@@ -112,8 +112,8 @@ def quantise(
     whole rows.
 
     >>> values = [[1.0, 448.0, 0.25], [0.0, 0.0, -449.0], [3.0, 7.0, 1.0]]
-    >>> example(quantise, (2, 1), values=[values], data=room(1, 3, 3, dtype=torch.uint8),
-    ...         scales=room(1, 3, 2, dtype=torch.float32), height=3, width=3, GROUP=2,
+    >>> example(quantise, (2, 1), values=[values], data=empty(1, 3, 3, dtype=torch.uint8),
+    ...         scales=empty(1, 3, 2, dtype=torch.float32), height=3, width=3, GROUP=2,
     ...         WHOLE=False, LEVEL=True, BLOCK_M=2, BLOCK_N=2)
     data = [[[56, 126, 120], [0, 0, 246], [116, 126, 104]]]
     scales = [[[1.0, 0.0009765625], [2.0, 2.0], [0.015625, 0.015625]]]
@@ -146,13 +146,19 @@ def quantise(
 
 
 @triton.jit
-def swiglu_of(up_ptr, column_GN, width, mask):
-    """Return silu of the first half times the second half, and the largest of every group."""
+def swiglu_of(up_ptr, group_G, width, mask_m, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return silu of the first half times the second half, and the largest of every group.
+
+    Also returns the columns of the groups, and the mask of elements that exist.
+    """
+    column_GN = group_G[:, None] * GROUP + tl.arange(0, BLOCK_N)[None, :]
+    mask_gn = (tl.arange(0, BLOCK_N) < GROUP)[None, :] & (column_GN < width)
+    mask = mask_m[:, None, None] & mask_gn[None]
     gate = tl.load(up_ptr + column_GN[None], mask=mask, other=0.0)
     value = tl.load(up_ptr + width + column_GN[None], mask=mask, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     hidden_MGN = (wide * tl.sigmoid(wide) * value).to(gate.dtype).to(tl.float32)
-    return hidden_MGN, tl.max(tl.abs(hidden_MGN), 2)
+    return hidden_MGN, tl.max(tl.abs(hidden_MGN), 2), column_GN, mask
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -172,33 +178,22 @@ def swiglu_quantise(
 
     Rows behind `offsets[-1]` are neither read nor written.   LEVEL: see `levelled`; a first pass
     over the row finds its highest exponent.
-
-    >>> up = [[0.0, 32.0, 5.0, 14.0], [64.0, 32.0, 1.0, 3.5], [1.0, 1.0, 1.0, 1.0]]
-    >>> example(swiglu_quantise, 1, up=up, offsets=[0, 1, 1, 2], data=room(3, 2, dtype=torch.uint8),
-    ...         scales=room(3, 2, dtype=torch.float32), num_slots=3, GROUP=1, LEVEL=True,
-    ...         BLOCK_M=2, G=1, BLOCK_N=1)
-    data = [[0, 126], [120, 126], [179, 179]]
-    scales = [[1.0, 1.0], [0.25, 0.25], [_, _]]
     """
     rows, width = tl.load(offsets_ptr + num_slots), data.columns
     groups = tl.cdiv(width, GROUP)
-    offs_m, group_G, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, G), tl.arange(0, BLOCK_N)
+    offs_m, group_G = tl.arange(0, BLOCK_M), tl.arange(0, G)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
         far_M = first + offs_m
         mask_m = far_M < rows
         up_ptr = up.ptr + (far_M * up.stride)[:, None, None]
         top_M1 = tl.zeros((BLOCK_M, 1), tl.int32)
         for begin in range(0, groups if LEVEL else 0, G):
-            column_GN = (begin + group_G)[:, None] * GROUP + offs_n[None, :]
-            mask_gn = (offs_n < GROUP)[None, :] & (column_GN < width)
-            mask = mask_m[:, None, None] & mask_gn[None]
-            _, largest_MG = swiglu_of(up_ptr, column_GN, width, mask)
+            _, largest_MG, _, _ = swiglu_of(up_ptr, begin + group_G, width, mask_m, GROUP, BLOCK_N)
             top_M1 = tl.maximum(top_M1, highest(scale_of(largest_MG), largest_MG))
         for begin in range(0, groups, G):
-            column_GN = (begin + group_G)[:, None] * GROUP + offs_n[None, :]
-            mask_gn = (offs_n < GROUP)[None, :] & (column_GN < width)
-            mask = mask_m[:, None, None] & mask_gn[None]
-            hidden_MGN, largest_MG = swiglu_of(up_ptr, column_GN, width, mask)
+            hidden_MGN, largest_MG, column_GN, mask = swiglu_of(
+                up_ptr, begin + group_G, width, mask_m, GROUP, BLOCK_N
+            )
             exponent_MG = scale_of(largest_MG)
             if LEVEL:
                 exponent_MG = levelled(exponent_MG, largest_MG, top_M1)
@@ -226,11 +221,6 @@ def dequantise(
     """Program (i, o): dequantise tile i of matrix o; HIGH x WIDE codes share a scale.
 
     end_ptr: number of rows to write, at most `height`; None: all.
-
-    >>> example(dequantise, (2, 1), data=codes([[[56, 126, 120], [0, 1, 246]]]), height=3, width=3,
-    ...         scales=[[[1.0, 0.25], [2.0, 4.0]]], end=[2], out=room(1, 3, 3, dtype=torch.float32),
-    ...         HIGH=1, WIDE=2, BLOCK_M=4, BLOCK_N=2)
-    out = [[[1.0, 448.0, 64.0], [0.0, 0.00390625, -896.0], [_, _, _]]]
     """
     outer, num_n = tl.program_id(1).to(tl.int64), tl.cdiv(width, BLOCK_N)
     offs_m = (tl.program_id(0) // num_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

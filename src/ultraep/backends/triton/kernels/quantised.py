@@ -70,8 +70,8 @@ def lay_ratios(
 
     >>> scales = [[1.0, 1.0, 1.0], [0.5, 0.5, 1.0], [8.0, 2.0, 1.0], [4.0, 4.0, 4.0]]
     >>> example(lay_ratios, (3, 2), tiles=[2, 0, 0, 0, 0, 0, 0, 3, 0, 1, 1, 3, 1, 1, 1],
-    ...         row_scales=scales, ratios=room(2, 3, 2, dtype=torch.bfloat16),
-    ...         changes=room(2, 3, dtype=torch.uint8), BLOCK_M=2)
+    ...         row_scales=scales, ratios=empty(2, 3, 2, dtype=torch.bfloat16),
+    ...         changes=empty(2, 3, dtype=torch.uint8), BLOCK_M=2)
     ratios = [[[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0], [4.0, 4.0]]]
     changes = [[0, 1, 0], [0, 0, 1]]
     """
@@ -111,15 +111,6 @@ def multiply_quantised(
     """[A, K] -> [A, N]: (rows @ W^T + bias) * scale, with W [N, K] per slot.
 
     BLOCKS: use the ratios and changes of `lay_ratios`; otherwise `row_scales`, one per row.
-
-    >>> rows = [[56, 64], [64, 56], [68, 48]]
-    >>> homes, copies = [[[56, 0], [0, 56]]], [[[56, 56], [64, 0]]]
-    >>> example(multiply_quantised, 2, rows=codes(rows), weights=(codes(homes), codes(copies)),
-    ...         scales=([[[1.0]]], [[[4.0]]]), ratios=[[[1.0] * 16], [[0.5] * 16]],
-    ...         changes=[[0], [1]], row_scales=None, biases=None, scale=[1.0, 2.0, 1.0],
-    ...         tiles=[2, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1], num_homes=1, BLOCKS=True,
-    ...         out=room(3, 2, dtype=torch.float32), TILING=tiling(BLOCK_K=128))
-    out = [[1.0, 2.0], [12.0, 16.0], [_, _]]
     """
     BLOCK_M: tl.constexpr = TILING.BLOCK_M
     groups = tl.cdiv(rows.columns, GROUP)

@@ -18,24 +18,10 @@ Shapes: C replicas at most, B replicas of a tile.
 import triton
 import triton.language as tl
 
+from ultraep.backends.triton.kernels import schedule as layout
 from ultraep.backends.triton.kernels.plan import EXPERT, HOST, SLOT, Homes, replica_at
-from ultraep.backends.triton.kernels.schedule import (
-    CHUNKS,
-    DEPTH,
-    FILL,
-    HOPS,
-    LONGEST,
-    RECEIVER,
-    SOURCE,
-    TO_SLOT,
-    homes_of,
-    hop_at,
-    places_of,
-    senders_of,
-    store_place,
-    store_span,
-)
-from ultraep.backends.triton.kernels.signals import HELD, LAST_FILL, SENT, board_of
+from ultraep.backends.triton.kernels.schedule import CHUNKS, FILL, HOPS, LONGEST, Hop
+from ultraep.backends.triton.kernels.signals import HELD, LAST_FILL, SENT, area_of
 
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEVER = tl.constexpr(2**30)
@@ -166,11 +152,11 @@ def choose(
 
 
 @triton.jit
-def senders_of_replicas(
-    expert_C, home_C, homes, scratch, chained, rank, ranks, slots, copies, C: tl.constexpr
-):
-    """[C] source of every replica at its sender, that sender, and the depth in the chain."""
-    all_C, there_C = tl.arange(0, C), expert_C >= 0
+def hops_of(replicas, homes, scratch, chained, rank, ranks, slots, copies, C: tl.constexpr):
+    """[C] the hop that fills each replica, and its sender."""
+    all_C = tl.arange(0, C)
+    expert_C, home_C, host_C, slot_C = replicas_at(replicas, homes, all_C, copies)
+    there_C = expert_C >= 0
     place_C = tl.load(noted(scratch, PLACE, all_C, copies), mask=there_C, other=0)
     before_C = tl.load(noted(scratch, BEFORE, all_C, copies), mask=there_C, other=0)
     index_C = tl.load(homes.home_slot_of_expert + expert_C, mask=there_C, other=0)
@@ -180,18 +166,15 @@ def senders_of_replicas(
     sender_C = tl.where(relayed_C, (before_C // slots) % ranks, home_C)
     depth_C = tl.where(relayed_C, place_C, 0)
     tl.debug_barrier()
-    return source_C, sender_C, depth_C
+    return Hop(source_C, host_C, slot_C, depth_C), sender_C
 
 
 @triton.jit
-def write_hops(
-    schedule, source_C, sender_C, host_C, slot_C, depth_C, scratch, rank, copies,
-    C: tl.constexpr, B: tl.constexpr
-):  # fmt: skip
+def write_hops(schedule, hops, sender_C, scratch, rank, copies, C: tl.constexpr, B: tl.constexpr):
     """Write the hops of this rank by depth, then in plan order; return their number."""
     all_C = tl.arange(0, C)
     mine_C = sender_C == rank
-    key_C = tl.where(mine_C, depth_C * C + all_C, NEVER)
+    key_C = tl.where(mine_C, hops.depth * C + all_C, NEVER)
     tl.store(noted(scratch, KEY, all_C, copies), key_C, mask=all_C < copies)
     tl.debug_barrier()
     for begin in range(0, C, B):
@@ -201,20 +184,17 @@ def write_hops(
         tl.store(noted(scratch, PLACE, at, copies), place, mask=at < copies)
     tl.debug_barrier()
     place_C = tl.load(noted(scratch, PLACE, all_C, copies), mask=mine_C, other=0)
-    tl.store(hop_at(schedule, place_C, SOURCE), source_C, mask=mine_C)
-    tl.store(hop_at(schedule, place_C, RECEIVER), host_C, mask=mine_C)
-    tl.store(hop_at(schedule, place_C, TO_SLOT), slot_C, mask=mine_C)
-    tl.store(hop_at(schedule, place_C, DEPTH), depth_C, mask=mine_C)
+    layout.store_hops(schedule, place_C, hops, mine_C)
     return tl.sum(mine_C.to(tl.int32), 0)
 
 
 @triton.jit
-def write_senders(schedule, sender_C, host_C, slot_C, rank, slots, copies):
+def write_senders(schedule, hops, sender_C, rank, slots, copies):
     """Write which rank fills each slot of this rank."""
     for slot in range(slots):
-        here_C = (host_C == rank) & (slot_C == slot)
+        here_C = (hops.receiver == rank) & (hops.slot == slot)
         sender = tl.max(tl.where(here_C, sender_C, -1), 0)
-        tl.store(senders_of(schedule, copies) + slot, sender)
+        tl.store(layout.senders_of(schedule, copies) + slot, sender)
 
 
 @triton.jit
@@ -227,12 +207,14 @@ def write_places(
     mine_C = (expert_C >= 0) & (home_C == rank)
     index_C = tl.load(homes.home_slot_of_expert + expert_C, mask=mine_C, other=0)
     index_C = tl.where(mine_C, index_C - tl.load(homes.first_slot_of_rank + rank), -1)
-    store_place(places_of(schedule, copies, slots), all_C, host_C, slot_C, all_C < copies)
+    places = layout.places_of(schedule, copies, slots)
+    layout.store_place(places, all_C, host_C, slot_C, all_C < copies)
     of_home = home[:, None] == index_C[None, :]
     count = tl.sum(of_home.to(tl.int32), 1)
     first = tl.min(tl.where(of_home, all_C[None, :], NEVER), 1)
     first = tl.where(count > 0, first, 0)
-    store_span(homes_of(schedule, copies, slots), home, first, first + count, home < num_homes)
+    spans = layout.homes_of(schedule, copies, slots)
+    layout.store_span(spans, home, first, first + count, home < num_homes)
 
 
 @triton.jit(
@@ -240,7 +222,7 @@ def write_places(
                        "numbering", "channel"]
 )  # fmt: skip
 def make_schedule(
-    boards,
+    areas,
     replicas,
     homes: Homes,
     chunks_of_length,
@@ -270,37 +252,31 @@ def make_schedule(
 
     Rank 0 sends its first expert into slot 0 of rank 1, and no rank fills its own slot:
 
-    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0])
-    >>> example(make_schedule, 1, boards=boards, replicas=[[0, 1, 0], [-1, -1, -1]],
+    >>> areas = at([0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0])
+    >>> example(make_schedule, 1, areas=areas, replicas=[[0, 1, 0], [-1, -1, -1]],
     ...         chunks_of_length=[1, 1, 2], versions=[7, 8], held=[[0, 0, 0], [1, 0, 6]],
-    ...         schedule=room(21), owner=1, again=0, rank=0, num_homes=2, copies=2, numbering=4,
+    ...         schedule=empty(21), owner=1, again=0, rank=0, num_homes=2, copies=2, numbering=4,
     ...         channel=4, MODE=AUTO, B=2)
-    boards = [[0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
+    areas = [[0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
     held = [[0, 0, 0], [1, 0, 7]]
     schedule = [1, 1, 1, 1, 0, 1, 0, 0, _, _, _, _, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     """
-    board, fill = board_of(boards, rank), tl.load(schedule + FILL)
+    area, fill = area_of(areas, rank), tl.load(schedule + FILL)
     if again == 0:
-        fill = tl.load(board + numbering + LAST_FILL) + 1
-        tl.store(board + numbering + LAST_FILL, fill)
-    all_held = ((again != 0) & (fill == tl.load(board + channel + HELD))).to(tl.int32)
+        fill = tl.load(area + numbering + LAST_FILL) + 1
+        tl.store(area + numbering + LAST_FILL, fill)
+    all_held = ((again != 0) & (fill == tl.load(area + channel + HELD))).to(tl.int32)
     to_send = scratch + NOTES * copies
     leave_out(replicas, homes, versions, held, to_send, owner, all_held, slots, copies, C)
     longest = order_chains(to_send, homes, scratch, copies, ranks, slots, C, B)
     chained = choose(to_send, homes, scratch, chunks_of_length, longest, copies, MODE, C, B)
     longest = tl.where(chained, longest, tl.minimum(longest, 1))
-    all_C = tl.arange(0, C)
-    expert_C, home_C, host_C, slot_C = replicas_at(to_send, homes, all_C, copies)
-    source_C, sender_C, depth_C = senders_of_replicas(
-        expert_C, home_C, homes, scratch, chained, rank, ranks, slots, copies, C
-    )
-    sent = write_hops(
-        schedule, source_C, sender_C, host_C, slot_C, depth_C, scratch, rank, copies, C, B
-    )
-    write_senders(schedule, sender_C, host_C, slot_C, rank, slots, copies)
+    hops, sender_C = hops_of(to_send, homes, scratch, chained, rank, ranks, slots, copies, C)
+    sent = write_hops(schedule, hops, sender_C, scratch, rank, copies, C, B)
+    write_senders(schedule, hops, sender_C, rank, slots, copies)
     write_places(schedule, replicas, homes, rank, slots, num_homes, copies, C, H)
     tl.store(schedule + HOPS, sent)
-    tl.store(board + SENT, tl.load(board + SENT) + sent)
+    tl.store(area + SENT, tl.load(area + SENT) + sent)
     tl.store(schedule + CHUNKS, tl.load(chunks_of_length + longest))
     tl.store(schedule + FILL, fill)
     tl.store(schedule + LONGEST, longest)

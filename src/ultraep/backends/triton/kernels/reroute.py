@@ -13,16 +13,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ultraep.backends.triton.kernels import plan as layout
 from ultraep.backends.triton.kernels.count import bin_of, offsets_of
-from ultraep.backends.triton.kernels.plan import (
-    EXPERT,
-    Homes,
-    Plan,
-    load_at,
-    received_at,
-    replica_at,
-    split_at,
-)
+from ultraep.backends.triton.kernels.plan import EXPERT, Homes, Plan
 
 
 class Lines(NamedTuple):
@@ -62,9 +55,9 @@ def lay_lines(
 
     >>> example(lay_lines, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], totals=[4, 0, 1, 0, 0],
     ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1], split=[[0, 3], [0, 0]],
-    ...         num_replicas=[1], away=room(4), first_copy=room(4), end_copy=room(4),
-    ...         first_place=room(2), first_place_of_slot=room(6), rows_of_slot=room(6),
-    ...         first_row=room(7), send_counts=room(2), rank=1, E=4, S=8)
+    ...         num_replicas=[1], away=empty(4), first_copy=empty(4), end_copy=empty(4),
+    ...         first_place=empty(2), first_place_of_slot=empty(6), rows_of_slot=empty(6),
+    ...         first_row=empty(7), send_counts=empty(2), rank=1, E=4, S=8)
     away = [3, 0, 0, 0]
     first_copy = [0, _, _, _]
     end_copy = [1, _, _, _]
@@ -111,11 +104,11 @@ def gather_replicas(plan, lines, number, rank, ranks, experts, E: tl.constexpr, 
     away, first_row = lines.away, lines.first_row
     copy, expert = tl.arange(0, C), tl.arange(0, E)
     mask_c, mask_e = copy < number, expert < experts
-    before, after = copy > 0, copy + 1 < number
-    expert_C = tl.load(replica_at(plan.replicas, copy, EXPERT), mask=mask_c, other=experts)
-    before_C = tl.load(replica_at(plan.replicas, copy - 1, EXPERT), mask=mask_c & before, other=-1)
-    after_C = tl.load(replica_at(plan.replicas, copy + 1, EXPERT), mask=after, other=-1)
-    rows_C = tl.load(split_at(plan.split, copy, rank, ranks), mask=mask_c, other=0)
+    expert_ptr = layout.replica_at(plan.replicas, copy, EXPERT)
+    expert_C = tl.load(expert_ptr, mask=mask_c, other=experts)
+    before_C = tl.load(expert_ptr - 3, mask=mask_c & (copy > 0), other=-1)
+    after_C = tl.load(expert_ptr + 3, mask=copy + 1 < number, other=-1)
+    rows_C = tl.load(layout.split_at(plan.split, copy, rank, ranks), mask=mask_c, other=0)
     end_C = tl.cumsum(rows_C, 0)
     begins_C = mask_c & (expert_C != before_C)
     ends_C = mask_c & (expert_C != after_C)
@@ -140,7 +133,7 @@ def gather_replicas(plan, lines, number, rank, ranks, experts, E: tl.constexpr, 
 def count_mismatches(loads, length_E, faults, rank, experts, stride, E: tl.constexpr):
     """Count experts whose number of rows differs from the plan's."""
     expert = tl.arange(0, E)
-    planned_E = tl.load(load_at(loads, rank, expert, stride), mask=expert < experts, other=0)
+    planned_E = tl.load(layout.load_at(loads, rank, expert, stride), mask=expert < experts, other=0)
     wrong = tl.sum((length_E != planned_E).to(tl.int32), 0)
     tl.atomic_add(faults, wrong, mask=wrong > 0, sem="relaxed")
 
@@ -204,7 +197,7 @@ def assign(
     >>> example(assign, 1, ids=[0, 2, 0, 0, 0], offsets=[[0, 0, 0, 0, 0]], totals=[4, 0, 1, 0, 0],
     ...         away=[3, 0, 0, 0], first_copy=[0, 0, 0, 0], end_copy=[1, 0, 0, 0],
     ...         first_place=[1, 0], slot_of_copy=[5, -1], first_row=[0, 1, 1, 1, 2, 2, 5],
-    ...         slots=room(5), order=room(5), positions=room(5), rows=5, halvings=1,
+    ...         slots=empty(5), order=empty(5), positions=empty(5), rows=5, halvings=1,
     ...         PRODUCT=tl.uint32, B=8)
     slots = [0, 3, 5, 5, 5]
     order = [0, 1, 4, 3, 2]
@@ -292,7 +285,7 @@ def assign_to_map(
     >>> example(assign_to_map, (1, 1), routing_map=routing_map, offsets=[[0, 0, 0, 0, 0]],
     ...         totals=[4, 0, 1, 0, 0], expert_of_slot=[0, 1, -1, 2, 3, 0], away=[3, 0, 0, 0],
     ...         first_place_of_slot=[0, 0, 0, 0, 0, 1], rows_of_slot=[1, 0, 0, 1, 0, 3],
-    ...         slot_map=room(5, 6), rows=5, PRODUCT=tl.uint32, B=8, S=8)
+    ...         slot_map=empty(5, 6), rows=5, PRODUCT=tl.uint32, B=8, S=8)
     slot_map = [[1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1],
                 [0, 0, 0, 0, 0, 1]]
     """
@@ -335,7 +328,7 @@ def receive(
 
     >>> example(receive, 3, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], replicas=[[0, 1, 0], [-1, -1, -1]],
     ...         slot_of_copy=[5, -1], split=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
-    ...         received=room(2, 3), rank=1, num_local=3, num_copies=2, STEP=2)
+    ...         received=empty(2, 3), rank=1, num_local=3, num_copies=2, STEP=2)
     received = [[0, 1, 0], [1, 0, 3]]
     """
     local = tl.program_id(0)
@@ -347,20 +340,21 @@ def receive(
     rows_R = source * 0
     if expert >= 0:
         if tl.load(homes.home_of_expert + expert) == rank:
-            column = load_at(loads, source, expert, stride)
+            column = layout.load_at(loads, source, expert, stride)
             rows_R = tl.load(column, mask=mask_r, other=0).to(tl.int32)
-            expert_C = tl.load(replica_at(plan.replicas, copy, EXPERT), mask=mask_c, other=-1)
+            expert_ptr = layout.replica_at(plan.replicas, copy, EXPERT)
+            expert_C = tl.load(expert_ptr, mask=mask_c, other=-1)
             same_C = (expert_C == expert).to(tl.int32)
             first = tl.min(tl.where(same_C != 0, copy, C), 0)
             for begin in range(first, first + tl.sum(same_C, 0), STEP):
                 other = begin + tl.arange(0, STEP)
                 listed = other < first + tl.sum(same_C, 0)
-                rows = split_at(plan.split, other[:, None], source[None, :], ranks)
+                rows = layout.split_at(plan.split, other[:, None], source[None, :], ranks)
                 gone = tl.load(rows, mask=listed[:, None] & mask_r[None, :], other=0)
                 rows_R -= tl.sum(gone, 0)
         else:
             slot_C = tl.load(plan.slot_of_copy + copy, mask=mask_c, other=-1)
             own = tl.sum(tl.where(slot_C == slot, copy, 0), 0)
-            row = split_at(plan.split, own, source, ranks)
+            row = layout.split_at(plan.split, own, source, ranks)
             rows_R = tl.load(row, mask=mask_r, other=0)
-    tl.store(received_at(received, source, local, num_local), rows_R, mask=mask_r)
+    tl.store(layout.received_at(received, source, local, num_local), rows_R, mask=mask_r)

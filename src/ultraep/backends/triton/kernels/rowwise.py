@@ -32,13 +32,7 @@ def swiglu(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """[A, 2F] -> [A, F]: silu of the first half, times the second half.
-
-    >>> up = [[0.0, 32.0, 5.0, 2.0], [1.0, 32.0, 1.0, 3.0], [1.0, 1.0, 1.0, 1.0]]
-    >>> example(swiglu, 1, up=up, offsets=[0, 1, 1, 2], out=room(3, 2, dtype=torch.bfloat16),
-    ...         num_slots=3, BLOCK_M=2, BLOCK_N=2)
-    out = [[0.0, 64.0], [0.73046875, 96.0], [_, _]]
-    """
+    """[A, 2F] -> [A, F]: silu of the first half, times the second half."""
     rows, width = tl.load(offsets_ptr + num_slots), out.columns
     offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
@@ -70,16 +64,6 @@ def swiglu_backward(
 
     `d_hidden` is the gradient before scaling. `hidden` may be the tensor `d_hidden`: a tile is
     stored after the same tile was read.
-
-    >>> up = [[0.0, 32.0, 5.0, 2.0], [32.0, 0.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0]]
-    >>> half = torch.bfloat16
-    >>> example(swiglu_backward, 1, up=up, d_hidden=[[2.0, 1.0], [1.0, 4.0], [1.0, 1.0]],
-    ...         scale=[0.5, 2.0, 1.0], offsets=[0, 1, 1, 2], d_up=room(3, 4, dtype=half),
-    ...         hidden=room(3, 2, dtype=half), d_scale=room(3, dtype=torch.float32), num_slots=3,
-    ...         BLOCK_M=2, BLOCK_N=2)
-    d_up = [[2.5, 1.0, 0.0, 16.0], [6.0, 12.0, 64.0, 0.0], [_, _, _, _]]
-    hidden = [[0.0, 32.0], [192.0, 0.0], [_, _]]
-    d_scale = [64.0, 96.0, _]
     """
     rows, width = tl.load(offsets_ptr + num_slots), d_hidden.columns
     offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -121,14 +105,7 @@ def row_dots(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """[A] += dot product of every row with the bias of its slot.
-
-    >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
-    >>> example(row_dots, 2, rows=rows, biases=([[1.0, 0.0], [0.0, 1.0]], [[1.0, 1.0]]),
-    ...         offsets=[0, 1, 2, 5], sums=[0.0, 0.0, 0.5, 0.5, 0.5, 0.5], num_homes=2,
-    ...         num_slots=3, L=4, BLOCK_M=2, BLOCK_N=2)
-    sums = [1.0, 4.0, 11.5, 15.5, 19.5, 0.5]
-    """
+    """[A] += dot product of every row with the bias of its slot."""
     slot_L = tl.arange(0, L)
     end_L = tl.load(offsets_ptr + 1 + slot_L, mask=slot_L < num_slots, other=2**31 - 1)
     end = tl.load(offsets_ptr + num_slots)
@@ -167,14 +144,7 @@ def scale_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """[A, D] rows times `scale` [A], which is first rounded to the dtype of the rows.
-
-    >>> half = torch.bfloat16
-    >>> example(scale_rows, 2, rows=[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]],
-    ...         scale=[0.5, 2.0, -1.0], out=room(3, 3, dtype=half), num_rows=3, BLOCK_M=2,
-    ...         BLOCK_N=2)
-    out = [[0.5, 1.0, 1.5], [8.0, 10.0, 12.0], [-7.0, -8.0, -9.0]]
-    """
+    """[A, D] rows times `scale` [A], which is first rounded to the dtype of the rows."""
     first, mask_m, scale_M = own_rows(rows.ptr, scale_ptr, num_rows, BLOCK_M)
     for begin in range(0, rows.columns, BLOCK_N):
         column = begin + tl.arange(0, BLOCK_N)[None, :]
@@ -195,15 +165,7 @@ def scale_rows_backward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Backward of `scale_rows`: [A, D] d_rows and [A] d_scale.
-
-    >>> example(scale_rows_backward, 2, d_out=[[1.0, 2.0, 3.0], [1.0, 0.0, 1.0], [2.0, 2.0, 2.0]],
-    ...         rows=[[1.0, 1.0, 2.0], [4.0, 5.0, 6.0], [0.5, 1.0, 1.5]], scale=[0.5, 2.0, -1.0],
-    ...         d_rows=room(3, 3, dtype=torch.float32), d_scale=room(3, dtype=torch.float32),
-    ...         num_rows=3, BLOCK_M=2, BLOCK_N=2)
-    d_rows = [[0.5, 1.0, 1.5], [2.0, 0.0, 2.0], [-2.0, -2.0, -2.0]]
-    d_scale = [9.0, 10.0, 6.0]
-    """
+    """Backward of `scale_rows`: [A, D] d_rows and [A] d_scale."""
     first, mask_m, scale_M = own_rows(rows.ptr, scale_ptr, num_rows, BLOCK_M)
     dot_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for begin in range(0, rows.columns, BLOCK_N):

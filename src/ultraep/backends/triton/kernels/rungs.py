@@ -3,36 +3,29 @@
 import triton
 import triton.language as tl
 
+from ultraep.backends.triton.kernels import search, state
 from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, free_all
-from ultraep.backends.triton.kernels.search import (
-    PlanOut,
-    least_that_is_met,
-    publish,
-    received_by,
-    weigh,
-)
-from ultraep.backends.triton.kernels.state import (
-    AT_HOME,
-    BUFFER,
-    MADE,
-    MOST,
-    REACHED,
-    TRANSFERS,
-    Attempts,
-    Problem,
-    attempt_of,
-    attempts_of,
-    held_by,
-    load_domain,
-    loads_of,
-    outcome_of,
-    rank_loads_of,
-    shared_threshold,
-)
+from ultraep.backends.triton.kernels.search import PlanOut
+from ultraep.backends.triton.kernels.state import MOST, Attempts, Problem
 
+# For every attempt: its buffer, peak, replicas, most transfers of one rank, peak without replicas.
+BUFFER, REACHED, MADE, TRANSFERS, AT_HOME, OUTCOMES = (tl.constexpr(n) for n in range(6))
 FEWEST = tl.constexpr(0)  # as links: as few as the threshold needs
 MOST_TIME = tl.constexpr(2**63 - 1)
 LIMITED = tl.constexpr(3)  # attempts after the exact one that need fewer transfers to count
+
+
+@triton.jit
+def outcome_of(outcomes, domain, number, attempts):
+    return outcomes + (domain * attempts + number) * OUTCOMES
+
+
+@triton.jit
+def store_outcome(outcome, buffer, peak, num_copies, transfers):
+    tl.store(outcome + BUFFER, buffer)
+    tl.store(outcome + REACHED, peak)
+    tl.store(outcome + MADE, num_copies)
+    tl.store(outcome + TRANSFERS, transfers)
 
 
 @triton.jit
@@ -75,8 +68,8 @@ def try_rungs(
     save 200; a replica costs 500:
 
     >>> example(try_rungs, (1, 2), home=[[[6, 1], [1, 1]]], tolerances=[0, 400000],
-    ...         rates=torch.tensor([100, 500, 0, 0]), attempt_loads=room(1, 5, 2),
-    ...         outcomes=room(1, 2, 5), finished=[0], placed=room(2, 2), planned_loads=room(2),
+    ...         rates=torch.tensor([100, 500, 0, 0]), attempt_loads=empty(1, 5, 2),
+    ...         outcomes=empty(1, 2, 5), finished=[0], placed=empty(2, 2), planned_loads=empty(2),
     ...         expert_of_slot=[0, 1, 0, 2, 3, 0], SHAPE=shape(BUFFERS=5), PADDED=2, STEP=1,
     ...         SEARCH_STEP=4)
     attempt_loads = [[[4, 5], [6, 3], [_, _], [_, _], [7, 2]]]
@@ -89,12 +82,12 @@ def try_rungs(
     number = tl.program_id(1)
     rank = tl.arange(0, SHAPE.G)
     problem = Problem(ranks, slots, min_tokens, limit)
-    home_HG = load_domain(home, domain, SHAPE)
-    load_G = rank_loads_of(home_HG)
+    home_HG = state.load_domain(home, domain, SHAPE)
+    load_G = state.rank_loads_of(home_HG)
     parts = tl.load(tolerances + number)
-    threshold = shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
-    attempts = attempts_of(tried.attempts, domain, problem, SHAPE)
-    loads = loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
+    threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
+    own = state.at_domain(tried, domain, problem, SHAPE)
+    loads = own.attempt_loads
     outcome = outcome_of(tried.outcomes, domain, number, tl.num_programs(1))
     tl.store(outcome + AT_HOME, tl.max(load_G, 0))
     links = threshold * 0 + MOST
@@ -102,13 +95,13 @@ def try_rungs(
         links = links_of(number, tl.load(rates + 1))
         home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, SHAPE.H)
     if number == 0:
-        free_all(attempt_of(attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
+        free_all(state.attempt_of(own.attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
         tl.store(loads + (SHAPE.BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
     num_copies = threshold * 0
     transfers = threshold * 0 + MOST
     if (number > 0) | (not BY_GROUPS):
         slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
-        hosted = attempt_of(attempts, number, problem)
+        hosted = state.attempt_of(own.attempts, number, problem)
         usable = tl.minimum(slots, links)
         received = num_copies
         if (number > 0) & (slack >= ranks):
@@ -120,18 +113,16 @@ def try_rungs(
                 load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, False
             )
         tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
-        num_given = most_given(home_HG, load_domain(home, domain, SHAPE))
+        num_given = most_given(home_HG, state.load_domain(home, domain, SHAPE))
         transfers = tl.maximum(num_given, received)
     if number == 0:
         solve(
-            outcome, home, counts, attempts, loads, tried.scratch, domain, threshold, transfers,
-            num_copies, problem, SHAPE, SEARCH_STEP
+            outcome, home, counts, own, domain, threshold, transfers, num_copies, problem,
+            SHAPE, SEARCH_STEP
         )  # fmt: skip
     else:
-        tl.store(outcome + BUFFER, number)
-        tl.store(outcome + REACHED, tl.where(tl.max(load_G, 0) > threshold, MOST, threshold))
-        tl.store(outcome + MADE, num_copies)
-        tl.store(outcome + TRANSFERS, transfers)
+        peak = tl.where(tl.max(load_G, 0) > threshold, MOST, threshold)
+        store_outcome(outcome, number, peak, num_copies, transfers)
     tl.debug_barrier()  # all stores of this program are in memory
     before = tl.atomic_add(finished, 1, sem="acq_rel")
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
@@ -142,9 +133,8 @@ def try_rungs(
             if chosen >= 0:
                 at = outcome_of(tried.outcomes, index, chosen, tl.num_programs(1))
                 best = tl.load(at + BUFFER, cache_modifier=".cg")
-            attempts = attempts_of(tried.attempts, index, problem, SHAPE)
-            loads = loads_of(tried.attempt_loads, index, 0, problem, SHAPE)
-            publish(plan, attempts, loads, index, best, problem, SHAPE)
+            of_domain = state.at_domain(tried, index, problem, SHAPE)
+            search.publish(plan, of_domain, index, best, problem, SHAPE)
 
 
 @triton.jit
@@ -183,8 +173,8 @@ def most_given(home_HG, before_HG):
 
 @triton.jit
 def solve(
-    outcome, home, counts, attempts, attempt_loads, scratch, domain, threshold, transfers,
-    num_copies, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
+    outcome, home, counts, tried, domain, threshold, transfers, num_copies, problem,
+    SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """Write the outcome of the first attempt, or of the search above its threshold.
 
@@ -192,30 +182,24 @@ def solve(
     """
     rank, slot = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
-    load_G = tl.load(attempt_loads + rank, mask=rank < problem.ranks, other=0)
+    load_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
     peak = tl.max(load_G, 0)
     best = 0
     if (peak > threshold) | (transfers == MOST):
         if peak > threshold:
-            best = least_that_is_met(
-                home, attempts, attempt_loads, scratch, domain, best, peak, peak, threshold,
-                problem, SHAPE, STEP
-            )  # fmt: skip
+            best = search.least_that_is_met(
+                home, tried, domain, best, peak, peak, threshold, problem, SHAPE, STEP
+            )
         tl.debug_barrier()
-        hosted = attempt_of(attempts, best, problem)
-        own = tl.load(
-            attempt_loads + best * problem.ranks + rank, mask=rank < problem.ranks, other=0
-        )
-        peak = tl.max(own, 0)
-        holds = tl.load(hosted + slot, mask=slot < held_by(problem), other=-1) >= 0
+        hosted = state.attempt_of(tried.attempts, best, problem)
+        loads = tried.attempt_loads + best * problem.ranks
+        peak = tl.max(tl.load(loads + rank, mask=rank < problem.ranks, other=0), 0)
+        holds = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1) >= 0
         num_copies = tl.sum(holds.to(tl.int32), 0)
         own_counts = counts + domain * SHAPE.H * SHAPE.G
-        _fanout, num_given = weigh(hosted, own_counts, problem, SHAPE)
-        transfers = tl.maximum(num_given, tl.max(received_by(hosted, problem, SHAPE), 0))
-    tl.store(outcome + BUFFER, best)
-    tl.store(outcome + REACHED, peak)
-    tl.store(outcome + MADE, num_copies)
-    tl.store(outcome + TRANSFERS, transfers)
+        _fanout, num_given = search.weigh(hosted, own_counts, problem, SHAPE)
+        transfers = tl.maximum(num_given, tl.max(search.received_by(hosted, problem, SHAPE), 0))
+    store_outcome(outcome, best, peak, num_copies, transfers)
 
 
 @triton.jit

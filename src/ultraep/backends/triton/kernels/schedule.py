@@ -10,17 +10,37 @@
 `copies` and `slots` are upper bounds; the rest is unused.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 HOPS, CHUNKS, FILL, LONGEST = (tl.constexpr(number) for number in range(4))
 HEADER = tl.constexpr(4)
-SOURCE, RECEIVER, TO_SLOT, DEPTH = (tl.constexpr(number) for number in range(4))
+
+
+class Hop(NamedTuple):
+    """One transfer of an expert, or one per element of a tile."""
+
+    source: Any
+    receiver: Any
+    slot: Any
+    depth: Any
 
 
 @triton.jit
-def hop_at(schedule, number, column: tl.constexpr):
-    return schedule + HEADER + 4 * number + column
+def load_hop(schedule, number):
+    at = schedule + HEADER + 4 * number
+    return Hop(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
+
+
+@triton.jit
+def store_hops(schedule, number, hops, mask):
+    at = schedule + HEADER + 4 * number
+    tl.store(at, hops.source, mask=mask)
+    tl.store(at + 1, hops.receiver, mask=mask)
+    tl.store(at + 2, hops.slot, mask=mask)
+    tl.store(at + 3, hops.depth, mask=mask)
 
 
 @triton.jit

@@ -11,28 +11,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.attempts import alias
+from ultraep.backends.triton.kernels import state
+from ultraep.backends.triton.kernels.attempts import alias, alias_packed_or_not
 from ultraep.backends.triton.kernels.state import (
-    COPIES,
-    EGRESS,
-    FANOUT,
+    MEASURES,
     MOST,
-    PEAK,
     SLACK,
     THRESHOLD,
-    attempt_of,
-    fact_of,
-    held_by,
-    home_of,
-    load_domain,
-    measure_of,
-    placed_quotas_of,
-    quotas_of,
-    rank_loads_of,
-    scratch_size,
+    Attempts,
+    Problem,
 )
 
 GUESSES = tl.constexpr(4)
+PEAK, COPIES, FANOUT, EGRESS = (tl.constexpr(number) for number in range(4))
 
 
 class PlanOut(NamedTuple):
@@ -55,7 +46,7 @@ def weigh(hosted, counts, problem, SHAPE: tl.constexpr):
     tl.store(counts + place, place * 0)
     slot = tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()  # the attempt is in memory, too
-    place_of_slot = tl.load(hosted + slot, mask=slot < held_by(problem), other=-1)
+    place_of_slot = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1)
     tl.atomic_add(counts + place_of_slot, 1, mask=place_of_slot >= 0, sem="relaxed")
     tl.debug_barrier()
     rank = tl.arange(0, SHAPE.G)
@@ -77,13 +68,13 @@ def received_by(hosted, problem, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def note(facts, hosted, counts, load_G, num_copies, domain, member, problem, SHAPE: tl.constexpr):
-    """Write the measures of a heuristic's attempt to `facts`."""
+def note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE: tl.constexpr):
+    """Write the measures of a heuristic's attempt."""
     fanout = 0
     egress = 0
     if SHAPE.MEMBERS > 1:  # a single heuristic is not compared
         fanout, egress = weigh(hosted, counts, problem, SHAPE)
-    at = measure_of(facts, domain, member, 0, SHAPE)
+    at = tried.facts + MEASURES + 4 * member
     tl.store(at + PEAK, tl.max(load_G, 0))
     tl.store(at + COPIES, num_copies)
     tl.store(at + FANOUT, fanout)
@@ -91,23 +82,23 @@ def note(facts, hosted, counts, load_G, num_copies, domain, member, problem, SHA
 
 
 @triton.jit
-def best_of_members(facts, domain, SHAPE: tl.constexpr):
+def best_of_members(tried, SHAPE: tl.constexpr):
     """Return the heuristic with the best attempt, the threshold, and the peak of that attempt.
 
     Compares, in this order: peak above the threshold, replicas, fan-out, egress; ties go to the
     second heuristic, then to the earlier one.
     """
-    threshold = tl.load(fact_of(facts, domain, THRESHOLD, SHAPE))
-    slack = tl.load(fact_of(facts, domain, SLACK, SHAPE)) != 0
+    threshold = tl.load(tried.facts + THRESHOLD)
+    slack = tl.load(tried.facts + SLACK) != 0
     best = 0
-    at = measure_of(facts, domain, 0, 0, SHAPE)
+    at = tried.facts + MEASURES
     peak = tl.load(at + PEAK)
     copies = tl.load(at + COPIES)
     fanout = tl.load(at + FANOUT)
     egress = tl.load(at + EGRESS)
     MEMBERS: tl.constexpr = SHAPE.MEMBERS
     for member in tl.static_range(1, MEMBERS):
-        at = measure_of(facts, domain, member, 0, SHAPE)
+        at = tried.facts + MEASURES + 4 * member
         other_peak = tl.load(at + PEAK)
         other_copies = tl.load(at + COPIES)
         other_fanout = tl.load(at + FANOUT)
@@ -191,21 +182,20 @@ def excess_share(load_G, threshold):
 
 @triton.jit
 def least_that_is_met(
-    home, attempts, attempt_loads, scratch, domain, best, peak, alias_peak, threshold, problem,
+    home, tried, domain, best, peak, alias_peak, threshold, problem,
     SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Return the buffer of the best attempt above the threshold; pointers are per domain.
+    """Return the buffer of the best attempt above the threshold.
 
-    alias_peak: peak of the first attempt at the threshold, in buffer 0.
+    tried: buffers of the domain.   alias_peak: of the first attempt at the threshold, in buffer 0.
     """
     SPARE: tl.constexpr = SHAPE.BUFFERS - 3  # the first of the two search buffers
-    home_HG = load_domain(home, domain, SHAPE)
-    load_G = rank_loads_of(home_HG)
+    home_HG = state.load_domain(home, domain, SHAPE)
+    load_G = state.rank_loads_of(home_HG)
     rank = tl.arange(0, SHAPE.G)
-    scratch += domain * scratch_size(SHAPE.H, SHAPE.G)
-    least = bound(load_G, home_of(home, domain, SHAPE), scratch, problem, SHAPE, STEP)
+    least = bound(load_G, state.home_of(home, domain, SHAPE), tried.scratch, problem, SHAPE, STEP)
     tl.debug_barrier()
-    end_G = tl.load(attempt_loads + rank, mask=rank < problem.ranks, other=0)
+    end_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
     failed = tl.maximum(threshold, least - 1)
     last = threshold
     above_last = alias_peak - threshold
@@ -215,14 +205,16 @@ def least_that_is_met(
     while peak - failed > 1:
         now = tl.minimum(middle, peak - 1).to(tl.int32)
         trial = tl.where(best == SPARE, SPARE + 1, SPARE)
+        hosted = state.attempt_of(tried.attempts, trial, problem)
         end_G, _home_HG, _made, _received = alias(
-            load_G, home_HG, attempt_of(attempts, trial, problem), now, tl.zeros((), tl.int64),
-            problem.slots, problem, SHAPE, False, False
+            load_G, home_HG, hosted, now, tl.zeros((), tl.int64), problem.slots, problem,
+            SHAPE, False, False
         )  # fmt: skip
         trial_peak = tl.max(end_G, 0)
         tries += 1
         if trial_peak < peak:
-            tl.store(attempt_loads + trial * problem.ranks + rank, end_G, mask=rank < problem.ranks)
+            loads = tried.attempt_loads + trial * problem.ranks
+            tl.store(loads + rank, end_G, mask=rank < problem.ranks)
             best = trial
             peak = trial_peak
         above = trial_peak - now
@@ -242,40 +234,102 @@ def least_that_is_met(
 
 
 @triton.jit
-def publish(plan, attempts, attempt_loads, domain, best, problem, SHAPE: tl.constexpr):
-    """Write replicas and loads of one attempt; pointers are per domain.
+def publish(plan, tried, domain, best, problem, SHAPE: tl.constexpr):
+    """Write replicas and loads of an attempt, which another program of this launch may have made.
 
-    Another program of the same launch may have made the attempt.
+    tried: buffers of the domain.
     """
     rank, there = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.G) < problem.ranks
-    load_G = tl.load(attempt_loads + best * problem.ranks + rank, there, cache_modifier=".cg")
+    loads = tried.attempt_loads + best * problem.ranks
+    load_G = tl.load(loads + rank, mask=there, cache_modifier=".cg")
     tl.store(plan.planned_loads + domain * problem.ranks + rank, load_G, mask=there)
-    write_placed(plan, attempts, domain, best, problem, SHAPE)
+    write_placed(plan, tried.attempts, domain, best, problem, SHAPE)
     free_slots(plan, domain, problem, SHAPE)
 
 
 @triton.jit
 def write_placed(plan, attempts, domain, best, problem, SHAPE: tl.constexpr):
     """Write experts and quotas of the best attempt, by spare slot."""
-    slot, held = tl.arange(0, SHAPE.HELD), held_by(problem)
+    slot, held = tl.arange(0, SHAPE.HELD), state.held_by(problem)
     there = slot < held
-    hosted = attempt_of(attempts, best, problem)
+    hosted = state.attempt_of(attempts, best, problem)
     place = tl.load(hosted + slot, mask=there, other=-1, cache_modifier=".cg")
-    quotas = quotas_of(hosted, problem)
+    quotas = state.quotas_of(hosted, problem)
     quota = tl.load(quotas + slot, mask=there & (place >= 0), other=0, cache_modifier=".cg")
-    expert_of_place = home_of(plan.expert_of_place, domain, SHAPE)
+    expert_of_place = state.home_of(plan.expert_of_place, domain, SHAPE)
     expert = tl.load(expert_of_place + place, mask=place >= 0, other=MOST)
     tl.store(plan.placed + domain * held + slot, expert, mask=there)
-    placed_quotas = placed_quotas_of(plan.placed, tl.num_programs(0) * held)
-    tl.store(placed_quotas + domain * held + slot, quota, mask=there)
+    all_quotas = plan.placed + tl.num_programs(0) * held
+    tl.store(all_quotas + domain * held + slot, quota, mask=there)
 
 
 @triton.jit
 def free_slots(plan, domain, problem, SHAPE: tl.constexpr):
     """Mark all spare slots of the domain as free; `split` fills them."""
     slot = tl.arange(0, SHAPE.HELD)
-    there = slot < held_by(problem)
+    there = slot < state.held_by(problem)
     slots = tl.maximum(problem.slots, 1)
     first_slot = plan.first_slot_of_rank + domain * problem.ranks
     end = tl.load(first_slot + slot // slots + 1, mask=there, other=0)
     tl.store(plan.expert_of_slot + end - 1 - slot % slots, slot * 0 - 1, mask=there)
+
+
+@triton.jit(
+    do_not_specialize=["ranks", "slots", "min_tokens", "limit"],
+    do_not_specialize_on_alignment=["home"],
+)
+def search(
+    home,
+    tried: Attempts,
+    plan: PlanOut,
+    ranks,
+    slots,
+    min_tokens,
+    limit,
+    FIRST: tl.constexpr,
+    SHAPE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Program d: the best attempt at domain d, or one at the least threshold that is met.
+
+    FIRST: this program makes the first attempt; there is one domain and no tolerance.
+
+    Rank 1 hosts expert 0 and serves 3 of its rows, as in the example of `split`:
+
+    >>> example(search, 1, home=[[[6, 1], [1, 1]]], placed=empty(2, 2), planned_loads=empty(2),
+    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], FIRST=True)
+    placed = [[2147483647, 0], [0, 3]]
+    planned_loads = [4, 5]
+    expert_of_slot = [0, 1, -1, 2, 3, -1]
+    """
+    domain = tl.program_id(0)
+    problem = Problem(ranks, slots, min_tokens, limit)
+    tried = state.at_domain(tried, domain, problem, SHAPE)
+    if FIRST:
+        threshold, peak = try_alone(home, tried, domain, problem, SHAPE)
+        best = threshold * 0
+        alias_peak = peak
+    else:
+        best, threshold, peak = best_of_members(tried, SHAPE)
+        alias_peak = tl.load(tried.facts + MEASURES + PEAK)
+    if peak > threshold:
+        best = least_that_is_met(
+            home, tried, domain, best, peak, alias_peak, threshold, problem, SHAPE, STEP
+        )
+    tl.debug_barrier()
+    publish(plan, tried, domain, best, problem, SHAPE)
+
+
+@triton.jit
+def try_alone(home, tried, domain, problem, SHAPE: tl.constexpr):
+    """Attempt the mean of the domain; return that mean and the peak that is left."""
+    rank = tl.arange(0, SHAPE.G)
+    home_HG = state.load_domain(home, domain, SHAPE)
+    load_G = state.rank_loads_of(home_HG)
+    threshold = state.mean_of(load_G, problem.ranks)
+    load_G, _home_HG, _made, _received = alias_packed_or_not(
+        load_G, home_HG, tried.attempts, threshold, tl.zeros((), tl.int64), problem.slots, problem,
+        SHAPE, False
+    )  # fmt: skip
+    tl.store(tried.attempt_loads + rank, load_G, mask=rank < problem.ranks)
+    return threshold, tl.max(load_G, 0)

@@ -1,6 +1,6 @@
 """Signals between ranks: int32 words in memory that all ranks can access, at system scope.
 
-Every rank has a signal area, its `board`:
+Every rank has a signal area:
 
     [FAULT]                  the first fault: 0, or stage * RANKS + rank + 1
     [SENT]                   replicas that this rank was to send so far
@@ -9,7 +9,7 @@ Every rank has a signal area, its `board`:
     then                     flags
 
 Kernels advance the epochs themselves, so that graphs can be replayed. A waiting rank polls its own
-memory, at most `poll_limit` times. Then it writes the rank it waited for on every board, and from
+memory, at most `poll_limit` times. Then it writes the rank it waited for to every area, and from
 then on no rank waits.
 """
 
@@ -26,9 +26,9 @@ RANKS = tl.constexpr(65536)  # more than any group has
 
 
 class Waiting(NamedTuple):
-    """Arguments of `wait`: boards of all ranks, this rank, its stage, and the most polls."""
+    """Arguments of `wait`: areas of all ranks, this rank, its stage, and the most polls."""
 
-    boards: Any
+    areas: Any
     rank: Any
     ranks: Any
     stage: Any
@@ -36,8 +36,8 @@ class Waiting(NamedTuple):
 
 
 @triton.jit
-def board_of(addresses, rank):
-    """Return the board of a rank."""
+def area_of(addresses, rank):
+    """Return the memory of a rank as int32 words."""
     return tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
 
 
@@ -48,9 +48,9 @@ def fault_of(stage, peer):
 
 
 @triton.jit
-def next_epoch(board, channel):
+def next_epoch(area, channel):
     """Return the number of the epoch that begins; the last program stores it."""
-    return tl.load(board + channel + EPOCH) + 1
+    return tl.load(area + channel + EPOCH) + 1
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def add_one(word):
 @triton.jit
 def wait(word, least, waiting, peer):
     """Poll until the word reaches `least`; return whether it did. `peer` should write it."""
-    fault = board_of(waiting.boards, waiting.rank) + FAULT
+    fault = area_of(waiting.areas, waiting.rank) + FAULT
     value, broken, polls = read(word), 0, 0
     while (value - least < 0) & (broken == 0) & (polls < waiting.poll_limit):
         value = read(word)
@@ -85,21 +85,21 @@ def wait(word, least, waiting, peer):
             broken = read(fault)
     arrived = value - least >= 0
     if (arrived == 0) & (broken == 0):
-        report(waiting.boards, waiting.ranks, fault_of(waiting.stage, peer))
+        report(waiting.areas, waiting.ranks, fault_of(waiting.stage, peer))
     return arrived
 
 
 @triton.jit
 def report(addresses, ranks, fault):
-    """Write a fault on all boards that have none."""
+    """Write a fault to all areas that have none."""
     for rank in range(ranks):
-        tl.atomic_cas(board_of(addresses, rank) + FAULT, 0, fault, sem="acq_rel", scope="sys")
+        tl.atomic_cas(area_of(addresses, rank) + FAULT, 0, fault, sem="acq_rel", scope="sys")
 
 
 @triton.jit
-def last_of(board, channel, programs):
+def last_of(area, channel, programs):
     """Return whether all other programs of this launch have arrived; then reset the counter."""
-    tickets = board + channel + TICKETS
+    tickets = area + channel + TICKETS
     tl.debug_barrier()
     last = tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
@@ -115,11 +115,7 @@ def row_of(table, epoch, sender, ranks, numbers):
 
 @triton.jit(do_not_specialize=["polls"])
 def idle(word, polls):
-    """Poll a word that stays 0, to measure how long a poll takes.
-
-    >>> example(idle, 1, word=[0], polls=3)
-    nothing
-    """
+    """Poll a word that stays 0, to measure how long a poll takes."""
     value, count = 0, 0
     while (value == 0) & (count < polls):
         value = read(word)
@@ -127,11 +123,11 @@ def idle(word, polls):
 
 
 @triton.jit(
-    do_not_specialize=["rank", "ranks", "channel", "flags", "numbers", "kind", "version", "stage",
+    do_not_specialize=["rank", "ranks", "channel", "flags", "numbers", "digest", "version", "stage",
                        "mismatch", "poll_limit"]
 )  # fmt: skip
 def share(
-    boards,
+    areas,
     tables,
     row,
     gathered,
@@ -142,7 +138,7 @@ def share(
     channel,
     flags,
     numbers,
-    kind,
+    digest,
     version,
     stage,
     mismatch,
@@ -153,41 +149,41 @@ def share(
 
     tables: memory of all ranks, `[2, R, numbers + 2]`: a fast rank writes its next row into the
     other half while a slow rank still reads.   flags: word of the first of R flags.
-    kind: sent behind the numbers; ranks with different kinds are a fault of stage `mismatch`.
+    digest: sent behind the numbers; ranks with different digests are a fault of stage `mismatch`.
     version: sent last, of this rank's weights; -1: the integer at `promise`.
     versions: [R] the versions of all ranks.
 
-    Rank 1 has signalled epoch 1: its flag is on the board of rank 0, its row in the table.
+    Rank 1 has signalled epoch 1: its flag is in the area of rank 0, its row in the table.
 
-    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    >>> areas = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     >>> tables = at([[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [7, 8, 0, 4]], 4 * [[0, 0, 0, 0]])
-    >>> example(share, 2, boards=boards, tables=tables, row=[5, 6], gathered=room(2, 2),
-    ...         promise=[3], versions=room(2), rank=0, channel=4, flags=8, numbers=2, kind=0,
+    >>> example(share, 2, areas=areas, tables=tables, row=[5, 6], gathered=empty(2, 2),
+    ...         promise=[3], versions=empty(2), rank=0, channel=4, flags=8, numbers=2, digest=0,
     ...         version=-1, stage=0, mismatch=4, poll_limit=9, B=2)
-    boards = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
+    areas = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
     tables = [[[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [7, 8, 0, 4]],
               [[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [0, 0, 0, 0]]]
     gathered = [[5, 6], [7, 8]]
     versions = [3, 4]
     """
     peer = tl.program_id(0)
-    mine, theirs = board_of(boards, rank), board_of(boards, peer)
+    mine, theirs = area_of(areas, rank), area_of(areas, peer)
     epoch = next_epoch(mine, channel)
-    at_peer = row_of(board_of(tables, peer), epoch, rank, ranks, numbers)
-    here = row_of(board_of(tables, rank), epoch, peer, ranks, numbers)
+    at_peer = row_of(area_of(tables, peer), epoch, rank, ranks, numbers)
+    here = row_of(area_of(tables, rank), epoch, peer, ranks, numbers)
     for begin in range(0, numbers, B):
         at = begin + tl.arange(0, B)
         there = at < numbers
         tl.store(at_peer + at, tl.load(row + at, mask=there), mask=there)
-    tl.store(at_peer + numbers, kind)
+    tl.store(at_peer + numbers, digest)
     promised = tl.load(promise, volatile=True)
     tl.store(at_peer + numbers + 1, tl.where(version < 0, promised, version))
     post(theirs + flags + rank, epoch)
     tl.store(versions + peer, 0)
-    if wait(mine + flags + peer, epoch, Waiting(boards, rank, ranks, stage, poll_limit), peer):
+    if wait(mine + flags + peer, epoch, Waiting(areas, rank, ranks, stage, poll_limit), peer):
         tl.store(versions + peer, tl.load(here + numbers + 1, volatile=True))
-        if tl.load(here + numbers, volatile=True) != kind:
-            report(boards, ranks, fault_of(mismatch, peer))
+        if tl.load(here + numbers, volatile=True) != digest:
+            report(areas, ranks, fault_of(mismatch, peer))
         for begin in range(0, numbers, B):
             at = begin + tl.arange(0, B)
             there = at < numbers

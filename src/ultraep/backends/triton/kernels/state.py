@@ -28,8 +28,6 @@ import triton.language as tl
 MOST = tl.constexpr(2**31 - 1)
 VARIANTS = tl.constexpr(4)  # of `close_circles`
 THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
-PEAK, COPIES, FANOUT, EGRESS = (tl.constexpr(number) for number in range(4))
-BUFFER, REACHED, MADE, TRANSFERS, AT_HOME, OUTCOMES = (tl.constexpr(n) for n in range(6))
 
 
 class Problem(NamedTuple):
@@ -97,9 +95,16 @@ def load_domain(home, domain, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def attempts_of(attempts, domain, problem, SHAPE: tl.constexpr):
-    """Return the attempts at a domain."""
-    return attempts + domain * SHAPE.BUFFERS * 2 * held_by(problem)
+def at_domain(tried, domain, problem, SHAPE: tl.constexpr):
+    """Return the buffers of one domain; `outcomes` are left as they are."""
+    buffers = domain * SHAPE.BUFFERS
+    return Attempts(
+        tried.attempts + buffers * 2 * held_by(problem),
+        tried.attempt_loads + buffers * problem.ranks,
+        tried.facts + domain * facts_size(SHAPE.MEMBERS),
+        tried.outcomes,
+        tried.scratch + domain * scratch_size(SHAPE.H, SHAPE.G),
+    )
 
 
 @triton.jit
@@ -115,35 +120,15 @@ def quotas_of(attempt, problem):
 
 
 @triton.jit
-def loads_of(attempt_loads, domain, buffer, problem, SHAPE: tl.constexpr):
-    return attempt_loads + (domain * SHAPE.BUFFERS + buffer) * problem.ranks
-
-
-@triton.jit
-def fact_of(facts, domain, name, SHAPE: tl.constexpr):
-    return facts + domain * facts_size(SHAPE.MEMBERS) + name
-
-
-@triton.jit
-def measure_of(facts, domain, member, name, SHAPE: tl.constexpr):
-    """Return the pointer to a measure of a heuristic's attempt."""
-    return fact_of(facts, domain, MEASURES + 4 * member + name, SHAPE)
-
-
-@triton.jit
-def outcome_of(outcomes, domain, number, attempts):
-    return outcomes + (domain * attempts + number) * OUTCOMES
+def store_threshold(tried, threshold, slack):
+    """Store the threshold, and whether it is above the mean of the domain."""
+    tl.store(tried.facts + THRESHOLD, threshold)
+    tl.store(tried.facts + SLACK, slack.to(tl.int32))
 
 
 @triton.jit
 def counts_of(counts, domain, member, SHAPE: tl.constexpr):
     return counts + (domain * SHAPE.MEMBERS + member) * SHAPE.H * SHAPE.G
-
-
-@triton.jit
-def placed_quotas_of(placed, spare_slots):
-    """Return the second half of `placed`, behind the spare slots of all domains."""
-    return placed + spare_slots
 
 
 @triton.jit

@@ -16,33 +16,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.schedule import (
-    CHUNKS,
-    DEPTH,
-    FILL,
-    HOPS,
-    LONGEST,
-    RECEIVER,
-    SOURCE,
-    TO_SLOT,
-    homes_of,
-    hop_at,
-    load_place,
-    load_span,
-    places_of,
-    senders_of,
-)
-from ultraep.backends.triton.kernels.signals import (
-    EPOCH,
-    HELD,
-    Waiting,
-    add_one,
-    board_of,
-    last_of,
-    next_epoch,
-    post,
-    wait,
-)
+from ultraep.backends.triton.kernels import schedule as layout
+from ultraep.backends.triton.kernels import signals
+from ultraep.backends.triton.kernels.schedule import CHUNKS, FILL, HOPS, LONGEST
+from ultraep.backends.triton.kernels.signals import EPOCH, HELD, Waiting
 
 ALIGNMENT = tl.constexpr(64)  # bytes, of chunks and of tensors in a slot
 
@@ -51,7 +28,7 @@ class Sending(NamedTuple):
     """Everything a program needs to fill the slots of other ranks."""
 
     waiting: Any
-    board: Any
+    area: Any
     rows: Any  # [R] addresses of the slots of every rank
     homes: Any  # [H, P] addresses of the tensors of home experts
     parts: Any  # [P, 3] of each tensor: offset in a slot, bytes, whether both sides are aligned
@@ -68,15 +45,15 @@ class Sending(NamedTuple):
 
 
 @triton.jit
-def release_flag(board, sending, receiver, slot):
-    """Return the word by which a receiver releases its slot to the owner of the board."""
-    return board + sending.released + receiver * sending.slots + slot
+def release_flag(area, sending, receiver, slot):
+    """Return the word by which a receiver releases its slot to the owner of the area."""
+    return area + sending.released + receiver * sending.slots + slot
 
 
 @triton.jit
-def arrival_count(board, sending, slot, chunk):
+def arrival_count(area, sending, slot, chunk):
     """Return the word that counts the programs which have written their part of a chunk."""
-    return board + sending.arrived + slot * sending.max_chunks + chunk
+    return area + sending.arrived + slot * sending.max_chunks + chunk
 
 
 @triton.jit
@@ -131,11 +108,12 @@ def move_from_home(
 @triton.jit
 def release_slots(sending):
     """Signal to the ranks that fill the slots of this rank that the slots are free."""
-    boards, rank = sending.waiting.boards, sending.waiting.rank
+    areas, rank = sending.waiting.areas, sending.waiting.rank
     for slot in range(sending.slots):
         sender = tl.load(sending.senders + slot)
         if sender >= 0:
-            post(release_flag(board_of(boards, sender), sending, rank, slot), sending.epoch)
+            area = signals.area_of(areas, sender)
+            signals.post(release_flag(area, sending, rank, slot), sending.epoch)
 
 
 @triton.jit(
@@ -144,7 +122,7 @@ def release_slots(sending):
                        "stage", "poll_limit"]
 )  # fmt: skip
 def stream(
-    boards,
+    areas,
     rows,
     homes,
     parts,
@@ -174,39 +152,39 @@ def stream(
 
     Rank 0 has the schedule of the example of `make_schedule`; slot 0 of rank 1 is released to it.
 
-    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
+    >>> areas = at([0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
-    >>> example(stream, 1, boards=boards, rows=at(room(1, 4), room(1, 4)),
+    >>> example(stream, 1, areas=areas, rows=at(empty(1, 4), empty(1, 4)),
     ...         homes=at([1, 2, 3, 4], [5, 6, 7, 8]), parts=[[0, 16, 1]], schedules=[schedule],
     ...         first_rank=0, copies=2, row_bytes=16, num_parts=1, num_addresses=2, stride=21,
     ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, poll_limit=9, W=4,
     ...         PROGRAMS=1)
-    boards = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
+    areas = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
     rows = [[[_, _, _, _]], [[1, 2, 3, 4]]]
     """
     worker = tl.program_id(0) % PROGRAMS
     index = tl.program_id(0) // PROGRAMS
     rank = first_rank + index
-    board = board_of(boards, rank)
+    area = signals.area_of(areas, rank)
     schedule = schedules + index.to(tl.int64) * stride
-    epoch = next_epoch(board, channel)
+    epoch = signals.next_epoch(area, channel)
     fill = tl.load(schedule + FILL)
     sending = Sending(
-        Waiting(boards, rank, ranks, stage, poll_limit), board, rows, homes + index * num_addresses,
-        parts, num_parts, schedule, senders_of(schedule, copies), slots, row_bytes,
+        Waiting(areas, rank, ranks, stage, poll_limit), area, rows, homes + index * num_addresses,
+        parts, num_parts, schedule, layout.senders_of(schedule, copies), slots, row_bytes,
         released, arrived, max_chunks, epoch, worker
     )  # fmt: skip
-    if fill != tl.load(board + channel + HELD):
+    if fill != tl.load(area + channel + HELD):
         if worker == 0:
             release_slots(sending)
         send(sending, W, PROGRAMS)
-    if last_of(board, channel, PROGRAMS) & (fill != tl.load(board + channel + HELD)):
+    if signals.last_of(area, channel, PROGRAMS) & (fill != tl.load(area + channel + HELD)):
         wait_for_slots(sending, PROGRAMS)
         flag = tl.arange(0, 64)
         for begin in range(0, slots * max_chunks, 64):
-            tl.store(board + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
-        tl.store(board + channel + HELD, fill)
-        tl.store(board + channel + EPOCH, epoch)
+            tl.store(area + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
+        tl.store(area + channel + HELD, fill)
+        tl.store(area + channel + EPOCH, epoch)
 
 
 @triton.jit
@@ -219,42 +197,38 @@ def send(sending, W: tl.constexpr, PROGRAMS: tl.constexpr):
     ready = num_hops > 0  # and no wait has failed
     for moment in range(chunks + longest - 1):
         for number in range(num_hops):
-            source = tl.load(hop_at(schedule, number, SOURCE))
-            receiver = tl.load(hop_at(schedule, number, RECEIVER))
-            slot = tl.load(hop_at(schedule, number, TO_SLOT))
-            chunk = moment - tl.load(hop_at(schedule, number, DEPTH))
+            hop = layout.load_hop(schedule, number)
+            chunk = moment - hop.depth
             if ready & (chunk >= 0) & (chunk < chunks):
-                ready = send_chunk(
-                    sending, own_slots, ready, source, receiver, slot, chunk, size, W, PROGRAMS
-                )
+                ready = send_chunk(sending, own_slots, ready, hop, chunk, size, W, PROGRAMS)
 
 
 @triton.jit
 def send_chunk(
-    sending, own_slots, ready, source, receiver, slot, chunk, size,
-    W: tl.constexpr, PROGRAMS: tl.constexpr
-):  # fmt: skip
+    sending, own_slots, ready, hop, chunk, size, W: tl.constexpr, PROGRAMS: tl.constexpr
+):
     """Send this worker's share of a chunk once it may go; return whether it went."""
-    waiting, board, row_bytes = sending.waiting, sending.board, sending.row_bytes
+    source, receiver, slot, _depth = hop
+    waiting, area, row_bytes = sending.waiting, sending.area, sending.row_bytes
     # Load all addresses before the wait, so that an arriving chunk is relayed at once.
     target = tl.load(sending.rows + receiver) + slot.to(tl.int64) * row_bytes
-    count = arrival_count(board_of(waiting.boards, receiver), sending, slot, chunk)
+    count = arrival_count(signals.area_of(waiting.areas, receiver), sending, slot, chunk)
     begin = chunk * size
     end = tl.minimum(begin + size, row_bytes)
     if chunk == 0:
-        word = release_flag(board, sending, receiver, slot)
-        ready &= wait(word, sending.epoch, waiting, receiver)
+        word = release_flag(area, sending, receiver, slot)
+        ready &= signals.wait(word, sending.epoch, waiting, receiver)
     if source < 0:
         held = own_slots + (-1 - source).to(tl.int64) * row_bytes
-        word = arrival_count(board, sending, -1 - source, chunk)
+        word = arrival_count(area, sending, -1 - source, chunk)
         sender = tl.load(sending.senders - 1 - source)
-        ready &= wait(word, PROGRAMS, waiting, sender)
+        ready &= signals.wait(word, PROGRAMS, waiting, sender)
         if ready:
             move(held + begin, target + begin, end - begin, sending.worker, True, W, PROGRAMS)
     elif ready:
         move_from_home(sending, source, target, begin, end, W, PROGRAMS)
     if ready:
-        add_one(count)
+        signals.add_one(count)
     return ready
 
 
@@ -266,14 +240,14 @@ def wait_for_slots(sending, PROGRAMS: tl.constexpr):
         sender = tl.load(sending.senders + slot)
         if sender >= 0:
             for chunk in range(chunks):
-                word = arrival_count(sending.board, sending, slot, chunk)
-                wait(word, PROGRAMS, sending.waiting, sender)
+                word = arrival_count(sending.area, sending, slot, chunk)
+                signals.wait(word, PROGRAMS, sending.waiting, sender)
 
 
 @triton.jit
 def gradient_row(rows, places, copy, width, own, ALIGNED: tl.constexpr):
     """Return the pointer to the gradient of a replica, in the dtype of the home gradient."""
-    host, slot = load_place(places, copy)
+    host, slot = layout.load_place(places, copy)
     row = tl.load(rows + host).to(own.dtype) + slot.to(tl.int64) * width
     return tl.multiple_of(row, 16) if ALIGNED else row
 
@@ -324,11 +298,12 @@ def pull(
     rows = [[[0.5, 0.5]], [[0.0, 0.0]]]
     """
     worker = tl.program_id(0)
-    places, spans = places_of(schedule, copies, slots), homes_of(schedule, copies, slots)
+    places = layout.places_of(schedule, copies, slots)
+    spans = layout.homes_of(schedule, copies, slots)
     at = tl.arange(0, W)
     target, source = gradients, own
     for home in range(homes):
-        first, end = load_span(spans, home)
+        first, end = layout.load_span(spans, home)
         if end > first:
             for begin in range(worker * W, width, PROGRAMS * W):
                 here = begin + at

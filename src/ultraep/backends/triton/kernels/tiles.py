@@ -67,7 +67,7 @@ def lay_tiles(
     first row of tiles of its band, height of the band. Bands of a slot have equal heights of about
     GROUP_M.
 
-    >>> example(lay_tiles, 3, offsets=[0, 1, 2, 5], tiles=room(30), num_slots=3, L=4, BLOCK_M=2,
+    >>> example(lay_tiles, 3, offsets=[0, 1, 2, 5], tiles=empty(30), num_slots=3, L=4, BLOCK_M=2,
     ...         GROUP_M=2, B=4)
     tiles = [4, 0, _, _, _, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 4, 1, 2, 2,
              _, _, _, _, _]
