@@ -289,7 +289,7 @@ def test_stats():
         "priced": 0,
         "left_alone": 0,
         "planned_seconds": 0.0,
-        "planned_seconds_without_copies": 0.0,
+        "planned_seconds_without_replicas": 0.0,
         "remote_share": 0.0,
         "weights_bytes_sent": 0,
         "weights_copies_sent": 0,

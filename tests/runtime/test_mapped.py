@@ -241,11 +241,11 @@ def keep(rank, group, example):
         balancer = mapped_balancer(example, group, slots=2)
         found = [one_pass(balancer, example)]
         plane = balancer.plane("cpu")
-        layer, board = example.layer(balancer), board_of(balancer)
+        layer, signals = example.layer(balancer), signals_of(balancer)
         layer(example.inputs[rank])
         plane.adopt(layer.last_plan.to_host())
         plane.keep(layer.experts.bundle)
-        words, channel = board.words, board.channel_of_buffer(0)
+        words, channel = signals.words, signals.channel_of_buffer(0)
         before = int(words[channel])
         for _ in range(2):
             x = example.inputs[rank].clone().requires_grad_()
@@ -269,8 +269,8 @@ def memory_of(balancer):
     return balancer.plane("cpu").workspaces.last.memory
 
 
-def board_of(balancer):
-    return memory_of(balancer).board
+def signals_of(balancer):
+    return memory_of(balancer).signals
 
 
 class Noted(SharedPeers):
@@ -322,7 +322,7 @@ def pass_under_watch(rank, group, example, alone):
 def forget_the_others(balancer):
     """Rank 1 is waited for shortly; then its loads are whatever was in memory."""
     memory, rng = memory_of(balancer), np.random.default_rng(0)
-    share, memory.board.poll_limit = memory.share_loads, 20
+    share, memory.signals.poll_limit = memory.share_loads, 20
     balancer.plane("cpu").workspaces.agreement = None
 
     def share_loads(loads, *args):

@@ -350,7 +350,7 @@ class Layers:
     def warm_up(self):
         """Run twice: the second pass frees what the first one allocated, and allocates again."""
         for _ in range(2):
-            with no_waiting([workspace.memory.board for workspace in self.workspaces]):
+            with no_waiting([workspace.memory.signals for workspace in self.workspaces]):
                 self.backward(self.forward())
             for own, workspace in zip(self.balancers, self.workspaces, strict=True):
                 for _ in range(3):  # faults of passes without the other ranks
@@ -429,9 +429,11 @@ def promised_replays(rank, group):
     found, counts = [], []
 
     def once():
-        before = sum(workspace.memory.board.sent for workspace in layers.workspaces)
+        before = sum(workspace.memory.signals.sent for workspace in layers.workspaces)
         found.append(replay(rng))
-        counts.append(sum(workspace.memory.board.sent for workspace in layers.workspaces) - before)
+        counts.append(
+            sum(workspace.memory.signals.sent for workspace in layers.workspaces) - before
+        )
 
     for promise in (False, True, False):
         with ExitStack() as stack:

@@ -254,7 +254,7 @@ class Balancer:
             layer.index,
             self._steps,
             in_backward(),
-            began=time.time(),
+            start_time=time.time(),
             timed=carrier.clock.times(self._steps),
         )
         config = self.config if policy is None else replace(self.config, policy=policy)

@@ -77,13 +77,13 @@ class HostClock(Clock):
 
     def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
         self._spans.end(stage, microbatch)
-        self.passed(stage, microbatch, microbatch.began)
+        self.passed(stage, microbatch, microbatch.start_time)
 
-    def passed(self, stage: str, microbatch: MicrobatchInfo, began: float) -> None:
+    def passed(self, stage: str, microbatch: MicrobatchInfo, start_time: float) -> None:
         """Report the end of a pass to the sinks if this was its last stage."""
         if stage in LAST_STAGES:
             for sink in self._sinks:
-                sink.passed(microbatch, began)
+                sink.passed(microbatch, start_time)
 
     def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         host_plan = self._plans[microbatch] = plan.to_host()
@@ -145,8 +145,8 @@ class DeviceClock(Clock):
             return
         self._spans.end(stage, microbatch)
         if stage in LAST_STAGES:
-            began = microbatch.began  # now: backward will change it
-            self._reports.append(lambda: self._host.passed(stage, microbatch, began))
+            start_time = microbatch.start_time  # now: backward will change it
+            self._reports.append(lambda: self._host.passed(stage, microbatch, start_time))
 
     def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         if not torch.cuda.is_current_stream_capturing():

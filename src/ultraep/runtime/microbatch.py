@@ -150,7 +150,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         return Place(point, self.info.layer, self.info.step)
 
     def _loads_place(self) -> Place:
-        return self._place(Point.LOADS_AGAIN if self.info.again else Point.LOADS)
+        return self._place(Point.LOADS_RECOMPUTED if self.info.recomputed else Point.LOADS)
 
     @abstractmethod
     def _count(self) -> torch.Tensor:

@@ -66,7 +66,7 @@ class Sink(Protocol):
 
     def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int, /) -> None: ...
 
-    def passed(self, microbatch: MicrobatchInfo, began: float, /) -> None:
+    def passed(self, microbatch: MicrobatchInfo, start_time: float, /) -> None:
         """A forward or backward pass that began at this time may have ended."""
 
 
@@ -135,7 +135,7 @@ def staged(
         @wraps(verb)
         def observed(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
             info, observers = self.info, self.observers
-            stage = backward if backward is not None and info.back else forward
+            stage = backward if backward is not None and info.in_backward else forward
             observers.begin(stage, info)
             result = verb(self, *args, **kwargs)
             observers.end(stage, info)
@@ -171,16 +171,16 @@ class ObservedExchange:
 
     def begin_backward(self) -> None:
         """Note that backward begins, with the stage `combine back`."""
-        self.info.back, self.info.began = True, time.time()
+        self.info.in_backward, self.info.start_time = True, time.time()
         self._staged("combine back", self._at_backward)
 
     def to_slots(
         self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stage 5, or the backward of stage 7; then the stage of the experts begins."""
-        stage = "combine back" if self.info.back else "dispatch"
+        stage = "combine back" if self.info.in_backward else "dispatch"
         moved = self._staged(stage, self._rows.to_slots, values_TD, scalars_TK)
-        self._serving = "experts back" if self.info.back else "experts"
+        self._serving = "experts back" if self.info.in_backward else "experts"
         self.observers.begin(self._serving, self.info)
         return moved
 
@@ -191,7 +191,7 @@ class ObservedExchange:
         if self._serving:
             self.observers.end(self._serving, self.info)
         self._serving = ""
-        stage = "dispatch back" if self.info.back else "combine"
+        stage = "dispatch back" if self.info.in_backward else "combine"
         return self._staged(stage, self._rows.to_tokens, rows_AD, scalars_A)
 
     def _staged(self, stage: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -130,7 +130,7 @@ class Recording:
         """Assign a key to the microbatch."""
         layer = microbatch.layer
         moment = self._history.note(microbatch, plan.loads.sum(axis=0))
-        if microbatch.again:
+        if microbatch.recomputed:
             keys = (key for number, key in self._keys[layer] if number == moment.number)
             key = next(keys, None)  # of the first forward pass
         else:
@@ -152,9 +152,11 @@ class Recording:
         self._keys[layer].append((moment.number, key))
         return key
 
-    def replayed(self, layer: int, step: int | None, plan: Plan, sent: Sent, began: float) -> None:
+    def replayed(
+        self, layer: int, step: int | None, plan: Plan, sent: Sent, start_time: float
+    ) -> None:
         """Record a microbatch that a graph has served; its seconds are unknown."""
-        replay = MicrobatchInfo(layer, 0, again=False)
+        replay = MicrobatchInfo(layer, 0, recomputed=False)
         moment = self._history.note(replay, plan.loads.sum(axis=0))
         step, layer, number = self._new_key(layer, moment, step)
         self._recorder.add(
@@ -164,7 +166,7 @@ class Recording:
             layer=layer,
             microbatch=number,
             bytes_moved=sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent),
-            began=began,
+            began=start_time,
         )
 
     def lost(self, records: int) -> None:
@@ -173,7 +175,7 @@ class Recording:
 
     def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
         """Add the time of a stage; a recomputed forward pass is one stage."""
-        stage = "recompute" if microbatch.again and stage in FORWARD else stage
+        stage = "recompute" if microbatch.recomputed and stage in FORWARD else stage
         current = self._passes.get(microbatch)
         sums = self._unplanned.setdefault(microbatch, {}) if current is None else current.seconds
         sums[stage] = sums.get(stage, 0.0) + seconds
@@ -182,12 +184,12 @@ class Recording:
         """Add bytes that were moved."""
         self._passes[microbatch].moved += nbytes
 
-    def passed(self, microbatch: MicrobatchInfo, began: float) -> None:
+    def passed(self, microbatch: MicrobatchInfo, start_time: float) -> None:
         """Write what was observed since the last call."""
         current = self._passes.get(microbatch)
         if current is None or current.key is None:
             return
-        if not current.recorded and not microbatch.again and "combine" not in current.seconds:
+        if not current.recorded and not microbatch.recomputed and "combine" not in current.seconds:
             return  # a caller who dispatches rows himself passes them to the recorder
         seconds, current.seconds = current.seconds, defaultdict(float)
         moved, current.moved = current.moved, 0
@@ -198,9 +200,9 @@ class Recording:
             "microbatch": number,
             "bytes_moved": moved,
             "seconds": seconds,
-            "began": began,
+            "began": start_time,
         }
-        if microbatch.again or current.recorded:
+        if microbatch.recomputed or current.recorded:
             self._recorder.more(**fields)
         else:
             current.recorded = True

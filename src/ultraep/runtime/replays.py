@@ -70,7 +70,7 @@ class ReplayedPlans:
 
     def captured(self, microbatch: MicrobatchInfo, plan: DevicePlan) -> None:
         """Store the plan of this microbatch in every replay, unless it is a recomputation."""
-        if microbatch.again:
+        if microbatch.recomputed:
             return
         self.ring.keep(len(self._sites), plan.loads, plan.result)
         nothing = plan.result.new_empty(0)  # do not keep the memory of the graph alive

@@ -91,7 +91,7 @@ class MappedPlane:
         """
         if self.adopted is None:
             raise ConfigError("keep() needs an adopted plan: call adopt(plan) first")
-        info = MicrobatchInfo(0, 0, again=False, back=True)
+        info = MicrobatchInfo(0, 0, recomputed=False, in_backward=True)
         versions = torch.zeros(self._peers.size, dtype=torch.int32, device=self.device)
         replicas = self.replicas(self.workspaces.last, info, self.adopted, bundle, versions)
         with self.shared.observers.silenced(), replicas:
@@ -239,7 +239,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         workspace, versions = self._workspace, self._versions
         assert workspace is not None
         assert versions is not None
-        info = MicrobatchInfo(NO_LAYER, self.info.step, again=False, back=True)
+        info = MicrobatchInfo(NO_LAYER, self.info.step, recomputed=False, in_backward=True)
         never_kept = torch.zeros_like(versions)
         adopted = workspace.control.adopt(plan).kept()
         return self._plane.replicas(workspace, info, adopted, bundle, never_kept)

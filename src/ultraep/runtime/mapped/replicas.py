@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
-from ultraep.microbatch import Kinds, MicrobatchInfo
+from ultraep.microbatch import TensorSpecs, MicrobatchInfo
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import Beside
 from ultraep.runtime.control import DevicePlan
@@ -101,7 +101,7 @@ class MappedReplicas(BaseReplicas):
         sent: Later | None = None
         if self._promises.promise and not self._resident and self.schedule is not None:
             sent = _fetched(self.schedule[:1])
-        elif self.info.back:
+        elif self.info.in_backward:
             return
         self.observers.sent(self.info, "weights", layout.nbytes, sent)
 
@@ -120,15 +120,15 @@ class MappedReplicas(BaseReplicas):
         return memory.exchange.served_rows(region, width, like_AD.dtype)
 
     @unseen()
-    def gradient_slots(self, kinds: Kinds) -> dict[str, torch.Tensor]:
+    def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         """`[L, ...]` memory that all layers share."""
-        self._gradients = self._memory.gradient_slots(kinds)
+        self._gradients = self._memory.gradient_slots(specs)
         if self._gradients:
             return {name: slots.local for name, slots in self._gradients.items()}
         device = self._memory.peers.device
         return {
             name: torch.empty(0, *shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in kinds.items()
+            for name, (shape, dtype) in specs.items()
         }
 
     @unseen()

@@ -70,7 +70,7 @@ class Workspace:
     def poll(self) -> None:
         """Raise errors of the device that have reached the host; does not wait."""
         memory = self.memory
-        words = (memory.board.words[:1], self.control.faults, memory.exchange.faults)
+        words = (memory.signals.words[:1], self.control.faults, memory.exchange.faults)
         if self.faults.poll(words):
             self.check()
 

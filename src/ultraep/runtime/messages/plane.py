@@ -223,7 +223,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         return self._replicas_of(self.info, plan, self._inputs.layer.bundle, self._versions)
 
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MessageReplicas:
-        info = MicrobatchInfo(NO_LAYER, self.info.step, again=False)
+        info = MicrobatchInfo(NO_LAYER, self.info.step, recomputed=False)
         versions = np.full(plan.topology.ranks, number)  # no slot holds this version
         return self._replicas_of(info, plan, bundle, versions)
 

@@ -25,7 +25,7 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import HOME, Hop, hops
-from ultraep.microbatch import Kinds, MicrobatchInfo
+from ultraep.microbatch import TensorSpecs, MicrobatchInfo
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
@@ -105,9 +105,9 @@ class MessageReplicas(BaseReplicas):
         """None: rows are sent from any memory."""
 
     @unseen()
-    def gradient_slots(self, kinds: Kinds) -> dict[str, torch.Tensor]:
+    def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         """`[L, ...]` memory that all layers share."""
-        layout = Layout(tuple((name, *kind) for name, kind in kinds.items()))
+        layout = Layout(tuple((name, *kind) for name, kind in specs.items()))
         rows = self._gradient_rows("replicas", self._plan.topology.slots, layout)
         self._gradients = layout, rows
         return layout.views(rows)
