@@ -177,7 +177,7 @@ def alone(bench: Bench) -> None:
         metrics, meter, times = watch(balancer), Meter(topology), StageTimes()
         took = []
         for step in range(bench.scale.count):
-            microbatch = MicrobatchInfo(0, step + 1, recomputed=False)
+            microbatch = MicrobatchInfo(0, step + 1)
             begin = time.perf_counter()
             meter.planned(microbatch, plan)
             times.planned(microbatch, plan)
@@ -220,7 +220,7 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
             clock = HostClock([Recording(recorder, rank=0)], rank=0)
             for step in range(count):
                 microbatch, plan = (
-                    MicrobatchInfo(0, step + 1, recomputed=False),
+                    MicrobatchInfo(0, step + 1),
                     plans[step % PLANS],
                 )
                 begin = time.perf_counter()

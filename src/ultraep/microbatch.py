@@ -47,7 +47,7 @@ class MicrobatchInfo:
 
     layer: int
     step: int  # microbatches of all layers, counted from 1
-    recomputed: bool  # whether backward recomputes this forward pass
+    recomputed: bool = False  # whether backward recomputes this forward pass
     in_backward: bool = False
     start_time: float = 0.0  # Unix time when forward, or backward, began
     timed: bool = True  # whether the data plane measures its stages

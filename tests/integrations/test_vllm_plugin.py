@@ -28,7 +28,7 @@ from ultraep.integrations.vllm.refusals import (
 from ultraep.integrations.vllm.settings import ServingSettings, read_settings
 from ultraep.microbatch import MicrobatchInfo
 
-MICROBATCH = MicrobatchInfo(layer=0, step=1, recomputed=False)
+MICROBATCH = MicrobatchInfo(layer=0, step=1)
 
 
 def test_a_path_with_the_name_of_the_plugin_is_not_a_message_of_it():

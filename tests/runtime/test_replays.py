@@ -31,7 +31,7 @@ class World:
         self.control = ControlPlane(TOPOLOGY, CONFIG, rows=600, device=default_device())
         self.rng, self.plans = np.random.default_rng(7), []
         for layer in (4, 5):
-            microbatch, plan = MicrobatchInfo(layer, 1, recomputed=False), self.planned()
+            microbatch, plan = MicrobatchInfo(layer, 1), self.planned()
             for replays in self.ranks:
                 replays.captured(microbatch, plan)
                 replays.captured(MicrobatchInfo(layer, 2, recomputed=True), plan)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -26,8 +26,11 @@ from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
 from ultraep.ops.modes import unseen
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.capacity import Capacity
+from ultraep.runtime.history import History
 from ultraep.runtime.observe import ObservedExchange, Observers, staged
 from ultraep.runtime.pricing import Pricing
+from ultraep.runtime.replicas import LentInBackward
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
@@ -44,10 +47,13 @@ class Shared:
     topology: Topology
     config: BalanceConfig
     settings: Settings
+    capacity: Capacity
     agreement: Agreement
     versions: Versions
     pricing: Pricing
     observers: Observers
+    history: History = field(default_factory=History)
+    in_backward: LentInBackward = field(default_factory=LentInBackward)
 
 
 class Site(NamedTuple):

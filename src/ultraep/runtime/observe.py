@@ -1,7 +1,7 @@
 """Observers of a balancer: stages that begin and end, plans, bytes sent.
 
-`staged` marks a method as a stage; observers are called when it begins and ends. Clocks are
-observers that pass host numbers to sinks (`Stats`, `Recording`).
+`staged` marks a method as a stage; observers are called when it begins and ends. Clocks
+(`clocks.py`) are observers that pass host numbers to sinks.
 
 Stages, forward and backward: `ultraep.trace.schema.STAGES`.
 """
@@ -40,23 +40,6 @@ class Observer(Protocol):
         """`weights` or `gradients` of some replicas, `nbytes` each; None: as planned."""
 
 
-class Clock(Observer):
-    """The observer of a data plane, which passes what it observes to sinks."""
-
-    def times(self, _step: int, /) -> bool:
-        """Whether the stages of this microbatch are timed."""
-        return True
-
-    def begin_step(self, _step: int, /) -> None:
-        """Flush; what the device does from now on belongs to this step."""
-
-    def settle(self) -> None:
-        """Pass on everything observed, and the replays that have arrived; waits for the device."""
-
-    def finish(self) -> None:
-        """Pass on everything, and wait for all replays."""
-
-
 class Sink(Protocol):
     """Stores what clocks observe, as host numbers."""
 
@@ -73,8 +56,8 @@ class Sink(Protocol):
 class Observers:
     """All observers of a data plane: its clock, and the observers of the balancer."""
 
-    def __init__(self, clock: Clock | None, added: list[Observer]) -> None:
-        self.clock, self._added, self._silent = clock, added, False
+    def __init__(self, clock: Observer, added: list[Observer]) -> None:
+        self._clock, self._added, self._silent = clock, added, False
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -107,7 +90,7 @@ class Observers:
         """Return all observers, without the clock for stages that it does not time."""
         if self._silent:
             return []
-        return [self.clock, *self._added] if timed and self.clock is not None else self._added
+        return [self._clock, *self._added] if timed else self._added
 
 
 class Observed(Protocol):

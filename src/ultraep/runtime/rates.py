@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Self, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -117,7 +117,7 @@ def measure(
     few_bytes = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device)}
     placed = synthetic_replicas(topology)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        without = NoReplicas(trials.replicas(placed[:0], bundle), shape.layout, device)
+        without = _without_replicas(trials.replicas(placed[:0], bundle), shape.layout, device)
         timings = Timings(
             min(without.num_homes, MOST_HOMES),
             _network(inputs, without),
@@ -233,7 +233,7 @@ class _Trials:
         return seconds[1:]
 
 
-def _network(inputs: Inputs, without: NoReplicas) -> list[float]:
+def _network(inputs: Inputs, without: Replicas) -> list[float]:
     """Return the seconds of the network of this rank for each of `ROWS`, until it takes long."""
     tokens, gates, serve = inputs.tokens, inputs.gates, inputs.layer.serve
     assert tokens is not None
@@ -245,7 +245,7 @@ def _network(inputs: Inputs, without: NoReplicas) -> list[float]:
         if slow or rows * min(without.num_homes, MOST_HOMES) > MOST_ROWS:
             break
         arrivals = _synthetic_arrivals(rows, without.num_homes, tokens, gates)
-        work = partial(serve, arrivals, cast(Replicas, without))
+        work = partial(serve, arrivals, without)
         seconds.append(_quickest(work, tokens.device))
     return seconds
 
@@ -261,31 +261,22 @@ def _synthetic_arrivals(rows: int, homes: int, like: torch.Tensor, gates: torch.
     return Arrivals(values, gates.new_ones(len(values)), exchange)
 
 
-class NoReplicas:
-    """No replicas and no slots, for a network that is timed alone."""
-
-    possible = False
-
-    def __init__(self, like: Replicas, layout: Layout, device: torch.device) -> None:
-        self.num_homes, self.sms, self.kernels = like.num_homes, like.sms, like.kernels
-        self.bundle = like.bundle
-        self._tensors = {
-            name: torch.empty(0, *shape, dtype=dtype, device=device)
-            for name, shape, dtype in layout.parts
-        }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Do nothing: no slots were lent."""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """`[0, ...]` for every tensor of the bundle."""
-        return dict(self._tensors)
-
-    def served_rows(self, like_AD: torch.Tensor) -> None:
-        """None: use any memory."""
+def _without_replicas(like: Replicas, layout: Layout, device: torch.device) -> Replicas:
+    """Return no replicas and no slots, for a network that is timed alone."""
+    no_slots = {
+        name: torch.empty(0, *shape, dtype=dtype, device=device)
+        for name, shape, dtype in layout.parts
+    }
+    replicas: Any = SimpleNamespace(  # what the forward pass of a network uses
+        bundle=like.bundle,
+        num_homes=like.num_homes,
+        sms=like.sms,
+        kernels=like.kernels,
+        possible=False,
+        tensors=lambda: dict(no_slots),
+        served_rows=lambda _like_AD: None,
+    )
+    return cast(Replicas, replicas)
 
 
 def _quickest(work: Callable[[], object], device: torch.device) -> float:

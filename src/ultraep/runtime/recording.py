@@ -156,7 +156,7 @@ class Recording:
         self, layer: int, step: int | None, plan: Plan, sent: Sent, start_time: float
     ) -> None:
         """Record a microbatch that a graph has served; its seconds are unknown."""
-        replay = MicrobatchInfo(layer, 0, recomputed=False)
+        replay = MicrobatchInfo(layer, 0)
         moment = self._history.note(replay, plan.loads.sum(axis=0))
         step, layer, number = self._new_key(layer, moment, step)
         self._recorder.add(

@@ -8,29 +8,24 @@ messages, segments.py owns the files.
 from __future__ import annotations
 
 import logging
-import math
 import os
-import pickle
 import platform
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
-from ultraep.comm import Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
-from ultraep.runtime.mapped.peers import mapped_by
 from ultraep.runtime.torch_dist import (
+    BytesCommunicator,
+    Pieces,
     TorchDistCommunicator,
-    as_bytes,
-    contiguous,
-    copy_own,
     timeout_of,
 )
 
@@ -39,7 +34,7 @@ MACHINES = ("Linux x86_64", "Linux aarch64")  # aligned words are stored whole
 logger = logging.getLogger(__name__)
 
 
-class SharedMemoryCommunicator:
+class SharedMemoryCommunicator(BytesCommunicator):
     """One rank of a gloo group on one host, for one thread. Creating one is collective.
 
     After an error the communicator stays broken, here and soon on all other ranks.
@@ -53,38 +48,9 @@ class SharedMemoryCommunicator:
         # Also at exit. The wire does not refer to the communicator, so it can be collected.
         self._release = weakref.finalize(self, self._wire.close)
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._gather("all_gather", tensor)
-
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        width = math.prod(rows.shape[1:]) * rows.element_size()
-        arrived = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-        parts = as_bytes(rows).split([count * width for count in send_counts])
-        targets = as_bytes(arrived).split([count * width for count in receive_counts])
-        self._swap("all_to_all", parts, targets)
-        return arrived
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        with contiguous(receives) as buffers:
-            copy_own(self.rank, sends, buffers)
-            self._wire.move("exchange", self._queues(sends), self._queues(buffers))
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._gather("gather_objects", torch.tensor(len(data), device="cpu")).tolist()
-        targets = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        self._swap("gather_objects", [data] * self.size, targets)
-        return [pickle.loads(target.numpy().tobytes()) for target in targets]
-
     def hosts(self) -> Self:
         """Return itself: its messages wait for no device."""
         return self
-
-    def peers(self, device: torch.device) -> Peers:
-        """Return symmetric memory of GPUs; this communicator sends only CPU tensors."""
-        return mapped_by(self._group, device)
 
     def close(self) -> None:
         """Release the shared memory; other ranks can still read what was sent.
@@ -93,28 +59,33 @@ class SharedMemoryCommunicator:
         """
         self._release()
 
-    def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
-        data = as_bytes(tensor)
-        gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._swap(verb, [data] * self.size, as_bytes(gathered).split([len(data)] * self.size))
-        return gathered
+    def _all_gather(self, verb: str, data: torch.Tensor, gathered: torch.Tensor) -> None:
+        self._swap(verb, [data] * self.size, gathered.split([len(data)] * self.size))
+
+    def _all_to_all(
+        self, data: torch.Tensor, sent: list[int], arrived: torch.Tensor, received: list[int]
+    ) -> None:
+        self._swap("all_to_all", data.split(sent), arrived.split(received))
+
+    def _exchange(self, sends: Pieces, receives: Pieces) -> None:
+        self._wire.move("exchange", _queues(sends), _queues(receives))
 
     def _swap(
         self, verb: str, parts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> None:
-        """Send one message of bytes to every rank, and receive one."""
+        """Send one message to every rank, and receive one."""
         targets[self.rank].copy_(parts[self.rank])
         # Every rank starts with another peer, so that ranks do not queue for rank 0.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         outgoing = {peer: deque([parts[peer]]) for peer in peers}
         self._wire.move(verb, outgoing, {peer: deque([targets[peer]]) for peer in peers})
 
-    def _queues(self, messages: Iterable[Message]) -> wire.Queues:
-        queues: wire.Queues = {}
-        for peer, tensor in messages:
-            if peer != self.rank:
-                queues.setdefault(peer, deque()).append(as_bytes(tensor))
-        return queues
+
+def _queues(pieces: Pieces) -> wire.Queues:
+    queues: wire.Queues = {}
+    for peer, data in pieces:
+        queues.setdefault(peer, deque()).append(data)
+    return queues
 
 
 class _Host(NamedTuple):

@@ -29,13 +29,11 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.runtime.agreement import Place, Point
 from ultraep.runtime.control import DevicePlan, DeviceRoutes
-from ultraep.runtime.history import History
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.workspace import Workspace, Workspaces
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
 from ultraep.runtime.observe import staged
-from ultraep.runtime.replicas import LentInBackward
 from ultraep.runtime.streams import capturing
 
 
@@ -53,8 +51,6 @@ class MappedPlane:
         self._peers, self._hosts = peers, shared.comm.hosts()
         agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
         self.workspaces = Workspaces(shared, peers, agreement)
-        self.history = History()
-        self.in_backward = LentInBackward()
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
         self.adopted: DevicePlan | None = None
         self.kept: torch.Tensor | None = None  # schedule of replicas that stay in their slots
@@ -91,26 +87,13 @@ class MappedPlane:
         """
         if self.adopted is None:
             raise ConfigError("keep() needs an adopted plan: call adopt(plan) first")
-        info = MicrobatchInfo(0, 0, recomputed=False, in_backward=True)
+        info = MicrobatchInfo(0, 0, in_backward=True)
         versions = torch.zeros(self._peers.size, dtype=torch.int32, device=self.device)
-        replicas = self.replicas(self.workspaces.last, info, self.adopted, bundle, versions)
+        memory = self.workspaces.last.memory
+        replicas = MappedReplicas(self.shared, memory, info, self.adopted, bundle, versions)
         with self.shared.observers.silenced(), replicas:
             replicas.tensors()
         self.kept = replicas.schedule
-
-    def replicas(
-        self,
-        workspace: Workspace,
-        info: MicrobatchInfo,
-        plan: DevicePlan,
-        bundle: Bundle,
-        versions: torch.Tensor,
-        schedule: torch.Tensor | None = None,
-    ) -> MappedReplicas:
-        """Return the replicas of a plan, in the slots of this workspace."""
-        return MappedReplicas(
-            self.shared, workspace.memory, self.in_backward, info, plan, bundle, versions, schedule
-        )
 
     def compare_places(self, place: Place) -> None:
         """Raise if the hosts of all ranks are not at this place, unless a graph is captured."""
@@ -144,13 +127,15 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
     microbatch run before the next one is counted.
     """
 
+    # From `count`:
+    _workspace: Workspace
+    _versions: torch.Tensor  # [R] of the weights of all ranks
+    _most_tokens: int  # of a rank
+
     def __init__(self, plane: MappedPlane, inputs: Inputs) -> None:
         super().__init__(inputs, plane.shared)
         self._plane = plane
-        self._workspace: Workspace | None = None
-        self._versions: torch.Tensor | None = None  # [R] of the weights of all ranks
-        self._most_tokens = 0  # of a rank
-        self._lent: MappedReplicas | None = None
+        self._last_replicas: MappedReplicas | None = None
 
     def _count(self) -> torch.Tensor:
         plane, inputs, info = self._plane, self._inputs, self.info
@@ -179,15 +164,14 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
 
     def _current(self) -> Workspace:
         """Return the workspace if its buffers still hold this microbatch."""
-        counted, workspace = self._plane.counted, self._workspace
-        assert workspace is not None
+        counted = self._plane.counted
         if counted is not self.info:
             raise ConfigError(
                 f"microbatch {self.info.step} cannot be planned or rerouted after microbatch "
                 f"{counted.step if counted else '?'} was counted: on a GPU, call count, plan and "
                 "reroute of one microbatch before count of the next"
             )
-        return workspace
+        return self._workspace
 
     @staged("plan")
     def _make_plan(self, config: BalanceConfig) -> DevicePlan:
@@ -206,10 +190,10 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
                 f"the device plans {control.config.policy!r}"
             )
         numbers = loads.cpu().numpy().astype("int64")
-        past = plane.history.note(self.info, numbers.sum(axis=0)).before
+        past = self._shared.history.note(self.info, numbers.sum(axis=0)).before
         host_plan = make_plan(numbers, plane.topology, config, history=past)
         host_plan.check_limits()
-        plane.workspaces.capacity.check(host_plan)
+        self._shared.capacity.check(host_plan)
         adopted = control.adopt(host_plan)
         return self._with_room(adopted, int(host_plan.rank_loads.max())).kept()
 
@@ -228,27 +212,28 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         return larger.control.adopt(host_plan)
 
     def _replicas(self, plan: DevicePlan) -> MappedReplicas:
-        plane, workspace, versions = self._plane, self._workspace, self._versions
-        assert workspace is not None
-        assert versions is not None
-        bundle = self._inputs.layer.bundle
-        self._lent = plane.replicas(workspace, self.info, plan, bundle, versions, plane.kept)
-        return self._lent
+        self._last_replicas = MappedReplicas(
+            self._shared,
+            self._workspace.memory,
+            self.info,
+            plan,
+            self._inputs.layer.bundle,
+            self._versions,
+            schedule=self._plane.kept,
+        )
+        return self._last_replicas
 
     def _trial(self, plan: Plan, bundle: Bundle, _number: int) -> MappedReplicas:
-        workspace, versions = self._workspace, self._versions
-        assert workspace is not None
-        assert versions is not None
-        info = MicrobatchInfo(NO_LAYER, self.info.step, recomputed=False, in_backward=True)
-        never_kept = torch.zeros_like(versions)
-        adopted = workspace.control.adopt(plan).kept()
-        return self._plane.replicas(workspace, info, adopted, bundle, never_kept)
+        info = MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True)
+        never_kept = torch.zeros_like(self._versions)
+        adopted, memory = self._workspace.control.adopt(plan).kept(), self._workspace.memory
+        return MappedReplicas(self._shared, memory, info, adopted, bundle, never_kept)
 
     def _rows(self, plan: DevicePlan) -> tuple[MappedRows, Callable[[], None]]:
         assert plan.topology == self._plane.topology
         workspace = self._current()
         routes = workspace.control.reroute(self._inputs.ids.contiguous(), counted=True)
-        plane, place, replicas = self._plane, self._place(Point.BACKWARD), self._lent
+        plane, place, replicas = self._plane, self._place(Point.BACKWARD), self._last_replicas
 
         def at_backward() -> None:
             plane.compare_places(place)

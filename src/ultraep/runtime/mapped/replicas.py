@@ -11,14 +11,14 @@ from contextlib import ExitStack
 import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
-from ultraep.microbatch import TensorSpecs, MicrobatchInfo
+from ultraep.microbatch import MicrobatchInfo, TensorSpecs
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import Beside
 from ultraep.runtime.control import DevicePlan
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.observe import Later, staged
-from ultraep.runtime.replicas import BaseReplicas, LentInBackward
+from ultraep.runtime.replicas import BaseReplicas
 from ultraep.runtime.streams import Fetch, capturing
 
 
@@ -35,14 +35,13 @@ class MappedReplicas(BaseReplicas):
         self,
         shared: Shared,
         memory: MappedMemory,
-        in_backward: LentInBackward,
         info: MicrobatchInfo,
         plan: DevicePlan,
         bundle: Bundle,
         versions: torch.Tensor,
         schedule: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(info, bundle, shared.observers, in_backward)
+        super().__init__(info, bundle, shared.observers, shared.in_backward)
         self._promises, self._memory = shared.versions, memory
         self._plan, self._versions = plan, versions
         self.schedule, self._resident = schedule, schedule is not None

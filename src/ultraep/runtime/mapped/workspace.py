@@ -18,7 +18,7 @@ from ultraep.comm import Peers
 from ultraep.errors import LoadError
 from ultraep.ops.products import accumulator
 from ultraep.runtime.agreement import Agreement, Place
-from ultraep.runtime.capacity import AUTO, Capacity
+from ultraep.runtime.capacity import AUTO
 from ultraep.runtime.control import ControlPlane, DevicePlan, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.microbatch import Shared
@@ -89,7 +89,6 @@ class Workspaces:
 
     def __init__(self, shared: Shared, peers: Peers, agreement: Agreement | None) -> None:
         self._shared, self._peers, self.agreement = shared, peers, agreement
-        self.capacity = Capacity(shared.settings.capacity, shared.topology, shared.config)
         self._all: list[Workspace] = []
         self._most_rows = 0  # that any rank was planned to serve, as far as all ranks know
 
@@ -161,7 +160,7 @@ class Workspaces:
     def _can_grow(self) -> bool:
         """Whether ranks can allocate more rows together, now."""
         together = self.agreement is not None or self._alone
-        return self.capacity.setting == AUTO and together and not self._capturing
+        return self._shared.capacity.setting == AUTO and together and not self._capturing
 
     @property
     def _alone(self) -> bool:
@@ -174,7 +173,9 @@ class Workspaces:
     def _fitting(self, tokens: int, top_k: int) -> Workspace | None:
         for workspace in reversed(self._all):
             rows = workspace.memory.capacity
-            if workspace.fits(tokens, top_k) and self.capacity.suffices(rows, self._most_rows):
+            if workspace.fits(tokens, top_k) and self._shared.capacity.suffices(
+                rows, self._most_rows
+            ):
                 return workspace
         return None
 
@@ -199,7 +200,7 @@ class Workspaces:
             largest = 1 << (tokens - 1).bit_length()
         tokens = max(tokens, largest)
         rows = tokens * top_k
-        capacity = self.capacity.rows_for(rows, self._most_rows)
+        capacity = self._shared.capacity.rows_for(rows, self._most_rows)
         control = ControlPlane(
             shared.topology,
             device_config(shared.config),
@@ -216,7 +217,7 @@ class Workspaces:
             capacity=capacity,
         )
         never_full = capacity >= shared.topology.ranks * rows or (
-            self.capacity.proven and capacity >= rows
+            self._shared.capacity.proven and capacity >= rows
         )
         self._all.append(Workspace(control, memory, never_full, FaultPoll()))
         return self._all[-1]

@@ -29,8 +29,6 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.agreement import Point, short_digest
-from ultraep.runtime.capacity import Capacity
-from ultraep.runtime.history import History
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
@@ -48,8 +46,6 @@ class MessagesPlane:
     def __init__(self, shared: Shared) -> None:
         self.shared, self.topology = shared, shared.topology
         self.pool = SlotPool(shared.topology.slots, shared.settings.in_flight)
-        self.capacity = Capacity(shared.settings.capacity, shared.topology, shared.config)
-        self.history = History()
         self.kernels: Kernels | None = None
         self.last_config: dict[int, BalanceConfig] = {}  # by layer
 
@@ -122,12 +118,14 @@ class _Ahead:
 class MessagesMicrobatch(BaseMicrobatch[Plan]):
     """One microbatch of one rank."""
 
+    # From `count`:
+    _host_loads: IntArray  # [R, E]
+    _versions: IntArray  # [R] of the weights of all ranks
+
     def __init__(self, plane: MessagesPlane, inputs: Inputs) -> None:
         super().__init__(inputs, plane.shared)
         self._plane, self._kernels = plane, plane.kernels
         self._ahead: _Ahead | None = None
-        self._loads_RE: IntArray | None = None  # on the host
-        self._versions: IntArray | None = None  # [R] of the weights of all ranks
 
     def _count(self) -> torch.Tensor:
         inputs, shared, info = self._inputs, self._shared, self.info
@@ -144,7 +142,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         if records.column("refused")[shared.comm.rank]:
             self._refuse()
         shared.agreement.compare_inputs(records, own)
-        self._loads_RE, self._versions = records.loads, records.column("version")
+        self._host_loads, self._versions = records.loads, records.column("version")
         return records.loads_on_device
 
     def _own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
@@ -181,14 +179,12 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             self._ahead = _Ahead(config, plan, *_copied(routes))
 
     def _rows_of_all(self) -> int:
-        assert self._loads_RE is not None
-        return int(self._loads_RE.sum())
+        return int(self._host_loads.sum())
 
     @staged("plan")
     def _make_plan(self, config: BalanceConfig) -> Plan:
-        plane, loads, kernels = self._plane, self._loads_RE, self._kernels
-        assert loads is not None
-        past = plane.history.note(self.info, loads.sum(axis=0)).before
+        plane, loads, kernels = self._plane, self._host_loads, self._kernels
+        past = self._shared.history.note(self.info, loads.sum(axis=0)).before
         plane.last_config[self.info.layer] = config
         if kernels is not None and kernels.control.use(config):
             plan = self._plan_of_device(kernels, config, loads)
@@ -198,7 +194,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             backend = self._shared.settings.backend
             plan = make_plan(loads, plane.topology, config, backend=backend, history=past)
         plan.check_limits()
-        plane.capacity.check(plan)
+        self._shared.capacity.check(plan)
         return plan
 
     def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, loads: IntArray) -> Plan:
@@ -219,17 +215,12 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         )
 
     def _replicas(self, plan: Plan) -> MessageReplicas:
-        assert self._versions is not None
-        return self._replicas_of(self.info, plan, self._inputs.layer.bundle, self._versions)
+        bundle, device, pool = self._inputs.layer.bundle, self._inputs.ids.device, self._plane.pool
+        return MessageReplicas(self._shared, pool, self.info, plan, bundle, self._versions, device)
 
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MessageReplicas:
-        info = MicrobatchInfo(NO_LAYER, self.info.step, recomputed=False)
+        info = MicrobatchInfo(NO_LAYER, self.info.step)
         versions = np.full(plan.topology.ranks, number)  # no slot holds this version
-        return self._replicas_of(info, plan, bundle, versions)
-
-    def _replicas_of(
-        self, info: MicrobatchInfo, plan: Plan, bundle: Bundle, versions: IntArray
-    ) -> MessageReplicas:
         device, pool = self._inputs.ids.device, self._plane.pool
         return MessageReplicas(self._shared, pool, info, plan, bundle, versions, device)
 

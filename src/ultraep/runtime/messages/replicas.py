@@ -25,7 +25,7 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import HOME, Hop, hops
-from ultraep.microbatch import TensorSpecs, MicrobatchInfo
+from ultraep.microbatch import MicrobatchInfo, TensorSpecs
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
@@ -53,7 +53,7 @@ class MessageReplicas(BaseReplicas):
         versions: IntArray,
         device: torch.device,
     ) -> None:
-        super().__init__(info, bundle, shared.observers, pool.in_backward)
+        super().__init__(info, bundle, shared.observers, shared.in_backward)
         self._shared, self._pool, self._plan, self._device = shared, pool, plan, device
         self._home_experts = plan.topology.home_experts(shared.comm.rank)
         versions_E = versions[plan.topology.home_of_expert]
