@@ -32,7 +32,7 @@ from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import torch_dist
 from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalCommunicator
-from ultraep.runtime.shared_memory import SharedMemoryCommunicator, usable
+from ultraep.runtime.shared_memory import SharedMemoryCommunicator
 from ultraep.runtime.torch_dist import TorchDistCommunicator
 
 SHORT = 1.5  # seconds
@@ -205,7 +205,7 @@ def test_a_message_that_cannot_be_opened_is_an_error_on_both_ends():
 
 def lose_one(rank, group, folder):
     # Shared memory would wait as long as the group: longer than this takes.
-    comms = [SharedMemoryCommunicator(group), TorchDistCommunicator(group, PATIENCE)]
+    comms = [connect(group, transport="shared"), TorchDistCommunicator(group, PATIENCE)]
     for comm in comms:
         comm.all_gather(torch.zeros(3))
     meet(folder, rank, 3)
@@ -221,7 +221,7 @@ def lose_one(rank, group, folder):
 
 
 def leave_without_close(rank, group):
-    comm = SharedMemoryCommunicator(group, PATIENCE)
+    comm = connect(group, transport="shared", timeout=PATIENCE)
     leave_without_close.kept = comm  # until the interpreter ends
     if rank == 0:
         comm.exchange([Message(1, torch.zeros(1 << 18))], [])
@@ -257,7 +257,7 @@ def test_an_interpreter_that_ends_cleans_up(end_of_ranks):
 
 def drop(rank, group):
     for _ in range(3):
-        comm = SharedMemoryCommunicator(group, PATIENCE)
+        comm = connect(group, transport="shared", timeout=PATIENCE)
         comm.exchange([Message(1 - rank, torch.zeros(1 << 18))], [])
         del comm
 
@@ -306,11 +306,11 @@ def on_another_machine(rank, group):
             patch.setattr(platform, "machine", lambda: "riscv64")
         with pytest.raises(ConfigError, match="rank 1 runs on Linux riscv64"):
             connect(group, transport="shared")
-        return usable(group), type(connect(group))
+        return type(connect(group))
 
 
 def test_other_machines_are_refused():
-    assert shared_pool().run(2, on_another_machine) == [(False, TorchDistCommunicator)] * 2
+    assert shared_pool().run(2, on_another_machine) == [TorchDistCommunicator] * 2
 
 
 # The processes that run all this.

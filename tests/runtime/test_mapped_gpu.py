@@ -358,7 +358,7 @@ class Layers:
                         own.check()
                 own.check()
                 own.reset_stats()
-                workspace.faults.forget()
+                workspace.forget_faults()
 
     def draw(self, seed):
         """Other tokens; some experts are liked by all of them."""

@@ -105,11 +105,12 @@ def connect(
         transport = "sockets"
     # Imported here, because a process alone needs neither.
     if transport != "sockets":
-        from ultraep.runtime import shared_memory
+        from ultraep.runtime.shared_memory import connect_shared
 
-        if transport == "shared" or shared_memory.usable(group, timeout):
+        shared = connect_shared(group, timeout, required=transport == "shared")
+        if shared is not None:
             logger.info("transport of %d ranks: shared", group.size())
-            return shared_memory.SharedMemoryCommunicator(group, timeout)
+            return shared
     from ultraep.runtime.torch_dist import TorchDistCommunicator
 
     logger.info("transport of %d ranks: sockets", group.size())
@@ -149,9 +150,8 @@ def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
         )
     reason, size = "", site.comm.size
     for kind in plane_kinds(name):
-        passed_over = kind.passed_over(site) if name == AUTO else ""
-        if passed_over:
-            reason = passed_over
+        if name == AUTO and kind.passed_over is not None and kind.passed_over(site):
+            reason = kind.passed_over(site)
             continue
         if kind.obstacle is None:
             return Choice(kind, reason or kind.reason, kind.connect(site))

@@ -114,11 +114,6 @@ class DeviceRoutes:
     send_counts: torch.Tensor  # [R] rows for every rank
     receive_counts: torch.Tensor  # [R, L] rows from every rank for each slot of this one
 
-    @property
-    def realised(self) -> torch.Tensor:
-        """Rows that this rank will serve; equals its `rank_loads` in the plan."""
-        return self.receive_counts.sum()
-
 
 class ControlPlane:
     """Counts, plans and reroutes the microbatches of one rank on its GPU.

@@ -9,6 +9,7 @@ Stages, forward and backward: `ultraep.trace.schema.STAGES`.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,7 +17,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from ultraep.dispatch import Rows
+from ultraep.dispatch import Moved
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
 
@@ -129,53 +130,48 @@ def staged(
     return decorate
 
 
-class ObservedExchange:
-    """The rows of a microbatch, whose moves and the experts between them are stages.
+class BaseExchange(ABC):
+    """The rows of a microbatch; see `ultraep.dispatch.Exchange`. Each move of rows is a stage.
 
-    at_backward: called when backward begins.
+    The stage of the experts lasts from one move to the next. A data plane implements `begins`,
+    `_at_backward` (called when backward begins), `_to_slots` and `_to_tokens`.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        info: MicrobatchInfo,
-        observers: Observers,
-        at_backward: Callable[[], None],
-    ) -> None:
-        self._rows, self._at_backward = rows, at_backward
+    offsets: torch.Tensor
+
+    def __init__(self, info: MicrobatchInfo, observers: Observers) -> None:
         self.info, self.observers = info, observers
-        self.offsets, self.begins = rows.offsets, rows.begins
         self._serving = ""  # the stage of the experts, while it lasts
 
-    @property
-    def slots(self) -> torch.Tensor:
-        """[T, K] slot of every routed row."""
-        return self._rows.slots
+    @abstractmethod
+    def begins(self) -> list[int]: ...
+
+    @abstractmethod
+    def _at_backward(self) -> None: ...
+
+    @abstractmethod
+    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved: ...
+
+    @abstractmethod
+    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved: ...
 
     def begin_backward(self) -> None:
-        """Note that backward begins, with the stage `combine back`."""
         self.info.in_backward, self.info.start_time = True, time.time()
         self._staged("combine back", self._at_backward)
 
-    def to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stage 5, or the backward of stage 7; then the stage of the experts begins."""
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         stage = "combine back" if self.info.in_backward else "dispatch"
-        moved = self._staged(stage, self._rows.to_slots, values_TD, scalars_TK)
+        moved = self._staged(stage, self._to_slots, values_TD, scalars_TK)
         self._serving = "experts back" if self.info.in_backward else "experts"
         self.observers.begin(self._serving, self.info)
         return moved
 
-    def to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """End the stage of the experts; then stage 7, or the backward of stage 5."""
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         if self._serving:
             self.observers.end(self._serving, self.info)
         self._serving = ""
         stage = "dispatch back" if self.info.in_backward else "combine"
-        return self._staged(stage, self._rows.to_tokens, rows_AD, scalars_A)
+        return self._staged(stage, self._to_tokens, rows_AD, scalars_A)
 
     def _staged(self, stage: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self.observers.begin(stage, self.info)

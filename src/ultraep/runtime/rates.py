@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -113,18 +113,39 @@ def measure(
     """
     bundle, device = inputs.layer.bundle, device_of_bundle(resolve(inputs.layer.bundle))
     homes = len(topology.home_experts(comm.rank))
-    trials = _Trials(trial, comm, topology, inputs.ids.device)
     few_bytes = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device)}
-    placed = synthetic_replicas(topology)
+    loads_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
+    placed, numbers = synthetic_replicas(topology), count(1)
+
+    def replicas_of(placed_C3: IntArray, bundle: Bundle) -> Replicas:
+        """Return the replicas of a plan, as if their weights had never been sent."""
+        config = BalanceConfig(objective="balance")
+        plan = plan_from_replicas(loads_RE, topology, config, placed_C3)
+        return trial(plan, bundle, next(numbers))
+
+    def filling(placed_C3: IntArray, bundle: Bundle) -> list[float]:
+        """Return the seconds to fill slots, turn by turn from a common start, without the first."""
+        seconds = []
+        for _ in range(TURNS + 1):
+            replicas = replicas_of(placed_C3, bundle)
+            _synchronize(inputs.ids.device)
+            comm.gather_objects(None)
+            begin = time.perf_counter()
+            with replicas:
+                replicas.tensors()
+                _synchronize(inputs.ids.device)
+                seconds.append(time.perf_counter() - begin)
+        return seconds[1:]
+
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        without = _without_replicas(trials.replicas(placed[:0], bundle), shape.layout, device)
+        without = _without_replicas(replicas_of(placed[:0], bundle), shape.layout, device)
         timings = Timings(
             min(without.num_homes, MOST_HOMES),
             _network(inputs, without),
-            idle=trials.seconds(placed[:0], few_bytes),
-            one=trials.seconds(placed[:1], few_bytes),
-            small=trials.seconds(placed, few_bytes),
-            whole=trials.seconds(placed, bundle),
+            idle=filling(placed[:0], few_bytes),
+            one=filling(placed[:1], few_bytes),
+            small=filling(placed, few_bytes),
+            whole=filling(placed, bundle),
         )
     return price_list(comm.gather_objects(timings), len(placed), shape)
 
@@ -198,39 +219,6 @@ def synthetic_replicas(topology: Topology) -> IntArray:
         if len(homes) and host != rank:
             placed.append((int(homes[0]), host, 1))
     return np.array(sorted(placed), dtype=np.int64).reshape(-1, 3)
-
-
-class _Trials:
-    """Times how long slots take to fill, for synthetic plans."""
-
-    def __init__(
-        self, trial: Trial, comm: Communicator, topology: Topology, device: torch.device
-    ) -> None:
-        self._trial, self._comm, self._topology, self._device = trial, comm, topology, device
-        self._number = 0
-
-    def replicas(self, placed_C3: IntArray, bundle: Bundle) -> Replicas:
-        """Return the replicas of a plan, as if their weights had never been sent."""
-        topology = self._topology
-        loads_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
-        config = BalanceConfig(objective="balance")
-        plan: Plan = plan_from_replicas(loads_RE, topology, config, placed_C3)
-        self._number += 1
-        return self._trial(plan, bundle, self._number)
-
-    def seconds(self, placed_C3: IntArray, bundle: Bundle) -> list[float]:
-        """Return the seconds of each turn from a common start; the first turn does not count."""
-        seconds = []
-        for _ in range(TURNS + 1):
-            replicas = self.replicas(placed_C3, bundle)
-            _synchronize(self._device)
-            self._comm.gather_objects(None)
-            begin = time.perf_counter()
-            with replicas:
-                replicas.tensors()
-                _synchronize(self._device)
-                seconds.append(time.perf_counter() - begin)
-        return seconds[1:]
 
 
 def _network(inputs: Inputs, without: Replicas) -> list[float]:

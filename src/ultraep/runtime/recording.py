@@ -48,32 +48,28 @@ def open_recorder(
     settings: Settings,
 ) -> Recorder | None:
     """Return the recorder of this rank, or None; collective. An error on one rank is one on all."""
-    relay = Relay(settings.relay, settings.chunks)
     parent = os.environ.get(VARIABLE) if record is None else None
     if record is None and not parent:
         return None
-    recorder, error = None, ""
+    relay, recorder = Relay(settings.relay, settings.chunks), None
     directory = "" if record is None else str(Path(record).absolute())
-    if comm.rank == 0:
-        try:
-            directory = directory or str(_new_directory(Path(str(parent))))
-            recorder = Recorder(directory, topology, config, relay=relay)
-        except FileError as refused:
-            error = str(refused)
-    directory, error = comm.gather_objects((directory, error))[0]
-    if not directory and not error:
-        error = f"ranks of one thread cannot agree on a directory in {parent}: pass record="
-    if comm.rank and not error:
-        try:
-            recorder = Recorder(directory, topology, config, rank=comm.rank, relay=relay)
-        except FileError as refused:
-            error = str(refused)
-    errors = comm.gather_objects(error)
-    if any(errors):
-        if recorder is not None:
-            recorder.discard()
-        rank = next(rank for rank, text in enumerate(errors) if text)
-        raise FileError(f"rank {rank} cannot record: {errors[rank]}")
+    for first in (True, False):  # rank 0 creates the directory
+        error = ""
+        if first == (comm.rank == 0):
+            try:
+                directory = directory or str(_new_directory(Path(str(parent))))
+                recorder = Recorder(directory, topology, config, rank=comm.rank, relay=relay)
+            except FileError as refused:
+                error = str(refused)
+        gathered = comm.gather_objects((directory, error))
+        directory, errors = gathered[0][0], [text for _, text in gathered]
+        if not directory and not any(errors):
+            errors[0] = f"ranks of one thread cannot agree on a directory in {parent}: pass record="
+        if any(errors):
+            if recorder is not None:
+                recorder.discard()
+            rank = next(rank for rank, text in enumerate(errors) if text)
+            raise FileError(f"rank {rank} cannot record: {errors[rank]}")
     return recorder
 
 

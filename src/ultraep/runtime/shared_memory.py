@@ -35,16 +35,15 @@ logger = logging.getLogger(__name__)
 
 
 class SharedMemoryCommunicator(BytesCommunicator):
-    """One rank of a gloo group on one host, for one thread. Creating one is collective.
+    """One rank of a gloo group on one host, for one thread.
 
-    After an error the communicator stays broken, here and soon on all other ranks.
-    timeout: seconds to wait without progress; None: the timeout of the group. A rank that died is
-        noticed at once.
+    After an error the communicator stays broken, here and soon on all other ranks. A rank that died
+    is noticed at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
-        self._group, self._wire = group, _set_up(group, timeout)
-        self.rank, self.size, self.timeout = self._wire.rank, self._wire.size, self._wire.timeout
+    def __init__(self, group: dist.ProcessGroup, joined: wire.Wire) -> None:
+        self._group, self._wire = group, joined
+        self.rank, self.size, self.timeout = joined.rank, joined.size, joined.timeout
         # Also at exit. The wire does not refer to the communicator, so it can be collected.
         self._release = weakref.finalize(self, self._wire.close)
 
@@ -97,35 +96,34 @@ class _Host(NamedTuple):
     place: tuple[str, ...]  # equal for ranks that share memory and pids
 
 
-def usable(group: dist.ProcessGroup, timeout: float | None = None) -> bool:
-    """Whether all ranks of the group can share enough memory; collective."""
-    if dist.get_backend(group) != "gloo":
-        return False
-    with closing(TorchDistCommunicator(group, timeout)) as setup:
-        hosts = setup.gather_objects(_this_host(setup.rank))
-    obstacle = _obstacle(hosts, wire.wanted_bytes(setup.size))
-    if obstacle:
-        logger.info("no shared memory: %s", obstacle)
-    return not obstacle
+def connect_shared(
+    group: dist.ProcessGroup, timeout: float | None, *, required: bool
+) -> SharedMemoryCommunicator | None:
+    """Connect all ranks, or return None if they cannot share enough memory; collective.
 
-
-def _set_up(group: dist.ProcessGroup, timeout: float | None) -> wire.Wire:
-    """Connect to the other ranks; collective."""
+    required: with little memory, send small pieces; raise ConfigError if that is impossible, too.
+    """
     if dist.get_backend(group) != "gloo":
-        raise ConfigError(f"shared memory needs a gloo group, got {dist.get_backend(group)}")
+        if required:
+            raise ConfigError(f"shared memory needs a gloo group, got {dist.get_backend(group)}")
+        return None
     timeout = timeout_of(group) if timeout is None else timeout
     with closing(TorchDistCommunicator(group, timeout)) as setup, ExitStack() as undo:
         gathered = setup.gather_objects((_this_host(setup.rank), segments.new_prefix()))
         hosts, prefix = [host for host, _ in gathered], gathered[0][1]
-        obstacle = _obstacle(hosts, wire.control_bytes(setup.size))
-        if obstacle:
+        least = wire.control_bytes(setup.size) if required else wire.wanted_bytes(setup.size)
+        obstacle = _obstacle(hosts, least)
+        if obstacle and required:
             raise ConfigError(f"shared memory cannot be used: {obstacle}")
+        if obstacle:
+            logger.info("no shared memory: %s", obstacle)
+            return None
         files = _open_files(setup, prefix, undo)
         files.limit = wire.largest_segment(setup.size, hosts[0].free)
         joined = wire.Wire(setup.rank, setup.size, timeout, files)
         setup.gather_objects(None)  # no rank starts or leaves before all have joined
         undo.pop_all()
-    return joined
+    return SharedMemoryCommunicator(group, joined)
 
 
 def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> segments.Files:

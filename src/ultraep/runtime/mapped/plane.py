@@ -13,7 +13,6 @@ width.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 
 import torch
 
@@ -22,6 +21,7 @@ from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Peers
 from ultraep.config import BalanceConfig
+from ultraep.dispatch import Moved
 from ultraep.errors import ConfigError
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.ops.modes import unseen
@@ -33,12 +33,12 @@ from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.workspace import Workspace, Workspaces
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
-from ultraep.runtime.observe import staged
+from ultraep.runtime.observe import BaseExchange, staged
 from ultraep.runtime.streams import capturing
 
 
 class MappedPlane:
-    """One rank of a group of GPUs that map each other's memory."""
+    """One rank of a group of GPUs that map each other's memory; see `DataPlane`."""
 
     name = "mapped"
 
@@ -56,17 +56,14 @@ class MappedPlane:
         self.kept: torch.Tensor | None = None  # schedule of replicas that stay in their slots
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
-        """Return a microbatch with these inputs."""
         return MappedMicrobatch(self, inputs)
 
     def promise(self) -> None:
-        """Pass the current promise about the weights of this rank to the device."""
         if not capturing(self.device):
             number = self.shared.versions.promise
             self.promised.fill_(even(number) + 1 if number else 0)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
-        """Allocate all memory that microbatches like this need; otherwise the first one does."""
         tokens, top_k = ids.shape
         self.workspaces.for_tokens(tokens, top_k).prepare(resolve(bundle), rows)
 
@@ -104,17 +101,14 @@ class MappedPlane:
 
     @property
     def nbytes(self) -> int:
-        """Shared memory of this rank."""
-        return sum(workspace.memory.nbytes for workspace in self.workspaces)
+        return sum(workspace.memory.nbytes for workspace in self.workspaces.all)
 
     def check(self) -> None:
-        """Raise errors that the device has recorded since the last check; waits for it."""
-        for workspace in self.workspaces:
+        for workspace in self.workspaces.all:
             workspace.check()
 
     def close(self) -> None:
-        """Free the shared memory; the process group stays."""
-        self.workspaces.clear()
+        self.workspaces.all.clear()
         self._peers.close()
         if self._hosts is not None and self._hosts is not self.shared.comm:
             self._hosts.close()
@@ -229,29 +223,32 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         adopted, memory = self._workspace.control.adopt(plan).kept(), self._workspace.memory
         return MappedReplicas(self._shared, memory, info, adopted, bundle, never_kept)
 
-    def _rows(self, plan: DevicePlan) -> tuple[MappedRows, Callable[[], None]]:
+    def _rows(self, plan: DevicePlan) -> MappedRows:
         assert plan.topology == self._plane.topology
         workspace = self._current()
         routes = workspace.control.reroute(self._inputs.ids.contiguous(), counted=True)
-        plane, place, replicas = self._plane, self._place(Point.BACKWARD), self._last_replicas
-
-        def at_backward() -> None:
-            plane.compare_places(place)
-            if replicas is not None:
-                replicas.begin_again()
-
-        return MappedRows(workspace.memory, routes, workspace.overflow(plan)), at_backward
+        overflow = workspace.overflow(plan)
+        plane, replicas = self._plane, self._last_replicas
+        return MappedRows(plane, workspace.memory, routes, overflow, self.info, replicas)
 
 
-class MappedRows:
-    """Moves rows between tokens and slots; each rank pulls what it needs.
+class MappedRows(BaseExchange):
+    """Moves rows between tokens and slots; each rank pulls its rows from the memory of others.
 
     overflow: whether some rank has more rows than fit, on the device; None: that is impossible.
     """
 
     def __init__(
-        self, memory: MappedMemory, routes: DeviceRoutes, overflow: torch.Tensor | None
+        self,
+        plane: MappedPlane,
+        memory: MappedMemory,
+        routes: DeviceRoutes,
+        overflow: torch.Tensor | None,
+        info: MicrobatchInfo,
+        replicas: MappedReplicas | None,
     ) -> None:
+        super().__init__(info, plane.shared.observers)
+        self._plane, self._replicas = plane, replicas
         self._memory, self._routes, self._overflow = memory, routes, overflow
         self._rows = memory.exchange.row_map()
         self.slots, self._shape = routes.slots, routes.slots.shape
@@ -259,14 +256,15 @@ class MappedRows:
 
     @unseen()
     def begins(self) -> list[int]:
-        """Return the offsets on the host; waits for the device."""
         begins: list[int] = self.offsets.tolist()
         return begins
 
-    def to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
+    def _at_backward(self) -> None:
+        self._plane.compare_places(Place(Point.BACKWARD, self.info.layer, self.info.step))
+        if self._replicas is not None:
+            self._replicas.begin_again()
+
+    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         memory, exchange, routes = self._memory, self._memory.exchange, self._routes
         values_TD = values_TD.contiguous()
         nbytes = exchange.layout.value_bytes(values_TD.shape[1] * values_TD.itemsize)
@@ -284,10 +282,7 @@ class MappedRows:
         exchange.gather_rows(memory.readable("values", nbytes), self._rows, rows_AD)
         return rows_AD, gates_A
 
-    def to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
+    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         memory, exchange, width = self._memory, self._memory.exchange, rows_AD.shape[1]
         nbytes = exchange.layout.served_bytes(width * rows_AD.itemsize)
         served = exchange.served_rows(memory.region("served", nbytes), width, rows_AD.dtype)

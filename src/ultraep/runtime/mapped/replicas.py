@@ -112,7 +112,6 @@ class MappedReplicas(BaseReplicas):
 
     @unseen()
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor:
-        """[A, D] memory from which other ranks can pull."""
         memory, width = self._memory, like_AD.shape[1]
         nbytes = memory.exchange.layout.served_bytes(width * like_AD.itemsize)
         region = memory.writable("served", nbytes)
@@ -120,7 +119,6 @@ class MappedReplicas(BaseReplicas):
 
     @unseen()
     def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
-        """`[L, ...]` memory that all layers share."""
         self._gradients = self._memory.gradient_slots(specs)
         if self._gradients:
             return {name: slots.local for name, slots in self._gradients.items()}

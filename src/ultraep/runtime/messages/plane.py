@@ -20,26 +20,27 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
-from ultraep.comm import Communicator, moved
+from ultraep.comm import moved
 from ultraep.config import BalanceConfig
+from ultraep.dispatch import Moved
 from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Point, short_digest
+from ultraep.runtime.agreement import Place, Point, short_digest
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
-from ultraep.runtime.observe import staged
+from ultraep.runtime.observe import BaseExchange, staged
 
 if TYPE_CHECKING:
     from ultraep.runtime.control import ControlPlane, DeviceRoutes
 
 
 class MessagesPlane:
-    """One rank of a group that exchanges messages: its spare slots, and kernels if it has a GPU."""
+    """One rank of a group that exchanges messages, and its kernels on a GPU; see `DataPlane`."""
 
     name = "messages"
 
@@ -50,7 +51,6 @@ class MessagesPlane:
         self.last_config: dict[int, BalanceConfig] = {}  # by layer
 
     def begin(self, inputs: Inputs) -> MessagesMicrobatch:
-        """Return a microbatch with these inputs."""
         self.kernels = self._kernels_for(inputs.ids)
         return MessagesMicrobatch(self, inputs)
 
@@ -66,11 +66,9 @@ class MessagesPlane:
 
     @property
     def nbytes(self) -> int:
-        """Memory allocated for spare slots and gradients."""
         return self.pool.nbytes
 
     def check(self) -> None:
-        """Raise errors that a GPU has recorded."""
         if self.kernels is not None:
             self.kernels.control.check()
 
@@ -224,15 +222,8 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         device, pool = self._inputs.ids.device, self._plane.pool
         return MessageReplicas(self._shared, pool, info, plan, bundle, versions, device)
 
-    def _rows(self, plan: Plan) -> tuple[RowMessages, Callable[[], None]]:
-        agreement, verify = self._shared.agreement, self._shared.settings.verify
-        place, device = self._place(Point.BACKWARD), self._inputs.ids.device
-
-        def at_backward() -> None:
-            if verify:
-                agreement.compare(place, device)
-
-        return RowMessages(self._routes(plan), self._shared.comm), at_backward
+    def _rows(self, plan: Plan) -> RowMessages:
+        return RowMessages(self._routes(plan), self._shared, self.info)
 
     def _routes(self, plan: Plan) -> Routes:
         ids, rank, kernels = self._inputs.ids, self._shared.comm.rank, self._kernels
@@ -256,11 +247,12 @@ def _copied(routes: DeviceRoutes) -> tuple[torch.Tensor, torch.Tensor]:
     return routes.order.long().clamp_(0, most), routes.positions.long().clamp_(0, most)
 
 
-class RowMessages:
-    """Moves rows between tokens and slots; see `ultraep.dispatch.Rows`."""
+class RowMessages(BaseExchange):
+    """Moves rows between tokens and slots by messages."""
 
-    def __init__(self, routes: Routes, comm: Communicator) -> None:
-        self.routes, self._comm = routes, comm
+    def __init__(self, routes: Routes, shared: Shared, info: MicrobatchInfo) -> None:
+        super().__init__(info, shared.observers)
+        self.routes, self._shared, self._comm = routes, shared, shared.comm
         self._blocks = routes.receive_counts
         self._from_rank: list[int] = self._blocks.sum(axis=1).tolist()
         self._begins = [0, *accumulate(self._blocks.sum(axis=0).tolist())]
@@ -268,27 +260,24 @@ class RowMessages:
 
     @property
     def slots(self) -> torch.Tensor:
-        """[T, K] slot of every routed row."""
         return self.routes.slots
 
     def begins(self) -> list[int]:
-        """Return the offsets, known from the plan."""
         return self._begins
 
-    def to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
+    def _at_backward(self) -> None:
+        if self._shared.settings.verify:
+            place = Place(Point.BACKWARD, self.info.layer, self.info.step)
+            self._shared.agreement.compare(place, self.offsets.device)
+
+    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         order = self.routes.order
         rows_AD = self._to_slot_order(values_TD.index_select(0, self.routes.token_of_row))
         if scalars_TK is None:
             return rows_AD, None
         return rows_AD, self._to_slot_order(scalars_TK.reshape(-1).index_select(0, order))
 
-    def to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
+    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         sums_TD = self._to_token_order(rows_AD).sum(dim=1, dtype=rows_AD.dtype)
         return sums_TD, None if scalars_A is None else self._to_token_order(scalars_A)
 

@@ -114,7 +114,6 @@ class MessageReplicas(BaseReplicas):
 
     @unseen()
     def spans(self) -> torch.Tensor:
-        """[H, 2] where the replicas of each home expert begin and end in the plan."""
         experts = self._plan.replicas[:, 0]
         begins = np.searchsorted(experts, self._home_experts, "left")
         ends = np.searchsorted(experts, self._home_experts, "right")
