@@ -11,13 +11,12 @@ import torch
 from cases import BACKENDS_OF_CPU
 from dense import Example, on_ranks
 from microbatches import counted, planned
-from ranks import LIMIT, TIMED_OUT
+from ranks import TIMED_OUT
 
 import ultraep
 from ultraep import (
     BackendUnavailable,
     BalanceConfig,
-    BalancedMoE,
     Balancer,
     CommunicationError,
     ConfigError,
@@ -87,24 +86,6 @@ def test_invalid_ids_are_an_error_on_every_rank_and_all_go_on(bad_ranks, kind, b
         refused = rank in bad_ranks
         assert caught.type is (LoadError if refused else CommunicationError)
         assert caught.match(message if refused else re.escape(f"ranks {bad_ranks} refused"))
-
-
-def test_the_layer_refuses_ids_on_all_ranks_and_goes_on():
-    example = Example([20] * 4, ids=[ids_of(rank, tokens=20).repeat(1, 2) for rank in range(4)])
-
-    def work(comm):
-        layer = example.layer(Balancer(experts=8, communicator=comm))
-        x, good = example.inputs[comm.rank], layer.router.ids
-        if comm.rank == 1:
-            layer.router.ids = good + 100
-        with pytest.raises((LoadError, CommunicationError)) as caught:
-            layer(x)
-        layer.router.ids = good
-        assert layer(x).shape == x.shape
-        return caught.type
-
-    wanted = [CommunicationError, LoadError, CommunicationError, CommunicationError]
-    assert LocalGroup(4).run(work) == wanted
 
 
 def test_an_input_of_the_wrong_width_on_one_rank_stops_the_others():
@@ -192,26 +173,6 @@ def test_a_rank_that_fails_stops_the_others_quickly(place):
     for error in others:
         assert isinstance(error, CommunicationError)
         assert "rank 3 failed" in str(error)
-
-
-def test_a_silent_rank_is_named_after_the_timeout():
-    group = LocalGroup(3)
-    balancers = group.run(lambda comm: Balancer(experts=9, communicator=comm))
-
-    def work(comm):
-        if comm.rank == 1:
-            return complained.wait(LIMIT)
-        try:
-            return counted(balancers[comm.rank], ids_of(comm.rank))
-        finally:
-            complained.set()
-
-    complained = threading.Event()
-    group.timeout = 1  # not before: to make balancers may take longer
-    message = r"at the loads of layer 0 \(step 1\): rank . waited 1 s for rank 1"
-    with pytest.raises(CommunicationError, match=message):
-        group.run(work)
-    assert complained.is_set()
 
 
 def test_no_rank_waits_for_one_whose_work_has_ended():
@@ -399,11 +360,6 @@ def test_an_unknown_policy_for_one_call():
         assert planned(balancer, ids_of(0), policy=policy)[1].config.policy == wanted
 
 
-def test_experts_of_layer_and_balancer_must_agree():
-    with pytest.raises(ConfigError, match="16 experts, but the balancer has 8"):
-        BalancedMoE.swiglu(6, 4, 16, 2, balancer=Balancer("alone", experts=8))
-
-
 def test_the_balancer_uses_and_closes_a_communicator():
     comm = alone()
     closed = []
@@ -429,15 +385,3 @@ def test_policies_with_history_get_the_last_loads_of_their_layer():
     assert first.imbalance == other_layer.imbalance == 1.2  # three of five instances on one rank
     assert surprised.imbalance == 2.0
     assert adapted.imbalance == 1.2
-
-
-def test_a_group_raises_what_its_first_rank_raised():
-    def work(comm):
-        if comm.rank == 1:
-            raise KeyError("gone")
-        comm.all_gather(torch.zeros(1))
-
-    with pytest.raises(KeyError, match="gone"):
-        LocalGroup(3).run(work)
-    with pytest.raises(ConfigError, match="at least one rank, got 0"):
-        LocalGroup(0)

@@ -57,6 +57,11 @@ def test_an_invalid_group_is_refused(group):
         Balancer(group, experts=8)
 
 
+def test_a_group_of_no_ranks_is_refused():
+    with pytest.raises(ConfigError, match="at least one rank, got 0"):
+        LocalGroup(0)
+
+
 def test_the_warning_about_one_rank_points_to_the_caller(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.warns(

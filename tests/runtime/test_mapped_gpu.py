@@ -267,39 +267,6 @@ def test_a_rank_that_never_comes_is_named(pool):
     assert seconds < 20 * 0.5  # ranks do not wait a second time
 
 
-# Gradients.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gradients_have_the_same_bits_every_time(dtype):
-    """Those of one addition after the other, in the order of the plan."""
-    topology, rng = Topology(ranks=8, experts=16, slots=3), np.random.default_rng(0)
-    group, wide = LocalPeers(8), torch.float64 if dtype == torch.float64 else torch.float32
-    board = Signals(group.of(0), slots=3, buffers=1, timeout=1.0)
-    of_rank_0 = Streamer(board, topology, relay="auto", programs=4)
-    for width in (8, 1001, 50_000):
-        replicas = random_replicas(rng, topology, 0.9)
-        rows = group.of(0).allocate(f"gradients {width}", 3 * width * dtype.itemsize)
-        of_copies = [piece.view(dtype).view(3, width) for piece in rows.handle]
-        for piece in of_copies:
-            piece.copy_(torch.randn(3, width, device=CUDA) * 10 ** torch.randn(3, 1, device=CUDA))
-        of_homes = torch.randn(2, width, device=CUDA).to(dtype)
-        wanted = of_homes.to(wide, copy=True)
-        for expert, host, slot in replicas:
-            if expert < 2:
-                wanted[expert] += of_copies[host][slot].to(wide)
-        made = torch.zeros(of_rank_0.size, dtype=torch.int32, device=CUDA)
-        layout = Layout((("weight", (64,), torch.uint8),))
-        of_rank_0.schedule(in_a_row(replicas, topology).to(CUDA), layout, made)
-        for programs in (1, 7, 7):
-            found = of_homes.clone()
-            streamer.pull(found, rows, made, of_rank_0, programs=programs)
-            assert torch.equal(found, wanted.to(dtype))
-        streamer.pull(of_homes.clone(), rows, made, of_rank_0, programs=7, zero=True)
-        for expert, host, slot in replicas:
-            assert bool(of_copies[host][slot].any()) == (expert >= 2)
-
-
 # The whole layer.
 
 
@@ -521,25 +488,6 @@ def pair(group, timeout):
         assert all(torch.equal(views[name][0], t[wanted]) for name, t in experts.items())
 
     return peers, board, fill
-
-
-def share_and_fill(rank, group, rounds):
-    peers, board, fill = pair(group, 60.0)
-    numbers = 37
-    tables = peers.allocate("tables", board.table_bytes(numbers))
-    gathered = torch.empty(2, numbers, dtype=torch.int32, device=CUDA)
-    rng = np.random.default_rng(rank)
-    for number in range(rounds):
-        rows = torch.arange(2 * numbers, dtype=torch.int32, device=CUDA).view(2, -1) + number
-        torch.cuda._sleep(int(rng.integers(1, MILLISECOND)))
-        board.share("loads", rows[rank].clone(), tables, gathered)
-        assert torch.equal(gathered, rows)
-        fill(number % HOMES)
-    peers.close()
-
-
-def test_two_processes_on_one_device(two):
-    two.run(2, share_and_fill, 20)
 
 
 def outlive_rank_1(rank, group, timeout):

@@ -3,8 +3,6 @@
 Every scenario runs on both planes. Slots hold what the plan says, and bytes are sent as often.
 """
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
@@ -197,33 +195,3 @@ def test_the_bytes_sent_agree_with_messages(name):
     wanted = LocalGroup(RANKS).run(on_messages)
     assert summed == [sum(steps) for steps in zip(*wanted, strict=True)]
     assert any(summed) == (name != "there and back with a buffer each")
-
-
-# A layer that is trained.
-
-
-def trained(balancer, example, promise):
-    """Gradients of two microbatches, of which the second finds copies of the first."""
-    layer, rank = example.layer(balancer), balancer.rank
-    with balancer.unchanged_weights() if promise else nullcontext():
-        for _ in range(2):
-            layer(example.inputs[rank]).backward(example.gradients[rank])
-    return [p.grad for p in layer.parameters()]
-
-
-def train(rank, group, example, promise):
-    with small_tiles():
-        balancer = mapped_balancer(example, group, slots=1)
-        found = trained(balancer, example, promise)
-        balancer.check()
-        return found, balancer.stats()["weights_bytes_sent"]
-
-
-@only_interpreted
-def test_gradients_agree_with_resident_replicas():
-    example = single([7, 6])
-    runs = [shared_pool().run(2, train, example, promise) for promise in (False, True)]
-    for (plain, _), (kept, _) in zip(*runs, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
-    plain, kept = (sum(sent for _, sent in run) for run in runs)
-    assert plain == 2 * kept > 0

@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import signal
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,27 +25,19 @@ from ultraep.runtime.torch_dist import TorchDistCommunicator, timeout_of
 MB = 1 << 20
 
 
-class Log(logging.Handler):
-    """Collects the log lines of the package."""
-
-    def __init__(self):
-        super().__init__(logging.INFO)
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-    def __enter__(self):
-        logger = logging.getLogger("ultraep")
-        self._before = logger.level
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-        return self.lines
-
-    def __exit__(self, *error):
-        logger = logging.getLogger("ultraep")
-        logger.removeHandler(self)
-        logger.setLevel(self._before)
+@contextmanager
+def log_lines():
+    """Collect the log lines of the package."""
+    logger, handler, lines = logging.getLogger("ultraep"), logging.Handler(), []
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 # A message that does not fit.
@@ -55,7 +48,7 @@ def with_little_room(comm, room):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
-        with Log() as lines:
+        with log_lines() as lines:
             large_messages(comm, MB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -92,7 +85,7 @@ def bounded(comm):
 
 def on_small_host(rank, group, free, transport, body):
     found = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_blocks=free // 4096)
-    with Log() as lines, pytest.MonkeyPatch.context() as patch:
+    with log_lines() as lines, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "statvfs", lambda path: found)
         comm = connect(group, transport=transport)
     try:

@@ -156,11 +156,3 @@ def test_a_policy_whose_replicas_leave_their_domain():
         assert planned(balancer, hot(comm, tokens=8), policy="ultraep")[1].within_limits
 
     LocalGroup(4).run(work)
-
-
-def test_exit_without_enter_is_an_error():
-    rank = LocalGroup(1).run(lambda comm: Balancer(experts=4, communicator=comm))[0]
-    bundle = {"w": torch.zeros(4, 2)}
-    replicas = planned(rank, hot(None), bundle)[0].replicate()
-    with pytest.raises(AssertionError, match="not entered"):
-        replicas.__exit__(None, None, None)
