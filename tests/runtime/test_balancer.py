@@ -1,4 +1,4 @@
-"""A group of ranks agrees, or every rank raises an error that names who does not."""
+"""Ranks agree, or every rank raises an error that names the ranks that differ."""
 
 import contextlib
 import re
@@ -37,7 +37,7 @@ DEVICE = default_device()  # of kernels
 
 
 def outcomes(size, work):
-    """Return what every rank returned or raised; no rank waits for its timeout."""
+    """Return the result or error of every rank; check that no rank waited for its timeout."""
     results = [None] * size
 
     def on_rank(comm):
@@ -215,10 +215,10 @@ def test_slow_ranks_change_nothing(ranks, relay):
     assert prompt[0].plan.num_replicas > 0
     for seed in range(3):
         late = on_ranks(example, wrap=lambda comm, s=seed: Delayed(comm, ranks, s), **options)
-        for found, wanted in zip(late, prompt, strict=True):
-            assert torch.equal(found.output, wanted.output)
-            for name, gradient in wanted.gradients.items():
-                assert torch.equal(found.gradients[name], gradient), name
+        for actual, expected in zip(late, prompt, strict=True):
+            assert torch.equal(actual.output, expected.output)
+            for name, gradient in expected.gradients.items():
+                assert torch.equal(actual.gradients[name], gradient), name
 
 
 def test_stats():
@@ -356,8 +356,8 @@ def test_an_unknown_policy_for_one_call():
     balancer = Balancer("alone", experts=8)
     with pytest.raises(ConfigError, match="unknown policy 'fair'"):
         planned(balancer, ids_of(0), policy="fair")
-    for policy, wanted in (("none", "none"), (None, "ultraep")):
-        assert planned(balancer, ids_of(0), policy=policy)[1].config.policy == wanted
+    for policy, expected in (("none", "none"), (None, "ultraep")):
+        assert planned(balancer, ids_of(0), policy=policy)[1].config.policy == expected
 
 
 def test_the_balancer_uses_and_closes_a_communicator():

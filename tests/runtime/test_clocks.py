@@ -1,4 +1,4 @@
-"""Reports of a device that is far behind the host: they come late, with values of their time."""
+"""Clock reports of a device that is far behind the host belong to the right step."""
 
 import time
 from functools import partial

@@ -64,9 +64,9 @@ def test_a_rank_that_raises_stops_the_others(transport, tmp_path):
             everywhere(transport, 3, raise_in_the_middle, log, tmp_path)
     else:
         args = (transport, raise_in_the_middle, (log, tmp_path), PATIENCE)
-        found = {o.rank: o for o in shared_pool().outcomes(3, on_communicator, *args)}
-        assert "on purpose" in found[1].value
-        log = [message for rank in (0, 2) for message in found[rank].value]
+        actual = {o.rank: o for o in shared_pool().outcomes(3, on_communicator, *args)}
+        assert "on purpose" in actual[1].value
+        log = [message for rank in (0, 2) for message in actual[rank].value]
     assert len(log) == 2
     for message in log:
         assert "rank 1" in message
@@ -111,16 +111,16 @@ def stopped(comm, folder):
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
     try:
-        found = complaint(comm.all_gather, torch.zeros(3))
+        actual = complaint(comm.all_gather, torch.zeros(3))
         meet(folder, comm.rank // 2, 2)
     finally:
         os.kill(processes[1], signal.SIGCONT)
-    return found
+    return actual
 
 
 def test_a_stopped_rank_is_named_over_sockets(tmp_path):
-    found = everywhere("sockets", 3, stopped, tmp_path)
-    for message in (found[0], found[2]):
+    actual = everywhere("sockets", 3, stopped, tmp_path)
+    for message in (actual[0], actual[2]):
         assert re.search(NO_RESPONSE, message)
 
 
@@ -136,8 +136,8 @@ def one_is_late(rank, group, transport, folder):
 
 @pytest.mark.parametrize("transport", ["auto", "sockets"])
 def test_a_rank_that_creates_no_balancer_is_named(transport, tmp_path):
-    found = shared_pool().run(3, one_is_late, transport, tmp_path)
-    for message in (found[0], found[2]):
+    actual = shared_pool().run(3, one_is_late, transport, tmp_path)
+    for message in (actual[0], actual[2]):
         assert re.search(NO_RESPONSE, message)
 
 
@@ -228,15 +228,15 @@ def leave_without_close(rank, group):
 
 @pytest.fixture(scope="module")
 def end_of_ranks(tmp_path_factory):
-    """The complaints about rank 2, and what was left before and after the others ended."""
+    """Return the errors about rank 2, and the files left before and after the others ended."""
     folder = tmp_path_factory.mktemp("ranks")
     with RankPool(3) as pool:
-        found = {outcome.rank: outcome for outcome in pool.outcomes(3, lose_one, folder)}
-        assert found[2].kind == "lost"
+        actual = {outcome.rank: outcome for outcome in pool.outcomes(3, lose_one, folder)}
+        assert actual[2].kind == "lost"
         left = [leftovers(pool.pids)]
         pool.run(2, leave_without_close)
         left.append(leftovers(pool.pids))
-    return found[0].value + found[1].value, [*left, leftovers(pool.pids)]
+    return actual[0].value + actual[1].value, [*left, leftovers(pool.pids)]
 
 
 def test_a_killed_rank_is_noticed_and_named(end_of_ranks):
@@ -281,7 +281,7 @@ def test_the_last_message_is_read_before_its_sender_is_gone():
     everywhere("shared", 2, last_words)
 
 
-# Which communicator.
+# The choice of a communicator.
 
 
 def choose(rank, group):

@@ -19,7 +19,7 @@ BLOCKS = 10
 
 
 def drawn(seed, most_ranks):
-    """An example, and options of the balancer; every few of them are computed again in backward."""
+    """Draw an example, options of the balancer, and whether backward recomputes the layer."""
     rng = np.random.default_rng(seed)
     ranks = int(rng.integers(1, most_ranks + 1))
     experts = int(rng.integers(ranks, 9))
@@ -78,19 +78,19 @@ def mapped(rank, group, example, options, again):
         timeout=PATIENCE,
         **options,
     )
-    found = one_pass(balancer, example, again)
+    actual = one_pass(balancer, example, again)
     balancer.check()
     balancer.close()
-    return found
+    return actual
 
 
 def over_memory(example, options, again):
     return shared_pool().run(example.ranks, mapped, example, options, again)
 
 
-def assert_dense(example, options, found):
+def assert_dense(example, options, actual):
     homes = Topology(ranks=example.ranks, experts=example.experts, homes=options["homes"])
-    assert_same(found, dense(example), homes)
+    assert_same(actual, dense(example), homes)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,4 +1,4 @@
-"""Spare slots are lent, never overwritten while in use, and come back whatever happens."""
+"""Spare slots are lent, not overwritten while in use, and returned after errors."""
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ def test_a_borrower_gets_the_buffer_with_its_content():
         {(0, 0): (2, 5, 1)},
     )
 
-    def lent(wanted):
-        with pool.lend(LAYOUT, CPU, "me", wanted) as buffer:
-            buffer.held.update(wanted)
+    def lent(expected):
+        with pool.lend(LAYOUT, CPU, "me", expected) as buffer:
+            buffer.held.update(expected)
             return buffer
 
     first, second = lent(one), lent(two)

@@ -66,7 +66,7 @@ class DevicePlan:
     rank_loads = _Part()  # [R] rows that every rank serves
     slot_of_copy = _Part()  # [C] slot of each replica, counted over all ranks
 
-    def kept(self) -> DevicePlan:
+    def copied(self) -> DevicePlan:
         """Return the plan in its own memory, which the next plan does not overwrite."""
         return replace(self, loads=self.loads.clone(), result=self.result.clone())
 

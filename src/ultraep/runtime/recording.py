@@ -186,7 +186,7 @@ class Recording:
         if current is None or current.key is None:
             return
         if not current.recorded and not microbatch.recomputed and "combine" not in current.seconds:
-            return  # a caller who dispatches rows himself passes them to the recorder
+            return  # the caller dispatches rows and passes them to the recorder
         seconds, current.seconds = current.seconds, defaultdict(float)
         moved, current.moved = current.moved, 0
         step, layer, number = current.key

@@ -162,7 +162,7 @@ def _this_host(rank: int) -> _Host:
     )
 
 
-def _obstacle(hosts: Sequence[_Host], wanted: int) -> str:
+def _obstacle(hosts: Sequence[_Host], needed: int) -> str:
     """Return why these ranks cannot share this much memory; empty if they can."""
     for rank, host in enumerate(hosts):
         if host.machine not in MACHINES:
@@ -171,9 +171,9 @@ def _obstacle(hosts: Sequence[_Host], wanted: int) -> str:
             return f"rank {rank} may not write to {segments.FOLDER}"
         if host.place != hosts[0].place:
             return f"rank {rank} is not in the host or container of rank 0"
-    if hosts[0].free < wanted:
+    if hosts[0].free < needed:
         return (
-            f"{segments.FOLDER} has {hosts[0].free:,} bytes free, {len(hosts)} ranks want "
-            f"{wanted:,}; start containers with a larger --shm-size"
+            f"{segments.FOLDER} has {hosts[0].free:,} bytes free, {len(hosts)} ranks need "
+            f"{needed:,}; start containers with a larger --shm-size"
         )
     return ""

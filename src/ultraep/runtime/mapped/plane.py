@@ -53,7 +53,7 @@ class MappedPlane:
         self.workspaces = Workspaces(shared, peers, agreement)
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
         self.adopted: DevicePlan | None = None
-        self.kept: torch.Tensor | None = None  # schedule of replicas that stay in their slots
+        self.resident: torch.Tensor | None = None  # schedule of replicas that stay in their slots
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
         return MappedMicrobatch(self, inputs)
@@ -75,7 +75,7 @@ class MappedPlane:
         if plan is not None:
             self.workspaces.last.check_rows(int(plan.rank_loads.max()))
         self.adopted = None if plan is None else self.workspaces.last.control.adopt(plan)
-        self.kept = None
+        self.resident = None
 
     def keep(self, bundle: Bundle) -> None:
         """Send the replicas of the adopted plan once; they stay while nothing else fills the slots.
@@ -90,7 +90,7 @@ class MappedPlane:
         replicas = MappedReplicas(self.shared, memory, info, self.adopted, bundle, versions)
         with self.shared.observers.silenced(), replicas:
             replicas.tensors()
-        self.kept = replicas.schedule
+        self.resident = replicas.schedule
 
     def compare_places(self, place: Place) -> None:
         """Raise if the hosts of all ranks are not at this place, unless a graph is captured."""
@@ -176,8 +176,8 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         if control.use(config):
             plan = control.plan(loads)
             if plane.workspaces.must_wait(self._current(), self.info.layer):
-                plan = self._with_room(plan, int(plan.rank_loads.max()))
-            return plan.kept()
+                plan = self._in_fitting_workspace(plan, int(plan.rank_loads.max()))
+            return plan.copied()
         if capturing(plane.device):
             raise ConfigError(
                 f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
@@ -189,9 +189,9 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         host_plan.check_limits()
         self._shared.capacity.check(host_plan)
         adopted = control.adopt(host_plan)
-        return self._with_room(adopted, int(host_plan.rank_loads.max())).kept()
+        return self._in_fitting_workspace(adopted, int(host_plan.rank_loads.max())).copied()
 
-    def _with_room(self, plan: DevicePlan, most_rows: int) -> DevicePlan:
+    def _in_fitting_workspace(self, plan: DevicePlan, most_rows: int) -> DevicePlan:
         """Return the plan; if a rank serves more rows than fit, move to a larger workspace first.
 
         Collective then: all ranks have the same plan.
@@ -213,15 +213,15 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             plan,
             self._inputs.layer.bundle,
             self._versions,
-            schedule=self._plane.kept,
+            schedule=self._plane.resident,
         )
         return self._last_replicas
 
     def _trial(self, plan: Plan, bundle: Bundle, _number: int) -> MappedReplicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True)
-        never_kept = torch.zeros_like(self._versions)
-        adopted, memory = self._workspace.control.adopt(plan).kept(), self._workspace.memory
-        return MappedReplicas(self._shared, memory, info, adopted, bundle, never_kept)
+        no_versions = torch.zeros_like(self._versions)
+        adopted, memory = self._workspace.control.adopt(plan).copied(), self._workspace.memory
+        return MappedReplicas(self._shared, memory, info, adopted, bundle, no_versions)
 
     def _rows(self, plan: DevicePlan) -> MappedRows:
         assert plan.topology == self._plane.topology
