@@ -81,9 +81,6 @@ class Peers(Protocol):
     def allocate(self, name: str, nbytes: int) -> Region:
         """Return zeros, aligned to 64 bytes; raises on all ranks if their sizes differ."""
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the small picklable values of all ranks; for set-up and errors."""
-
     def close(self) -> None:
         """Free the memory."""
 

@@ -179,10 +179,10 @@ class Balancer:
                 closing(connect(self.group, transport=settings.transport, timeout=settings.timeout))
             )
             self.topology = topology(ranks=self.comm.size)
-            self._capacity = Capacity(settings.capacity, self.topology, self.config)
             if isinstance(self.comm, SilentCommunicator) and needs_rates(self.config):
                 logger.info("plans are made for balance: ranks of one thread need rates=")
                 self.config = replace(self.config, objective="balance")
+            self._capacity = Capacity(settings.capacity, self.topology, self.config)
             compared = (
                 self.topology,
                 self.config,

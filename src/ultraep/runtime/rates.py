@@ -95,10 +95,6 @@ class LayerShape:
         )
 
     @property
-    def row_bytes(self) -> int:
-        return self.width * self.dtype.itemsize
-
-    @property
     def layout(self) -> Layout:
         """Layout of the tensors of an expert."""
         return Layout(tuple(part[:3] for part in self.parts))
@@ -164,12 +160,12 @@ def price_list(ranks: Sequence[Timings], replicas: int, shape: LayerShape) -> Pr
     each = max(0.0, small - one) / max(1, replicas - 1)
     layer = max(0.0, one - idle - each)
     per_byte = copy / shape.layout.nbytes
-    trained = shape.gradient_bytes > 0
+    trained, row_bytes = shape.gradient_bytes > 0, shape.width * shape.dtype.itemsize
     passes, products = (2, PRODUCTS) if trained else (1, 1)
     sends = 1 + (trained and shape.resends)
     rates = [
         Rates.from_seconds(
-            row=products * row + passes * 2 * shape.row_bytes * per_byte,
+            row=products * row + passes * 2 * row_bytes * per_byte,
             copy=sends * copy + GRADIENTS * shape.gradient_bytes * per_byte + products * group,
             each=(sends + trained) * each,
             layer=(sends + trained) * layer,

@@ -131,7 +131,7 @@ class Recording:
             key = next(keys, None)  # of the first forward pass
         else:
             key = self._new_key(layer, moment, self._step)
-        current = _Pass(plan, key, rows_received(plan, self._rank).sum(axis=0).tolist())
+        current = self._pass(plan, key)
         current.seconds.update(self._unplanned.pop(microbatch, {}))
         self._passes[microbatch] = current
 
@@ -152,22 +152,15 @@ class Recording:
         self, layer: int, step: int | None, plan: Plan, sent: Sent, start_time: float
     ) -> None:
         """Record a microbatch that a graph has served; its seconds are unknown."""
-        replay = MicrobatchInfo(layer, 0)
-        moment = self._history.note(replay, plan.loads.sum(axis=0))
-        step, layer, number = self._new_key(layer, moment, step)
-        self._recorder.add(
-            plan=plan,
-            slot_rows=rows_received(plan, self._rank).sum(axis=0).tolist(),
-            step=step,
-            layer=layer,
-            microbatch=number,
-            bytes_moved=sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent),
-            began=start_time,
-        )
+        moment = self._history.note(MicrobatchInfo(layer, 0), plan.loads.sum(axis=0))
+        replay = self._pass(plan, self._new_key(layer, moment, step))
+        replay.moved = sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent)
+        self._write(replay, start_time)
 
     def lost(self, records: int) -> None:
         """Count records that came too late."""
-        self._recorder.lose(records)
+        if records:
+            self._recorder.lose(records)
 
     def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
         """Add the time of a stage; a recomputed forward pass is one stage."""
@@ -187,18 +180,25 @@ class Recording:
             return
         if not current.recorded and not microbatch.recomputed and "combine" not in current.seconds:
             return  # the caller dispatches rows and passes them to the recorder
-        seconds, current.seconds = current.seconds, defaultdict(float)
-        moved, current.moved = current.moved, 0
+        self._write(current, start_time, added=microbatch.recomputed)
+
+    def _pass(self, plan: Plan, key: Key | None) -> _Pass:
+        return _Pass(plan, key, rows_received(plan, self._rank).sum(axis=0).tolist())
+
+    def _write(self, current: _Pass, start_time: float, *, added: bool = False) -> None:
+        """Write a record, or add to the one that was written before."""
+        assert current.key is not None
         step, layer, number = current.key
         fields: dict[str, Any] = {
             "step": step,
             "layer": layer,
             "microbatch": number,
-            "bytes_moved": moved,
-            "seconds": seconds,
+            "bytes_moved": current.moved,
+            "seconds": current.seconds,
             "began": start_time,
         }
-        if microbatch.recomputed or current.recorded:
+        current.seconds, current.moved = defaultdict(float), 0
+        if added or current.recorded:
             self._recorder.more(**fields)
         else:
             current.recorded = True
