@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from dataclasses import asdict
 
 import numpy as np
@@ -44,14 +43,14 @@ from ultraep.runtime.rates import (
 from ultraep.trace.replay import differing
 
 VARIABLE = "ULTRAEP_RATES"
-DEAR = Rates(row=1000, copy=10**9)
+EXPENSIVE = Rates(row=1000, copy=10**9)
 CHEAP = Rates(row=1000)
 MOST = (MOST_PER_ROW, UNLIMITED)
 WEIGHT = ("w", (4, 8), torch.float32)  # 128 bytes
 
 
-def kind(*, learns=False, again=False):
-    return LayerShape(((*WEIGHT, learns),), 8, torch.float32, again)
+def layer_shape(*, trained=False, resends=False):
+    return LayerShape(((*WEIGHT, trained),), 8, torch.float32, resends)
 
 
 @pytest.fixture
@@ -62,15 +61,15 @@ def measuring(monkeypatch):
 @pytest.fixture
 def measured(measuring, monkeypatch):
     """Replace the measurement by fixed rates; return the ranks that measured."""
-    asked = []
+    measuring_ranks = []
 
     def of(rates):
         def measure(*given):
-            asked.append(given[-1].rank)  # the communicator
+            measuring_ranks.append(given[-1].rank)  # the communicator
             return PriceList(((1, rates),))
 
         monkeypatch.setattr(pricing, "measure", measure)
-        return asked
+        return measuring_ranks
 
     return of
 
@@ -84,36 +83,36 @@ def test_the_quickest_turn_of_the_slowest_rank_counts():
         Timings(1, [5e-6, 60e-6], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
         Timings(1, [9e-6, 50e-6], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
     ]
-    way = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
-    expected = Rates.from_seconds(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
-    assert price_list(actual, 2, kind()) == PriceList(((1, expected),))
-    assert price_list(actual[::-1], 2, kind()) == price_list(actual, 2, kind())
+    transfer = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
+    expected = Rates.from_seconds(row=3e-6 + transfer, copy=12e-6, each=1e-6, layer=0.0)
+    assert price_list(actual, 2, layer_shape()) == PriceList(((1, expected),))
+    assert price_list(actual[::-1], 2, layer_shape()) == price_list(actual, 2, layer_shape())
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_training_adds_the_cost_of_gradients(again):
+@pytest.mark.parametrize("resends", [False, True])
+def test_training_adds_the_cost_of_gradients(resends):
     one = Timings(1, [2e-6, 32e-6], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
     expected = Rates.from_seconds(
         row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
-        copy=(3 + again) * 10e-6,
-        each=(2 + again) * 1e-6,
-        layer=(2 + again) * 1e-6,
+        copy=(3 + resends) * 10e-6,
+        each=(2 + resends) * 1e-6,
+        layer=(2 + resends) * 1e-6,
     )
-    actual = price_list([one, one], 2, kind(learns=True, again=again))
+    actual = price_list([one, one], 2, layer_shape(trained=True, resends=resends))
     assert actual.at(0) == actual.at(10**6) == expected
 
 
 def test_ranks_without_home_experts_do_not_measure_rows():
     one = Timings(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
     none = one._replace(homes=0, network=[])
-    assert price_list([none, one, none], 2, kind()) == price_list([one], 2, kind())
+    assert price_list([none, one, none], 2, layer_shape()) == price_list([one], 2, layer_shape())
 
 
 def test_rates_depend_on_the_rows_per_expert():
     """Here, 16 rows take no longer than one, because reading the weights takes that long."""
     far, less = [4.0, 4.0, 8.0, 32.0], [4.0, 4.0, 8.0]
     assert slopes(far, 2) == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
-    prices = price_list([Timings(2, one, *([0.0],) * 4) for one in (far, less)], 2, kind())
+    prices = price_list([Timings(2, one, *([0.0],) * 4) for one in (far, less)], 2, layer_shape())
     assert [least for least, _ in prices.steps] == [1, 16]
     few, many = (rates for _, rates in prices.steps)
     assert few.row == 1  # nothing is saved
@@ -154,8 +153,8 @@ def test_synthetic_replicas(topology, expected):
 def test_environment(monkeypatch, text, expected):
     monkeypatch.setenv(VARIABLE, text)
     assert from_environment(BalanceConfig()) == expected
-    for said in (BalanceConfig(objective="balance"), BalanceConfig(rates=DEAR)):
-        assert from_environment(said) is said
+    for config in (BalanceConfig(objective="balance"), BalanceConfig(rates=EXPENSIVE)):
+        assert from_environment(config) is config
 
 
 SPELLING = r"rates (must be|need) row=PICOSECONDS"
@@ -199,9 +198,9 @@ def steps(comm, count=2, layers=1, record=None, **options):
 
 
 def test_replicas_that_do_not_pay_are_not_made(measured):
-    asked = measured(DEAR)
+    measuring_ranks = measured(EXPENSIVE)
     actual = LocalGroup(4).run(steps)
-    assert sorted(asked) == [0, 1, 2, 3]
+    assert sorted(measuring_ranks) == [0, 1, 2, 3]
     for _, (plan,), stats, text in actual:
         assert plan.num_replicas == 0
         assert plan.left_alone
@@ -210,7 +209,7 @@ def test_replicas_that_do_not_pay_are_not_made(measured):
         assert stats["planned_seconds"] == pytest.approx(2e-12 * plan.time)
         assert stats["rates"] == {0: {1: {"row": 1000, "copy": 10**9, "each": 0, "layer": 0}}}
         assert json.loads(json.dumps(stats))["left_alone"] == 2
-        assert str(DEAR) in text
+        assert str(EXPENSIVE) in text
 
 
 def test_replicas_that_pay_are_made(measured, monkeypatch):
@@ -228,10 +227,10 @@ def test_replicas_that_pay_are_made(measured, monkeypatch):
 
 
 def test_layers_of_one_shape_share_their_rates(measured):
-    asked = measured(DEAR)
+    measuring_ranks = measured(EXPENSIVE)
     actual = LocalGroup(4).run(lambda comm: steps(comm, layers=3))
-    assert sorted(asked) == [0, 1, 2, 3]
-    assert actual[0][2]["rates"] == {layer: {1: asdict(DEAR)} for layer in range(3)}
+    assert sorted(measuring_ranks) == [0, 1, 2, 3]
+    assert actual[0][2]["rates"] == {layer: {1: asdict(EXPENSIVE)} for layer in range(3)}
 
 
 @pytest.mark.parametrize(
@@ -246,17 +245,17 @@ def test_layers_of_one_shape_share_their_rates(measured):
 )
 @pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
 def test_rates_that_plans_do_not_need_are_not_measured(measured, options):
-    asked = measured(DEAR)
+    measuring_ranks = measured(EXPENSIVE)
     LocalGroup(4).run(lambda comm: steps(comm, **options))
-    assert asked == []
+    assert measuring_ranks == []
 
 
 def test_a_group_of_one_measures_nothing(measured, caplog):
-    asked = measured(DEAR)
+    measuring_ranks = measured(EXPENSIVE)
     with caplog.at_level(logging.INFO, logger="ultraep"):
         balancer = Balancer("alone", experts=8)
         EXAMPLE.layer(balancer)(EXAMPLE.inputs[0])
-    assert asked == []
+    assert measuring_ranks == []
     assert "rates" not in caplog.text
 
 
@@ -274,7 +273,7 @@ def test_unknown_rates_are_logged_once(measuring, caplog):
 
 def test_a_recomputed_forward_pass_has_the_same_plan(measured):
     """A reentrant checkpoint runs first without gradients; backward measures nothing."""
-    asked = measured(DEAR)
+    measuring_ranks = measured(EXPENSIVE)
 
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
@@ -292,8 +291,8 @@ def test_a_recomputed_forward_pass_has_the_same_plan(measured):
 
     for first, again in LocalGroup(4).run(work):
         assert first == again
-        assert first.rates == again.rates == DEAR
-    assert sorted(asked) == [0, 1, 2, 3]
+        assert first.rates == again.rates == EXPENSIVE
+    assert sorted(measuring_ranks) == [0, 1, 2, 3]
 
 
 def test_a_trace_replays_bit_for_bit(measured, tmp_path, monkeypatch):
@@ -314,9 +313,9 @@ def test_a_trace_replays_bit_for_bit(measured, tmp_path, monkeypatch):
 
 def measured_here(comm, own_network):
     """Measure a layer; check that the measurement leaves no trace, and return the rates."""
-    if VARIABLE in os.environ:
-        os.environ.pop(VARIABLE)
-    balancer = Balancer(experts=8, communicator=comm)
+    with pytest.MonkeyPatch.context() as patch:  # processes have their own environment
+        patch.delenv(VARIABLE, raising=False)
+        balancer = Balancer(experts=8, communicator=comm)
     layer = EXAMPLE.layer(balancer)
     if own_network:
         home = list(layer.experts.home_experts)
@@ -325,7 +324,6 @@ def measured_here(comm, own_network):
     x = EXAMPLE.inputs[comm.rank].clone().requires_grad_()
     layer(x).backward(EXAMPLE.gradients[comm.rank])
     stats = balancer.stats()
-    os.environ[VARIABLE] = "off"
     assert torch.equal(before, torch.random.get_rng_state())
     assert stats["microbatches"] == 1
     assert stats["weights_copies_sent"] <= 8
@@ -350,7 +348,8 @@ def test_thousands_of_home_experts_are_measured(measuring, one_thread):
 @pytest.mark.parametrize("own_network", [False, True], ids=["experts", "network"])
 @pytest.mark.parametrize("transport", ["local", "shared", "sockets"])
 def test_all_ranks_have_the_same_rates(transport, own_network, one_thread, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "off")  # restored afterwards
+    if transport == "local":  # processes that start now keep the environment of this one
+        monkeypatch.delenv(VARIABLE)
     actual = everywhere(transport, 4, measured_here, own_network)
     assert actual == actual[:1] * 4
     assert 1 in actual[0]
@@ -360,12 +359,12 @@ def test_all_ranks_have_the_same_rates(transport, own_network, one_thread, monke
 
 def mapped_here(rank, group):
     """Measure a layer on the mapped plane."""
-    os.environ.pop(VARIABLE)
     example = Example([6] * 2, experts=4, dtype=torch.float32)
-    balancer = Balancer(group, peers=SharedPeers(group), experts=4, data_plane="mapped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(VARIABLE, raising=False)
+        balancer = Balancer(group, peers=SharedPeers(group), experts=4, data_plane="mapped")
     layer = example.layer(balancer)
     outputs = [layer(example.inputs[rank]).detach() for _ in range(2)]
-    os.environ[VARIABLE] = "off"
     balancer.check()
     return outputs, balancer.stats()["rates"][0], balancer.stats()["microbatches"]
 
@@ -380,13 +379,13 @@ def test_all_mapped_ranks_have_the_same_rates():
 
 
 def test_ranks_of_one_thread_measure_nothing(measured):
-    asked = measured(DEAR)
+    measuring_ranks = measured(EXPENSIVE)
     group = LocalPeers(1, "cpu")
     balancer = Balancer(experts=8, peers=group.of(0), data_plane="mapped")
     assert balancer.config.objective == "balance"
     given = BalanceConfig(rates=CHEAP)
     assert Balancer(experts=8, peers=group.of(0), config=given).config == given
-    assert asked == []
+    assert measuring_ranks == []
 
 
 @pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
@@ -394,7 +393,7 @@ def test_a_device_plans_with_later_rates():
     topology = Topology(ranks=4, experts=8)
     control = ControlPlane(topology, BalanceConfig(), rows=64)
     assert not control.use(BalanceConfig(tolerance=0.1))
-    for seed, rates in enumerate((None, DEAR, CHEAP, Rates(row=1000, copy=4000), None)):
+    for seed, rates in enumerate((None, EXPENSIVE, CHEAP, Rates(row=1000, copy=4000), None)):
         config = BalanceConfig(rates=rates)
         loads = np.random.default_rng(seed).integers(0, 16, (4, 8)) * [9, 1, 1, 1, 1, 1, 1, 1]
         assert control.use(config)
