@@ -177,7 +177,7 @@ def alone(bench: Bench) -> None:
         metrics, meter, times = watch(balancer), Meter(topology), StageTimes()
         took = []
         for step in range(bench.scale.count):
-            microbatch = MicrobatchInfo(0, step + 1, again=False)
+            microbatch = MicrobatchInfo(0, step + 1)
             begin = time.perf_counter()
             meter.planned(microbatch, plan)
             times.planned(microbatch, plan)
@@ -219,7 +219,10 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
         with ultraep.Recorder(f"{folder}/run", plans[0].topology, memory=1 << 30) as recorder:
             clock = HostClock([Recording(recorder, rank=0)], rank=0)
             for step in range(count):
-                microbatch, plan = MicrobatchInfo(0, step + 1, again=False), plans[step % PLANS]
+                microbatch, plan = (
+                    MicrobatchInfo(0, step + 1),
+                    plans[step % PLANS],
+                )
                 begin = time.perf_counter()
                 pass_by(clock, microbatch, plan)
                 took.append(time.perf_counter() - begin)
@@ -235,7 +238,7 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
 def pass_by(clock: HostClock, microbatch: MicrobatchInfo, plan: ultraep.Plan) -> None:
     """Record one microbatch, forward and backward, without running it."""
     for stage in (*FORWARD, *BACKWARD):
-        microbatch.back = stage in BACKWARD
+        microbatch.in_backward = stage in BACKWARD
         clock.begin(stage, microbatch)
         clock.end(stage, microbatch)
         if stage == "plan":

@@ -84,7 +84,7 @@ class Worker:
         theirs.close()
 
     def end(self, patience: float) -> None:
-        """A worker leaves when its pipe is closed, unless something holds it."""
+        """Wait for the process, which ends when its pipe is closed; kill it after `patience` s."""
         self.process.join(patience)
         if self.process.is_alive():
             self.process.kill()
@@ -109,12 +109,12 @@ class RankPool:
 
     def run(self, size: int, work: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list:
         """`work(rank, group, *args)` on the first `size` processes; results in rank order."""
-        found = self.outcomes(size, work, *args, timeout=timeout)
-        for outcome in found:
+        outcomes = self.outcomes(size, work, *args, timeout=timeout)
+        for outcome in outcomes:
             if outcome.kind != "result":
-                others = [f"rank {o.rank}: {o.kind}" for o in found if o.kind != "result"]
+                others = [f"rank {o.rank}: {o.kind}" for o in outcomes if o.kind != "result"]
                 raise RankError(f"rank {outcome.rank}: {outcome.value}\n({', '.join(others)})")
-        return [outcome.value for outcome in sorted(found, key=lambda outcome: outcome.rank)]
+        return [outcome.value for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
     def outcomes(
         self, size: int, work: Callable[..., Any], *args: Any, timeout: float = LIMIT
@@ -126,9 +126,9 @@ class RankPool:
         for rank in range(size):
             job = Job(work, args, rank, size, self.store.port, f"run {self.runs}")
             self.workers[rank].pipe.send_bytes(pickle.dumps(job))
-        found = self._collect(size, time.monotonic() + timeout)
-        self._dismiss({outcome.rank for outcome in found if outcome.kind == "lost"})
-        return found
+        outcomes = self._collect(size, time.monotonic() + timeout)
+        self._dismiss({outcome.rank for outcome in outcomes if outcome.kind == "lost"})
+        return outcomes
 
     def close(self) -> None:
         self._dismiss(set(self.workers), patience=PATIENCE)
@@ -141,15 +141,15 @@ class RankPool:
 
     def _collect(self, size: int, until: float) -> list[Outcome]:
         pending = {self.workers[rank].pipe: rank for rank in range(size)}
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         while pending:
             ready = wait(list(pending), max(until - time.monotonic(), 0))
-            found += [receive(pending.pop(pipe), pipe) for pipe in ready]
+            outcomes += [receive(pending.pop(pipe), pipe) for pipe in ready]
             if not ready:
                 late = "did not come back in time"
-                found += [Outcome(until, rank, "lost", late) for rank in pending.values()]
+                outcomes += [Outcome(until, rank, "lost", late) for rank in pending.values()]
                 break
-        return sorted(found, key=lambda outcome: outcome.when)
+        return sorted(outcomes, key=lambda outcome: outcome.when)
 
     def _dismiss(self, ranks: set[int], patience: float = 0.0) -> None:
         leaving = [self.workers.pop(rank) for rank in ranks]
@@ -230,7 +230,7 @@ def set_timeout(comm: Any, seconds: float) -> None:
 
 
 def meet(folder: Path, rank: int, size: int) -> None:
-    """Wait for all ranks without a message, so that all have finished what came before."""
+    """Wait until all ranks have arrived, without sending messages."""
     (folder / str(rank)).touch()
     until = time.monotonic() + PATIENCE
     while len(list(folder.iterdir())) < size:

@@ -32,37 +32,29 @@ class Communicator(Protocol):
     @property
     def timeout(self) -> float:
         """Seconds after which a silent rank is an error."""
-        ...
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return [size, ...] the tensors of all ranks, which have one shape."""
-        ...
 
     def all_to_all(
         self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
         """Send rows to all ranks, in rank order; return the rows from all ranks, in rank order."""
-        ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive point to point, all at once; two ranks keep the order of messages."""
-        ...
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the small picklable values of all ranks; for set-up and errors."""
-        ...
 
     def peers(self, device: torch.device) -> Peers:
         """Return memory of a device that all ranks map; raises ConfigError if it is impossible."""
-        ...
 
     def hosts(self) -> Communicator | None:
         """Return a communicator whose messages wait for no device, or None; collective."""
-        ...
 
     def close(self) -> None:
         """Free the resources of the communicator; the group itself stays."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,15 +80,9 @@ class Peers(Protocol):
 
     def allocate(self, name: str, nbytes: int) -> Region:
         """Return zeros, aligned to 64 bytes; raises on all ranks if their sizes differ."""
-        ...
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the small picklable values of all ranks; for set-up and errors."""
-        ...
 
     def close(self) -> None:
         """Free the memory."""
-        ...
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -17,10 +17,11 @@ from ultraep.ops.modes import unseen
 from ultraep.ops.recompute import Gradients, first_order, save
 
 Pack: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [T, D] -> [T, bytes]
+Moved: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # rows, and a scalar for each
 
 
-class Rows(Protocol):
-    """Moves the rows of one microbatch from tokens to slots and back.
+class Exchange(Protocol):
+    """Moves the rows of one microbatch from tokens to slots and back, in forward and backward.
 
     Each direction is the gradient of the other. A row may carry a scalar, which is not summed.
     """
@@ -36,22 +37,14 @@ class Rows(Protocol):
     def begins(self) -> list[int]:
         """Return `offsets` on the host; may wait for the device."""
 
-    def to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         """Return `[A, D]` one row per choice of each token and its `[A]` scalar, in slot order."""
 
-    def to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         """Return `[T, D]` the rows of each token, summed in router order, and `[T, K]` scalars.
 
         Padding yields zeros.
         """
-
-
-class Exchange(Rows, Protocol):
-    """The rows of one microbatch until the end of its backward pass."""
 
     def begin_backward(self) -> None:
         """Called when backward begins, before its first row moves."""

@@ -35,7 +35,9 @@ from ultraep.plan import Plan
 from ultraep.topology import Topology
 
 NO_LAYER = -1  # layer index of synthetic microbatches
-Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of tensors, by name
+TensorSpecs = Mapping[
+    str, tuple[tuple[int, ...], torch.dtype]
+]  # shape and dtype of tensors, by name
 Serve: TypeAlias = "Callable[[Arrivals, Replicas], torch.Tensor]"
 
 
@@ -45,9 +47,9 @@ class MicrobatchInfo:
 
     layer: int
     step: int  # microbatches of all layers, counted from 1
-    again: bool  # whether this is a recomputation of forward during backward
-    back: bool = False  # whether backward has begun
-    began: float = 0.0  # Unix time when forward, or backward, began
+    recomputed: bool = False  # whether backward recomputes this forward pass
+    in_backward: bool = False
+    start_time: float = 0.0  # Unix time when forward, or backward, began
     timed: bool = True  # whether the data plane measures its stages
 
 
@@ -128,7 +130,7 @@ class Replicas(Protocol):
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor | None:
         """Return `[A, D]` memory that other ranks read outputs from; None: use any memory."""
 
-    def gradient_slots(self, kinds: Kinds) -> dict[str, torch.Tensor]:
+    def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         """Return `[slots, ...]` memory for the gradients of replicas, not cleared."""
 
     def spans(self) -> torch.Tensor:

@@ -28,7 +28,7 @@ from ultraep.integrations.vllm.refusals import (
 from ultraep.integrations.vllm.settings import ServingSettings, read_settings
 from ultraep.microbatch import MicrobatchInfo
 
-MICROBATCH = MicrobatchInfo(layer=0, step=1, again=False)
+MICROBATCH = MicrobatchInfo(layer=0, step=1)
 
 
 def test_no_settings():

@@ -157,7 +157,7 @@ def test_replays_of_a_graph_are_counted():
 
 def test_a_backward_pass_planned_before_the_meter_existed_is_not_counted():
     meter = Meter(Topology(ranks=2, experts=4))
-    meter.sent(MicrobatchInfo(0, 1, again=False, back=True), "gradients", 8, None)
+    meter.sent(MicrobatchInfo(0, 1, in_backward=True), "gradients", 8, None)
     assert not any(vars(meter.fetch().host).values())
 
 

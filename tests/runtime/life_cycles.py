@@ -1,4 +1,4 @@
-"""Random life cycles of layers: what a training program may do with them, in any order.
+"""Random life cycles of layers: the actions of a training program, in any order.
 
 `Program.drawn(seed)` draws layers, a balancer and a list of actions. `OnRank` and `Dense` take the
 same actions: one rank of a balanced model, and the same model in one process without experts
@@ -52,7 +52,7 @@ class Failure(Exception):
 
 @dataclass
 class Program:
-    """Layers, a balancer, and what is done with them."""
+    """Layers, the options of a balancer, and a list of actions."""
 
     tokens: list[int]
     experts: int
@@ -99,7 +99,7 @@ class Program:
         )
 
     def inputs(self, number: int) -> list[torch.Tensor]:
-        """The tokens of every rank; numbers that differ by five are the same tokens."""
+        """Return the tokens of every rank; microbatches n and n + 5 have the same tokens."""
         draw = torch.Generator().manual_seed(1000 * self.seed + number % 5)
         shapes = [(count, HIDDEN) for count in self.tokens]
         every = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
@@ -113,7 +113,7 @@ class Program:
 
 
 class _Drawing:
-    """Draws actions that make sense after those before."""
+    """Draws actions that are valid after the actions before them."""
 
     def __init__(self, program: Program, draw: np.random.Generator) -> None:
         self.program, self.draw = program, draw
@@ -259,7 +259,7 @@ class Machine:
             self.drop(number)
 
     def failing_backward(self, number: int, where: str) -> None:
-        """Run a backward pass that raises. Its gradients are forgotten, so `Dense` need not."""
+        """Run a backward pass that raises; its gradients are dropped, so `Dense` does nothing."""
 
     def fail_forward(self, number: int, chain: list[int], how: str) -> None:
         """Run a forward pass that raises."""
@@ -303,8 +303,8 @@ class Dense(Machine):
 
     def parameter_gradients(self, layer: nn.Module) -> Observed:
         names = ("router.weight", *(f"experts.{name}" for name in WEIGHTS))
-        found = ((name, layer.get(name)) for name in names)
-        return [(name, _gradient(weight)) for name, weight in found]
+        actual = ((name, layer.get(name)) for name in names)
+        return [(name, _gradient(weight)) for name, weight in actual]
 
     def weights(self, layer: nn.Module) -> list[nn.Parameter]:
         return [layer.get(f"experts.{name}") for name in WEIGHTS]
@@ -318,7 +318,7 @@ class Dense(Machine):
 
 
 class Holder(nn.Module):
-    """The weights of home experts, as modules of other libraries have them."""
+    """The weights of home experts, stored like in modules of other libraries."""
 
     def __init__(self, state: dict[str, torch.Tensor], homes: list[int], *, lists: bool) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ class OnRank(Machine):
         return layer
 
     def _watch(self, layer: BalancedMoE) -> None:
-        """Let hooks of the layer raise on request; replaces the hooks of the original."""
+        """Add hooks that raise on request, in place of the hooks of the copied layer."""
         for module in (layer.router, layer.experts):
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
@@ -397,15 +397,15 @@ class OnRank(Machine):
         return x
 
     def parameter_gradients(self, layer: nn.Module) -> Observed:
-        found: Observed = [("router.weight", _gradient(layer.router.weight))]
+        actual: Observed = [("router.weight", _gradient(layer.router.weight))]
         for name in WEIGHTS:
             stack = getattr(layer.holder or layer.experts, name)
             if isinstance(stack, nn.ParameterList):
                 gradient = torch.stack([_gradient(one) for one in stack])
             else:
                 gradient = _gradient(stack)
-            found.append((f"experts.{name}", gradient))
-        return found
+            actual.append((f"experts.{name}", gradient))
+        return actual
 
     def weights(self, layer: nn.Module) -> list[nn.Parameter]:
         return list((layer.holder or layer.experts).parameters())
@@ -455,7 +455,7 @@ class OnRank(Machine):
 
 
 def checkpointing(how: str) -> Callable[..., torch.Tensor]:
-    """Call a function with tensors, such that backward may compute it again."""
+    """Return a caller of functions whose forward pass backward may recompute."""
     if how == "none":
         return lambda function, *given: function(*given)
     if how in SELECTIVE:
@@ -474,19 +474,19 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def assert_agree(program: Program, ranks: list[Observed]) -> None:
-    """What all ranks observed together is what the dense model observed."""
+    """Check that all ranks together observed the same as the dense model."""
     homes = Topology(
         ranks=len(program.tokens), experts=program.experts, homes=program.options["homes"]
     )
     by_rank = torch.from_numpy(homes.experts_by_rank.copy())
-    wanted = Dense(program).run()
-    assert {len(observed) for observed in ranks} == {len(wanted)}
-    for number, (name, value) in enumerate(wanted):
+    expected = Dense(program).run()
+    assert {len(observed) for observed in ranks} == {len(expected)}
+    for number, (name, value) in enumerate(expected):
         parts = [observed[number][1] for observed in ranks]
         if name.startswith("experts."):
-            found, value = torch.cat(parts), value[by_rank]
+            actual, value = torch.cat(parts), value[by_rank]
         elif name == "tokens":
-            found = torch.cat(parts)
+            actual = torch.cat(parts)
         else:
-            found = torch.stack(parts).sum(dim=0)
-        assert_close(found, value, f"seed {program.seed}, observation {number} ({name})")
+            actual = torch.stack(parts).sum(dim=0)
+        assert_close(actual, value, f"seed {program.seed}, observation {number} ({name})")

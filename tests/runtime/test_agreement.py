@@ -108,10 +108,10 @@ SCENARIOS = {
     + "ranks [1] are at the backward pass of layer 1 (step 8)",
     compute_again: PLACES
     + "ranks [0, 2] are at the backward pass of layer 0 (step 5); "
-    + "ranks [1] are at the loads, computed again in backward, of layer 0 (step 6)",
+    + "ranks [1] are at the loads, recomputed in backward, of layer 0 (step 6)",
     compute_again_while_others_go_on: PLACES
     + "ranks [0, 2] are at the loads of layer 0 (step 6); "
-    + "ranks [1] are at the loads, computed again in backward, of layer 0 (step 6)",
+    + "ranks [1] are at the loads, recomputed in backward, of layer 0 (step 6)",
     save_alone: PLACES
     + "ranks [0, 2] are at the loads of layer 0 (step 5); "
     + "ranks [1] are at the full state of layer 0 (step 4)",

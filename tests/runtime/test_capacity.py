@@ -1,4 +1,4 @@
-"""Capacity: the mean where it is proven, refused elsewhere; learnt and grown automatically."""
+"""Row capacity: static where the proof holds, refused elsewhere; "auto" learns and grows."""
 
 from contextlib import nullcontext
 
@@ -21,17 +21,17 @@ EXACT = BalanceConfig(objective="balance")
 
 
 def hot_ids(tokens, experts=8):
-    """All but a few rows want the first expert."""
+    """Route all but a few rows to the first expert."""
     rng = np.random.default_rng(tokens)
     return torch.from_numpy(rng.choice([0, 0, 0, experts - 1], (tokens, 2)))
 
 
-# The proof, held against loads of any kind.
+# The proof, checked with random loads.
 
 
 @st.composite
 def proven(draw):
-    """Loads, and a topology with as many slots as the rank with most homes has of them."""
+    """Draw loads, and a topology with at least as many slots as any rank has home experts."""
     ranks, experts = draw(st.integers(1, 8)), draw(st.integers(1, 24))
     homes = draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
     most = int(np.bincount(homes).max())
@@ -55,7 +55,7 @@ def test_with_as_many_slots_as_homes_no_rank_exceeds_the_mean(problem):
 
 @given(proven(), st.integers(0, 2**32 - 1))
 def test_no_rank_serves_more_rows_than_the_fullest_rank_has(problem, seed):
-    """Padding and few tokens make microbatches smaller: there is room for them."""
+    """Padding and short microbatches only reduce the rows."""
     loads, topology = problem
     rows = int(loads.sum(axis=1).max())
     capacity = Capacity("static", topology, EXACT).rows_for(max(1, rows), 0)
@@ -64,7 +64,7 @@ def test_no_rank_serves_more_rows_than_the_fullest_rank_has(problem, seed):
 
 
 def test_with_fewer_slots_a_rank_may_exceed_the_mean():
-    """Rank 0 has 4 experts, all alike, and the others 3 slots: a quarter stays at home."""
+    """With 4 equal experts on rank 0 and 3 slots elsewhere, a quarter of the rows stays home."""
     loads = np.zeros((4, 16), dtype=np.int64)
     loads[:, :4] = 100
     topology = Topology(ranks=4, experts=16, slots=1)
@@ -76,7 +76,7 @@ def test_with_fewer_slots_a_rank_may_exceed_the_mean():
     assert plan.rank_loads.max() == 5 * 400 == plan.lower_bound * 800
 
 
-# What breaks it is refused.
+# Settings that break the proof.
 
 
 BROKEN = {
@@ -127,13 +127,13 @@ def test_another_policy_that_exceeds_a_static_capacity_is_refused():
     LocalGroup(2).run(work)
 
 
-# Of memory that is mapped.
+# Capacity of mapped memory.
 
 
 @only_interpreted
 def test_static_memory_holds_exactly_the_rows_of_a_rank():
-    found = assert_as_on_host(hold, hot_example(), slots=4, capacity="static")
-    for own in found:
+    actual = assert_as_on_host(hold, hot_example(), slots=4, capacity="static")
+    for own in actual:
         assert own["arrived"] == own["room"] == 9 * 2
 
 
@@ -142,7 +142,7 @@ def hot_example():
 
 
 def hold(balancer, example):
-    """One pass; rows that arrived, and those that there is room for."""
+    """Run one pass; also return the rows that arrived and the row capacity."""
     passed = one_pass(balancer, example)
     plan = planned(balancer, example.ids[balancer.rank])[1].to_host()
     arrived, room = int(plan.rank_loads[balancer.rank]), 18
@@ -153,7 +153,7 @@ def hold(balancer, example):
 
 
 def learn(rank, group, example):
-    """Capacities and outputs of unbalanced microbatches."""
+    """Return the row capacities and outputs of unbalanced microbatches."""
     with small_tiles():
         balancer = mapped_balancer(example, group, policy="none", capacity="auto")
         layer, rooms, outputs = example.layer(balancer), [], []
@@ -178,13 +178,13 @@ def test_memory_grows_before_it_is_full():
 @pytest.mark.parametrize("policy", ["none", "quota"])
 @pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
 def test_memory_grows_in_the_first_microbatch_that_does_not_fit(policy):
-    """Three ranks send all rows to one; the first workspace has room for two thirds of them."""
+    """Three ranks send all rows to one rank; two thirds of them fit the first workspace."""
     example = single([6] * 3, experts=6, ids=[torch.zeros(6, 2, dtype=torch.int64)] * 3)
     assert_as_on_host(one_pass, example, policy=policy, slots=0, capacity="auto")
 
 
 def overflow(rank, group, example):
-    """Outputs of a first pass that fits, and of a second one with more rows than fit."""
+    """Run a pass that fits and a pass that does not; return whether the outputs are finite."""
     with small_tiles():
         balancer = mapped_balancer(example, group, policy="none", capacity=20)
         layer = example.layer(balancer)

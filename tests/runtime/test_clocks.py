@@ -1,4 +1,4 @@
-"""Reports of a device that is far behind the host: they come late, with values of their time."""
+"""Clock reports of a device that is far behind the host belong to the right step."""
 
 import time
 from functools import partial
@@ -32,17 +32,13 @@ class LateEvent:
         return 1000 * (other.when - self.when)
 
 
-def device_clock(_device, sinks, rank, *, recorded, replays, every=1):
-    return DeviceClock(sinks, rank, every)
-
-
 @pytest.fixture(autouse=True)
 def far_behind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(module, "clock_of", device_clock)
+    monkeypatch.setattr(module, "HostClock", DeviceClock)
 
 
 def test_late_reports_belong_to_their_steps(tmp_path):
@@ -78,7 +74,7 @@ def test_one_microbatch_in_eight_is_timed_for_any_number_of_layers():
 
 def test_seconds_are_extrapolated_from_timed_microbatches(monkeypatch):
     example = Example(tokens=[20], experts=4)
-    monkeypatch.setattr(module, "clock_of", partial(device_clock, every=4))
+    monkeypatch.setattr(module, "HostClock", partial(DeviceClock, every=4))
     balancer = Balancer("alone", experts=4)
     layer, seen = example.layer(balancer), []
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""One body of tests, three communicators: threads, sockets, shared memory."""
+"""The same tests for all communicators: threads, sockets, shared memory."""
 
 import functools
 import random
@@ -39,13 +39,13 @@ def noise(shape, dtype, *key):
     return data.view(dtype).reshape(shape)
 
 
-def check(got, wanted):
-    assert got.dtype == wanted.dtype
-    assert got.shape == wanted.shape
-    assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (got, wanted)))
+def check(got, expected):
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (got, expected)))
 
 
-# The verbs, each with what must come out. Inputs are overwritten as soon as the verb returns.
+# Each verb with its expected result. Inputs are overwritten as soon as the verb returns.
 
 
 def gathering(comm, shape, dtype, key):
@@ -76,12 +76,12 @@ def exchanging(comm, messages, dtype, key):
     """`messages` are (source, target, shape), in order."""
     known = [(s, t, noise(shape, dtype, key, n)) for n, (s, t, shape) in enumerate(messages)]
     sends = [Message(target, data.clone()) for source, target, data in known if source == comm.rank]
-    wanted = [(source, data) for source, target, data in known if target == comm.rank]
-    receives = [Message(source, torch.zeros_like(data)) for source, data in wanted]
+    expected = [(source, data) for source, target, data in known if target == comm.rank]
+    receives = [Message(source, torch.zeros_like(data)) for source, data in expected]
     comm.exchange(sends, receives)
     for message in sends:
         message.tensor.zero_()
-    return [(m.tensor, data) for m, (_, data) in zip(receives, wanted, strict=True)]
+    return [(m.tensor, data) for m, (_, data) in zip(receives, expected, strict=True)]
 
 
 def all_verbs(comm):
@@ -93,8 +93,8 @@ def all_verbs(comm):
             check(*gathering(comm, shape, dtype, key))
         for shape in ((), (3,), (2, 2)):
             check(*swapping(comm, counts_RR, shape, dtype, key))
-        for got, wanted in exchanging(comm, ring, dtype, key):
-            check(got, wanted)
+        for got, expected in exchanging(comm, ring, dtype, key):
+            check(got, expected)
     value = {"rank": comm.rank, "text": "x" * 1000 * comm.rank}
     assert comm.gather_objects(value) == [{"rank": r, "text": "x" * 1000 * r} for r in range(size)]
     return comm.rank, comm.size
@@ -116,8 +116,8 @@ def almost_nothing(comm):
         check(*swapping(comm, one, shape, torch.bfloat16, 2))
     comm.exchange([], [])
     for messages in ([(0, size - 1, (4,))], [(0, size - 1, (0, 3)), (0, size - 1, (2,))]):
-        for got, wanted in exchanging(comm, messages, torch.int64, 3):
-            check(got, wanted)
+        for got, expected in exchanging(comm, messages, torch.int64, 3):
+            check(got, expected)
     check(*gathering(comm, (2,), torch.int64, 4))
 
 
@@ -128,8 +128,8 @@ def test_empty_messages(run, size):
 
 def big_messages(comm):
     both_ways = [(0, 1, (WIDE,)), (1, 0, (WIDE,)), (0, 1, (WIDE + 5,)), (1, 0, (WIDE // 2,))]
-    for got, wanted in exchanging(comm, both_ways, torch.uint8, 1):
-        check(got, wanted)
+    for got, expected in exchanging(comm, both_ways, torch.uint8, 1):
+        check(got, expected)
     check(*swapping(comm, [[10, 2048], [2048, 0]], (1024,), torch.float32, 2))
 
 
@@ -142,8 +142,8 @@ def many_messages(comm):
     ends = [(dice.randrange(comm.size), dice.randrange(comm.size)) for _ in range(200)]
     messages = [(s, t, (dice.choice([1, 7, 300, 20_000]),)) for s, t in ends]
     for key in range(3):
-        for got, wanted in exchanging(comm, messages, torch.bfloat16, key):
-            check(got, wanted)
+        for got, expected in exchanging(comm, messages, torch.bfloat16, key):
+            check(got, expected)
 
 
 def test_many_messages_keep_their_order(run):
@@ -205,8 +205,8 @@ def random_verbs(comm, seed):
             ends = [(dice.choice(ranks), dice.choice(ranks)) for _ in range(dice.randrange(9))]
             messages = [(s, t, (dice.randrange(90), width)) for s, t in ends]
             kept.extend(exchanging(comm, messages, dtype, step))
-    for got, wanted in kept:
-        check(got, wanted)
+    for got, expected in kept:
+        check(got, expected)
 
 
 @pytest.mark.parametrize(("size", "seed"), [(2, 1), (3, 2), (4, 3), (3, 4)])

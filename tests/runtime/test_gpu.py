@@ -36,12 +36,12 @@ def test_one_rank_over_nccl_agrees_with_the_dense_twin(nccl, data_plane):
     x = example.inputs[0].to(CUDA).requires_grad_()
     y = layer(x)
     y.backward(example.gradients[0].to(CUDA))
-    wanted = dense(example)
-    assert_close(y.detach().cpu(), wanted.output)
+    expected = dense(example)
+    assert_close(y.detach().cpu(), expected.output)
     assert balancer.plane("cuda").name == data_plane
-    assert_close(x.grad.cpu(), wanted.gradients["x"])
+    assert_close(x.grad.cpu(), expected.gradients["x"])
     for name, parameter in layer.named_parameters():
-        assert_close(parameter.grad.cpu(), wanted.gradients[name], name)
+        assert_close(parameter.grad.cpu(), expected.gradients[name], name)
     balancer.close()
 
 

@@ -15,19 +15,19 @@ from ultraep.runtime.microbatch import PlaneKind
 
 def sizes(rank, group):
     """Ranks of a balancer of the default group, of a named group, and of this process alone."""
-    found = []
+    actual = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for given in (None, group, "alone"):
             balancer = Balancer(given, experts=4, timeout=PATIENCE)
-            found.append((balancer.comm.size, balancer.rank, balancer.group is group))
+            actual.append((balancer.comm.size, balancer.rank, balancer.group is group))
             balancer.close()
-    return found
+    return actual
 
 
 def test_none_is_the_default_group_and_alone_is_this_process():
-    for rank, found in enumerate(shared_pool().run(2, sizes)):
-        assert found == [(2, rank, True), (2, rank, True), (1, 0, False)]
+    for rank, actual in enumerate(shared_pool().run(2, sizes)):
+        assert actual == [(2, rank, True), (2, rank, True), (1, 0, False)]
 
 
 def test_auto_tries_the_registered_data_planes_in_order(monkeypatch):
@@ -55,6 +55,11 @@ def test_processes_without_a_process_group_are_refused(monkeypatch):
 def test_an_invalid_group_is_refused(group):
     with pytest.raises(ConfigError, match="or 'alone', got"):
         Balancer(group, experts=8)
+
+
+def test_a_group_of_no_ranks_is_refused():
+    with pytest.raises(ConfigError, match="at least one rank, got 0"):
+        LocalGroup(0)
 
 
 def test_the_warning_about_one_rank_points_to_the_caller(monkeypatch):

@@ -16,7 +16,7 @@ BLOCKS = 40
 
 
 def blocks(quick):
-    """Numbers of blocks; those after the first few take long."""
+    """Return the numbers of blocks; all but the first few are marked slow or long."""
     marks = {0: [], **dict.fromkeys(range(1, quick), pytest.mark.slow)}
     return [pytest.param(b, marks=marks.get(b, pytest.mark.long)) for b in range(BLOCKS)]
 

@@ -5,6 +5,7 @@ For all plans, slots and relays, results must equal those of messages.
 
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from ultraep import (
 )
 from ultraep.backends.triton import rerouter, streamer
 from ultraep.backends.triton.device import interpreted
+from ultraep.ops.formats import FORMATS
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
@@ -41,7 +43,7 @@ ROUNDING = 1e-5  # sums of single precision, in another order
 
 @contextmanager
 def small_tiles():
-    """Few tokens in several tiles, small experts in several chunks."""
+    """Split few tokens into several tiles, and small experts into several chunks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rerouter, "ROWS", 16)
         patch.setattr(rerouter, "TOKENS", 16)
@@ -51,7 +53,7 @@ def small_tiles():
 
 
 def mapped_balancer(example, group=None, *, peers=None, **options):
-    """A balancer with room for all rows on one rank."""
+    """Return a balancer on which one rank can serve all rows."""
     peers = peers or SharedPeers(group)
     tokens = max(len(x) for x in example.inputs)
     options = {"capacity": example.ranks * tokens * example.top_k, "timeout": PATIENCE} | options
@@ -73,17 +75,17 @@ def naps(seed):
 
 
 def on_device(rank, group, body, example, options):
-    """`body(balancer, example)` with kernels between processes."""
+    """Run `body(balancer, example)` on the mapped plane, one process per rank."""
     with small_tiles(), naps(rank):
         balancer = mapped_balancer(example, group, **options)
-        found = body(balancer, example)
+        actual = body(balancer, example)
         balancer.check()
         balancer.close()
-        return found
+        return actual
 
 
 def on_host(body, example, options):
-    """The same with the host between the stages."""
+    """Run it on the messages plane, one thread per rank."""
 
     def work(comm):
         return body(Balancer(experts=example.experts, communicator=comm, **options), example)
@@ -92,17 +94,17 @@ def on_host(body, example, options):
 
 
 def assert_as_on_host(body, example, **options):
-    """Check that both give the same tensors on every rank; return those of the device."""
-    found = shared_pool().run(example.ranks, on_device, body, example, options)
-    for own, wanted in zip(found, on_host(body, example, options), strict=True):
-        assert own.keys() == wanted.keys()
-        for name, tensor in wanted.items():
+    """Check that both planes return the same tensors on every rank; return the mapped ones."""
+    actual = shared_pool().run(example.ranks, on_device, body, example, options)
+    for own, expected in zip(actual, on_host(body, example, options), strict=True):
+        assert own.keys() == expected.keys()
+        for name, tensor in expected.items():
             assert_close(own[name], tensor, name, ROUNDING)
-    return found
+    return actual
 
 
 def plan_tensors(layer):
-    """The last plan, wherever it was made."""
+    """Return the last plan of a layer as tensors."""
     plan = layer.last_plan.to_host()
     return {
         "replicas": torch.tensor(plan.replicas.copy()),
@@ -117,8 +119,8 @@ def single(tokens, **options):
 # Forward and backward.
 
 
-def one_pass(balancer, example):
-    layer = example.layer(balancer)
+def one_pass(balancer, example, **options):
+    layer = example.layer(balancer, **options)
     x = example.inputs[balancer.rank].clone().requires_grad_()
     y = layer(x)
     y.backward(example.gradients[balancer.rank])
@@ -133,7 +135,7 @@ def padded_ids():
 
 
 def hot_ids():
-    """Two in three rows want expert 4, which lives in the middle."""
+    """Route two in three rows to expert 4, a home expert of the middle rank."""
     rng = np.random.default_rng(1)
     return [torch.from_numpy(rng.choice([4, 4, 4, 4, 0, 8], (n, 2))) for n in (9, 4, 7)]
 
@@ -166,8 +168,28 @@ def test_a_pass_agrees_with_messages(name):
         assert replicas[:, 0].bincount().max() > 1
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_pass_of_quantised_experts_agrees_with_messages(form):
+    example = single([9, 6], hidden=144, ffn=48, experts=4, bias=form == "fp8")
+    actual = assert_as_on_host(partial(one_pass, quantised=form), example, slots=1)
+    assert len(actual[0]["replicas"])
+
+
+def balanced_or_not(balancer, example):
+    """Outputs of quantised experts with and without replicas."""
+    layer, x = example.layer(balancer, quantised="fp8"), example.inputs[balancer.rank]
+    with torch.no_grad():
+        return {policy: layer(x, policy=policy) for policy in ("ultraep", "none")}
+
+
+def test_balancing_quantised_experts_changes_no_bit():
+    example = single([9, 6], hidden=144, ffn=48, experts=4)
+    for actual in assert_as_on_host(balanced_or_not, example, slots=1):
+        assert torch.equal(actual["ultraep"], actual["none"])
+
+
 def train(balancer, example):
-    """Two layers, one on the other; two microbatches are under way at once, their gradients added.
+    """Train two stacked layers with two microbatches in flight, whose gradients are added.
 
     Backward finds the slots of other layers and microbatches; then the weights change.
     """
@@ -177,87 +199,87 @@ def train(balancer, example):
     outputs = [model(x) for x in inputs]
     for y in outputs:
         y.backward(example.gradients[rank])
-    found = {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters()}
+    actual = {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.1 * parameter.grad
     model.zero_grad()
     outputs.append(model(inputs[0]))
     outputs[-1].backward(example.gradients[rank])
-    found |= {f"next gradient of {name}": p.grad for name, p in model.named_parameters()}
-    return found | {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    actual |= {f"next gradient of {name}": p.grad for name, p in model.named_parameters()}
+    return actual | {f"output {i}": y.detach() for i, y in enumerate(outputs)}
 
 
-def test_layers_and_microbatches_restore_their_copies():
+def test_layers_and_microbatches_restore_their_replicas():
     assert_as_on_host(train, single([7, 6]), slots=1, relay="chain")
 
 
 def infer(balancer, example):
-    """Without gradients; then with gradients of the tokens only, then of the weights only."""
+    """Run without gradients, with gradients of the tokens only, and of the weights only."""
     layer, x = example.layer(balancer), example.inputs[balancer.rank].clone()
     with torch.no_grad():
-        found = {"without gradients": layer(x)}
+        actual = {"without gradients": layer(x)}
     with torch.inference_mode():
-        found["in inference mode"] = layer(x) + 0
-    found = {name: tensor.clone() for name, tensor in found.items()}
+        actual["in inference mode"] = layer(x) + 0
+    actual = {name: tensor.clone() for name, tensor in actual.items()}
     layer.experts.requires_grad_(False)
     layer.router.requires_grad_(False)
     x.requires_grad_()
     layer(x).backward(example.gradients[balancer.rank])
-    found["x"] = x.grad
+    actual["x"] = x.grad
     layer.experts.requires_grad_(True)
     layer(x.detach()).backward(example.gradients[balancer.rank])
-    return found | gradients_of(layer, x)
+    return actual | gradients_of(layer, x)
 
 
 def test_only_required_gradients_are_computed():
-    found = assert_as_on_host(infer, single([5, 6], bias=True), slots=2)
-    assert torch.equal(found[0]["without gradients"], found[0]["in inference mode"])
-    assert "router.weight" not in found[0]
+    actual = assert_as_on_host(infer, single([5, 6], bias=True), slots=2)
+    assert torch.equal(actual[0]["without gradients"], actual[0]["in inference mode"])
+    assert "router.weight" not in actual[0]
 
 
 def adopt(balancer, example):
-    """One pass by a policy that plans on the host, and one by that of the device again."""
+    """Run one pass with a policy that plans on the host, then one that plans on the device."""
     layer, rank = example.layer(balancer), balancer.rank
-    found = {}
+    actual = {}
     for policy in ("quota", None):
         x = example.inputs[rank].clone().requires_grad_()
         y = layer(x, policy=policy)
         y.backward(example.gradients[rank])
         passed = {"y": y.detach(), **gradients_of(layer, x), **plan_tensors(layer)}
-        found |= {f"{name} by {policy}": tensor.clone() for name, tensor in passed.items()}
-    return found
+        actual |= {f"{name} by {policy}": tensor.clone() for name, tensor in passed.items()}
+    return actual
 
 
 def test_another_policy_plans_on_the_host():
-    found = assert_as_on_host(adopt, single([9, 5], experts=12), slots=2)[0]
-    assert not torch.equal(found["split by quota"], found["split by None"])
-    assert torch.equal(found["y by quota"], found["y by None"])
+    actual = assert_as_on_host(adopt, single([9, 5], experts=12), slots=2)[0]
+    assert not torch.equal(actual["split by quota"], actual["split by None"])
+    assert torch.equal(actual["y by quota"], actual["y by None"])
 
 
 def keep(rank, group, example):
-    """Passes whose copies are sent once; and how often the slots were filled until then."""
+    """Return passes with kept replicas, and how often slots were filled before and after."""
     with small_tiles():
         balancer = mapped_balancer(example, group, slots=2)
-        found = [one_pass(balancer, example)]
+        actual = [one_pass(balancer, example)]
         plane = balancer.plane("cpu")
-        layer, board = example.layer(balancer), board_of(balancer)
+        layer, signals = example.layer(balancer), signals_of(balancer)
         layer(example.inputs[rank])
         plane.adopt(layer.last_plan.to_host())
         plane.keep(layer.experts.bundle)
-        words, channel = board.words, board.channel_of_buffer(0)
+        words, channel = signals.words, signals.channel_of_buffer(0)
         before = int(words[channel])
         for _ in range(2):
             x = example.inputs[rank].clone().requires_grad_()
             y = layer(x)
             y.backward(example.gradients[rank])
-            found.append({"y": y.detach(), "x": x.grad})
+            actual.append({"y": y.detach(), "x": x.grad})
         after = int(words[channel])
         balancer.check()
-        return found, before, after
+        return actual, before, after
 
 
-def test_copies_that_are_kept_are_sent_once():
+def test_kept_replicas_are_sent_once():
     for (first, *kept), before, after in shared_pool().run(2, keep, single([8, 6])):
         assert after == before
         for passed in kept:
@@ -269,12 +291,12 @@ def memory_of(balancer):
     return balancer.plane("cpu").workspaces.last.memory
 
 
-def board_of(balancer):
-    return memory_of(balancer).board
+def signals_of(balancer):
+    return memory_of(balancer).signals
 
 
 class Noted(SharedPeers):
-    """Peers that know all memory of the group."""
+    """Peers that list all memory of the group."""
 
     def __init__(self, group):
         super().__init__(group)
@@ -287,7 +309,7 @@ class Noted(SharedPeers):
 
 
 def pass_under_watch(rank, group, example, alone):
-    """One pass in which no kernel leaves the memory of the group; `alone`: rank 1 is gone.
+    """Run one pass in which no kernel leaves the memory of the group; `alone`: rank 1 is gone.
 
     Then the rank waits only once, whatever is in the memory that rank 1 should have written.
     """
@@ -301,7 +323,7 @@ def pass_under_watch(rank, group, example, alone):
 
         one()
         balancer.check()
-        peers.gather_objects("all have come so far")
+        peers.gather_objects("all ranks have passed")
         if alone and rank == 1:
             return None
         if alone:
@@ -313,16 +335,16 @@ def pass_under_watch(rank, group, example, alone):
             return watch.kernels
         with pytest.raises(CommunicationError) as caught:
             balancer.check()
-        one()  # copies what was noted, without waiting
+        one()  # fetches the fault counters, without waiting
         with pytest.raises(CommunicationError, match="rank 1 did not arrive"):
             one()
         return str(caught.value)
 
 
 def forget_the_others(balancer):
-    """Rank 1 is waited for shortly; then its loads are whatever was in memory."""
+    """Wait for rank 1 only briefly; then replace its loads by random numbers."""
     memory, rng = memory_of(balancer), np.random.default_rng(0)
-    share, memory.board.poll_limit = memory.share_loads, 20
+    share, memory.signals.poll_limit = memory.share_loads, 20
     balancer.plane("cpu").workspaces.agreement = None
 
     def share_loads(loads, *args):
@@ -334,7 +356,7 @@ def forget_the_others(balancer):
 
 
 def prepare(rank, group, example):
-    """How much memory the group has before and after the first pass."""
+    """Return the number of memory regions before and after the first pass."""
     with small_tiles():
         peers = Noted(group)
         balancer = mapped_balancer(example, group, peers=peers, slots=2)
@@ -374,7 +396,7 @@ def error_of(kind, act, *args, **options):
 
 
 def refusals(rank, group, example):
-    """The errors of all ranks that do the same wrong thing, or different things."""
+    """Return the errors of ranks that make the same mistake, or that differ."""
     with small_tiles():
         x = example.inputs[rank]
         messages = {
@@ -410,7 +432,7 @@ def refusals(rank, group, example):
 
 
 def refused_input(balancer, ids):
-    """Those that are no integers are named where they are, and elsewhere their rank is."""
+    """Check that this rank names its invalid ids, and that the other names the rank."""
     words = "ids must be integers, got torch.float32" if ids.is_floating_point() else "ranks [1]"
     assert words in error_of(UltraEPError, counted, balancer, ids)
 
@@ -458,7 +480,7 @@ def test_every_rank_raises_the_error(what, refused):
             assert words in messages[what]
 
 
-# One rank alone needs no other process.
+# One rank alone.
 
 
 @pytest.fixture
@@ -497,27 +519,19 @@ def test_backward_may_run_twice(alone):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_pass_may_be_computed_again_in_backward(alone, reentrant):
     example, layer = alone
-    wanted = gradient(example, layer)
-    found = gradient(example, lambda x: checkpoint(layer, x, use_reentrant=reentrant))
-    assert_close(found, wanted)
+    expected = gradient(example, layer)
+    actual = gradient(example, lambda x: checkpoint(layer, x, use_reentrant=reentrant))
+    assert_close(actual, expected)
 
 
-def test_a_second_derivative_is_refused(alone):
-    example, layer = alone
-    x = example.inputs[0].clone().requires_grad_()
-    (first,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-
-
-# What is seen from outside.
+# Stats and traces.
 
 SENT = ("weights_bytes", "weights_copies", "gradients_bytes", "gradients_copies")
 COUNTED = ("microbatches", "imbalance_before", "imbalance_after", "copies", "remote_share")
 
 
 def counters(balancer, example):
-    """Statistics of two passes, and the bytes of all ranks together."""
+    """Return the stats of two passes, and the bytes sent by all ranks."""
     for _ in range(2):
         one_pass(balancer, example)
     stats = balancer.stats()
@@ -532,8 +546,8 @@ def counters(balancer, example):
 
 
 def test_statistics_agree_with_messages():
-    found = assert_as_on_host(counters, single([9, 7]), slots=1, relay="direct")
-    assert found[0]["sent"].min() > 0
+    actual = assert_as_on_host(counters, single([9, 7]), slots=1, relay="direct")
+    assert actual[0]["sent"].min() > 0
 
 
 def test_a_trace_agrees_with_messages(tmp_path):
@@ -562,12 +576,12 @@ def recorded(balancer, example):
     return {}
 
 
-# Networks of others.
+# Networks of users.
 
 
 def through_the_seam(balancer, example):
-    """Passes of a network that gets stacks, and one tensor for every expert; two under way."""
-    layer, rank, found = example.layer(balancer), balancer.rank, {}
+    """Run a network on stacked weights, then on one tensor per expert; two passes in flight."""
+    layer, rank, actual = example.layer(balancer), balancer.rank, {}
     stacks = layer.experts.bundle
     for form in (stacks, {name: list(stack.unbind()) for name, stack in stacks.items()}):
         experts = ExpertsFrom(network, form, list(layer.experts.home_experts))
@@ -577,17 +591,17 @@ def through_the_seam(balancer, example):
         ys = [moe(x) for x in xs]
         for y in ys:
             y.backward(example.gradients[rank])
-        name = f"in {len(found)}"
-        found |= {f"{name} {k}": g.clone() for k, g in gradients_of(layer, xs[0]).items()}
-        found |= {f"{name} y {n}": y.detach() for n, y in enumerate(ys)}
-    return found
+        name = f"in {len(actual)}"
+        actual |= {f"{name} {k}": g.clone() for k, g in gradients_of(layer, xs[0]).items()}
+        actual |= {f"{name} y {n}": y.detach() for n, y in enumerate(ys)}
+    return actual
 
 
 def test_a_network_of_the_user_agrees_with_messages():
     assert_as_on_host(through_the_seam, single([9, 7]), slots=1, relay="chain")
 
 
-# Which plane, and how large.
+# Choice and growth of the plane.
 
 
 def test_an_impossible_data_plane_is_refused():
@@ -610,14 +624,14 @@ def test_repr_shows_the_data_plane_and_the_reason():
 
 
 def grow(balancer, example):
-    """Microbatches with ever more tokens; backward of the first comes after the growth."""
+    """Run microbatches of growing size; backward of the first comes after the growth."""
     layer, rank = example.layer(balancer), balancer.rank
     xs = [example.inputs[rank][:n].clone().requires_grad_() for n in (3 + rank, 9, 5)]
     ys = [layer(x) for x in xs]
     for x, y in zip(reversed(xs), reversed(ys), strict=True):
         y.backward(example.gradients[rank][: len(x)])
-    found = {f"x {n}": x.grad for n, x in enumerate(xs)}
-    return found | {f"y {n}": y.detach() for n, y in enumerate(ys)} | gradients_of(layer, xs[0])
+    actual = {f"x {n}": x.grad for n, x in enumerate(xs)}
+    return actual | {f"y {n}": y.detach() for n, y in enumerate(ys)} | gradients_of(layer, xs[0])
 
 
 def test_memory_grows_with_the_largest_microbatch():

@@ -1,9 +1,7 @@
-"""Copies that are still there, on mapped memory: found on the device, as messages find them.
+"""Replicas that are still in their slots: the mapped plane sends the same bytes as messages.
 
 Every scenario runs on both planes. Slots hold what the plan says, and bytes are sent as often.
 """
-
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 class Replicated:
-    """A rank that fills its slots, looks at them, and tells the bytes that it has sent."""
+    """A rank that fills its slots, checks them, and returns the bytes that it sent."""
 
     def __init__(self, balancer):
         self.balancer = balancer
@@ -58,17 +56,17 @@ class Replicated:
 
 
 def again(me):
-    """Without a promise everything is sent in every microbatch."""
+    """Without a promise, every microbatch sends all replicas."""
     bundle = me.weights()
     return [me.step(bundle)[2] for _ in range(3)]
 
 
 def promised(me):
-    """With it, once; by another plan what is not there; after the block again."""
-    bundle, found = me.weights(), []
+    """Under a promise, send once; for another plan, only missing replicas; after it, all again."""
+    bundle, actual = me.weights(), []
     with me.balancer.unchanged_weights():
-        found += [me.step(bundle, seed=seed)[2] for seed in (0, 0, 1, 1, 0)]
-    return [*found, me.step(bundle)[2]]
+        actual += [me.step(bundle, seed=seed)[2] for seed in (0, 0, 1, 1, 0)]
+    return [*actual, me.step(bundle)[2]]
 
 
 def one_promises(me):
@@ -80,26 +78,26 @@ def one_promises(me):
 
 
 def broken(me):
-    """Writes that torch sees, other tensors, and words of the caller end it."""
+    """Writes that torch sees, other tensors, and `weights_changed` end the promise."""
     bundle = me.weights()
     with me.balancer.unchanged_weights():
-        found = [me.step(bundle)[2]]
+        actual = [me.step(bundle)[2]]
         bundle["w"].mul_(2)
-        found.append(me.step(bundle, scale=2.0)[2])
-        found.append(me.step(me.weights(3.0), scale=3.0)[2])
+        actual.append(me.step(bundle, scale=2.0)[2])
+        actual.append(me.step(me.weights(3.0), scale=3.0)[2])
         other = me.weights(4.0)
-        found.append(me.step(other, scale=4.0)[2])
+        actual.append(me.step(other, scale=4.0)[2])
         other["w"].numpy()[:] *= 2  # torch does not see it
         if me.balancer.rank == 0:
             me.balancer.weights_changed()
         else:
             other["w"].add_(0)
-        found.append(me.step(other, scale=8.0)[2])
-    return found
+        actual.append(me.step(other, scale=8.0)[2])
+    return actual
 
 
 def layers(me):
-    """Two layers take turns in one buffer; with two of them each finds its own again."""
+    """Two layers take turns in one buffer; with two buffers, each reuses its own."""
     one, two = me.weights(), me.weights(2.0)
     with me.balancer.unchanged_weights():
         return [
@@ -109,17 +107,17 @@ def layers(me):
 
 
 def there_and_back(me):
-    """Forward of two layers, backward in the other order; what is sent for backward."""
+    """Run two layers forward, then backward in reverse; return the bytes sent in backward."""
     bundles = me.weights(), me.weights(2.0)
     with me.balancer.unchanged_weights():
         opened = [me.step(b, layer=n, scale=1.0 + n)[:2] for n, b in enumerate(bundles)]
-        found = []
+        actual = []
         for scale, (copies, plan) in zip((2.0, 1.0), reversed(opened), strict=True):
             before = me.sent(0)
             with copies:
                 me.look(plan, copies, scale)
-            found.append(me.sent(before))
-        return found
+            actual.append(me.sent(before))
+        return actual
 
 
 SCENARIOS = {
@@ -136,8 +134,8 @@ SCENARIOS = {
 
 
 def replayed(me):
-    """As in a graph: a word on the device says what is promised when a kernel runs."""
-    plane, bundle, found = me.balancer.plane("cpu"), me.weights(), []
+    """As in a graph, read the promise on the device when a kernel runs."""
+    plane, bundle, actual = me.balancer.plane("cpu"), me.weights(), []
 
     def as_promised(*_):
         versions = torch.empty(RANKS, dtype=torch.int32)
@@ -147,26 +145,26 @@ def replayed(me):
         patch.setattr(MappedMicrobatch, "_weights_promise", as_promised)
         for _ in range(2):
             with me.balancer.unchanged_weights():
-                found += [me.step(bundle)[2] for _ in range(2)]
+                actual += [me.step(bundle)[2] for _ in range(2)]
                 bundle["w"].mul_(2)  # not visible between replays, but
                 me.balancer.weights_changed()
-                found += [me.step(bundle, scale=2.0)[2] for _ in range(2)]
+                actual += [me.step(bundle, scale=2.0)[2] for _ in range(2)]
             bundle["w"].div_(2)
-        return [*found, me.step(bundle)[2]]
+        return [*actual, me.step(bundle)[2]]
 
 
 def on_replays(rank, group):
     with small_tiles():
         balancer = mapped_balancer(single([12] * RANKS, experts=EXPERTS), group, **sizes({}))
-        found = replayed(Replicated(balancer))
+        actual = replayed(Replicated(balancer))
         balancer.check()
-        return found
+        return actual
 
 
 @only_interpreted
 def test_replays_follow_the_promise_of_their_time():
-    found = shared_pool().run(RANKS, on_replays)
-    first, *others = [sum(steps) for steps in zip(*found, strict=True)]
+    actual = shared_pool().run(RANKS, on_replays)
+    first, *others = [sum(steps) for steps in zip(*actual, strict=True)]
     assert first > 0
     assert others == [0, first, 0, first, 0, first, 0, first]
 
@@ -175,9 +173,9 @@ def on_mapped(rank, group, name):
     work, options = SCENARIOS[name]
     with small_tiles():
         balancer = mapped_balancer(single([12] * RANKS, experts=EXPERTS), group, **sizes(options))
-        found = work(Replicated(balancer))
+        actual = work(Replicated(balancer))
         balancer.check()
-        return found
+        return actual
 
 
 def sizes(options):
@@ -192,38 +190,8 @@ def test_the_bytes_sent_agree_with_messages(name):
     def on_messages(comm):
         return work(Replicated(Balancer(experts=EXPERTS, communicator=comm, **sizes(options))))
 
-    found = shared_pool().run(RANKS, on_mapped, name)
-    summed = [sum(steps) for steps in zip(*found, strict=True)]
-    wanted = LocalGroup(RANKS).run(on_messages)
-    assert summed == [sum(steps) for steps in zip(*wanted, strict=True)]
+    actual = shared_pool().run(RANKS, on_mapped, name)
+    summed = [sum(steps) for steps in zip(*actual, strict=True)]
+    expected = LocalGroup(RANKS).run(on_messages)
+    assert summed == [sum(steps) for steps in zip(*expected, strict=True)]
     assert any(summed) == (name != "there and back with a buffer each")
-
-
-# A layer that is trained.
-
-
-def trained(balancer, example, promise):
-    """Gradients of two microbatches, of which the second finds copies of the first."""
-    layer, rank = example.layer(balancer), balancer.rank
-    with balancer.unchanged_weights() if promise else nullcontext():
-        for _ in range(2):
-            layer(example.inputs[rank]).backward(example.gradients[rank])
-    return [p.grad for p in layer.parameters()]
-
-
-def train(rank, group, example, promise):
-    with small_tiles():
-        balancer = mapped_balancer(example, group, slots=1)
-        found = trained(balancer, example, promise)
-        balancer.check()
-        return found, balancer.stats()["weights_bytes_sent"]
-
-
-@only_interpreted
-def test_gradients_agree_with_resident_replicas():
-    example = single([7, 6])
-    runs = [shared_pool().run(2, train, example, promise) for promise in (False, True)]
-    for (plain, _), (kept, _) in zip(*runs, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
-    plain, kept = (sum(sent for _, sent in run) for run in runs)
-    assert plain == 2 * kept > 0

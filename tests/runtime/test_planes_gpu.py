@@ -70,25 +70,25 @@ def one_pass(layer, example, rank=0, *, owner=None, cast=False, **options):
         y = layer(x, **options)
     y.backward(example.gradients[rank].to(y))
     layer.balancer.check()
-    found = {"y": y.detach(), **gradients_of(owner, x)}
-    return {name: tensor.cpu() for name, tensor in found.items()}
+    actual = {"y": y.detach(), **gradients_of(owner, x)}
+    return {name: tensor.cpu() for name, tensor in actual.items()}
 
 
-def assert_alike(found, wanted, tolerance=None):
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+def assert_alike(actual, expected, tolerance=None):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
         allowed = PRECISION[tensor.dtype] if tolerance is None else tolerance
-        assert_close(found[name], tensor, name, allowed)
+        assert_close(actual[name], tensor, name, allowed)
 
 
 def seam_of(layer):
-    """A layer with the same weights, whose experts are the network above."""
+    """Return a layer with the same weights, whose experts are a function."""
     experts = ExpertsFrom(network, layer.experts.bundle, list(layer.experts.home_experts))
     return BalancedMoE(layer.router, experts, balancer=layer.balancer)
 
 
 class Precise(nn.Module):
-    """A router whose gates are of that type."""
+    """A router whose gates have this dtype."""
 
     def __init__(self, router, dtype):
         super().__init__()
@@ -115,12 +115,12 @@ def test_auto_is_mapped_on_a_gpu():
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_both_planes_agree_with_the_dense_twin(dtype):
     example = example_of([40], dtype, bias=True)
-    wanted = dense(example)
+    expected = dense(example)
     layers = {plane: alone(plane, example) for plane in PLANES}
-    found = {plane: one_pass(layer, example) for plane, layer in layers.items()}
+    actual = {plane: one_pass(layer, example) for plane, layer in layers.items()}
     assert [layer.balancer.plane("cuda").name for layer in layers.values()] == PLANES
-    assert_alike(found["mapped"], found["messages"])
-    assert_alike(found["mapped"], {"y": wanted.output, **wanted.gradients})
+    assert_alike(actual["mapped"], actual["messages"])
+    assert_alike(actual["mapped"], {"y": expected.output, **expected.gradients})
 
 
 @pytest.mark.parametrize("plane", PLANES)
@@ -128,23 +128,23 @@ def test_both_planes_agree_with_the_dense_twin(dtype):
 def test_gates_of_another_type_than_the_rows(plane, gates):
     example = example_of([40], bias=True)
     layer = alone(plane, example)
-    wanted = one_pass(layer, example)
+    expected = one_pass(layer, example)
     layer.router = Precise(layer.router, gates)
-    found = one_pass(layer, example)
-    found["router.weight"] = found.pop("router.router.weight")
-    assert_alike(found, wanted, 1e-2 if gates == torch.bfloat16 else 1e-5)
+    actual = one_pass(layer, example)
+    actual["router.weight"] = actual.pop("router.router.weight")
+    assert_alike(actual, expected, 1e-2 if gates == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("plane", PLANES)
 def test_autocast_multiplies_in_half_precision(plane):
     example = example_of([40], bias=True)
     layer = alone(plane, example)
-    wanted = one_pass(layer, example)
-    found = one_pass(layer, example, cast=True)
-    assert found["y"].dtype == torch.bfloat16
-    assert not torch.equal(found["y"].float(), wanted["y"])
-    found["y"] = found["y"].float()
-    assert_alike(found, wanted, PRECISION[torch.bfloat16])
+    expected = one_pass(layer, example)
+    actual = one_pass(layer, example, cast=True)
+    assert actual["y"].dtype == torch.bfloat16
+    assert not torch.equal(actual["y"].float(), expected["y"])
+    actual["y"] = actual["y"].float()
+    assert_alike(actual, expected, PRECISION[torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -169,8 +169,8 @@ def test_every_activation_by_kernels_and_by_torch(activation, dtype):
                 bias.copy_(torch.randn(bias.shape, generator=generator))
         return BalancedMoE(router, experts, balancer=balancer)
 
-    found, wanted = (one_pass(layer_of(engine), example) for engine in ("triton", "torch"))
-    assert_alike(found, wanted)
+    actual, expected = (one_pass(layer_of(engine), example) for engine in ("triton", "torch"))
+    assert_alike(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -178,8 +178,8 @@ def test_every_activation_by_kernels_and_by_torch(activation, dtype):
 def test_a_network_of_the_user_agrees_with_the_experts(plane, dtype):
     example = example_of([40], dtype, bias=True)
     layer = alone(plane, example)
-    wanted = one_pass(layer, example)
-    assert_alike(one_pass(seam_of(layer), example, owner=layer), wanted)
+    expected = one_pass(layer, example)
+    assert_alike(one_pass(seam_of(layer), example, owner=layer), expected)
 
 
 def test_the_first_pass_may_be_in_inference_mode():
@@ -187,9 +187,9 @@ def test_the_first_pass_may_be_in_inference_mode():
     layer = alone("mapped", example)
     with torch.inference_mode():
         served = layer(example.inputs[0].to(CUDA)).cpu()
-    found = [one_pass(layer, example) for _ in range(2)]
-    assert torch.equal(found[0]["y"], served)
-    assert_alike(found[1], found[0])
+    actual = [one_pass(layer, example) for _ in range(2)]
+    assert torch.equal(actual[0]["y"], served)
+    assert_alike(actual[1], actual[0])
 
 
 def test_stages_are_timed_on_the_device():
@@ -213,7 +213,7 @@ def test_stages_are_timed_on_the_device():
 
 
 class Captured:
-    """A pass in a graph; tokens and gradients stay in their place."""
+    """A pass in a graph; tokens and gradients keep their memory."""
 
     def __init__(self, layer, example, rank=0):
         self.x = example.inputs[rank].to(CUDA, copy=True).requires_grad_()
@@ -241,13 +241,13 @@ class Captured:
 
 
 def assert_replays(captured, launched):
-    """Other tokens, other plans, the same as without the graph."""
+    """Check that replays with other tokens give the same as eager passes."""
     for seed in range(3):
         for one in (captured, launched):
             one.draw(seed)
         replayed = captured.replay()
-        for found, wanted in zip(replayed, launched.eager(), strict=True):
-            assert_close(found, wanted.detach(), "", PRECISION[wanted.dtype])
+        for actual, expected in zip(replayed, launched.eager(), strict=True):
+            assert_close(actual, expected.detach(), "", PRECISION[expected.dtype])
         assert replayed[0].any()
 
 
@@ -263,11 +263,11 @@ def test_a_graph_can_be_captured_after_one_step(dtype):
     captured.eager()
     captured.capture()
     assert_replays(captured, launched)
-    assert captured.layer.balancer.stats()["microbatches"] == 1  # what a graph does is not noted
+    assert captured.layer.balancer.stats()["microbatches"] == 1  # replays are not counted
 
 
 def test_a_graph_can_be_captured_after_memory_was_prepared():
-    """Kernels are loaded by another layer: that is not allowed in a capture."""
+    """Another layer loads the kernels, which is not allowed in a capture."""
     example = example_of([40])
     captured, launched = (Captured(alone("mapped", example), example) for _ in range(2))
     launched.eager()
@@ -286,13 +286,13 @@ def test_memory_does_not_grow_in_a_capture():
     small = Captured(layer, example_of([20]))
     small.eager()
     small.capture()
-    wanted = [tensor.cpu() for tensor in small.replay()]
+    expected = [tensor.cpu() for tensor in small.replay()]
     large = example.inputs[0].to(CUDA)
     with pytest.raises(LoadError, match=r"90 tokens x 2 choices.*cannot grow here"):
         in_a_graph(layer, large)
     assert layer(large).isfinite().all()  # outside of a graph it does
     again = [tensor.cpu() for tensor in small.replay()]
-    assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
 def test_a_policy_of_the_host_is_refused_in_a_capture():
@@ -306,7 +306,7 @@ def test_a_policy_of_the_host_is_refused_in_a_capture():
 
 
 def test_memory_for_wider_rows_is_not_allocated_in_a_capture():
-    """There is room for the tokens, but none that is as wide as these rows."""
+    """The tokens fit, but no region is as wide as these rows."""
     balancer = Balancer("alone", experts=EXPERTS)
     narrow = example_of([40]).layer(balancer, device=CUDA)
     wide = example_of([40], hidden=2 * HIDDEN).layer(balancer, device=CUDA)
@@ -342,9 +342,9 @@ def test_auto_is_mapped_for_two_processes(two):
 
 
 def both_planes(rank, group, dtype, cast):
-    """The same passes by mapped memory and by messages; the copies of the plan of each."""
+    """Compare passes of both planes; return the replicas of each plan."""
     example = example_of([60, 50], dtype, skew=3.0)
-    found, copies = [], []
+    actual, copies = [], []
     for make in (mapped, messages):
         balancer = make(group, experts=EXPERTS, slots=2, relay="chain")
         layer, passes = example.layer(balancer, device=CUDA), {}
@@ -352,9 +352,9 @@ def both_planes(rank, group, dtype, cast):
             passes[policy] = one_pass(layer, example, rank, cast=cast, policy=policy)
             copies.append(layer.last_plan.to_host().num_replicas)
         passes["seam"] = one_pass(seam_of(layer), example, rank, owner=layer, cast=cast)
-        found.append(passes)
+        actual.append(passes)
         balancer.close()
-    by_memory, by_messages = found
+    by_memory, by_messages = actual
     tolerance = PRECISION[torch.bfloat16] if cast else None
     for name, passed in by_memory.items():
         assert_alike(passed, by_messages[name], tolerance)
@@ -368,7 +368,7 @@ MIXED["autocast"] = (torch.float32, True)
 
 @pytest.mark.parametrize("kind", MIXED)
 def test_two_processes_get_the_same_by_memory_and_by_messages(two, kind):
-    """Experts and any network, by a policy of the device and one of the host."""
+    """With experts and with a network, with a policy of the device and one of the host."""
     one, other = two.run(2, both_planes, *MIXED[kind], timeout=LONG)
     assert one == other
     assert min(one) > 0
@@ -376,9 +376,9 @@ def test_two_processes_get_the_same_by_memory_and_by_messages(two, kind):
 
 
 def grown(rank, group):
-    """Ever more tokens on another rank each time, by both planes."""
+    """Compare both planes for microbatches of growing size."""
     example = example_of([120, 120])
-    found = []
+    actual = []
     for make in (mapped, messages):
         balancer = make(group, experts=EXPERTS, in_flight=3)
         layer = example.layer(balancer, device=CUDA)
@@ -391,9 +391,9 @@ def grown(rank, group):
         balancer.check()
         passed = {f"y {n}": y.detach().cpu() for n, y in enumerate(ys)}
         passed |= {f"x {n}": x.grad.cpu() for n, x in enumerate(xs[:3])}
-        found.append(passed | {name: p.grad.cpu() for name, p in layer.named_parameters()})
+        actual.append(passed | {name: p.grad.cpu() for name, p in layer.named_parameters()})
         balancer.close()
-    assert_alike(*found)
+    assert_alike(*actual)
 
 
 def test_memory_of_two_processes_grows_with_the_largest_microbatch(two):
@@ -401,7 +401,7 @@ def test_memory_of_two_processes_grows_with_the_largest_microbatch(two):
 
 
 def watched(rank, group, folder):
-    """Steps of two layers, the device far behind the host; digests of plans, and what was noted."""
+    """Run two layers with the device far behind the host; return plan digests and stats."""
     example = example_of([60, 50], skew=3.0)
     balancer = mapped(group, experts=EXPERTS, slots=2, relay="chain", record=folder)
     layers = [example.layer(balancer, device=CUDA) for _ in range(2)]
@@ -420,22 +420,22 @@ def watched(rank, group, folder):
     stats = balancer.stats()
     balancer.check()
     balancer.close()
-    found = [plan.to_host() for plan in plans]
-    return [plan.digest() for plan in found], sum(plan.num_replicas for plan in found), stats
+    actual = [plan.to_host() for plan in plans]
+    return [plan.digest() for plan in actual], sum(plan.num_replicas for plan in actual), stats
 
 
 def test_stats_and_traces_of_two_processes(two, tmp_path):
-    found = two.run(2, watched, tmp_path / "run", timeout=LONG)
-    (digests, copies, stats), (others, *_) = found
+    actual = two.run(2, watched, tmp_path / "run", timeout=LONG)
+    (digests, copies, stats), (others, *_) = actual
     assert digests == others
     assert copies > 0
-    for *_, own in found:
+    for *_, own in actual:
         assert (own["microbatches"], own["copies"]) == (6, copies)
         assert set(own["seconds"]) == STAGES
         assert all(own["seconds"][stage] > 0 for stage in STAGES - {"verify"})
         assert own["imbalance_after"] == stats["imbalance_after"] < stats["imbalance_before"]
     for what in ("weights", "gradients"):
-        assert sum(own[f"{what}_copies_sent"] for *_, own in found) == copies
+        assert sum(own[f"{what}_copies_sent"] for *_, own in actual) == copies
     trace = read_trace(tmp_path / "run")
     assert differing(trace) == []
     assert [trace.plan(record).digest() for record in range(1, 7)] == digests
@@ -448,20 +448,20 @@ def test_stats_and_traces_of_two_processes(two, tmp_path):
 
 
 def captured_pair(rank, group):
-    """Graphs of two processes that meet inside of them; what each replay gave, and eager passes."""
+    """Compare replayed graphs of two processes, which wait for each other, with eager passes."""
     example = example_of([60, 50], skew=3.0)
-    found = {}
+    actual = {}
     for name in ("captured", "launched"):
         balancer = mapped(group, experts=EXPERTS, slots=2, relay="chain")
         layer = example.layer(balancer, device=CUDA)
-        found[name] = Captured(layer, example, rank)
-        found[name].eager()
+        actual[name] = Captured(layer, example, rank)
+        actual[name].eager()
         balancer.check()
-    found["captured"].capture()
+    actual["captured"].capture()
     with pytest.raises(LoadError, match="cannot grow here"):
-        in_a_graph(found["captured"].layer, torch.randn(200, HIDDEN, device=CUDA))
-    assert_replays(found["captured"], found["launched"])
-    return int(found["captured"].layer.last_plan.num_replicas)
+        in_a_graph(actual["captured"].layer, torch.randn(200, HIDDEN, device=CUDA))
+    assert_replays(actual["captured"], actual["launched"])
+    return int(actual["captured"].layer.last_plan.num_replicas)
 
 
 def test_graphs_of_two_processes_wait_for_each_other(two):

@@ -33,10 +33,10 @@ def one_pass(comm, example, options):
 def test_processes_agree_with_the_dense_twin(size, transport):
     example = example_for(size)
     relay = "chain" if size > 2 else "direct"
-    found = everywhere(transport, size, one_pass, example, {"relay": relay, "slots": 1})
-    assert len({digest for *_, digest in found}) == 1
-    assert all(copies > 0 for _, _, copies, _ in found) or size == 1
-    results = [Result(y, gradients) for y, gradients, *_ in found]
+    actual = everywhere(transport, size, one_pass, example, {"relay": relay, "slots": 1})
+    assert len({digest for *_, digest in actual}) == 1
+    assert all(copies > 0 for _, _, copies, _ in actual) or size == 1
+    results = [Result(y, gradients) for y, gradients, *_ in actual]
     topology = Topology(ranks=size, experts=example.experts)
     assert_same(results, dense(example), topology)
 
@@ -106,10 +106,10 @@ def dies_in_the_middle(rank, group, transport, folder):
 @pytest.mark.parametrize("transport", ["sockets", "shared"])
 def test_a_rank_that_dies_stops_the_others_in_backward(transport, tmp_path):
     ended = shared_pool().outcomes(3, dies_in_the_middle, transport, tmp_path)
-    found = {outcome.rank: outcome for outcome in ended}
-    assert found[1].kind == "lost"
+    actual = {outcome.rank: outcome for outcome in ended}
+    assert actual[1].kind == "lost"
     for rank in (0, 2):
-        assert found[rank].kind == "result", found[rank].value
-        assert "\n" not in found[rank].value
-        assert "rank 1" in found[rank].value
-        assert not TIMED_OUT.search(found[rank].value)
+        assert actual[rank].kind == "result", actual[rank].value
+        assert "\n" not in actual[rank].value
+        assert "rank 1" in actual[rank].value
+        assert not TIMED_OUT.search(actual[rank].value)

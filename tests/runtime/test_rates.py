@@ -1,8 +1,7 @@
-"""Rates: measured once, alike on all ranks, and what is made of them."""
+"""Rates: measured once, equal on all ranks, and used for plans."""
 
 import json
 import logging
-import os
 from dataclasses import asdict
 
 import numpy as np
@@ -44,14 +43,14 @@ from ultraep.runtime.rates import (
 from ultraep.trace.replay import differing
 
 VARIABLE = "ULTRAEP_RATES"
-DEAR = Rates(row=1000, copy=10**9)
+EXPENSIVE = Rates(row=1000, copy=10**9)
 CHEAP = Rates(row=1000)
 MOST = (MOST_PER_ROW, UNLIMITED)
 WEIGHT = ("w", (4, 8), torch.float32)  # 128 bytes
 
 
-def kind(*, learns=False, again=False):
-    return LayerShape(((*WEIGHT, learns),), 8, torch.float32, again)
+def layer_shape(*, trained=False, resends=False):
+    return LayerShape(((*WEIGHT, trained),), 8, torch.float32, resends)
 
 
 @pytest.fixture
@@ -61,59 +60,59 @@ def measuring(monkeypatch):
 
 @pytest.fixture
 def measured(measuring, monkeypatch):
-    """Rates that are found at once; how often somebody looked for them."""
-    asked = []
+    """Replace the measurement by fixed rates; return the ranks that measured."""
+    measuring_ranks = []
 
     def of(rates):
         def measure(*given):
-            asked.append(given[-1].rank)  # the communicator
+            measuring_ranks.append(given[-1].rank)  # the communicator
             return PriceList(((1, rates),))
 
         monkeypatch.setattr(pricing, "measure", measure)
-        return asked
+        return measuring_ranks
 
     return of
 
 
-# What all ranks have found -> rates.
+# Timings of all ranks -> rates.
 
 
 def test_the_quickest_turn_of_the_slowest_rank_counts():
     one, small = [3e-6] * 2, [4e-6] * 2
-    found = [
+    actual = [
         Timings(1, [5e-6, 60e-6], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
         Timings(1, [9e-6, 50e-6], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
     ]
-    way = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
-    wanted = Rates.from_seconds(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
-    assert price_list(found, 2, kind()) == PriceList(((1, wanted),))
-    assert price_list(found[::-1], 2, kind()) == price_list(found, 2, kind())
+    transfer = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
+    expected = Rates.from_seconds(row=3e-6 + transfer, copy=12e-6, each=1e-6, layer=0.0)
+    assert price_list(actual, 2, layer_shape()) == PriceList(((1, expected),))
+    assert price_list(actual[::-1], 2, layer_shape()) == price_list(actual, 2, layer_shape())
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_training_adds_the_cost_of_gradients(again):
+@pytest.mark.parametrize("resends", [False, True])
+def test_training_adds_the_cost_of_gradients(resends):
     one = Timings(1, [2e-6, 32e-6], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
-    wanted = Rates.from_seconds(
+    expected = Rates.from_seconds(
         row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
-        copy=(3 + again) * 10e-6,
-        each=(2 + again) * 1e-6,
-        layer=(2 + again) * 1e-6,
+        copy=(3 + resends) * 10e-6,
+        each=(2 + resends) * 1e-6,
+        layer=(2 + resends) * 1e-6,
     )
-    found = price_list([one, one], 2, kind(learns=True, again=again))
-    assert found.at(0) == found.at(10**6) == wanted
+    actual = price_list([one, one], 2, layer_shape(trained=True, resends=resends))
+    assert actual.at(0) == actual.at(10**6) == expected
 
 
 def test_ranks_without_home_experts_do_not_measure_rows():
     one = Timings(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
     none = one._replace(homes=0, network=[])
-    assert price_list([none, one, none], 2, kind()) == price_list([one], 2, kind())
+    assert price_list([none, one, none], 2, layer_shape()) == price_list([one], 2, layer_shape())
 
 
 def test_rates_depend_on_the_rows_per_expert():
-    """Here, 16 rows take no longer than one: weights are read in that time."""
+    """Here, 16 rows take no longer than one, because reading the weights takes that long."""
     far, less = [4.0, 4.0, 8.0, 32.0], [4.0, 4.0, 8.0]
     assert slopes(far, 2) == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
-    prices = price_list([Timings(2, one, *([0.0],) * 4) for one in (far, less)], 2, kind())
+    prices = price_list([Timings(2, one, *([0.0],) * 4) for one in (far, less)], 2, layer_shape())
     assert [least for least, _ in prices.steps] == [1, 16]
     few, many = (rates for _, rates in prices.steps)
     assert few.row == 1  # nothing is saved
@@ -128,22 +127,22 @@ def test_rates_have_two_digits_and_are_in_range(row, copy, each, layer):
 
 
 @pytest.mark.parametrize(
-    ("topology", "wanted"),
+    ("topology", "expected"),
     [
         (Topology(ranks=2, experts=4), [(0, 1, 1), (2, 0, 1)]),
         (Topology(ranks=4, experts=4, domain=2), [(0, 1, 1), (1, 0, 1), (2, 3, 1), (3, 2, 1)]),
         (Topology(ranks=3, experts=2, homes=[0, 2]), [(0, 1, 1), (1, 0, 1)]),
     ],
 )
-def test_synthetic_replicas(topology, wanted):
-    assert synthetic_replicas(topology).tolist() == [list(copy) for copy in wanted]
+def test_synthetic_replicas(topology, expected):
+    assert synthetic_replicas(topology).tolist() == [list(copy) for copy in expected]
 
 
-# Given in the environment.
+# From the environment.
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("off", BalanceConfig(objective="balance")),
         (" OFF ", BalanceConfig(objective="balance")),
@@ -151,11 +150,11 @@ def test_synthetic_replicas(topology, wanted):
         (" ", BalanceConfig()),
     ],
 )
-def test_environment(monkeypatch, text, wanted):
+def test_environment(monkeypatch, text, expected):
     monkeypatch.setenv(VARIABLE, text)
-    assert from_environment(BalanceConfig()) == wanted
-    for said in (BalanceConfig(objective="balance"), BalanceConfig(rates=DEAR)):
-        assert from_environment(said) is said
+    assert from_environment(BalanceConfig()) == expected
+    for config in (BalanceConfig(objective="balance"), BalanceConfig(rates=EXPENSIVE)):
+        assert from_environment(config) is config
 
 
 SPELLING = r"rates (must be|need) row=PICOSECONDS"
@@ -185,7 +184,7 @@ EXAMPLE = Example([30] * 4)
 
 
 def steps(comm, count=2, layers=1, record=None, **options):
-    """Some steps of layers that share a balancer: outputs, plans, and the balancer."""
+    """Train layers that share a balancer; return gradients, plans, stats and `repr`."""
     balancer = Balancer(experts=8, communicator=comm, record=record, **options)
     made = [EXAMPLE.layer(balancer) for _ in range(layers)]
     outputs = []
@@ -199,10 +198,10 @@ def steps(comm, count=2, layers=1, record=None, **options):
 
 
 def test_replicas_that_do_not_pay_are_not_made(measured):
-    asked = measured(DEAR)
-    found = LocalGroup(4).run(steps)
-    assert sorted(asked) == [0, 1, 2, 3]
-    for _, (plan,), stats, text in found:
+    measuring_ranks = measured(EXPENSIVE)
+    actual = LocalGroup(4).run(steps)
+    assert sorted(measuring_ranks) == [0, 1, 2, 3]
+    for _, (plan,), stats, text in actual:
         assert plan.num_replicas == 0
         assert plan.left_alone
         assert plan.time == plan.time_without_replicas == 1000 * plan.rank_loads.max()
@@ -210,28 +209,28 @@ def test_replicas_that_do_not_pay_are_not_made(measured):
         assert stats["planned_seconds"] == pytest.approx(2e-12 * plan.time)
         assert stats["rates"] == {0: {1: {"row": 1000, "copy": 10**9, "each": 0, "layer": 0}}}
         assert json.loads(json.dumps(stats))["left_alone"] == 2
-        assert str(DEAR) in text
+        assert str(EXPENSIVE) in text
 
 
 def test_replicas_that_pay_are_made(measured, monkeypatch):
     measured(CHEAP)
-    found = LocalGroup(4).run(steps)
+    actual = LocalGroup(4).run(steps)
     monkeypatch.setenv(VARIABLE, "off")
-    for own, wanted in zip(found, LocalGroup(4).run(steps), strict=True):
-        assert own[1] == wanted[1]
-        assert own[2]["copies"] == wanted[2]["copies"] > 0
+    for own, expected in zip(actual, LocalGroup(4).run(steps), strict=True):
+        assert own[1] == expected[1]
+        assert own[2]["copies"] == expected[2]["copies"] > 0
         assert own[2]["left_alone"] == 0
         assert own[1][0].time < own[1][0].time_without_replicas
         assert "ms by its rates" in repr(own[1][0])
-        for one, other in zip(own[0], wanted[0], strict=True):
+        for one, other in zip(own[0], expected[0], strict=True):
             assert_close(one, other, "gradient", 1e-12)
 
 
 def test_layers_of_one_shape_share_their_rates(measured):
-    asked = measured(DEAR)
-    found = LocalGroup(4).run(lambda comm: steps(comm, layers=3))
-    assert sorted(asked) == [0, 1, 2, 3]
-    assert found[0][2]["rates"] == {layer: {1: asdict(DEAR)} for layer in range(3)}
+    measuring_ranks = measured(EXPENSIVE)
+    actual = LocalGroup(4).run(lambda comm: steps(comm, layers=3))
+    assert sorted(measuring_ranks) == [0, 1, 2, 3]
+    assert actual[0][2]["rates"] == {layer: {1: asdict(EXPENSIVE)} for layer in range(3)}
 
 
 @pytest.mark.parametrize(
@@ -246,17 +245,17 @@ def test_layers_of_one_shape_share_their_rates(measured):
 )
 @pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
 def test_rates_that_plans_do_not_need_are_not_measured(measured, options):
-    asked = measured(DEAR)
+    measuring_ranks = measured(EXPENSIVE)
     LocalGroup(4).run(lambda comm: steps(comm, **options))
-    assert asked == []
+    assert measuring_ranks == []
 
 
 def test_a_group_of_one_measures_nothing(measured, caplog):
-    asked = measured(DEAR)
+    measuring_ranks = measured(EXPENSIVE)
     with caplog.at_level(logging.INFO, logger="ultraep"):
         balancer = Balancer("alone", experts=8)
         EXAMPLE.layer(balancer)(EXAMPLE.inputs[0])
-    assert asked == []
+    assert measuring_ranks == []
     assert "rates" not in caplog.text
 
 
@@ -273,8 +272,8 @@ def test_unknown_rates_are_logged_once(measuring, caplog):
 
 
 def test_a_recomputed_forward_pass_has_the_same_plan(measured):
-    """Without gradients the first time, in a reentrant checkpoint, and nothing is measured then."""
-    asked = measured(DEAR)
+    """A reentrant checkpoint runs first without gradients; backward measures nothing."""
+    measuring_ranks = measured(EXPENSIVE)
 
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
@@ -292,8 +291,8 @@ def test_a_recomputed_forward_pass_has_the_same_plan(measured):
 
     for first, again in LocalGroup(4).run(work):
         assert first == again
-        assert first.rates == again.rates == DEAR
-    assert sorted(asked) == [0, 1, 2, 3]
+        assert first.rates == again.rates == EXPENSIVE
+    assert sorted(measuring_ranks) == [0, 1, 2, 3]
 
 
 def test_a_trace_replays_bit_for_bit(measured, tmp_path, monkeypatch):
@@ -309,14 +308,14 @@ def test_a_trace_replays_bit_for_bit(measured, tmp_path, monkeypatch):
     assert read_trace(tmp_path / "one.npz").rates_of(1) == Rates(row=1000, copy=5000)
 
 
-# Really measured.
+# Real measurements.
 
 
 def measured_here(comm, own_network):
-    """One kind of layer, measured: the same rates everywhere, and no trace of how."""
-    if VARIABLE in os.environ:
-        os.environ.pop(VARIABLE)
-    balancer = Balancer(experts=8, communicator=comm)
+    """Measure a layer; check that the measurement leaves no trace, and return the rates."""
+    with pytest.MonkeyPatch.context() as patch:  # processes have their own environment
+        patch.delenv(VARIABLE, raising=False)
+        balancer = Balancer(experts=8, communicator=comm)
     layer = EXAMPLE.layer(balancer)
     if own_network:
         home = list(layer.experts.home_experts)
@@ -325,7 +324,6 @@ def measured_here(comm, own_network):
     x = EXAMPLE.inputs[comm.rank].clone().requires_grad_()
     layer(x).backward(EXAMPLE.gradients[comm.rank])
     stats = balancer.stats()
-    os.environ[VARIABLE] = "off"
     assert torch.equal(before, torch.random.get_rng_state())
     assert stats["microbatches"] == 1
     assert stats["weights_copies_sent"] <= 8
@@ -342,51 +340,52 @@ def test_thousands_of_home_experts_are_measured(measuring, one_thread):
         return layer(x), balancer.stats()["rates"]
 
     plain = LocalGroup(2).run(lambda comm: output(comm, "none"))
-    for (y, rates), (wanted, _) in zip(LocalGroup(2).run(output), plain, strict=True):
-        assert_close(y, wanted, "output", 1e-12)
+    for (y, rates), (expected, _) in zip(LocalGroup(2).run(output), plain, strict=True):
+        assert_close(y, expected, "output", 1e-12)
         assert list(rates[0]) == [1]  # one slope, between 1 and 16 rows
 
 
 @pytest.mark.parametrize("own_network", [False, True], ids=["experts", "network"])
 @pytest.mark.parametrize("transport", ["local", "shared", "sockets"])
 def test_all_ranks_have_the_same_rates(transport, own_network, one_thread, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "off")  # given back afterwards
-    found = everywhere(transport, 4, measured_here, own_network)
-    assert found == found[:1] * 4
-    assert 1 in found[0]
-    for rates in found[0].values():
+    if transport == "local":  # processes that start now keep the environment of this one
+        monkeypatch.delenv(VARIABLE)
+    actual = everywhere(transport, 4, measured_here, own_network)
+    assert actual == actual[:1] * 4
+    assert 1 in actual[0]
+    for rates in actual[0].values():
         assert all(two_digits(number) == number for number in rates.values())
 
 
 def mapped_here(rank, group):
-    """The same where ranks map each other's memory."""
-    os.environ.pop(VARIABLE)
+    """Measure a layer on the mapped plane."""
     example = Example([6] * 2, experts=4, dtype=torch.float32)
-    balancer = Balancer(group, peers=SharedPeers(group), experts=4, data_plane="mapped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(VARIABLE, raising=False)
+        balancer = Balancer(group, peers=SharedPeers(group), experts=4, data_plane="mapped")
     layer = example.layer(balancer)
     outputs = [layer(example.inputs[rank]).detach() for _ in range(2)]
-    os.environ[VARIABLE] = "off"
     balancer.check()
     return outputs, balancer.stats()["rates"][0], balancer.stats()["microbatches"]
 
 
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 def test_all_mapped_ranks_have_the_same_rates():
-    found = shared_pool().run(2, mapped_here)
-    assert found[0][1] == found[1][1]
-    for (first, second), _, microbatches in found:
+    actual = shared_pool().run(2, mapped_here)
+    assert actual[0][1] == actual[1][1]
+    for (first, second), _, microbatches in actual:
         assert torch.equal(first, second)
         assert microbatches == 2
 
 
 def test_ranks_of_one_thread_measure_nothing(measured):
-    asked = measured(DEAR)
+    measuring_ranks = measured(EXPENSIVE)
     group = LocalPeers(1, "cpu")
     balancer = Balancer(experts=8, peers=group.of(0), data_plane="mapped")
     assert balancer.config.objective == "balance"
     given = BalanceConfig(rates=CHEAP)
     assert Balancer(experts=8, peers=group.of(0), config=given).config == given
-    assert asked == []
+    assert measuring_ranks == []
 
 
 @pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
@@ -394,7 +393,7 @@ def test_a_device_plans_with_later_rates():
     topology = Topology(ranks=4, experts=8)
     control = ControlPlane(topology, BalanceConfig(), rows=64)
     assert not control.use(BalanceConfig(tolerance=0.1))
-    for seed, rates in enumerate((None, DEAR, CHEAP, Rates(row=1000, copy=4000), None)):
+    for seed, rates in enumerate((None, EXPENSIVE, CHEAP, Rates(row=1000, copy=4000), None)):
         config = BalanceConfig(rates=rates)
         loads = np.random.default_rng(seed).integers(0, 16, (4, 8)) * [9, 1, 1, 1, 1, 1, 1, 1]
         assert control.use(config)

@@ -1,4 +1,4 @@
-"""Replays of graphs in a trace: kept in a ring on the device, fetched late, never waited for."""
+"""Replayed graphs in a trace: a ring on the device stores the plans, the host fetches them."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ TOPOLOGY, CONFIG = Topology(ranks=3, experts=6, slots=2), BalanceConfig(objectiv
 
 
 class World:
-    """Ranks of two layers each; nothing is captured, `replay` keeps what a graph would."""
+    """Ranks with two layers each; `replay` stores plans as the replay of a graph would."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -31,10 +31,10 @@ class World:
         self.control = ControlPlane(TOPOLOGY, CONFIG, rows=600, device=default_device())
         self.rng, self.plans = np.random.default_rng(7), []
         for layer in (4, 5):
-            microbatch, plan = MicrobatchInfo(layer, 1, again=False), self.planned()
+            microbatch, plan = MicrobatchInfo(layer, 1), self.planned()
             for replays in self.ranks:
                 replays.captured(microbatch, plan)
-                replays.captured(MicrobatchInfo(layer, 2, again=True), plan)
+                replays.captured(MicrobatchInfo(layer, 2, recomputed=True), plan)
                 replays.sent(microbatch, "weights", 10)
                 replays.sent(microbatch, "gradients", 1000)
 
@@ -72,11 +72,11 @@ def test_every_replay_is_a_record_of_its_step(tmp_path):
         world.fetch()
     trace = world.close()
     keys = zip(trace.step.tolist(), trace.layer.tolist(), trace.microbatch.tolist(), strict=True)
-    wanted = [(0, 4, 0), (0, 5, 0)]
-    wanted += [(step, layer, n) for step in (10, 11, 12) for n in (0, 1) for layer in (4, 5)]
-    plans = dict(zip(wanted, world.plans, strict=True))
-    found = dict(zip(keys, map(trace.plan, range(len(trace))), strict=True))
-    assert found == plans
+    expected = [(0, 4, 0), (0, 5, 0)]
+    expected += [(step, layer, n) for step in (10, 11, 12) for n in (0, 1) for layer in (4, 5)]
+    plans = dict(zip(expected, world.plans, strict=True))
+    actual = dict(zip(keys, map(trace.plan, range(len(trace))), strict=True))
+    assert actual == plans
     assert (trace.dropped, trace.left_out) == (0, 0)
 
 

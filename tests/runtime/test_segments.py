@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import signal
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,38 +25,30 @@ from ultraep.runtime.torch_dist import TorchDistCommunicator, timeout_of
 MB = 1 << 20
 
 
-class Log(logging.Handler):
-    """Collects the log lines of the package."""
-
-    def __init__(self):
-        super().__init__(logging.INFO)
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-    def __enter__(self):
-        logger = logging.getLogger("ultraep")
-        self._before = logger.level
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-        return self.lines
-
-    def __exit__(self, *error):
-        logger = logging.getLogger("ultraep")
-        logger.removeHandler(self)
-        logger.setLevel(self._before)
+@contextmanager
+def log_lines():
+    """Collect the log lines of the package."""
+    logger, handler, lines = logging.getLogger("ultraep"), logging.Handler(), []
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 # A message that does not fit.
 
 
-def with_little_room(comm, room):
-    """Large messages, while no file may be larger than `room`; then the log."""
+def with_small_files(comm, limit):
+    """Send large messages while files may have at most `limit` bytes; return the log."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        with Log() as lines:
+        with log_lines() as lines:
             large_messages(comm, MB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -75,25 +68,25 @@ def large_messages(comm, nbytes):
     assert torch.equal(many, torch.full_like(many, source + 7))
 
 
-@pytest.mark.parametrize("room", [0, 1 << 17])
-def test_a_message_that_does_not_fit_travels_in_pieces(room):
-    for lines in everywhere("shared", 3, with_little_room, room):
+@pytest.mark.parametrize("limit", [0, 1 << 17])
+def test_a_message_that_does_not_fit_travels_in_pieces(limit):
+    for lines in everywhere("shared", 3, with_small_files, limit):
         (line,) = lines
-        assert line.startswith(f"{MB:,} bytes wanted in /dev/shm, ")
+        assert line.startswith(f"cannot allocate {MB:,} bytes in /dev/shm, ")
         assert line.endswith("messages travel in smaller pieces")
         assert " are free ([Errno 27] File too large)" in line
 
 
 def bounded(comm):
-    """As if there were little at the start, so that half of it stays for others."""
+    """Send large messages and return the size of the largest segment."""
     large_messages(comm, 2 * MB)
     return max(len(box._segment) for box in comm._wire._outboxes.values())
 
 
 def on_small_host(rank, group, free, transport, body):
-    found = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_blocks=free // 4096)
-    with Log() as lines, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "statvfs", lambda path: found)
+    actual = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_blocks=free // 4096)
+    with log_lines() as lines, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: actual)
         comm = connect(group, transport=transport)
     try:
         return type(comm), [line for line in lines if "/dev/shm" in line], body(comm)
@@ -102,19 +95,19 @@ def on_small_host(rank, group, free, transport, body):
 
 
 def test_half_of_the_memory_stays_free():
-    found = shared_pool().run(2, on_small_host, 5 * MB, "auto", bounded)
-    assert found == [(SharedMemoryCommunicator, [], MB)] * 2
+    actual = shared_pool().run(2, on_small_host, 5 * MB, "auto", bounded)
+    assert actual == [(SharedMemoryCommunicator, [], MB)] * 2
 
 
 def test_auto_takes_sockets_where_there_is_too_little_memory():
-    """A container has 64 MB."""
-    found = shared_pool().run(8, on_small_host, 64 * MB, "auto", all_ranks)
-    wanted = f"{wire.wanted_bytes(8):,}"
+    """Containers have 64 MB of /dev/shm by default."""
+    actual = shared_pool().run(8, on_small_host, 64 * MB, "auto", all_ranks)
+    expected = f"{wire.wanted_bytes(8):,}"
     assert wire.wanted_bytes(6) < 64 * MB < wire.wanted_bytes(7)
-    for kind, lines, ranks in found:
+    for kind, lines, ranks in actual:
         assert kind is TorchDistCommunicator
         (line,) = lines
-        assert f"/dev/shm has {64 * MB:,} bytes free, 8 ranks want {wanted}" in line
+        assert f"/dev/shm has {64 * MB:,} bytes free, 8 ranks need {expected}" in line
         assert ranks == list(range(8))
 
 
@@ -124,8 +117,8 @@ def all_ranks(comm):
 
 def test_shared_memory_can_be_forced_with_little_memory():
     free = wire.control_bytes(2) // 4096 * 4096 + 4096
-    found = shared_pool().run(2, on_small_host, free, "shared", bounded)
-    assert found == [(SharedMemoryCommunicator, [], wire.FIRST)] * 2
+    actual = shared_pool().run(2, on_small_host, free, "shared", bounded)
+    assert actual == [(SharedMemoryCommunicator, [], wire.FIRST)] * 2
 
 
 def without_any(rank, group):
@@ -135,14 +128,14 @@ def without_any(rank, group):
 
 
 def test_too_little_memory_is_an_error_with_both_numbers():
-    wanted = f"{wire.control_bytes(2):,}"
+    expected = f"{wire.control_bytes(2):,}"
     for message in shared_pool().run(2, without_any):
-        assert f"/dev/shm has 8,192 bytes free, 2 ranks want {wanted}" in message
+        assert f"/dev/shm has 8,192 bytes free, 2 ranks need {expected}" in message
         assert "--shm-size" in message
 
 
-def lose_the_race_for_room(rank, group):
-    """Free when rank 0 looked, and taken when it wants it."""
+def lose_the_race_for_memory(rank, group):
+    """Memory is free when rank 0 looks, and full when it allocates."""
     before = set(leftovers([os.getpid()]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "posix_fallocate", raise_no_space)
@@ -155,10 +148,10 @@ def raise_no_space(*args):
     raise OSError(28, os.strerror(28))
 
 
-def test_a_control_file_without_room_is_an_error_everywhere_and_leaves_nothing():
-    wanted = f"no control file of {wire.control_bytes(2):,} bytes in /dev/shm: rank 0: [Errno 28]"
-    for message, left in shared_pool().run(2, lose_the_race_for_room):
-        assert wanted in message
+def test_a_control_file_that_does_not_fit_is_an_error_everywhere_and_leaves_nothing():
+    expected = f"no control file of {wire.control_bytes(2):,} bytes in /dev/shm: rank 0: [Errno 28]"
+    for message, left in shared_pool().run(2, lose_the_race_for_memory):
+        assert expected in message
         assert not left
 
 

@@ -40,7 +40,7 @@ class Point(IntEnum):
     """A point of the program at which ranks compare records."""
 
     LOADS = 0
-    LOADS_AGAIN = 1
+    LOADS_RECOMPUTED = 1
     PLAN = 2
     BACKWARD = 3
     STATE = 4
@@ -50,7 +50,7 @@ class Point(IntEnum):
 
 WORDS = {
     Point.LOADS: "the loads",
-    Point.LOADS_AGAIN: "the loads, computed again in backward,",
+    Point.LOADS_RECOMPUTED: "the loads, recomputed in backward,",
     Point.PLAN: "the plan",
     Point.BACKWARD: "the backward pass",
     Point.STATE: "the full state",

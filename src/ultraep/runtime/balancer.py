@@ -38,7 +38,7 @@ from ultraep.policies import get_policy
 from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import AUTO, Capacity, default_config
-from ultraep.runtime.clocks import clock_of
+from ultraep.runtime.clocks import TIMED, DeviceClock, HostClock
 from ultraep.runtime.connect import (
     ALONE,
     Choice,
@@ -51,7 +51,7 @@ from ultraep.runtime.connect import (
 )
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.microbatch import Shared, Site
-from ultraep.runtime.observe import Clock, Observer, Observers, Sink
+from ultraep.runtime.observe import Observer, Observers, Sink
 from ultraep.runtime.pricing import Pricing, from_environment, needs_rates
 from ultraep.runtime.recording import Recording, open_recorder, recording_setting
 from ultraep.runtime.replays import ReplayedPlans
@@ -69,7 +69,7 @@ class _Carrier(NamedTuple):
 
     choice: Choice
     plane: DataPlane
-    clock: Clock
+    clock: HostClock
 
 
 class Balancer:
@@ -179,10 +179,10 @@ class Balancer:
                 closing(connect(self.group, transport=settings.transport, timeout=settings.timeout))
             )
             self.topology = topology(ranks=self.comm.size)
-            Capacity(settings.capacity, self.topology, self.config)  # refuses what is not proven
             if isinstance(self.comm, SilentCommunicator) and needs_rates(self.config):
                 logger.info("plans are made for balance: ranks of one thread need rates=")
                 self.config = replace(self.config, objective="balance")
+            self._capacity = Capacity(settings.capacity, self.topology, self.config)
             compared = (
                 self.topology,
                 self.config,
@@ -254,7 +254,7 @@ class Balancer:
             layer.index,
             self._steps,
             in_backward(),
-            began=time.time(),
+            start_time=time.time(),
             timed=carrier.clock.times(self._steps),
         )
         config = self.config if policy is None else replace(self.config, policy=policy)
@@ -278,22 +278,27 @@ class Balancer:
         )
         site = Site(self.comm, device, self._peers)
         choice = choose(self.settings.data_plane, site, compare_places)
-        recording, replays = self._recording, None
-        if recording is not None and device.type == "cuda" and choice.kind.captures:
-            replays = ReplayedPlans(recording, self.topology, device)
-        recorded = recording is not None
-        clock = clock_of(device, self._sinks, self.rank, recorded=recorded, replays=replays)
+        clock = self._clock(device, captures=choice.kind.captures)
         shared = Shared(
             self.comm,
             self.topology,
             self.config,
             self.settings,
+            self._capacity,
             self._agreement,
             self._versions,
             self._pricing,
             Observers(clock, self._observers),
         )
         return _Carrier(choice, choice.make(shared), clock)
+
+    def _clock(self, device: torch.device, *, captures: bool) -> HostClock:
+        if device.type != "cuda":
+            return HostClock(self._sinks, self.rank)
+        recording, replays = self._recording, None
+        if recording is not None and captures:
+            replays = ReplayedPlans(recording, self.topology, device)
+        return DeviceClock(self._sinks, self.rank, TIMED if recording is None else 1, replays)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate all memory that microbatches like this need; collective.

@@ -101,5 +101,5 @@ class Capacity:
             rank = int(plan.rank_loads.argmax())
             raise LoadError(
                 f"policy {plan.config.policy!r} gives {most} rows to rank {rank}, but "
-                f"capacity='static' has room for the mean of {mean}"
+                f"capacity='static' allows only the mean of {mean}"
             )

@@ -1,6 +1,7 @@
-"""Clocks: observers that pass host numbers to sinks (`Stats`, `Recording`).
+"""Clocks: observers that time the stages of a data plane and pass host numbers to sinks.
 
-`HostClock` passes them at once, `DeviceClock` when the device has finished the stage.
+`HostClock` passes them at once, `DeviceClock` when the device has finished the stage. The sinks are
+`Stats` and `Recording`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from ultraep.hops import copies_sent
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.runtime.observe import Clock, Later, Sink
+from ultraep.runtime.observe import Later, Sink
 from ultraep.runtime.replays import ReplayedPlans
 
 TIMED = 8  # one in this many microbatches is timed on a GPU, unless all are recorded
@@ -26,64 +27,67 @@ FIRST_STAGES = ("loads", "combine back")  # of forward, and of backward
 LAST_STAGES = ("combine", "reduce", "dispatch back")  # after which a microbatch may be gone
 
 
-class _Spans:
-    """The open stages of every microbatch; a stage does not include the stages inside of it."""
-
-    def __init__(self, now: Callable[[], Any], took: Callable[..., None]) -> None:
-        self._now, self._took = now, took
-        self._open: WeakKeyDictionary[MicrobatchInfo, list[Any]] = WeakKeyDictionary()
-
-    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        stack, now = self._open.setdefault(microbatch, []), self._now()
-        if stack:
-            self._took(microbatch, stack[-1][0], stack[-1][1], now)
-        stack.append([stage, now])
-
-    def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        stack = self._open.get(microbatch)
-        if not stack:
-            return
-        now = self._now()
-        while stack:
-            name, since = stack.pop()
-            self._took(microbatch, name, since, now)
-            if name == stage:
-                break
-        if stack:
-            stack[-1][1] = now
-
-
-class HostClock(Clock):
+class HostClock:
     """Times stages on the host, for planes whose verbs return when they are done.
 
+    The time of a stage does not include the stages inside of it.
     rank: of this process; determines what it sends by a plan, if the plane does not count it.
     """
 
     def __init__(self, sinks: Sequence[Sink], rank: int) -> None:
         self._sinks, self._rank = sinks, rank
-        self._spans = _Spans(time.perf_counter, self._took)
+        self._open: WeakKeyDictionary[MicrobatchInfo, list[tuple[str, Any]]] = WeakKeyDictionary()
         self._plans: WeakKeyDictionary[MicrobatchInfo, Plan] = WeakKeyDictionary()
 
-    def _took(self, microbatch: MicrobatchInfo, stage: str, since: float, now: float) -> None:
-        self.took(microbatch, stage, now - since)
+    def times(self, _step: int) -> bool:
+        """Whether the stages of this microbatch are timed."""
+        return True
 
-    def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
-        """Pass the seconds of a stage to the sinks."""
+    def begin_step(self, _step: int) -> None:
+        """Pass on everything; what the device does from now on belongs to this step."""
+
+    def settle(self) -> None:
+        """Pass on everything observed, and the replays that have arrived; waits for the device."""
+
+    def finish(self) -> None:
+        """Pass on everything, and wait for all replays."""
+
+    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
+        stages, now = self._open.setdefault(microbatch, []), self._now()
+        if stages:
+            self._took(microbatch, *stages[-1], now)
+        stages.append((stage, now))
+
+    def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
+        self._close(stage, microbatch)
+        if stage in LAST_STAGES:
+            self._passed(microbatch, microbatch.start_time)
+
+    def _close(self, stage: str, microbatch: MicrobatchInfo) -> None:
+        """End a stage and all stages inside of it; the stage around it goes on."""
+        stages, name = self._open.get(microbatch), ""
+        if not stages:
+            return
+        now = self._now()
+        while stages and name != stage:
+            name, since = stages.pop()
+            self._took(microbatch, name, since, now)
+        if stages:
+            stages[-1] = stages[-1][0], now
+
+    def _now(self) -> Any:
+        return time.perf_counter()
+
+    def _took(self, microbatch: MicrobatchInfo, stage: str, since: Any, now: Any) -> None:
+        self._report(microbatch, stage, now - since)
+
+    def _report(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
         for sink in self._sinks:
             sink.took(microbatch, stage, seconds)
 
-    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        self._spans.begin(stage, microbatch)
-
-    def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        self._spans.end(stage, microbatch)
-        self.passed(stage, microbatch, microbatch.began)
-
-    def passed(self, stage: str, microbatch: MicrobatchInfo, began: float) -> None:
-        """Report the end of a pass to the sinks if this was its last stage."""
-        if stage in LAST_STAGES:
-            for sink in self._sinks:
-                sink.passed(microbatch, began)
+    def _passed(self, microbatch: MicrobatchInfo, start_time: float) -> None:
+        for sink in self._sinks:
+            sink.passed(microbatch, start_time)
 
     def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         host_plan = self._plans[microbatch] = plan.to_host()
@@ -101,7 +105,7 @@ class HostClock(Clock):
             sink.sent(microbatch, what, nbytes * copies, copies)
 
 
-class DeviceClock(Clock):
+class DeviceClock(HostClock):
     """Times stages on a GPU by events on its stream, and reports when the device has finished them.
 
     every: one in this many microbatches is timed, because events cost time of the host.
@@ -115,9 +119,8 @@ class DeviceClock(Clock):
         every: int = 1,
         replays: ReplayedPlans | None = None,
     ) -> None:
+        super().__init__(sinks, rank)
         self._every, self._replays = every, replays
-        self._host = HostClock(sinks, rank)
-        self._spans = _Spans(_event, self._took)
         self._pending: deque[tuple[Any, list[Callable[[], None]]]] = deque()
         self._reports: list[Callable[[], None]] = []  # that wait for the next event
 
@@ -125,33 +128,38 @@ class DeviceClock(Clock):
         """Whether this microbatch is timed: the first one, then evenly over steps and layers."""
         return ((step - 1) * GOLDEN & WORD - 1) * self._every < WORD
 
-    def _took(self, microbatch: MicrobatchInfo, stage: str, since: Any, now: Any) -> None:
-        def report() -> None:
-            self._host.took(microbatch, stage, since.elapsed_time(now) / 1000)
-
-        self._reports.append(report)
-        self._attach(now)
-
     def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
         if stage in FIRST_STAGES:
             while self._pending and self._pending[0][0].query():
                 self._report_next()
-        self._spans.begin(stage, microbatch)
+        super().begin(stage, microbatch)
 
     def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
-        self._spans.end(stage, microbatch)
+        self._close(stage, microbatch)
         if stage in LAST_STAGES:
-            began = microbatch.began  # now: backward will change it
-            self._reports.append(lambda: self._host.passed(stage, microbatch, began))
+            start_time = microbatch.start_time  # now: backward will change it
+            self._reports.append(lambda: self._passed(microbatch, start_time))
+
+    def _now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(torch.cuda.current_device()))
+        return event
+
+    def _took(self, microbatch: MicrobatchInfo, stage: str, since: Any, now: Any) -> None:
+        def report() -> None:
+            self._report(microbatch, stage, since.elapsed_time(now) / 1000)
+
+        self._reports.append(report)
+        self._attach(now)
 
     def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         if not torch.cuda.is_current_stream_capturing():
             later = plan.to_host_async()
-            self._reports.append(lambda: self._host.planned(microbatch, later()))
+            self._reports.append(lambda: HostClock.planned(self, microbatch, later()))
         elif self._replays is not None:
             self._replays.captured(microbatch, plan)  # type: ignore[arg-type]
 
@@ -159,7 +167,7 @@ class DeviceClock(Clock):
         self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
     ) -> None:
         if not torch.cuda.is_current_stream_capturing():
-            self._reports.append(lambda: self._host.sent(microbatch, what, nbytes, copies))
+            self._reports.append(lambda: HostClock.sent(self, microbatch, what, nbytes, copies))
         elif self._replays is not None and copies is None:
             self._replays.sent(microbatch, what, nbytes)
 
@@ -183,7 +191,7 @@ class DeviceClock(Clock):
 
     def settle(self) -> None:
         if self._reports:
-            self._attach(_event())
+            self._attach(self._now())
         while self._pending:
             self._report_next()
         if self._replays is not None:
@@ -193,23 +201,3 @@ class DeviceClock(Clock):
         self.settle()
         if self._replays is not None:
             self._replays.finish()
-
-
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(torch.cuda.current_device()))
-    return event
-
-
-def clock_of(
-    device: torch.device,
-    sinks: Sequence[Sink],
-    rank: int,
-    *,
-    recorded: bool,
-    replays: ReplayedPlans | None = None,
-) -> Clock:
-    """Return the clock of a data plane on this device."""
-    if device.type != "cuda":
-        return HostClock(sinks, rank)
-    return DeviceClock(sinks, rank, 1 if recorded else TIMED, replays)

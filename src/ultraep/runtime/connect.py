@@ -105,11 +105,12 @@ def connect(
         transport = "sockets"
     # Imported here, because a process alone needs neither.
     if transport != "sockets":
-        from ultraep.runtime import shared_memory
+        from ultraep.runtime.shared_memory import connect_shared
 
-        if transport == "shared" or shared_memory.usable(group, timeout):
+        shared = connect_shared(group, timeout, required=transport == "shared")
+        if shared is not None:
             logger.info("transport of %d ranks: shared", group.size())
-            return shared_memory.SharedMemoryCommunicator(group, timeout)
+            return shared
     from ultraep.runtime.torch_dist import TorchDistCommunicator
 
     logger.info("transport of %d ranks: sockets", group.size())
@@ -149,15 +150,14 @@ def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
         )
     reason, size = "", site.comm.size
     for kind in plane_kinds(name):
-        passed_over = kind.passed_over(site) if name == AUTO else ""
-        if passed_over:
-            reason = passed_over
+        if name == AUTO and kind.passed_over is not None and kind.passed_over(site):
+            reason = kind.passed_over(site)
             continue
         if kind.obstacle is None:
             return Choice(kind, reason or kind.reason, kind.connect(site))
         if site.peers is None:
             compare_places()
-        make, obstacles = _try(kind, kind.obstacle(site), site)
+        make, obstacles = _try(kind, site)
         if make is not None:
             choice = Choice(kind, kind.reason.format(size=size), make)
             logger.info("data plane of %d ranks: %s (%s)", size, kind.name, choice.reason)
@@ -175,26 +175,20 @@ def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
     raise AssertionError("the last data plane serves every group")
 
 
-def _try(
-    kind: PlaneKind, obstacle: str, site: Site
-) -> tuple[Callable[[Shared], DataPlane] | None, list[str]]:
+def _try(kind: PlaneKind, site: Site) -> tuple[Callable[[Shared], DataPlane] | None, list[str]]:
     """Connect the ranks, or return the obstacles of all ranks; collective."""
-    obstacles = _gather_obstacles(site, obstacle)
-    if obstacles:  # on any rank: connecting is collective
-        return None, obstacles
-    make = None
-    try:
-        make = kind.connect(site)
-    except (ConfigError, CommunicationError) as error:
-        obstacle = str(error)
-    obstacles = _gather_obstacles(site, obstacle)
-    return None if obstacles else make, obstacles
-
-
-def _gather_obstacles(site: Site, obstacle: str) -> list[str]:
-    """Return the obstacles of all ranks; raise if their tokens are on different device types."""
-    gathered = site.comm.gather_objects((site.device.type, obstacle))
-    if len({device for device, _ in gathered}) > 1:
-        listed = "; ".join(f"rank {rank} has {device}" for rank, (device, _) in enumerate(gathered))
-        raise PlanMismatch(f"ranks disagree about the device of their tokens: {listed}")
-    return [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]
+    make, obstacle = None, "" if kind.obstacle is None else kind.obstacle(site)
+    for connecting in (False, True):  # connecting is collective: only if no rank has an obstacle
+        if connecting:
+            try:
+                make = kind.connect(site)
+            except (ConfigError, CommunicationError) as error:
+                obstacle = str(error)
+        gathered = list(enumerate(site.comm.gather_objects((site.device.type, obstacle))))
+        if len({device for _, (device, _) in gathered}) > 1:
+            listed = "; ".join(f"rank {rank} has {device}" for rank, (device, _) in gathered)
+            raise PlanMismatch(f"ranks disagree about the device of their tokens: {listed}")
+        obstacles = [f"rank {rank}: {text}" for rank, (_, text) in gathered if text]
+        if obstacles:
+            return None, obstacles
+    return make, []

@@ -37,6 +37,17 @@ def device_config(config: BalanceConfig) -> BalanceConfig:
     return config if config.policy in POLICIES else replace(config, policy="ultraep")
 
 
+class _Part:
+    """A tensor of a device plan: a view of its `result`, by the name of the attribute."""
+
+    def __set_name__(self, _owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, plan: DevicePlan, _owner: type) -> torch.Tensor:
+        place, shape = plan.places[self._name]
+        return plan.result[place].view(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
     """A plan on the device. After the last replica, entries are -1, or 0 rows."""
@@ -48,41 +59,14 @@ class DevicePlan:
     result: torch.Tensor  # the tensors below in one piece
     places: Mapping[str, tuple[slice, tuple[int, ...]]]  # of these tensors in it
 
-    def _part(self, name: str) -> torch.Tensor:
-        place, shape = self.places[name]
-        return self.result[place].view(shape)
+    num_replicas = _Part()  # [1] replicas in total
+    replicas = _Part()  # [C, 3] expert, host rank, spare slot; by expert, then host
+    quotas = _Part()  # [C] rows that each replica serves
+    split = _Part()  # [C, R] the quotas by source rank
+    rank_loads = _Part()  # [R] rows that every rank serves
+    slot_of_copy = _Part()  # [C] slot of each replica, counted over all ranks
 
-    @property
-    def num_replicas(self) -> torch.Tensor:
-        """[1] replicas in total."""
-        return self._part("num_replicas")
-
-    @property
-    def replicas(self) -> torch.Tensor:
-        """[C, 3] expert, host rank, spare slot; by expert, then host."""
-        return self._part("replicas")
-
-    @property
-    def quotas(self) -> torch.Tensor:
-        """[C] rows that each replica serves."""
-        return self._part("quotas")
-
-    @property
-    def split(self) -> torch.Tensor:
-        """[C, R] the quotas by source rank."""
-        return self._part("split")
-
-    @property
-    def rank_loads(self) -> torch.Tensor:
-        """[R] rows that every rank serves."""
-        return self._part("rank_loads")
-
-    @property
-    def slot_of_copy(self) -> torch.Tensor:
-        """[C] slot of each replica, counted over all ranks."""
-        return self._part("slot_of_copy")
-
-    def kept(self) -> DevicePlan:
+    def copied(self) -> DevicePlan:
         """Return the plan in its own memory, which the next plan does not overwrite."""
         return replace(self, loads=self.loads.clone(), result=self.result.clone())
 
@@ -129,11 +113,6 @@ class DeviceRoutes:
     rows_of_slot: torch.Tensor  # [S] rows of this rank for every slot
     send_counts: torch.Tensor  # [R] rows for every rank
     receive_counts: torch.Tensor  # [R, L] rows from every rank for each slot of this one
-
-    @property
-    def realised(self) -> torch.Tensor:
-        """Rows that this rank will serve; equals its `rank_loads` in the plan."""
-        return self.receive_counts.sum()
 
 
 class ControlPlane:

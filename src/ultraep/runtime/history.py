@@ -36,7 +36,7 @@ class _Entry(NamedTuple):
     def waits(self) -> bool:
         """Whether backward may still recompute this microbatch."""
         microbatch = self.microbatch()
-        return microbatch is not None and not microbatch.back
+        return microbatch is not None and not microbatch.in_backward
 
 
 class History:
@@ -51,11 +51,11 @@ class History:
         layer, entries = microbatch.layer, self._entries[microbatch.layer]
         equal = [entry for entry in reversed(entries) if np.array_equal(entry.loads, loads_E)]
         waiting = [entry for entry in equal if entry.waits()]
-        if microbatch.again and equal:
+        if microbatch.recomputed and equal:
             return (waiting or equal)[0].moment
         before = waiting[0].moment.before if waiting else entries[-1].loads if entries else loads_E
         number = None
-        if not microbatch.again:
+        if not microbatch.recomputed:
             number = self._counts[layer]
             self._counts[layer] += 1
         moment = Moment(before, number)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -20,14 +20,17 @@ from ultraep.bundle import Bundle
 from ultraep.combine import combine
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import Arrivals, Exchange, Rows, dispatch
+from ultraep.dispatch import Arrivals, Exchange, dispatch
 from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
 from ultraep.ops.modes import unseen
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
-from ultraep.runtime.observe import ObservedExchange, Observers, staged
+from ultraep.runtime.capacity import Capacity
+from ultraep.runtime.history import History
+from ultraep.runtime.observe import Observers, staged
 from ultraep.runtime.pricing import Pricing
+from ultraep.runtime.replicas import LentInBackward
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
@@ -44,10 +47,13 @@ class Shared:
     topology: Topology
     config: BalanceConfig
     settings: Settings
+    capacity: Capacity
     agreement: Agreement
     versions: Versions
     pricing: Pricing
     observers: Observers
+    history: History = field(default_factory=History)
+    in_backward: LentInBackward = field(default_factory=LentInBackward)
 
 
 class Site(NamedTuple):
@@ -58,10 +64,6 @@ class Site(NamedTuple):
     peers: Peers | None = None  # mapped memory that the user passed
 
 
-def _any_device(_: Site) -> str:
-    return ""
-
-
 class PlaneKind(NamedTuple):
     """A data plane that balancers can use; `connect.PLANES` registers it.
 
@@ -69,7 +71,7 @@ class PlaneKind(NamedTuple):
         raises ConfigError or CommunicationError with the reason.
     obstacle: why this rank cannot use the plane, found without messages; empty if it can. None: the
         plane serves every group, so ranks need not compare their obstacles.
-    passed_over: why data_plane="auto" does not even try the plane here; empty if it does.
+    passed_over: why data_plane="auto" does not try the plane here; empty if it does. None: it does.
     reason: shown by `repr(balancer)` when the plane is chosen, with {size} ranks.
     captures: whether CUDA graphs can capture its microbatches.
     """
@@ -77,7 +79,7 @@ class PlaneKind(NamedTuple):
     name: str
     connect: Callable[[Site], Callable[[Shared], DataPlane]]
     obstacle: Callable[[Site], str] | None = None
-    passed_over: Callable[[Site], str] = _any_device
+    passed_over: Callable[[Site], str] | None = None
     reason: str = "requested"
     captures: bool = False
 
@@ -95,13 +97,11 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @unseen()
     @staged("loads")
     def count(self) -> torch.Tensor:
-        """Stage 1: [R, E] the exact loads of all ranks, where the ids are; collective."""
         self._loads = self._count()
         return self._loads
 
     @unseen()
     def plan(self) -> AnyPlanT:
-        """Stage 2: the plan, which is the same on every rank."""
         self._after("count", self._loads)
         pricing = self._shared.pricing
         if pricing.lacks_rates(self._inputs):
@@ -115,26 +115,21 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         return plan
 
     def replicate(self) -> Replicas:
-        """Stage 3: the replicas of the plan, for a `with` block."""
         return self._replicas(self._after("plan", self._plan))
 
     @unseen()
     @staged("reroute")
     def reroute(self) -> Exchange:
-        """Stage 4: a slot for every routed row of this rank."""
-        rows, at_backward = self._rows(self._after("plan", self._plan))
-        self._exchange = ObservedExchange(rows, self.info, self.observers, at_backward)
+        self._exchange = self._rows(self._after("plan", self._plan))
         return self._exchange
 
     def dispatch(self) -> Arrivals:
-        """Stage 5: the rows that the slots of this rank serve."""
         inputs, exchange = self._inputs, self._after("reroute", self._exchange)
         if inputs.tokens is None or inputs.gates is None:
             raise ConfigError("dispatch() needs tokens and gates: pass both to Balancer.begin")
         return dispatch(inputs.tokens, inputs.gates, exchange, inputs.layer.pack)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
-        """Stage 7: [T, D] the outputs of the tokens of this rank."""
         return combine(outputs_AD, self._after("reroute", self._exchange))
 
     def _after(self, verb: str, result: T | None) -> T:
@@ -150,7 +145,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         return Place(point, self.info.layer, self.info.step)
 
     def _loads_place(self) -> Place:
-        return self._place(Point.LOADS_AGAIN if self.info.again else Point.LOADS)
+        return self._place(Point.LOADS_RECOMPUTED if self.info.recomputed else Point.LOADS)
 
     @abstractmethod
     def _count(self) -> torch.Tensor:
@@ -177,5 +172,5 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         """Return the replicas of a synthetic plan, to be timed; every number is used once."""
 
     @abstractmethod
-    def _rows(self, plan: AnyPlanT) -> tuple[Rows, Callable[[], None]]:
-        """Return the object that moves rows, and the function to call when backward begins."""
+    def _rows(self, plan: AnyPlanT) -> Exchange:
+        """Return the object that moves the rows of this microbatch."""

@@ -1,7 +1,7 @@
 """Observers of a balancer: stages that begin and end, plans, bytes sent.
 
-`staged` marks a method as a stage; observers are called when it begins and ends. Clocks are
-observers that pass host numbers to sinks (`Stats`, `Recording`).
+`staged` marks a method as a stage; observers are called when it begins and ends. Clocks
+(`clocks.py`) are observers that pass host numbers to sinks.
 
 Stages, forward and backward: `ultraep.trace.schema.STAGES`.
 """
@@ -9,6 +9,7 @@ Stages, forward and backward: `ultraep.trace.schema.STAGES`.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,7 +17,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from ultraep.dispatch import Rows
+from ultraep.dispatch import Moved
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
 
@@ -40,23 +41,6 @@ class Observer(Protocol):
         """`weights` or `gradients` of some replicas, `nbytes` each; None: as planned."""
 
 
-class Clock(Observer):
-    """The observer of a data plane, which passes what it observes to sinks."""
-
-    def times(self, _step: int, /) -> bool:
-        """Whether the stages of this microbatch are timed."""
-        return True
-
-    def begin_step(self, _step: int, /) -> None:
-        """Flush; what the device does from now on belongs to this step."""
-
-    def settle(self) -> None:
-        """Pass on everything observed, and the replays that have arrived; waits for the device."""
-
-    def finish(self) -> None:
-        """Pass on everything, and wait for all replays."""
-
-
 class Sink(Protocol):
     """Stores what clocks observe, as host numbers."""
 
@@ -66,15 +50,15 @@ class Sink(Protocol):
 
     def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int, /) -> None: ...
 
-    def passed(self, microbatch: MicrobatchInfo, began: float, /) -> None:
+    def passed(self, microbatch: MicrobatchInfo, start_time: float, /) -> None:
         """A forward or backward pass that began at this time may have ended."""
 
 
 class Observers:
     """All observers of a data plane: its clock, and the observers of the balancer."""
 
-    def __init__(self, clock: Clock | None, added: list[Observer]) -> None:
-        self.clock, self._added, self._silent = clock, added, False
+    def __init__(self, clock: Observer, added: list[Observer]) -> None:
+        self._clock, self._added, self._silent = clock, added, False
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -107,7 +91,7 @@ class Observers:
         """Return all observers, without the clock for stages that it does not time."""
         if self._silent:
             return []
-        return [self.clock, *self._added] if timed and self.clock is not None else self._added
+        return [self._clock, *self._added] if timed else self._added
 
 
 class Observed(Protocol):
@@ -135,7 +119,7 @@ def staged(
         @wraps(verb)
         def observed(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
             info, observers = self.info, self.observers
-            stage = backward if backward is not None and info.back else forward
+            stage = backward if backward is not None and info.in_backward else forward
             observers.begin(stage, info)
             result = verb(self, *args, **kwargs)
             observers.end(stage, info)
@@ -146,53 +130,48 @@ def staged(
     return decorate
 
 
-class ObservedExchange:
-    """The rows of a microbatch, whose moves and the experts between them are stages.
+class BaseExchange(ABC):
+    """The rows of a microbatch; see `ultraep.dispatch.Exchange`. Each move of rows is a stage.
 
-    at_backward: called when backward begins.
+    The stage of the experts lasts from one move to the next. A data plane implements `begins`,
+    `_at_backward` (called when backward begins), `_to_slots` and `_to_tokens`.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        info: MicrobatchInfo,
-        observers: Observers,
-        at_backward: Callable[[], None],
-    ) -> None:
-        self._rows, self._at_backward = rows, at_backward
+    offsets: torch.Tensor
+
+    def __init__(self, info: MicrobatchInfo, observers: Observers) -> None:
         self.info, self.observers = info, observers
-        self.offsets, self.begins = rows.offsets, rows.begins
         self._serving = ""  # the stage of the experts, while it lasts
 
-    @property
-    def slots(self) -> torch.Tensor:
-        """[T, K] slot of every routed row."""
-        return self._rows.slots
+    @abstractmethod
+    def begins(self) -> list[int]: ...
+
+    @abstractmethod
+    def _at_backward(self) -> None: ...
+
+    @abstractmethod
+    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved: ...
+
+    @abstractmethod
+    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved: ...
 
     def begin_backward(self) -> None:
-        """Note that backward begins, with the stage `combine back`."""
-        self.info.back, self.info.began = True, time.time()
+        self.info.in_backward, self.info.start_time = True, time.time()
         self._staged("combine back", self._at_backward)
 
-    def to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stage 5, or the backward of stage 7; then the stage of the experts begins."""
-        stage = "combine back" if self.info.back else "dispatch"
-        moved = self._staged(stage, self._rows.to_slots, values_TD, scalars_TK)
-        self._serving = "experts back" if self.info.back else "experts"
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        stage = "combine back" if self.info.in_backward else "dispatch"
+        moved = self._staged(stage, self._to_slots, values_TD, scalars_TK)
+        self._serving = "experts back" if self.info.in_backward else "experts"
         self.observers.begin(self._serving, self.info)
         return moved
 
-    def to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """End the stage of the experts; then stage 7, or the backward of stage 5."""
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         if self._serving:
             self.observers.end(self._serving, self.info)
         self._serving = ""
-        stage = "dispatch back" if self.info.back else "combine"
-        return self._staged(stage, self._rows.to_tokens, rows_AD, scalars_A)
+        stage = "dispatch back" if self.info.in_backward else "combine"
+        return self._staged(stage, self._to_tokens, rows_AD, scalars_A)
 
     def _staged(self, stage: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self.observers.begin(stage, self.info)

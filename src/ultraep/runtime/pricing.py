@@ -59,7 +59,7 @@ class Pricing:
     def lacks_rates(self, inputs: Inputs) -> bool:
         """Whether the plan depends on rates that are unknown and can be measured now."""
         info = inputs.info
-        if info.again or info.layer in self._of_layer or not self._depends(inputs.config):
+        if info.recomputed or info.layer in self._of_layer or not self._depends(inputs.config):
             return False
         measurable = None not in (inputs.layer.serve, inputs.tokens, inputs.gates)
         return measurable and not capturing(inputs.ids.device)

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Self, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -95,10 +95,6 @@ class LayerShape:
         )
 
     @property
-    def row_bytes(self) -> int:
-        return self.width * self.dtype.itemsize
-
-    @property
     def layout(self) -> Layout:
         """Layout of the tensors of an expert."""
         return Layout(tuple(part[:3] for part in self.parts))
@@ -113,18 +109,39 @@ def measure(
     """
     bundle, device = inputs.layer.bundle, device_of_bundle(resolve(inputs.layer.bundle))
     homes = len(topology.home_experts(comm.rank))
-    trials = _Trials(trial, comm, topology, inputs.ids.device)
     few_bytes = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device)}
-    placed = synthetic_replicas(topology)
+    loads_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
+    placed, numbers = synthetic_replicas(topology), count(1)
+
+    def replicas_of(placed_C3: IntArray, bundle: Bundle) -> Replicas:
+        """Return the replicas of a plan, as if their weights had never been sent."""
+        config = BalanceConfig(objective="balance")
+        plan = plan_from_replicas(loads_RE, topology, config, placed_C3)
+        return trial(plan, bundle, next(numbers))
+
+    def filling(placed_C3: IntArray, bundle: Bundle) -> list[float]:
+        """Return the seconds to fill slots, turn by turn from a common start, without the first."""
+        seconds = []
+        for _ in range(TURNS + 1):
+            replicas = replicas_of(placed_C3, bundle)
+            _synchronize(inputs.ids.device)
+            comm.gather_objects(None)
+            begin = time.perf_counter()
+            with replicas:
+                replicas.tensors()
+                _synchronize(inputs.ids.device)
+                seconds.append(time.perf_counter() - begin)
+        return seconds[1:]
+
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        without = NoReplicas(trials.replicas(placed[:0], bundle), shape.layout, device)
+        without = _without_replicas(replicas_of(placed[:0], bundle), shape.layout, device)
         timings = Timings(
             min(without.num_homes, MOST_HOMES),
             _network(inputs, without),
-            idle=trials.seconds(placed[:0], few_bytes),
-            one=trials.seconds(placed[:1], few_bytes),
-            small=trials.seconds(placed, few_bytes),
-            whole=trials.seconds(placed, bundle),
+            idle=filling(placed[:0], few_bytes),
+            one=filling(placed[:1], few_bytes),
+            small=filling(placed, few_bytes),
+            whole=filling(placed, bundle),
         )
     return price_list(comm.gather_objects(timings), len(placed), shape)
 
@@ -143,12 +160,12 @@ def price_list(ranks: Sequence[Timings], replicas: int, shape: LayerShape) -> Pr
     each = max(0.0, small - one) / max(1, replicas - 1)
     layer = max(0.0, one - idle - each)
     per_byte = copy / shape.layout.nbytes
-    trained = shape.gradient_bytes > 0
+    trained, row_bytes = shape.gradient_bytes > 0, shape.width * shape.dtype.itemsize
     passes, products = (2, PRODUCTS) if trained else (1, 1)
     sends = 1 + (trained and shape.resends)
     rates = [
         Rates.from_seconds(
-            row=products * row + passes * 2 * shape.row_bytes * per_byte,
+            row=products * row + passes * 2 * row_bytes * per_byte,
             copy=sends * copy + GRADIENTS * shape.gradient_bytes * per_byte + products * group,
             each=(sends + trained) * each,
             layer=(sends + trained) * layer,
@@ -200,40 +217,7 @@ def synthetic_replicas(topology: Topology) -> IntArray:
     return np.array(sorted(placed), dtype=np.int64).reshape(-1, 3)
 
 
-class _Trials:
-    """Times how long slots take to fill, for synthetic plans."""
-
-    def __init__(
-        self, trial: Trial, comm: Communicator, topology: Topology, device: torch.device
-    ) -> None:
-        self._trial, self._comm, self._topology, self._device = trial, comm, topology, device
-        self._number = 0
-
-    def replicas(self, placed_C3: IntArray, bundle: Bundle) -> Replicas:
-        """Return the replicas of a plan, as if their weights had never been sent."""
-        topology = self._topology
-        loads_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
-        config = BalanceConfig(objective="balance")
-        plan: Plan = plan_from_replicas(loads_RE, topology, config, placed_C3)
-        self._number += 1
-        return self._trial(plan, bundle, self._number)
-
-    def seconds(self, placed_C3: IntArray, bundle: Bundle) -> list[float]:
-        """Return the seconds of each turn from a common start; the first turn does not count."""
-        seconds = []
-        for _ in range(TURNS + 1):
-            replicas = self.replicas(placed_C3, bundle)
-            _synchronize(self._device)
-            self._comm.gather_objects(None)
-            begin = time.perf_counter()
-            with replicas:
-                replicas.tensors()
-                _synchronize(self._device)
-                seconds.append(time.perf_counter() - begin)
-        return seconds[1:]
-
-
-def _network(inputs: Inputs, without: NoReplicas) -> list[float]:
+def _network(inputs: Inputs, without: Replicas) -> list[float]:
     """Return the seconds of the network of this rank for each of `ROWS`, until it takes long."""
     tokens, gates, serve = inputs.tokens, inputs.gates, inputs.layer.serve
     assert tokens is not None
@@ -245,7 +229,7 @@ def _network(inputs: Inputs, without: NoReplicas) -> list[float]:
         if slow or rows * min(without.num_homes, MOST_HOMES) > MOST_ROWS:
             break
         arrivals = _synthetic_arrivals(rows, without.num_homes, tokens, gates)
-        work = partial(serve, arrivals, cast(Replicas, without))
+        work = partial(serve, arrivals, without)
         seconds.append(_quickest(work, tokens.device))
     return seconds
 
@@ -261,31 +245,22 @@ def _synthetic_arrivals(rows: int, homes: int, like: torch.Tensor, gates: torch.
     return Arrivals(values, gates.new_ones(len(values)), exchange)
 
 
-class NoReplicas:
-    """No replicas and no slots, for a network that is timed alone."""
-
-    possible = False
-
-    def __init__(self, like: Replicas, layout: Layout, device: torch.device) -> None:
-        self.num_homes, self.sms, self.kernels = like.num_homes, like.sms, like.kernels
-        self.bundle = like.bundle
-        self._tensors = {
-            name: torch.empty(0, *shape, dtype=dtype, device=device)
-            for name, shape, dtype in layout.parts
-        }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Do nothing: no slots were lent."""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """`[0, ...]` for every tensor of the bundle."""
-        return dict(self._tensors)
-
-    def served_rows(self, like_AD: torch.Tensor) -> None:
-        """None: use any memory."""
+def _without_replicas(like: Replicas, layout: Layout, device: torch.device) -> Replicas:
+    """Return no replicas and no slots, for a network that is timed alone."""
+    no_slots = {
+        name: torch.empty(0, *shape, dtype=dtype, device=device)
+        for name, shape, dtype in layout.parts
+    }
+    replicas: Any = SimpleNamespace(  # what the forward pass of a network uses
+        bundle=like.bundle,
+        num_homes=like.num_homes,
+        sms=like.sms,
+        kernels=like.kernels,
+        possible=False,
+        tensors=lambda: dict(no_slots),
+        served_rows=lambda _like_AD: None,
+    )
+    return cast(Replicas, replicas)
 
 
 def _quickest(work: Callable[[], object], device: torch.device) -> float:

@@ -48,32 +48,28 @@ def open_recorder(
     settings: Settings,
 ) -> Recorder | None:
     """Return the recorder of this rank, or None; collective. An error on one rank is one on all."""
-    relay = Relay(settings.relay, settings.chunks)
     parent = os.environ.get(VARIABLE) if record is None else None
     if record is None and not parent:
         return None
-    recorder, error = None, ""
+    relay, recorder = Relay(settings.relay, settings.chunks), None
     directory = "" if record is None else str(Path(record).absolute())
-    if comm.rank == 0:
-        try:
-            directory = directory or str(_new_directory(Path(str(parent))))
-            recorder = Recorder(directory, topology, config, relay=relay)
-        except FileError as refused:
-            error = str(refused)
-    directory, error = comm.gather_objects((directory, error))[0]
-    if not directory and not error:
-        error = f"ranks of one thread cannot agree on a directory in {parent}: pass record="
-    if comm.rank and not error:
-        try:
-            recorder = Recorder(directory, topology, config, rank=comm.rank, relay=relay)
-        except FileError as refused:
-            error = str(refused)
-    errors = comm.gather_objects(error)
-    if any(errors):
-        if recorder is not None:
-            recorder.discard()
-        rank = next(rank for rank, text in enumerate(errors) if text)
-        raise FileError(f"rank {rank} cannot record: {errors[rank]}")
+    for first in (True, False):  # rank 0 creates the directory
+        error = ""
+        if first == (comm.rank == 0):
+            try:
+                directory = directory or str(_new_directory(Path(str(parent))))
+                recorder = Recorder(directory, topology, config, rank=comm.rank, relay=relay)
+            except FileError as refused:
+                error = str(refused)
+        gathered = comm.gather_objects((directory, error))
+        directory, errors = gathered[0][0], [text for _, text in gathered]
+        if not directory and not any(errors):
+            errors[0] = f"ranks of one thread cannot agree on a directory in {parent}: pass record="
+        if any(errors):
+            if recorder is not None:
+                recorder.discard()
+            rank = next(rank for rank, text in enumerate(errors) if text)
+            raise FileError(f"rank {rank} cannot record: {errors[rank]}")
     return recorder
 
 
@@ -130,12 +126,12 @@ class Recording:
         """Assign a key to the microbatch."""
         layer = microbatch.layer
         moment = self._history.note(microbatch, plan.loads.sum(axis=0))
-        if microbatch.again:
+        if microbatch.recomputed:
             keys = (key for number, key in self._keys[layer] if number == moment.number)
             key = next(keys, None)  # of the first forward pass
         else:
             key = self._new_key(layer, moment, self._step)
-        current = _Pass(plan, key, rows_received(plan, self._rank).sum(axis=0).tolist())
+        current = self._pass(plan, key)
         current.seconds.update(self._unplanned.pop(microbatch, {}))
         self._passes[microbatch] = current
 
@@ -152,28 +148,23 @@ class Recording:
         self._keys[layer].append((moment.number, key))
         return key
 
-    def replayed(self, layer: int, step: int | None, plan: Plan, sent: Sent, began: float) -> None:
+    def replayed(
+        self, layer: int, step: int | None, plan: Plan, sent: Sent, start_time: float
+    ) -> None:
         """Record a microbatch that a graph has served; its seconds are unknown."""
-        replay = MicrobatchInfo(layer, 0, again=False)
-        moment = self._history.note(replay, plan.loads.sum(axis=0))
-        step, layer, number = self._new_key(layer, moment, step)
-        self._recorder.add(
-            plan=plan,
-            slot_rows=rows_received(plan, self._rank).sum(axis=0).tolist(),
-            step=step,
-            layer=layer,
-            microbatch=number,
-            bytes_moved=sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent),
-            began=began,
-        )
+        moment = self._history.note(MicrobatchInfo(layer, 0), plan.loads.sum(axis=0))
+        replay = self._pass(plan, self._new_key(layer, moment, step))
+        replay.moved = sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent)
+        self._write(replay, start_time)
 
     def lost(self, records: int) -> None:
         """Count records that came too late."""
-        self._recorder.lose(records)
+        if records:
+            self._recorder.lose(records)
 
     def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
         """Add the time of a stage; a recomputed forward pass is one stage."""
-        stage = "recompute" if microbatch.again and stage in FORWARD else stage
+        stage = "recompute" if microbatch.recomputed and stage in FORWARD else stage
         current = self._passes.get(microbatch)
         sums = self._unplanned.setdefault(microbatch, {}) if current is None else current.seconds
         sums[stage] = sums.get(stage, 0.0) + seconds
@@ -182,25 +173,32 @@ class Recording:
         """Add bytes that were moved."""
         self._passes[microbatch].moved += nbytes
 
-    def passed(self, microbatch: MicrobatchInfo, began: float) -> None:
+    def passed(self, microbatch: MicrobatchInfo, start_time: float) -> None:
         """Write what was observed since the last call."""
         current = self._passes.get(microbatch)
         if current is None or current.key is None:
             return
-        if not current.recorded and not microbatch.again and "combine" not in current.seconds:
-            return  # a caller who dispatches rows himself passes them to the recorder
-        seconds, current.seconds = current.seconds, defaultdict(float)
-        moved, current.moved = current.moved, 0
+        if not current.recorded and not microbatch.recomputed and "combine" not in current.seconds:
+            return  # the caller dispatches rows and passes them to the recorder
+        self._write(current, start_time, added=microbatch.recomputed)
+
+    def _pass(self, plan: Plan, key: Key | None) -> _Pass:
+        return _Pass(plan, key, rows_received(plan, self._rank).sum(axis=0).tolist())
+
+    def _write(self, current: _Pass, start_time: float, *, added: bool = False) -> None:
+        """Write a record, or add to the one that was written before."""
+        assert current.key is not None
         step, layer, number = current.key
         fields: dict[str, Any] = {
             "step": step,
             "layer": layer,
             "microbatch": number,
-            "bytes_moved": moved,
-            "seconds": seconds,
-            "began": began,
+            "bytes_moved": current.moved,
+            "seconds": current.seconds,
+            "began": start_time,
         }
-        if microbatch.again or current.recorded:
+        current.seconds, current.moved = defaultdict(float), 0
+        if added or current.recorded:
             self._recorder.more(**fields)
         else:
             current.recorded = True

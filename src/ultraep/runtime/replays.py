@@ -70,7 +70,7 @@ class ReplayedPlans:
 
     def captured(self, microbatch: MicrobatchInfo, plan: DevicePlan) -> None:
         """Store the plan of this microbatch in every replay, unless it is a recomputation."""
-        if microbatch.again:
+        if microbatch.recomputed:
             return
         self.ring.keep(len(self._sites), plan.loads, plan.result)
         nothing = plan.result.new_empty(0)  # do not keep the memory of the graph alive
@@ -125,7 +125,7 @@ class ReplayedPlans:
         begin, end = first % places, (kept - 1) % places + 1
         spans = [(begin, end)] if begin < end else [(begin, places), (0, end)]
         plans = [Fetch(self.ring.plans[slice(*span)]) for span in spans]
-        self._lose(first - self._fetched)
+        self._recording.lost(first - self._fetched)
         self._fetched = kept
         self._new = _New(first, plans, Fetch(self.ring.state))
 
@@ -135,7 +135,7 @@ class ReplayedPlans:
         new, self._new = self._new, None
         rows = torch.cat([part.wait() for part in new.plans]).numpy()
         overwritten = max(0, int(new.kept.wait()[0]) - len(self.ring.plans) - new.first)
-        self._lose(min(overwritten, len(rows)))
+        self._recording.lost(min(overwritten, len(rows)))
         for row in rows[overwritten:]:
             self._record_one(row)
 
@@ -147,7 +147,3 @@ class ReplayedPlans:
         began = self._launched.get(step, time.time())
         known_step = None if step == NO_STEP else step
         self._recording.replayed(site.layer, known_step, plan, site.sent, began)
-
-    def _lose(self, plans: int) -> None:
-        if plans:
-            self._recording.lost(plans)

@@ -96,7 +96,6 @@ class BaseReplicas(ABC):
     @unseen()
     @staged("replicate", "weights again")
     def tensors(self) -> dict[str, torch.Tensor]:
-        """`[L, ...]` for every tensor of the bundle; waits until the slots are filled."""
         if self._loan is None:
             raise SlotError(
                 f"the replicas of {self} are in their slots only inside of their `with` block"

@@ -71,7 +71,7 @@ class Files:
             except OSError as error:
                 if not self._warned:
                     logger.warning(
-                        "%s bytes wanted in %s, %s are free (%s): "
+                        "cannot allocate %s bytes in %s, %s are free (%s): "
                         "messages travel in smaller pieces",
                         f"{nbytes:,}",
                         FOLDER,

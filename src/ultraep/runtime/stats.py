@@ -115,7 +115,7 @@ class Stats:
             "priced": self.priced,
             "left_alone": self.left_alone,
             "planned_seconds": self.time / PER_SECOND,
-            "planned_seconds_without_copies": self.time_without_replicas / PER_SECOND,
+            "planned_seconds_without_replicas": self.time_without_replicas / PER_SECOND,
             "remote_share": self.remote_rows / max(1, self.rows),
             "weights_copies_sent": self.copies_sent["weights"],
             "gradients_copies_sent": self.copies_sent["gradients"],

@@ -22,6 +22,7 @@ import re
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -50,12 +51,79 @@ NO_STORE = (
     "the store of the process group does not respond (rank 0 hosts it, unless a launcher does)"
 )
 
+Pieces = Sequence[tuple[int, torch.Tensor]]  # peer, bytes to send or to receive
+
 # By the ranks of a group: its members create communicators in the same order. Never reset, so that
 # a store that outlives a group holds no keys of the next one.
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
-class TorchDistCommunicator:
+class BytesCommunicator(ABC):
+    """One rank of a process group that sends tensors as bytes; a subclass moves the bytes."""
+
+    rank: int
+    size: int
+    _group: dist.ProcessGroup
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._gather("all_gather", tensor)
+
+    def all_to_all(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        width = math.prod(rows.shape[1:]) * rows.element_size()
+        arrived = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        if width:
+            sent, received = [n * width for n in send_counts], [n * width for n in receive_counts]
+            self._all_to_all(as_bytes(rows), sent, as_bytes(arrived), received)
+        return arrived
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        buffers = [
+            m if m.tensor.is_contiguous() else Message(m.peer, m.tensor.detach().contiguous())
+            for m in receives
+        ]
+        own = ([tensor for peer, tensor in part if peer == self.rank] for part in (sends, buffers))
+        for source, target in zip(*own, strict=True):
+            target.detach().copy_(source.detach())
+        self._exchange(
+            [(peer, as_bytes(tensor)) for peer, tensor in sends if peer != self.rank],
+            [(peer, as_bytes(tensor)) for peer, tensor in buffers if peer != self.rank],
+        )
+        for message, buffer in zip(receives, buffers, strict=True):
+            if buffer is not message:
+                message.tensor.detach().copy_(buffer.tensor)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gather("gather_objects", torch.tensor(len(data), device="cpu")).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = data
+        rows = self._gather("gather_objects", padded)
+        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+
+    def peers(self, device: torch.device) -> Peers:
+        """Return symmetric memory of the ranks' GPUs."""
+        return mapped_by(self._group, device)
+
+    def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        self._all_gather(verb, as_bytes(tensor), as_bytes(gathered))
+        return gathered
+
+    @abstractmethod
+    def _all_gather(self, verb: str, data: torch.Tensor, gathered: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, data: torch.Tensor, sent: list[int], arrived: torch.Tensor, received: list[int]
+    ) -> None: ...
+
+    @abstractmethod
+    def _exchange(self, sends: Pieces, receives: Pieces) -> None: ...
+
+
+class TorchDistCommunicator(BytesCommunicator):
     """One rank of a process group. Creating one is collective.
 
     timeout: seconds, for CPU tensors; None: the timeout of the group. On a GPU the host does not
@@ -85,48 +153,13 @@ class TorchDistCommunicator:
         """Seconds after which a silent rank is an error."""
         return timeout_of(self._group) if self._timeout is None else self._timeout
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._gather("all_gather", tensor)
-
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        width = math.prod(rows.shape[1:]) * rows.element_size()
-        arrived = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-        if width:
-            with self._named("all_to_all"):
-                work = dist.all_to_all_single(
-                    as_bytes(arrived),
-                    as_bytes(rows),
-                    [count * width for count in receive_counts],
-                    [count * width for count in send_counts],
-                    group=self._group,
-                    async_op=True,
-                )
-                self._wait(work, rows.device, self._deadline())
-        return arrived
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        with contiguous(receives) as buffers:
-            copy_own(self.rank, sends, buffers)
-            ops = [*self._ops(dist.isend, sends), *self._ops(dist.irecv, buffers)]
-            if ops:
-                with self._named("exchange", collective=False):
-                    self._wait_all(dist.batch_isend_irecv(ops), ops)
-
     def gather_objects(self, value: Any) -> list[Any]:
-        if not self._over_gloo:
-            values = [None] * self.size
-            with self._named("gather_objects"):
-                dist.all_gather_object(values, value, group=self._group)
-            return values
-        # all_gather_object has no timeout.
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._gather("gather_objects", torch.tensor(len(data), device="cpu")).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        padded[: len(data)] = data
-        rows = self._gather("gather_objects", padded)
-        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+        if self._over_gloo:
+            return super().gather_objects(value)  # all_gather_object has no timeout
+        values = [None] * self.size
+        with self._named("gather_objects"):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def hosts(self) -> Communicator | None:
         """Return a communicator over gloo, or over shared memory if all ranks are on one host."""
@@ -134,30 +167,36 @@ class TorchDistCommunicator:
             return self
         return self._connect_hosts and self._connect_hosts(self._group, self._timeout)
 
-    def peers(self, device: torch.device) -> Peers:
-        """Return symmetric memory of GPUs."""
-        return mapped_by(self._group, device)
-
     def close(self) -> None:
         """Stop answering the questions of ranks that fail; the group stays."""
         self._roll_call.close()
 
-    def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
-        source = as_bytes(tensor)
-        gathered = tensor.new_empty((self.size, *tensor.shape))
-        if source.numel():
+    def _all_gather(self, verb: str, data: torch.Tensor, gathered: torch.Tensor) -> None:
+        if data.numel():
             with self._named(verb):
-                work = _all_gather(as_bytes(gathered), source, group=self._group, async_op=True)
-                self._wait(work, tensor.device, self._deadline())
-        return gathered
+                work = _all_gather(gathered, data, group=self._group, async_op=True)
+                self._wait(work, data.device, self._deadline())
 
-    def _ops(self, verb: Callable[..., Any], messages: Sequence[Message]) -> list[dist.P2POp]:
-        """Return the operations, without empty messages, which backends treat differently."""
-        return [
-            dist.P2POp(verb, as_bytes(tensor), dist.get_global_rank(self._group, peer), self._group)
-            for peer, tensor in messages
-            if peer != self.rank and tensor.numel()
+    def _all_to_all(
+        self, data: torch.Tensor, sent: list[int], arrived: torch.Tensor, received: list[int]
+    ) -> None:
+        with self._named("all_to_all"):
+            work = dist.all_to_all_single(
+                arrived, data, received, sent, group=self._group, async_op=True
+            )
+            self._wait(work, data.device, self._deadline())
+
+    def _exchange(self, sends: Pieces, receives: Pieces) -> None:
+        verbs = ((dist.isend, sends), (dist.irecv, receives))
+        ops = [
+            dist.P2POp(verb, data, dist.get_global_rank(self._group, peer), self._group)
+            for verb, pieces in verbs
+            for peer, data in pieces
+            if data.numel()  # backends treat empty messages differently
         ]
+        if ops:
+            with self._named("exchange", collective=False):
+                self._wait_all(dist.batch_isend_irecv(ops), ops)
 
     def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp]) -> None:
         deadline = self._deadline()
@@ -316,28 +355,3 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor in one dimension, without a copy if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-@contextmanager
-def contiguous(receives: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield contiguous tensors to receive into; copy them to tensors that are not, at the end."""
-    buffers = [
-        message
-        if message.tensor.is_contiguous()
-        else Message(
-            message.peer, torch.empty_like(message.tensor, memory_format=torch.contiguous_format)
-        )
-        for message in receives
-    ]
-    yield buffers
-    for message, buffer in zip(receives, buffers, strict=True):
-        if buffer is not message:
-            message.tensor.detach().copy_(buffer.tensor)
-
-
-def copy_own(rank: int, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-    """Copy the messages of a rank to itself."""
-    sources = [tensor for peer, tensor in sends if peer == rank]
-    targets = [tensor for peer, tensor in receives if peer == rank]
-    for source, target in zip(sources, targets, strict=True):
-        target.detach().copy_(source.detach())

@@ -165,37 +165,6 @@ class _Inbox(_Pair):
         return None if whole else target[header.size :]
 
 
-class _Roster:
-    """The states of all ranks. Every rank writes its own line."""
-
-    def __init__(self, words: _Words, rank: int, size: int) -> None:
-        self._words, self._rank, self._size = words, rank, size
-        words[rank * LINE + PID] = os.getpid()
-        words[rank * LINE + STATE] = RUNNING
-
-    def state(self, rank: int) -> int:
-        return self._words[rank * LINE + STATE]
-
-    def leave(self, state: int, culprit: int) -> None:
-        """Set the state of this rank, unless it has left before."""
-        if self.state(self._rank) == RUNNING:
-            self._words[self._rank * LINE + CULPRIT] = culprit
-            self._words[self._rank * LINE + STATE] = state
-
-    def loss(self) -> tuple[int, str] | None:
-        """Return a rank that is lost, and what happened to it."""
-        for rank in range(self._size):
-            pid = self._words[rank * LINE + PID]
-            if self.state(rank) == RUNNING and not _alive(pid) and self.state(rank) == RUNNING:
-                return rank, f"rank {rank} (process {pid}) died"
-        for rank in range(self._size):
-            if self.state(rank) == FAILED:
-                culprit = self._words[rank * LINE + CULPRIT]
-                because = "" if culprit == rank else f", because of rank {culprit}"
-                return culprit, f"rank {rank} gave up{because}"
-        return None
-
-
 class _Backoff:
     """How to wait: spin, then yield, then sleep."""
 
@@ -232,14 +201,16 @@ class Wire:
     def __init__(self, rank: int, size: int, timeout: float, files: Files) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._files, self._pid = files, os.getpid()
-        self._roster = _Roster(_Words(files.control), rank, size)
+        self._words = _Words(files.control)
+        self._words[rank * LINE + PID] = self._pid
+        self._words[rank * LINE + STATE] = RUNNING
         peers = [peer for peer in range(size) if peer != rank]
         self._outboxes = {peer: _Outbox(files, size, rank, peer) for peer in peers}
         self._inboxes = {peer: _Inbox(files, size, peer, rank) for peer in peers}
 
     def move(self, verb: str, outgoing: Queues, incoming: Queues) -> None:
         """Send and receive everything; empties the queues."""
-        if self._roster.state(self.rank) != RUNNING:
+        if self._state(self.rank) != RUNNING:
             raise CommunicationError(f"{verb}: rank {self.rank} has closed, or failed before")
         done = False
         try:
@@ -255,16 +226,38 @@ class Wire:
                 self.abort()
 
     def abort(self) -> None:
-        self._roster.leave(FAILED, self.rank)
+        self._leave(FAILED, self.rank)
 
     def close(self) -> None:
         """Leave the group; other ranks can still read what was sent."""
         if os.getpid() != self._pid:  # a forked child: everything belongs to its parent
             return
-        self._roster.leave(CLOSED, self.rank)
+        self._leave(CLOSED, self.rank)
         self._files.close()
         self._outboxes.clear()
         self._inboxes.clear()
+
+    def _state(self, rank: int) -> int:
+        return self._words[rank * LINE + STATE]
+
+    def _leave(self, state: int, culprit: int) -> None:
+        """Set the state of this rank, unless it has left before."""
+        if self._state(self.rank) == RUNNING:
+            self._words[self.rank * LINE + CULPRIT] = culprit
+            self._words[self.rank * LINE + STATE] = state
+
+    def _loss(self) -> tuple[int, str] | None:
+        """Return a rank that is lost, and what happened to it."""
+        for rank in range(self.size):
+            pid = self._words[rank * LINE + PID]
+            if self._state(rank) == RUNNING and not _alive(pid) and self._state(rank) == RUNNING:
+                return rank, f"rank {rank} (process {pid}) died"
+        for rank in range(self.size):
+            if self._state(rank) == FAILED:
+                culprit = self._words[rank * LINE + CULPRIT]
+                because = "" if culprit == rank else f", because of rank {culprit}"
+                return culprit, f"rank {rank} gave up{because}"
+        return None
 
     def _push(self, verb: str, outgoing: Queues) -> bool:
         ready = [peer for peer in outgoing if self._outboxes[peer].free()]
@@ -294,12 +287,12 @@ class Wire:
 
     def _look(self, verb: str, outgoing: Queues, incoming: Queues, waited: float) -> None:
         """Fail if a rank is lost, or if the timeout has passed."""
-        loss = self._roster.loss()
+        loss = self._loss()
         if loss is not None:
             self._fail(verb, *loss)
         peers = sorted({*outgoing, *incoming})
         # A rank closes after its last message, so its messages are visible once it has closed.
-        for peer in [peer for peer in peers if self._roster.state(peer) == CLOSED]:
+        for peer in [peer for peer in peers if self._state(peer) == CLOSED]:
             sent = peer not in outgoing or self._outboxes[peer].free()
             came = peer not in incoming or self._inboxes[peer].arrived()
             if not (sent and came):
@@ -309,7 +302,7 @@ class Wire:
             self._fail(verb, peers[0], f"no progress in {self.timeout:g} s with rank {names}")
 
     def _fail(self, verb: str, culprit: int, what: str) -> NoReturn:
-        self._roster.leave(FAILED, culprit)
+        self._leave(FAILED, culprit)
         raise CommunicationError(f"{verb}: {what}; noticed by rank {self.rank} of {self.size}")
 
 

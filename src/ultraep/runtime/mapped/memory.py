@@ -20,7 +20,7 @@ from ultraep.backends.triton.streamer import Contents, Streamer, pull
 from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError
-from ultraep.microbatch import Kinds
+from ultraep.microbatch import TensorSpecs
 from ultraep.runtime.mapped.peers import NamedPeers
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.replicas import no_free_slots
@@ -48,9 +48,9 @@ class MappedMemory:
         self.sms = share.sms or multiprocessors(own.device)
         self.overlap = Overlap(own.device, share.stream)
         timeout = settings.timeout or shared.comm.timeout
-        self.board = Signals(own, slots=topology.slots, buffers=self.buffers, timeout=timeout)
+        self.signals = Signals(own, slots=topology.slots, buffers=self.buffers, timeout=timeout)
         moving, self._pulling, self.beside = _programs(own.device, self.sms, share.budget)
-        self.streamer = Streamer(self.board, topology, relay=settings.relay, programs=moving)
+        self.streamer = Streamer(self.signals, topology, relay=settings.relay, programs=moving)
         layout = RegionLayout(
             first_slot_of_rank=topology.first_slot_of_rank,
             tokens=tokens,
@@ -59,7 +59,7 @@ class MappedMemory:
         )
         tables = own.allocate("tables", layout.table_bytes)
         self.exchange = RowExchange(layout, rank=own.rank, tables=tables, programs=self.sms)
-        self._loads = own.allocate("loads", self.board.table_bytes(topology.experts))
+        self._loads = own.allocate("loads", self.signals.table_bytes(topology.experts))
         # Reused, so that it holds loads of an earlier step if a rank is lost.
         self._gathered = torch.zeros(
             topology.ranks, topology.experts, dtype=torch.int32, device=own.device
@@ -83,13 +83,13 @@ class MappedMemory:
         """
         if self.peers.size == 1:
             return loads_E[None]
-        self.board.share("loads", loads_E, self._loads, self._gathered, digest, weights)
+        self.signals.share("loads", loads_E, self._loads, self._gathered, digest, weights)
         self._read.clear()
         return self._gathered
 
     def barrier(self) -> None:
         """Make what every rank has written readable for all ranks."""
-        self.board.barrier("rows")
+        self.signals.barrier("rows")
         self._read.clear()
 
     def region(self, name: str, nbytes: int) -> Region:
@@ -174,14 +174,14 @@ class MappedMemory:
             self._slot_tensors[layout, buffer] = tensors
         return dict(tensors)
 
-    def gradient_slots(self, kinds: Kinds) -> dict[str, GradientSlots]:
+    def gradient_slots(self, specs: TensorSpecs) -> dict[str, GradientSlots]:
         """Return memory for the gradients of replicas: blocks `[slots, ...]`, one per tensor."""
         if "gradients" in self._read:  # of the backward pass before
             self.barrier()
-        slots, key = self.topology.slots, tuple(kinds.items())
+        slots, key = self.topology.slots, tuple(specs.items())
         if key not in self._gradients and slots:
             begins, end = [], 0
-            for shape, dtype in kinds.values():
+            for shape, dtype in specs.values():
                 begins.append(end)
                 end += aligned(slots * math.prod(shape) * dtype.itemsize)
             sizes = [size for name, size in self._regions if name == "gradients" and size > end]
@@ -207,7 +207,7 @@ class MappedMemory:
         beside: run on the second stream with a few large programs, beside a product that leaves
             their multiprocessors free.
         """
-        self.board.barrier("gradients")
+        self.signals.barrier("gradients")
         self._read = {"gradients"}
         with self.overlap.aside() if beside else nullcontext():
             for name, of_replicas in slots.items():
@@ -223,7 +223,7 @@ class MappedMemory:
 
     def check(self) -> None:
         """Raise errors that the device has recorded; waits for it."""
-        self.board.check()
+        self.signals.check()
         times, most = self.exchange.faults.tolist()
         if times:
             self.exchange.faults.zero_()

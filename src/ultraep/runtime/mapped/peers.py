@@ -1,7 +1,7 @@
 """Memory that ranks map: GPUs of a process group, or many ranks of one process on one device.
 
 group = LocalPeers(8)
-planes = [... group.of(rank) ... for rank in range(8)]
+balancers = [Balancer(peers=group.of(rank), ...) for rank in range(8)]
 """
 
 from __future__ import annotations
@@ -64,10 +64,6 @@ class LocalPeer:
     def allocate(self, name: str, nbytes: int) -> Region:
         return self._group.allocate(self.rank, name, nbytes)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of this rank alone: the ranks run one after the other."""
-        return [value]
-
     def close(self) -> None:
         """Do nothing: the group owns the memory."""
 
@@ -78,7 +74,6 @@ class NamedPeers:
     def __init__(self, peers: Peers, name: str) -> None:
         self._peers, self._name = peers, name
         self.rank, self.size, self.device = peers.rank, peers.size, peers.device
-        self.gather_objects = peers.gather_objects
 
     def allocate(self, name: str, nbytes: int) -> Region:
         return self._peers.allocate(f"{self._name}: {name}", nbytes)

@@ -13,7 +13,6 @@ width.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 
 import torch
 
@@ -21,6 +20,7 @@ from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Peers
 from ultraep.config import BalanceConfig
+from ultraep.dispatch import Moved
 from ultraep.errors import ConfigError
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.ops.modes import unseen
@@ -29,18 +29,16 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.runtime.agreement import Place, Point
 from ultraep.runtime.control import DevicePlan, DeviceRoutes
-from ultraep.runtime.history import History
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.workspace import Workspace, Workspaces
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
-from ultraep.runtime.observe import staged
-from ultraep.runtime.replicas import LentInBackward
+from ultraep.runtime.observe import BaseExchange, staged
 from ultraep.runtime.streams import capturing
 
 
 class MappedPlane:
-    """One rank of a group of GPUs that map each other's memory."""
+    """One rank of a group of GPUs that map each other's memory; see `DataPlane`."""
 
     name = "mapped"
 
@@ -53,24 +51,19 @@ class MappedPlane:
         self._peers, self._hosts = peers, shared.comm.hosts()
         agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
         self.workspaces = Workspaces(shared, peers, agreement)
-        self.history = History()
-        self.in_backward = LentInBackward()
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
         self.adopted: DevicePlan | None = None
-        self.kept: torch.Tensor | None = None  # schedule of replicas that stay in their slots
+        self.resident: torch.Tensor | None = None  # schedule of replicas that stay in their slots
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
-        """Return a microbatch with these inputs."""
         return MappedMicrobatch(self, inputs)
 
     def promise(self) -> None:
-        """Pass the current promise about the weights of this rank to the device."""
         if not capturing(self.device):
             number = self.shared.versions.promise
             self.promised.fill_(even(number) + 1 if number else 0)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
-        """Allocate all memory that microbatches like this need; otherwise the first one does."""
         tokens, top_k = ids.shape
         self.workspaces.for_tokens(tokens, top_k).prepare(resolve(bundle), rows)
 
@@ -82,7 +75,7 @@ class MappedPlane:
         if plan is not None:
             self.workspaces.last.check_rows(int(plan.rank_loads.max()))
         self.adopted = None if plan is None else self.workspaces.last.control.adopt(plan)
-        self.kept = None
+        self.resident = None
 
     def keep(self, bundle: Bundle) -> None:
         """Send the replicas of the adopted plan once; they stay while nothing else fills the slots.
@@ -91,26 +84,13 @@ class MappedPlane:
         """
         if self.adopted is None:
             raise ConfigError("keep() needs an adopted plan: call adopt(plan) first")
-        info = MicrobatchInfo(0, 0, again=False, back=True)
+        info = MicrobatchInfo(0, 0, in_backward=True)
         versions = torch.zeros(self._peers.size, dtype=torch.int32, device=self.device)
-        replicas = self.replicas(self.workspaces.last, info, self.adopted, bundle, versions)
+        memory = self.workspaces.last.memory
+        replicas = MappedReplicas(self.shared, memory, info, self.adopted, bundle, versions)
         with self.shared.observers.silenced(), replicas:
             replicas.tensors()
-        self.kept = replicas.schedule
-
-    def replicas(
-        self,
-        workspace: Workspace,
-        info: MicrobatchInfo,
-        plan: DevicePlan,
-        bundle: Bundle,
-        versions: torch.Tensor,
-        schedule: torch.Tensor | None = None,
-    ) -> MappedReplicas:
-        """Return the replicas of a plan, in the slots of this workspace."""
-        return MappedReplicas(
-            self.shared, workspace.memory, self.in_backward, info, plan, bundle, versions, schedule
-        )
+        self.resident = replicas.schedule
 
     def compare_places(self, place: Place) -> None:
         """Raise if the hosts of all ranks are not at this place, unless a graph is captured."""
@@ -121,17 +101,14 @@ class MappedPlane:
 
     @property
     def nbytes(self) -> int:
-        """Shared memory of this rank."""
-        return sum(workspace.memory.nbytes for workspace in self.workspaces)
+        return sum(workspace.memory.nbytes for workspace in self.workspaces.all)
 
     def check(self) -> None:
-        """Raise errors that the device has recorded since the last check; waits for it."""
-        for workspace in self.workspaces:
+        for workspace in self.workspaces.all:
             workspace.check()
 
     def close(self) -> None:
-        """Free the shared memory; the process group stays."""
-        self.workspaces.clear()
+        self.workspaces.all.clear()
         self._peers.close()
         if self._hosts is not None and self._hosts is not self.shared.comm:
             self._hosts.close()
@@ -144,13 +121,15 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
     microbatch run before the next one is counted.
     """
 
+    # From `count`:
+    _workspace: Workspace
+    _versions: torch.Tensor  # [R] of the weights of all ranks
+    _most_tokens: int  # of a rank
+
     def __init__(self, plane: MappedPlane, inputs: Inputs) -> None:
         super().__init__(inputs, plane.shared)
         self._plane = plane
-        self._workspace: Workspace | None = None
-        self._versions: torch.Tensor | None = None  # [R] of the weights of all ranks
-        self._most_tokens = 0  # of a rank
-        self._lent: MappedReplicas | None = None
+        self._last_replicas: MappedReplicas | None = None
 
     def _count(self) -> torch.Tensor:
         plane, inputs, info = self._plane, self._inputs, self.info
@@ -179,15 +158,14 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
 
     def _current(self) -> Workspace:
         """Return the workspace if its buffers still hold this microbatch."""
-        counted, workspace = self._plane.counted, self._workspace
-        assert workspace is not None
+        counted = self._plane.counted
         if counted is not self.info:
             raise ConfigError(
                 f"microbatch {self.info.step} cannot be planned or rerouted after microbatch "
                 f"{counted.step if counted else '?'} was counted: on a GPU, call count, plan and "
                 "reroute of one microbatch before count of the next"
             )
-        return workspace
+        return self._workspace
 
     @staged("plan")
     def _make_plan(self, config: BalanceConfig) -> DevicePlan:
@@ -198,22 +176,22 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         if control.use(config):
             plan = control.plan(loads)
             if plane.workspaces.must_wait(self._current(), self.info.layer):
-                plan = self._with_room(plan, int(plan.rank_loads.max()))
-            return plan.kept()
+                plan = self._in_fitting_workspace(plan, int(plan.rank_loads.max()))
+            return plan.copied()
         if capturing(plane.device):
             raise ConfigError(
                 f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
                 f"the device plans {control.config.policy!r}"
             )
         numbers = loads.cpu().numpy().astype("int64")
-        past = plane.history.note(self.info, numbers.sum(axis=0)).before
+        past = self._shared.history.note(self.info, numbers.sum(axis=0)).before
         host_plan = make_plan(numbers, plane.topology, config, history=past)
         host_plan.check_limits()
-        plane.workspaces.capacity.check(host_plan)
+        self._shared.capacity.check(host_plan)
         adopted = control.adopt(host_plan)
-        return self._with_room(adopted, int(host_plan.rank_loads.max())).kept()
+        return self._in_fitting_workspace(adopted, int(host_plan.rank_loads.max())).copied()
 
-    def _with_room(self, plan: DevicePlan, most_rows: int) -> DevicePlan:
+    def _in_fitting_workspace(self, plan: DevicePlan, most_rows: int) -> DevicePlan:
         """Return the plan; if a rank serves more rows than fit, move to a larger workspace first.
 
         Collective then: all ranks have the same plan.
@@ -228,45 +206,49 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         return larger.control.adopt(host_plan)
 
     def _replicas(self, plan: DevicePlan) -> MappedReplicas:
-        plane, workspace, versions = self._plane, self._workspace, self._versions
-        assert workspace is not None
-        assert versions is not None
-        bundle = self._inputs.layer.bundle
-        self._lent = plane.replicas(workspace, self.info, plan, bundle, versions, plane.kept)
-        return self._lent
+        self._last_replicas = MappedReplicas(
+            self._shared,
+            self._workspace.memory,
+            self.info,
+            plan,
+            self._inputs.layer.bundle,
+            self._versions,
+            schedule=self._plane.resident,
+        )
+        return self._last_replicas
 
     def _trial(self, plan: Plan, bundle: Bundle, _number: int) -> MappedReplicas:
-        workspace, versions = self._workspace, self._versions
-        assert workspace is not None
-        assert versions is not None
-        info = MicrobatchInfo(NO_LAYER, self.info.step, again=False, back=True)
-        never_kept = torch.zeros_like(versions)
-        adopted = workspace.control.adopt(plan).kept()
-        return self._plane.replicas(workspace, info, adopted, bundle, never_kept)
+        info = MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True)
+        no_versions = torch.zeros_like(self._versions)
+        adopted, memory = self._workspace.control.adopt(plan).copied(), self._workspace.memory
+        return MappedReplicas(self._shared, memory, info, adopted, bundle, no_versions)
 
-    def _rows(self, plan: DevicePlan) -> tuple[MappedRows, Callable[[], None]]:
+    def _rows(self, plan: DevicePlan) -> MappedRows:
         assert plan.topology == self._plane.topology
         workspace = self._current()
         routes = workspace.control.reroute(self._inputs.ids.contiguous(), counted=True)
-        plane, place, replicas = self._plane, self._place(Point.BACKWARD), self._lent
-
-        def at_backward() -> None:
-            plane.compare_places(place)
-            if replicas is not None:
-                replicas.begin_again()
-
-        return MappedRows(workspace.memory, routes, workspace.overflow(plan)), at_backward
+        overflow = workspace.overflow(plan)
+        plane, replicas = self._plane, self._last_replicas
+        return MappedRows(plane, workspace.memory, routes, overflow, self.info, replicas)
 
 
-class MappedRows:
-    """Moves rows between tokens and slots; each rank pulls what it needs.
+class MappedRows(BaseExchange):
+    """Moves rows between tokens and slots; each rank pulls its rows from the memory of others.
 
     overflow: whether some rank has more rows than fit, on the device; None: that is impossible.
     """
 
     def __init__(
-        self, memory: MappedMemory, routes: DeviceRoutes, overflow: torch.Tensor | None
+        self,
+        plane: MappedPlane,
+        memory: MappedMemory,
+        routes: DeviceRoutes,
+        overflow: torch.Tensor | None,
+        info: MicrobatchInfo,
+        replicas: MappedReplicas | None,
     ) -> None:
+        super().__init__(info, plane.shared.observers)
+        self._plane, self._replicas = plane, replicas
         self._memory, self._routes, self._overflow = memory, routes, overflow
         self._rows = memory.exchange.row_map()
         self.slots, self._shape = routes.slots, routes.slots.shape
@@ -274,14 +256,15 @@ class MappedRows:
 
     @unseen()
     def begins(self) -> list[int]:
-        """Return the offsets on the host; waits for the device."""
         begins: list[int] = self.offsets.tolist()
         return begins
 
-    def to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
+    def _at_backward(self) -> None:
+        self._plane.compare_places(Place(Point.BACKWARD, self.info.layer, self.info.step))
+        if self._replicas is not None:
+            self._replicas.begin_again()
+
+    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         memory, exchange, routes = self._memory, self._memory.exchange, self._routes
         values_TD = values_TD.contiguous()
         nbytes = exchange.layout.value_bytes(values_TD.shape[1] * values_TD.itemsize)
@@ -299,10 +282,7 @@ class MappedRows:
         exchange.gather_rows(memory.readable("values", nbytes), self._rows, rows_AD)
         return rows_AD, gates_A
 
-    def to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
+    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         memory, exchange, width = self._memory, self._memory.exchange, rows_AD.shape[1]
         nbytes = exchange.layout.served_bytes(width * rows_AD.itemsize)
         served = exchange.served_rows(memory.region("served", nbytes), width, rows_AD.dtype)

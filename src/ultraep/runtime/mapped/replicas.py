@@ -11,14 +11,14 @@ from contextlib import ExitStack
 import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
-from ultraep.microbatch import Kinds, MicrobatchInfo
+from ultraep.microbatch import MicrobatchInfo, TensorSpecs
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import Beside
 from ultraep.runtime.control import DevicePlan
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.observe import Later, staged
-from ultraep.runtime.replicas import BaseReplicas, LentInBackward
+from ultraep.runtime.replicas import BaseReplicas
 from ultraep.runtime.streams import Fetch, capturing
 
 
@@ -35,14 +35,13 @@ class MappedReplicas(BaseReplicas):
         self,
         shared: Shared,
         memory: MappedMemory,
-        in_backward: LentInBackward,
         info: MicrobatchInfo,
         plan: DevicePlan,
         bundle: Bundle,
         versions: torch.Tensor,
         schedule: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(info, bundle, shared.observers, in_backward)
+        super().__init__(info, bundle, shared.observers, shared.in_backward)
         self._promises, self._memory = shared.versions, memory
         self._plan, self._versions = plan, versions
         self.schedule, self._resident = schedule, schedule is not None
@@ -101,7 +100,7 @@ class MappedReplicas(BaseReplicas):
         sent: Later | None = None
         if self._promises.promise and not self._resident and self.schedule is not None:
             sent = _fetched(self.schedule[:1])
-        elif self.info.back:
+        elif self.info.in_backward:
             return
         self.observers.sent(self.info, "weights", layout.nbytes, sent)
 
@@ -113,22 +112,20 @@ class MappedReplicas(BaseReplicas):
 
     @unseen()
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor:
-        """[A, D] memory from which other ranks can pull."""
         memory, width = self._memory, like_AD.shape[1]
         nbytes = memory.exchange.layout.served_bytes(width * like_AD.itemsize)
         region = memory.writable("served", nbytes)
         return memory.exchange.served_rows(region, width, like_AD.dtype)
 
     @unseen()
-    def gradient_slots(self, kinds: Kinds) -> dict[str, torch.Tensor]:
-        """`[L, ...]` memory that all layers share."""
-        self._gradients = self._memory.gradient_slots(kinds)
+    def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
+        self._gradients = self._memory.gradient_slots(specs)
         if self._gradients:
             return {name: slots.local for name, slots in self._gradients.items()}
         device = self._memory.peers.device
         return {
             name: torch.empty(0, *shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in kinds.items()
+            for name, (shape, dtype) in specs.items()
         }
 
     @unseen()

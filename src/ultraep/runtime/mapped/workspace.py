@@ -8,7 +8,7 @@ Shapes: T tokens, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,14 +18,14 @@ from ultraep.comm import Peers
 from ultraep.errors import LoadError
 from ultraep.ops.products import accumulator
 from ultraep.runtime.agreement import Agreement, Place
-from ultraep.runtime.capacity import AUTO, Capacity
+from ultraep.runtime.capacity import AUTO
 from ultraep.runtime.control import ControlPlane, DevicePlan, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.streams import Fetch, capturing
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Workspace:
     """Memory for microbatches up to some number of tokens. Creating one is collective.
 
@@ -35,8 +35,9 @@ class Workspace:
     control: ControlPlane
     memory: MappedMemory
     never_full: bool
-    faults: FaultPoll
     layers: set[int] = field(default_factory=set)  # whose first plan the host has seen
+    most_rows: int = 0  # that ever arrived, as far as the host knows
+    _fetch: Fetch | None = None  # of fault counters, values of some steps ago
 
     def fits(self, tokens: int, top_k: int) -> bool:
         return top_k == self.memory.top_k and tokens <= self.memory.tokens
@@ -70,13 +71,25 @@ class Workspace:
     def poll(self) -> None:
         """Raise errors of the device that have reached the host; does not wait."""
         memory = self.memory
-        words = (memory.board.words[:1], self.control.faults, memory.exchange.faults)
-        if self.faults.poll(words):
-            self.check()
+        if capturing(memory.peers.device) or (self._fetch is not None and not self._fetch.here()):
+            return
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            *faults, rows = fetch.wait().tolist()
+            self.most_rows = max(self.most_rows, rows)
+            if any(faults):
+                self.check()
+                return
+        words = (memory.signals.words[:1], self.control.faults, memory.exchange.faults)
+        self._fetch = Fetch(torch.cat(words))
+
+    def forget_faults(self) -> None:
+        """Ignore the counters that were requested."""
+        self._fetch = None
 
     def check(self) -> None:
         """Raise errors that the device has recorded since the last check; waits for it."""
-        self.faults.note_rows(int(self.memory.exchange.faults[1]))
+        self.most_rows = max(self.most_rows, int(self.memory.exchange.faults[1]))
         self.memory.check()
         self.control.check()
 
@@ -89,20 +102,12 @@ class Workspaces:
 
     def __init__(self, shared: Shared, peers: Peers, agreement: Agreement | None) -> None:
         self._shared, self._peers, self.agreement = shared, peers, agreement
-        self.capacity = Capacity(shared.settings.capacity, shared.topology, shared.config)
-        self._all: list[Workspace] = []
+        self.all: list[Workspace] = []
         self._most_rows = 0  # that any rank was planned to serve, as far as all ranks know
-
-    def __iter__(self) -> Iterator[Workspace]:
-        return iter(self._all)
 
     @property
     def last(self) -> Workspace:
-        return self._all[-1]
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self._all.clear()
+        return self.all[-1]
 
     def for_tokens(self, tokens: int, top_k: int) -> Workspace:
         """Return the workspace for this many tokens per rank; collective if it is created."""
@@ -117,7 +122,7 @@ class Workspaces:
         the workspace. Rates and so plans depend on this number, so all ranks must have the same.
         """
         error = _invalid(ids)
-        exchanges = self._shared.settings.verify or not self._all
+        exchanges = self._shared.settings.verify or not self.all
         tokens, top_k = (0, 0) if error else ids.shape
         if self.agreement is None or not exchanges or self._alone or self._capturing:
             if error:
@@ -131,7 +136,7 @@ class Workspaces:
             version=0,
             refused=int(error is not None),
             tokens=tokens,
-            rows=max((workspace.faults.most_rows for workspace in self._all), default=0),
+            rows=max((workspace.most_rows for workspace in self.all), default=0),
         )
         if error:
             raise error
@@ -161,7 +166,7 @@ class Workspaces:
     def _can_grow(self) -> bool:
         """Whether ranks can allocate more rows together, now."""
         together = self.agreement is not None or self._alone
-        return self.capacity.setting == AUTO and together and not self._capturing
+        return self._shared.capacity.setting == AUTO and together and not self._capturing
 
     @property
     def _alone(self) -> bool:
@@ -172,16 +177,18 @@ class Workspaces:
         return capturing(self._peers.device)
 
     def _fitting(self, tokens: int, top_k: int) -> Workspace | None:
-        for workspace in reversed(self._all):
+        for workspace in reversed(self.all):
             rows = workspace.memory.capacity
-            if workspace.fits(tokens, top_k) and self.capacity.suffices(rows, self._most_rows):
+            if workspace.fits(tokens, top_k) and self._shared.capacity.suffices(
+                rows, self._most_rows
+            ):
                 return workspace
         return None
 
     def _create_alone(self, tokens: int, top_k: int) -> Workspace:
         """Create the first workspace, or any of a single rank: no exchange is necessary."""
-        if self._capturing or (self._all and not self._alone):
-            sizes = ", ".join(f"{w.memory.tokens} x {w.memory.top_k}" for w in self._all)
+        if self._capturing or (self.all and not self._alone):
+            sizes = ", ".join(f"{w.memory.tokens} x {w.memory.top_k}" for w in self.all)
             raise LoadError(
                 f"{tokens} tokens x {top_k} choices, but there is memory for {sizes or 'none'}, "
                 "and it cannot grow here: run such a step before, outside of a graph, or pass "
@@ -194,12 +201,12 @@ class Workspaces:
         """Create a workspace; collective. Microbatches that have begun keep theirs."""
         shared, peers = self._shared, self._peers
         tokens = max(1, tokens, shared.settings.tokens or 1)
-        largest = max((w.memory.tokens for w in self._all if w.memory.top_k == top_k), default=0)
-        if self._all and tokens > largest:  # and somewhat more: it would grow again
+        largest = max((w.memory.tokens for w in self.all if w.memory.top_k == top_k), default=0)
+        if self.all and tokens > largest:  # and somewhat more: it would grow again
             largest = 1 << (tokens - 1).bit_length()
         tokens = max(tokens, largest)
         rows = tokens * top_k
-        capacity = self.capacity.rows_for(rows, self._most_rows)
+        capacity = self._shared.capacity.rows_for(rows, self._most_rows)
         control = ControlPlane(
             shared.topology,
             device_config(shared.config),
@@ -210,16 +217,16 @@ class Workspaces:
         memory = MappedMemory(
             peers,
             shared,
-            name=f"workspace {len(self._all)}",
+            name=f"workspace {len(self.all)}",
             tokens=tokens,
             top_k=top_k,
             capacity=capacity,
         )
         never_full = capacity >= shared.topology.ranks * rows or (
-            self.capacity.proven and capacity >= rows
+            self._shared.capacity.proven and capacity >= rows
         )
-        self._all.append(Workspace(control, memory, never_full, FaultPoll()))
-        return self._all[-1]
+        self.all.append(Workspace(control, memory, never_full))
+        return self.all[-1]
 
 
 def _invalid(ids: torch.Tensor) -> LoadError | None:
@@ -229,35 +236,3 @@ def _invalid(ids: torch.Tensor) -> LoadError | None:
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         return LoadError(f"ids must be integers, got {ids.dtype}")
     return None
-
-
-class FaultPoll:
-    """Reads fault counters of the device without waiting for it: values of some steps ago.
-
-    The last word is not a fault but the most rows that ever arrived.
-    """
-
-    def __init__(self) -> None:
-        self._fetch: Fetch | None = None
-        self.most_rows = 0
-
-    def note_rows(self, rows: int) -> None:
-        """Remember the most rows that arrived."""
-        self.most_rows = max(self.most_rows, rows)
-
-    def poll(self, words: tuple[torch.Tensor, ...]) -> bool:
-        """Whether faults have reached the host; requests the next values."""
-        if capturing(words[0].device) or (self._fetch is not None and not self._fetch.here()):
-            return False
-        fetch, self._fetch = self._fetch, None
-        if fetch is not None:
-            *faults, rows = fetch.wait().tolist()
-            self.note_rows(rows)
-            if any(faults):
-                return True
-        self._fetch = Fetch(torch.cat(words))
-        return False
-
-    def forget(self) -> None:
-        """Ignore the values that were requested."""
-        self._fetch = None

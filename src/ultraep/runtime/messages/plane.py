@@ -20,41 +20,37 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
-from ultraep.comm import Communicator, moved
+from ultraep.comm import moved
 from ultraep.config import BalanceConfig
+from ultraep.dispatch import Moved
 from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Point, short_digest
-from ultraep.runtime.capacity import Capacity
-from ultraep.runtime.history import History
+from ultraep.runtime.agreement import Place, Point, short_digest
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
-from ultraep.runtime.observe import staged
+from ultraep.runtime.observe import BaseExchange, staged
 
 if TYPE_CHECKING:
     from ultraep.runtime.control import ControlPlane, DeviceRoutes
 
 
 class MessagesPlane:
-    """One rank of a group that exchanges messages: its spare slots, and kernels if it has a GPU."""
+    """One rank of a group that exchanges messages, and its kernels on a GPU; see `DataPlane`."""
 
     name = "messages"
 
     def __init__(self, shared: Shared) -> None:
         self.shared, self.topology = shared, shared.topology
         self.pool = SlotPool(shared.topology.slots, shared.settings.in_flight)
-        self.capacity = Capacity(shared.settings.capacity, shared.topology, shared.config)
-        self.history = History()
         self.kernels: Kernels | None = None
         self.last_config: dict[int, BalanceConfig] = {}  # by layer
 
     def begin(self, inputs: Inputs) -> MessagesMicrobatch:
-        """Return a microbatch with these inputs."""
         self.kernels = self._kernels_for(inputs.ids)
         return MessagesMicrobatch(self, inputs)
 
@@ -70,11 +66,9 @@ class MessagesPlane:
 
     @property
     def nbytes(self) -> int:
-        """Memory allocated for spare slots and gradients."""
         return self.pool.nbytes
 
     def check(self) -> None:
-        """Raise errors that a GPU has recorded."""
         if self.kernels is not None:
             self.kernels.control.check()
 
@@ -122,12 +116,14 @@ class _Ahead:
 class MessagesMicrobatch(BaseMicrobatch[Plan]):
     """One microbatch of one rank."""
 
+    # From `count`:
+    _host_loads: IntArray  # [R, E]
+    _versions: IntArray  # [R] of the weights of all ranks
+
     def __init__(self, plane: MessagesPlane, inputs: Inputs) -> None:
         super().__init__(inputs, plane.shared)
         self._plane, self._kernels = plane, plane.kernels
         self._ahead: _Ahead | None = None
-        self._loads_RE: IntArray | None = None  # on the host
-        self._versions: IntArray | None = None  # [R] of the weights of all ranks
 
     def _count(self) -> torch.Tensor:
         inputs, shared, info = self._inputs, self._shared, self.info
@@ -144,7 +140,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         if records.column("refused")[shared.comm.rank]:
             self._refuse()
         shared.agreement.compare_inputs(records, own)
-        self._loads_RE, self._versions = records.loads, records.column("version")
+        self._host_loads, self._versions = records.loads, records.column("version")
         return records.loads_on_device
 
     def _own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
@@ -181,14 +177,12 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             self._ahead = _Ahead(config, plan, *_copied(routes))
 
     def _rows_of_all(self) -> int:
-        assert self._loads_RE is not None
-        return int(self._loads_RE.sum())
+        return int(self._host_loads.sum())
 
     @staged("plan")
     def _make_plan(self, config: BalanceConfig) -> Plan:
-        plane, loads, kernels = self._plane, self._loads_RE, self._kernels
-        assert loads is not None
-        past = plane.history.note(self.info, loads.sum(axis=0)).before
+        plane, loads, kernels = self._plane, self._host_loads, self._kernels
+        past = self._shared.history.note(self.info, loads.sum(axis=0)).before
         plane.last_config[self.info.layer] = config
         if kernels is not None and kernels.control.use(config):
             plan = self._plan_of_device(kernels, config, loads)
@@ -198,7 +192,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             backend = self._shared.settings.backend
             plan = make_plan(loads, plane.topology, config, backend=backend, history=past)
         plan.check_limits()
-        plane.capacity.check(plan)
+        self._shared.capacity.check(plan)
         return plan
 
     def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, loads: IntArray) -> Plan:
@@ -219,29 +213,17 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         )
 
     def _replicas(self, plan: Plan) -> MessageReplicas:
-        assert self._versions is not None
-        return self._replicas_of(self.info, plan, self._inputs.layer.bundle, self._versions)
+        bundle, device, pool = self._inputs.layer.bundle, self._inputs.ids.device, self._plane.pool
+        return MessageReplicas(self._shared, pool, self.info, plan, bundle, self._versions, device)
 
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MessageReplicas:
-        info = MicrobatchInfo(NO_LAYER, self.info.step, again=False)
+        info = MicrobatchInfo(NO_LAYER, self.info.step)
         versions = np.full(plan.topology.ranks, number)  # no slot holds this version
-        return self._replicas_of(info, plan, bundle, versions)
-
-    def _replicas_of(
-        self, info: MicrobatchInfo, plan: Plan, bundle: Bundle, versions: IntArray
-    ) -> MessageReplicas:
         device, pool = self._inputs.ids.device, self._plane.pool
         return MessageReplicas(self._shared, pool, info, plan, bundle, versions, device)
 
-    def _rows(self, plan: Plan) -> tuple[RowMessages, Callable[[], None]]:
-        agreement, verify = self._shared.agreement, self._shared.settings.verify
-        place, device = self._place(Point.BACKWARD), self._inputs.ids.device
-
-        def at_backward() -> None:
-            if verify:
-                agreement.compare(place, device)
-
-        return RowMessages(self._routes(plan), self._shared.comm), at_backward
+    def _rows(self, plan: Plan) -> RowMessages:
+        return RowMessages(self._routes(plan), self._shared, self.info)
 
     def _routes(self, plan: Plan) -> Routes:
         ids, rank, kernels = self._inputs.ids, self._shared.comm.rank, self._kernels
@@ -265,11 +247,12 @@ def _copied(routes: DeviceRoutes) -> tuple[torch.Tensor, torch.Tensor]:
     return routes.order.long().clamp_(0, most), routes.positions.long().clamp_(0, most)
 
 
-class RowMessages:
-    """Moves rows between tokens and slots; see `ultraep.dispatch.Rows`."""
+class RowMessages(BaseExchange):
+    """Moves rows between tokens and slots by messages."""
 
-    def __init__(self, routes: Routes, comm: Communicator) -> None:
-        self.routes, self._comm = routes, comm
+    def __init__(self, routes: Routes, shared: Shared, info: MicrobatchInfo) -> None:
+        super().__init__(info, shared.observers)
+        self.routes, self._shared, self._comm = routes, shared, shared.comm
         self._blocks = routes.receive_counts
         self._from_rank: list[int] = self._blocks.sum(axis=1).tolist()
         self._begins = [0, *accumulate(self._blocks.sum(axis=0).tolist())]
@@ -277,27 +260,24 @@ class RowMessages:
 
     @property
     def slots(self) -> torch.Tensor:
-        """[T, K] slot of every routed row."""
         return self.routes.slots
 
     def begins(self) -> list[int]:
-        """Return the offsets, known from the plan."""
         return self._begins
 
-    def to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
+    def _at_backward(self) -> None:
+        if self._shared.settings.verify:
+            place = Place(Point.BACKWARD, self.info.layer, self.info.step)
+            self._shared.agreement.compare(place, self.offsets.device)
+
+    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         order = self.routes.order
         rows_AD = self._to_slot_order(values_TD.index_select(0, self.routes.token_of_row))
         if scalars_TK is None:
             return rows_AD, None
         return rows_AD, self._to_slot_order(scalars_TK.reshape(-1).index_select(0, order))
 
-    def to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
+    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         sums_TD = self._to_token_order(rows_AD).sum(dim=1, dtype=rows_AD.dtype)
         return sums_TD, None if scalars_A is None else self._to_token_order(scalars_A)
 

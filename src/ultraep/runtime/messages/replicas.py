@@ -25,7 +25,7 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import HOME, Hop, hops
-from ultraep.microbatch import Kinds, MicrobatchInfo
+from ultraep.microbatch import MicrobatchInfo, TensorSpecs
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
@@ -53,7 +53,7 @@ class MessageReplicas(BaseReplicas):
         versions: IntArray,
         device: torch.device,
     ) -> None:
-        super().__init__(info, bundle, shared.observers, pool.in_backward)
+        super().__init__(info, bundle, shared.observers, shared.in_backward)
         self._shared, self._pool, self._plan, self._device = shared, pool, plan, device
         self._home_experts = plan.topology.home_experts(shared.comm.rank)
         versions_E = versions[plan.topology.home_of_expert]
@@ -105,16 +105,15 @@ class MessageReplicas(BaseReplicas):
         """None: rows are sent from any memory."""
 
     @unseen()
-    def gradient_slots(self, kinds: Kinds) -> dict[str, torch.Tensor]:
+    def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         """`[L, ...]` memory that all layers share."""
-        layout = Layout(tuple((name, *kind) for name, kind in kinds.items()))
+        layout = Layout(tuple((name, *kind) for name, kind in specs.items()))
         rows = self._gradient_rows("replicas", self._plan.topology.slots, layout)
         self._gradients = layout, rows
         return layout.views(rows)
 
     @unseen()
     def spans(self) -> torch.Tensor:
-        """[H, 2] where the replicas of each home expert begin and end in the plan."""
         experts = self._plan.replicas[:, 0]
         begins = np.searchsorted(experts, self._home_experts, "left")
         ends = np.searchsorted(experts, self._home_experts, "right")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ultraep.bundle import Layout
-from ultraep.runtime.replicas import LentInBackward, no_free_slots
+from ultraep.runtime.replicas import no_free_slots
 
 Content = tuple[int, int, int]  # layer, expert, version of the home's weights
 Contents = dict[tuple[int, int], Content]  # by host rank and slot
@@ -40,7 +40,6 @@ class SlotPool:
 
     def __init__(self, slots: int, buffers: int) -> None:
         self._slots, self._max_buffers = slots, buffers
-        self.in_backward = LentInBackward()
         self._buffers: dict[tuple[Layout, torch.device], list[Buffer]] = {}
         self._rows: dict[tuple[str, torch.device], torch.Tensor] = {}
 
