@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub.serialization._base import parse_size_to_int
 from safetensors.torch import save_file
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -25,6 +24,8 @@ from ultraep.integrations.transformers.experts import BalancedExperts, expert_ow
 from ultraep.runtime.state import gather_experts
 
 State = dict[str, torch.Tensor]
+UNITS = {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", start=1)}
+UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", start=1)}
 IGNORED_OPTIONS = ("save_peft_format", "token")  # they do not affect the weights
 
 
@@ -101,13 +102,19 @@ def _gathered(stacked: torch.Tensor, owner: BalancedExperts) -> torch.Tensor:
 
 
 def _bytes_of(size: int | str) -> int:
-    """Convert a size such as "5GB" to bytes."""
-    try:
-        return size if isinstance(size, int) else parse_size_to_int(size)
-    except ValueError:
+    """Convert a size such as "5GB" to bytes.
+
+    >>> _bytes_of("2MB"), _bytes_of("1.5 GiB"), _bytes_of(10)
+    (2000000, 1610612736, 10)
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"([\d.]+) ?([KMGT]i?B)", size, re.IGNORECASE)
+    if match is None:
         raise ConfigError(
             f'max_shard_size must be a number of bytes or a text such as "5GB", got {size!r}'
-        ) from None
+        )
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 class ShardWriter:
