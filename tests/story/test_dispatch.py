@@ -1,5 +1,7 @@
 """Rows travel to slots and back; each direction is the gradient of the other."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from ultraep import Balancer, LocalGroup
 from ultraep.arrays import PADDING
 from ultraep.combine import combine
 from ultraep.dispatch import dispatch
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.reroute import reroute
 from ultraep.runtime.local import alone
 from ultraep.runtime.messages.plane import RowMessages
@@ -27,7 +30,10 @@ def on_ranks(routing, work):
     ids, plan = routing
 
     def on_rank(comm):
-        return work(RowMessages(reroute(ids[comm.rank], plan, comm.rank), comm), comm.rank)
+        shared = Mock(comm=comm)
+        shared.settings.verify = False
+        routes = reroute(ids[comm.rank], plan, comm.rank)
+        return work(RowMessages(routes, shared, MicrobatchInfo(layer=0, step=1)), comm.rank)
 
     return LocalGroup(len(ids)).run(on_rank)
 
