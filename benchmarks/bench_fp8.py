@@ -86,9 +86,8 @@ class Quantised:
 
     def exact(self, slot: int, part: slice) -> torch.Tensor:
         """The exact product of the quantised numbers."""
-        weight = self._verbs.dequantise(
-            self.form, self.data[slot], self.scales[slot], torch.float32
-        )
+        data, scales = self.data[slot : slot + 1], self.scales[slot : slot + 1]
+        weight = self._verbs.dequantise(self.form, data, scales, torch.float32)[0]
         rows = self.rows[part]
         if self.form.packs:
             rows = self._verbs.unpack(self.form, self.given[part], self._width, torch.float32)
