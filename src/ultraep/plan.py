@@ -299,6 +299,7 @@ def _with_split(problem: Problem, placed_C3: IntArray) -> Plan:
     """Complete a plan: spare slots, rank loads, and the split over source ranks."""
     topology, engine = problem.topology, problem.backend
     homes = topology.home_of_expert
+    placed_C3 = np.ascontiguousarray(placed_C3)  # another layout would be compiled on its own
     split_CR = engine.split(problem.loads, homes, placed_C3, problem.config.locality)
     rank_loads, slots = engine.tally(problem.expert_loads, homes, placed_C3, topology.ranks)
     replicas, quotas = placed_C3.copy(), placed_C3[:, 2].copy()

@@ -20,6 +20,7 @@ from ultraep.backends import compiling, cpu
 from ultraep.backends.compiling import CompiledPlanner
 from ultraep.backends.cpu import on_disk, stale
 from ultraep.errors import BackendUnavailable
+from ultraep.policies import BUILT_IN
 from ultraep.reroute import reroute
 
 SOURCE = Path(ultraep.__file__).parent.parent
@@ -61,6 +62,7 @@ def test_real_calls_have_the_types_that_were_compiled(argument_types):
         BalanceConfig(),
         BalanceConfig(tolerance=0.1, max_replicas=1, locality=False),
         BalanceConfig(rates=Rates(row=5, copy=1)),
+        *(BalanceConfig(policy=name) for name in BUILT_IN if name != "ideal"),
     ):
         plan = ultraep.plan(loads, topology, config, backend="cpu", history=loads)
         assert plan.lower_bound >= 1
