@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 BACKENDS = Path(__file__).parents[1]
-SOURCES = ("cpu/*.py", "reference/*.py", "../config.py", "../arrays.py")  # functions and constants
+SOURCES = ("cpu/*.py", "reference/*.py", "limits.py", "../config.py", "../arrays.py")
 STAMP = "ultraep-sources"
 
 

@@ -127,14 +127,22 @@ def try_rungs(
     before = tl.atomic_add(finished, 1, sem="acq_rel")
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(finished, 0)
-        chosen = quickest_of(tried.outcomes, rates, domains, tl.num_programs(1), PADDED)
-        for index in range(domains):
-            best = SHAPE.BUFFERS - 1
-            if chosen >= 0:
-                at = outcome_of(tried.outcomes, index, chosen, tl.num_programs(1))
-                best = tl.load(at + BUFFER, cache_modifier=".cg")
-            of_domain = state.at_domain(tried, index, problem, SHAPE)
-            search.publish(plan, of_domain, index, best, problem, SHAPE)
+        publish_quickest(plan, tried, rates, domains, tl.num_programs(1), problem, SHAPE, PADDED)
+
+
+@triton.jit
+def publish_quickest(
+    plan, tried, rates, domains, attempts, problem, SHAPE: tl.constexpr, PADDED: tl.constexpr
+):
+    """Write the quickest attempt of all domains, or no replicas."""
+    chosen = quickest_of(tried.outcomes, rates, domains, attempts, PADDED)
+    for index in range(domains):
+        best = SHAPE.BUFFERS - 1
+        if chosen >= 0:
+            at = outcome_of(tried.outcomes, index, chosen, attempts)
+            best = tl.load(at + BUFFER, cache_modifier=".cg")
+        of_domain = state.at_domain(tried, index, problem, SHAPE)
+        search.publish(plan, of_domain, index, best, problem, SHAPE)
 
 
 @triton.jit
