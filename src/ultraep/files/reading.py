@@ -241,7 +241,8 @@ def _array(content: bytes) -> Array:
     file = io.BytesIO(content)
     version = np.lib.format.read_magic(file)
     if version not in HEADERS:
-        raise ValueError(f"an array of version {version[0]}.{version[1]}, known are 1.0 and 2.0")
+        found = f"{version[0]}.{version[1]}"
+        raise ValueError(f"version {found} of .npy cannot be read; save it as version 1.0 or 2.0")
     shape, fortran, dtype = HEADERS[version](file)
     begin = file.tell()
     if dtype.hasobject:

@@ -87,7 +87,9 @@ def command(options: DemoOptions) -> None:
         raise ConfigError(f"--seed must not be negative, got {options.seed}")
     place, policies = RankPlace.of_torchrun(), cli.split_names(options.policy, "--policy")
     if place is not None and options.ranks not in (None, place.size):
-        raise ConfigError(f"--ranks is {options.ranks}, but torchrun started {place.size} ranks")
+        raise ConfigError(
+            f"--ranks is {options.ranks}, but torchrun started {place.size} ranks; remove --ranks"
+        )
     sizes, notes = choose(
         _machine(options.device),
         quick=options.quick,
