@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +21,16 @@ from ultraep.errors import ConfigError
 Stack: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # [H, ...], or H tensors
 Bundle: TypeAlias = Mapping[str, Stack | Callable[[], Stack]]
 ALIGNMENT = 64
+
+
+class Promise(NamedTuple):
+    """That weights do not change while its number stays the same; 0: no promise.
+
+    on_device: the number that captured graphs read; None: graphs cannot be captured.
+    """
+
+    number: int = 0
+    on_device: torch.Tensor | None = None
 
 
 def resolve(bundle: Bundle) -> dict[str, Stack]:

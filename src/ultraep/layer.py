@@ -92,7 +92,7 @@ class BalancedMoE(nn.Module):
         with_routing: also return the `Routing`, for auxiliary losses.
         """
         balancer, experts = self.balancer, self.experts
-        weights = experts.current_bundle(balancer.weights_promise)
+        weights = experts.current_bundle(balancer.weights_promise(x.device))
         tokens = x.reshape(-1, x.shape[-1])
         rows = to_autocast_dtype(tokens)
         experts.check(rows)

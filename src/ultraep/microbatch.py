@@ -203,6 +203,10 @@ class DataPlane(Protocol):
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle, /) -> None:
         """Allocate the memory for microbatches of this size. Collective."""
 
+    @property
+    def promised(self) -> torch.Tensor | None:
+        """The promise that graphs read, on the device; None: the plane cannot be captured."""
+
     def promise(self) -> None:
         """Copy the current promise about unchanged weights to the device."""
 

@@ -88,6 +88,19 @@ def test_weights_are_quantised_and_made_plain_like_their_twins(form, shape, dtyp
     same_bytes(back, formats.dequantise(form, data, scales, dtype))
 
 
+@pytest.mark.parametrize(
+    ("promised", "kept", "written"), [(3, 3, False), (3, 1, True), (0, 0, True)]
+)
+def test_promised_weights_are_quantised_once(promised, kept, written):
+    form, weights = FORMATS["fp8"], drawn(2, 130, 140)
+    data, scales = expected = quantised(form, weights)
+    actual = torch.zeros_like(data), torch.zeros_like(scales)
+    numbers = [torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (promised, kept)]
+    quantise.quantise(form, weights, *actual, tuple(numbers))
+    for values, like in zip(actual, expected, strict=True):
+        same_bytes(values, like if written else torch.zeros_like(like))
+
+
 @types
 @packing
 @pytest.mark.parametrize("shape", [(7, 300), (3, 128), (2, 16), (0, 16)], ids=str)

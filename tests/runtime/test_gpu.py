@@ -8,7 +8,7 @@ import torch.distributed as dist
 from dense import Example, assert_close, dense
 from microbatches import counted
 
-from ultraep import Balancer, LocalGroup, PlanMismatch
+from ultraep import BalancedMoE, Balancer, LocalGroup, PlanMismatch
 from ultraep.microbatch import Layer
 
 pytestmark = [
@@ -90,3 +90,31 @@ def test_several_ranks_in_one_process_agree_with_the_dense_twin(dtype):
     outputs = LocalGroup(4).run(work)
     tolerance = {torch.float32: 1e-5}.get(dtype)  # other kernels than on the CPU
     assert_close(torch.cat(outputs), dense(example).output, tolerance=tolerance)
+
+
+def test_a_graph_quantises_promised_weights_once():
+    balancer = Balancer("alone", experts=8, data_plane="mapped")
+    torch.manual_seed(0)
+    layer = BalancedMoE.swiglu(64, 32, 8, 2, balancer=balancer, quantised="fp8", device=CUDA)
+    weight = layer.experts.down_proj
+    x, stream = torch.randn(16, 64, device=CUDA), torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = layer(x)
+
+        def replayed():
+            graph.replay()
+            return y.clone()
+
+        first = replayed()
+        with balancer.unchanged_weights():
+            assert torch.equal(replayed(), first)
+            weight.mul_(2)
+            assert torch.equal(replayed(), first)
+            balancer.weights_changed()
+            assert torch.equal(replayed(), 2 * first)
+        weight.mul_(2)
+        assert torch.equal(replayed(), 4 * first)
+    balancer.close()

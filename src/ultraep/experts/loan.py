@@ -32,6 +32,7 @@ import ultraep.ops.products as plain
 from ultraep.bundle import (
     Bundle,
     Layout,
+    Promise,
     Stack,
     check_repeatable,
     resolve,
@@ -114,7 +115,7 @@ class ExpertsFrom(HomeModule):
                     "needs one tensor stacked over the experts"
                 )
 
-    def current_bundle(self, promise: int) -> Bundle:
+    def current_bundle(self, promise: Promise) -> Bundle:
         """Return the bundle; it holds the original tensors, so promises do not matter."""
         del promise
         return self.bundle

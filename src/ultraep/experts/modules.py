@@ -23,6 +23,7 @@ from torch import nn
 
 import ultraep.ops.formats as formats
 from ultraep.backends import backend_for
+from ultraep.bundle import Promise
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
 from ultraep.microbatch import Replicas
@@ -139,13 +140,10 @@ class Experts(HomeModule):
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
         """The tensors of a replica."""
-        return self.current_bundle(0)
+        return self.current_bundle(Promise())
 
-    def current_bundle(self, promise: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a replica; quantise the weights again if they may have changed.
-
-        promise: see `Balancer.weights_promise`.
-        """
+    def current_bundle(self, promise: Promise) -> dict[str, torch.Tensor]:
+        """Return the tensors of a replica; quantise the weights again if they may have changed."""
         own = self._own_tensors()
         if self._quantised is not None:
             full = {name: own[name] for name in WEIGHTS}

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 import ultraep.ops.formats as formats
-from ultraep.bundle import Weights, bundle_versions
+from ultraep.bundle import Promise, Weights, bundle_versions
 from ultraep.errors import ConfigError
 from ultraep.ops.formats import E4M3, Format
 from ultraep.ops.modes import unseen
@@ -129,22 +129,45 @@ class QuantisedWeights:
         self._form = form
         self._held: dict[str, torch.Tensor] = {}
         self._source: tuple[int, Weights] = (0, [])
+        self._kept: torch.Tensor | None = None  # the promise under which a graph quantised last
 
     @unseen()
     @torch.no_grad()
-    def refresh(self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: int) -> None:
+    def refresh(
+        self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: Promise
+    ) -> None:
         """Quantise the weights, with the functions of `formats` or its twin `numbers`.
 
         promise: while it stays the same, weights that torch considers unchanged are not quantised
-            again; 0: always quantise. A captured graph quantises at every replay.
+            again. In a captured graph, the device decides that at every replay.
         """
-        source = promise, bundle_versions(full)
-        if promise and source == self._source and not _captured(full):
+        if _captured(full):
+            self._capture(full, numbers, promise.on_device)
+            return
+        if self._kept is None:
+            with torch.inference_mode(False):
+                device = full["down_proj"].device
+                self._kept = torch.zeros(1, dtype=torch.int32, device=device)
+        source = promise.number, bundle_versions(full)
+        if promise.number and source == self._source:
             return
         for name, weight in full.items():
-            data, scales = self._memory(name, weight)
-            numbers.quantise(self._form, weight.detach(), data, scales)
+            numbers.quantise(self._form, weight.detach(), *self._memory(name, weight))
         self._source = source
+
+    def _capture(
+        self,
+        full: Mapping[str, torch.Tensor],
+        numbers: ModuleType,
+        promised: torch.Tensor | None,
+    ) -> None:
+        """Capture kernels that quantise the weights once per promise, or always without one."""
+        kept = None if promised is None or self._kept is None else (promised, self._kept)
+        for name, weight in full.items():
+            numbers.quantise(self._form, weight.detach(), *self._memory(name, weight), kept)
+        self._source = 0, []
+        if kept is not None:
+            kept[1].copy_(kept[0])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return codes and scales by name."""

@@ -26,7 +26,7 @@ import torch
 
 from ultraep import __version__
 from ultraep.backends import compile_in_background
-from ultraep.bundle import Bundle
+from ultraep.bundle import Bundle, Promise
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
@@ -342,7 +342,8 @@ class Balancer:
         of one rank does not bind the others.
 
         It holds for replays of graphs in the block, in the order of the current stream; there, only
-        `weights_changed` reports changes. A capture promises nothing.
+        `weights_changed` reports changes. FP8 experts quantise their weights once per promise.
+        A capture promises nothing.
         """
         try:
             with self._versions.unchanged():
@@ -356,10 +357,10 @@ class Balancer:
         for carrier in self._carriers.values():
             carrier.plane.promise()
 
-    @property
-    def weights_promise(self) -> int:
-        """The number of the current promise that weights do not change, or 0."""
-        return self._versions.promise
+    def weights_promise(self, device: torch.device) -> Promise:
+        """Return the current promise that weights do not change."""
+        carrier = self._carriers.get(device)
+        return Promise(self._versions.promise, None if carrier is None else carrier.plane.promised)
 
     def weights_changed(self) -> None:
         """Report that weights of this rank have changed in spite of a promise; not collective."""

@@ -17,12 +17,21 @@ ELEMENTS, WARPS = 8192, 8  # of a tile of `quantise`
 ROWS, COLUMNS = 16, 256  # of a tile of `dequantise`
 
 
-def quantise(form: Format, values: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
-    """Quantise weights [H, N, K] into e4m3 codes and their scales."""
+def quantise(
+    form: Format,
+    values: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Quantise weights [H, N, K] into e4m3 codes and their scales.
+
+    kept: two integers on the device; while they are equal and not 0, nothing is written.
+    """
     if values.dtype == torch.float64:
         formats.quantise(form, values, data, scales)
         return
-    _quantise(values, form.height, form.width, data, scales)
+    _quantise(values, form.height, form.width, data, scales, kept=kept)
 
 
 def dequantise(
@@ -70,6 +79,7 @@ def _quantise(
     scales: torch.Tensor,
     *,
     level: bool = False,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Quantise matrices [outer, N, K]; height x width elements share a scale. Width 0: all."""
     if not values.numel():
@@ -83,6 +93,7 @@ def _quantise(
         _argument(values),
         _argument(data.view(torch.uint8)),
         _argument(scales),
+        *(kept or (None, None)),
         rows,
         columns,
         GROUP=group,

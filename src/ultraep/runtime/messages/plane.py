@@ -61,6 +61,8 @@ class MessagesPlane:
         with self.pool.lend(layout, device_of_bundle(tensors), "prepare()"):
             self.kernels = self._kernels_for(ids)
 
+    promised = None
+
     def promise(self) -> None:
         """Do nothing: hosts exchange versions in every microbatch."""
 

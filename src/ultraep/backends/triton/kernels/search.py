@@ -158,17 +158,22 @@ def bound(load_G, home, scratch, problem, SHAPE: tl.constexpr, STEP: tl.constexp
     tl.store(hottest + line_N, tl.maximum(tokens_N, 0))
     tl.store(hottest + SHAPE.H * SHAPE.G + line_N, rank_place_N)
     tl.debug_barrier()
-    tokens_N = tl.load(hottest + number)
-    rank_place_N = tl.load(hottest + SHAPE.H * SHAPE.G + number)
-    best = 0
-    for k in range(problem.ranks):
-        wanted = tl.minimum(problem.slots * k, problem.limit)
-        outside_N = rank_place_N >= k
-        taken_N = outside_N & (tl.cumsum(outside_N.to(tl.int32), 0) <= wanted)
-        movable = tl.sum(tl.where(taken_N, tokens_N, 0), 0)
-        rest = tl.sum(tl.where(rank == k, rest_G, 0), 0)
-        best = tl.maximum(best, (rest - movable + problem.ranks - k - 1) // (problem.ranks - k))
-    return best
+    # k ranks are set aside in lane k; every lane takes the hottest experts of its other ranks.
+    wanted_G = tl.minimum(problem.slots * rank, problem.limit)
+    outside_G = rank * 0
+    movable_G = rank * 0
+    CHUNK: tl.constexpr = min(STEP * SHAPE.H, SHAPE.H * SHAPE.G)
+    for begin in range(0, SHAPE.H * SHAPE.G, CHUNK):
+        at_C = hottest + begin + tl.arange(0, CHUNK)
+        tokens_C = tl.load(at_C)
+        outside_CG = tl.load(at_C + SHAPE.H * SHAPE.G)[:, None] >= rank[None, :]
+        counted_CG = outside_CG.to(tl.int32)
+        taken_CG = outside_CG & (outside_G[None, :] + tl.cumsum(counted_CG, 0) <= wanted_G[None, :])
+        movable_G += tl.sum(tl.where(taken_CG, tokens_C[:, None], 0), 0)
+        outside_G += tl.sum(counted_CG, 0)
+    others_G = tl.maximum(problem.ranks - rank, 1)
+    peak_G = (rest_G - movable_G + others_G - 1) // others_G
+    return tl.max(tl.where(rank < problem.ranks, peak_G, 0), 0)
 
 
 @triton.jit
