@@ -4,12 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton import knobs
 from triton.runtime import JITFunction
 
 from ultraep.backends.triton import launch
 from ultraep.backends.triton.kernels import rowwise as scale
 from ultraep.backends.triton.launch import Quick, cdiv, power_of_2, quick, require_resident
 from ultraep.errors import ConfigError
+
+STREAM = 77
 
 
 class Compiled:
@@ -18,8 +21,14 @@ class Compiled:
     def __init__(self, log):
         self.log = log
 
+    function = packed_metadata = None
+
     def __getitem__(self, grid):
         return lambda *arguments: self.log.append((grid, arguments))
+
+    def run(self, x, y, z, stream, function, metadata, launch, enter, exit_, *arguments):
+        assert (stream, function, metadata, launch, enter, exit_) == (STREAM, *[None] * 5)
+        self.log.append(((x, y, z), arguments))
 
 
 class Kernel:
@@ -44,7 +53,8 @@ def kernel():
 
 
 @pytest.fixture
-def launched(kernel):
+def launched(kernel, monkeypatch):
+    monkeypatch.setattr(launch, "current_stream", lambda device: STREAM)
     return Quick(kernel)
 
 
@@ -100,6 +110,14 @@ def test_hooks_are_called_at_every_launch(kernel, launched):
     for number in (3, 5, 7):
         launched[(1,)](memory(), number, None, WIDTH=32)
     assert numbers == [5, 7]  # Triton itself calls them when it compiles
+
+
+def test_a_profiler_sees_launches_as_triton_makes_them(kernel, launched, monkeypatch):
+    monkeypatch.setattr(Compiled, "run", None)
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    for number in (3, 5):
+        launched[(2, 3)](memory(), number, None, WIDTH=32)
+    assert [grid for grid, _ in kernel.launched] == [(2, 3, 1)]
 
 
 def test_what_the_interpreter_runs_stays_as_it_is(monkeypatch):

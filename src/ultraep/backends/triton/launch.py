@@ -14,7 +14,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from triton.runtime import JITFunction
+from triton import knobs
+from triton.runtime import JITFunction, driver
 
 from ultraep.errors import ConfigError
 
@@ -82,7 +83,8 @@ class Quick:
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
-        parts = [first.get_device(), *constants.values()]
+        device = first.get_device()
+        parts = [device, *constants.values()]
         _specialise(arguments, parts)
         key = tuple(parts)
         known = self._compiled.get(key)
@@ -95,7 +97,17 @@ class Quick:
         for hook in self._kernel.pre_run_hooks:  # as Triton does
             hook(*arguments, **constants)
         compiled, rest = known
-        compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+        grid = (*grid, 1, 1)[:3]
+        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            compiled[grid](*arguments, *rest)  # a profiler wants the metadata of launches
+            return
+        stream, metadata = current_stream(device), (compiled.packed_metadata, None, None, None)
+        compiled.run(*grid, stream, compiled.function, *metadata, *arguments, *rest)
+
+
+def current_stream(device: int) -> int:
+    """Return the handle of the current stream of a GPU."""
+    return int(driver.active.get_current_stream(device))
 
 
 def _specialise(arguments: tuple[Any, ...], parts: list[Any]) -> None:
