@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import torch.distributed as dist
 
 from ultraep.comm import Communicator
-from ultraep.config import check_timeout
+from ultraep.config import check_choice, check_timeout
 from ultraep.errors import CommunicationError, ConfigError, NothingToBalance, PlanMismatch
 from ultraep.microbatch import DataPlane
 from ultraep.runtime import local, mapped, messages
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
-from ultraep.runtime.settings import TRANSPORTS, check_choice
+from ultraep.runtime.settings import TRANSPORTS
 from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 

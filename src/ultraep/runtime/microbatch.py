@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -28,15 +28,15 @@ from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
-from ultraep.runtime.observe import Observers, staged
+from ultraep.runtime.observe import Observer, staged
 from ultraep.runtime.pricing import Pricing
-from ultraep.runtime.replicas import LentInBackward
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
 AnyPlanT = TypeVar("AnyPlanT", bound=AnyPlan)
 T = TypeVar("T")
+NO_PASS = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +51,19 @@ class Shared:
     agreement: Agreement
     versions: Versions
     pricing: Pricing
-    observers: Observers
+    observers: list[Observer]
     history: History = field(default_factory=History)
-    in_backward: LentInBackward = field(default_factory=LentInBackward)
+    # Replicas that hold slots in a backward pass, with the number of the pass.
+    lent_in_backward: dict[Replicas, int] = field(default_factory=dict)
+
+    def unobserved(self) -> Shared:
+        """Return the same parts without observers, for synthetic microbatches."""
+        return replace(self, observers=[])
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that runs in this thread, or `NO_PASS`."""
+    return torch._C._current_graph_task_id()
 
 
 class Site(NamedTuple):
@@ -105,11 +115,11 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         self._after("count", self._loads)
         pricing = self._shared.pricing
         if pricing.lacks_rates(self._inputs):
-            with self.observers.silenced():
-                pricing.measure(self._inputs, self._trial)
+            pricing.measure(self._inputs, self._trial)
         config = pricing.config_for(self._inputs, self._rows_of_all())
         plan = self._plan = self._make_plan(config)
-        self.observers.planned(self.info, plan)
+        for observer in self.observers:
+            observer.planned(self.info, plan)
         if self._shared.settings.verify:
             self._verify(plan)
         return plan

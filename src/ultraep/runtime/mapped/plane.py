@@ -87,8 +87,8 @@ class MappedPlane:
         info = MicrobatchInfo(0, 0, in_backward=True)
         versions = torch.zeros(self._peers.size, dtype=torch.int32, device=self.device)
         memory = self.workspaces.last.memory
-        replicas = MappedReplicas(self.shared, memory, info, self.adopted, bundle, versions)
-        with self.shared.observers.silenced(), replicas:
+        shared = self.shared.unobserved()
+        with MappedReplicas(shared, memory, info, self.adopted, bundle, versions) as replicas:
             replicas.tensors()
         self.resident = replicas.schedule
 
@@ -221,7 +221,8 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         info = MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True)
         no_versions = torch.zeros_like(self._versions)
         adopted, memory = self._workspace.control.adopt(plan).copied(), self._workspace.memory
-        return MappedReplicas(self._shared, memory, info, adopted, bundle, no_versions)
+        shared = self._shared.unobserved()
+        return MappedReplicas(shared, memory, info, adopted, bundle, no_versions)
 
     def _rows(self, plan: DevicePlan) -> MappedRows:
         assert plan.topology == self._plane.topology

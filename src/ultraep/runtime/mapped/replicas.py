@@ -41,9 +41,8 @@ class MappedReplicas(BaseReplicas):
         versions: torch.Tensor,
         schedule: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(info, bundle, shared.observers, shared.in_backward)
-        self._promises, self._memory = shared.versions, memory
-        self._plan, self._versions = plan, versions
+        super().__init__(shared, info, bundle)
+        self._memory, self._plan, self._versions = memory, plan, versions
         self.schedule, self._resident = schedule, schedule is not None
         self.sms, self.possible = memory.sms, memory.topology.can_replicate
         self.num_homes = memory.streamer.homes
@@ -98,11 +97,11 @@ class MappedReplicas(BaseReplicas):
     def _report(self, layout: Layout) -> None:
         """Report the replicas sent: under a promise as the device counts them, else as planned."""
         sent: Later | None = None
-        if self._promises.promise and not self._resident and self.schedule is not None:
+        if self._shared.versions.promise and not self._resident and self.schedule is not None:
             sent = _fetched(self.schedule[:1])
         elif self.info.in_backward:
             return
-        self.observers.sent(self.info, "weights", layout.nbytes, sent)
+        self._sent("weights", layout.nbytes, sent)
 
     def _slot_tensors(self) -> dict[str, torch.Tensor]:
         """The main stream waits for them."""
@@ -154,7 +153,7 @@ class MappedReplicas(BaseReplicas):
                 for gradient, total in zip(stack, stacked[name], strict=True):
                     gradient.copy_(total)
         nbytes = sum(slots.nbytes for slots in self._gradients.values())
-        self.observers.sent(self.info, "gradients", nbytes, None)
+        self._sent("gradients", nbytes, None)
         return Beside(memory.beside, memory.overlap.aside) if beside else None
 
     @staged("reduce")
