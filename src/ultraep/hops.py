@@ -16,13 +16,6 @@ MODES = ("direct", "chain", "auto")
 HOME = -1
 
 
-class Relay(NamedTuple):
-    """The relay settings of a balancer. mode: one of `MODES`, or "" if unknown."""
-
-    mode: str = ""
-    chunks: int = 0  # of an expert in a chain; 0: unknown
-
-
 class Hop(NamedTuple):
     """One transfer of an expert between two ranks."""
 

@@ -28,7 +28,6 @@ from ultraep.backends.triton.device import default_device
 from ultraep.hops import MODES
 from ultraep.microbatch import Layer
 from ultraep.runtime import balancer as balancer_module
-from ultraep.runtime.local import alone
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -307,8 +306,11 @@ WRONG = {
         {"data_plane": "air"},
         "data_plane must be one of auto, mapped, messages, got 'air'",
     ),
-    "capacity": ({"capacity": 0}, "capacity must be at least 1, got 0"),
-    "word for a capacity": ({"capacity": "most"}, "capacity is a number, 'auto' or 'static'"),
+    "capacity": ({"capacity": 0}, "'static', must be an integer of at least 1, got 0"),
+    "word for a capacity": (
+        {"capacity": "most"},
+        "capacity, unless it is 'auto' or 'static', must be",
+    ),
 }
 
 
@@ -364,7 +366,7 @@ def test_an_unknown_policy_for_one_call():
 
 
 def test_the_balancer_uses_and_closes_a_communicator():
-    comm = alone()
+    comm = connect(None)
     closed = []
     comm.close = lambda: closed.append(1)
     balancer = Balancer(experts=8, communicator=comm)

@@ -17,7 +17,7 @@ from ultraep.combine import combine
 from ultraep.dispatch import dispatch
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.reroute import reroute
-from ultraep.runtime.local import alone
+from ultraep.runtime.connect import connect
 from ultraep.runtime.messages.plane import RowMessages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,7 +117,7 @@ class Counting:
 
 
 def exchange_of_one(ids, comm=None):
-    balancer = Balancer(experts=4, communicator=comm or alone())
+    balancer = Balancer(experts=4, communicator=comm or connect(None))
     return planned(balancer, ids, policy="none")[0].reroute()
 
 

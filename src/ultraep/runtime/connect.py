@@ -19,7 +19,8 @@ from ultraep.comm import Communicator
 from ultraep.config import check_choice, check_timeout
 from ultraep.errors import CommunicationError, ConfigError, NothingToBalance, PlanMismatch
 from ultraep.microbatch import DataPlane
-from ultraep.runtime import local, mapped, messages
+from ultraep.runtime import mapped, messages
+from ultraep.runtime.local import LocalCommunicator, LocalGroup
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
 from ultraep.runtime.settings import TRANSPORTS
 from ultraep.runtime.streams import capturing
@@ -100,7 +101,7 @@ def connect(
     check_choice("transport", transport, TRANSPORTS)
     check_timeout(timeout)
     if group is None:
-        return local.alone()
+        return LocalCommunicator(LocalGroup(1), 0)
     if transport == "auto" and sys.platform != "linux":
         transport = "sockets"
     # Imported here, because a process alone needs neither.

@@ -155,8 +155,3 @@ class LocalCommunicator:
             raise CommunicationError(
                 f"rank {self.rank} expects {list(expected)} from rank {peer}, got {list(sent)}"
             )
-
-
-def alone() -> LocalCommunicator:
-    """Return the communicator of a group of one."""
-    return LocalCommunicator(LocalGroup(1), 0)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
-from ultraep.hops import Relay, copies_sent
+from ultraep.hops import copies_sent
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.reroute import rows_received
@@ -51,14 +51,15 @@ def open_recorder(
     parent = os.environ.get(VARIABLE) if record is None else None
     if record is None and not parent:
         return None
-    relay, recorder = Relay(settings.relay, settings.chunks), None
+    options = {"relay": settings.relay, "chunks": settings.chunks}
+    recorder = None
     directory = "" if record is None else str(Path(record).absolute())
     for first in (True, False):  # rank 0 creates the directory
         error = ""
         if first == (comm.rank == 0):
             try:
                 directory = directory or str(_new_directory(Path(str(parent))))
-                recorder = Recorder(directory, topology, config, rank=comm.rank, relay=relay)
+                recorder = Recorder(directory, topology, config, rank=comm.rank, **options)
             except FileError as refused:
                 error = str(refused)
         gathered = comm.gather_objects((directory, error))

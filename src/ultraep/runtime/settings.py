@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ultraep.backends import select
 from ultraep.config import check_choice, check_integer, check_timeout
 from ultraep.hops import MODES
-from ultraep.runtime.capacity import AUTO, check_setting
+from ultraep.runtime.capacity import AUTO, STATIC
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None:
                 check_integer(name, value, least=1)
-        check_setting(self.capacity)
+        if self.capacity not in (AUTO, STATIC):
+            check_integer(f"capacity, unless it is {AUTO!r} or {STATIC!r},", self.capacity, least=1)
         check_timeout(self.timeout)
 
     def compared(self) -> str:
