@@ -28,6 +28,7 @@ from ultraep.backends.triton.device import default_device
 from ultraep.hops import MODES
 from ultraep.microbatch import Layer
 from ultraep.runtime import balancer as balancer_module
+from ultraep.runtime.connect import connect
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -30,7 +30,7 @@ def on_ranks(routing, work):
     ids, plan = routing
 
     def on_rank(comm):
-        shared = Mock(comm=comm)
+        shared = Mock(comm=comm, observers=[])
         shared.settings.verify = False
         routes = reroute(ids[comm.rank], plan, comm.rank)
         return work(RowMessages(routes, shared, MicrobatchInfo(layer=0, step=1)), comm.rank)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -54,7 +55,7 @@ class Shared:
     observers: list[Observer]
     history: History = field(default_factory=History)
     # Replicas that hold slots in a backward pass, with the number of the pass.
-    lent_in_backward: dict[Replicas, int] = field(default_factory=dict)
+    lent_in_backward: dict[AbstractContextManager[Any], int] = field(default_factory=dict)
 
     def unobserved(self) -> Shared:
         """Return the same parts without observers, for synthetic microbatches."""

@@ -51,7 +51,7 @@ def open_recorder(
     parent = os.environ.get(VARIABLE) if record is None else None
     if record is None and not parent:
         return None
-    options = {"relay": settings.relay, "chunks": settings.chunks}
+    options: dict[str, Any] = {"relay": settings.relay, "chunks": settings.chunks}
     recorder = None
     directory = "" if record is None else str(Path(record).absolute())
     for first in (True, False):  # rank 0 creates the directory
