@@ -19,7 +19,7 @@ import ultraep.ops.formats as formats
 from ultraep.bundle import Weights, bundle_versions
 from ultraep.errors import ConfigError
 from ultraep.ops.formats import E4M3, Format
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.ops.products import Beside, Products, Stacks, accumulator
 
 
@@ -130,7 +130,7 @@ class QuantisedWeights:
         self._held: dict[str, torch.Tensor] = {}
         self._source: tuple[int, Weights] = (0, [])
 
-    @unseen()
+    @hidden
     @torch.no_grad()
     def refresh(self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: int) -> None:
         """Quantise the weights, with the functions of `formats` or its twin `numbers`.

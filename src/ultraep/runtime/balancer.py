@@ -32,7 +32,7 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.loads import count_loads
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
-from ultraep.ops.modes import refuse_transforms, unseen
+from ultraep.ops.modes import hidden, refuse_transforms
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.reroute import reroute
@@ -229,7 +229,7 @@ class Balancer:
         self._layers += 1
         return self._layers - 1
 
-    @unseen()
+    @hidden
     def begin(
         self,
         layer: Layer,

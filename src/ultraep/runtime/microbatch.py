@@ -24,7 +24,7 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Exchange, dispatch
 from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
@@ -105,13 +105,13 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         self._plan: AnyPlanT | None = None
         self._exchange: Exchange | None = None
 
-    @unseen()
+    @hidden
     @staged("loads")
     def count(self) -> torch.Tensor:
         self._loads = self._count()
         return self._loads
 
-    @unseen()
+    @hidden
     def plan(self) -> AnyPlanT:
         self._after("count", self._loads)
         pricing = self._shared.pricing
@@ -128,7 +128,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     def replicate(self) -> Replicas:
         return self._replicas(self._after("plan", self._plan))
 
-    @unseen()
+    @hidden
     @staged("reroute")
     def reroute(self) -> Exchange:
         self._exchange = self._rows(self._after("plan", self._plan))

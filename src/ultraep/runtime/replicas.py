@@ -15,7 +15,7 @@ import torch
 from ultraep.bundle import Bundle
 from ultraep.errors import SlotError
 from ultraep.microbatch import MicrobatchInfo
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.runtime.microbatch import NO_PASS, Shared, backward_pass
 from ultraep.runtime.observe import Later, staged
 
@@ -36,7 +36,7 @@ class BaseReplicas(ABC):
     def __str__(self) -> str:
         return f"layer {self.info.layer} (step {self.info.step})"
 
-    @unseen()
+    @hidden
     @staged("replicate", "weights again")
     def __enter__(self) -> Self:
         if not self._begun:
@@ -61,7 +61,7 @@ class BaseReplicas(ABC):
         self._loan.close()
         self._loan, self._begun = None, False
 
-    @unseen()
+    @hidden
     @staged("replicate", "weights again")
     def tensors(self) -> dict[str, torch.Tensor]:
         if self._loan is None:

@@ -23,7 +23,7 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import ConfigError
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
@@ -255,7 +255,7 @@ class MappedRows(BaseExchange):
         self.slots, self._shape = routes.slots, routes.slots.shape
         self.offsets = self._rows.offsets
 
-    @unseen()
+    @hidden
     def begins(self) -> list[int]:
         begins: list[int] = self.offsets.tolist()
         return begins

@@ -12,7 +12,7 @@ import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
 from ultraep.microbatch import MicrobatchInfo, TensorSpecs
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.ops.products import Beside
 from ultraep.runtime.control import DevicePlan
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
@@ -62,7 +62,7 @@ class MappedReplicas(BaseReplicas):
             self.begin()
             self._begun = True
 
-    @unseen()
+    @hidden
     def _fill(self, loan: ExitStack) -> None:
         """Fill the slots on the second stream; sends nothing if they still hold the weights."""
         memory, tensors = self._memory, resolve(self.bundle)
@@ -109,14 +109,14 @@ class MappedReplicas(BaseReplicas):
         self._sending = {}
         return self._tensors
 
-    @unseen()
+    @hidden
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor:
         memory, width = self._memory, like_AD.shape[1]
         nbytes = memory.exchange.layout.served_bytes(width * like_AD.itemsize)
         region = memory.writable("served", nbytes)
         return memory.exchange.served_rows(region, width, like_AD.dtype)
 
-    @unseen()
+    @hidden
     def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         self._gradients = self._memory.gradient_slots(specs)
         if self._gradients:
@@ -127,13 +127,13 @@ class MappedReplicas(BaseReplicas):
             for name, (shape, dtype) in specs.items()
         }
 
-    @unseen()
+    @hidden
     def spans(self) -> torch.Tensor:
         """[H, 2] at the end of the schedule."""
         assert self.schedule is not None, "nothing was sent"
         return self.schedule[self._memory.streamer.size - 2 * self.num_homes :].view(-1, 2)
 
-    @unseen()
+    @hidden
     @staged("reduce")
     def reduce(
         self,

@@ -26,7 +26,7 @@ from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import HOME, Hop, hops
 from ultraep.microbatch import MicrobatchInfo, TensorSpecs
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.runtime.messages.slots import Buffer, Contents, SlotPool
@@ -104,7 +104,7 @@ class MessageReplicas(BaseReplicas):
     def served_rows(self, like_AD: torch.Tensor) -> None:
         """None: rows are sent from any memory."""
 
-    @unseen()
+    @hidden
     def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         """`[L, ...]` memory that all layers share."""
         layout = Layout(tuple((name, *kind) for name, kind in specs.items()))
@@ -112,7 +112,7 @@ class MessageReplicas(BaseReplicas):
         self._gradients = layout, rows
         return layout.views(rows)
 
-    @unseen()
+    @hidden
     def spans(self) -> torch.Tensor:
         experts = self._plan.replicas[:, 0]
         begins = np.searchsorted(experts, self._home_experts, "left")
@@ -120,7 +120,7 @@ class MessageReplicas(BaseReplicas):
         spans = np.stack([begins, ends], axis=1).astype(np.int32)
         return moved(torch.from_numpy(spans), self._device)
 
-    @unseen()
+    @hidden
     @staged("reduce")
     def reduce(
         self,
