@@ -38,7 +38,7 @@ def unseen() -> Iterator[None]:
 
 
 def hidden(function: Callable[P, T]) -> Callable[P, T]:
-    """Hide the ops of a function from dispatch modes; costs little if there are none."""
+    """Hide the ops of a function from dispatch modes. Without a mode, the call is direct."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -151,8 +151,8 @@ def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
         )
     reason, size = "", site.comm.size
     for kind in plane_kinds(name):
-        if name == AUTO and kind.passed_over is not None and kind.passed_over(site):
-            reason = kind.passed_over(site)
+        if name == AUTO and (skipped := kind.passed_over(site)):
+            reason = skipped
             continue
         if kind.obstacle is None:
             return Choice(kind, reason or kind.reason, kind.connect(site))

@@ -82,7 +82,7 @@ class PlaneKind(NamedTuple):
         raises ConfigError or CommunicationError with the reason.
     obstacle: why this rank cannot use the plane, found without messages; empty if it can. None: the
         plane serves every group, so ranks need not compare their obstacles.
-    passed_over: why data_plane="auto" does not try the plane here; empty if it does. None: it does.
+    passed_over: why data_plane="auto" does not try the plane here; empty if it does.
     reason: shown by `repr(balancer)` when the plane is chosen, with {size} ranks.
     captures: whether CUDA graphs can capture its microbatches.
     """
@@ -90,7 +90,7 @@ class PlaneKind(NamedTuple):
     name: str
     connect: Callable[[Site], Callable[[Shared], DataPlane]]
     obstacle: Callable[[Site], str] | None = None
-    passed_over: Callable[[Site], str] | None = None
+    passed_over: Callable[[Site], str] = lambda _: ""
     reason: str = "requested"
     captures: bool = False
 

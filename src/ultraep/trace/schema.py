@@ -198,12 +198,12 @@ class Header:
         cls,
         topology: Topology,
         config: BalanceConfig,
-        **others: Any,
+        **options: Any,
     ) -> Header:
-        """Return the header of a run. others: relay, chunks, stages and note, if known."""
+        """Return the header of a run. options: relay, chunks, stages, note."""
         settings = {name: getattr(topology, name) for name in TOPOLOGY}
         settings |= {name: getattr(config, name) for name in CONFIG}
-        return cls(**settings, **others)
+        return cls(**settings, **options)
 
     @cached_property
     def topology(self) -> Topology:
