@@ -41,8 +41,7 @@ from timing import device_us, free, in_a_row_ms, in_turns, nothing, standard_err
 import ultraep
 from ultraep import workload
 from ultraep.metrics import Exporter, Log, Metrics, scalars
-from ultraep.metrics.meter import Meter
-from ultraep.metrics.reading import StageTimes
+from ultraep.metrics.reading import Meter, StageTimes
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.clocks import HostClock
 from ultraep.runtime.connect import connect

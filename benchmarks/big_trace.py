@@ -20,7 +20,6 @@ import ultraep
 from ultraep import workload
 from ultraep.config import BalanceConfig
 from ultraep.files.writing import write_text
-from ultraep.hops import Relay
 from ultraep.topology import Topology
 from ultraep.trace.files import write_arrays
 from ultraep.trace.record import PIECE_BYTES
@@ -64,7 +63,7 @@ class Drawn:
     def __init__(self, size: Size) -> None:
         self.size, self.config = size, BalanceConfig(tolerance=0.01)
         self.topology = Topology(ranks=size.ranks, experts=size.experts, slots=1)
-        self.header = Header.of(self.topology, self.config, relay=Relay("auto", 4), note="drawn")
+        self.header = Header.of(self.topology, self.config, relay="auto", chunks=4, note="drawn")
         self.plans = [self._plan(number) for number in range(PHASES * VARIANTS)]
 
     def _plan(self, number: int) -> ultraep.Plan:

@@ -39,9 +39,9 @@ class Rates:
     layer: int = 0
 
     def __post_init__(self) -> None:
-        _check_integer("row", self.row, least=1, most=MOST_PER_ROW)
+        check_integer("row", self.row, least=1, most=MOST_PER_ROW)
         for name in ("copy", "each", "layer"):
-            _check_integer(name, getattr(self, name), least=0)
+            check_integer(name, getattr(self, name), least=0)
 
     @classmethod
     def from_seconds(cls, *, row: float, copy: float, each: float, layer: float) -> Rates:
@@ -134,15 +134,12 @@ class BalanceConfig:
             raise ConfigError(
                 f"tolerance must lie between 0 and {MAX_TOLERANCE:g}, got {self.tolerance}"
             )
-        _check_integer("min_tokens_per_replica", self.min_tokens_per_replica, least=1)
+        check_integer("min_tokens_per_replica", self.min_tokens_per_replica, least=1)
         if self.max_replicas is not None:
-            _check_integer("max_replicas", self.max_replicas, least=0)
+            check_integer("max_replicas", self.max_replicas, least=0)
         if not isinstance(self.locality, bool):
             raise ConfigError(f"locality must be True or False, got {self.locality!r}")
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(
-                f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}"
-            )
+        check_choice("objective", self.objective, OBJECTIVES)
         if self.rates is not None and not isinstance(self.rates, Rates):
             raise ConfigError(f"rates must be Rates or None, got {self.rates!r}")
 
@@ -183,7 +180,14 @@ def rungs_of(tolerance_parts: int) -> list[int]:
     return [tolerance_parts, *(parts for parts in LADDER if parts > tolerance_parts)]
 
 
-def _check_integer(name: str, value: object, *, least: int, most: int = UNLIMITED) -> None:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise if a value is not one of these choices."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_integer(name: str, value: object, *, least: int, most: int = UNLIMITED) -> None:
+    """Raise if a value is not an integer in this range."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
     if value > most:

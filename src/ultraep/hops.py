@@ -9,18 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from ultraep.errors import ConfigError
+from ultraep.config import check_choice
 from ultraep.plan import Plan
 
 MODES = ("direct", "chain", "auto")
 HOME = -1
-
-
-class Relay(NamedTuple):
-    """The relay settings of a balancer. mode: one of `MODES`, or "" if unknown."""
-
-    mode: str = ""
-    chunks: int = 0  # of an expert in a chain; 0: unknown
 
 
 class Hop(NamedTuple):
@@ -42,8 +35,7 @@ def hops(
     chunks: pieces of an expert in a chain, for the choice of mode `auto`.
     skip: slots (host, index) that already hold their replica.
     """
-    if mode not in MODES:
-        raise ConfigError(f"unknown relay mode {mode!r}; known are {', '.join(MODES)}")
+    check_choice("relay", mode, MODES)
     mode = choose(plan, chunks, skip) if mode == "auto" else mode
     homes = plan.topology.home_of_expert
     chained = mode == "chain"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, logsigmoid
 
+from ultraep.config import check_choice
 from ultraep.errors import ConfigError
 
 SCORES = ("softmax", "sigmoid")
@@ -48,8 +49,7 @@ class Router(nn.Module):
         super().__init__()
         if not 1 <= top_k <= experts:
             raise ConfigError(f"top_k must lie between 1 and {experts} experts, got {top_k}")
-        if scores not in SCORES:
-            raise ConfigError(f"scores must be one of {', '.join(SCORES)}, got {scores!r}")
+        check_choice("scores", scores, SCORES)
         self.top_k, self.scores, self.normalize = top_k, scores, normalize
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(experts, hidden, generator=generator, dtype=torch.float64)

@@ -33,8 +33,7 @@ from ultraep.metrics import (
 )
 from ultraep.metrics.figures import FIGURES
 from ultraep.metrics.hosts import is_known_host
-from ultraep.metrics.meter import ORDER, Meter, stats_of
-from ultraep.metrics.reading import Alarms
+from ultraep.metrics.reading import ORDER, Alarms, Meter, stats_of
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.control import ControlPlane
 from ultraep.runtime.mapped.peers import LocalPeers
@@ -164,7 +163,7 @@ def test_a_backward_pass_planned_before_the_meter_existed_is_not_counted():
 def test_a_reading_is_published_in_the_step_in_which_it_arrives(monkeypatch):
     ready, readings = [False], []
     metrics = Metrics(Balancer("alone", experts=4), every=2).tell(readings.append)
-    monkeypatch.setattr("ultraep.metrics.meter.Fetched.ready", lambda _: ready[0])
+    monkeypatch.setattr("ultraep.metrics.reading.Fetched.ready", lambda _: ready[0])
     for _ in range(3):
         metrics.step()
     assert readings == []

@@ -28,7 +28,7 @@ from ultraep.backends.triton.device import default_device
 from ultraep.hops import MODES
 from ultraep.microbatch import Layer
 from ultraep.runtime import balancer as balancer_module
-from ultraep.runtime.local import alone
+from ultraep.runtime.connect import connect
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -293,19 +293,25 @@ WRONG = {
     "empty policy": ({"policy": ""}, "policy"),
     "config": ({"config": BalanceConfig(policy="fair")}, "unknown policy 'fair'"),
     "both": ({"config": BalanceConfig(), "policy": "none"}, "config or policy, not both"),
-    "relay": ({"relay": "ring"}, "relay is one of direct, chain, auto, got 'ring'"),
-    "chunks": ({"chunks": 0}, "chunks must be at least 1, got 0"),
-    "in_flight": ({"in_flight": 0}, "in_flight must be at least 1, got 0"),
+    "relay": ({"relay": "ring"}, "relay must be one of direct, chain, auto, got 'ring'"),
+    "chunks": ({"chunks": 0}, "chunks must be an integer of at least 1, got 0"),
+    "in_flight": ({"in_flight": 0}, "in_flight must be an integer of at least 1, got 0"),
     "backend": ({"backend": "gpu"}, "unknown backend 'gpu'"),
     "slots": ({"slots": -1}, "slots must lie between 0 and 7, got -1"),
     "experts": ({"experts": 0}, "experts must lie between 1"),
     "experts per rank": ({"experts": 7}, "7 experts do not divide evenly over 2 ranks"),
     "homes": ({"homes": [0] * 6}, "one rank for each of the 7 experts"),
     "domain": ({"experts": 8, "domain": 3}, "domain"),
-    "transport": ({"transport": "pigeons"}, "transport is one of auto, shared, sockets, got"),
-    "data plane": ({"data_plane": "air"}, "data_plane is one of auto, mapped, messages, got 'air'"),
-    "capacity": ({"capacity": 0}, "capacity must be at least 1, got 0"),
-    "word for a capacity": ({"capacity": "most"}, "capacity is a number, 'auto' or 'static'"),
+    "transport": ({"transport": "pigeons"}, "transport must be one of auto, shared, sockets, got"),
+    "data plane": (
+        {"data_plane": "air"},
+        "data_plane must be one of auto, mapped, messages, got 'air'",
+    ),
+    "capacity": ({"capacity": 0}, "'static', must be an integer of at least 1, got 0"),
+    "word for a capacity": (
+        {"capacity": "most"},
+        "capacity, unless it is 'auto' or 'static', must be",
+    ),
 }
 
 
@@ -361,7 +367,7 @@ def test_an_unknown_policy_for_one_call():
 
 
 def test_the_balancer_uses_and_closes_a_communicator():
-    comm = alone()
+    comm = connect(None)
     closed = []
     comm.close = lambda: closed.append(1)
     balancer = Balancer(experts=8, communicator=comm)

@@ -326,7 +326,7 @@ class Layers:
                         own.check()
                 own.check()
                 own.reset_stats()
-                workspace.forget_faults()
+                workspace._fetch = None  # of faults that were expected
 
     def draw(self, seed):
         """Draw other tokens, with some experts that most of them prefer."""

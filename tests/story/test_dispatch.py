@@ -17,7 +17,7 @@ from ultraep.combine import combine
 from ultraep.dispatch import dispatch
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.reroute import reroute
-from ultraep.runtime.local import alone
+from ultraep.runtime.connect import connect
 from ultraep.runtime.messages.plane import RowMessages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +30,7 @@ def on_ranks(routing, work):
     ids, plan = routing
 
     def on_rank(comm):
-        shared = Mock(comm=comm)
+        shared = Mock(comm=comm, observers=[])
         shared.settings.verify = False
         routes = reroute(ids[comm.rank], plan, comm.rank)
         return work(RowMessages(routes, shared, MicrobatchInfo(layer=0, step=1)), comm.rank)
@@ -117,7 +117,7 @@ class Counting:
 
 
 def exchange_of_one(ids, comm=None):
-    balancer = Balancer(experts=4, communicator=comm or alone())
+    balancer = Balancer(experts=4, communicator=comm or connect(None))
     return planned(balancer, ids, policy="none")[0].reroute()
 
 

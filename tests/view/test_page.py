@@ -12,7 +12,6 @@ from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Recorder, Topology
-from ultraep.hops import Relay
 from ultraep.tools.view import catalogue as catalogue_module
 from ultraep.tools.view.catalogue import Catalogue
 from ultraep.tools.view.export import write_page
@@ -321,7 +320,7 @@ def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
     config = BalanceConfig(rates=Rates(row=1000, copy=1))
     plan = ultraep.plan(loads, topology, config)
     for rank in range(8):
-        options = {"rank": rank, "relay": Relay("chain", 4)}
+        options = {"rank": rank, "relay": "chain", "chunks": 4}
         with Recorder(tmp_path / "run", topology, config, **options) as recorder:
             recorder.add(plan=plan, slot_rows=arrived(plan, rank), bytes_moved=10, step=0)
     with served(tmp_path / "run") as server:

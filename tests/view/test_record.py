@@ -7,7 +7,6 @@ from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, FileError, Rates, Recorder
-from ultraep.hops import Relay
 from ultraep.tools.view.record import numbers_of
 from ultraep.trace.read import read_trace
 from view.runs import CONFIG, TOPOLOGY, plans_of_run
@@ -23,7 +22,7 @@ def record_one(folder, *, config=CONFIG, **options):
 
 @pytest.mark.parametrize("mode", ["direct", "chain", "auto"])
 def test_a_trace_stores_the_relay_mode(tmp_path, mode):
-    record_one(tmp_path / "run", relay=Relay(mode, 8))
+    record_one(tmp_path / "run", relay=mode, chunks=8)
     trace = read_trace(tmp_path / "run")
     assert (trace.header.relay, trace.header.chunks) == (mode, 8)
     copies = numbers_of(trace)["copies"]

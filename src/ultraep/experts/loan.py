@@ -42,7 +42,7 @@ from ultraep.bundle import (
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, SlotError
 from ultraep.microbatch import Replicas
-from ultraep.ops.modes import seen_by_modes, unseen
+from ultraep.ops.modes import hidden, seen_by_modes, unseen
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
 
@@ -120,7 +120,7 @@ class ExpertsFrom(HomeModule):
         del promise
         return self.bundle
 
-    @unseen()
+    @hidden
     @torch.no_grad()
     def check(self, rows: torch.Tensor) -> None:
         """Raise if the network or the bundle cannot be balanced, before anything is sent.
@@ -163,7 +163,7 @@ class _Loan:
         # A dispatch mode may keep views of the slots and use them after they were overwritten.
         self._private = seen_by_modes()
 
-    @unseen()
+    @hidden
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         """Return the `[L, ...]` replicas; in backward, in the same memory as in forward."""
         slots = self.replicas.tensors()

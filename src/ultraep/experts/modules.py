@@ -24,8 +24,9 @@ from torch import nn
 import ultraep.ops.formats as formats
 from ultraep.backends import backend_for
 from ultraep.bundle import Promise
+from ultraep.config import check_choice
 from ultraep.dispatch import Arrivals
-from ultraep.errors import ConfigError, LoadError
+from ultraep.errors import LoadError
 from ultraep.microbatch import Replicas
 from ultraep.ops.activations import activation_named
 from ultraep.ops.formats import Format, format_named
@@ -131,8 +132,8 @@ class Experts(HomeModule):
         engine: str | None,
         quantised: str | None,
     ) -> None:
-        if engine is not None and engine not in ENGINES:
-            raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+        if engine is not None:
+            check_choice("engine", engine, ENGINES)
         self.activation = activation_named(activation)
         self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
         self.form = None if quantised is None else format_named(quantised)

@@ -241,8 +241,8 @@ def _array(content: bytes) -> Array:
     file = io.BytesIO(content)
     version = np.lib.format.read_magic(file)
     if version not in HEADERS:
-        found = f"{version[0]}.{version[1]}"
-        raise ValueError(f"version {found} of .npy cannot be read; save it as version 1.0 or 2.0")
+        number = ".".join(map(str, version))
+        raise ValueError(f"version {number} of .npy cannot be read; save it as version 1.0 or 2.0")
     shape, fortran, dtype = HEADERS[version](file)
     begin = file.tell()
     if dtype.hasobject:

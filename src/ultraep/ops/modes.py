@@ -7,14 +7,19 @@ packed or allocated for one depends on earlier messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C import _functorch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ultraep.errors import ConfigError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def seen_by_modes() -> bool:
@@ -24,12 +29,25 @@ def seen_by_modes() -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Hide the ops of this block, or of the decorated function, from dispatch modes."""
+    """Hide the ops of this block from dispatch modes."""
     if not seen_by_modes():
         yield
         return
     with _disable_current_modes():
         yield
+
+
+def hidden(function: Callable[P, T]) -> Callable[P, T]:
+    """Hide the ops of a function from dispatch modes. Without a mode, the call is direct."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not seen_by_modes():
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def refuse_transforms() -> None:

@@ -19,7 +19,7 @@ import ultraep.ops.formats as formats
 from ultraep.bundle import Promise, Weights, bundle_versions
 from ultraep.errors import ConfigError
 from ultraep.ops.formats import E4M3, Format
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.ops.products import Beside, Products, Stacks, accumulator
 
 
@@ -131,7 +131,7 @@ class QuantisedWeights:
         self._source: tuple[int, Weights] = (0, [])
         self._kept: torch.Tensor | None = None  # the promise under which a graph quantised last
 
-    @unseen()
+    @hidden
     @torch.no_grad()
     def refresh(
         self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: Promise

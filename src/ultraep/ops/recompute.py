@@ -29,7 +29,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ultraep.errors import SlotError
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
@@ -43,7 +43,7 @@ class _Label(np.ndarray[Any, Any]):
     state: Any
 
 
-@unseen()
+@hidden
 def _label(state: Any) -> torch.Tensor:
     """Return an integer tensor that identifies the state."""
     number = next(_numbers)

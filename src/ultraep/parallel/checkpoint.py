@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ultraep.errors import ConfigError
-from ultraep.parallel.home import home_modules
-from ultraep.parallel.tensors import local, mesh_of
+from ultraep.parallel.home import home_modules, local, mesh_of
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 

@@ -17,8 +17,13 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ultraep.errors import ConfigError
-from ultraep.parallel.home import hold_different_experts, ranks_of_experts
-from ultraep.parallel.tensors import local, mesh_of, num_shards
+from ultraep.parallel.home import (
+    hold_different_experts,
+    local,
+    mesh_of,
+    num_shards,
+    ranks_of_experts,
+)
 
 SMALLEST = 1e-6  # added to the norm before dividing
 

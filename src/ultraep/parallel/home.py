@@ -6,14 +6,15 @@ the ranks that the experts are spread over, and refuse to become one DTensor of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from ultraep.errors import ConfigError
-from ultraep.parallel.tensors import mesh_of
 
 
 class HomeModule(nn.Module):
@@ -103,3 +104,25 @@ def ranks_of_experts(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     """Return, for each expert parameter, the ranks that the experts are spread over."""
     modules = home_modules(model).values()
     return {parameter: m.ranks for m in modules for parameter in m.home_parameters()}
+
+
+# -- local parts of DTensors, without importing DTensor (one second) -----------------------------
+
+
+def mesh_of(tensor: torch.Tensor) -> Any:
+    """Return the device mesh of a DTensor; None for other tensors."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return the part of a tensor on this rank."""
+    part: torch.Tensor = tensor if mesh_of(tensor) is None else tensor.to_local()
+    return part
+
+
+def num_shards(tensor: Any) -> int:
+    """Return the number of parts that a tensor is split into."""
+    if mesh_of(tensor) is None:
+        return 1
+    sizes = zip(mesh_of(tensor).shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_shard())

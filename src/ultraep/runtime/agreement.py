@@ -48,15 +48,10 @@ class Point(IntEnum):
     RATES = 6
 
 
-WORDS = {
-    Point.LOADS: "the loads",
-    Point.LOADS_RECOMPUTED: "the loads, recomputed in backward,",
-    Point.PLAN: "the plan",
-    Point.BACKWARD: "the backward pass",
-    Point.STATE: "the full state",
-    Point.PLANE: "the choice of a data plane",
-    Point.RATES: "the measurement of rates",
-}
+NAMES = (  # of the points
+    *("the loads", "the loads, recomputed in backward,", "the plan", "the backward pass"),
+    *("the full state", "the choice of a data plane", "the measurement of rates"),
+)
 
 
 class Place(NamedTuple):
@@ -67,7 +62,7 @@ class Place(NamedTuple):
     step: int
 
     def __str__(self) -> str:
-        return f"{WORDS[Point(self.point)]} of layer {self.layer} (step {self.step})"
+        return f"{NAMES[self.point]} of layer {self.layer} (step {self.step})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.loads import count_loads
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
-from ultraep.ops.modes import refuse_transforms, unseen
+from ultraep.ops.modes import hidden, refuse_transforms
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.reroute import reroute
@@ -50,12 +50,11 @@ from ultraep.runtime.connect import (
     warn_if_idle,
 )
 from ultraep.runtime.mapped.peers import SilentCommunicator
-from ultraep.runtime.microbatch import Shared, Site
-from ultraep.runtime.observe import Observer, Observers, Sink
+from ultraep.runtime.microbatch import NO_PASS, Shared, Site, backward_pass
+from ultraep.runtime.observe import Observer, Sink
 from ultraep.runtime.pricing import Pricing, from_environment, needs_rates
 from ultraep.runtime.recording import Recording, open_recorder, recording_setting
 from ultraep.runtime.replays import ReplayedPlans
-from ultraep.runtime.replicas import in_backward
 from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
@@ -65,11 +64,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Carrier(NamedTuple):
-    """The data plane and the clock of one device."""
+    """The data plane of one device, its clock and all its observers."""
 
     choice: Choice
     plane: DataPlane
     clock: HostClock
+    observers: list[Observer]
 
 
 class Balancer:
@@ -229,7 +229,7 @@ class Balancer:
         self._layers += 1
         return self._layers - 1
 
-    @unseen()
+    @hidden
     def begin(
         self,
         layer: Layer,
@@ -253,7 +253,7 @@ class Balancer:
         info = MicrobatchInfo(
             layer.index,
             self._steps,
-            in_backward(),
+            recomputed=backward_pass() != NO_PASS,
             start_time=time.time(),
             timed=carrier.clock.times(self._steps),
         )
@@ -266,8 +266,8 @@ class Balancer:
         return self._carrier(device).plane
 
     def _carrier(self, device: torch.device | str) -> _Carrier:
-        if isinstance(device, str) or device.index is None:
-            device = torch.empty(0, device=device).device
+        if device not in self._carriers:
+            device = torch.empty(0, device=device).device  # with its index
         if device not in self._carriers:
             self._carriers[device] = self._make_carrier(device)
         return self._carriers[device]
@@ -279,6 +279,7 @@ class Balancer:
         site = Site(self.comm, device, self._peers)
         choice = choose(self.settings.data_plane, site, compare_places)
         clock = self._clock(device, captures=choice.kind.captures)
+        observers = [clock, *self._observers]
         shared = Shared(
             self.comm,
             self.topology,
@@ -288,9 +289,9 @@ class Balancer:
             self._agreement,
             self._versions,
             self._pricing,
-            Observers(clock, self._observers),
+            observers,
         )
-        return _Carrier(choice, choice.make(shared), clock)
+        return _Carrier(choice, choice.make(shared), clock, observers)
 
     def _clock(self, device: torch.device, *, captures: bool) -> HostClock:
         if device.type != "cuda":
@@ -309,7 +310,8 @@ class Balancer:
 
     def observe(self, observer: Observer) -> None:
         """Add an observer of stages, plans and transfers."""
-        self._observers.append(observer)
+        for observers in (self._observers, *(c.observers for c in self._carriers.values())):
+            observers.append(observer)
 
     def add_sink(self, sink: Sink) -> None:
         """Add a sink that receives what the clocks of the data planes measure."""

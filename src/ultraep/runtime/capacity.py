@@ -33,15 +33,6 @@ def default_config(policy: str | None, capacity: int | str) -> BalanceConfig:
     return replace(config, objective="balance") if capacity == STATIC else config
 
 
-def check_setting(capacity: int | str) -> None:
-    """Raise if the capacity is invalid."""
-    if isinstance(capacity, str):
-        if capacity not in (AUTO, STATIC):
-            raise ConfigError(f"capacity is a number, {AUTO!r} or {STATIC!r}, got {capacity!r}")
-    elif capacity < 1:
-        raise ConfigError(f"capacity must be at least 1, got {capacity}")
-
-
 @dataclass(frozen=True)
 class Capacity:
     """The capacity of a balancer; raises ConfigError if "static" is not proven."""

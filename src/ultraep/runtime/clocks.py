@@ -53,6 +53,8 @@ class HostClock:
         """Pass on everything, and wait for all replays."""
 
     def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
+        if not microbatch.timed:
+            return
         stages, now = self._open.setdefault(microbatch, []), self._now()
         if stages:
             self._took(microbatch, *stages[-1], now)
@@ -60,7 +62,7 @@ class HostClock:
 
     def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
         self._close(stage, microbatch)
-        if stage in LAST_STAGES:
+        if stage in LAST_STAGES and microbatch.timed:
             self._passed(microbatch, microbatch.start_time)
 
     def _close(self, stage: str, microbatch: MicrobatchInfo) -> None:
@@ -129,7 +131,7 @@ class DeviceClock(HostClock):
         return ((step - 1) * GOLDEN & WORD - 1) * self._every < WORD
 
     def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        if not microbatch.timed or torch.cuda.is_current_stream_capturing():
             return
         if stage in FIRST_STAGES:
             while self._pending and self._pending[0][0].query():
@@ -137,7 +139,7 @@ class DeviceClock(HostClock):
         super().begin(stage, microbatch)
 
     def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        if not microbatch.timed or torch.cuda.is_current_stream_capturing():
             return
         self._close(stage, microbatch)
         if stage in LAST_STAGES:

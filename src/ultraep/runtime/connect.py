@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import torch.distributed as dist
 
 from ultraep.comm import Communicator
-from ultraep.config import check_timeout
+from ultraep.config import check_choice, check_timeout
 from ultraep.errors import CommunicationError, ConfigError, NothingToBalance, PlanMismatch
 from ultraep.microbatch import DataPlane
-from ultraep.runtime import local, mapped, messages
+from ultraep.runtime import mapped, messages
+from ultraep.runtime.local import LocalCommunicator, LocalGroup
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
-from ultraep.runtime.settings import TRANSPORTS, check_choice
+from ultraep.runtime.settings import TRANSPORTS
 from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 
@@ -100,7 +101,7 @@ def connect(
     check_choice("transport", transport, TRANSPORTS)
     check_timeout(timeout)
     if group is None:
-        return local.alone()
+        return LocalCommunicator(LocalGroup(1), 0)
     if transport == "auto" and sys.platform != "linux":
         transport = "sockets"
     # Imported here, because a process alone needs neither.
@@ -150,8 +151,8 @@ def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
         )
     reason, size = "", site.comm.size
     for kind in plane_kinds(name):
-        if name == AUTO and kind.passed_over is not None and kind.passed_over(site):
-            reason = kind.passed_over(site)
+        if name == AUTO and (skipped := kind.passed_over(site)):
+            reason = skipped
             continue
         if kind.obstacle is None:
             return Choice(kind, reason or kind.reason, kind.connect(site))

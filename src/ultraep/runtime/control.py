@@ -14,8 +14,8 @@ most, S slots of all ranks, L slots of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -136,7 +136,7 @@ class ControlPlane:
         config = config or BalanceConfig()
         _check_settings(topology, config, rows, rank)
         select("triton")
-        from ultraep.backends.triton.device import default_device
+        from ultraep.backends.triton.device import default_device, launching
         from ultraep.backends.triton.planner import Planner
         from ultraep.backends.triton.rerouter import Counter, Rerouter
 
@@ -144,23 +144,17 @@ class ControlPlane:
         self.device = torch.empty(0, device=device or default_device()).device
         if self.device.type != default_device().type:
             raise ConfigError(f"kernels run on {default_device().type}, not on {self.device}")
+        self._here = partial(launching, self.device)
         limits = Limits.of(topology, config)
         if config.policy == "none":
             limits = limits._replace(max_replicas=0)
-        self._planner = Planner(
-            limits,
-            locality=config.locality,
-            device=self.device,
-            timed=config.objective == "time"
-            and config.policy == "ultraep"
-            and topology.can_replicate,
-        )
+        timed = (config.objective, config.policy) == ("time", "ultraep") and topology.can_replicate
+        self._planner = Planner(limits, locality=config.locality, device=self.device, timed=timed)
         self._counter = Counter(topology.experts, rows, self.device)
         self._rerouter = Rerouter(self._planner, self._counter)
         self.faults = torch.zeros(3, dtype=torch.int32, device=self.device)
-        self._counter.unknown, self._planner.faults, self._rerouter.mismatches = self.faults.split(
-            1
-        )
+        unknown, self._planner.faults, mismatches = self.faults.split(1)
+        self._counter.unknown, self._rerouter.mismatches = unknown, mismatches
         self._plan: DevicePlan | None = None
         self._adopted_loads: torch.Tensor | None = None
         local = int(topology.homes_per_rank[rank]) + topology.slots
@@ -293,11 +287,6 @@ class ControlPlane:
     def _device_plan(self, loads: torch.Tensor) -> DevicePlan:
         p = self._planner
         return DevicePlan(self.topology, self.config, loads, p.expert_of_slot, p.result, p.places)
-
-    def _here(self) -> AbstractContextManager[None]:
-        from ultraep.backends.triton.device import launching
-
-        return launching(self.device)
 
     def _last_plan(self) -> DevicePlan:
         if self._plan is None:

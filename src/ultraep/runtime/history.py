@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from typing import NamedTuple
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ultraep.arrays import IntArray
 from ultraep.microbatch import MicrobatchInfo
@@ -21,15 +20,18 @@ from ultraep.microbatch import MicrobatchInfo
 REMEMBERED = 64  # microbatches of a layer; more hardly wait for backward at the same time
 
 
-class Moment(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Moment:
     """The position of a microbatch in the history of its layer."""
 
     before: IntArray  # [E] the previous loads of this layer; its own if it is the first
     number: int | None  # of the microbatch in this layer; None: recomputed, but forgotten
+    key: Any = None  # under which a recorder stores the microbatch
 
 
 class _Entry(NamedTuple):
     loads: IntArray  # [E]
+    content: bytes  # of the loads, which are compared with each microbatch
     moment: Moment
     microbatch: weakref.ref[MicrobatchInfo]
 
@@ -49,7 +51,8 @@ class History:
     def note(self, microbatch: MicrobatchInfo, loads_E: IntArray) -> Moment:
         """Return the position of these loads, and remember them unless they are recomputed."""
         layer, entries = microbatch.layer, self._entries[microbatch.layer]
-        equal = [entry for entry in reversed(entries) if np.array_equal(entry.loads, loads_E)]
+        content = loads_E.tobytes()
+        equal = [entry for entry in reversed(entries) if entry.content == content]
         waiting = [entry for entry in equal if entry.waits()]
         if microbatch.recomputed and equal:
             return (waiting or equal)[0].moment
@@ -59,5 +62,5 @@ class History:
             number = self._counts[layer]
             self._counts[layer] += 1
         moment = Moment(before, number)
-        entries.append(_Entry(loads_E, moment, weakref.ref(microbatch)))
+        entries.append(_Entry(loads_E, content, moment, weakref.ref(microbatch)))
         return moment

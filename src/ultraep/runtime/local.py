@@ -3,8 +3,8 @@
     group = LocalGroup(4)
     outputs = group.run(lambda comm: layer_of(comm)(inputs[comm.rank]))
 
-If a rank raises, the others stop with a `CommunicationError`, and `run` raises the first error. So
-do ranks that wait for a rank whose work has ended.
+If a rank raises, the other ranks stop with a `CommunicationError`, and `run` raises the first
+error. A rank that waits for a rank whose work has ended stops in the same way.
 """
 
 from __future__ import annotations
@@ -155,8 +155,3 @@ class LocalCommunicator:
             raise CommunicationError(
                 f"rank {self.rank} expects {list(expected)} from rank {peer}, got {list(sent)}"
             )
-
-
-def alone() -> LocalCommunicator:
-    """Return the communicator of a group of one."""
-    return LocalCommunicator(LocalGroup(1), 0)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -23,20 +24,20 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Exchange, dispatch
 from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
-from ultraep.runtime.observe import Observers, staged
+from ultraep.runtime.observe import Observer, staged
 from ultraep.runtime.pricing import Pricing
-from ultraep.runtime.replicas import LentInBackward
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
 AnyPlanT = TypeVar("AnyPlanT", bound=AnyPlan)
 T = TypeVar("T")
+NO_PASS = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +52,19 @@ class Shared:
     agreement: Agreement
     versions: Versions
     pricing: Pricing
-    observers: Observers
+    observers: list[Observer]
     history: History = field(default_factory=History)
-    in_backward: LentInBackward = field(default_factory=LentInBackward)
+    # Replicas that hold slots in a backward pass, with the number of the pass.
+    lent_in_backward: dict[AbstractContextManager[Any], int] = field(default_factory=dict)
+
+    def unobserved(self) -> Shared:
+        """Return the same parts without observers, for synthetic microbatches."""
+        return replace(self, observers=[])
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that runs in this thread, or `NO_PASS`."""
+    return torch._C._current_graph_task_id()
 
 
 class Site(NamedTuple):
@@ -71,7 +82,7 @@ class PlaneKind(NamedTuple):
         raises ConfigError or CommunicationError with the reason.
     obstacle: why this rank cannot use the plane, found without messages; empty if it can. None: the
         plane serves every group, so ranks need not compare their obstacles.
-    passed_over: why data_plane="auto" does not try the plane here; empty if it does. None: it does.
+    passed_over: why data_plane="auto" does not try the plane here; empty if it does.
     reason: shown by `repr(balancer)` when the plane is chosen, with {size} ranks.
     captures: whether CUDA graphs can capture its microbatches.
     """
@@ -79,7 +90,7 @@ class PlaneKind(NamedTuple):
     name: str
     connect: Callable[[Site], Callable[[Shared], DataPlane]]
     obstacle: Callable[[Site], str] | None = None
-    passed_over: Callable[[Site], str] | None = None
+    passed_over: Callable[[Site], str] = lambda _: ""
     reason: str = "requested"
     captures: bool = False
 
@@ -94,22 +105,22 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         self._plan: AnyPlanT | None = None
         self._exchange: Exchange | None = None
 
-    @unseen()
+    @hidden
     @staged("loads")
     def count(self) -> torch.Tensor:
         self._loads = self._count()
         return self._loads
 
-    @unseen()
+    @hidden
     def plan(self) -> AnyPlanT:
         self._after("count", self._loads)
         pricing = self._shared.pricing
         if pricing.lacks_rates(self._inputs):
-            with self.observers.silenced():
-                pricing.measure(self._inputs, self._trial)
+            pricing.measure(self._inputs, self._trial)
         config = pricing.config_for(self._inputs, self._rows_of_all())
         plan = self._plan = self._make_plan(config)
-        self.observers.planned(self.info, plan)
+        for observer in self.observers:
+            observer.planned(self.info, plan)
         if self._shared.settings.verify:
             self._verify(plan)
         return plan
@@ -117,7 +128,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     def replicate(self) -> Replicas:
         return self._replicas(self._after("plan", self._plan))
 
-    @unseen()
+    @hidden
     @staged("reroute")
     def reroute(self) -> Exchange:
         self._exchange = self._rows(self._after("plan", self._plan))

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -54,46 +53,6 @@ class Sink(Protocol):
         """A forward or backward pass that began at this time may have ended."""
 
 
-class Observers:
-    """All observers of a data plane: its clock, and the observers of the balancer."""
-
-    def __init__(self, clock: Observer, added: list[Observer]) -> None:
-        self._clock, self._added, self._silent = clock, added, False
-
-    @contextmanager
-    def silenced(self) -> Iterator[None]:
-        """Call no observers inside of this block."""
-        self._silent = True
-        try:
-            yield
-        finally:
-            self._silent = False
-
-    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        for observer in self._all(timed=microbatch.timed):
-            observer.begin(stage, microbatch)
-
-    def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        for observer in self._all(timed=microbatch.timed):
-            observer.end(stage, microbatch)
-
-    def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
-        for observer in self._all():
-            observer.planned(microbatch, plan)
-
-    def sent(
-        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
-    ) -> None:
-        for observer in self._all():
-            observer.sent(microbatch, what, nbytes, copies)
-
-    def _all(self, *, timed: bool = True) -> list[Observer]:
-        """Return all observers, without the clock for stages that it does not time."""
-        if self._silent:
-            return []
-        return [self._clock, *self._added] if timed else self._added
-
-
 class Observed(Protocol):
     """An object whose verbs are stages of a microbatch."""
 
@@ -101,7 +60,7 @@ class Observed(Protocol):
     def info(self) -> MicrobatchInfo: ...
 
     @property
-    def observers(self) -> Observers: ...
+    def observers(self) -> Sequence[Observer]: ...
 
 
 Self = TypeVar("Self", bound=Observed)
@@ -120,9 +79,11 @@ def staged(
         def observed(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
             info, observers = self.info, self.observers
             stage = backward if backward is not None and info.in_backward else forward
-            observers.begin(stage, info)
+            for observer in observers:
+                observer.begin(stage, info)
             result = verb(self, *args, **kwargs)
-            observers.end(stage, info)
+            for observer in observers:
+                observer.end(stage, info)
             return result
 
         return observed
@@ -139,7 +100,7 @@ class BaseExchange(ABC):
 
     offsets: torch.Tensor
 
-    def __init__(self, info: MicrobatchInfo, observers: Observers) -> None:
+    def __init__(self, info: MicrobatchInfo, observers: Sequence[Observer]) -> None:
         self.info, self.observers = info, observers
         self._serving = ""  # the stage of the experts, while it lasts
 
@@ -157,24 +118,34 @@ class BaseExchange(ABC):
 
     def begin_backward(self) -> None:
         self.info.in_backward, self.info.start_time = True, time.time()
-        self._staged("combine back", self._at_backward)
+        self._begin("combine back")
+        self._at_backward()
+        self._end("combine back")
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        stage = "combine back" if self.info.in_backward else "dispatch"
-        moved = self._staged(stage, self._to_slots, values_TD, scalars_TK)
-        self._serving = "experts back" if self.info.in_backward else "experts"
-        self.observers.begin(self._serving, self.info)
+        back = self.info.in_backward
+        stage = "combine back" if back else "dispatch"
+        self._begin(stage)
+        moved = self._to_slots(values_TD, scalars_TK)
+        self._end(stage)
+        self._serving = "experts back" if back else "experts"
+        self._begin(self._serving)
         return moved
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         if self._serving:
-            self.observers.end(self._serving, self.info)
+            self._end(self._serving)
         self._serving = ""
         stage = "dispatch back" if self.info.in_backward else "combine"
-        return self._staged(stage, self._to_tokens, rows_AD, scalars_A)
+        self._begin(stage)
+        moved = self._to_tokens(rows_AD, scalars_A)
+        self._end(stage)
+        return moved
 
-    def _staged(self, stage: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        self.observers.begin(stage, self.info)
-        result = work(*args, **kwargs)
-        self.observers.end(stage, self.info)
-        return result
+    def _begin(self, stage: str) -> None:
+        for observer in self.observers:
+            observer.begin(stage, self.info)
+
+    def _end(self, stage: str) -> None:
+        for observer in self.observers:
+            observer.end(stage, self.info)

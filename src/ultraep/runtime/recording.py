@@ -8,7 +8,7 @@ later. A forward pass that backward recomputes is not a new record: its time is 
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
-from ultraep.hops import Relay, copies_sent
+from ultraep.hops import copies_sent
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.reroute import rows_received
@@ -51,14 +51,15 @@ def open_recorder(
     parent = os.environ.get(VARIABLE) if record is None else None
     if record is None and not parent:
         return None
-    relay, recorder = Relay(settings.relay, settings.chunks), None
+    options: dict[str, Any] = {"relay": settings.relay, "chunks": settings.chunks}
+    recorder = None
     directory = "" if record is None else str(Path(record).absolute())
     for first in (True, False):  # rank 0 creates the directory
         error = ""
         if first == (comm.rank == 0):
             try:
                 directory = directory or str(_new_directory(Path(str(parent))))
-                recorder = Recorder(directory, topology, config, rank=comm.rank, relay=relay)
+                recorder = Recorder(directory, topology, config, rank=comm.rank, **options)
             except FileError as refused:
                 error = str(refused)
         gathered = comm.gather_objects((directory, error))
@@ -110,9 +111,6 @@ class Recording:
         self._history = History()
         self._step: int | None = None
         self._counts: dict[int, dict[int, int]] = {}  # microbatches by step and layer
-        self._keys: dict[int, deque[tuple[int, Key]]] = defaultdict(
-            lambda: deque(maxlen=REMEMBERED + 1)
-        )
         self._unplanned: WeakKeyDictionary[MicrobatchInfo, dict[str, float]] = WeakKeyDictionary()
         self._passes: WeakKeyDictionary[MicrobatchInfo, _Pass] = WeakKeyDictionary()
 
@@ -124,29 +122,23 @@ class Recording:
 
     def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
         """Assign a key to the microbatch."""
-        layer = microbatch.layer
         moment = self._history.note(microbatch, plan.loads.sum(axis=0))
-        if microbatch.recomputed:
-            keys = (key for number, key in self._keys[layer] if number == moment.number)
-            key = next(keys, None)  # of the first forward pass
-        else:
-            key = self._new_key(layer, moment, self._step)
-        current = self._pass(plan, key)
+        if not microbatch.recomputed:
+            moment.key = self._new_key(microbatch.layer, moment, self._step)
+        current = self._pass(plan, moment.key)
         current.seconds.update(self._unplanned.pop(microbatch, {}))
         self._passes[microbatch] = current
 
     def _new_key(self, layer: int, moment: Moment, step: int | None) -> Key:
         """Return the key by which all ranks know the microbatch."""
         assert moment.number is not None
-        key = moment.number, layer, 0  # without a step, every microbatch is one
-        if step is not None:
-            counts = self._counts.setdefault(step, defaultdict(int))
-            key = step, layer, counts[layer]
-            counts[layer] += 1
-            while len(self._counts) > REMEMBERED:
-                del self._counts[next(iter(self._counts))]
-        self._keys[layer].append((moment.number, key))
-        return key
+        if step is None:  # every microbatch is a step
+            return moment.number, layer, 0
+        counts = self._counts.setdefault(step, defaultdict(int))
+        counts[layer] += 1
+        while len(self._counts) > REMEMBERED:
+            del self._counts[next(iter(self._counts))]
+        return step, layer, counts[layer] - 1
 
     def replayed(
         self, layer: int, step: int | None, plan: Plan, sent: Sent, start_time: float

@@ -15,63 +15,28 @@ import torch
 from ultraep.bundle import Bundle
 from ultraep.errors import SlotError
 from ultraep.microbatch import MicrobatchInfo
-from ultraep.ops.modes import unseen
-from ultraep.runtime.observe import Observers, staged
-
-
-def in_backward() -> bool:
-    """Whether autograd is running in this thread, so that a forward pass is a recomputation."""
-    return _backward_pass() != -1
-
-
-def _backward_pass() -> int:
-    """Return the number of the backward pass that runs in this thread, or -1."""
-    return torch._C._current_graph_task_id()
-
-
-class LentInBackward:
-    """The replicas of one rank that hold slots in a backward pass.
-
-    A backward pass that raises does not return its slots. The next microbatch to need slots does.
-    """
-
-    def __init__(self) -> None:
-        self._lent: list[tuple[int, BaseReplicas]] = []
-
-    def add(self, replicas: BaseReplicas) -> None:
-        """Remember replicas that have just borrowed slots, if a backward pass is running."""
-        if in_backward():
-            self._lent.append((_backward_pass(), replicas))
-
-    def discard(self, replicas: BaseReplicas) -> None:
-        """Forget replicas that have returned their slots."""
-        self._lent = [(number, other) for number, other in self._lent if other is not replicas]
-
-    def reclaim(self) -> None:
-        """Return the slots of all backward passes except the one that is running."""
-        for number, replicas in self._lent:
-            if number != _backward_pass():
-                replicas.__exit__(None, None, None)
+from ultraep.ops.modes import hidden
+from ultraep.runtime.microbatch import NO_PASS, Shared, backward_pass
+from ultraep.runtime.observe import Later, staged
 
 
 class BaseReplicas(ABC):
     """The replicas of one microbatch; see `ultraep.microbatch.Replicas`.
 
-    They hold their slots inside of a `with` block. Entering again, in backward, restores them.
+    They hold their slots inside of a `with` block. Entering again, in backward, restores them. A
+    backward pass that raises does not return its slots; the next microbatch to need slots does.
     """
 
-    def __init__(
-        self, info: MicrobatchInfo, bundle: Bundle, observers: Observers, lent: LentInBackward
-    ) -> None:
-        self.info, self.bundle, self.observers = info, bundle, observers
-        self._lent_in_backward = lent
+    def __init__(self, shared: Shared, info: MicrobatchInfo, bundle: Bundle) -> None:
+        self.info, self.bundle, self.observers = info, bundle, shared.observers
+        self._shared, self._lent = shared, shared.lent_in_backward
         self._loan: ExitStack | None = None
         self._begun = False  # before the `with` block
 
     def __str__(self) -> str:
         return f"layer {self.info.layer} (step {self.info.step})"
 
-    @unseen()
+    @hidden
     @staged("replicate", "weights again")
     def __enter__(self) -> Self:
         if not self._begun:
@@ -81,19 +46,22 @@ class BaseReplicas(ABC):
 
     def begin(self) -> None:
         """Borrow a buffer of slots and begin to fill it."""
-        self._lent_in_backward.reclaim()
+        current = backward_pass()
+        for replicas in [other for other, number in self._lent.items() if number != current]:
+            replicas.__exit__(None, None, None)
         with ExitStack() as loan:
             self._fill(loan)
             self._loan = loan.pop_all()
-        self._lent_in_backward.add(self)
+        if current != NO_PASS:
+            self._lent[self] = current
 
     def __exit__(self, *error: object) -> None:
         assert self._loan is not None, "left a block that was not entered"
-        self._lent_in_backward.discard(self)
+        self._lent.pop(self, None)
         self._loan.close()
         self._loan, self._begun = None, False
 
-    @unseen()
+    @hidden
     @staged("replicate", "weights again")
     def tensors(self) -> dict[str, torch.Tensor]:
         if self._loan is None:
@@ -101,6 +69,10 @@ class BaseReplicas(ABC):
                 f"the replicas of {self} are in their slots only inside of their `with` block"
             )
         return self._slot_tensors()
+
+    def _sent(self, what: str, nbytes: int, copies: int | Later | None) -> None:
+        for observer in self.observers:
+            observer.sent(self.info, what, nbytes, copies)
 
     @abstractmethod
     def _fill(self, loan: ExitStack) -> None:

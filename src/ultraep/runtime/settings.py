@@ -6,10 +6,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ultraep.backends import select
-from ultraep.config import check_timeout
-from ultraep.errors import ConfigError
+from ultraep.config import check_choice, check_integer, check_timeout
 from ultraep.hops import MODES
-from ultraep.runtime.capacity import AUTO, check_setting
+from ultraep.runtime.capacity import AUTO, STATIC
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +53,10 @@ class Settings:
         check_choice("transport", self.transport, TRANSPORTS)
         for name in ("chunks", "in_flight", "tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        check_setting(self.capacity)
+            if value is not None:
+                check_integer(name, value, least=1)
+        if self.capacity not in (AUTO, STATIC):
+            check_integer(f"capacity, unless it is {AUTO!r} or {STATIC!r},", self.capacity, least=1)
         check_timeout(self.timeout)
 
     def compared(self) -> str:
@@ -66,9 +66,3 @@ class Settings:
             for field in fields(self)
             if field.name not in MAY_DIFFER
         )
-
-
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise if the value is not one of the known ones."""
-    if value not in known:
-        raise ConfigError(f"{name} is one of {', '.join(known)}, got {value!r}")

@@ -52,9 +52,10 @@ class Stats:
         self.microbatches += 1
         self.copies += plan.num_replicas
         self.skipped += plan.num_replicas == 0
+        imbalance = plan.imbalance
         self.before += plan.initial_imbalance
-        self.after += plan.imbalance
-        self.worst = max(self.worst, plan.imbalance)
+        self.after += imbalance
+        self.worst = max(self.worst, imbalance)
         self.rows += plan.total
 
     def add(self, other: Stats, sign: int = 1) -> None:

@@ -322,8 +322,7 @@ class RollCall:
         return answers
 
     def _cause(self, answers: dict[int, int]) -> str:
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        gone = [rank for rank in others if rank not in answers]
+        gone = [rank for rank in range(self._size) if rank not in (self._rank, *answers)]
         behind = [rank for rank, calls in answers.items() if calls < self._answering.calls]
         parts = []
         if gone:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
-from ultraep.hops import MODES, Relay
+from ultraep.hops import MODES
 from ultraep.topology import Topology
 
 FORMAT = "ultraep-trace"
@@ -43,7 +43,6 @@ ATTENTION, ATTENTION_BACK = "attention", "attention back"
 SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # stages of the simulator
 
 MOST_STAGES, MOST_RANKS = 256, 4096
-UNKNOWN_RELAY = Relay()
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 Key = tuple[int, int, int]  # step, layer, microbatch
@@ -199,16 +198,12 @@ class Header:
         cls,
         topology: Topology,
         config: BalanceConfig,
-        *,
-        relay: Relay = UNKNOWN_RELAY,
-        stages: tuple[str, ...] = STAGES,
-        note: str = "",
+        **options: Any,
     ) -> Header:
-        """Return the header of a run."""
+        """Return the header of a run. options: relay, chunks, stages, note."""
         settings = {name: getattr(topology, name) for name in TOPOLOGY}
         settings |= {name: getattr(config, name) for name in CONFIG}
-        settings |= {"domain": topology.domain_size, "relay": relay.mode, "chunks": relay.chunks}
-        return cls(**settings, stages=stages, note=note)
+        return cls(**settings, **options)
 
     @cached_property
     def topology(self) -> Topology:

@@ -25,8 +25,7 @@ from ultraep.integrations.transformers.experts import (
     stacked_tensors,
 )
 from ultraep.integrations.transformers.save import save_pretrained
-from ultraep.parallel.home import expert_parameters
-from ultraep.parallel.tensors import mesh_of
+from ultraep.parallel.home import expert_parameters, mesh_of
 from ultraep.parallel.wrapped import IGNORED_BY_DDP, leave_out_experts
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.connect import GroupOrName, resolve_group

@@ -25,7 +25,6 @@ from ultraep.integrations.vllm.refusals import (
 )
 from ultraep.integrations.vllm.settings import ServingSettings
 from ultraep.runtime.balancer import Balancer
-from ultraep.runtime.clocks import DeviceClock, HostClock
 
 counters_of_process = cache(ServingCounters)  # prometheus_client registers names once
 
@@ -68,8 +67,7 @@ class Service:
                     balancer = self._balancers[key] = self._balancer(layer, group)
                     undo.callback(balancer.close)
                     undo.enter_context(balancer.unchanged_weights())  # see `weight_loader`
-                    clock = HostClock if layer.w2_weight.device.type == "cpu" else DeviceClock
-                    balancer.observe(clock([counters], balancer.rank))
+                    balancer.add_sink(counters)
                 layer.balancer = self._balancers[key]
                 layer.layer_index = layer.balancer.register_layer()
             atexit.register(undo.pop_all().close)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ultraep.config import BalanceConfig
+from ultraep.config import BalanceConfig, check_integer
 from ultraep.errors import ConfigError
 from ultraep.policies import get_policy
 
@@ -40,9 +40,9 @@ class ServingSettings:
     keep: bool = True
 
     def __post_init__(self) -> None:
-        _check_count("slots", self.slots, least=0)
+        check_integer("slots", self.slots, least=0)
         if self.min_rows is not None:
-            _check_count("min_rows", self.min_rows, least=1)
+            check_integer("min_rows", self.min_rows, least=1)
         if not isinstance(self.keep, bool):
             raise ConfigError(f"keep must be true or false, got {self.keep!r}")
         if self.record is not None and not (isinstance(self.record, str) and self.record):
@@ -100,11 +100,6 @@ def _check_names(names: Iterable[str], known: Mapping[str, Any]) -> None:
     unknown = sorted(set(names) - known.keys())
     if unknown:
         raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
-
-
-def _check_count(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 READERS: dict[str, tuple[Callable[[str], Any], str]] = {

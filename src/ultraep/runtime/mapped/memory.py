@@ -159,7 +159,7 @@ class MappedMemory:
         return self._contents[key]
 
     def contents(self, layout: Layout, buffer: int, layer: int, versions: torch.Tensor) -> Contents:
-        """Return the same for the weights of a layer in these versions."""
+        """Return the contents of these slots, to be compared with a layer's weights."""
         owner = self._owners.setdefault((layer, layout), len(self._owners) + 1)
         return Contents(self.contents_of_all(layout, buffer), versions, owner, buffer)
 

@@ -23,7 +23,7 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import ConfigError
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
@@ -87,8 +87,8 @@ class MappedPlane:
         info = MicrobatchInfo(0, 0, in_backward=True)
         versions = torch.zeros(self._peers.size, dtype=torch.int32, device=self.device)
         memory = self.workspaces.last.memory
-        replicas = MappedReplicas(self.shared, memory, info, self.adopted, bundle, versions)
-        with self.shared.observers.silenced(), replicas:
+        shared = self.shared.unobserved()
+        with MappedReplicas(shared, memory, info, self.adopted, bundle, versions) as replicas:
             replicas.tensors()
         self.resident = replicas.schedule
 
@@ -221,7 +221,8 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         info = MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True)
         no_versions = torch.zeros_like(self._versions)
         adopted, memory = self._workspace.control.adopt(plan).copied(), self._workspace.memory
-        return MappedReplicas(self._shared, memory, info, adopted, bundle, no_versions)
+        shared = self._shared.unobserved()
+        return MappedReplicas(shared, memory, info, adopted, bundle, no_versions)
 
     def _rows(self, plan: DevicePlan) -> MappedRows:
         assert plan.topology == self._plane.topology
@@ -254,7 +255,7 @@ class MappedRows(BaseExchange):
         self.slots, self._shape = routes.slots, routes.slots.shape
         self.offsets = self._rows.offsets
 
-    @unseen()
+    @hidden
     def begins(self) -> list[int]:
         begins: list[int] = self.offsets.tolist()
         return begins

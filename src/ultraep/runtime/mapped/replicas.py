@@ -12,7 +12,7 @@ import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
 from ultraep.microbatch import MicrobatchInfo, TensorSpecs
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.ops.products import Beside
 from ultraep.runtime.control import DevicePlan
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
@@ -41,9 +41,8 @@ class MappedReplicas(BaseReplicas):
         versions: torch.Tensor,
         schedule: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(info, bundle, shared.observers, shared.in_backward)
-        self._promises, self._memory = shared.versions, memory
-        self._plan, self._versions = plan, versions
+        super().__init__(shared, info, bundle)
+        self._memory, self._plan, self._versions = memory, plan, versions
         self.schedule, self._resident = schedule, schedule is not None
         self.sms, self.possible = memory.sms, memory.topology.can_replicate
         self.num_homes = memory.streamer.homes
@@ -63,7 +62,7 @@ class MappedReplicas(BaseReplicas):
             self.begin()
             self._begun = True
 
-    @unseen()
+    @hidden
     def _fill(self, loan: ExitStack) -> None:
         """Fill the slots on the second stream; sends nothing if they still hold the weights."""
         memory, tensors = self._memory, resolve(self.bundle)
@@ -98,11 +97,11 @@ class MappedReplicas(BaseReplicas):
     def _report(self, layout: Layout) -> None:
         """Report the replicas sent: under a promise as the device counts them, else as planned."""
         sent: Later | None = None
-        if self._promises.promise and not self._resident and self.schedule is not None:
+        if self._shared.versions.promise and not self._resident and self.schedule is not None:
             sent = _fetched(self.schedule[:1])
         elif self.info.in_backward:
             return
-        self.observers.sent(self.info, "weights", layout.nbytes, sent)
+        self._sent("weights", layout.nbytes, sent)
 
     def _slot_tensors(self) -> dict[str, torch.Tensor]:
         """The main stream waits for them."""
@@ -110,14 +109,14 @@ class MappedReplicas(BaseReplicas):
         self._sending = {}
         return self._tensors
 
-    @unseen()
+    @hidden
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor:
         memory, width = self._memory, like_AD.shape[1]
         nbytes = memory.exchange.layout.served_bytes(width * like_AD.itemsize)
         region = memory.writable("served", nbytes)
         return memory.exchange.served_rows(region, width, like_AD.dtype)
 
-    @unseen()
+    @hidden
     def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         self._gradients = self._memory.gradient_slots(specs)
         if self._gradients:
@@ -128,13 +127,13 @@ class MappedReplicas(BaseReplicas):
             for name, (shape, dtype) in specs.items()
         }
 
-    @unseen()
+    @hidden
     def spans(self) -> torch.Tensor:
         """[H, 2] at the end of the schedule."""
         assert self.schedule is not None, "nothing was sent"
         return self.schedule[self._memory.streamer.size - 2 * self.num_homes :].view(-1, 2)
 
-    @unseen()
+    @hidden
     @staged("reduce")
     def reduce(
         self,
@@ -154,7 +153,7 @@ class MappedReplicas(BaseReplicas):
                 for gradient, total in zip(stack, stacked[name], strict=True):
                     gradient.copy_(total)
         nbytes = sum(slots.nbytes for slots in self._gradients.values())
-        self.observers.sent(self.info, "gradients", nbytes, None)
+        self._sent("gradients", nbytes, None)
         return Beside(memory.beside, memory.overlap.aside) if beside else None
 
     @staged("reduce")

@@ -83,10 +83,6 @@ class Workspace:
         words = (memory.signals.words[:1], self.control.faults, memory.exchange.faults)
         self._fetch = Fetch(torch.cat(words))
 
-    def forget_faults(self) -> None:
-        """Ignore the counters that were requested."""
-        self._fetch = None
-
     def check(self) -> None:
         """Raise errors that the device has recorded since the last check; waits for it."""
         self.most_rows = max(self.most_rows, int(self.memory.exchange.faults[1]))

@@ -221,8 +221,8 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MessageReplicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step)
         versions = np.full(plan.topology.ranks, number)  # no slot holds this version
-        device, pool = self._inputs.ids.device, self._plane.pool
-        return MessageReplicas(self._shared, pool, info, plan, bundle, versions, device)
+        shared, device, pool = self._shared.unobserved(), self._inputs.ids.device, self._plane.pool
+        return MessageReplicas(shared, pool, info, plan, bundle, versions, device)
 
     def _rows(self, plan: Plan) -> RowMessages:
         return RowMessages(self._routes(plan), self._shared, self.info)

@@ -26,7 +26,7 @@ from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import HOME, Hop, hops
 from ultraep.microbatch import MicrobatchInfo, TensorSpecs
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.runtime.messages.slots import Buffer, Contents, SlotPool
@@ -53,8 +53,8 @@ class MessageReplicas(BaseReplicas):
         versions: IntArray,
         device: torch.device,
     ) -> None:
-        super().__init__(info, bundle, shared.observers, shared.in_backward)
-        self._shared, self._pool, self._plan, self._device = shared, pool, plan, device
+        super().__init__(shared, info, bundle)
+        self._pool, self._plan, self._device = pool, plan, device
         self._home_experts = plan.topology.home_experts(shared.comm.rank)
         versions_E = versions[plan.topology.home_of_expert]
         self._wanted: Contents = {
@@ -75,7 +75,7 @@ class MessageReplicas(BaseReplicas):
         lend = self._pool.lend(layout, device, str(self), self._wanted, self._buffer)
         buffer = self._buffer = loan.enter_context(lend)
         nbytes = self._send_missing(buffer, layout, tensors) if self._wanted else 0
-        self._report("weights", layout, nbytes)
+        self._sent("weights", layout.nbytes, nbytes // layout.nbytes)
 
     def _send_missing(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> int:
         """Send and receive the replicas that are not in their slots yet; return the bytes sent."""
@@ -104,7 +104,7 @@ class MessageReplicas(BaseReplicas):
     def served_rows(self, like_AD: torch.Tensor) -> None:
         """None: rows are sent from any memory."""
 
-    @unseen()
+    @hidden
     def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         """`[L, ...]` memory that all layers share."""
         layout = Layout(tuple((name, *kind) for name, kind in specs.items()))
@@ -112,7 +112,7 @@ class MessageReplicas(BaseReplicas):
         self._gradients = layout, rows
         return layout.views(rows)
 
-    @unseen()
+    @hidden
     def spans(self) -> torch.Tensor:
         experts = self._plan.replicas[:, 0]
         begins = np.searchsorted(experts, self._home_experts, "left")
@@ -120,7 +120,7 @@ class MessageReplicas(BaseReplicas):
         spans = np.stack([begins, ends], axis=1).astype(np.int32)
         return moved(torch.from_numpy(spans), self._device)
 
-    @unseen()
+    @hidden
     @staged("reduce")
     def reduce(
         self,
@@ -150,7 +150,7 @@ class MessageReplicas(BaseReplicas):
             for name, stack in homes.items():
                 replicas = [views[name][number] for number in numbers]
                 _add(stack[index], of_homes[name][index], replicas)
-        self._report("gradients", layout, len(sends) * layout.nbytes)
+        self._sent("gradients", layout.nbytes, len(sends))
 
     @staged("reduce")
     def reduced(self) -> None:
@@ -158,9 +158,6 @@ class MessageReplicas(BaseReplicas):
 
     def _gradient_rows(self, use: str, count: int, layout: Layout) -> torch.Tensor:
         return self._pool.gradient_rows(use, count, layout.nbytes, self._device)
-
-    def _report(self, what: str, layout: Layout, nbytes: int) -> None:
-        self.observers.sent(self.info, what, layout.nbytes, nbytes // layout.nbytes)
 
 
 def send_weights(
