@@ -153,7 +153,7 @@ def find(
     """Replay all records at every number of ranks, under every policy and number of slots."""
     combinations = []
     for size, policy in product(sizes, options.policies):
-        slots = options.slots[:1] if policy == "none" else options.slots  # none has no replicas
+        slots = options.slot_counts[: 1 if policy == "none" else None]  # none has no replicas
         combinations += cases(
             trace, policies=[policy], slots=slots, ranks=[size], history=[options.history]
         )
