@@ -12,9 +12,8 @@ from torch import nn
 
 from ultraep.errors import ConfigError
 from ultraep.tools.inspect.blocks import Anatomy
-from ultraep.tools.inspect.findings import label
+from ultraep.tools.inspect.findings import label, write_report
 from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.report import write_report
 from ultraep.tools.inspect.run import Inspection, claim_folder, experts_per_layer, write_preset
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.workload import read_workload

@@ -20,6 +20,7 @@ from ultraep.tools.inspect.findings import (
     Findings,
     InspectionResult,
     label,
+    write_report,
 )
 from ultraep.tools.inspect.options import InspectOptions
 
@@ -135,7 +136,6 @@ def _save(
     terminal: Terminal, inspection: Inspection, result: InspectionResult, findings: Findings
 ) -> None:
     """Save after printing, so that a full disk loses no output."""
-    from ultraep.tools.inspect.report import write_report
     from ultraep.tools.inspect.run import write_preset
 
     options, out = inspection.options, inspection.options.out
