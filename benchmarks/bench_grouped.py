@@ -87,20 +87,17 @@ def measured(watches: Mapping[str, Stopwatch], flops: int) -> Values:
 def grouped(bench: Bench) -> None:
     """Use the whole GPU; all slots have the same number of rows."""
     for model, slots in bench.scale.curves:
-        curve(bench, model, slots)
+        rows = [count for count in bench.scale.rows if slots * count <= bench.scale.most_rows]
+        mlp = Mlp(model, slots, slots * max(rows), bench.clock)
+        watches = {name: bench.clock.stopwatch(call, CALLS) for name, call in mlp.passes.items()}
+        lines = []
+        for count in rows:
+            mlp.divide([count] * slots)
+            case: Case = {"model": model.name, "slots": slots, "rows": count}
+            lines.append(Line(case, measured(watches, model.flops(slots * count))))
+        bench.table(f"whole GPU, D {model.width}, F {model.ffn}; rows per slot", lines)
+        del mlp, watches
         free()
-
-
-def curve(bench: Bench, model: Model, slots: int) -> None:
-    rows = [count for count in bench.scale.rows if slots * count <= bench.scale.most_rows]
-    mlp = Mlp(model, slots, slots * max(rows), bench.clock)
-    watches = {name: bench.clock.stopwatch(call, CALLS) for name, call in mlp.passes.items()}
-    lines = []
-    for count in rows:
-        mlp.divide([count] * slots)
-        case: Case = {"model": model.name, "slots": slots, "rows": count}
-        lines.append(Line(case, measured(watches, model.flops(slots * count))))
-    bench.table(f"whole GPU, D {model.width}, F {model.ffn}; rows per slot", lines)
 
 
 def partitions(bench: Bench) -> None:

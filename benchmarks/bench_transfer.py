@@ -254,12 +254,11 @@ def schedule(bench: Bench) -> None:
         chain = hops(plan, "chain")
         busiest, _ = _busiest(chain)
         signals = signals_of(LocalPeers(ranks, bench.clock.device), busiest)
-        values: dict[Metric, float | None] = {COPIES: plan.num_replicas}
-        values[LONGEST] = _longest(chain)
-        for mode in MODES:
-            values[SCHEDULE[mode]] = _schedule_us(bench, signals, plan, mode)
-        case: Case = {"ranks": ranks, "experts": experts, "load": f"{SHUFFLED} {ratio:g}"}
-        lines.append(Line(case, values | {NODE: floor}))
+        times = {SCHEDULE[mode]: _schedule_us(bench, signals, plan, mode) for mode in MODES}
+        values = {COPIES: plan.num_replicas, LONGEST: _longest(chain), **times, NODE: floor}
+        lines.append(
+            Line({"ranks": ranks, "experts": experts, "load": f"{SHUFFLED} {ratio:g}"}, values)
+        )
     bench.table("schedule: from a plan to the hops of its busiest rank, in a graph", lines)
     bench.report.note("Floor: an empty kernel in such a graph.")
 

@@ -42,12 +42,7 @@ NOTABLE_IMBALANCE = 0.02  # beyond the tolerance
 # Stages that balancing adds, stages that it shortens, and their backward stages.
 EXPOSED = ("loads", "plan", "replicate", "reroute", "reduce")
 SHORTENED = ("dispatch", "experts", "combine")
-BACK = {
-    "replicate": "weights again",
-    "dispatch": "dispatch back",
-    "experts": "experts back",
-    "combine": "combine back",
-}
+BACK = {"replicate": "weights again", **{stage: f"{stage} back" for stage in SHORTENED}}
 
 
 @dataclass(frozen=True)
