@@ -256,9 +256,8 @@ def schedule(bench: Bench) -> None:
         signals = signals_of(LocalPeers(ranks, bench.clock.device), busiest)
         times = {SCHEDULE[mode]: _schedule_us(bench, signals, plan, mode) for mode in MODES}
         values = {COPIES: plan.num_replicas, LONGEST: _longest(chain), **times, NODE: floor}
-        lines.append(
-            Line({"ranks": ranks, "experts": experts, "load": f"{SHUFFLED} {ratio:g}"}, values)
-        )
+        case: Case = {"ranks": ranks, "experts": experts, "load": f"{SHUFFLED} {ratio:g}"}
+        lines.append(Line(case, values))
     bench.table("schedule: from a plan to the hops of its busiest rank, in a graph", lines)
     bench.report.note("Floor: an empty kernel in such a graph.")
 

@@ -120,10 +120,6 @@ class Findings:
         """Whether a case has plans that move homes or need more slots than there are."""
         return any(outcome.beyond.any() for outcome in self.outcomes)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The settings of every case, with means and worst values over all records."""
-        return [_row(outcome) for outcome in self.outcomes]
-
     def table(self) -> Table:
         """Imbalance and replicas of every case."""
         head = ["policy", "EP", "slots", "before", "after", "bound", "replicas", "remote"]
@@ -178,7 +174,8 @@ def label(case: Case) -> str:
     return policy if policy == "none" else f"{policy} with {counted(case.topology.slots, 'slot')}"
 
 
-def _row(outcome: Replayed) -> dict[str, Any]:
+def row_of(outcome: Replayed) -> dict[str, Any]:
+    """The settings of a case, with means and worst values over all records."""
     settings, means = outcome.case.settings(), outcome.means()
     row = {name: settings[name] for name in ("policy", "ranks", "slots", "history")}
     row |= {"before_worst": float(outcome.before.max()), "after_worst": means.pop("worst")}

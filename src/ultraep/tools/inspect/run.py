@@ -36,6 +36,7 @@ from ultraep.tools.inspect.findings import (
     InspectionResult,
     Progress,
     find,
+    row_of,
 )
 from ultraep.tools.inspect.library import LibraryErrors
 from ultraep.tools.inspect.options import InspectOptions
@@ -82,11 +83,10 @@ class Inspection:
         self.sizes = _sizes(options.sizes, experts)
         uneven = any(experts % size for size in self.sizes)
         homes = [0] * experts if uneven else None
-        topologies = [
+        self.topology, *_ = [  # of the trace; the other topologies are only checked
             Topology(ranks=1, experts=experts, slots=slots, homes=homes)
             for slots in options.slot_counts
         ]
-        self.topology = topologies[0]  # of the trace; the others are only checked
         self.texts, self.windows = self._windows()
         if options.random is not None:
             self.notes.append("weights are random: a trained model has another imbalance")
@@ -193,7 +193,7 @@ class Inspection:
             sequence=self.windows[0].shape[1],
             wall_seconds=seconds,
             notes=notes,
-            rows=findings.rows(),
+            rows=[row_of(outcome) for outcome in findings.outcomes],
         )
 
 
