@@ -34,9 +34,11 @@ from ultraep.reroute import Routes, reroute
 from ultraep.runtime.control import ControlPlane, DeviceRoutes
 
 INNER = 20  # calls per graph
-RATES = Rates(
-    row=100_000, copy=200_000_000, each=1_000_000, layer=5_000_000
-)  # tokens and choices of a large layer
+RATES = Rates(row=100_000, copy=200_000_000, each=1_000_000, layer=5_000_000)  # of a large layer
+SIZES = ((8, 128), (16, 128), (64, 256), (72, 288), (256, 1024), (1024, 4096))  # ranks, experts
+VARIANTS: tuple[dict[str, Any], ...] = (
+    *({"slots": 2}, {"tolerance": 0.01}, {"objective": "time"}, {"domain": 8}, {"ids": "int32"}),
+)
 WHOLE = "counts to routes"
 VERBS = ("count", "plan", "reroute")
 KERNEL_STAGES = ("count", "sum", "place", "split", "lines", "assign", "receive")
@@ -73,41 +75,23 @@ class Setting:
 
     @property
     def case(self) -> Case:
-        return {
-            "ranks": self.ranks,
-            "experts": self.experts,
-            "slots": self.slots,
-            "domain": self.domain or self.ranks,
-            "tolerance": self.tolerance,
-            "objective": self.objective,
-            "load": self.kind.name,
-            "ids": self.ids,
-        }
+        names = ("ranks", "experts", "slots", "domain", "tolerance", "objective", "ids")
+        case = {name: getattr(self, name) for name in names} | {"load": self.kind.name}
+        return case | {"domain": self.domain or self.ranks}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
     """What one run measures."""
 
-    sizes: tuple[tuple[int, int], ...]  # ranks and experts
-    detail: tuple[int, int]  # the size at which variants are measured
-    variants: tuple[dict[str, Any], ...]
+    sizes: tuple[tuple[int, int], ...] = SIZES
+    detail: tuple[int, int] = (64, 256)  # the size at which variants are measured
+    variants: tuple[dict[str, Any], ...] = VARIANTS
     stages: tuple[str, ...] = (*KERNEL_STAGES, "plan", "reroute", WHOLE)
     kind: Kind = Kind(SHUFFLED, 3.0)  # noqa: RUF009  frozen
     tokens: int = 8192
 
 
-FULL = Scale(
-    sizes=((8, 128), (16, 128), (64, 256), (72, 288), (256, 1024), (1024, 4096)),
-    detail=(64, 256),
-    variants=(
-        {"slots": 2},
-        {"tolerance": 0.01},
-        {"objective": "time"},
-        {"domain": 8},
-        {"ids": "int32"},
-    ),
-)
 TOY = Scale(
     sizes=((2, 4),),
     detail=(2, 4),
@@ -305,5 +289,5 @@ OPTIONS = {"sizes": (sizes, "sizes to measure, as ranks x experts: 8x128,64x256"
 
 
 if __name__ == "__main__":
-    scales = {"toy": TOY, "quick": FULL, "full": FULL}
+    scales = {"toy": TOY, "quick": Scale(), "full": Scale()}
     main("control", __doc__, {"stages": stages}, scales, needs=KERNELS, extra=OPTIONS)

@@ -6,7 +6,7 @@
     python benchmarks/bench_copies.py --toy            # tiny, for CI
 
 The number of replicas does not depend on the machine. Up to 8 ranks the minimum is exact if the
-mixed-integer program finishes in time. Up to 16 ranks it is a lower bound (`fewest.py`). For more
+mixed-integer program finishes in time. Up to 16 ranks it is a lower bound (`optimum.py`). For more
 ranks it is the smallest number of connections between ranks that a random search finds, ignoring
 which experts can move.
 """
@@ -21,10 +21,9 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from fewest import MOST_RANKS, fewest_bound, fewest_copies, fewest_joins
 from harness import Bench, Case, Extra, Metric, Samples, Values, main
 from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting
-from optimum import Unproven
+from optimum import MOST_RANKS, Unproven, fewest_bound, fewest_copies, fewest_joins
 from timing import one_core, time_call
 
 import ultraep
@@ -60,25 +59,17 @@ CONFIGS = {
 class Scale:
     """What one run measures."""
 
-    ranks: tuple[int, ...]
-    experts: int  # of synthetic loads
-    tolerances: tuple[float, ...]
-    ratios: tuple[float, ...]
-    seeds: int
-    microbatches: int  # recorded microbatches at most
+    ranks: tuple[int, ...] = (8, 16, 32, 64)
+    experts: int = 256  # of synthetic loads
+    tolerances: tuple[float, ...] = (0.005, 0.01, 0.02, 0.05)
+    ratios: tuple[float, ...] = (1.5, 2.0, 3.0)
+    seeds: int = 3
+    microbatches: int = 16  # recorded microbatches at most
     window: int = 8192  # tokens of a recorded microbatch
     routing: Path | None = None
 
 
-FULL = Scale(
-    ranks=(8, 16, 32, 64),
-    experts=256,
-    tolerances=(0.005, 0.01, 0.02, 0.05),
-    ratios=(1.5, 2.0, 3.0),
-    seeds=3,
-    microbatches=16,
-)
-QUICK = replace(FULL, ranks=(8, 16), tolerances=(0.01,), seeds=1, microbatches=4)
+QUICK = Scale(ranks=(8, 16), tolerances=(0.01,), seeds=1, microbatches=4)
 TOY = replace(QUICK, ranks=(4,), experts=16, ratios=(2.0,), microbatches=2, window=64)
 
 
@@ -182,5 +173,5 @@ OPTIONS: Extra = {
 
 
 if __name__ == "__main__":
-    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
+    scales = {"toy": TOY, "quick": QUICK, "full": Scale()}
     main("copies", __doc__, {"copies": copies, "planning": planning}, scales, extra=OPTIONS)

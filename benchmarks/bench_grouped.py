@@ -22,10 +22,12 @@ import torch
 from card import graph_on, split, together
 from grouped_mlp import DEEPSEEK, GLM, GPT_OSS, QWEN3, TINY, Draw, Mlp, Model, drawer
 from harness import CARD, KERNELS, Bench, Case, Line, Metric, Values, main
-from timing import Call, Clock, Gpu, free, nothing
+from timing import Call, Gpu, free, nothing
 from torch.nn import functional
 
 Stopwatch = Callable[[], float]  # microseconds
+Counts = tuple[int, ...]
+Curves = tuple[tuple[Model, int], ...]  # model and slots
 PASSES = {"forward": 1, "backward": 2}  # operations per row and weight
 CALLS = 4  # calls in a graph of the whole GPU
 
@@ -40,45 +42,28 @@ WORK_BYTES = Metric("byte_rate", "GB/s", "GB/s", ".0f")
 class Scale:
     """What one run measures."""
 
-    rounds: int
-    curves: tuple[tuple[Model, int], ...]  # model and slots
-    rows: tuple[int, ...]  # of a slot
-    most_rows: int  # of all slots
-    partitions: int
-    sms: int  # of a partition
-    partition_curves: tuple[tuple[Model, int], ...]  # model and slots
-    partition_rows: tuple[int, ...]
-    matmul_rows: int
-    matmul_widths: tuple[int, ...]
-    heads: int
-    head_width: int
-    sequences: tuple[int, ...]
-    moved: tuple[int, int]  # rows and columns of memory-bound operations
+    rounds: int = 9
+    curves: Curves = ((QWEN3, 3), (QWEN3, 5), (QWEN3, 9), (DEEPSEEK, 5), (GLM, 5), (GPT_OSS, 5))
+    rows: Counts = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # of a slot
+    most_rows: int = 131072  # of all slots
+    partitions: int = 8
+    sms: int = 16  # of a partition
+    partition_curves: Curves = ((QWEN3, 17), (DEEPSEEK, 9))
+    partition_rows: Counts = (128, 512, 2048, 4096)
+    matmul_rows: int = 8192
+    matmul_widths: Counts = (4096, 5120, 7168)
+    heads: int = 64
+    head_width: int = 128
+    sequences: Counts = (4096, 8192)
+    moved: tuple[int, int] = (65536, 4096)  # rows and columns of memory-bound operations
 
 
-FULL = Scale(
-    rounds=9,
-    curves=((QWEN3, 3), (QWEN3, 5), (QWEN3, 9), (DEEPSEEK, 5), (GLM, 5), (GPT_OSS, 5)),
-    rows=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-    most_rows=131072,
-    partitions=8,
-    sms=16,
-    partition_curves=((QWEN3, 17), (DEEPSEEK, 9)),
-    partition_rows=(128, 512, 2048, 4096),
-    matmul_rows=8192,
-    matmul_widths=(4096, 5120, 7168),
-    heads=64,
-    head_width=128,
-    sequences=(4096, 8192),
-    moved=(65536, 4096),
-)
 TOY = Scale(
     rounds=1,
     curves=((TINY, 3),),
     rows=(16, 24, 130),
     most_rows=200,
     partitions=2,
-    sms=16,
     partition_curves=((TINY, 3),),
     partition_rows=(16,),
     matmul_rows=32,
@@ -88,10 +73,6 @@ TOY = Scale(
     sequences=(32,),
     moved=(64, 64),
 )
-
-
-def stopwatches(mlp: Mlp, clock: Clock) -> dict[str, Stopwatch]:
-    return {name: clock.stopwatch(call, CALLS) for name, call in mlp.passes.items()}
 
 
 def measured(watches: Mapping[str, Stopwatch], flops: int) -> Values:
@@ -106,20 +87,17 @@ def measured(watches: Mapping[str, Stopwatch], flops: int) -> Values:
 def grouped(bench: Bench) -> None:
     """Use the whole GPU; all slots have the same number of rows."""
     for model, slots in bench.scale.curves:
-        curve(bench, model, slots)
+        rows = [count for count in bench.scale.rows if slots * count <= bench.scale.most_rows]
+        mlp = Mlp(model, slots, slots * max(rows), bench.clock)
+        watches = {name: bench.clock.stopwatch(call, CALLS) for name, call in mlp.passes.items()}
+        lines = []
+        for count in rows:
+            mlp.divide([count] * slots)
+            case: Case = {"model": model.name, "slots": slots, "rows": count}
+            lines.append(Line(case, measured(watches, model.flops(slots * count))))
+        bench.table(f"whole GPU, D {model.width}, F {model.ffn}; rows per slot", lines)
+        del mlp, watches
         free()
-
-
-def curve(bench: Bench, model: Model, slots: int) -> None:
-    rows = [count for count in bench.scale.rows if slots * count <= bench.scale.most_rows]
-    mlp = Mlp(model, slots, slots * max(rows), bench.clock)
-    watches = stopwatches(mlp, bench.clock)
-    lines = []
-    for count in rows:
-        mlp.divide([count] * slots)
-        case: Case = {"model": model.name, "slots": slots, "rows": count}
-        lines.append(Line(case, measured(watches, model.flops(slots * count))))
-    bench.table(f"whole GPU, D {model.width}, F {model.ffn}; rows per slot", lines)
 
 
 def partitions(bench: Bench) -> None:
@@ -142,10 +120,8 @@ def partition_curve(
         for seed, size in enumerate(sms)
     ]
     lines = []
-    for busy in (
-        count,
-        *halves(count),
-    ):  # idle partitions leave power and bandwidth to the busy ones
+    # All, half, a quarter, ...: idle partitions leave power and bandwidth to the busy ones.
+    for busy in (count >> halvings for halvings in range(count.bit_length())):
         watches = dict(side_by_side(bench.clock, mlps[:busy], streams[:busy]))
         for each in rows if busy == count else rows[-1:]:
             for mlp in mlps:
@@ -155,11 +131,6 @@ def partition_curve(
             lines.append(Line(case, measured(watches, flops)))
     about = f"{count} partitions of {sms[0]} SMs, D {model.width}, F {model.ffn}"
     bench.table(f"{about}; number of busy partitions, time of the slowest, TFLOP/s of all", lines)
-
-
-def halves(count: int) -> list[int]:
-    """Halve the number down to one."""
-    return [] if count == 1 else [count // 2, *halves(count // 2)]
 
 
 def side_by_side(
@@ -233,9 +204,8 @@ def moves(scale: Scale, draw: Draw) -> Iterator[Work]:
     size, nbytes = " x ".join(map(str, scale.moved)), rows.nbytes
     norm = partial(functional.rms_norm, rows, (scale.moved[1],), weight, 1e-6)
     yield Work({"work": "rms_norm", "size": size}, norm, moved=2 * nbytes)
-    yield Work(
-        {"work": "add", "size": size}, partial(torch.add, rows, more, out=out), moved=3 * nbytes
-    )
+    add = partial(torch.add, rows, more, out=out)
+    yield Work({"work": "add", "size": size}, add, moved=3 * nbytes)
     yield Work({"work": "copy", "size": size}, partial(out.copy_, rows), moved=2 * nbytes)
 
 
@@ -244,5 +214,5 @@ NEEDS = {"grouped": KERNELS, "dense": KERNELS, "partitions": CARD}
 
 
 if __name__ == "__main__":
-    scales = {"toy": TOY, "quick": FULL, "full": FULL}
+    scales = {"toy": TOY, "quick": Scale(), "full": Scale()}
     main("grouped", __doc__, SECTIONS, scales, needs=NEEDS)

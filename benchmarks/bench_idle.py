@@ -115,13 +115,13 @@ def on_rank(rank: int, size: Size, cuda: bool, pairs: int) -> dict[str, Any]:
         variants.step(name)  # takes memory, measures rates
     variants.check()
     wait = torch.cuda.synchronize if cuda else nothing
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     for mode in size.modes if cuda else ("eager",):
         steps = {name: stepper(variants, name, mode) for name in variants.layers}
-        found[mode] = compare(steps, pairs, ROW if cuda else 1, wait)
-    found["stages"] = {name: stages(variants, name, cuda=cuda) for name in (NONE, DEFAULT)}
+        measured[mode] = compare(steps, pairs, ROW if cuda else 1, wait)
+    measured["stages"] = {name: stages(variants, name, cuda=cuda) for name in (NONE, DEFAULT)}
     variants.close()
-    return found
+    return measured
 
 
 def compare(steps: dict[str, Call], pairs: int, row: int, wait: Call) -> dict[str, list[float]]:
@@ -154,20 +154,20 @@ def stages(variants: Variants, name: str, *, cuda: bool, repeats: int = 9) -> di
     return {stage: fmean(rank.get(stage, 0.0) for rank in of_ranks) for stage in medians}
 
 
-def cost_lines(size: Size, found: dict[str, Any]) -> list[Line]:
+def cost_lines(size: Size, measured: dict[str, Any]) -> list[Line]:
     lines = []
-    for mode in (name for name in found if name != "stages"):
-        none = np.array(found[mode][NONE])
+    for mode in (name for name in measured if name != "stages"):
+        none = np.array(measured[mode][NONE])
         for name in (DEFAULT, AGAIN):
-            costs = np.array(found[mode][name]) / none - 1
+            costs = np.array(measured[mode][name]) / none - 1
             lower, middle, upper = np.percentile(costs, (25, 50, 75))
             values = {STEP: 1e3 * float(np.median(none)), COST: middle, LOWER: lower, UPPER: upper}
             lines.append(Line({"tokens": size.tokens, "mode": mode, "layer": name}, values))
     return lines
 
 
-def stage_lines(size: Size, found: dict[str, Any]) -> list[Line]:
-    without, with_default = found["stages"][NONE], found["stages"][DEFAULT]
+def stage_lines(size: Size, measured: dict[str, Any]) -> list[Line]:
+    without, with_default = measured["stages"][NONE], measured["stages"][DEFAULT]
     lines = []
     for stage, ms in with_default.items():
         values = {WITHOUT: without.get(stage), WITH: ms, MORE: ms - without.get(stage, 0.0)}
@@ -190,12 +190,12 @@ def main(argv: Sequence[str]) -> None:
     with shared_card(size.ranks) if cuda else nullcontext():
         for tokens in options.tokens or size.all_tokens:
             case = replace(size, tokens=tokens)
-            found = on_ranks(size.ranks, partial(on_rank, size=case, cuda=cuda, pairs=pairs))
+            measured = on_ranks(size.ranks, partial(on_rank, size=case, cuda=cuda, pairs=pairs))
             title = f"EP{size.ranks}, {size.model}: {size.about}"
             report.section = "cost"
-            report.add(f"{title}, cost of balancing an even load", cost_lines(case, found))
+            report.add(f"{title}, cost of balancing an even load", cost_lines(case, measured))
             report.section = "stages"
-            report.add(f"{title}, stages", stage_lines(case, found))
+            report.add(f"{title}, stages", stage_lines(case, measured))
             report.write(options.json)
 
 

@@ -52,6 +52,11 @@ class Size(Shape):
     control_ranks: int = 8
     control: tuple[Width, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
 
+    @property
+    def case(self) -> dict[str, str | int | float]:
+        names = ("ranks", "tokens", "hidden", "ffn", "experts", "top_k", "slots")
+        return {name: getattr(self, name) for name in names}
+
 
 Width = tuple[int, int, int]  # experts, top_k, tokens per rank
 CONTROL_PASSES = 5  # the fastest one counts, because other programs may use the machine
@@ -112,8 +117,6 @@ def gain(bench: Bench) -> None:
     """Time the layer with every policy."""
     size: Size = replace(bench.scale, experts=4 * bench.scale.ranks)
     results = on_ranks(size.ranks, on_rank, size)
-    case = {"ranks": size.ranks, "tokens": size.tokens, "hidden": size.hidden, "ffn": size.ffn}
-    case |= {"experts": size.experts, "top_k": size.top_k, "slots": size.slots}
     lines = []
     for name, facts in results.items():
         values = {
@@ -124,7 +127,7 @@ def gain(bench: Bench) -> None:
             COPIES: facts["copies"],
             MOVED: facts["moved"] / 1e6,
         }
-        lines.append(Line(case | {"policy": name}, values))
+        lines.append(Line(size.case | {"policy": name}, values))
     bench.table("a layer, forward and backward", lines)
     bench.report.note("Weights travel in forward; in backward only if another layer used the slots")
     bench.report.note("since. MB moved: by all ranks, both ways.")

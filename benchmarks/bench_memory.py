@@ -164,19 +164,17 @@ def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Itera
         else:
             nbytes_of, rows, ms = on_card(world, plan, capacity, timed=timed)
         total = sum(nbytes_of.values())
-        whole = whole or total
+        whole, kept = whole or total, nbytes_of.get("kept")
         values = {
             AFTER: busiest,
             CAPACITY: rows,
             SLOTS: nbytes_of["slots"] / 1e6,
             ROWS: nbytes_of["rows"] / 1e6,
-            KEPT: nbytes_of["kept"] / 1e6 if "kept" in nbytes_of else None,
+            KEPT: None if kept is None else kept / 1e6,
             STEP_MEMORY: nbytes_of["step"] / 1e6 if "step" in nbytes_of else None,
             ALL: total / 1e6,
             OVER: total / whole,
-            MODEL: (total + (LAYERS - 1) * nbytes_of["kept"]) / 1e6
-            if "kept" in nbytes_of
-            else None,
+            MODEL: None if kept is None else (total + (LAYERS - 1) * kept) / 1e6,
             STEP: ms,
         }
         yield Line({"skew": skew, "way": contender.name, "slots": contender.slots}, values)

@@ -81,16 +81,12 @@ def watch(balancer: ultraep.Balancer) -> Metrics:
     logger = logging.getLogger("ultraep.benchmark")
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
     logger.setLevel(logging.INFO)
-    metrics = Metrics(balancer, every=EVERY).tell(Log(logger), scalars(_nowhere))
+    metrics = Metrics(balancer, every=EVERY).tell(Log(logger), scalars(lambda *_: None))
     if find_spec("prometheus_client") is not None:
         from prometheus_client import CollectorRegistry
 
         metrics.tell(Exporter(CollectorRegistry()))
     return metrics
-
-
-def _nowhere(_values: dict[str, float], _step: int) -> None:
-    """Discard scalars."""
 
 
 def lines_of(case: Mapping[str, Any], times: Times) -> list[Line]:
@@ -158,9 +154,7 @@ def cpu(bench: Bench) -> None:
     size: Size = bench.scale.size
     with tempfile.TemporaryDirectory() as folder:
         times: Times = on_ranks(size.ranks, on_rank, size, folder)
-    case = {"ranks": size.ranks, "tokens": size.tokens, "hidden": size.hidden, "ffn": size.ffn}
-    case |= {"experts": size.experts, "top_k": size.top_k, "slots": size.slots}
-    bench.table("a layer, forward and backward", lines_of(case, times))
+    bench.table("a layer, forward and backward", lines_of(size.case, times))
     bench.report.note("Cost: median ratio of neighbouring steps, minus 1; +-: its")
     bench.report.note("standard error, from the 20th and 80th percentiles.")
 
@@ -218,20 +212,12 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
         with ultraep.Recorder(f"{folder}/run", plans[0].topology, memory=1 << 30) as recorder:
             clock = HostClock([Recording(recorder, rank=0)], rank=0)
             for step in range(count):
-                microbatch, plan = (
-                    MicrobatchInfo(0, step + 1),
-                    plans[step % PLANS],
-                )
                 begin = time.perf_counter()
-                pass_by(clock, microbatch, plan)
+                pass_by(clock, MicrobatchInfo(0, step + 1), plans[step % PLANS])
                 took.append(time.perf_counter() - begin)
         written = time.process_time() - process - (time.thread_time() - thread)
         disk = sum(path.stat().st_size for path in Path(folder).rglob("*.npz"))
-    return {
-        INSIDE: median(took) * 1e6,
-        WRITE: written / count * 1e6,
-        DISK: disk / count,
-    }
+    return {INSIDE: median(took) * 1e6, WRITE: written / count * 1e6, DISK: disk / count}
 
 
 def pass_by(clock: HostClock, microbatch: MicrobatchInfo, plan: ultraep.Plan) -> None:

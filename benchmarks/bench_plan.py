@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,6 +35,9 @@ STOP_EARLY = ("ultraep", "quota", "echo", "llep")  # policies that use a toleran
 CHECKED_RANKS = 256  # larger plans are not checked, because the check is dense
 GROWTH_PASSES = 3  # over all sizes; the fastest counts, because other programs may use the machine
 TIME_LIMIT = 60.0  # seconds for one exact optimum
+SIZES = (  # ranks and experts
+    *((8, 32), (16, 64), (32, 128), (64, 64), (64, 128), (64, 256), (256, 1024), (1024, 4096)),
+)
 
 COUNT = Metric("loads", "loads", "n", ".0f", sum)
 BEFORE = Metric("imbalance_before_mean", "max/mean", "before", ".3f")
@@ -66,16 +69,16 @@ UNPROVEN = Metric("unproven", "loads", "unproven", ".0f", sum)
 class Scale:
     """What one run measures."""
 
-    sizes: tuple[tuple[int, int], ...]  # ranks and experts
-    detail: tuple[int, int]  # the size of other sections; in `quality`, with one line per load
-    ratios: tuple[float, ...]
-    seeds: int
-    tokens: int
-    growth_ranks: tuple[int, ...]
-    growth_experts: tuple[int, ...]
-    small_tokens: tuple[int, ...]
-    trace_ranks: tuple[int, ...]
-    optima: int
+    sizes: tuple[tuple[int, int], ...] = SIZES
+    detail: tuple[int, int] = (64, 256)  # of other sections; in `quality`, with one line per load
+    ratios: tuple[float, ...] = (1.5, 2.0, 3.0, 4.0)
+    seeds: int = 20
+    tokens: int = 8192
+    growth_ranks: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
+    growth_experts: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096)
+    small_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
+    trace_ranks: tuple[int, ...] = (8, 16)
+    optima: int = 600
     policies: Sequence[str] = BUILT_IN
     trace: Path | None = None
     experts: int | None = None  # of the trace; None: from its largest id
@@ -86,20 +89,7 @@ class Scale:
         return self.seeds if ranks == self.detail[0] else max(1, min(5, self.seeds, 1024 // ranks))
 
 
-FULL = Scale(
-    sizes=((8, 32), (16, 64), (32, 128), (64, 64), (64, 128), (64, 256), (256, 1024), (1024, 4096)),
-    detail=(64, 256),
-    ratios=(1.5, 2.0, 3.0, 4.0),
-    seeds=20,
-    tokens=8192,
-    growth_ranks=(8, 16, 32, 64, 128, 256, 512, 1024),
-    growth_experts=(64, 128, 256, 512, 1024, 2048, 4096),
-    small_tokens=(1, 4, 16, 64, 256, 1024),
-    trace_ranks=(8, 16),
-    optima=600,
-)
-QUICK = replace(
-    FULL,
+QUICK = Scale(
     sizes=((8, 32), (64, 256), (256, 1024)),
     ratios=(2.0, 3.0),
     seeds=3,
@@ -352,5 +342,5 @@ OPTIONS: Extra = {
 
 if __name__ == "__main__":
     one_core()
-    scales, usual = {"toy": TOY, "quick": QUICK, "full": FULL}, list(SECTIONS)[:4]
+    scales, usual = {"toy": TOY, "quick": QUICK, "full": Scale()}, list(SECTIONS)[:4]
     main("plan", __doc__, SECTIONS, scales, usual=usual, extra=OPTIONS)

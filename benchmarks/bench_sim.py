@@ -135,11 +135,6 @@ def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
     return seconds + card_seconds(ranks["experts back"][0], speed_by_busy(curve, "backward"))
 
 
-def on_card(bench: Bench) -> None:
-    for title, lines in card_tables(bench.scale):
-        bench.table(title, lines)
-
-
 def card_tables(small: bool = False) -> Iterator[Table]:
     """Predicted and measured shares of tile-perfect routing."""
     for name, curve, index in ON_CARD:
@@ -176,10 +171,6 @@ def share_on_card(
 
 
 # -- two cores -----------------------------------------------------------------------------------
-
-
-def on_cpu(bench: Bench) -> None:
-    bench.table(*cpu_table())
 
 
 def cpu_table() -> Table:
@@ -241,7 +232,12 @@ def on_speed(bench: Bench) -> None:
     bench.table(f"{about}, EP64, two processes", lines)
 
 
-SECTIONS = {"card": on_card, "cpu": on_cpu, "speed": on_speed}
+def on_card(bench: Bench) -> None:
+    for table in card_tables(bench.scale):
+        bench.table(*table)
+
+
+SECTIONS = {"card": on_card, "cpu": lambda bench: bench.table(*cpu_table()), "speed": on_speed}
 
 
 if __name__ == "__main__":

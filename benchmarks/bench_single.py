@@ -1,7 +1,7 @@
 """One rank: a whole MoE layer compared with a plain torch layer, forward and backward.
 
     python benchmarks/bench_single.py                  # needs a GPU; a minute
-    python benchmarks/bench_single.py --only seam      # one of the two sections
+    python benchmarks/bench_single.py --only seam      # one of the sections
     python benchmarks/bench_single.py --toy            # tiny, for CI; also without a GPU
 
 Ids and gates are fixed, so no router is timed. In one run, with the same weights:
@@ -14,17 +14,23 @@ Ids and gates are fixed, so no router is timed. In one run, with the same weight
 Outputs and all gradients are compared before the timing. The layers alternate; a round is several
 steps between two events, and the median round counts. The baseline is the faster of the two torch
 layers. `seam` compares stage 6 in the same way: the torch experts on arrived rows, alone and with
-the weights that a balancer provides (`serve`).
+the weights that a balancer provides (`serve`). `transformers` times a MoE block of transformers,
+router included: unmodified, and with our stages and policy "none".
 
 Shapes: T tokens, K experts per token, E experts, A = T * K rows, D model width, F hidden width.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from harness import KERNELS, Bench, Line, Metric, main
+import torch
+from harness import KERNELS, Bench, Line, Metric, installed, main
+from layers import PLAIN as UNMODIFIED
+from layers import Step
 from load_cases import Shape
 from single_contenders import (
     OURS,
@@ -37,11 +43,12 @@ from single_contenders import (
     experts_alone,
     name_of,
 )
-from timing import alternating_ms, free
+from timing import Clock, alternating_ms, free
 
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 SPEED = Metric("speed_over_torch_grouped", "ratio", "speed", ".3f")
 SEAM_SPEED = Metric("speed_over_own_experts", "ratio", "speed", ".3f")
+OVERHEAD = Metric("overhead_over_unmodified", "ratio", "overhead", "+.4f")
 ALONE = "experts alone"
 
 
@@ -69,11 +76,7 @@ def layer(bench: Bench) -> None:
     lines = []
     for shape in bench.scale.shapes:
         times = measured(bench, Inputs.of_tokens(shape, bench.clock), PLAIN | OURS)
-        plain = min(times[name] for name in PLAIN)
-        for name, ms in times.items():
-            lines.append(
-                Line({"shape": name_of(shape), "path": name}, {STEP: ms, SPEED: plain / ms})
-            )
+        lines += lines_of(shape, times, SPEED, min(times[name] for name in PLAIN))
     about = f"EP1, {bench.scale.shapes[0].tokens} tokens, forward and backward, {bench.clock.dtype}"
     bench.table(f"{about}; shape D/F/experts/top-k", lines)
 
@@ -84,15 +87,62 @@ def seam(bench: Bench) -> None:
     for shape in bench.scale.shapes:
         inputs = Inputs.of_tokens(shape, bench.clock).arrived()
         times = measured(bench, inputs, {ALONE: experts_alone} | SEAM)
-        for name, ms in times.items():
-            lines.append(
-                Line(
-                    {"shape": name_of(shape), "path": name},
-                    {STEP: ms, SEAM_SPEED: times[ALONE] / ms},
-                )
-            )
+        lines += lines_of(shape, times, SEAM_SPEED, times[ALONE])
     about = "EP1, stage 6 with torch's grouped products, forward and backward"
     bench.table(f"{about}; shape D/F/experts/top-k", lines)
+
+
+def lines_of(shape: Shape, times: dict[str, float], speed: Metric, baseline: float) -> list[Line]:
+    return [
+        Line({"shape": name_of(shape), "path": name}, {STEP: ms, speed: baseline / ms})
+        for name, ms in times.items()
+    ]
+
+
+def transformers(bench: Bench) -> None:
+    """Measure a MoE block of transformers, and the overhead of our stages."""
+    from ultraep.integrations.transformers import balance
+
+    shape, clock = bench.scale.shapes[0], bench.clock
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randn(shape.tokens, shape.hidden, generator=draw).to(clock.device, clock.dtype)
+    plain = transformers_block(shape, clock)
+    steps = {UNMODIFIED: Step(plain, tokens[None])}
+    for plane in ("messages", "auto") if bench.on_gpu else ("messages",):
+        balanced = copy.deepcopy(plain)
+        balance(balanced, policy="none", data_plane=plane)
+        steps[f"balanced, {plane}"] = Step(balanced, tokens[None])
+    for name, step in steps.items():
+        step()
+        step.compare(name, steps[UNMODIFIED])
+    times = alternating_ms(clock, steps, bench.scale.rounds, bench.scale.steps, warmup=2)
+    lines = []
+    for name, ms in times.items():
+        case = {"shape": name_of(shape), "tokens": shape.tokens, "block": name}
+        lines.append(Line(case, {STEP: ms, OVERHEAD: ms / times[UNMODIFIED] - 1}))
+    bench.table(f"EP1, policy none, forward and backward, {clock.dtype}", lines)
+
+
+def transformers_block(shape: Shape, clock: Clock) -> Any:
+    """Experts and router of a layer of Qwen3-MoE, with grouped products."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.ffn,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        experts_implementation="grouped_mm",
+    )
+    with torch.device("meta"):
+        block = Qwen3MoeSparseMoeBlock(config).to(clock.dtype).to_empty(device=clock.device)
+    draw = torch.Generator(device=clock.device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=draw)
+    return block
 
 
 def measured(bench: Bench, inputs: Inputs, makes: Mapping[str, Make]) -> dict[str, float]:
@@ -109,4 +159,7 @@ def measured(bench: Bench, inputs: Inputs, makes: Mapping[str, Make]) -> dict[st
 
 if __name__ == "__main__":
     scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    main("single", __doc__, {"layer": layer, "seam": seam}, scales, needs=KERNELS)
+    sections = {"layer": layer, "seam": seam}
+    if installed("transformers"):
+        sections["transformers"] = transformers
+    main("single", __doc__, sections, scales, needs=KERNELS)

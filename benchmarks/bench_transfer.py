@@ -8,35 +8,28 @@
 All ranks belong to one process on one device, and one launch streams for all of them. This measures
 the kernels and the memory of one device, not a link. Every transfer is compared bit by bit with the
 expected result: the target is overwritten before each timed launch and read after the last one.
+
+Shapes: C replicas, R ranks, H home experts, P parameters of an expert.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 from card import graph_on, together
-from harness import ANY, CARD, KERNELS, Bench, Case, Line, Metric, Samples, Values, main
+from harness import ANY, CARD, KERNELS, Bench, Case, Line, Metric, Mismatch, Samples, Values, main
 from load_cases import ORDERED, SHUFFLED, Kind
-from timing import Call, Gpu
-from transfer_parts import (
-    FULL,
-    TOY,
-    Neighbours,
-    Pull,
-    Transfer,
-    as_replicas,
-    board_of,
-    copied_experts,
-    copy_rate,
-)
+from timing import Call, Clock, Gpu
 
 import ultraep
 from ultraep import Plan, Topology
+from ultraep.bundle import Layout
 from ultraep.hops import MODES, Hop, choose, hops
 from ultraep.runtime.mapped.peers import LocalPeers
 
@@ -46,6 +39,10 @@ if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when t
 BARRIERS = 50  # per graph
 LINK_PROGRAMS = 16  # enough to saturate a link
 INNER = 20  # schedules per graph
+POISON = 0xA5  # byte value of empty slots
+TIMEOUT = 5.0  # seconds
+Counts = tuple[int, ...]
+Sizes = tuple[tuple[int, int], ...]  # ranks and experts
 TIME = Metric("time_p50", "us", "us", ".1f")
 RATE = Metric("rate", "TB/s", "TB/s", ".3f")
 SHARE = Metric("share_of_copy", "share", "of copy", ".3f")
@@ -65,6 +62,64 @@ WORST_PATH = {m: Metric(f"{m}_path_worst", "experts", "worst", ".2f", max) for m
 NODE = Metric("launch_floor", "us", "floor us", ".2f")
 SCHEDULE = {m: Metric(f"{m}_graph_time_p50", "us", f"{m} us", ".2f") for m in MODES}
 BARRIER = Metric("meeting_time", "us", "us", ".2f")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """What one run measures."""
+
+    hidden: int = 4096  # of Qwen3-235B: gate and up [2 * ffn, hidden], down [hidden, ffn], bf16
+    ffn: int = 1536
+    ranks: int = 8  # ranks of the ring
+    programs: Counts = (8, 16, 32, 64, 96)  # of a rank
+    relay_ranks: int = 16
+    budgets: Counts = (2, 4, 8, 16)  # programs per rank in relays
+    fans: Counts = (1, 2, 4, 8, 15)  # replicas of one expert; the first is 1
+    plan_sizes: Sizes = ((8, 128), (8, 256), (16, 128), (16, 256), (64, 128), (64, 256))
+    ratios: tuple[float, ...] = (1.5, 2.0, 3.0)
+    seeds: int = 5
+    tokens: int = 8192
+    numbers: int = 18_874_368  # of a gradient
+    homes: int = 8  # home experts of the rank that pulls
+    pull_fans: Counts = (1, 2, 4, 7)
+    schedule_sizes: Sizes = ((8, 128), (64, 256), (256, 1024))
+    barriers: Counts = (2, 8)  # ranks
+    rounds: int = 21
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the two tensors of an expert in a row."""
+        shapes = {"gate_up": (2 * self.ffn, self.hidden), "down": (self.hidden, self.ffn)}
+        return Layout(tuple((name, shape, torch.bfloat16) for name, shape in shapes.items()))
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes that all ranks of the ring send."""
+        return self.ranks * self.layout.nbytes
+
+
+FULL = Scale()
+TOY = Scale(
+    hidden=64,
+    ffn=32,
+    ranks=4,
+    programs=(2, 4),
+    relay_ranks=9,
+    budgets=(2,),
+    fans=(1, 8),
+    plan_sizes=((4, 8), (8, 32)),
+    ratios=(1.5,),
+    seeds=2,
+    tokens=64,
+    numbers=1000,
+    homes=2,
+    pull_fans=(1, 2),
+    schedule_sizes=((4, 8),),
+    barriers=(2,),
+)
+
+
+# -- sections ------------------------------------------------------------------------------------
 
 
 def direct(bench: Bench) -> None:
@@ -198,22 +253,20 @@ def schedule(bench: Bench) -> None:
         plan = ultraep.plan(loads, topology, backend="cpu")
         chain = hops(plan, "chain")
         busiest, _ = _busiest(chain)
-        board = board_of(LocalPeers(ranks, bench.clock.device), busiest)
-        values: dict[Metric, float | None] = {COPIES: plan.num_replicas}
-        values[LONGEST] = _longest(chain)
-        for mode in MODES:
-            values[SCHEDULE[mode]] = _schedule_us(bench, board, plan, mode)
+        signals = signals_of(LocalPeers(ranks, bench.clock.device), busiest)
+        times = {SCHEDULE[mode]: _schedule_us(bench, signals, plan, mode) for mode in MODES}
+        values = {COPIES: plan.num_replicas, LONGEST: _longest(chain), **times, NODE: floor}
         case: Case = {"ranks": ranks, "experts": experts, "load": f"{SHUFFLED} {ratio:g}"}
-        lines.append(Line(case, values | {NODE: floor}))
+        lines.append(Line(case, values))
     bench.table("schedule: from a plan to the hops of its busiest rank, in a graph", lines)
     bench.report.note("Floor: an empty kernel in such a graph.")
 
 
-def _schedule_us(bench: Bench, board: Signals, plan: Plan, mode: str) -> float:
+def _schedule_us(bench: Bench, signals: Signals, plan: Plan, mode: str) -> float:
     """Of one mode; tests compare the result with that of the host."""
     from ultraep.backends.triton.streamer import Streamer
 
-    streamer = Streamer(board, plan.topology, relay=mode, programs=1)
+    streamer = Streamer(signals, plan.topology, relay=mode, programs=1)
     replicas_C3 = as_replicas(plan.replicas.tolist(), streamer.copies, bench.clock.device)
     made = torch.zeros(streamer.size, dtype=torch.int32, device=bench.clock.device)
     layout = bench.scale.layout
@@ -222,35 +275,228 @@ def _schedule_us(bench: Bench, board: Signals, plan: Plan, mode: str) -> float:
 
 def barrier(bench: Bench) -> None:
     """Time barriers of all ranks, each in its own graph and stream."""
-    lines = []
-    for ranks in bench.scale.meets:
-        lines.append(Line({"ranks": ranks}, {BARRIER: barrier_us(ranks, bench)}))
+    sizes = bench.scale.barriers
+    lines = [Line({"ranks": ranks}, {BARRIER: barrier_us(ranks, bench)}) for ranks in sizes]
     bench.table("barrier: one barrier of all ranks on one device", lines)
 
 
 def barrier_us(ranks: int, bench: Bench) -> float:
     """Microseconds per barrier, from graphs of two lengths, which cancels other costs."""
     group = LocalPeers(ranks, bench.clock.device)
-    boards = [board_of(group, rank) for rank in range(ranks)]
-    streams = [torch.cuda.Stream() for _ in boards]
+    all_signals = [signals_of(group, rank) for rank in range(ranks)]
+    streams = [torch.cuda.Stream() for _ in all_signals]
 
-    def meet_often(board: Signals, meetings: int) -> None:
-        for _ in range(meetings):
-            board.barrier("rows")
+    def run_barriers(signals: Signals, count: int) -> None:
+        for _ in range(count):
+            signals.barrier("rows")
 
-    def graphs(meetings: int) -> list[Call]:
+    def graphs(count: int) -> list[Call]:
         return [
-            graph_on(stream, partial(meet_often, board, meetings)).replay
-            for stream, board in zip(streams, boards, strict=True)
+            graph_on(stream, partial(run_barriers, signals, count)).replay
+            for stream, signals in zip(streams, all_signals, strict=True)
         ]
 
-    together([partial(board.barrier, "rows") for board in boards], streams)
+    together([partial(signals.barrier, "rows") for signals in all_signals], streams)
     torch.cuda.synchronize()
-    boards[0].check()
+    all_signals[0].check()
     short, long = graphs(BARRIERS), graphs(3 * BARRIERS)
     us = [bench.clock.us(partial(together, calls, streams)) for calls in (short, long)]
-    boards[0].check()
+    all_signals[0].check()
     return (us[1] - us[0]) / (2 * BARRIERS)
+
+
+# -- transfers -----------------------------------------------------------------------------------
+
+
+def copy_rate(bench: Bench) -> float:
+    """Bytes per microsecond, read and written, of a plain copy of the ring's bytes."""
+    size: int = bench.scale.ring_bytes
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=bench.clock.device)
+    target = torch.empty_like(source)
+    return 2 * size / bench.clock.us(partial(target.copy_, source))
+
+
+def signals_of(group: LocalPeers, rank: int) -> Signals:
+    from ultraep.backends.triton.signals import Signals
+
+    return Signals(group.of(rank), slots=1, buffers=1, timeout=TIMEOUT)
+
+
+def as_replicas(rows: Sequence[Sequence[int]], copies: int, device: torch.device) -> torch.Tensor:
+    """[C, 3] expert, host and slot of every replica, in the format of a plan on the device."""
+    unused = [[-1, -1, -1]] * (copies - len(rows))
+    return torch.tensor([*map(list, rows), *unused], dtype=torch.int32, device=device)
+
+
+class Neighbours:
+    """Ranks of this process on one device, with one home expert and one spare slot each."""
+
+    def __init__(self, ranks: int, bench: Bench) -> None:
+        self.topology = Topology(ranks=ranks, experts=ranks, slots=1)
+        self.layout, self.device = bench.scale.layout, bench.clock.device
+        group = LocalPeers(ranks, self.device)
+        self.signals = [signals_of(group, rank) for rank in range(ranks)]
+        nbytes = self.layout.nbytes
+        self.slots = [group.of(rank).allocate("rows", nbytes).local for rank in range(ranks)]
+        self.rows = group.of(0).allocate("rows", nbytes)
+        self.weights = [
+            {name: self._random_bits((1, *shape)) for name, shape, _ in self.layout.parts}
+            for _ in range(ranks)
+        ]
+
+    def _random_bits(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Random bits; equal numbers are rare."""
+        bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=self.device)
+        return bits.view(torch.bfloat16)
+
+
+class Transfer:
+    """Replicas (expert, host) of home experts, sent by all ranks in one launch."""
+
+    def __init__(
+        self, world: Neighbours, copies: Sequence[tuple[int, int]], *, mode: str, programs: int
+    ) -> None:
+        from ultraep.backends.triton.streamer import Streamer
+
+        self._world, self._copies = world, copies
+        self._streamers = [
+            Streamer(signals, world.topology, relay=mode, programs=programs)
+            for signals in world.signals
+        ]
+        ranks, first = world.topology.ranks, self._streamers[0]
+        rows = [(*copy, 0) for copy in sorted(copies)]
+        self._replicas_C3 = as_replicas(rows, first.copies, world.device)
+        self._made = torch.zeros(ranks, first.size, dtype=torch.int32, device=world.device)
+        sources = [
+            streamer.sources(world.layout, weights)
+            for streamer, weights in zip(self._streamers, world.weights, strict=True)
+        ]
+        self._homes, self._parts = torch.stack([homes for homes, _ in sources]), sources[0][1]
+
+    def prepare(self) -> None:
+        """Empty the slots and make a new schedule."""
+        for slot in self._world.slots:
+            slot.fill_(POISON)
+        for streamer, made in zip(self._streamers, self._made, strict=True):
+            streamer.schedule(self._replicas_C3, self._world.layout, made)
+
+    def launch(self) -> None:
+        self._streamers[0].launch(
+            self._homes,
+            self._parts,
+            self._made,
+            self._world.layout.nbytes,
+            self._world.rows,
+            buffer=0,
+            first_rank=0,
+            ranks=self._world.topology.ranks,
+        )
+
+    def time(self, clock: Clock) -> float:
+        """Microseconds of the launch; checks the slots after the last one."""
+        us = clock.us(self.launch, self.prepare)
+        self._world.signals[0].check()
+        self._check()
+        return us
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of an expert in the last schedule."""
+        return int(self._made[0, 1])
+
+    def _check(self) -> None:
+        expert_of_host = {host: expert for expert, host in self._copies}
+        for host, slot in enumerate(self._world.slots):
+            if host not in expert_of_host:
+                same = bool((slot == POISON).all())
+            else:
+                want = self._world.weights[expert_of_host[host]]
+                got = self._world.layout.views(slot[None])
+                bits = torch.int16
+                same = all(torch.equal(got[n].view(bits), want[n].view(bits)) for n in want)
+            if not same:
+                raise Mismatch(f"the slot of rank {host} is wrong after sending {self._copies}")
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Replicas (expert, host) of experts of rank 0, in plan order."""
+
+    name: str
+    replicas: tuple[tuple[int, int], ...]
+
+    @property
+    def experts(self) -> list[int]:
+        return sorted({expert for expert, _ in self.replicas})
+
+    def moved(self, numbers: int, zero: bool) -> int:
+        """Bytes moved: home gradients are read and written, replica gradients read (and zeroed)."""
+        return 4 * numbers * (2 * len(self.experts) + len(self.replicas) * (2 if zero else 1))
+
+
+def copied_experts(scale: Scale) -> list[Copied]:
+    """One expert with several replicas, and several experts with one each."""
+    single = [
+        Copied(f"fan {fan}", tuple((0, host) for host in range(1, fan + 1)))
+        for fan in scale.pull_fans
+    ]
+    each = tuple((expert, expert + 1) for expert in range(scale.homes))
+    return [*single, Copied(f"{scale.homes} x fan 1", each)]
+
+
+class Pull:
+    """Rank 0 adds up the gradients of its replicas on other ranks."""
+
+    def __init__(self, bench: Bench, programs: int) -> None:
+        from ultraep.backends.triton.streamer import Streamer
+
+        scale, device, self._clock = bench.scale, bench.clock.device, bench.clock
+        ranks = 1 + max(scale.homes, *scale.pull_fans)
+        group = LocalPeers(ranks, device)
+        topology = Topology(ranks=ranks, experts=ranks * scale.homes, slots=1)
+        self._streamer = Streamer(signals_of(group, 0), topology, relay="direct", programs=1)
+        self._layout, self._programs = scale.layout, programs
+        self._rows = group.of(0).allocate("gradients", 4 * scale.numbers)
+        self._gradient_of_host = [
+            group.of(rank).allocate("gradients", 4 * scale.numbers).local.view(torch.float32)
+            for rank in range(ranks)
+        ]
+        self._gradients_HP = torch.zeros(scale.homes, scale.numbers, device=device)
+        self._fresh_HP = torch.randn(scale.homes, scale.numbers, device=device)
+        self._fresh_RP = torch.randn(ranks, scale.numbers, device=device)
+        self._made = torch.zeros(self._streamer.size, dtype=torch.int32, device=device)
+
+    def time(self, copied: Copied, zero: bool) -> float:
+        """Microseconds of a pull; the sums of the last one are compared."""
+        from ultraep.backends.triton.streamer import pull
+
+        rows = [(*copy, 0) for copy in copied.replicas]
+        replicas_C3 = as_replicas(rows, self._streamer.copies, self._made.device)
+        self._streamer.schedule(replicas_C3, self._layout, self._made)
+        arguments = self._gradients_HP, self._rows, self._made, self._streamer
+        call = partial(pull, *arguments, programs=self._programs, zero=zero)
+        us = self._clock.us(call, partial(self._renew, copied))
+        self._check(copied, zero)
+        return us
+
+    def _renew(self, copied: Copied) -> None:
+        """Restore the gradients to their state before the first pull."""
+        for expert in copied.experts:
+            self._gradients_HP[expert].copy_(self._fresh_HP[expert])
+        for _, host in copied.replicas:
+            self._gradient_of_host[host].copy_(self._fresh_RP[host])
+
+    def _check(self, copied: Copied, zero: bool) -> None:
+        for expert in copied.experts:
+            want = self._fresh_HP[expert].clone()
+            for _, host in (copy for copy in copied.replicas if copy[0] == expert):
+                want += self._fresh_RP[host]
+            if not torch.equal(self._gradients_HP[expert], want):
+                raise Mismatch(f"the gradient of expert {expert}: {copied.name}")
+        for _, host in copied.replicas:
+            left = self._gradient_of_host[host]
+            if not (bool((left == 0).all()) if zero else torch.equal(left, self._fresh_RP[host])):
+                raise Mismatch(f"the gradient that rank {host} holds: {copied.name}")
 
 
 SECTIONS = {

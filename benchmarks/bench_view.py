@@ -67,6 +67,12 @@ class Server:
             raise SystemExit(f"{path} {parameters}: {answer.status} {content[:200]!r}")
         return json.loads(content)
 
+    @property
+    def trace(self) -> dict[str, Any]:
+        """The state of the only trace."""
+        state: dict[str, Any] = self.get("state")["items"][0]
+        return state
+
     def cpu(self) -> float | None:
         """CPU seconds of the server, if the system reports them."""
         status = Path(f"/proc/{self.process.pid}/stat")
@@ -115,18 +121,13 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
         process.wait()
 
 
-def trace_name(server: Server) -> str:
-    name: str = server.get("state")["items"][0]["name"]
-    return name
-
-
 def wait_for_overview(server: Server) -> dict[Metric, float | None]:
     """Wait for the first overview, and return the times until then."""
     listens = time.perf_counter() - server.began
-    while not (whole := server.get("overview", trace=trace_name(server)))["totals"]["records"]:
+    name = server.trace["name"]
+    while not (records := server.get("overview", trace=name)["totals"]["records"]):
         time.sleep(0.01)
     first = time.perf_counter() - server.began
-    records = whole["totals"]["records"]
     return {LISTENS: listens, FIRST: first, BUSY: server.cpu(), SHOWN: records}
 
 
@@ -135,7 +136,7 @@ def clicks(
 ) -> dict[str, list[Took]]:
     """Response times by request. whole: all ranks are read."""
     took: dict[str, list[Took]] = {}
-    trace = trace_name(server)
+    trace = server.trace["name"]
 
     def ask(name: str, path: str, **parameters: Any) -> Any:
         begin, busy = time.perf_counter(), server.cpu()
@@ -163,7 +164,7 @@ def clicks(
 def time_to_read(server: Server) -> float:
     """Seconds until the whole trace is read."""
     while time.perf_counter() - server.began < READ_LIMIT_S:
-        if server.get("state")["items"][0]["finished"]:
+        if server.trace["finished"]:
             return time.perf_counter() - server.began
         time.sleep(0.05)
     raise SystemExit(f"the trace was not read within {READ_LIMIT_S:.0f} s")
@@ -209,8 +210,7 @@ def measure(bench: Bench, folder: Path) -> None:
         early = clicks(server, rng, rounds, whole=False)
         seconds, busy = time_to_read(server), server.cpu()
         late = clicks(server, rng, rounds, whole=True)
-        shape = server.get("state")["items"][0]
-        peak = server.peak()
+        shape, peak = server.trace, server.peak()
     case = {name: shape[name] for name in ("ranks", "experts", "records")}
     values = first | {WHOLE: seconds, WHOLE_BUSY: busy, MEMORY: peak, DISK: disk}
     bench.table("from the start of the process", [Line(case, values)], section="open")

@@ -1,6 +1,6 @@
 """The experts of one rank by themselves: all that stage 6 launches, forward and backward.
 
-Shapes: A rows that there is room for, L slots, D model width, F hidden width.
+Shapes: A rows of capacity, L slots, D model width, F hidden width.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ TINY = Model("tiny", 64, 32)
 
 
 class Mlp:
-    """The experts of one rank, with room for so many rows, and all that both passes need.
+    """The experts of one rank, and all tensors of both passes.
 
-    `sms`: multiprocessors to fill; all of them, if not given.
+    capacity: rows of all slots.   sms: multiprocessors to fill; None: all.
     """
 
     def __init__(
         self,
         model: Model,
         slots: int,
-        room: int,
+        capacity: int,
         clock: Clock,
         *,
         sms: int | None = None,
@@ -67,14 +67,14 @@ class Mlp:
         self._down = as_stacks(drawn(slots, width, ffn).mul_(ffn**-0.5))
         self._d_gate_up = as_stacks(empty(slots, 2 * ffn, width, dtype=torch.float32))
         self._d_down = as_stacks(empty(slots, width, ffn, dtype=torch.float32))
-        self._rows_AD, self._d_out_AD = drawn(room, width), drawn(room, width)
-        self._served_AD = empty(room, width)  # outputs, then gradients of the rows
-        self._up = empty(room, 2 * ffn)
-        self._hidden_AF = empty(room, ffn)
-        self._scale_A = drawn(room).float()
+        self._rows_AD, self._d_out_AD = drawn(capacity, width), drawn(capacity, width)
+        self._served_AD = empty(capacity, width)  # outputs, then gradients of the rows
+        self._up = empty(capacity, 2 * ffn)
+        self._hidden_AF = empty(capacity, ffn)
+        self._scale_A = drawn(capacity).float()
 
     def divide(self, rows: Sequence[int]) -> None:
-        """From now on, the slots have so many rows."""
+        """Set the rows of every slot."""
         assert len(rows) == self._slots, rows
         assert sum(rows) <= len(self._rows_AD), rows
         self._offsets.copy_(torch.tensor([0, *accumulate(rows)], dtype=torch.int32))

@@ -39,9 +39,8 @@ def shared_card(ranks: int) -> Iterator[None]:
             _start_server()
             os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // ranks)
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-            os.environ.pop(
-                "CUDA_DEVICE_MAX_CONNECTIONS", None
-            )  # the GPU has too few for all processes
+            # The GPU has too few connections for all processes.
+            os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
             yield
         finally:
             _send_command("quit")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,38 +144,34 @@ def studies(page: Page, effort: Effort) -> None:
         (f"{count} slots" if count != 1 else "1 slot", start, replace(OURS, slots=count))
         for count in range(5)
     ]
-    text = "One slot is enough: more slots gain nothing."
-    study(page, effort, "Spare slots", text, slots)
+    add = partial(study, page, effort)
+    add("Spare slots", "One slot is enough: more slots gain nothing.", slots)
     tolerances = [
         (f"{value:g}", start, replace(OURS, tolerance=value))
         for value in (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
     ]
-    text = "Exact balance needs the most replicas. "
-    text += "Allowing one percent above the mean saves more than it costs."
-    study(page, effort, "Tolerance", text, tolerances)
+    text = "Exact balance needs the most replicas. Allowing one percent above the mean saves more than it costs."
+    add("Tolerance", text, tolerances)
     tokens = [
         (f"{count}", replace(start, job=training_of(start, tokens=count)), OURS)
         for count in (256, 512, 1024, 2048, 4096, 8192, 16384)
     ]
-    text = "Replicas cost the same with few tokens. "
-    text += "Below a few thousand tokens they cost more than they save."
-    study(page, effort, "Tokens per rank", text, tokens, picture="tokens")
+    text = "Replicas cost the same with few tokens. Below a few thousand tokens they cost more than they save."
+    add("Tokens per rank", text, tokens, picture="tokens")
     relays = [
         (mode, start, replace(OURS, runtime=replace(runtime_of("ultraep"), relay=mode)))
         for mode in ("direct", "chain", "auto")
     ]
-    study(page, effort, "Relays", "`direct`: relays off.", relays)
-    text = "Replicas stay in the domain of their home. "
-    text += "Rows between domains use the network, which limits every policy. "
+    add("Relays", "`direct`: relays off.", relays)
+    text = "Replicas stay in the domain of their home. Rows between domains use the network, which limits every policy. "
     text += "H200 with NVLink domains of 8, then GB200 devices in domains of several sizes; "
     text += "400 Gbit/s per device between domains."
-    study(page, effort, "Domain smaller than the group", text, domains(effort))
+    add("Domain smaller than the group", text, domains(effort))
     links = [
         (f"{rate} GB/s", replace(start, cluster=replace(start.cluster, link_gb_s=rate)), OURS)
         for rate in (100, 225, 450, 900, 1800)
     ]
-    text = "Rows and weights share the link."
-    study(page, effort, "Rate of the fast link", text, links, picture="links")
+    add("Rate of the fast link", "Rows and weights share the link.", links, picture="links")
 
 
 def domains(effort: Effort) -> list[Case]:

@@ -69,7 +69,6 @@ def scenario_of(
     noise: float | None = None,
     rates: MeasuredRates | None = None,
     steps: int = 2,
-    seed: int = 0,
 ) -> Scenario:
     """Return a setting with loads of the published imbalance; noise and rates as calibrated."""
     model = load_model(setting.model)
@@ -78,14 +77,13 @@ def scenario_of(
         sizes = {name: getattr(setting, name) for name in ("pipeline", "groups", "microbatches")}
         job = Training(tokens=setting.tokens, sequence=setting.tokens, steps=steps, **sizes)
     else:
-        job = Serving(requests=load_requests(setting.requests), tokens=setting.tokens, seed=seed)
+        job = Serving(requests=load_requests(setting.requests), tokens=setting.tokens)
     workload = fit_skew(
         setting.imbalance["none"],
         Topology(ranks=setting.ranks, experts=model.experts),
         model.top_k,
         model.expert_layers,
         noise=calibrated_noise(training=setting.training) if noise is None else noise,
-        seed=seed,
     )
     return Scenario(
         cluster=load_cluster(CLUSTER),

@@ -33,7 +33,6 @@ NEEDS = {  # all other scripts run anywhere
     "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
     "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),
     "bench_single.py": ("a GPU",),
-    "bench_transformers.py": ("transformers",),
 }
 OPTIONAL = {"cuda-python": "cuda.bindings", "scipy": "scipy", "transformers": "transformers"}
 

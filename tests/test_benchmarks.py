@@ -124,14 +124,6 @@ def test_measurements_alternate():
     assert values == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
 
 
-def test_time_call_returns_percentiles():
-    events = []
-    before = lambda: events.append("before")  # noqa: E731
-    timed = timing.time_call(lambda: events.append("call"), repeats=5, warmup=2, before=before)
-    assert events == ["before", "call"] * 7
-    assert 0 <= timed.p20 <= timed.p50 <= timed.p80
-
-
 def test_commands_contain_no_absolute_paths():
     script = str(BENCHMARKS / "bench_plan.py")
     inside = str(ROOT / "benchmarks" / "results" / "plan.json")
@@ -140,18 +132,6 @@ def test_commands_contain_no_absolute_paths():
         "python benchmarks/bench_plan.py --trace=trace.npz "
         "--json benchmarks/results/plan.json --window 64 y.npz"
     )
-
-
-def test_a_report_replaces_its_file(tmp_path, capsys):
-    path = tmp_path / "new" / "rows.json"
-    metric = harness.Metric("answer", "apples", "answer")
-    for value in (1.0, 2.0):
-        report = harness.Report("test", ["bench_test.py"])
-        report.add("a table", [harness.Line({"case": "a"}, {metric: value})])
-        report.write(path)
-    assert [row["value"] for row in json.loads(path.read_text())] == [2.0]
-    assert [file.name for file in path.parent.iterdir()] == ["rows.json"]
-    assert "a table; case a" in capsys.readouterr().out
 
 
 def test_samples_are_combined_by_case():

@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 
 from ultraep import BalanceConfig, workload
-from ultraep.tools.cli import scenario
-from ultraep.tools.cli.options import ScenarioOptions
-from ultraep.tools.sim.run import simulate as run_simulation
 
 from . import commands
 from .commands import assert_one_line
@@ -89,17 +86,6 @@ def test_json_has_a_consistent_row_for_every_policy():
     assert none["copies"] == ideal["copies"] == 0 < ours["copies"] <= RANKS
 
 
-def test_rows_equal_the_results_of_the_library():
-    options = {"imbalance": 1.7, "noise": 0.3, "steps": 1, "microbatches": 2}
-    simulated = scenario.make_scenario(ScenarioOptions(**WHERE, **options), interval=4)
-    expected = run_simulation(simulated, ["quota", "ideal"])
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    (row,) = rows(*QUICK, *flags, "--policy", "quota")
-    assert row["throughput"] == expected[0].throughput
-    assert row["share_of_ideal"] == expected[0].throughput / expected[1].throughput
-    assert row["stages"] == expected[0].stages
-
-
 def test_recorded_loads(trace):
     none, ours = rows(*TRAINING, "--policy", "none,ultraep", "--trace", trace)
     assert none["imbalance"] > ours["imbalance"] >= 1
@@ -123,14 +109,6 @@ def test_a_cluster_of_the_user(tmp_path):
     (whole,) = rows(*TRAINING, "--cluster", cluster, "--domain", 8, "--policy", "ultraep")
     assert whole["domain"] == 8
     assert whole["imbalance"] < domains["imbalance"]
-
-
-def test_a_policy_without_costs_uses_the_costs_of_another():
-    echo, ours = rows(*TRAINING, "--policy", "echo=ultraep,ultraep")
-    assert (echo["policy"], echo["priced_as"]) == ("echo", "ultraep")
-    assert (ours["policy"], ours["priced_as"]) == ("ultraep", "ultraep")
-    assert echo["stages"]["plan"] == ours["stages"]["plan"]
-    assert "echo=ultraep" in flat(*TRAINING, "--policy", "echo=ultraep")
 
 
 def ours(*options):

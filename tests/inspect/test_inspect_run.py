@@ -12,9 +12,8 @@ from torch import nn
 
 from ultraep.errors import ConfigError
 from ultraep.tools.inspect.blocks import Anatomy
-from ultraep.tools.inspect.findings import label
+from ultraep.tools.inspect.findings import label, write_report
 from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.report import write_report
 from ultraep.tools.inspect.run import Inspection, claim_folder, experts_per_layer, write_preset
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.workload import read_workload
@@ -22,7 +21,7 @@ from ultraep.trace.read import read_trace
 from ultraep.trace.replay import cases, differing, replayed
 
 pytest.importorskip("transformers")
-SETTINGS = {"tokens": 192, "window": 64, "sequence": 16, "sizes": (4, 8), "device": "cpu"}
+SETTINGS = {"tokens": 192, "window": 64, "sequence_length": 16, "ep": "4,8", "device": "cpu"}
 
 
 class Done:
@@ -40,7 +39,7 @@ class Done:
 
 @pytest.fixture(scope="module")
 def done(checkpoint, text_files, tmp_path_factory):
-    return Done(tmp_path_factory.mktemp("out"), model=checkpoint, files=tuple(text_files))
+    return Done(tmp_path_factory.mktemp("out"), model=checkpoint, text=list(text_files))
 
 
 # -- the trace -----------------------------------------------------------------------------------
@@ -77,7 +76,7 @@ def test_the_simulator_reads_the_trace_and_the_sizes(done):
     [("qwen2_moe", 64, 0), ("deepseek_v3", 64, 128), ("glm4_moe", 64, 128)],
 )
 def test_sizes_of_shared_experts_and_dense_layers(family, shared, dense, tmp_path):
-    options = InspectOptions(family=family, device="cpu", tokens=8, sequence=8, sizes=(2,))
+    options = InspectOptions(random=family, device="cpu", tokens=8, sequence_length=8, ep="2")
     inspection = Inspection(options)
     write_preset(tmp_path / "model.toml", inspection, 8)
     model = load_model(str(tmp_path / "model.toml"))
@@ -105,7 +104,7 @@ def test_rows_are_replays_of_the_trace(done):
 
 
 def test_the_ranks_need_not_divide_the_experts(tmp_path):
-    done = Done(tmp_path, family="qwen2_moe", sizes=(8, 7), policies=("ultraep",), slots=(1,))
+    done = Done(tmp_path, random="qwen2_moe", ep="8,7", policy="ultraep", slots="1")
     assert done.trace.header.experts == 60
     assert [row["ranks"] for row in done.result.rows] == [8, 7]
     assert all(row["after"] <= row["before"] for row in done.result.rows)
@@ -113,7 +112,7 @@ def test_the_ranks_need_not_divide_the_experts(tmp_path):
 
 
 def test_selected_layers(checkpoint, tmp_path):
-    done = Done(tmp_path, model=checkpoint, layers=(0, 2), policies=("none",), slots=(0,))
+    done = Done(tmp_path, model=checkpoint, layers="0,2", policy="none", slots="0")
     assert done.trace.layers.tolist() == [0, 2]
     assert list(done.ids) == [f"model.layers.{number}.mlp.experts" for number in range(3)]
     every = Inspection(InspectOptions(model=checkpoint, **SETTINGS))
@@ -123,10 +122,10 @@ def test_selected_layers(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policies": ("best",)}, "unknown policy 'best'"),
-        ({"sizes": (8, 16)}, "--ep 16: ranks must lie between 1 and the 8 experts"),
-        ({"slots": (9,)}, "slots must lie between 0 and 8, got 9"),
-        ({"layers": (1, 9)}, "--layers 9: layers with experts are 0, 1"),
+        ({"policy": "best"}, "unknown policy 'best'"),
+        ({"ep": "8,16"}, "--ep 16: ranks must lie between 1 and the 8 experts"),
+        ({"slots": "9"}, "slots must lie between 0 and 8, got 9"),
+        ({"layers": "1,9"}, "--layers 9: layers with experts are 0, 1"),
         ({"device": "abacus"}, "--device must be cpu, cuda or cuda:N, got 'abacus'"),
         ({"dtype": "int4"}, "--dtype must be one of float32"),
         ({"history": 0}, "--history must be at least 1, got 0"),
@@ -134,7 +133,7 @@ def test_selected_layers(checkpoint, tmp_path):
 )
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        Inspection(InspectOptions(**({"family": "mixtral", "sizes": (4,)} | options)))
+        Inspection(InspectOptions(**({"random": "mixtral", "ep": "4"} | options)))
 
 
 def test_layers_with_different_numbers_of_experts_are_refused():
@@ -197,7 +196,7 @@ def test_the_page_begins_with_the_answer(done, page):
 
 
 def test_the_page_without_policies_that_use_history(tmp_path):
-    small = Done(tmp_path, family="mixtral", policies=("none",), slots=(1,), sizes=(4,))
+    small = Done(tmp_path, random="mixtral", policy="none", slots="1", ep="4")
     pytest.importorskip("plotly")
     page = write_report(small.out, small.result, small.findings).read_text("utf-8")
     assert "numbers-sizes" in page

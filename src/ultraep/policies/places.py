@@ -76,19 +76,19 @@ def pack(weight_N: FloatArray, places_R: IntArray) -> IntArray:
     return rank_N
 
 
-def copied_items(weight_N: FloatArray, copies: int, most: int) -> IntArray:
+def replicated_items(weight_N: FloatArray, replicas: int, most: int) -> IntArray:
     """Return the items to replicate, in order: always the largest weight per instance.
 
-    most: instances of one item. When all items have that many, the rest is not made.
+    most: instances of one item. No more items are returned once all items have that many.
 
-    >>> copied_items(np.array([90, 31, 20], dtype=np.float32), copies=3, most=4)
+    >>> replicated_items(np.array([90, 31, 20], dtype=np.float32), replicas=3, most=4)
     array([0, 0, 1])
     """
     instances_N = [1] * len(weight_N)
     shares = [(-weight, item) for item, weight in enumerate(weight_N)]
     heapify(shares)
     items: list[int] = []
-    while shares and len(items) < copies:
+    while shares and len(items) < replicas:
         item = shares[0][1]
         if instances_N[item] == most:
             heappop(shares)

@@ -6,7 +6,7 @@ hottest experts first (the last of equally hot ones).
 
 The original has two algorithms. With one slot, bin packing: experts queue on eight shelves by their
 spill. The emptiest rank takes from the first shelf that is not empty, and the rest of the expert
-queues again. With more slots, one shot: spills and free room are laid on two lines, largest first,
+queues again. With more slots, one shot: spills and deficits are laid on two lines, largest first,
 and replicated where they overlap. A rank with more overlaps than slots keeps the largest; the rest
 stays at home.
 
@@ -16,7 +16,7 @@ replicas, all replicas are made. Bin packing ignores `tolerance`. Unlike the ori
 is planned on its own, homes may be uneven, and below a mean of 7, where the original divides by
 zero, shelves are one row apart.
 
-Shapes: G ranks of one domain, E experts, H ranks with room, P overlaps, C replicas.
+Shapes: G ranks of one domain, E experts, H ranks with a deficit, P overlaps, C replicas.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHELVES = 8  # the first one is for spills that fill a whole rank
 
 @register_policy("echo")
 def echo(problem: Problem) -> IntArray:
-    """NVIDIA ECHO: spills matched to free room, by bin packing or in one pass over two lines."""
+    """NVIDIA ECHO: spills matched to deficits, by bin packing or in one pass over two lines."""
     refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
     slots = problem.topology.slots
     if slots == 1:
@@ -47,17 +47,17 @@ def echo(problem: Problem) -> IntArray:
 
 def bin_packing(loads_E: IntArray, homes_E: IntArray, ranks: int) -> IntArray:
     """[C, 3] expert, host and quota: at most one replica on every rank."""
-    mean, spill_E, room_G = _spill_and_room(loads_E, homes_E, ranks)
+    mean, spill_E, deficit_G = _spill_and_deficit(loads_E, homes_E, ranks)
     shelves: list[deque[tuple[int, int]]] = [deque() for _ in range(SHELVES)]
     for expert in _largest_first(spill_E):
         shelves[_shelf(int(spill_E[expert]), mean)].append((expert, int(spill_E[expert])))
     placed = []
-    for host in _largest_first(room_G):
+    for host in _largest_first(deficit_G):
         shelf = next((shelf for shelf in shelves if shelf), None)
         if shelf is None:
             break
         expert, left = shelf.popleft()
-        quota = min(left, int(room_G[host]))
+        quota = min(left, int(deficit_G[host]))
         placed.append((expert, host, quota))
         if left > quota:
             shelves[_shelf(left - quota, mean)].append((expert, left - quota))
@@ -68,8 +68,8 @@ def one_shot(
     loads_E: IntArray, homes_E: IntArray, ranks: int, *, slots: int, threshold: float = 0.0
 ) -> IntArray:
     """[C, 3] expert, host and quota of the overlaps that find a slot and exceed the budget."""
-    mean, spill_E, room_G = _spill_and_room(loads_E, homes_E, ranks)
-    placed_C3 = _largest_of_host(_match(spill_E, room_G), slots)
+    mean, spill_E, deficit_G = _spill_and_deficit(loads_E, homes_E, ranks)
+    placed_C3 = _largest_of_host(_match(spill_E, deficit_G), slots)
     if threshold <= 0:
         return placed_C3
     kept_G = sum_by_rank(loads_E, homes_E, ranks)
@@ -82,12 +82,12 @@ def one_shot(
     return placed_C3[~_within_budget(placed_C3[:, 2], home_C, budget_G)]
 
 
-def _spill_and_room(
+def _spill_and_deficit(
     loads_E: IntArray, homes_E: IntArray, ranks: int
 ) -> tuple[int, IntArray, IntArray]:
     """Return the mean, [E] rows that leave each expert, and [G] rows that a rank can take.
 
-    >>> _spill_and_room(np.array([5, 9, 4]), np.array([0, 0, 1]), 2)
+    >>> _spill_and_deficit(np.array([5, 9, 4]), np.array([0, 0, 1]), 2)
     (9, array([0, 5, 0]), array([0, 5]))
     """
     mean = int(loads_E.sum()) // ranks
@@ -115,7 +115,7 @@ def _shelf(spill: int, mean: int) -> int:
     return min(SHELVES - 1, (mean - spill) // width + 1)
 
 
-def _match(spill_E: IntArray, room_G: IntArray) -> IntArray:
+def _match(spill_E: IntArray, deficit_G: IntArray) -> IntArray:
     """[P, 3] expert, rank and rows of every overlap of the two lines, both largest first.
 
     >>> _match(np.array([3, 0, 4]), np.array([0, 6, 1]))
@@ -123,13 +123,13 @@ def _match(spill_E: IntArray, room_G: IntArray) -> IntArray:
            [0, 1, 2],
            [0, 2, 1]])
     """
-    experts, ranks = _largest_first(spill_E), _largest_first(room_G)
-    spill_end_E, room_end_H = np.cumsum(spill_E[experts]), np.cumsum(room_G[ranks])
-    cuts = np.union1d(spill_end_E, room_end_H)
-    cuts = cuts[cuts <= min(spill_end_E.max(initial=0), room_end_H.max(initial=0))]
+    experts, ranks = _largest_first(spill_E), _largest_first(deficit_G)
+    spill_end_E, deficit_end_H = np.cumsum(spill_E[experts]), np.cumsum(deficit_G[ranks])
+    cuts = np.union1d(spill_end_E, deficit_end_H)
+    cuts = cuts[cuts <= min(spill_end_E.max(initial=0), deficit_end_H.max(initial=0))]
     begin_P = np.concatenate([np.zeros(1, np.int64), cuts[:-1]])[: len(cuts)]
     expert_P = np.array(experts, np.int64)[np.searchsorted(spill_end_E, begin_P, side="right")]
-    rank_P = np.array(ranks, np.int64)[np.searchsorted(room_end_H, begin_P, side="right")]
+    rank_P = np.array(ranks, np.int64)[np.searchsorted(deficit_end_H, begin_P, side="right")]
     return np.column_stack([expert_P, rank_P, cuts - begin_P])
 
 

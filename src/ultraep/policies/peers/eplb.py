@@ -18,7 +18,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import copied_items, pack, served_equally
+from ultraep.policies.places import pack, replicated_items, served_equally
 from ultraep.topology import Topology
 
 
@@ -39,7 +39,7 @@ def place_by_past(history_E: IntArray, topology: Topology) -> IntArray:
     past_E = history_E.astype(np.float32)
     places_R = topology.homes_per_rank + topology.slots
     places = int(places_R.sum())
-    replicated = copied_items(past_E, places - topology.experts, most=places)
+    replicated = replicated_items(past_E, places - topology.experts, most=places)
     expert_N = np.concatenate([np.arange(topology.experts), replicated])
     share_E = past_E / np.bincount(expert_N).astype(np.float32)
     np.add.at(instances_ER, (expert_N, pack(share_E[expert_N], places_R)), 1)

@@ -24,7 +24,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import FloatArray, copied_items, served_equally
+from ultraep.policies.places import FloatArray, replicated_items, served_equally
 from ultraep.topology import Topology
 
 TINY = np.float32(0.01)  # makes the score of no load one
@@ -62,12 +62,12 @@ def _count(past_E: FloatArray, places_R: IntArray, depth: int, width: int) -> In
     order_E = np.argsort(-past_E, kind="stable")
     run, free = -(-experts // depth), int(places_R.sum()) - experts
     counts_E = np.ones_like(order_E)
-    np.add.at(counts_E, order_E[copied_items(past_E[order_E], free, ranks)], 1)
+    np.add.at(counts_E, order_E[replicated_items(past_E[order_E], free, ranks)], 1)
     for begin in range(0, experts - run, run):
         own_E, later_E = order_E[begin : begin + run], order_E[begin + run :]
-        greedy = copied_items(past_E[order_E[begin:]], free, ranks)
-        own = own_E[copied_items(past_E[own_E], free, ranks)]
-        later = later_E[copied_items(past_E[later_E], free, ranks)]
+        greedy = replicated_items(past_E[order_E[begin:]], free, ranks)
+        own = own_E[replicated_items(past_E[own_E], free, ranks)]
+        later = later_E[replicated_items(past_E[later_E], free, ranks)]
         counts_E[order_E[begin:]] = 1
         tried = [
             counts_E + np.bincount(np.r_[own[:count], later[: free - count]], minlength=experts)

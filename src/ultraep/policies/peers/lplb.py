@@ -206,27 +206,27 @@ def _compiled(function: Function) -> Function:
 
 @_compiled
 def _push(
-    load_R: IntArray, room_T: IntArray, graph: Graph, threshold: int, via_R: IntArray, end: int
+    load_R: IntArray, residual_T: IntArray, graph: Graph, threshold: int, via_R: IntArray, end: int
 ) -> None:
     """Move the most rows that all steps of the path and both its ends allow."""
     rows = threshold - load_R[end]
     rank = end
     while via_R[rank] != START:
-        rows = min(rows, room_T[via_R[rank]])
+        rows = min(rows, residual_T[via_R[rank]])
         rank = graph.begin[via_R[rank]]
     rows = min(rows, load_R[rank] - threshold)
     load_R[rank] -= rows
     load_R[end] += rows
     while via_R[end] != START:
         step = via_R[end]
-        room_T[step] -= rows
-        room_T[(step + len(room_T) // 2) % len(room_T)] += rows
+        residual_T[step] -= rows
+        residual_T[(step + len(residual_T) // 2) % len(residual_T)] += rows
         end = graph.begin[step]
 
 
 @_compiled
 def _search(
-    load_R: IntArray, room_T: IntArray, graph: Graph, threshold: int, via_R: IntArray
+    load_R: IntArray, residual_T: IntArray, graph: Graph, threshold: int, via_R: IntArray
 ) -> int:
     """Return the nearest rank below the threshold that a rank above it can send to."""
     queue = np.empty_like(via_R)
@@ -246,7 +246,7 @@ def _search(
         for index in range(graph.first[rank], graph.first[rank + 1]):
             step = graph.order[index]
             end = graph.end[step]
-            if via_R[end] == UNSEEN and room_T[step] > 0:
+            if via_R[end] == UNSEEN and residual_T[step] > 0:
                 via_R[end] = step
                 if load_R[end] < threshold:
                     return int(end)
@@ -256,26 +256,26 @@ def _search(
 
 
 @_compiled
-def _level(load_R: IntArray, room_T: IntArray, graph: Graph) -> None:
+def _level(load_R: IntArray, residual_T: IntArray, graph: Graph) -> None:
     threshold = -(-load_R.sum() // len(load_R))
     via_R = np.empty_like(load_R)
     while True:
-        end = _search(load_R, room_T, graph, threshold, via_R)
+        end = _search(load_R, residual_T, graph, threshold, via_R)
         if end == DONE:
             return
         if end == NO_PATH:
             reached = via_R != UNSEEN
             threshold = -(-load_R[reached].sum() // reached.sum())
         else:
-            _push(load_R, room_T, graph, threshold, via_R, end)
+            _push(load_R, residual_T, graph, threshold, via_R, end)
 
 
 @_compiled
 def _level_all(load_SR: IntArray, limit_SD: IntArray, graph: Graph) -> IntArray:
     microbatches, edges = limit_SD.shape
-    room_ST = np.zeros((microbatches, 2 * edges), np.int64)  # rows that a step can still take
+    residual_ST = np.zeros((microbatches, 2 * edges), np.int64)  # rows that a step can still take
     for microbatch in range(microbatches):
         for edge in range(edges):  # numba takes seconds to compile an assignment to a slice
-            room_ST[microbatch, edge] = limit_SD[microbatch, edge]
-        _level(load_SR[microbatch], room_ST[microbatch], graph)
-    return room_ST[:, edges:]
+            residual_ST[microbatch, edge] = limit_SD[microbatch, edge]
+        _level(load_SR[microbatch], residual_ST[microbatch], graph)
+    return residual_ST[:, edges:]

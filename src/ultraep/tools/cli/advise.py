@@ -59,7 +59,8 @@ def command(options: AdviseOptions) -> None:
     with progress("trying settings", lines=False) as report:
         advice = make_advice(scenario, processes=processes, report=report)
     if options.as_json:
-        print(json.dumps(asdict(advice), indent=2))
+        sizes = {"ranks": scenario.ranks, "tokens": scenario.job.tokens}
+        print(json.dumps({**scenario.facts, **sizes, **asdict(advice)}, indent=2))
     else:
         heading = scenarios.describe(scenario, imbalance=options.imbalance, slots=False)
         show(advice, scenario, heading, Terminal())
@@ -70,11 +71,11 @@ def command(options: AdviseOptions) -> None:
 
 def show(advice: Advice, scenario: Scenario, heading: str, terminal: Terminal) -> None:
     """Print the verdict, all simulated settings, then the details."""
-    name, sentence = verdict(advice)
+    name, sentence = verdict(advice, scenario)
     terminal.print(Text.assemble((name, "bold"), f": {sentence}\n"))
     terminal.print_faint(f"{heading}\n")
     if advice.options:
-        terminal.print(settings_table(advice))
+        terminal.print(settings_table(advice, scenario))
         mark = "best, though it does not pay"
         if advice.verdict != DOES_NOT_PAY:
             mark = "recommended: the fewest slots close to the best"
@@ -88,14 +89,14 @@ def show(advice: Advice, scenario: Scenario, heading: str, terminal: Terminal) -
     terminal.print_faint(f"\n{TRUST}")
 
 
-def verdict(advice: Advice) -> tuple[str, str]:
+def verdict(advice: Advice, scenario: Scenario) -> tuple[str, str]:
     """Return the verdict, and one sentence with its numbers."""
     name, best, gain = advice.verdict.capitalize(), advice.option, advice.gain
     if best is None:
         return name, "no device has memory for a spare slot."
     digits = 3 if abs(gain.overall - 1) < 0.05 else 2
     low, overall, high = (f"{x:.{digits}f}x" for x in (gain.low, gain.overall, gain.high))
-    how = "plans by time" if advice.objective == "time" else f"tolerance {best.tolerance:g}"
+    how = "plans by time" if scenario.objective == "time" else f"tolerance {best.tolerance:g}"
     reach = "would reach" if advice.verdict == DOES_NOT_PAY else "reach"
     return name, (
         f"{counted(best.slots, 'spare slot')} and {how} {reach} {overall} ({low} to {high}) the "
@@ -104,10 +105,10 @@ def verdict(advice: Advice) -> tuple[str, str]:
     )
 
 
-def settings_table(advice: Advice) -> Grid:
+def settings_table(advice: Advice, scenario: Scenario) -> Grid:
     """Return the share of forced balance by slots and tolerance; mark the best settings."""
     columns = ["plans by time"]
-    if advice.objective != "time":
+    if scenario.objective != "time":
         columns = [f"tolerance {tolerance:g}" for tolerance in TOLERANCES]
     grid = make_grid(["spare slots", *columns])
     grid.add_row("0, no balancing", f"{advice.none.share:.1%}", *[""] * (len(columns) - 1))
@@ -145,7 +146,7 @@ def _details(advice: Advice, scenario: Scenario) -> Iterator[tuple[str, str]]:
         yield (
             "Break-even",
             f"{_tokens(advice.break_even)} {per}; {CLEAR_GAIN:g}x: {_tokens(advice.clear_gain)} "
-            f"(here: {advice.tokens:,})",
+            f"(here: {scenario.job.tokens:,})",
         )
         slots = f"{memory.slots / GB:.2f} GB for {counted(best.slots, 'spare slot')}"
         needs += f", {memory.balanced / GB:,.1f} GB with it"
@@ -153,7 +154,7 @@ def _details(advice: Advice, scenario: Scenario) -> Iterator[tuple[str, str]]:
     for number, reason in enumerate(advice.reasons):
         yield "" if number else "Why", reason
     yield "Lost to ideal", advice.remainder
-    yield "Settings", _settings(advice)
+    yield "Settings", _settings(advice, scenario)
 
 
 def _tokens(even: BreakEven | None) -> str:
@@ -164,12 +165,13 @@ def _tokens(even: BreakEven | None) -> str:
     return f"about {int(float(f'{even.tokens:.2g}')):,}"
 
 
-def _settings(advice: Advice) -> str:
+def _settings(advice: Advice, scenario: Scenario) -> str:
     """Return the arguments of a Balancer."""
     if advice.verdict == DOES_NOT_PAY:
         return "no spare slots; leave balancing off"
-    domain = f", domain={advice.domain}" if advice.domain < advice.ranks else ""
-    if advice.objective == "time":  # the default of a balancer
+    size = scenario.topology.domain_size
+    domain = f", domain={size}" if size < scenario.ranks else ""
+    if scenario.objective == "time":  # the default of a balancer
         return f"slots={advice.slots}{domain}"
     config = f'ultraep.BalanceConfig(objective="balance", tolerance={advice.tolerance:g})'
     return f"slots={advice.slots}{domain}, config={config}"

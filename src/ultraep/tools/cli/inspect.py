@@ -5,14 +5,12 @@ from __future__ import annotations
 import shlex
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
 from ultraep.errors import BackendUnavailable
 from ultraep.tools.cli import options as cli
-from ultraep.tools.cli.options import option
 from ultraep.tools.cli.terminal import Terminal, progress
 from ultraep.tools.inspect.findings import (
     BEYOND,
@@ -22,6 +20,7 @@ from ultraep.tools.inspect.findings import (
     Findings,
     InspectionResult,
     label,
+    write_report,
 )
 from ultraep.tools.inspect.options import InspectOptions
 
@@ -33,75 +32,12 @@ EXAMPLE = (
     "Example: ultraep inspect models/Qwen3-30B-A3B --text code.txt --text prose.txt --ep 8,64\n\n"
     "Example: ultraep inspect models/Qwen3-30B-A3B --layers 0-7 --tokens 4096"
 )
-DEFAULTS = InspectOptions(family="mixtral")
 PRINTED_LAYERS = 12  # the report has all layers
 CLUSTER = "h200-nvl8"
 
 
-class CommandOptions(cli.Options):
-    model: Path | None = cli.argument(
-        "Directory of a checkpoint, as transformers' save_pretrained writes it.",
-        "MODEL",
-        default=None,
-    )
-    random: str | None = option(
-        "Use a tiny model with random weights instead: qwen3_moe, mixtral, olmoe, deepseek_v3, "
-        "gpt_oss, glm4_moe, ...",
-        metavar="FAMILY",
-    )
-    text: list[Path] | None = option(
-        "Text to send through the model. Repeat the option for several texts.",
-        "code, prose and tables of Python's library",
-        metavar="FILE",
-    )
-    ep: str | None = option(
-        "Ranks in the expert-parallel group.", "8,16,64, at most the experts", metavar="N,..."
-    )
-    slots: str = option("Spare slots per rank.", default="1,2", metavar="N,...")
-    tokens: int = option("Tokens to read from every text.", default=DEFAULTS.tokens)
-    window: int = option("Tokens per microbatch of all ranks.", default=DEFAULTS.window)
-    sequence_length: int = option("Tokens per sequence.", default=DEFAULTS.sequence)
-    layers: str | None = option(
-        "Layers to record. The model runs up to the last of them.",
-        "all MoE layers",
-        metavar="N-M,...",
-    )
-    policy: str = cli.policy_option(",".join(DEFAULTS.policies))
-    history: int = option(
-        "Past windows of a layer that eplb, lplb and flashlb plan from.", default=DEFAULTS.history
-    )
-    out: Path = option(
-        "Output directory for trace, result and report.",
-        default=Path("ultraep-inspect"),
-        metavar="DIR",
-    )
-    device: str | None = option("cpu, cuda or cuda:0.", "cuda if available")
-    dtype: str | None = option("float32, bfloat16 or float16.", "as saved; float32 on a CPU")
-    seed: int = option("Seed of random weights.", default=DEFAULTS.seed)
-    no_report: bool = cli.switch("Do not write report.html.", "--no-report")
-
-    def inspection(self) -> InspectOptions:
-        """Check and return the options of the inspection."""
-        return InspectOptions(
-            model=self.model,
-            family=self.random,
-            files=tuple(self.text or ()),
-            tokens=self.tokens,
-            window=self.window,
-            sequence=self.sequence_length,
-            layers=None if self.layers is None else cli.split_ranges(self.layers, "--layers"),
-            sizes=None if self.ep is None else cli.split_numbers(self.ep, "--ep"),
-            slots=cli.split_numbers(self.slots, "--slots"),
-            policies=cli.split_names(self.policy, "--policy"),
-            history=self.history,
-            device=self.device,
-            dtype=self.dtype,
-            seed=self.seed,
-        )
-
-
 @cli.with_options
-def command(options: CommandOptions) -> None:
+def command(options: InspectOptions) -> None:
     """Inspect a model: how imbalanced is its routing, and how much does balancing help?
 
     Sends text through a Mixture-of-Experts checkpoint of transformers on this machine, one block
@@ -113,7 +49,7 @@ def command(options: CommandOptions) -> None:
     terminal = Terminal()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch falls back
-        inspection = Inspection(options.inspection())
+        inspection = Inspection(options)
         with claim_folder(options.out) as output_dir:
             _introduce(terminal, inspection)
             began = time.perf_counter()
@@ -127,7 +63,7 @@ def command(options: CommandOptions) -> None:
                 raise KeyboardInterrupt(records) from None
             result = inspection.result(recorder, findings, time.perf_counter() - began)
             _show(terminal, result, findings)
-            _save(terminal, inspection, result, findings, options)
+            _save(terminal, inspection, result, findings)
 
 
 def _introduce(terminal: Terminal, inspection: Inspection) -> None:
@@ -197,17 +133,12 @@ def _print_layers(terminal: Terminal, findings: Findings) -> None:
 
 
 def _save(
-    terminal: Terminal,
-    inspection: Inspection,
-    result: InspectionResult,
-    findings: Findings,
-    options: CommandOptions,
+    terminal: Terminal, inspection: Inspection, result: InspectionResult, findings: Findings
 ) -> None:
     """Save after printing, so that a full disk loses no output."""
-    from ultraep.tools.inspect.report import write_report
     from ultraep.tools.inspect.run import write_preset
 
-    out = options.out
+    options, out = inspection.options, inspection.options.out
     terminal.print_facts(trace=out / TRACE, result=result.save(out))
     write_preset(out / PRESET_FILE, inspection, result.top_k)
     if not options.no_report:

@@ -164,13 +164,8 @@ def _record(answer: Answer, result: Result) -> dict[str, Any]:
         "gain_over_none": answer.gain(result),
         "memory_gb": {name: size / GB for name, size in parts.items()},
         "imbalance_by_layer": result.imbalance_by_layer.tolist(),
-        "cluster": scenario.cluster.name,
-        "model": scenario.model.name,
-        "job": scenario.job.name,
-        "devices": scenario.devices,
+        **scenario.facts,
         "ep": scenario.ranks,
-        "domain": scenario.topology.domain_size,
-        "objective": scenario.objective,
         "seed": answer.seed,
     }
 

@@ -7,8 +7,7 @@ checkpoint.py   saved models, one block in memory at a time
 texts.py        windows of tokens
 blocks.py       blocks and experts of a model; a forward pass over windows, recorded as a trace
 run.py          all of it in order, with an estimate; sizes for the simulator
-findings.py     the trace replayed at all EP sizes, slots and policies
-report.py       the page
+findings.py     the trace replayed at all EP sizes, slots and policies; result and report
 
 transformers: pip install 'ultraep[transformers]'.
 """

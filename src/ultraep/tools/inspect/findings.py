@@ -1,6 +1,6 @@
-"""Findings: the trace replayed at all EP sizes, under all policies and slots; and the result.
+"""Findings: the trace replayed at all EP sizes, under all policies and slots; result and report.
 
-Shapes: N records.
+Shapes: N records, H layers, E experts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from numpy.typing import NDArray
 from ultraep.files.writing import write_text
 from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.inspect.texts import TextSpan
-from ultraep.tools.report.words import counted
+from ultraep.tools.report.numbers import Numbers, grouped, microbatches
+from ultraep.tools.report.page import Page, plotly_js
+from ultraep.tools.report.words import counted, table
 from ultraep.trace.read import Trace
-from ultraep.trace.replay import Case, Replayed, cases, replayed
+from ultraep.trace.replay import Case, Replayed, cases, plans, replayed
 
 RESULT_FILE = "result.json"
 REPORT_FILE = "report.html"
 PRESET_FILE = "model.toml"
 TRACE = "trace"
+ALL = "all texts"
 SHOWN = "ultraep"  # the policy to show in detail, if it is among the options
 BEYOND = "moves homes or needs more slots than there are: compared here, cannot run"
 LEGEND = (
@@ -117,10 +120,6 @@ class Findings:
         """Whether a case has plans that move homes or need more slots than there are."""
         return any(outcome.beyond.any() for outcome in self.outcomes)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The settings of every case, with means and worst values over all records."""
-        return [_row(outcome) for outcome in self.outcomes]
-
     def table(self) -> Table:
         """Imbalance and replicas of every case."""
         head = ["policy", "EP", "slots", "before", "after", "bound", "replicas", "remote"]
@@ -153,7 +152,7 @@ def find(
     """Replay all records at every number of ranks, under every policy and number of slots."""
     combinations = []
     for size, policy in product(sizes, options.policies):
-        slots = options.slots[:1] if policy == "none" else options.slots  # none has no replicas
+        slots = options.slot_counts[: 1 if policy == "none" else None]  # none has no replicas
         combinations += cases(
             trace, policies=[policy], slots=slots, ranks=[size], history=[options.history]
         )
@@ -175,7 +174,8 @@ def label(case: Case) -> str:
     return policy if policy == "none" else f"{policy} with {counted(case.topology.slots, 'slot')}"
 
 
-def _row(outcome: Replayed) -> dict[str, Any]:
+def row_of(outcome: Replayed) -> dict[str, Any]:
+    """The settings of a case, with means and worst values over all records."""
     settings, means = outcome.case.settings(), outcome.means()
     row = {name: settings[name] for name in ("policy", "ranks", "slots", "history")}
     row |= {"before_worst": float(outcome.before.max()), "after_worst": means.pop("worst")}
@@ -194,3 +194,123 @@ def _cells(outcome: Replayed) -> list[str]:
         f"{means['copies']:.1f}",
         f"{means['remote']:.1%}",
     ]
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def write_report(out: Path, result: InspectionResult, findings: Findings) -> Path:
+    """Write OUT/report.html."""
+    library = plotly_js()
+    path = out / REPORT_FILE
+    write_text(path, page(result, findings).html(library))
+    return path
+
+
+def page(result: InspectionResult, findings: Findings) -> Page:
+    """The page with all plots."""
+    beyond = f"\n<p>* {BEYOND}.</p>" if findings.beyond else ""
+    return Page(
+        report="inspect",
+        title=f"{result.model}: {findings.headline}",
+        facts=_facts(result, findings.sizes),
+        notes=result.notes,
+        tables={
+            "result": f"<p>{LEGEND}.</p>\n{table(*findings.table(), 'result')}{beyond}",
+            "history": table(*findings.past_table(), "past-table"),
+        },
+        numbers=all_numbers(findings),
+    )
+
+
+def _facts(result: InspectionResult, sizes: list[int]) -> list[tuple[str, str]]:
+    layers = f"{len(result.layers)} of {counted(result.blocks, 'layer')}"
+    texts = ", ".join(f"{text.name} ({text.tokens:,} tokens)" for text in result.texts)
+    ranks = ", ".join(f"EP{size}" for size in sizes)
+    return [
+        ("Model", f"{result.model}, {result.family}, {result.parameters / 1e6:,.1f} million "
+                  "parameters"),
+        ("Layers", f"{layers}, {result.experts} experts per layer, {result.top_k} per token"),
+        ("Texts", f"{texts}; windows of {result.window:,} tokens, sequences of {result.sequence}"),
+        ("Ranks", f"{ranks}; the tokens of a window are divided evenly over the ranks"),
+        ("Machine", f"{result.device}, {result.dtype}, ultraep {result.version}; "
+                    f"{result.wall_seconds:.0f} s"),
+    ]  # fmt: skip
+
+
+def all_numbers(findings: Findings) -> dict[str, Numbers]:
+    """The numbers of every plot."""
+    trace = findings.trace
+    every, layers = np.ones(len(trace), dtype=bool), trace.layers.tolist()
+    texts = {span.name: findings.text == span.name for span in findings.texts}
+    plan_of = list(plans([trace], findings.shown.case)).__getitem__
+    numbers = {
+        "sizes": by_group(findings, {ALL: every}),
+        "layers": by_group(findings, {layer: trace.layer == layer for layer in layers}),
+        "texts": by_group(findings, texts),
+        "experts": expert_loads(trace, {ALL: every} | texts),
+        "microbatches": microbatches(trace, plan_of, findings.names, noun="Window"),
+    }
+    if any(outcome.case.history for outcome in findings.outcomes):
+        numbers["history"] = by_past(findings)
+    return numbers
+
+
+def by_group(findings: Findings, groups: dict[Any, Mask], cases: Sequence[Case] = ()) -> Numbers:
+    """Imbalance and replicas of groups of records, by number of ranks, case and group.
+
+    cases: the cases to draw at every number of ranks; all by default.
+    """
+    masks = list(groups.values())
+    cases = cases or [outcome.case for outcome in findings.of_size(findings.sizes[0])]
+    return {
+        "sizes": findings.sizes,
+        "cases": [
+            {"label": label(case), "policy": case.config.policy, "slots": case.topology.slots}
+            for case in cases
+        ],
+        "names": list(groups),
+        "values": [
+            {
+                label(outcome.case): {
+                    "mean": grouped(outcome.after, masks),
+                    "worst": grouped(outcome.after, masks, np.max),
+                    "copies": grouped(outcome.copies, masks),
+                }
+                for outcome in findings.of_size(size)
+            }
+            for size in findings.sizes
+        ],
+    }
+
+
+def by_past(findings: Findings) -> Numbers:
+    """Policies that place by past windows, beside the shown policy with the same slots."""
+    shown = findings.shown.case
+    cases = [
+        outcome.case
+        for outcome in findings.of_size(findings.sizes[0])
+        if (outcome.case.history or outcome.case.config.policy == shown.config.policy)
+        and outcome.case.topology.slots == shown.topology.slots
+    ]
+    history = next(outcome.case.history for outcome in findings.outcomes if outcome.case.history)
+    same, changed = findings.by_past(history)
+    return by_group(findings, {"same": same, "changed": changed}, cases)
+
+
+def expert_loads(trace: Trace, groups: dict[str, Mask]) -> Numbers:
+    """Load of every expert over the mean of its layer, by group of records and layer."""
+    loads_NE = trace.loads.sum(axis=1, dtype=np.int64)
+
+    def over_mean(mask: Mask) -> list[list[float]]:
+        own = [loads_NE[mask & (trace.layer == layer)].sum(axis=0) for layer in trace.layers]
+        loads_HE = np.stack(own)
+        means_H1 = np.maximum(loads_HE.mean(axis=1, keepdims=True), 1e-9)
+        rounded: list[list[float]] = (loads_HE / means_H1).round(3).tolist()
+        return rounded
+
+    return {
+        "layers": trace.layers.tolist(),
+        "texts": list(groups),
+        "load": [over_mean(mask) for mask in groups.values()],
+    }

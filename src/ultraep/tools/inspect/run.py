@@ -36,6 +36,7 @@ from ultraep.tools.inspect.findings import (
     InspectionResult,
     Progress,
     find,
+    row_of,
 )
 from ultraep.tools.inspect.library import LibraryErrors
 from ultraep.tools.inspect.options import InspectOptions
@@ -77,17 +78,17 @@ class Inspection:
         self.options, self.notes = options, list[str]()
         self.opened = _open(options)
         anatomy = self.opened.anatomy
-        self.anatomy = anatomy.only(_layers(anatomy, options.layers))
+        self.anatomy = anatomy.only(_layers(anatomy, options.recorded_layers))
         experts = experts_per_layer(self.anatomy)
         self.sizes = _sizes(options.sizes, experts)
         uneven = any(experts % size for size in self.sizes)
         homes = [0] * experts if uneven else None
-        topologies = [
-            Topology(ranks=1, experts=experts, slots=slots, homes=homes) for slots in options.slots
+        self.topology, *_ = [  # of the trace; the other topologies are only checked
+            Topology(ranks=1, experts=experts, slots=slots, homes=homes)
+            for slots in options.slot_counts
         ]
-        self.topology = topologies[0]  # of the trace; the others are only checked
         self.texts, self.windows = self._windows()
-        if options.family is not None:
+        if options.random is not None:
             self.notes.append("weights are random: a trained model has another imbalance")
         blocks = list(anatomy.blocks)
         last = max(blocks.index(name) for name in self.anatomy.block_of_layer.values())
@@ -98,17 +99,17 @@ class Inspection:
         encode = tokenizer_of(options.model) if options.model else None
         if encode is None:
             self.notes.append("no tokenizer: every word becomes a token by its hash")
-        longest = getattr(config, "max_position_embeddings", None) or options.sequence
+        longest = getattr(config, "max_position_embeddings", None) or options.sequence_length
         if longest < 1:
             raise FileError(
                 f"{options.name}: max_position_embeddings must be positive, got {longest}"
             )
         return windows_of(
-            texts_of(options.files, options.tokens),
+            texts_of(options.text or [], options.tokens),
             encode or hashed_words(config.vocab_size),
             tokens=options.tokens,
             window=options.window,
-            sequence=min(options.sequence, longest),
+            sequence=min(options.sequence_length, longest),
         )
 
     @cached_property
@@ -178,7 +179,7 @@ class Inspection:
             version=__version__,
             model=self.options.name,
             family=opened.config.model_type,
-            random=self.options.family is not None,
+            random=self.options.random is not None,
             parameters=self.estimate.parameters,
             active=self.estimate.active,
             blocks=len(opened.anatomy.blocks),
@@ -192,7 +193,7 @@ class Inspection:
             sequence=self.windows[0].shape[1],
             wall_seconds=seconds,
             notes=notes,
-            rows=findings.rows(),
+            rows=[row_of(outcome) for outcome in findings.outcomes],
         )
 
 
@@ -208,8 +209,8 @@ def claim_folder(out: Path) -> OutputDir:
 def _open(options: InspectOptions) -> Checkpoint | RandomModel:
     device = _device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    if options.family is not None:
-        return RandomModel(options.family, device=device, dtype=dtype, seed=options.seed)
+    if options.random is not None:
+        return RandomModel(options.random, device=device, dtype=dtype, seed=options.seed)
     assert options.model is not None
     if dtype is None and device.type == "cpu":
         dtype = torch.float32  # the fastest dtype on most CPUs
@@ -236,7 +237,7 @@ def _layers(anatomy: Anatomy, layers: tuple[int, ...] | None) -> list[int]:
         if layer not in anatomy.experts:
             names = ", ".join(map(str, anatomy.experts))
             raise ConfigError(f"--layers {layer}: layers with experts are {names}")
-    return list(anatomy.experts) if layers is None else sorted(set(layers))
+    return list(anatomy.experts if layers is None else layers)
 
 
 def _sizes(sizes: tuple[int, ...] | None, experts: int) -> list[int]:
@@ -246,7 +247,7 @@ def _sizes(sizes: tuple[int, ...] | None, experts: int) -> list[int]:
     for size in sizes:
         if not 1 <= size <= experts:
             raise ConfigError(f"--ep {size}: ranks must lie between 1 and the {experts} experts")
-    return list(dict.fromkeys(sizes))
+    return list(sizes)
 
 
 def experts_per_layer(anatomy: Anatomy) -> int:

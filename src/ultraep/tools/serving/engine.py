@@ -28,7 +28,7 @@ from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.policies import Problem, get_policy, register_policy
-from ultraep.policies.places import away_from_home, copied_items, split_equally
+from ultraep.policies.places import away_from_home, replicated_items, split_equally
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.observe import Later
 from ultraep.runtime.stats import Stats
@@ -252,7 +252,7 @@ def eplb_at_home(problem: Problem) -> IntArray:
     instances_ER = np.equal.outer(homes_E, np.arange(topology.ranks)).astype(np.int64)
     past_E = problem.history.astype(np.float32)
     slots = topology.ranks * topology.slots if past_E.any() else 0
-    copied = copied_items(past_E, slots, most=topology.domain_size)
+    copied = replicated_items(past_E, slots, most=topology.domain_size)
     share_E = past_E / (1 + np.bincount(copied, minlength=topology.experts)).astype(np.float32)
     load_R = np.bincount(homes_E, share_E, minlength=topology.ranks)
     left_R = np.full(topology.ranks, topology.slots)

@@ -42,12 +42,7 @@ NOTABLE_IMBALANCE = 0.02  # beyond the tolerance
 # Stages that balancing adds, stages that it shortens, and their backward stages.
 EXPOSED = ("loads", "plan", "replicate", "reroute", "reduce")
 SHORTENED = ("dispatch", "experts", "combine")
-BACK = {
-    "replicate": "weights again",
-    "dispatch": "dispatch back",
-    "experts": "experts back",
-    "combine": "combine back",
-}
+BACK = {"replicate": "weights again", **{stage: f"{stage} back" for stage in SHORTENED}}
 
 
 @dataclass(frozen=True)
@@ -103,24 +98,16 @@ class DeviceMemory:
 class Advice:
     """Whether balancing pays, and why.
 
-    slots, tolerance, objective: the settings to use; no slots if balancing does not pay.
+    slots, tolerance: the settings to use; no slots if balancing does not pay.
     option: the best settings, which gain, break-even and memory refer to, whether or not they pay.
         None if no rank can hold a replica.
     curve: gain by tokens per rank and microbatch.
     exposed, saved: seconds of a microbatch that balancing adds and saves.
     """
 
-    cluster: str
-    model: str
-    job: str  # training, prefill
-    devices: int
-    ranks: int
-    domain: int
-    tokens: int
     verdict: str
     slots: int
     tolerance: float
-    objective: str
     unit: str
     none: Option
     option: Option | None
@@ -330,17 +317,9 @@ def _advice(
     left = {name: after[name] - least[name] for name in after}
     most = max(left, key=lambda name: left[name])
     advice = Advice(
-        cluster=scenario.cluster.name,
-        model=scenario.model.name,
-        job=scenario.job.name,
-        devices=scenario.devices,
-        ranks=scenario.ranks,
-        domain=scenario.topology.domain_size,
-        tokens=scenario.job.tokens,
         verdict=verdict,
         slots=advised.slots if advised else 0,
         tolerance=advised.tolerance if advised else 0.0,
-        objective=scenario.objective,
         unit=none.unit,
         none=_option(none, 0.0, none, ideal),
         option=best,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError
@@ -88,6 +89,18 @@ class Scenario:
     def devices(self) -> int:
         """Number of devices."""
         return self.ranks * self.job.pipeline * self.job.groups
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Names and sizes, as the commands print them with --json."""
+        return {
+            "cluster": self.cluster.name,
+            "model": self.model.name,
+            "job": self.job.name,
+            "devices": self.devices,
+            "domain": self.topology.domain_size,
+            "objective": self.objective,
+        }
 
     @property
     def topology(self) -> Topology:
