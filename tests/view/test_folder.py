@@ -14,7 +14,7 @@ from ultraep.tools.view import catalogue as catalogue_module
 from ultraep.tools.view import table, traces
 from ultraep.tools.view.catalogue import Catalogue, items_in
 from ultraep.tools.view.record import numbers_of, stages_of
-from ultraep.tools.view.traces import FileTrace, FolderTrace
+from ultraep.tools.view.traces import FolderTrace, WholeTrace
 from ultraep.trace import files
 from ultraep.trace.files import read_piece, write_arrays
 from ultraep.trace.schema import KEY, Column
@@ -79,7 +79,7 @@ def check_records(shown, trace):
 def test_table_and_records_equal_the_trace(source, run, pieces, trace, tmp_path):
     if source == "file":
         trace.save(tmp_path / "run.npz")
-        shown = FileTrace(tmp_path / "run.npz")
+        shown = WholeTrace(tmp_path, ultraep.read_trace(tmp_path / "run.npz"))
     else:
         if source == "pieces of version 3":
             pieces = write_pieces(tmp_path / "run", version=3)
@@ -279,8 +279,8 @@ def test_any_number_becomes_valid_json(run, tmp_path):
     seconds[:5] = [[np.nan], [np.inf], [-np.inf], [3e38], [-1]]
     began = np.where(np.arange(len(seconds)) % 2, np.inf, np.nan)
     change(path, seconds=seconds, began=began, bytes_moved=np.full(len(seconds), 2**62))
-    ultraep.read_trace(tmp_path / "run").save(tmp_path / "run.npz")
-    for shown in (read(tmp_path / "run"), FileTrace(tmp_path / "run.npz")):
+    whole = WholeTrace(tmp_path, ultraep.read_trace(tmp_path / "run"))
+    for shown in (read(tmp_path / "run"), whole):
         json.dumps(table.overview(shown.table), allow_nan=False)
         json.dumps(table.heat(shown.table, "lost"), allow_nan=False)
         for place in range(3):

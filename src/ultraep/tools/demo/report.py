@@ -9,12 +9,9 @@ Shapes: N records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep.errors import FileError
 from ultraep.files.writing import write_text
@@ -22,6 +19,8 @@ from ultraep.tools.demo.result import REPORT_FILE, DemoResult, trace_folder
 from ultraep.tools.report.numbers import Numbers, grouped, microbatches, plain
 from ultraep.tools.report.page import Page, plotly_js
 from ultraep.tools.report.words import counted, table
+from ultraep.tools.view.table import overview
+from ultraep.tools.view.traces import WholeTrace
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import cases, replayed
 
@@ -117,28 +116,17 @@ def _replay_table(replay: Numbers) -> str:
 
 def all_numbers(result: DemoResult, trace: Trace) -> dict[str, Numbers]:
     """Return the numbers of every plot."""
-    rows, before, after = result.policies, trace.imbalance_before, trace.imbalance_after
+    rows, shown = result.policies, overview(WholeTrace(Path(), trace).table, most=result.steps)
     axis = {"step": list(range(result.steps)), "steps_per_point": 1, "domains": domains(result)}
-    steps = [trace.step == step for step in range(result.steps)]
-    layers = [trace.layer == layer for layer in trace.layers]
+    lines = axis | {"step": shown["step"]} | shown["lines"]
     tokens = result.sizes.tokens * result.sizes.ranks
     speeds = {row.policy: plain(tokens / np.maximum(row.seconds, 1e-9)) for row in rows}
     per_policy = ("first_token_median", "first_token_p90", "layer_tokens_per_second")
     return {
-        "imbalance": axis | {"before": band(before, steps), "after": band(after, steps)},
-        "layers": {
-            "layer": trace.layers.tolist(),
-            "before": grouped(before, layers),
-            "before_worst": grouped(before, layers, np.max),
-            "after": grouped(after, layers),
-            "after_worst": grouped(after, layers, np.max),
-        },
+        "imbalance": lines,
+        "layers": shown["layers"],
         "microbatches": microbatches(trace, trace.plan, result.domains, noun="Step"),
-        "copies": axis
-        | {
-            "copies": band(trace.num_copies, steps),
-            "bytes": grouped(trace.bytes_moved.sum(axis=1), steps, np.sum),
-        },
+        "copies": lines,
         "replay": axis | replay(result, trace),
         "loss": axis | {"losses": {row.policy: plain(row.losses) for row in rows}},
         "speed": axis | {"tokens_per_second": speeds},
@@ -158,12 +146,6 @@ def domains(result: DemoResult) -> list[Numbers]:
             spans.append({"name": name, "begin": step})
         spans[-1]["end"] = step
     return spans
-
-
-def band(values: NDArray[Any], steps: Sequence[NDArray[Any]]) -> Numbers:
-    """Return mean, minimum and maximum of every step; None where nothing was recorded."""
-    low, high = grouped(values, steps, np.min), grouped(values, steps, np.max)
-    return {"mean": grouped(values, steps), "min": low, "max": high}
 
 
 def replay(result: DemoResult, trace: Trace) -> Numbers:

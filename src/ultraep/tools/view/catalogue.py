@@ -12,14 +12,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import names_of_arrays
-from ultraep.tools.view.traces import FileTrace, FolderTrace, OpenTrace
+from ultraep.tools.view.traces import FolderTrace, OpenTrace, WholeTrace
 from ultraep.trace.files import folders_of_traces, read_header
+from ultraep.trace.read import read_trace
 from ultraep.trace.schema import HEADER_FILE
 
 REPORT_FILE, RESULT_FILE = "report.html", "result.json"
@@ -124,7 +124,7 @@ class Catalogue:
             self._stop.wait(PERIOD)
             self._find_items()
             for item in self.items:
-                if item.kind == "trace" and not isinstance(item.trace, FileTrace):
+                if item.kind == "trace" and not isinstance(item.trace, WholeTrace):
                     self._check_folder(item)
 
     def _find_items(self) -> None:
@@ -143,8 +143,7 @@ class Catalogue:
 
     def _open(self, item: Item) -> None:
         if item.kind == "trace":
-            kind = partial(FolderTrace, live=self.live) if item.path.is_dir() else FileTrace
-            opening = self._reader.submit(kind, item.path)
+            opening = self._reader.submit(open_trace, item.path, live=self.live)
             error = opening.exception()
             item.trace = opening.result() if error is None else None
             item.error, item.failed = "" if error is None else _message(error), False
@@ -161,6 +160,11 @@ class Catalogue:
         item.gone = False
         if item.trace is None or item.trace.header != header:
             self._open(item)
+
+
+def open_trace(path: Path, *, live: bool) -> OpenTrace:
+    """Open a trace in a folder, or read a trace in a file."""
+    return FolderTrace(path, live=live) if path.is_dir() else WholeTrace(path, read_trace(path))
 
 
 def _message(error: BaseException) -> str:
