@@ -11,8 +11,8 @@ from cli.test_demo import RESULT
 
 from ultraep import ConfigError
 from ultraep.metrics.hosts import is_loopback
-from ultraep.tools.view import replays
 from ultraep.tools.view import server as server_module
+from ultraep.tools.view import table
 from ultraep.tools.view.server import COOKIE, listening_socket, reachable_name
 from ultraep.tools.view.traces import FolderTrace
 from view.runs import LAYERS, MOMENTS, served, wait_for
@@ -131,7 +131,7 @@ def test_a_replay_as_recorded_is_the_recording(client, trace):
 
 
 def test_some_layers_of_a_long_trace_are_planned_again(client, monkeypatch):
-    monkeypatch.setattr(replays.records_to_replan, "__defaults__", (MOMENTS,))
+    monkeypatch.setattr(table.records_to_replan, "__defaults__", (MOMENTS,))
     answer = replay(client, policy="quota")["answer"]
     assert (answer["layers"], answer["all_layers"]) == (1, LAYERS)
 

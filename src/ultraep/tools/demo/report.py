@@ -19,7 +19,7 @@ from ultraep.tools.demo.result import REPORT_FILE, DemoResult, trace_folder
 from ultraep.tools.report.numbers import Numbers, grouped, microbatches, plain
 from ultraep.tools.report.page import Page, plotly_js
 from ultraep.tools.report.words import counted, table
-from ultraep.tools.view.table import overview
+from ultraep.tools.view.table import overview, records_to_replan
 from ultraep.tools.view.traces import WholeTrace
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import cases, replayed
@@ -28,7 +28,6 @@ SHOWN = "ultraep"  # the policy that the plots show, if it ran
 POLICIES = ("none", "eplb", "lplb", "echo", "quota", "ultraep")  # of the replay
 BEYOND = "<p>* exceeds the spare slots or moves experts, so it is compared here but cannot run.</p>"
 AROUND = 5  # most steps before and after a change of domain
-MOST_RECORDS = 3000  # of a replay; fewer layers if there are more
 
 
 def write_report(out: str | Path, result: DemoResult) -> Path:
@@ -154,7 +153,7 @@ def replay(result: DemoResult, trace: Trace) -> Numbers:
     Besides the mean of all steps, a row has the means of a few steps right before and right after
     every change of domain. The router learns, so loads drift inside a domain as well.
     """
-    trace, spans = fewer_layers(trace), domains(result)
+    trace, spans = trace.take(records_to_replan(trace.layer)), domains(result)
     history = max(1, min(span["end"] + 1 - span["begin"] for span in spans) // 2)
     around = min(AROUND, history)
     after = [span["begin"] + step for span in spans[1:] for step in range(around)]
@@ -187,11 +186,3 @@ def replay(result: DemoResult, trace: Trace) -> Numbers:
         )
     layers = trace.layers.tolist()
     return {"span": around, "layers": layers, "imbalance": lines, "table": rows}
-
-
-def fewer_layers(trace: Trace) -> Trace:
-    """Return the trace with at most MOST_RECORDS records: evenly spread layers, all steps."""
-    layers = trace.layers
-    count = min(len(layers), max(1, MOST_RECORDS * len(layers) // len(trace)))
-    chosen = layers[np.linspace(0, len(layers) - 1, count).round().astype(int)]
-    return trace.take(np.flatnonzero(np.isin(trace.layer, chosen)))

@@ -82,7 +82,7 @@ class Catalogue:
             error = self._reader.submit(trace.read, self._stop.is_set).exception()
             if error is not None:
                 item.failed = trace.finished = True
-                trace.notes.append(f"reading ended early, the rest is missing: {_message(error)}")
+                trace.notes.append(f"reading ended early, the rest is missing: {message_of(error)}")
             for note in trace.notes:
                 if note not in self._warned:
                     self._warned.add(note)
@@ -146,7 +146,7 @@ class Catalogue:
             opening = self._reader.submit(open_trace, item.path, live=self.live)
             error = opening.exception()
             item.trace = opening.result() if error is None else None
-            item.error, item.failed = "" if error is None else _message(error), False
+            item.error, item.failed = "" if error is None else message_of(error), False
 
     def _check_folder(self, item: Item) -> None:
         """Notice that a folder is gone, or now holds another trace."""
@@ -167,7 +167,7 @@ def open_trace(path: Path, *, live: bool) -> OpenTrace:
     return FolderTrace(path, live=live) if path.is_dir() else WholeTrace(path, read_trace(path))
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return an error as one line; for a bug, with the place that raised it."""
     if isinstance(error, (UltraEPError, OSError)):
         return str(error)

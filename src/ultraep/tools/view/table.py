@@ -21,6 +21,7 @@ from ultraep.tools.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.schema import KEY, Key
 
 MOST_LAYERS = 4096
+MOST_PLANS = 4000  # records of a replay
 LAST = 2**62  # after all moments
 VALUES = ("before", "after", "copies", "bytes", "lost", "saved", "cost")
 
@@ -176,6 +177,16 @@ def heat(table: Table, value: str, begin: int = 0, end: int = LAST, *, most: int
         "starts": points.starts.tolist(),
         "z": [plain(row) for row in cells.reshape(len(names), columns)],
     }
+
+
+def records_to_replan(layer_N: IntArray, most: int = MOST_PLANS) -> IntArray:
+    """Return the records of all layers, or of some evenly spaced layers if there are too many."""
+    layers, place_N = np.unique(layer_N, return_inverse=True)
+    if not len(layers):
+        raise ConfigError("nothing to replay: the trace has no records")
+    keep = max(1, min(len(layers), most * len(layers) // len(layer_N)))
+    chosen = np.linspace(0, len(layers) - 1, keep).round().astype(int)
+    return np.flatnonzero(np.isin(place_N, chosen))
 
 
 def _sums(place: IntArray, values: FloatArray, count: int) -> tuple[FloatArray, IntArray]:
