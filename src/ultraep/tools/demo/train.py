@@ -26,7 +26,7 @@ from ultraep.parallel.full_state import moe_layers
 from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
 from ultraep.tools.demo.sizes import Job, Sizes
-from ultraep.tools.tiny.even import even_choices, in_turn
+from ultraep.tools.tiny.even import EvenTurns
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE, next_byte_loss
 from ultraep.tools.tiny.text import Text
 
@@ -189,9 +189,9 @@ def time_layer(moe: BalancedMoE, states_BTD: torch.Tensor, policy: str) -> float
 
 def route_evenly(moe: BalancedMoE) -> RemovableHandle:
     """Replace the router's choices by experts of all ranks in turn, until the handle is removed."""
-    turns, rank = in_turn(moe.balancer.topology), moe.balancer.rank
+    even = EvenTurns(moe.balancer.topology, moe.balancer.rank)
 
     def replace_choices(_: Any, __: Any, routing: Routing) -> Routing:
-        return routing._replace(ids=even_choices(routing.ids, turns, rank))
+        return routing._replace(ids=even.chosen(routing.ids))
 
     return moe.router.register_forward_hook(replace_choices)

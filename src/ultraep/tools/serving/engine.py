@@ -34,7 +34,7 @@ from ultraep.runtime.observe import Later
 from ultraep.runtime.stats import Stats
 from ultraep.tools.serving.load import Prompt, next_microbatch
 from ultraep.tools.serving.measure import FORCED, Turn
-from ultraep.tools.tiny.even import even_choices, in_turn
+from ultraep.tools.tiny.even import EvenTurns
 from ultraep.topology import Topology
 
 LATE, GRACE = 2.0, 10.0  # a turn ends after LATE times its arrivals plus GRACE seconds
@@ -273,12 +273,12 @@ class EvenChoices:
     """A hook for transformers' experts: even choices for the same tokens and gates, while `on`."""
 
     def __init__(self, topology: Topology, rank: int) -> None:
-        self._turns, self._rank, self.on = in_turn(topology), rank, False
+        self._even, self.on = EvenTurns(topology, rank), False
 
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with even choices; None leaves them unchanged."""
         if not self.on:
             return None
         named = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
-        named["top_k_index"] = even_choices(named["top_k_index"], self._turns, self._rank)
+        named["top_k_index"] = self._even.chosen(named["top_k_index"])
         return (), named

@@ -13,14 +13,17 @@ import torch
 from ultraep.topology import Topology
 
 
-def even_choices(ids_TK: torch.Tensor, turns: torch.Tensor, rank: int) -> torch.Tensor:
-    """[T, K] the choices that replace a rank's own; each rank has its part of the round.
+class EvenTurns:
+    """The round-robin choices of one rank."""
 
-    turns: the experts `in_turn`.
-    """
-    first = rank * ids_TK.numel()
-    rows = torch.arange(first, first + ids_TK.numel()) % len(turns)
-    return turns[rows].reshape(ids_TK.shape).to(ids_TK)
+    def __init__(self, topology: Topology, rank: int) -> None:
+        self.turns, self.rank = in_turn(topology), rank
+
+    def chosen(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        """[T, K] the choices that replace the router's; each rank has its part of the round."""
+        first = self.rank * ids_TK.numel()
+        rows = torch.arange(first, first + ids_TK.numel()) % len(self.turns)
+        return self.turns[rows].reshape(ids_TK.shape).to(ids_TK)
 
 
 def in_turn(topology: Topology) -> torch.Tensor:
