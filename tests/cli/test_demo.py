@@ -6,7 +6,6 @@ import pytest
 
 from ultraep.errors import BackendUnavailable, CommunicationError
 from ultraep.tools.cli import demo
-from ultraep.tools.demo import report as reports
 from ultraep.tools.demo.result import DemoResult, Note, PolicyResult, Progress
 from ultraep.tools.demo.sizes import Sizes
 
@@ -99,14 +98,14 @@ def test_options_reach_the_job(jobs, tmp_path):
 
 
 def test_without_plotly_there_is_no_report(jobs, tmp_path, monkeypatch):
-    monkeypatch.setattr(reports, "write_report", lambda out, _: out / "report.html")
+    monkeypatch.setattr(demo, "write_report", lambda out, _: out / "report.html")
     result = invoke("--out", tmp_path)
     assert f"report    {tmp_path / 'report.html'}" in result.stdout
 
     def write_report(*_):
         raise BackendUnavailable("the report needs plotly")
 
-    monkeypatch.setattr(reports, "write_report", write_report)
+    monkeypatch.setattr(demo, "write_report", write_report)
     result = invoke("--out", tmp_path)
     assert (result.exit_code, "note: the report needs plotly" in result.stdout) == (0, True)
 

@@ -15,9 +15,8 @@ from traces import record
 
 import ultraep
 from ultraep import FileError, Topology, read_trace
-from ultraep.tools.demo import report as reports
-from ultraep.tools.demo.report import write_report
-from ultraep.tools.demo.result import trace_folder
+from ultraep.tools.demo import result as reports
+from ultraep.tools.demo.result import trace_folder, write_report
 from ultraep.tools.demo.sizes import Sizes
 from ultraep.tools.report import numbers
 from ultraep.workload import zipf

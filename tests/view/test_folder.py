@@ -249,21 +249,6 @@ def test_a_missing_piece_is_named(pieces, tmp_path):
     assert "rank-00009: not read, the trace has only 4 ranks" in notes
 
 
-def test_a_trace_that_cannot_be_opened_leaves_the_others(run, tmp_path):
-    for name in ("bad", "good"):
-        shutil.copytree(run, tmp_path / name)
-    header = tmp_path / "bad/header.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | {"version": 99}))
-    catalogue = Catalogue([tmp_path])
-    catalogue.read_all()
-    catalogue.close()
-    [error] = catalogue.errors
-    assert "version 99 of the trace format, but this ultraep reads 1 to" in error
-    assert len(catalogue.trace("good").table) == MOMENTS * LAYERS
-    with pytest.raises(FileError, match="version 99"):
-        catalogue.trace("bad")
-
-
 def test_replicas_that_make_no_sense_are_counted(run, tmp_path):
     path = shutil.copytree(run, tmp_path / "run") / "rank-00000/000000.npz"
     change(path, copies=np.full_like(read_arrays(path)["copies"], 10**6))

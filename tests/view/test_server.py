@@ -89,7 +89,7 @@ WRONG = {
     "overview?trace=run&from=" + "9" * 30: "from must be an integer",
     "heat?trace=run&value=__class__": "value must be one of",
     "record?trace=run&step=999&layer=0&microbatch=0": "no such record",
-    "replay?number=5": "there is no replay 5",
+    "replay?number=5": "replay 5 does not exist",
     "replay?number=" + "9" * 1500: "number must be an integer",
     "replay?trace=run": "unknown policy ''",
     "replay?trace=run&policy=magic": "unknown policy 'magic'",
@@ -99,7 +99,7 @@ WRONG = {
     "replay?trace=run&policy=none&tolerance=x": "tolerance must be a number, got 'x'",
     "replay?trace=run&policy=none&tolerance=nan": "tolerance must lie",
     "replay?trace=run&policy=none&tolerance=1e999": "tolerance must lie",
-    "stop?number=99": "there is no replay 99",
+    "stop?number=99": "replay 99 does not exist",
 }
 
 

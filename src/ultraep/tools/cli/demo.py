@@ -29,6 +29,7 @@ from ultraep.tools.demo.result import (
     Note,
     Progress,
     trace_folder,
+    write_report,
 )
 from ultraep.tools.demo.sizes import Job, Machine, choose, this_machine
 from ultraep.tools.launch.processes import RankPlace, run_ranks, stop_on_sigterm
@@ -222,8 +223,6 @@ def _save(terminal: Terminal, result: DemoResult, options: DemoOptions) -> None:
         terminal.print_facts(trace=trace_folder(options.out, row.policy))
     terminal.print_facts(result=result.save(options.out))
     if not options.no_report:
-        from ultraep.tools.demo.report import write_report
-
         try:
             terminal.print_facts(report=write_report(options.out, result))
         except BackendUnavailable as missing:

@@ -73,7 +73,7 @@ class Catalogue:
     def read_all(self) -> None:
         """Read all traces, and return when they are read.
 
-        Any exception ends the reading of one trace only; a note on its page says so.
+        An exception ends the reading of its trace only; the page shows a note.
         """
         for item in self.items:
             trace = item.trace
@@ -87,16 +87,6 @@ class Catalogue:
                 if note not in self._warned:
                     self._warned.add(note)
                     self._warn(note)
-
-    @property
-    def errors(self) -> list[str]:
-        """One line for each trace that could not be opened."""
-        return [item.error for item in self.items if item.error]
-
-    @property
-    def usable(self) -> bool:
-        """Whether there is something to show, now or later."""
-        return self.live or any(not item.error for item in self.items)
 
     def trace(self, name: str) -> OpenTrace:
         item = self._item("trace", name)
@@ -186,7 +176,7 @@ def items_in(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
     """
     items: dict[Path, Item] = {}
     for path in paths:
-        inside = list(_in_folder(path) if path.is_dir() else _of_file(path, live))
+        inside = list(_items_in_folder(path) if path.is_dir() else _items_of_file(path, live))
         if not inside and not live:
             raise FileError(
                 f"{path}: nothing to view, neither a trace ({HEADER_FILE}) nor a {REPORT_FILE}"
@@ -196,22 +186,22 @@ def items_in(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
     return list(items.values())[:MOST_ITEMS]
 
 
-def _of_file(path: Path, live: bool) -> Iterator[Item]:
+def _items_of_file(path: Path, live: bool) -> Iterator[Item]:
     if not path.exists():
         if not live:
             raise FileError(f"{path}: no such file or folder")
     elif path.suffix.lower() in (".html", ".htm"):
         yield Item("report", path, path.name)
-        yield from (item for item in _in_folder(path.parent) if item.kind == "trace")
+        yield from (item for item in _items_in_folder(path.parent) if item.kind == "trace")
     elif path.name in (RESULT_FILE, HEADER_FILE):
-        yield from _in_folder(path.parent)
+        yield from _items_in_folder(path.parent)
     elif "header" in names_of_arrays(path):
         yield Item("trace", path, path.name)
     else:
         raise FileError(f"{path}: not a trace (a folder, or an .npz file) and not a report (.html)")
 
 
-def _in_folder(folder: Path) -> Iterator[Item]:
+def _items_in_folder(folder: Path) -> Iterator[Item]:
     for trace in folders_of_traces(folder):
         name = folder.resolve().name if trace == folder else str(trace.relative_to(folder))
         yield Item("trace", trace, name)

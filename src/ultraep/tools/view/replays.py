@@ -43,20 +43,16 @@ class ReplayJob:
     def state(self) -> str:
         if not self.future.done():
             return "running" if self.future.running() else "waiting"
-        if self.future.cancelled() or self.future.exception() is not None:
+        if self.future.exception() is not None:
             return "failed"
         return "stopped" if self.stop.is_set() else "done"
 
     def to_json(self) -> Numbers:
         """Return the job as the page receives it."""
-        facts: Numbers = {name: getattr(self, name) for name in ("number", "done", "total")}
-        facts |= {"state": self.state, "error": "", "answer": {}}
-        if facts["state"] == "failed":
-            error = None if self.future.cancelled() else self.future.exception()
-            facts["error"] = message_of(error) if error else "the viewer was stopped"
-        elif facts["state"] in ("stopped", "done"):
-            facts["answer"] = self.future.result()
-        return facts
+        facts = {"number": self.number, "state": self.state, "done": self.done, "total": self.total}
+        error = self.future.exception() if self.future.done() else None
+        answer = self.future.result() if self.future.done() and error is None else {}
+        return facts | {"error": message_of(error) if error else "", "answer": answer}
 
     def run(self) -> Numbers:
         """Plan the records and return the answer."""
@@ -94,14 +90,14 @@ class Replays:
         self._lock, self._count = threading.Lock(), 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ultraep replay")
 
-    def ask(self, trace: OpenTrace, case: Case) -> ReplayJob:
-        """Return the job with these settings; start it unless there is one."""
-        wanted = trace, trace.version, case
+    def start(self, trace: OpenTrace, case: Case) -> ReplayJob:
+        """Return the job with these settings; start it unless it exists."""
+        settings = trace, trace.version, case
         with self._lock:
             states = {job: job.state for job in self._jobs.values()}
             for job, state in states.items():
                 usable = state in ("waiting", "running", "done")
-                if usable and (job.trace, job.version, job.case) == wanted:
+                if usable and (job.trace, job.version, job.case) == settings:
                     return job
             waiting = list(states.values()).count("waiting")
             if waiting >= MOST_WAITING:
@@ -109,17 +105,17 @@ class Replays:
             ended = [job.number for job in states if job.future.done()]
             for number in ended[: max(0, len(states) + 1 - MOST_JOBS)]:
                 del self._jobs[number]
-            job = self._jobs[self._count] = ReplayJob(self._count, *wanted)
+            job = self._jobs[self._count] = ReplayJob(self._count, *settings)
             self._count += 1
             job.future = self._worker.submit(job.run)
         return job
 
     def job(self, number: int) -> ReplayJob:
         if number not in self._jobs:
-            raise ConfigError(f"there is no replay {number}")
+            raise ConfigError(f"replay {number} does not exist, or is no longer stored")
         return self._jobs[number]
 
     def close(self) -> None:
         for job in list(self._jobs.values()):
             job.stop.set()
-        self._worker.shutdown(cancel_futures=True)
+        self._worker.shutdown()  # a job that waits plans one record

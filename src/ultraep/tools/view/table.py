@@ -1,4 +1,4 @@
-"""Table: a few numbers of every record, and what the page draws of them.
+"""Table: a few numbers of every record, and the numbers of the plots.
 
 A *moment* is one microbatch of one step, over all layers. If a range has more moments than the page
 can show, one point of a line or one column of the map covers several of them, with their mean,
@@ -65,10 +65,10 @@ class Table:
         names, place_N = np.unique(self.layer, return_inverse=True)
         return names, place_N.reshape(-1)
 
-    def take(self, records: IntArray, **others: FloatArray) -> Table:
-        """Return some of the records, with other values for them."""
+    def take(self, records: IntArray, **changes: FloatArray) -> Table:
+        """Return some of the records, with some columns replaced."""
         columns = [entry.name for entry in fields(self) if entry.name != "stages"]
-        return replace(self, **{name: getattr(self, name)[records] for name in columns} | others)
+        return replace(self, **{name: getattr(self, name)[records] for name in columns} | changes)
 
     def worst(self, records: IntArray) -> Key | None:
         """Return step, layer and microbatch of the most imbalanced of these records."""
