@@ -51,6 +51,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request, unless it is refused."""
+        if self.server.stopped:  # connections stay open longer than the server
+            self.close_connection = True
+            return
         address = urlsplit(self.path)
         answer = self._refusal(address.path, parse_qsl(address.query))
         if answer is not None:
@@ -131,6 +134,7 @@ class ViewServer(ThreadingHTTPServer):
         self.names = set() if local else {host.lower(), *own_names()}
         bracketed = f"[{name}]" if ":" in name else name
         self.url = f"http://{bracketed}:{self.port}/" + ("" if local else f"?token={self.token}")
+        self.stopped = False
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
     def run(self) -> None:
@@ -140,6 +144,7 @@ class ViewServer(ThreadingHTTPServer):
             with suppress(KeyboardInterrupt):
                 self.serve_forever(poll_interval=0.1)
         finally:
+            self.stopped = True
             self.api.replays.close()
             self.catalogue.close()
             self.server_close()
