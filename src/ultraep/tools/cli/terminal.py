@@ -148,7 +148,7 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Yield a function of work done, all work and a description that moves a bar.
 
-    lines: where there is no terminal, print a line from time to time.
+    lines: print a line from time to time if the output is not a terminal.
     terminal: the output, stderr by default.
     """
     terminal = terminal or Terminal(stderr=True)
