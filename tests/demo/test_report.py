@@ -15,9 +15,8 @@ from traces import record
 
 import ultraep
 from ultraep import FileError, Topology, read_trace
-from ultraep.tools.demo import report as reports
-from ultraep.tools.demo.report import write_report
-from ultraep.tools.demo.result import trace_folder
+from ultraep.tools.demo import result as reports
+from ultraep.tools.demo.result import trace_folder, write_report
 from ultraep.tools.demo.sizes import Sizes
 from ultraep.tools.report import numbers
 from ultraep.workload import zipf
@@ -175,7 +174,7 @@ def test_losses_and_speeds_match_the_result(page):
 
 def test_long_trainings_are_sampled_with_a_note(copy, monkeypatch):
     monkeypatch.setattr(numbers.sample, "__defaults__", (200,))
-    monkeypatch.setattr(reports, "MOST_RECORDS", STEPS)
+    monkeypatch.setattr(reports.records_to_replan, "__defaults__", (STEPS,))
     page = write_report(copy, demo_result()).read_text("utf-8")
     assert re.search(r"[3-5] of 12 microbatches can be selected", page)
     assert "1 of 2 layers were replayed" in page

@@ -28,7 +28,7 @@ def test_little_memory_reduces_tokens_and_ranks_with_a_note():
     assert plenty == choose(Machine(8, None))
     sizes, notes = choose(Machine(8, 5 * GIB))
     assert sizes.tokens < plenty[0].tokens
-    assert sizes.memory(2) <= 5 * GIB
+    assert sizes.memory() <= 5 * GIB
     assert "5.0 GiB of memory are free" in notes[0]
     least, notes = choose(Machine(8, 100_000_000))
     assert (least.ranks, least.tokens) == (2, module.FEWEST_TOKENS)

@@ -14,7 +14,7 @@ from ultraep.tools.view import catalogue as catalogue_module
 from ultraep.tools.view import table, traces
 from ultraep.tools.view.catalogue import Catalogue, items_in
 from ultraep.tools.view.record import numbers_of, stages_of
-from ultraep.tools.view.traces import FileTrace, FolderTrace
+from ultraep.tools.view.traces import FolderTrace, WholeTrace
 from ultraep.trace import files
 from ultraep.trace.files import read_piece, write_arrays
 from ultraep.trace.schema import KEY, Column
@@ -79,7 +79,7 @@ def check_records(shown, trace):
 def test_table_and_records_equal_the_trace(source, run, pieces, trace, tmp_path):
     if source == "file":
         trace.save(tmp_path / "run.npz")
-        shown = FileTrace(tmp_path / "run.npz")
+        shown = WholeTrace(tmp_path, ultraep.read_trace(tmp_path / "run.npz"))
     else:
         if source == "pieces of version 3":
             pieces = write_pieces(tmp_path / "run", version=3)
@@ -249,21 +249,6 @@ def test_a_missing_piece_is_named(pieces, tmp_path):
     assert "rank-00009: not read, the trace has only 4 ranks" in notes
 
 
-def test_a_trace_that_cannot_be_opened_leaves_the_others(run, tmp_path):
-    for name in ("bad", "good"):
-        shutil.copytree(run, tmp_path / name)
-    header = tmp_path / "bad/header.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | {"version": 99}))
-    catalogue = Catalogue([tmp_path])
-    catalogue.read_all()
-    catalogue.close()
-    [error] = catalogue.errors
-    assert "version 99 of the trace format, but this ultraep reads 1 to" in error
-    assert len(catalogue.trace("good").table) == MOMENTS * LAYERS
-    with pytest.raises(FileError, match="version 99"):
-        catalogue.trace("bad")
-
-
 def test_replicas_that_make_no_sense_are_counted(run, tmp_path):
     path = shutil.copytree(run, tmp_path / "run") / "rank-00000/000000.npz"
     change(path, copies=np.full_like(read_arrays(path)["copies"], 10**6))
@@ -279,8 +264,8 @@ def test_any_number_becomes_valid_json(run, tmp_path):
     seconds[:5] = [[np.nan], [np.inf], [-np.inf], [3e38], [-1]]
     began = np.where(np.arange(len(seconds)) % 2, np.inf, np.nan)
     change(path, seconds=seconds, began=began, bytes_moved=np.full(len(seconds), 2**62))
-    ultraep.read_trace(tmp_path / "run").save(tmp_path / "run.npz")
-    for shown in (read(tmp_path / "run"), FileTrace(tmp_path / "run.npz")):
+    whole = WholeTrace(tmp_path, ultraep.read_trace(tmp_path / "run"))
+    for shown in (read(tmp_path / "run"), whole):
         json.dumps(table.overview(shown.table), allow_nan=False)
         json.dumps(table.heat(shown.table, "lost"), allow_nan=False)
         for place in range(3):

@@ -295,12 +295,6 @@ def test_an_empty_trace(window, tmp_path):
         assert window.messages == []
 
 
-def test_a_missing_record_is_an_error(page, server):
-    goto(page, server, "view=record&trace=run&step=99&layer=0&microbatch=0")
-    shows(page, "error", "no such record")
-    page.messages[:] = [text for text in page.messages if "400 (Bad Request)" not in text]
-
-
 def test_a_report_has_a_way_back(page, server):
     goto(page, server, "view=record&trace=short")
     page.run("document.querySelector('#reports a').click()")

@@ -12,14 +12,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from ultraep.errors import FileError
+from ultraep.files.reading import read_text
 from ultraep.files.writing import is_unfinished
 from ultraep.trace.schema import HEADER_FILE, PIECE, RANK_FOLDER
-
-MOST_MARKER = 1 << 16  # bytes
 
 
 class OutputDir:
@@ -41,26 +41,21 @@ class OutputDir:
         for path in (self.folder, *(trace.parent for trace in self.traces)):
             if os.path.lexists(path) and not path.is_dir():
                 raise FileError(f"{path}: cannot be written to: not a directory")
-        if not self.marker.exists():
-            self._check([])  # before the marker is created
-        self.lock = self._open_marker()
-        try:
-            earlier = self._content().get("made", [])
-            if not isinstance(earlier, list):
-                raise self._invalid_marker()
-            self._check(earlier)
-            self._write_marker(earlier)
-            for path in self.files:
-                path.unlink(missing_ok=True)
-            for path in self.traces:
-                if path.exists():
-                    shutil.rmtree(path)
-        except OSError as error:
-            self.close()
-            raise FileError(f"{folder}: cannot be written to: {error.strerror}") from None
-        except FileError:
-            self.close()
-            raise
+        earlier = self._read_marker()["made"]
+        self._check(earlier)
+        with ExitStack() as on_error:
+            try:
+                self.lock = self._open_marker()
+                on_error.callback(self.close)
+                self._write_marker(earlier)
+                for path in self.files:
+                    path.unlink(missing_ok=True)
+                for path in self.traces:
+                    if path.exists():
+                        shutil.rmtree(path)
+            except OSError as error:
+                raise FileError(f"{self.folder}: cannot be written to: {error.strerror}") from None
+            on_error.pop_all()
 
     def close(self) -> None:
         """Release the directory."""
@@ -71,6 +66,17 @@ class OutputDir:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _read_marker(self) -> dict[str, Any]:
+        """Return the contents of the marker; "made" lists the outputs of earlier runs."""
+        text = read_text(self.marker) if os.path.lexists(self.marker) else ""
+        try:
+            content = json.loads(text or "{}")
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict) or not isinstance(content.setdefault("made", []), list):
+            raise FileError(f"{self.marker}: not the marker of a {self.work}: move it away")
+        return content
 
     def _check(self, earlier: Sequence[str]) -> None:
         """Raise if a file that this command did not write would be replaced."""
@@ -85,23 +91,21 @@ class OutputDir:
             raise FileError(f"{path}: not written by an earlier {self.work}: move it away")
 
     def _open_marker(self) -> int:
-        """Open and lock the marker."""
+        """Open and lock the marker; return its file descriptor."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = os.open(self.marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise FileError(f"{self.folder}: cannot be written to: {error.strerror}") from None
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            os.close(lock)
             reason = f"cannot be locked: {error.strerror}"
             if isinstance(error, BlockingIOError):
-                reason = f"in use by another {self.work}, process {self._content().get('process')}"
-            self.close()
+                process = self._read_marker().get("process")
+                reason = f"in use by another {self.work}, process {process}"
             raise FileError(
                 f"{self.folder}: {reason}: choose another directory with --out"
             ) from None
-        return self.lock
+        return lock
 
     def _write_marker(self, earlier: Sequence[str]) -> None:
         """Overwrite the marker in place, because the lock belongs to this file."""
@@ -113,34 +117,15 @@ class OutputDir:
         os.ftruncate(self.lock, 0)
         os.pwrite(self.lock, json.dumps(content).encode() + b"\n", 0)
 
-    def _content(self) -> dict[str, Any]:
-        """Return the contents of the marker; empty if it is new."""
-        try:
-            content = json.loads(os.pread(self.lock, MOST_MARKER, 0) or b"{}")
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            raise self._invalid_marker()
-        return content
-
-    def _invalid_marker(self) -> FileError:
-        return FileError(f"{self.marker}: not the marker of a {self.work}: move it away")
-
 
 def _foreign(trace: Path) -> Iterator[Path]:
-    """Yield the files in the folder of a trace that no recorder wrote."""
-    if not os.path.lexists(trace):
-        return
-    if trace.is_symlink() or not trace.is_dir():
+    """Yield everything in the folder of a trace that no recorder wrote."""
+    if os.path.lexists(trace) and (trace.is_symlink() or not trace.is_dir()):
         yield trace
-        return
-    for path in sorted(trace.iterdir()):
-        if RANK_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            for piece in sorted(path.iterdir()):
-                known = PIECE.fullmatch(piece.name) or is_unfinished(piece.name)
-                if not known or not _is_file(piece):
-                    yield piece
-        elif (path.name != HEADER_FILE and not is_unfinished(path.name)) or not _is_file(path):
+    for path in sorted(trace.rglob("*")):
+        name, pattern = path.name, RANK_FOLDER if path.is_dir() else PIECE
+        known = pattern.fullmatch(name) or name == HEADER_FILE or is_unfinished(name)
+        if not known or path.is_symlink():
             yield path
 
 

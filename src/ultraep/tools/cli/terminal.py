@@ -143,23 +143,27 @@ def describe_topology(topology: Topology) -> list[str]:
 
 
 @contextmanager
-def progress(title: str, *, lines: bool = True) -> Iterator[Callable[..., None]]:
-    """Yield a function of work done, all work and a description that moves a bar on stderr.
+def progress(
+    title: str, *, lines: bool = True, terminal: Terminal | None = None
+) -> Iterator[Callable[..., None]]:
+    """Yield a function of work done, all work and a description that moves a bar.
 
-    lines: without a terminal, print a line from time to time instead.
+    lines: print a line from time to time if the output is not a terminal.
+    terminal: the output, stderr by default.
     """
-    stderr = Terminal(stderr=True)
+    terminal = terminal or Terminal(stderr=True)
     columns = (
         *(TextColumn(f"{title:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
         TextColumn("{task.description}", markup=False),
     )
-    bar = Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
+    bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
     with bar:
         task = bar.add_task("", total=None)
 
         def report(done: int, total: int, text: str = "") -> None:
             bar.update(task, completed=done, total=total, description=text)
-            if lines and not stderr.is_terminal and done % -(-total // PROGRESS_LINES) == 0:
-                stderr.print(f"{title:<9}{done:>6}/{total:<6}{text}", soft_wrap=True)
+            shown = done in (1, total) or done % -(-total // PROGRESS_LINES) == 0
+            if lines and shown and not terminal.is_terminal:
+                terminal.print(f"{title:<9}{done:>6}/{total:<6}{text}", soft_wrap=True)
 
         yield report

@@ -55,9 +55,10 @@ def command(options: ViewOptions) -> None:
         raise ConfigError("--export writes the traces as they are now; remove --live")
     check_targets((options.export, "page"), force=options.force)
     catalogue = Catalogue(options.paths, live=options.live, warn=print_error)
-    for error in catalogue.errors:
+    errors = [item.error for item in catalogue.items if item.error]
+    for error in errors:
         print_error(error)
-    if not catalogue.usable:
+    if len(errors) == len(catalogue.items) and not options.live:
         raise FileError("nothing to show")
     try:
         if options.export is None:

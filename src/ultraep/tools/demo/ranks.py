@@ -191,23 +191,26 @@ class Demo:
     ) -> PolicyResult:
         """Return the measurements of one policy."""
         steps, waited = training.steps, [wait for wait in answers.turn.waited if wait is not None]
-        last = steps[-max(1, len(steps) // 10) :]
-        timed = [step.seconds for step in steps[1:]] or [steps[0].seconds]  # the first warms up
+        losses, seconds = [step.loss for step in steps], [step.seconds for step in steps]
+        names = ("before", "after", "bound", "copies")
+        before, after, bound, copies = (
+            np.array([getattr(step, name) for step in steps]) for name in names
+        )
         return PolicyResult(
             policy=policy,
-            losses=[step.loss for step in steps],
-            loss=fmean(step.loss for step in last),
+            losses=losses,
+            loss=fmean(losses[-max(1, len(steps) // 10) :]),
             loss_held_out=held_out,
-            seconds=[step.seconds for step in steps],
-            tokens_per_second=self.group_tokens / median(timed),
-            before=[step.before for step in steps],
-            after=[step.after for step in steps],
-            imbalance_before=fmean(step.before for step in steps),
-            imbalance_before_worst=max(step.worst_before for step in steps),
-            imbalance_after=fmean(step.after for step in steps),
-            imbalance_after_worst=max(step.worst_after for step in steps),
-            imbalance_bound=fmean(step.bound for step in steps),
-            copies_per_layer=sum(s.copies for s in steps) / len(steps) / self.sizes.layers,
+            seconds=seconds,
+            tokens_per_second=self.group_tokens / median(seconds[1:] or seconds),  # 0 warms up
+            before=before.mean(axis=1).tolist(),
+            after=after.mean(axis=1).tolist(),
+            imbalance_before=float(before.mean()),
+            imbalance_before_worst=float(before.max()),
+            imbalance_after=float(after.mean()),
+            imbalance_after_worst=float(after.max()),
+            imbalance_bound=float(bound.mean()),
+            copies_per_layer=float(copies.mean()),
             weights_bytes=training.weights_bytes,
             gradients_bytes=training.gradients_bytes,
             layer_tokens_per_second=speeds[policy],
@@ -221,7 +224,8 @@ class Demo:
     # -- progress --------------------------------------------------------------------------------
 
     def report_step(self, policy: str, number: int, step: Step) -> None:
-        numbers = step.loss, self.group_tokens / step.seconds, step.before, step.after
+        before, after = fmean(step.before), fmean(step.after)
+        numbers = step.loss, self.group_tokens / step.seconds, before, after
         subject = self.subject(number - 1)
         self.report(Progress("training", number, self.sizes.steps, policy, subject, *numbers))
 

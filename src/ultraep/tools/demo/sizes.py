@@ -12,7 +12,7 @@ from ultraep.tools.report.words import counted
 MOST_RANKS, EXPERTS = 8, 32
 GIB = 1 << 30
 FEWEST_TOKENS = 256
-PROCESS = 0.45 * GIB  # memory of a rank without weights
+PROCESS = 0.6 * GIB  # memory of a rank without activations
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,11 @@ class Sizes:
     rounds: int = 3  # of serving the requests
     layer_rounds: int = 6
 
-    def memory(self, policies: int) -> int:
-        """Return the approximate bytes that all ranks need."""
-        expert = 3 * self.hidden * self.ffn
-        weights = 4 * self.layers * (self.experts / self.ranks * expert + 4 * self.hidden**2)
-        rows = 1.5 * self.tokens * self.top_k
-        activations = 4 * self.layers * rows * (8 * self.hidden + 10 * self.ffn)
-        numbers = (4 * policies + 1) * weights + 2 * activations
-        return int(self.ranks * (PROCESS + numbers * (2 if self.dtype == "float64" else 1)))
+    def memory(self) -> int:
+        """Return the approximate bytes that all ranks need; activations dominate."""
+        width = 4 if self.dtype == "float32" else 8
+        row = width * self.layers * (8 * self.hidden + 10 * self.ffn)
+        return int(self.ranks * (PROCESS + 3 * self.tokens * self.top_k * row))
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,6 @@ def choose(
     ranks: int | None = None,
     steps: int | None = None,
     device: str = "cpu",
-    policies: int = 2,
 ) -> tuple[Sizes, list[str]]:
     """Return sizes for a machine, and notes about them."""
     if steps is not None and steps < 1:
@@ -113,7 +109,7 @@ def choose(
         sizes = replace(sizes, **QUICK)  # type: ignore[arg-type]
     if steps is not None:
         sizes = replace(sizes, steps=steps, seconds=None)
-    sizes, notes = fit_memory(sizes, machine.memory, policies, may_drop_ranks=ranks is None)
+    sizes, notes = fit_memory(sizes, machine.memory, may_drop_ranks=ranks is None)
     # With two ranks, only one other rank can take rows, and one replica is not always enough.
     sizes = replace(sizes, slots=2 if sizes.ranks == 2 else 1)
     if sizes.ranks == 1:
@@ -126,18 +122,16 @@ def choose(
     return sizes, notes
 
 
-def fit_memory(
-    sizes: Sizes, free: int | None, policies: int, *, may_drop_ranks: bool
-) -> tuple[Sizes, list[str]]:
+def fit_memory(sizes: Sizes, free: int | None, *, may_drop_ranks: bool) -> tuple[Sizes, list[str]]:
     """Halve the tokens, then the ranks, until the free memory suffices; return notes as well."""
     smaller, notes = sizes, []
-    while free is not None and smaller.memory(policies) > free:
+    while free is not None and smaller.memory() > free:
         if smaller.tokens > FEWEST_TOKENS:
             smaller = replace(smaller, tokens=smaller.tokens // 2)
         elif smaller.ranks > 2 and may_drop_ranks:
             smaller = replace(smaller, ranks=smaller.ranks // 2)
         else:
-            needed = smaller.memory(policies) / GIB
+            needed = smaller.memory() / GIB
             notes.append(f"the demo needs about {needed:.1f} GiB, more than is free, and may fail")
             break
     if free is not None and smaller != sizes:

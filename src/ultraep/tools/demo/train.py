@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -38,16 +38,14 @@ FORCED = "forced balance"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training step of all ranks; imbalance over all layers."""
+    """One training step of all ranks. Lists have an entry for every layer."""
 
     loss: float
-    before: float  # mean imbalance without replicas
-    after: float  # mean imbalance with replicas
-    bound: float  # mean lower bound of any plan with these slots
-    worst_before: float
-    worst_after: float
-    copies: int
     seconds: float
+    before: list[float]  # imbalance without replicas
+    after: list[float]  # imbalance with replicas
+    bound: list[float]  # lower bound of any plan with these slots
+    copies: list[int]
 
 
 def make_model(sizes: Sizes, balancer: Balancer, seed: int, device: torch.device) -> TinyMoE:
@@ -80,17 +78,14 @@ class Trainer:
         total = loss.detach().double().cpu()
         self.update_weights(warmup=min(10, steps // 4))
         dist.all_reduce(total)  # on the host: the device has finished by then
-        before = [plan.initial_imbalance for plan in plans]
-        after = [plan.imbalance for plan in plans]
+        seconds = time.perf_counter() - begin
         return Step(
             loss=total.item() / self.balancer.comm.size,
-            before=fmean(before),
-            after=fmean(after),
-            bound=fmean(plan.lower_bound for plan in plans),
-            worst_before=max(before),
-            worst_after=max(after),
-            copies=sum(plan.num_replicas for plan in plans),
-            seconds=time.perf_counter() - begin,
+            seconds=seconds,
+            before=[plan.initial_imbalance for plan in plans],
+            after=[plan.imbalance for plan in plans],
+            bound=[plan.lower_bound for plan in plans],
+            copies=[plan.num_replicas for plan in plans],
         )
 
     def update_weights(self, warmup: int) -> None:
@@ -197,7 +192,6 @@ def route_evenly(moe: BalancedMoE) -> RemovableHandle:
     even = EvenTurns(moe.balancer.topology, moe.balancer.rank)
 
     def replace_choices(_: Any, __: Any, routing: Routing) -> Routing:
-        ids, gates, logits = routing
-        return Routing(even.chosen(ids), gates, logits)
+        return routing._replace(ids=even.chosen(routing.ids))
 
     return moe.router.register_forward_hook(replace_choices)

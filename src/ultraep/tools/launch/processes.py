@@ -7,6 +7,7 @@ then a result or an error. A rank exits when its pipe closes, however this proce
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -16,18 +17,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ultraep.errors import CommunicationError, ConfigError, UltraEPError
 
 GRACE = 3.0  # seconds for a rank to close its files
 CAUSE_WAIT = 2.0  # seconds to wait for other ranks' errors after the first one
+PROCESS_ENDED = 2  # weight of the failure of a rank whose process ended
 MOST_RANKS = 1 << 16
 
 
@@ -105,7 +107,7 @@ class Rank:
         signalled = code is not None and code < 0
         end = f"ended by {signal.Signals(-code).name}" if signalled else f"ended with {code}"
         last = f": {lines[-1]}" if lines else ""
-        return Failure(self.number, f"process {self.process.pid} {end}{last}", 2)
+        return Failure(self.number, f"process {self.process.pid} {end}{last}", PROCESS_ENDED)
 
 
 def run_ranks(
@@ -147,45 +149,38 @@ def stop(ranks: list[Rank]) -> None:
 
 
 def collect(ranks: list[Rank], report: Callable[[Any], None]) -> Any:
-    """Receive messages until all ranks have finished, or one has failed."""
+    """Receive messages until all ranks have finished; return the result of rank 0.
+
+    After a failure, wait a moment for other failures: the first may be a consequence of another.
+    """
     pending = {rank.pipe: rank for rank in ranks}
-    results: dict[int, Any] = {}
-    while pending:
-        for rank, message in receive(pending, None):
+    results, failures, deadline = dict[int, Any](), list[Failure](), math.inf
+    while pending and time.monotonic() < deadline:
+        for pipe in wait(list(pending), deadline - time.monotonic() if failures else None):
+            assert isinstance(pipe, Connection)
+            rank, message = pending[pipe], receive(pending[pipe])
             if isinstance(message, Failure):
-                del pending[rank.pipe]
-                raise_cause(message, pending)
+                failures.append(message)
+                patience = 0.0 if message.weight == PROCESS_ENDED else CAUSE_WAIT
+                deadline = min(deadline, time.monotonic() + patience)
             elif isinstance(message, Finished):
                 results[rank.number] = message.result
-                del pending[rank.pipe]
-            else:
+            elif not failures:
                 report(message)
+            if isinstance(message, Failure | Finished):
+                del pending[pipe]
+    if failures:
+        cause = max(failures, key=lambda failure: failure.weight)
+        raise CommunicationError(f"rank {cause.rank} failed, all others were stopped: {cause.text}")
     return results[0]
 
 
-def receive(pending: dict[Connection, Rank], timeout: float | None) -> Iterator[tuple[Rank, Any]]:
-    """Yield events, results and failures of ranks that have sent a message or ended."""
-    for pipe in wait(list(pending), timeout):
-        assert isinstance(pipe, Connection)
-        rank = pending[pipe]
-        try:
-            message = pickle.loads(pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            message = rank.lost()
-        yield rank, message
-
-
-def raise_cause(first: Failure, pending: dict[Connection, Rank]) -> NoReturn:
-    """Raise the cause; the first failure may be only a consequence of another one."""
-    failures, deadline = [first], time.monotonic() + CAUSE_WAIT
-    while pending and first.weight < 2 and time.monotonic() < deadline:
-        for rank, message in receive(pending, max(0.0, deadline - time.monotonic())):
-            if isinstance(message, Failure):
-                failures.append(message)
-            if isinstance(message, Failure | Finished):
-                del pending[rank.pipe]
-    cause = max(failures, key=lambda failure: failure.weight)
-    raise CommunicationError(f"rank {cause.rank} failed, all others were stopped: {cause.text}")
+def receive(rank: Rank) -> Any:
+    """Return the next message of a rank; a `Failure` if its process ended."""
+    try:
+        return pickle.loads(rank.pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return rank.lost()
 
 
 def environment() -> dict[str, str]:

@@ -59,20 +59,15 @@ def microbatches(
     plan_of: returns the plan of a record.   domains: the kind of text of every step.
     noun: the page's word for a step of the trace.
     """
-    moments, moment_N = np.unique(
-        np.column_stack([trace.step, trace.microbatch]), axis=0, return_inverse=True
-    )
-    moment_N, layers = moment_N.reshape(-1), trace.layers.tolist()
     plans = [plan_of(record) for record in range(len(trace))]
-    topology = plans[0].topology
-    worst = int(np.argmax([plan.initial_imbalance for plan in plans]))
+    topology, layers = plans[0].topology, trace.layers.tolist()
+    keys = list(zip(trace.step.tolist(), trace.microbatch.tolist(), strict=True))
+    plan_at = dict(zip(zip(keys, trace.layer.tolist(), strict=True), plans, strict=True))
+    worst_moment, worst_layer = max(plan_at, key=lambda at: plan_at[at].initial_imbalance)
+    moments = sorted(set(keys))
     size = len(layers) * 2 * (topology.experts + topology.ranks * topology.slots)
-    shown = sample(len(moments), size, int(moment_N[worst]))
-    place = {int(moment): number for number, moment in enumerate(shown)}
-    records: list[list[Numbers | None]] = [[None] * len(layers) for _ in shown]
-    for plan, moment, layer in zip(plans, moment_N.tolist(), trace.layer.tolist(), strict=True):
-        if moment in place:
-            records[place[moment]][layers.index(layer)] = microbatch(plan)
+    shown = [moments[n] for n in sample(len(moments), size, moments.index(worst_moment))]
+    numbers_at = {at: microbatch(plan) for at, plan in plan_at.items() if at[0] in shown}
     return {
         "noun": noun,
         "homes": [topology.home_experts(rank).tolist() for rank in range(topology.ranks)],
@@ -80,11 +75,10 @@ def microbatches(
         "layers": layers,
         "recorded": len(moments),
         "moments": [
-            {"step": step, "microbatch": microbatch, "domain": domains[step]}
-            for step, microbatch in moments[shown].tolist()
+            {"step": step, "microbatch": number, "domain": domains[step]} for step, number in shown
         ],
-        "worst": [place[int(moment_N[worst])], layers.index(int(trace.layer[worst]))],
-        "records": records,
+        "worst": [shown.index(worst_moment), layers.index(worst_layer)],
+        "records": [[numbers_at.get((key, layer)) for layer in layers] for key in shown],
     }
 
 
@@ -96,16 +90,14 @@ def microbatch(plan: Plan) -> Numbers:
     topology = plan.topology
     held_RL = np.full((topology.ranks, topology.slots), -1)
     rows_RL = np.zeros_like(held_RL)
-    for (expert, host, slot), quota in zip(plan.replicas.tolist(), plan.quotas, strict=True):
-        if slot < topology.slots:
-            held_RL[host, slot], rows_RL[host, slot] = expert, quota
+    inside = plan.replicas[:, 2] < topology.slots
+    expert, host, slot = plan.replicas[inside].T
+    held_RL[host, slot], rows_RL[host, slot] = expert, plan.quotas[inside]
     at_home = plan.dense_quota()[np.arange(topology.experts), topology.home_of_expert]
+    homes = [at_home[topology.home_experts(rank)] for rank in range(topology.ranks)]
+    rows = [part for pair in zip(homes, rows_RL, strict=True) for part in pair]
     return {
         "loads": plan.loads.sum(axis=0).tolist(),
-        "rows": [
-            count
-            for rank in range(topology.ranks)
-            for count in (*at_home[topology.home_experts(rank)].tolist(), *rows_RL[rank].tolist())
-        ],
+        "rows": np.concatenate(rows).tolist(),
         "held": held_RL.reshape(-1).tolist(),
     }

@@ -1,4 +1,4 @@
-"""Answers to the requests of the page: files, and numbers as JSON. An error is one sentence."""
+"""Answers to the requests of the page: files, numbers as JSON, errors as one sentence."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Answer:
 
 
 class Api:
-    """The answers about the traces and reports of a catalogue."""
+    """Answers requests about the traces and reports of a catalogue."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue, self.replays = catalogue, Replays()
@@ -85,7 +85,7 @@ class Api:
                 return Answer.json(getattr(self, name)(query))
         except UltraEPError as error:
             return Answer.json({"error": " ".join(str(error).split())}, 400)
-        return Answer.text("There is no such page", 404)
+        return Answer.text("Page not found", 404)
 
     def _report(self, query: Query) -> Answer:
         """Return a report, which may only draw itself."""
@@ -164,7 +164,7 @@ class Api:
         if "number" in query:
             return self.replays.job(integer(query, "number")).to_json()
         trace = self._trace(query)
-        return self.replays.ask(trace, case_of(query, trace.header)).to_json()
+        return self.replays.start(trace, case_of(query, trace.header)).to_json()
 
     def stop(self, query: Query) -> Numbers:
         """Stop a replay early."""
@@ -187,9 +187,9 @@ def item_facts(item: Item) -> Numbers:
 # -- parameters of requests ----------------------------------------------------------------------
 
 
-def integer(query: Query, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
+def integer(query: Query, name: str, default: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
     """Return an integer of the query; raise `ConfigError` unless it is within the limits."""
-    text = query.get(name, str(usual))
+    text = query.get(name, str(default))
     if not text.isdecimal() or len(text) > 19 or not low <= int(text) <= high:
         raise ConfigError(f"{name} must be an integer in {low}..{high}, got {text[:40]!r}")
     return int(text)

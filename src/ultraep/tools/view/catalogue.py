@@ -12,14 +12,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import names_of_arrays
-from ultraep.tools.view.traces import FileTrace, FolderTrace, OpenTrace
+from ultraep.tools.view.traces import FolderTrace, OpenTrace, WholeTrace
 from ultraep.trace.files import folders_of_traces, read_header
+from ultraep.trace.read import read_trace
 from ultraep.trace.schema import HEADER_FILE
 
 REPORT_FILE, RESULT_FILE = "report.html", "result.json"
@@ -73,7 +73,7 @@ class Catalogue:
     def read_all(self) -> None:
         """Read all traces, and return when they are read.
 
-        Any exception ends the reading of one trace only; a note on its page says so.
+        An exception ends the reading of its trace only; the page shows a note.
         """
         for item in self.items:
             trace = item.trace
@@ -82,21 +82,11 @@ class Catalogue:
             error = self._reader.submit(trace.read, self._stop.is_set).exception()
             if error is not None:
                 item.failed = trace.finished = True
-                trace.notes.append(f"reading ended early, the rest is missing: {_message(error)}")
+                trace.notes.append(f"reading ended early, the rest is missing: {message_of(error)}")
             for note in trace.notes:
                 if note not in self._warned:
                     self._warned.add(note)
                     self._warn(note)
-
-    @property
-    def errors(self) -> list[str]:
-        """One line for each trace that could not be opened."""
-        return [item.error for item in self.items if item.error]
-
-    @property
-    def usable(self) -> bool:
-        """Whether there is something to show, now or later."""
-        return self.live or any(not item.error for item in self.items)
 
     def trace(self, name: str) -> OpenTrace:
         item = self._item("trace", name)
@@ -124,7 +114,7 @@ class Catalogue:
             self._stop.wait(PERIOD)
             self._find_items()
             for item in self.items:
-                if item.kind == "trace" and not isinstance(item.trace, FileTrace):
+                if item.kind == "trace" and not isinstance(item.trace, WholeTrace):
                     self._check_folder(item)
 
     def _find_items(self) -> None:
@@ -143,11 +133,10 @@ class Catalogue:
 
     def _open(self, item: Item) -> None:
         if item.kind == "trace":
-            kind = partial(FolderTrace, live=self.live) if item.path.is_dir() else FileTrace
-            opening = self._reader.submit(kind, item.path)
+            opening = self._reader.submit(open_trace, item.path, live=self.live)
             error = opening.exception()
             item.trace = opening.result() if error is None else None
-            item.error, item.failed = "" if error is None else _message(error), False
+            item.error, item.failed = "" if error is None else message_of(error), False
 
     def _check_folder(self, item: Item) -> None:
         """Notice that a folder is gone, or now holds another trace."""
@@ -163,7 +152,12 @@ class Catalogue:
             self._open(item)
 
 
-def _message(error: BaseException) -> str:
+def open_trace(path: Path, *, live: bool) -> OpenTrace:
+    """Open a trace in a folder, or read a trace in a file."""
+    return FolderTrace(path, live=live) if path.is_dir() else WholeTrace(path, read_trace(path))
+
+
+def message_of(error: BaseException) -> str:
     """Return an error as one line; for a bug, with the place that raised it."""
     if isinstance(error, (UltraEPError, OSError)):
         return str(error)
@@ -182,7 +176,7 @@ def items_in(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
     """
     items: dict[Path, Item] = {}
     for path in paths:
-        inside = list(_in_folder(path) if path.is_dir() else _of_file(path, live))
+        inside = list(_items_in_folder(path) if path.is_dir() else _items_of_file(path, live))
         if not inside and not live:
             raise FileError(
                 f"{path}: nothing to view, neither a trace ({HEADER_FILE}) nor a {REPORT_FILE}"
@@ -192,22 +186,22 @@ def items_in(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
     return list(items.values())[:MOST_ITEMS]
 
 
-def _of_file(path: Path, live: bool) -> Iterator[Item]:
+def _items_of_file(path: Path, live: bool) -> Iterator[Item]:
     if not path.exists():
         if not live:
             raise FileError(f"{path}: no such file or folder")
     elif path.suffix.lower() in (".html", ".htm"):
         yield Item("report", path, path.name)
-        yield from (item for item in _in_folder(path.parent) if item.kind == "trace")
+        yield from (item for item in _items_in_folder(path.parent) if item.kind == "trace")
     elif path.name in (RESULT_FILE, HEADER_FILE):
-        yield from _in_folder(path.parent)
+        yield from _items_in_folder(path.parent)
     elif "header" in names_of_arrays(path):
         yield Item("trace", path, path.name)
     else:
         raise FileError(f"{path}: not a trace (a folder, or an .npz file) and not a report (.html)")
 
 
-def _in_folder(folder: Path) -> Iterator[Item]:
+def _items_in_folder(folder: Path) -> Iterator[Item]:
     for trace in folders_of_traces(folder):
         name = folder.resolve().name if trace == folder else str(trace.relative_to(folder))
         yield Item("trace", trace, name)

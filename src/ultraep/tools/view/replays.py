@@ -8,59 +8,56 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.errors import ConfigError, UltraEPError
+from ultraep.errors import ConfigError
 from ultraep.plan import Plan
 from ultraep.tools.report.numbers import Numbers
-from ultraep.tools.view.table import Table, overview
+from ultraep.tools.view.catalogue import message_of
+from ultraep.tools.view.table import Table, overview, records_to_replan
 from ultraep.tools.view.traces import OpenTrace
 from ultraep.trace.replay import Case, plans, replayed_plans
 
-MOST_PLANS = 4000  # records that are planned again
 MOST_JOBS = 16  # finished jobs included
 MOST_WAITING = 4
 
 
 @dataclass(eq=False)
 class ReplayJob:
-    """A trace to plan again, the settings, the progress, and the answer."""
+    """A trace to plan again, the settings, and the progress."""
 
     number: int
     trace: OpenTrace
     version: int  # of the trace
     case: Case
-    state: str = "waiting"  # running, done, stopped, failed
     done: int = 0
     total: int = 0
-    error: str = ""
-    answer: Numbers = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
+    future: Future[Numbers] = field(default_factory=Future)
+
+    @property
+    def state(self) -> str:
+        if not self.future.done():
+            return "running" if self.future.running() else "waiting"
+        if self.future.exception() is not None:
+            return "failed"
+        return "stopped" if self.stop.is_set() else "done"
 
     def to_json(self) -> Numbers:
         """Return the job as the page receives it."""
-        names = ("number", "state", "done", "total", "error", "answer")
-        return {name: getattr(self, name) for name in names}
+        facts = {"number": self.number, "state": self.state, "done": self.done, "total": self.total}
+        error = self.future.exception() if self.future.done() else None
+        answer = self.future.result() if self.future.done() and error is None else {}
+        return facts | {"error": message_of(error) if error else "", "answer": answer}
 
-    def run(self) -> None:
-        """Plan the records; an error becomes the state "failed"."""
-        try:
-            self.state = "running"
-            self.answer = self._answer()
-            self.state = "stopped" if self.stop.is_set() else "done"
-        except (UltraEPError, OSError) as error:
-            self.error, self.state = str(error), "failed"
-        finally:
-            if self.state == "running":  # a bug; the executor keeps the exception
-                self.error, self.state = "an error of ultraep, please report it", "failed"
-
-    def _answer(self) -> Numbers:
+    def run(self) -> Numbers:
+        """Plan the records and return the answer."""
         table = self.trace.table
-        records = records_to_replan(table)
+        records = records_to_replan(table.layer)
         self.total = len(records)
         replayed = replayed_plans(self._plans(table, records), self.case)
         records = records[: len(replayed.after)]
@@ -93,41 +90,32 @@ class Replays:
         self._lock, self._count = threading.Lock(), 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ultraep replay")
 
-    def ask(self, trace: OpenTrace, case: Case) -> ReplayJob:
-        """Return the job with these settings; start it unless there is one."""
-        wanted = trace, trace.version, case
+    def start(self, trace: OpenTrace, case: Case) -> ReplayJob:
+        """Return the job with these settings; start it unless it exists."""
+        settings = trace, trace.version, case
         with self._lock:
-            for job in self._jobs.values():
-                current = job.state in ("waiting", "running", "done")
-                if current and (job.trace, job.version, job.case) == wanted:
+            states = {job: job.state for job in self._jobs.values()}
+            for job, state in states.items():
+                usable = state in ("waiting", "running", "done")
+                if usable and (job.trace, job.version, job.case) == settings:
                     return job
-            waiting = sum(job.state == "waiting" for job in self._jobs.values())
+            waiting = list(states.values()).count("waiting")
             if waiting >= MOST_WAITING:
                 raise ConfigError(f"{waiting} replays are waiting: wait, or stop one")
-            job = ReplayJob(self._count, *wanted)
-            self._jobs[job.number], self._count = job, self._count + 1
-            over = [job for job in self._jobs.values() if job.state not in ("waiting", "running")]
-            for old in over[: max(0, len(self._jobs) - MOST_JOBS)]:
-                del self._jobs[old.number]
-        self._worker.submit(job.run)
+            ended = [job.number for job in states if job.future.done()]
+            for number in ended[: max(0, len(states) + 1 - MOST_JOBS)]:
+                del self._jobs[number]
+            job = self._jobs[self._count] = ReplayJob(self._count, *settings)
+            self._count += 1
+            job.future = self._worker.submit(job.run)
         return job
 
     def job(self, number: int) -> ReplayJob:
         if number not in self._jobs:
-            raise ConfigError(f"there is no replay {number}")
+            raise ConfigError(f"replay {number} does not exist, or is no longer stored")
         return self._jobs[number]
 
     def close(self) -> None:
         for job in list(self._jobs.values()):
             job.stop.set()
-        self._worker.shutdown(cancel_futures=True)
-
-
-def records_to_replan(table: Table, most: int = MOST_PLANS) -> IntArray:
-    """Return the records to replan, in order of time: all layers, or some evenly spaced ones."""
-    names, place_N = table.layers
-    if not len(names):
-        raise ConfigError("nothing to replay: the trace has no records")
-    keep = max(1, min(len(names), most * len(names) // len(table)))
-    chosen = np.linspace(0, len(names) - 1, keep).round().astype(int)
-    return np.flatnonzero(np.isin(place_N, chosen))
+        self._worker.shutdown()  # a job that waits plans one record

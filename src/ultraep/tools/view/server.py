@@ -2,8 +2,8 @@
 
 A page of another site must not reach the viewer through the user's browser. The server refuses
 foreign host names, requests from other origins, and frames around the page. If it listens beyond
-this machine, it requires a token. Requests are limited in size and time, and so is the data that
-waits for a slow client.
+this machine, it requires a token. `http.server` limits the size of requests; this module limits the
+number of clients, and the time for which a client may send and read nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from ultraep.tools.view.api import Answer, Api
 from ultraep.tools.view.catalogue import Catalogue
 
 COOKIE = "ultraep_view"
-MOST_QUERY, MOST_HEADERS = 2 << 10, 16 << 10  # bytes
-CHUNK = 64 << 10  # bytes that wait for a client to read
-REQUEST_SECONDS = 10.0  # in which a request must arrive, after the answer to the previous one
-STALLED_SECONDS = 20.0  # in which a client must read a chunk
+CHUNK = 64 << 10  # bytes that a client must read before the timeout
 MOST_CONNECTIONS = 128
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' "
@@ -50,30 +47,19 @@ class Handler(BaseHTTPRequestHandler):
     server: ViewServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise the body waits 40 ms for an ACK of the headers
-
-    def handle_one_request(self) -> None:
-        """Answer one request; close the connection if it does not arrive in time."""
-        if self.server.stopped:
-            self.close_connection = True
-            return
-        self.connection.settimeout(STALLED_SECONDS)
-        self._arrival = threading.Timer(REQUEST_SECONDS, self._hang_up)
-        self._arrival.daemon = True
-        self._arrival.start()
-        try:
-            super().handle_one_request()
-        finally:
-            self._arrival.cancel()
+    timeout = 20.0  # seconds
 
     def do_GET(self) -> None:
         """Answer a request, unless it is refused."""
-        self._arrival.cancel()
-        answer = self._refusal()
+        if self.server.stopped:  # connections stay open longer than the server
+            self.close_connection = True
+            return
+        address = urlsplit(self.path)
+        answer = self._refusal(address.path, parse_qsl(address.query))
         if answer is not None:
             self.close_connection = True  # a body may follow
         else:
-            query = dict(parse_qsl(self._address.query))
-            answer = self.server.api.answer(self._address.path, query)
+            answer = self.server.api.answer(address.path, dict(parse_qsl(address.query)))
             if self.headers.get("if-none-match") == answer.headers.get("etag", ""):
                 answer = Answer(b"", 304, answer.headers)
         self._send(answer)
@@ -88,11 +74,6 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *values: Any) -> None:  # noqa: A002
         """Print nothing about requests."""
 
-    def _hang_up(self) -> None:
-        self.close_connection = True
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
     def _send(self, answer: Answer) -> None:
         content = answer.content
         self.send_response_only(answer.status)
@@ -106,40 +87,31 @@ class Handler(BaseHTTPRequestHandler):
             for begin in range(0, len(content), CHUNK):
                 self.wfile.write(memoryview(content)[begin : begin + CHUNK])
 
-    def _refusal(self) -> Answer | None:
-        self._address = urlsplit(self.path)
+    def _refusal(self, path: str, query: list[tuple[str, str]]) -> Answer | None:
         hosts, token = self.headers.get_all("host", []), self.server.token
-        if len(self.path) > MOST_QUERY:
-            return Answer.text("The address is too long", 414)
-        if sum(len(name) + len(value) for name, value in self.headers.items()) > MOST_HEADERS:
-            return Answer.text(f"At most {MOST_HEADERS} bytes of headers are accepted", 431)
         if not is_known_host(hosts, self.server.names, local=token is None):
             return Answer.text("The host name is not a name of this machine", 421)
-        if not self._same_origin(hosts[0]):
+        same_origin = self.headers.get("origin", f"http://{hosts[0]}") == f"http://{hosts[0]}"
+        same_site = self.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+        if not (same_origin and same_site):
             return Answer.text("Requests from other sites are refused", 403)
         if "content-length" in self.headers or "transfer-encoding" in self.headers:
             return Answer.text("Requests with a body are refused", 413)
-        return None if token is None else self._without_token(token)
-
-    def _same_origin(self, host: str) -> bool:
-        if self.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return False
-        return self.headers.get("origin", f"http://{host}") == f"http://{host}"
-
-    def _without_token(self, token: str) -> Answer | None:
-        query = parse_qsl(self._address.query)
-        if _equal(dict(query).get("token", ""), token):
-            rest = urlencode([pair for pair in query if pair[0] != "token"])
-            location = self._address.path + (f"?{rest}" if rest else "")
-            cookie = f"{COOKIE}={token}; HttpOnly; SameSite=strict; Path=/"
-            return Answer(b"", 303, {"location": location, "set-cookie": cookie})
-        try:
-            cookie_value = SimpleCookie(self.headers.get("cookie", "")).get(COOKIE)
-        except CookieError:
-            cookie_value = None
-        if cookie_value is not None and _equal(cookie_value.value, token):
+        if token is None or self._has_cookie(token):
             return None
-        return Answer.text("Open the address with the token that `ultraep view` printed", 401)
+        if not _equal(dict(query).get("token", ""), token):
+            return Answer.text("Open the address with the token that `ultraep view` printed", 401)
+        rest = urlencode([pair for pair in query if pair[0] != "token"])
+        cookie = f"{COOKIE}={token}; HttpOnly; SameSite=strict; Path=/"
+        location = f"{path}?{rest}" if rest else path
+        return Answer(b"", 303, {"location": location, "set-cookie": cookie})
+
+    def _has_cookie(self, token: str) -> bool:
+        try:
+            cookies = SimpleCookie(self.headers.get("cookie", ""))
+        except CookieError:
+            return False
+        return COOKIE in cookies and _equal(cookies[COOKIE].value, token)
 
 
 def _equal(text: str, token: str) -> bool:

@@ -1,4 +1,4 @@
-"""Table: a few numbers of every record, and what the page draws of them.
+"""Table: a few numbers of every record, and the numbers of the plots.
 
 A *moment* is one microbatch of one step, over all layers. If a range has more moments than the page
 can show, one point of a line or one column of the map covers several of them, with their mean,
@@ -21,6 +21,7 @@ from ultraep.tools.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.schema import KEY, Key
 
 MOST_LAYERS = 4096
+MOST_PLANS = 4000  # records of a replay
 LAST = 2**62  # after all moments
 VALUES = ("before", "after", "copies", "bytes", "lost", "saved", "cost")
 
@@ -64,10 +65,10 @@ class Table:
         names, place_N = np.unique(self.layer, return_inverse=True)
         return names, place_N.reshape(-1)
 
-    def take(self, records: IntArray, **others: FloatArray) -> Table:
-        """Return some of the records, with other values for them."""
+    def take(self, records: IntArray, **changes: FloatArray) -> Table:
+        """Return some of the records, with some columns replaced."""
         columns = [entry.name for entry in fields(self) if entry.name != "stages"]
-        return replace(self, **{name: getattr(self, name)[records] for name in columns} | others)
+        return replace(self, **{name: getattr(self, name)[records] for name in columns} | changes)
 
     def worst(self, records: IntArray) -> Key | None:
         """Return step, layer and microbatch of the most imbalanced of these records."""
@@ -176,6 +177,16 @@ def heat(table: Table, value: str, begin: int = 0, end: int = LAST, *, most: int
         "starts": points.starts.tolist(),
         "z": [plain(row) for row in cells.reshape(len(names), columns)],
     }
+
+
+def records_to_replan(layer_N: IntArray, most: int = MOST_PLANS) -> IntArray:
+    """Return the records of all layers, or of some evenly spaced layers if there are too many."""
+    layers, place_N = np.unique(layer_N, return_inverse=True)
+    if not len(layers):
+        raise ConfigError("nothing to replay: the trace has no records")
+    keep = max(1, min(len(layers), most * len(layers) // len(layer_N)))
+    chosen = np.linspace(0, len(layers) - 1, keep).round().astype(int)
+    return np.flatnonzero(np.isin(place_N, chosen))
 
 
 def _sums(place: IntArray, values: FloatArray, count: int) -> tuple[FloatArray, IntArray]:

@@ -23,7 +23,7 @@ from ultraep.errors import ConfigError, FileError
 from ultraep.tools.view.table import Table
 from ultraep.trace.files import read_header, read_piece
 from ultraep.trace.join import join
-from ultraep.trace.read import Trace, concatenated, read_trace
+from ultraep.trace.read import Trace, concatenated
 from ultraep.trace.schema import (
     KEY,
     PIECE,
@@ -201,12 +201,12 @@ def _ratio(largest: IntArray, rows: IntArray, ranks: int) -> NDArray[np.float64]
     return np.where(rows > 0, ratio, 1.0)
 
 
-class FileTrace(OpenTrace):
-    """A trace in one file, written by `ultraep trace export --npz` and read as a whole."""
+class WholeTrace(OpenTrace):
+    """A trace in memory, from a file of `ultraep trace export --npz`."""
 
-    def __init__(self, path: Path) -> None:
-        self.trace = read_trace(path)
-        super().__init__(path, self.trace.header)
+    def __init__(self, path: Path, trace: Trace) -> None:
+        super().__init__(path, trace.header)
+        self.trace = trace
         for rank in range(self.header.ranks):
             self._add(rank, self._summary(rank))
         self._dropped[0] += self.trace.dropped
