@@ -13,8 +13,11 @@ The text is Python's own library, one subject per rank. The model's own router r
 given routing with one hot rank; random even routing is the ceiling. The loss of every variant is
 compared with the unmodified framework before anything is timed. On CPUs, unmodified Megatron-Core
 and torchtitan are timed as well. On a shared card they would send rows through the host, and
-unmodified transformers holds all experts on every rank. `predicted` is the gain that our layer
-alone, timed in the same run with the same routing, would give the step.
+unmodified transformers holds all experts on every rank.
+
+Two gains are predicted with the help of our layer alone, timed in the same run. `by layer`
+subtracts from the step what balancing saves in the layer. `by even` adds to the step with even
+routing what the balanced layer takes longer than the layer with even routing.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
 """
@@ -36,7 +39,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from bench_ranks_gpu import EVEN, NONE, Variants, card_name
+from bench_ranks_gpu import DEFAULT, EVEN, NONE, Variants, card_name
 from bench_ranks_gpu import Size as LayerSize
 from harness import (
     Bench,
@@ -50,13 +53,14 @@ from harness import (
 from layers import AFTER, BEFORE, LESS, PLAIN, Spent, on_ranks, slowest, step_values
 from load_cases import HotRank, ids_with, random_even_ids
 from mps import shared_card
-from timing import Host, free, in_turns, nothing
+from timing import Host, free, in_turns, medians, nothing
 from whole_models import Choices, Size, WholeModel
 
 OURS = "ultraep"
 OWN, HOT = "own router", "one hot rank"
 LOSS_LIMIT = {"cuda": 5e-3, "cpu": 1e-5}  # relative difference: bfloat16, float32
-PREDICTED = Metric("gain_predicted_from_the_layer", "ratio", "predicted", ".3f")
+BY_LAYER = Metric("gain_predicted_from_the_layer", "ratio", "by layer", ".3f")
+BY_EVEN = Metric("gain_predicted_from_even_routing", "ratio", "by even", ".3f")
 OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
 FRAMEWORKS = ("transformers", "megatron", "torchtitan")
 
@@ -121,9 +125,10 @@ def on_rank(rank: int, framework: str, scale: Scale, cuda: bool) -> dict[str, An
             stack.enter_context(on_cpu())
         steps = model_steps(rank, framework, scale, device)
     layer = layer_seconds(rank, scale, device)
-    saved = scale.size.layers * (layer[NONE] - layer[OURS])
-    hot_none = steps[HOT][NONE]["step"]
-    steps[HOT][OURS]["predicted"] = hot_none / (hot_none - saved)
+    hot = steps[HOT]
+    none, even = hot[NONE]["step"], hot[EVEN]["step"]
+    saved, less = (scale.size.layers * (layer[name] - layer[OURS]) for name in (NONE, EVEN))
+    hot[OURS] |= {"by_layer": none / (none - saved), "by_even": none / (even - less)}
     return steps
 
 
@@ -198,25 +203,28 @@ def timed(
 
 
 def layer_seconds(rank: int, scale: Scale, device: torch.device) -> dict[str, float]:
-    """Seconds of a step of our layer alone, without balancing and with the default settings."""
+    """Seconds of a step of our layer alone: one hot rank, balanced or not, and even routing."""
     size = scale.size
     fields = {n: getattr(size, n) for n in ("hidden", "ffn", "experts", "top_k", "tokens", "ranks")}
     variants = Variants(LayerSize(model="", **fields), rank, device, scale.load.ratio)
-    variants.route(scale.load)
+    cases = {NONE: (NONE, scale.load), OURS: (DEFAULT, scale.load), EVEN: (NONE, None)}
     wait = torch.cuda.synchronize if device.type == "cuda" else nothing
 
     def seconds(name: str) -> float:
+        config, load = cases[name]
+        variants.route(load)
+
         def repeat() -> None:
             for _ in range(size.steps):
-                variants.step(name)
+                variants.step(config)
             wait()
 
         wait()
         return slowest(repeat)[0] / size.steps
 
-    times = in_turns([NONE, "default"], size.rounds, seconds, warmup=2)
+    times = in_turns(list(cases), size.rounds, seconds, warmup=2)
     variants.close()
-    return {NONE: median(times[NONE]), OURS: median(times["default"])}
+    return medians(times)
 
 
 def lines_of(size: Size, found: dict[str, Any]) -> list[Line]:
@@ -226,7 +234,8 @@ def lines_of(size: Size, found: dict[str, Any]) -> list[Line]:
             values = {
                 **step_values(size, facts["step"] * 1e3, variants[NONE]["step"] * 1e3),
                 LESS: variants[NONE]["busy"] / facts["busy"],
-                PREDICTED: facts.get("predicted"),
+                BY_LAYER: facts.get("by_layer"),
+                BY_EVEN: facts.get("by_even"),
                 OF_EVEN: variants[EVEN]["step"] / facts["step"],
                 BEFORE: facts.get("before"),
                 AFTER: facts.get("after"),

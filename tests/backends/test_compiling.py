@@ -300,3 +300,9 @@ def test_functions_of_other_sources_are_discarded(tmp_path, monkeypatch):
         left.append(len(list(cache.glob("*.nbi"))))
         (cache / "place.nbi").touch()
     assert left == [0, 1, 0]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_cache_directory_is_checked_for_stale_functions(name):
+    """Numba caches a function next to its source, so backends share no directory."""
+    assert (Path(getattr(cpu, name).stats.cache_path) / stale.STAMP).exists()

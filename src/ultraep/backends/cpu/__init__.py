@@ -10,4 +10,5 @@ __all__ = ["DEVICE", "count", "lower_bound", "place", "reroute", "split", "tally
 
 DEVICE = "cpu"
 
-discard_stale(Path(split.stats.cache_path))  # before the first call loads any
+for function in (place, split):  # before the first call loads any; numba caches beside the sources
+    discard_stale(Path(function.stats.cache_path))
