@@ -25,7 +25,7 @@ async function loadRecord() {
 // Without a record in the address, show the most imbalanced one.
 async function startRecord() {
   const { key } = await ask("worst", { trace: route.trace });
-  if (!key) return void (find("told").textContent = "There are no records yet.");
+  if (!key) return void (find("description").textContent = "There are no records yet.");
   return goToRecord(key, { replace: true });
 }
 
@@ -34,7 +34,7 @@ function ranksWithWords(data) {
   const where = `Step ${route.step}, microbatch ${route.microbatch}, layer ${route.layer} (${data.policy}): `;
   const moved = ` ${sizeWords(data.bytes.reduce((a, b) => a + b, 0))} moved.`;
   const wrong = data.unusable ? ` ${counted(data.unusable, "replica")} in the trace name experts or ranks that do not exist.` : "";
-  find("told").textContent = where + words + moved + wrong + priceWords(data);
+  find("description").textContent = where + words + moved + wrong + priceWords(data);
   return [figure, more];
 }
 
