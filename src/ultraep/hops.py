@@ -43,7 +43,7 @@ def hops(
     skip: slots (host, index) that already hold their replica.
     """
     if mode not in MODES:
-        raise ConfigError(f"unknown relay mode {mode!r}; known are {', '.join(MODES)}")
+        raise ConfigError(f"unknown relay mode {mode!r}; choose from {', '.join(MODES)}")
     mode = choose(plan, chunks, skip) if mode == "auto" else mode
     homes = plan.topology.home_of_expert
     chained = mode == "chain"

@@ -289,11 +289,11 @@ def test_stats_without_verification_show_none():
 
 
 WRONG = {
-    "policy": ({"policy": "fair"}, "unknown policy 'fair'; known are none, ultraep"),
+    "policy": ({"policy": "fair"}, "unknown policy 'fair'; choose from none, ultraep"),
     "empty policy": ({"policy": ""}, "policy"),
     "config": ({"config": BalanceConfig(policy="fair")}, "unknown policy 'fair'"),
     "both": ({"config": BalanceConfig(), "policy": "none"}, "config or policy, not both"),
-    "relay": ({"relay": "ring"}, "relay is one of direct, chain, auto, got 'ring'"),
+    "relay": ({"relay": "ring"}, "relay must be one of direct, chain, auto, got 'ring'"),
     "chunks": ({"chunks": 0}, "chunks must be at least 1, got 0"),
     "in_flight": ({"in_flight": 0}, "in_flight must be at least 1, got 0"),
     "backend": ({"backend": "gpu"}, "unknown backend 'gpu'"),
@@ -302,10 +302,13 @@ WRONG = {
     "experts per rank": ({"experts": 7}, "7 experts do not divide evenly over 2 ranks"),
     "homes": ({"homes": [0] * 6}, "one rank for each of the 7 experts"),
     "domain": ({"experts": 8, "domain": 3}, "domain"),
-    "transport": ({"transport": "pigeons"}, "transport is one of auto, shared, sockets, got"),
-    "data plane": ({"data_plane": "air"}, "data_plane is one of auto, mapped, messages, got 'air'"),
+    "transport": ({"transport": "pigeons"}, "transport must be one of auto, shared, sockets, got"),
+    "data plane": (
+        {"data_plane": "air"},
+        "data_plane must be one of auto, mapped, messages, got 'air'",
+    ),
     "capacity": ({"capacity": 0}, "capacity must be at least 1, got 0"),
-    "word for a capacity": ({"capacity": "most"}, "capacity is a number, 'auto' or 'static'"),
+    "word for a capacity": ({"capacity": "most"}, "capacity must be a number, 'auto' or 'static'"),
 }
 
 

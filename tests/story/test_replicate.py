@@ -79,7 +79,7 @@ def test_routes_of_direct_and_chain(problem, config):
 def test_an_unknown_mode_is_refused():
     plan = ultraep.plan(np.zeros((2, 2), dtype=int), Topology(ranks=2, experts=2))
     with pytest.raises(
-        ConfigError, match="unknown relay mode 'ring'; known are direct, chain, auto"
+        ConfigError, match="unknown relay mode 'ring'; choose from direct, chain, auto"
     ):
         hops(plan, "ring")
 

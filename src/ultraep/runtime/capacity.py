@@ -37,7 +37,9 @@ def check_setting(capacity: int | str) -> None:
     """Raise if the capacity is invalid."""
     if isinstance(capacity, str):
         if capacity not in (AUTO, STATIC):
-            raise ConfigError(f"capacity is a number, {AUTO!r} or {STATIC!r}, got {capacity!r}")
+            raise ConfigError(
+                f"capacity must be a number, {AUTO!r} or {STATIC!r}, got {capacity!r}"
+            )
     elif capacity < 1:
         raise ConfigError(f"capacity must be at least 1, got {capacity}")
 

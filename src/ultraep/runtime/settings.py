@@ -71,4 +71,4 @@ class Settings:
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raise if the value is not one of the known ones."""
     if value not in known:
-        raise ConfigError(f"{name} is one of {', '.join(known)}, got {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")

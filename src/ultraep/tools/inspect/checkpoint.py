@@ -259,7 +259,7 @@ def weight_files(folder: Path) -> list[Path]:
         if not path.is_file():
             raise FileError(f"{path}: no such file, but {INDEX} lists it")
     if not files:
-        raise FileError(f"{folder}: no weights, there is no file *.safetensors")
+        raise FileError(f"{folder}: no weights: it has no *.safetensors file")
     return files
 
 

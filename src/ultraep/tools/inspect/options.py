@@ -32,7 +32,7 @@ class InspectOptions:
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.family is None):
-            raise ConfigError("name the directory of a model, or a family with --random; not both")
+            raise ConfigError("pass the directory of a model or --random FAMILY, not both")
         for name in self.policies:
             get_policy(name)
         if self.history < 1:

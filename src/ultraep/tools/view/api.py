@@ -85,7 +85,7 @@ class Api:
                 return Answer.json(getattr(self, name)(query))
         except UltraEPError as error:
             return Answer.json({"error": " ".join(str(error).split())}, 400)
-        return Answer.text("There is no such page", 404)
+        return Answer.text("This page does not exist", 404)
 
     def _report(self, query: Query) -> Answer:
         """Return a report, which may only draw itself."""

@@ -114,7 +114,7 @@ class Replays:
 
     def job(self, number: int) -> ReplayJob:
         if number not in self._jobs:
-            raise ConfigError(f"there is no replay {number}")
+            raise ConfigError(f"replay {number} does not exist")
         return self._jobs[number]
 
     def close(self) -> None:
