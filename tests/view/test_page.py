@@ -314,7 +314,7 @@ def test_a_report_has_a_way_back(page, server):
 
 
 def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
-    """Every replica passes the weights on to the next one."""
+    """Every replica forwards the weights to the next one."""
     topology = Topology(ranks=8, experts=16, slots=1)
     loads = np.full((8, 16), 3)
     loads[:, 2] = 200
@@ -327,7 +327,7 @@ def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
     with served(tmp_path / "run") as server:
         window.look(width=390)
         goto(window, server, "view=record")
-        assert "passes the weights on to the next, as the balancer was set." in window.text("paths")
+        assert "forwards the weights to the next (relay mode of the balancer)." in window.text("paths")
         assert "Numbers are ranks" in window.text("paths")
         labels = window.run("find('plot-flows').data[0].node.label")
         assert (len(labels), labels[0]) == (plan.num_replicas + 1, "1")
