@@ -327,7 +327,9 @@ def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
     with served(tmp_path / "run") as server:
         window.look(width=390)
         goto(window, server, "view=record")
-        assert "forwards the weights to the next (relay mode of the balancer)." in window.text("paths")
+        assert "forwards the weights to the next (relay mode of the balancer)." in window.text(
+            "paths"
+        )
         assert "Numbers are ranks" in window.text("paths")
         labels = window.run("find('plot-flows').data[0].node.label")
         assert (len(labels), labels[0]) == (plan.num_replicas + 1, "1")
