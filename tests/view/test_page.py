@@ -154,7 +154,7 @@ def test_a_link_opens_one_microbatch(page, server, trace):
         tuple(re.findall(r"\d+", row[0] + " " + row[3])) for row in page.run(ROWS.format("#copies"))
     }
     assert shown == {(str(c[0]), str(q)) for c, q in zip(plan.replicas, plan.quotas, strict=True)}
-    assert "this trace does not contain the relay mode" in page.text("paths")
+    assert "the trace does not contain the relay mode" in page.text("paths")
     widths = page.run("find('plot-forward').data.filter(({name}) => name === 'experts')[0].x")
     stage = trace.header.stages.index("experts")
     np.testing.assert_allclose(widths, 1e3 * trace.seconds[n, :, stage], atol=1e-3)
