@@ -255,7 +255,7 @@ def comma_list(known: Iterable[str]) -> Callable[[str], list[str]]:
         chosen = text.split(",")
         if unknown := [name for name in chosen if name not in all_names]:
             raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(unknown)}; known are {', '.join(all_names)}"
+                f"unknown: {', '.join(unknown)}; choose from {', '.join(all_names)}"
             )
         return [name for name in all_names if name in chosen]
 

@@ -74,7 +74,7 @@ def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
             ]
         )
     head = "policy, published, simulated, share published, share simulated, points, over none, "
-    head += "imbalance published, simulated, copies"
+    head += "imbalance published, simulated, replicas"
     page.table(head.split(", "), rows)
 
 
@@ -198,7 +198,7 @@ def exposed(page: Page, outcomes: Outcomes) -> None:
         "Microseconds per layer, forward: loads + plan + weights (including reroute). Published for "
         "EP64: 252 to 300.",
     )
-    page.table(["setting", "`quota`", "of it", "`ultraep`", "of it"], rows)
+    page.table(["setting", "`quota`", "parts", "`ultraep`", "parts"], rows)
 
 
 # -- measurements --------------------------------------------------------------------------------
@@ -209,10 +209,11 @@ def measured(page: Page, *, small: bool) -> None:
     page.text(
         "## Predicted and measured",
         "",
-        "Share of forced balance of one layer, forward and backward: eight ranks on partitions of one "
-        "H200, and two processes on two cores. Nothing was calibrated on the H200 runs. On the cores, "
-        "forced balance gives the only rate. A dash means that the measured plan was a different one. "
-        "`python benchmarks/bench_sim.py`.",
+        "Speed of one layer, forward and backward, as a share of its speed with an even load: eight "
+        "ranks on partitions of one H200 (tile-perfect routing is the even load), and two processes on "
+        "two cores (forced balance). Nothing was calibrated on the H200 runs. On the cores, the time of "
+        "forced balance sets the rate of the cores. A dash means that the measured plan was a "
+        "different one. `python benchmarks/bench_sim.py`.",
     )
     for title, lines in (*bench_sim.card_tables(small), bench_sim.cpu_table()):
         page.text(f"### {title.split(':')[0]}")

@@ -114,7 +114,7 @@ def study(
         numbers += [percent(before), percent(after), f"{mine.throughput / none.throughput:.2f}x"]
         rows.append([name, *numbers, f"{mine.memory.total / 1e9:.0f}"])
     page.text(f"### {title}", "", text)
-    head = ["", "imbalance before", "after", "copies", "none, share", "share", "over none", "GB"]
+    head = ["", "imbalance before", "after", "replicas", "none, share", "share", "over none", "GB"]
     page.table(head, rows)
     if picture:
         page.picture(picture, title, lambda axes: draw_shares(axes, shares))
@@ -156,7 +156,8 @@ def studies(page: Page, effort: Effort) -> None:
         (f"{count}", replace(start, job=training_of(start, tokens=count)), OURS)
         for count in (256, 512, 1024, 2048, 4096, 8192, 16384)
     ]
-    text = "Replicas cost the same with few tokens. Below a few thousand tokens they cost more than they save."
+    text = "Replicas cost the same with few tokens. "
+    text += "With 256 tokens they cost more than they save."
     add("Tokens per rank", text, tokens, picture="tokens")
     relays = [
         (mode, start, replace(OURS, runtime=replace(runtime_of("ultraep"), relay=mode)))
@@ -201,7 +202,7 @@ def scaling(page: Page, effort: Effort) -> None:
     text = "Devices in the first column. A step waits for its slowest group."
     study(page, effort, "Data-parallel groups of EP64, up to 2,560 devices", text, groups)
     text = "DeepSeek-V3 with its experts cut into quarters (1,024 experts, top-32, the same weights in all), "
-    text += "on a GB200-like cluster whose fast link joins all ranks. The router's skew is the same everywhere (imbalance 2 at EP64): the more ranks, the fewer experts each has, and the worse it is."
+    text += "on a GB200-like cluster whose fast link joins all ranks. The router has the same skew everywhere (imbalance 2 at EP64). With more ranks, each rank has fewer experts, so the imbalance grows."
     study(page, effort, "Ranks of a group, up to EP1024", text, wide(effort), picture="ranks")
 
 

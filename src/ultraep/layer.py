@@ -166,8 +166,9 @@ class BalancedMoE(nn.Module):
         """
         if not self.experts.state_dict():
             raise ConfigError(
-                f"the tensors of {type(self.experts).__name__} belong to other modules: gather "
-                "each of them with ultraep.gather_experts"
+                f"full_state_dict() cannot collect the weights of {type(self.experts).__name__}, "
+                "because another module owns them; call ultraep.gather_experts(tensor, balancer) "
+                "for each tensor"
             )
         state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
         self.balancer.at_state(self.layer_index, next(iter(state.values())).device)
@@ -183,7 +184,8 @@ class BalancedMoE(nn.Module):
         for name in [name for name in state if name.startswith("experts.")]:
             if len(state[name]) != topology.experts:
                 raise ConfigError(
-                    f"{name!r} holds {len(state[name])} experts, the layer has {topology.experts}"
+                    f"{name!r} has {len(state[name])} experts, but the layer has "
+                    f"{topology.experts}; load the state of a layer of the same size"
                 )
             own[name] = state[name][home_experts]
         self.load_state_dict(own)

@@ -217,7 +217,9 @@ class Plan:
         check_loads(self.loads, as_loads(loads, self.topology))
         check_shape(self.replicas)
         if self.quotas.shape != (self.num_replicas,):
-            raise PlanError("shape", f"{self.num_replicas} replicas, quotas {self.quotas.shape}")
+            raise PlanError(
+                "shape", f"{self.num_replicas} replicas, but quotas {self.quotas.shape}"
+            )
         placed_C3 = np.column_stack([self.replicas[:, :2], self.quotas])
         check_replicas(placed_C3, self.loads, self.topology, limited=limited)
         check_slots(self.replicas, self.topology, limited=limited)

@@ -89,7 +89,9 @@ def reroute(ids: torch.Tensor, plan: Plan, rank: int, *, backend: str | None = N
         int(topology.first_slot_of_rank[-1]),
     )
     if result is None:
-        raise LoadError(f"the ids of rank {rank} differ from the loads of the plan")
+        raise LoadError(
+            f"the ids of rank {rank} differ from the loads of the plan; count and plan these ids"
+        )
     return routes_of(plan, rank, ids.shape, torch.as_tensor(result[0], device=ids.device))
 
 

@@ -69,7 +69,7 @@ def test_counts(backend, ids, experts):
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(ConfigError, match="unknown backend 'gpu'; known are triton, cpu"):
+    with pytest.raises(ConfigError, match="unknown backend 'gpu'; choose from triton, cpu"):
         backends.select("gpu")
 
 

@@ -573,7 +573,7 @@ def test_a_rank_that_never_arrives_is_named():
         assert seconds < QUICK
         for stage, message in zip(signals.STAGES, errors, strict=True):
             assert message.startswith("rank 2 did not arrive within 1 s")
-            assert f"at stage {stage!r} (seen on rank {rank})" in message
+            assert f"at stage {stage!r} (detected by rank {rank})" in message
 
 
 def end_at_store(number):

@@ -43,9 +43,9 @@ WRONG = {
     # plan: options
     "plan loads.npy --ranks 4": "--ranks is 4, but the file has loads of 8",
     "plan loads.npy --slots -1": "slots must lie between 0 and 32, got -1",
-    "plan loads.npy --policy none,magic": "unknown policy 'magic'; known are none, ultraep",
+    "plan loads.npy --policy none,magic": "unknown policy 'magic'; choose from none, ultraep",
     "plan loads.npy --policy ,": "--policy needs at least one name",
-    "plan loads.npy --backend abacus": "unknown backend 'abacus'; known are triton, cpu",
+    "plan loads.npy --backend abacus": "unknown backend 'abacus'; choose from triton, cpu",
     "plan loads.npy --rates row=fast": "rates must be row=PICOSECONDS,copy=PICOSECONDS",
     "plan loads.npy --history 0": "--history must be at least 1, got 0",
     "plan loads.npy --show 1": "--show must lie in 0..0, got 1",
@@ -104,7 +104,7 @@ WRONG = {
     "demo --device abacus": "--device must be one of cpu, cuda",
     "demo --out /dev/null/folder": "cannot be written to",
     # inspect
-    "inspect": "name the directory of a model, or a family with --random",
+    "inspect": "pass the directory of a model or --random FAMILY",
     "inspect Qwen/Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B: not a directory",
     f"{RANDOM} --ep eight": "--ep must be numbers like 1,2, got 'eight'",
     f"{RANDOM} --layers 3-1": "--layers 3-1: a range must ascend",
@@ -230,7 +230,7 @@ def test_settings_of_odd_types_and_sizes():
 @pytest.mark.parametrize(
     ("rank", "size", "message"),
     [
-        ("x", "2", "RANK must lie between 0 and 65535 in the environment, got 'x'"),
+        ("x", "2", "the environment variable RANK must lie between 0 and 65535, got 'x'"),
         ("0", "", "WORLD_SIZE must lie between 1"),
         ("0", HUGE, f"got '{HUGE}'"),
         ("-1", "2", "RANK must lie"),

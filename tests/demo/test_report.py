@@ -268,7 +268,7 @@ def test_a_browser_draws_all_plots_without_collisions_on_a_phone(report, page, t
         assert browser.run("document.documentElement.scrollWidth") <= 400
         assert browser.run(OVERLAPS) == []
         browser.run(SELECT)
-        text = browser.text("told")
+        text = browser.text("description")
         assert browser.messages == []
     selected = embedded(page, "microbatches")["records"][5][1]
     ranks = np.array(selected["rows"]).reshape(RANKS, -1).sum(axis=1)

@@ -65,7 +65,7 @@ def test_settings_of_the_additional_configuration():
     [
         ({"ULTRAEP_SLOTS": "one"}, None, "ULTRAEP_SLOTS must be an integer, got 'one'"),
         ({"ULTRAEP_SLOTS": "-1"}, None, "slots must be an integer of at least 0, got -1"),
-        ({"ULTRAEP_SLOT": "1"}, None, "unknown setting ULTRAEP_SLOT; known are ULTRAEP_SLOTS"),
+        ({"ULTRAEP_SLOT": "1"}, None, "unknown setting ULTRAEP_SLOT; choose from ULTRAEP_SLOTS"),
         ({"ULTRAEP_TOLERANCE": "low"}, None, "ULTRAEP_TOLERANCE must be a number, got 'low'"),
         ({"ULTRAEP_TOLERANCE": "-1"}, None, "tolerance must lie between 0 and 1000, got -1"),
         ({"ULTRAEP_KEEP": "yes"}, None, "ULTRAEP_KEEP must be 0 or 1, got 'yes'"),
@@ -73,7 +73,7 @@ def test_settings_of_the_additional_configuration():
         ({"ULTRAEP_RECORD": ""}, None, "record must be the path of a directory, got ''"),
         ({"ULTRAEP_MIN_ROWS": "0"}, None, "min_rows must be an integer of at least 1, got 0"),
         ({}, {"ultraep": True}, "the additional configuration needs .*, got True"),
-        ({}, {"ultraep": {"slot": 1}}, "unknown setting slot; known are slots, policy"),
+        ({}, {"ultraep": {"slot": 1}}, "unknown setting slot; choose from slots, policy"),
         ({}, {"ultraep": {"slots": "1"}}, "slots must be an integer of at least 0, got '1'"),
         ({}, {"ultraep": {"keep": 1}}, "keep must be true or false, got 1"),
         (

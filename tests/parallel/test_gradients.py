@@ -115,7 +115,7 @@ def test_leave_out_experts_keeps_earlier_names():
 def wrong_dp_replicas(rank, group):
     training = Training("ddp", 2)
     training.model(training.x).sum().backward()
-    message = r"ranks \[0, 1\] are among the ranks .* spread over, \[0, 1\]"
+    message = r"ranks \[0, 1\] belong to one expert-parallel group, ranks \[0, 1\]"
     with pytest.raises(ConfigError, match=message):
         parallel.average_expert_gradients(training.model, group)
     training = Training("ddp", 1)

@@ -87,7 +87,7 @@ def test_invalid_registrations(registered):
     registered([[0, 1, 5]])
     with pytest.raises(ConfigError, match="'mine' is registered already"):
         registered([[0, 1, 6]])
-    with pytest.raises(ConfigError, match="unknown policy 'best'; known are none, ultraep"):
+    with pytest.raises(ConfigError, match="unknown policy 'best'; choose from none, ultraep"):
         ultraep.plan(LOADS, TOPOLOGY, BalanceConfig(policy="best"))
 
 

@@ -289,7 +289,7 @@ def test_stats_without_verification_show_none():
 
 
 WRONG = {
-    "policy": ({"policy": "fair"}, "unknown policy 'fair'; known are none, ultraep"),
+    "policy": ({"policy": "fair"}, "unknown policy 'fair'; choose from none, ultraep"),
     "empty policy": ({"policy": ""}, "policy"),
     "config": ({"config": BalanceConfig(policy="fair")}, "unknown policy 'fair'"),
     "both": ({"config": BalanceConfig(), "policy": "none"}, "config or policy, not both"),

@@ -382,7 +382,7 @@ def test_a_pass_stays_in_the_memory_of_the_ranks():
 def test_a_missing_rank_is_named():
     message, _ = shared_pool().run(2, pass_under_watch, single([7, 5]), True)
     assert message.startswith("rank 1 did not arrive within 60 s")
-    assert "at stage 'loads' (seen on rank 0)" in message
+    assert "at stage 'loads' (detected by rank 0)" in message
 
 
 # Errors.

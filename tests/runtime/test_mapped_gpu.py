@@ -264,7 +264,7 @@ def test_a_rank_that_never_comes_is_named(pool):
     ((complaints, seconds),) = pool.run(1, without_rank_3, 0.5)
     for rank, message in enumerate(complaints):
         assert message.startswith("rank 3 did not arrive within 0.5 s")
-        assert f"at stage 'weights' (seen on rank {rank})" in message
+        assert f"at stage 'weights' (detected by rank {rank})" in message
     assert seconds < 20 * 0.5  # ranks do not wait a second time
 
 

@@ -149,7 +149,8 @@ def raise_no_space(*args):
 
 
 def test_a_control_file_that_does_not_fit_is_an_error_everywhere_and_leaves_nothing():
-    expected = f"no control file of {wire.control_bytes(2):,} bytes in /dev/shm: rank 0: [Errno 28]"
+    size = f"{wire.control_bytes(2):,} bytes"
+    expected = f"cannot create a control file of {size} in /dev/shm: rank 0: [Errno 28]"
     for message, left in shared_pool().run(2, lose_the_race_for_memory):
         assert expected in message
         assert not left

@@ -162,7 +162,7 @@ def test_a_policy_has_a_runtime_or_an_error() -> None:
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("name", ["nothing-like-it", ""])
 def test_an_unknown_name_lists_the_known_ones(kind: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown .* {name!r}; known are .*, "):
+    with pytest.raises(ConfigError, match=f"unknown .* {name!r}; choose from .*, "):
         LOADERS[kind](name)
 
 
@@ -188,7 +188,7 @@ def test_a_model_from_a_file(file: Path) -> None:
     ("line", "instead", "message"),
     [
         ("devices = 16", "devicess = 16", "unknown entry 'devicess'; did you mean devices?"),
-        ("link_us = 2", "link_us = 2\nzzz = 1", "unknown entry 'zzz'; known are name, title"),
+        ("link_us = 2", "link_us = 2\nzzz = 1", "unknown entry 'zzz'; choose from name, title"),
         ("link_us = 2", "", "link_us missing"),
         ("devices = 16", "devices = 16.5", "devices must be of type int, got 16.5"),
         ("devices = 16", "devices = true", "devices must be of type int, got True"),

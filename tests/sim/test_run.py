@@ -152,7 +152,7 @@ def test_results_do_not_depend_on_processes_and_progress_is_reported() -> None:
     ("changes", "message"),
     [
         ({"ranks": 48}, "128 experts of glm-4.5-106b .* 48 ranks; choose --ep that divides 128"),
-        ({"job": Training(groups=1000)}, "16000 devices are needed, .* gb200-nvl72 has 9216"),
+        ({"job": Training(groups=1000)}, "needs 16000 devices, .* gb200-nvl72 has 9216"),
         ({"workload": dataclasses.replace(WORKLOAD, experts=64)}, "has 64 experts, .* 128"),
         ({"interval": 0}, "interval must be at least 1, got 0"),
         ({"job": Training(pipeline=6)}, "5 layers cannot be split into 6 pipeline stages"),

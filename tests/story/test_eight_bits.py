@@ -216,7 +216,7 @@ def test_activation_checkpointing(options):
 
 
 def test_invalid_tensors_are_refused():
-    with pytest.raises(ConfigError, match="unknown format 'fp4'; known are fp8, fp8_rows, mxfp8"):
+    with pytest.raises(ConfigError, match="unknown format 'fp4'; choose from fp8, fp8_rows, mxfp8"):
         Experts(64, 48, [0], quantised="fp4")
     tensors = {n: t.clone() for n, t in Experts(256, 128, [0, 1], quantised="fp8").bundle.items()}
     with pytest.raises(ConfigError, match=r"must be \[1, N, K\].*got \[2, 256, 256\]"):

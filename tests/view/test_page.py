@@ -133,7 +133,7 @@ def test_the_numbers_of_the_trace(page, server, trace):
 def test_a_link_opens_one_microbatch(page, server, trace):
     goto(page, server, "view=record&trace=run&step=3&layer=2&microbatch=1")
     n = int(np.flatnonzero((trace.step == 3) & (trace.layer == 2) & (trace.microbatch == 1))[0])
-    plan, words = trace.plan(n), page.text("told")
+    plan, words = trace.plan(n), page.text("description")
     assert words.startswith("Step 3, microbatch 1, layer 2 (ultraep): imbalance ")
     before, after = trace.imbalance_before[n], trace.imbalance_after[n]
     assert f"imbalance {before:.3f} without replicas, {after:.3f} with." in words
@@ -153,7 +153,7 @@ def test_a_link_opens_one_microbatch(page, server, trace):
         tuple(re.findall(r"\d+", row[0] + " " + row[3])) for row in page.run(ROWS.format("#copies"))
     }
     assert shown == {(str(c[0]), str(q)) for c, q in zip(plan.replicas, plan.quotas, strict=True)}
-    assert "this trace does not contain the relay mode" in page.text("paths")
+    assert "the trace does not contain the relay mode" in page.text("paths")
     widths = page.run("find('plot-forward').data.filter(({name}) => name === 'experts')[0].x")
     stage = trace.header.stages.index("experts")
     np.testing.assert_allclose(widths, 1e3 * trace.seconds[n, :, stage], atol=1e-3)
@@ -199,15 +199,15 @@ def test_the_keyboard_suffices(page, server, trace):
     n = int(np.flatnonzero((trace.step == 1) & (trace.layer == 1) & (trace.microbatch == 0))[0])
     assert page.text("cell") == f"layer 1, step 1, microbatch 0: {trace.imbalance_before[n]:.3f}"
     page.press("Enter")
-    shows(page, "told", "Step 1, microbatch 0, layer 1")
+    shows(page, "description", "Step 1, microbatch 0, layer 1")
     page.run("document.activeElement.blur()")
     page.press("ArrowRight")
-    shows(page, "told", "Step 1, microbatch 1, layer 1")
+    shows(page, "description", "Step 1, microbatch 1, layer 1")
     page.press("ArrowDown")
-    shows(page, "told", "Step 1, microbatch 1, layer 2")
+    shows(page, "description", "Step 1, microbatch 1, layer 2")
     page.press("w")
     worst = int(trace.imbalance_before.argmax())
-    shows(page, "told", f"Step {trace.step[worst]}, microbatch {trace.microbatch[worst]}")
+    shows(page, "description", f"Step {trace.step[worst]}, microbatch {trace.microbatch[worst]}")
     page.press("?")
     page.wait("document.getElementById('help').open")
     page.press("Escape")
@@ -301,13 +301,13 @@ def test_a_report_has_a_way_back(page, server):
     page.wait("location.hash.includes('view=report&trace=short')")
     page.wait("frames.length === 1 && !find('view-report').hidden")
     page.run("document.querySelector('nav a[data-view=record]').click()")
-    shows(page, "told", "microbatch")
+    shows(page, "description", "microbatch")
     goto(page, server, "view=report&report=report.html")
     assert page.run("find('report').getAttribute('src')") == "/report?name=report.html"
 
 
 def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
-    """Every replica passes the weights on to the next one."""
+    """Every replica forwards the weights to the next one."""
     topology = Topology(ranks=8, experts=16, slots=1)
     loads = np.full((8, 16), 3)
     loads[:, 2] = 200
@@ -320,13 +320,15 @@ def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
     with served(tmp_path / "run") as server:
         window.look(width=390)
         goto(window, server, "view=record")
-        assert "passes the weights on to the next, as the balancer was set." in window.text("paths")
+        assert "forwards the weights to the next (relay mode of the balancer)." in window.text(
+            "paths"
+        )
         assert "Numbers are ranks" in window.text("paths")
         labels = window.run("find('plot-flows').data[0].node.label")
         assert (len(labels), labels[0]) == (plan.num_replicas + 1, "1")
         sources = window.run("find('plot-flows').data[0].link.source")
         assert sorted(sources) == list(range(plan.num_replicas))
-        assert f"Predicted by the rates ({config.rates} ps)" in window.text("told")
+        assert f"Predicted by the rates ({config.rates} ps)" in window.text("description")
         assert "objective time" in window.run("find('facts').textContent")
         window.look()
         goto(window, server, "view=record")
@@ -358,9 +360,9 @@ def test_an_exported_file_needs_no_server(page, run, trace, tmp_path):
             page.wait(f"document.querySelector('#plot-{plot} .main-svg')")
     worst = int(trace.imbalance_before.argmax())
     words = f"imbalance {trace.imbalance_before[worst]:.3f} without replicas"
-    shows(page, "told", words)
+    shows(page, "description", words)
     page.press("ArrowUp" if trace.layer[worst] else "ArrowDown")
-    page.wait(f"!document.getElementById('told').innerText.includes('{words}')")
+    page.wait(f"!document.getElementById('description').innerText.includes('{words}')")
     assert page.run("document.querySelector('nav a[data-view=compare]')") is None
     assert all(url.startswith(("file:", "data:", "blob:", "about:")) for url in page.requests)
 

@@ -83,8 +83,8 @@ def test_loss_and_speed_of_a_demo(run, tmp_path):
 
 
 WRONG = {
-    "overview?trace=other": "there is no trace 'other', open: run",
-    "overview?trace=report.html": "there is no trace 'report.html'",
+    "overview?trace=other": "trace 'other' is not open; open are: run",
+    "overview?trace=report.html": "trace 'report.html' is not open",
     "overview?trace=run&points=1000000000": "points must be an integer in 2..2000",
     "overview?trace=run&from=" + "9" * 30: "from must be an integer",
     "heat?trace=run&value=__class__": "value must be one of",
@@ -214,7 +214,7 @@ def test_nothing_else_is_served(server, path):
     """Sent as is: HTTP clients would normalise such addresses."""
     answer = exchange(server, f"GET {path} HTTP/1.1\r\nConnection: close\r\n".encode() + HEAD)
     assert int(answer.split()[1]) in (200, 400, 404)
-    assert b"secret" not in answer.partition(b"\r\n\r\n")[2] or b"there is no report" in answer
+    assert b"secret" not in answer.partition(b"\r\n\r\n")[2] or b"is not open" in answer
     assert b"ultraep-trace" not in answer
 
 

@@ -38,7 +38,7 @@ def test_a_json_object_with_loads(tmp_path):
 
 
 BAD = {
-    "loads.txt": (b"1,2", "unknown format '.txt'; known are .npy, .npz, .csv, .json"),
+    "loads.txt": (b"1,2", "unknown format '.txt'; choose from .npy, .npz, .csv, .json"),
     "loads": (b"1,2", r"unknown format '\(none\)'"),
     "empty.npy": (b"", "truncated or damaged"),
     "empty.npz": (b"", "truncated or damaged"),

@@ -92,7 +92,7 @@ def select(name: str | None = None, device: str = "cpu") -> ModuleType:
 def _named(name: str) -> ModuleType:
     info = next((info for info in BACKENDS if info.name == name), None)
     if info is None:
-        raise ConfigError(f"unknown backend {name!r}; known are {', '.join(backend_names())}")
+        raise ConfigError(f"unknown backend {name!r}; choose from {', '.join(backend_names())}")
     if not info.available:
         raise BackendUnavailable(f"backend {name!r} {info.obstacle}")
     if name == "cpu":

@@ -71,5 +71,5 @@ ACTIVATIONS = {
 def activation_named(name: str) -> Activation:
     """Return the activation of that name."""
     if name not in ACTIVATIONS:
-        raise ConfigError(f"unknown activation {name!r}; known are {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"unknown activation {name!r}; choose from {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -84,7 +84,7 @@ FORMATS = {
 def format_named(name: str) -> Format:
     """Return the format of that name."""
     if name not in FORMATS:
-        raise ConfigError(f"unknown format {name!r}; known are {', '.join(FORMATS)}")
+        raise ConfigError(f"unknown format {name!r}; choose from {', '.join(FORMATS)}")
     return FORMATS[name]
 
 

@@ -67,8 +67,8 @@ def _check_dp_replicas(dp_replicas: dist.ProcessGroup | None, expert_ranks: Sequ
     group = dist.get_process_group_ranks(dp_replicas) if dp_replicas is not None else []
     if hold_different_experts(group, expert_ranks):
         raise ConfigError(
-            f"dp_replicas must hold the same experts, but ranks {group} are among the ranks that "
-            f"the experts are spread over, {list(expert_ranks)}"
+            f"dp_replicas must be ranks that hold the same experts, but ranks {group} belong to "
+            f"one expert-parallel group, ranks {list(expert_ranks)}, and hold different experts"
         )
 
 

@@ -95,7 +95,7 @@ def get_policy(name: str) -> Policy:
     if name in BUILT_IN:  # also if it is registered: another thread may still be importing it
         _import_module(f"ultraep.policies.{MODULES[name]}")
     if name not in _registry:
-        raise ConfigError(f"unknown policy {name!r}; known are {', '.join(policy_names())}")
+        raise ConfigError(f"unknown policy {name!r}; choose from {', '.join(policy_names())}")
     return _registry[name]
 
 

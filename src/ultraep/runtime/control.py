@@ -297,10 +297,13 @@ class ControlPlane:
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
             raise LoadError(f"ids must be integers, got {ids.dtype}")
         if ids.dtype == torch.uint64:
-            raise LoadError(f"ids must fit into 63 bits and a sign, got {ids.dtype}")
+            raise LoadError(f"ids of {ids.dtype} may not fit into int64; convert them to int64")
         self._check_tensor("ids", ids)
         if ids.numel() > self.rows:
-            raise LoadError(f"{ids.numel()} routed rows, but the buffers are for {self.rows}")
+            raise LoadError(
+                f"{ids.numel()} routed rows, but the buffers are for {self.rows}; pass a "
+                "larger rows="
+            )
 
     def _check_map(self, routing_map: torch.Tensor) -> None:
         experts = self.topology.experts
@@ -311,7 +314,10 @@ class ControlPlane:
             )
         self._check_tensor("the map", routing_map)
         if len(routing_map) > self.rows:
-            raise LoadError(f"{len(routing_map)} tokens, but the buffers are for {self.rows} rows")
+            raise LoadError(
+                f"{len(routing_map)} tokens, but the buffers are for {self.rows} rows; pass a "
+                "larger rows="
+            )
 
     def _check_loads(self, loads: torch.Tensor) -> None:
         expected = (self.topology.ranks, self.topology.experts)
@@ -340,7 +346,7 @@ def _check_settings(topology: Topology, config: BalanceConfig, rows: int, rank: 
     """Raise if the GPU cannot work with these settings, before memory is allocated."""
     if config.policy not in POLICIES:
         raise ConfigError(
-            f"policy {config.policy!r} cannot run on the GPU; known are {', '.join(POLICIES)}"
+            f"policy {config.policy!r} cannot run on the GPU; choose from {', '.join(POLICIES)}"
         )
     if not 0 <= rank < topology.ranks:
         raise ConfigError(f"rank must lie in 0..{topology.ranks - 1}, got {rank}")

@@ -66,7 +66,7 @@ class BaseReplicas(ABC):
     def tensors(self) -> dict[str, torch.Tensor]:
         if self._loan is None:
             raise SlotError(
-                f"the replicas of {self} are in their slots only inside of their `with` block"
+                f"the replicas of {self} are in their slots only inside their `with` block"
             )
         return self._slot_tensors()
 

@@ -140,7 +140,8 @@ def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> s
         failures = [text for text in setup.gather_objects(failure) if text]
         if failures:
             raise CommunicationError(
-                f"no control file of {size:,} bytes in {segments.FOLDER}: {'; '.join(failures)}"
+                f"cannot create a control file of {size:,} bytes in {segments.FOLDER}: "
+                f"{'; '.join(failures)}"
             )
     return files
 

@@ -140,7 +140,9 @@ class TorchDistCommunicator(BytesCommunicator):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         if self.rank < 0:
-            raise ConfigError("this process is not a rank of the group")
+            raise ConfigError(
+                "this process is not a rank of the group; pass a group that contains it"
+            )
         self._group = group
         self._timeout, self._connect_hosts = timeout, connect_hosts
         self._over_gloo = "cpu:" in dist.get_backend_config(group)

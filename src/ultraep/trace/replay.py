@@ -160,7 +160,10 @@ def regrouped_topology(topology: Topology, *, ranks: int, slots: int) -> Topolog
             f"{old} recorded ranks cannot become {ranks}: one number must divide the other"
         )
     if topology.homes is None and topology.experts % ranks:
-        raise ConfigError(f"{topology.experts} experts do not divide evenly over {ranks} ranks")
+        raise ConfigError(
+            f"{topology.experts} experts do not divide evenly over {ranks} ranks; choose a number "
+            f"of ranks that divides {topology.experts}"
+        )
     domain = ranks if topology.num_domains == 1 else min(topology.domain_size, ranks)
     homes = None if topology.homes is None else _regrouped_homes(topology, ranks)
     return Topology(ranks=ranks, experts=topology.experts, slots=slots, domain=domain, homes=homes)

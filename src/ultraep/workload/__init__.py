@@ -88,7 +88,10 @@ def zipf(
     """
     rng = _check(ranks, experts, top_k, tokens, seed)
     if experts % ranks:
-        raise ConfigError(f"{experts} experts do not divide evenly over {ranks} ranks")
+        raise ConfigError(
+            f"{experts} experts do not divide evenly over {ranks} ranks; choose a number of "
+            f"ranks that divides {experts}"
+        )
     inside = np.arange(1, experts // ranks + 1) ** -float(inner)
 
     def popularity(exponent: float) -> FloatArray:

@@ -49,7 +49,7 @@ def read_loads(path: str | Path) -> IntArray:
     suffix = path.suffix.lower()
     if suffix not in READERS:
         raise FileError(
-            f"{path}: unknown format {path.suffix or '(none)'!r}; known are {', '.join(READERS)}"
+            f"{path}: unknown format {path.suffix or '(none)'!r}; choose from {', '.join(READERS)}"
         )
     try:
         arrays = [_as_sequence(values) for values in READERS[suffix](path)]

@@ -305,7 +305,7 @@ class RowExchange:
     def _check_rows(self, rows: int) -> None:
         if rows > self.layout.rows:
             raise LoadError(
-                f"got {rows} routed rows, but the regions hold {self.layout.rows}; use more tokens"
+                f"got {rows} routed rows, but the regions hold {self.layout.rows}; allocate more"
             )
 
     def _check_received(self, received: torch.Tensor) -> None:

@@ -131,11 +131,11 @@ class Signals:
             if stage == MISMATCH:
                 raise PlanMismatch(
                     f"ranks disagree about the weights or inputs: rank {peer} differs "
-                    f"(seen on rank {self.peers.rank}); create the group again"
+                    f"(detected by rank {self.peers.rank}); create the group again"
                 )
             raise CommunicationError(
                 f"rank {peer} did not arrive within {self.timeout:g} s at stage {STAGES[stage]!r} "
-                f"(seen on rank {self.peers.rank}); create the group again"
+                f"(detected by rank {self.peers.rank}); create the group again"
             )
 
 

@@ -156,7 +156,9 @@ def check_experts(model: nn.Module, modules: dict[str, Any], loaded: bool) -> No
             _check_tensor(path, tensor, module.num_experts)
             first = first_path.setdefault(tensor.data_ptr() or id(tensor), path)
             if first != path:
-                raise ConfigError(f"{first!r} and {path!r} are tied: each layer needs its own")
+                raise ConfigError(
+                    f"{first!r} and {path!r} are tied; each layer needs its own experts"
+                )
 
 
 def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:

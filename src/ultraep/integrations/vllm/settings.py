@@ -99,7 +99,7 @@ def _from_additional(additional: Any) -> dict[str, Any] | None:
 def _check_names(names: Iterable[str], known: Mapping[str, Any]) -> None:
     unknown = sorted(set(names) - known.keys())
     if unknown:
-        raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
+        raise ConfigError(f"unknown setting {', '.join(unknown)}; choose from {', '.join(known)}")
 
 
 READERS: dict[str, tuple[Callable[[str], Any], str]] = {

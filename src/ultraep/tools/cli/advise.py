@@ -100,7 +100,7 @@ def verdict(advice: Advice, scenario: Scenario) -> tuple[str, str]:
     reach = "would reach" if advice.verdict == DOES_NOT_PAY else "reach"
     return name, (
         f"{counted(best.slots, 'spare slot')} and {how} {reach} {overall} ({low} to {high}) the "
-        f"throughput of no balancing: {best.share:.1%} of ideal instead of "
+        f"throughput of no balancing: {best.share:.1%} of forced balance instead of "
         f"{advice.none.share:.1%}."
     )
 

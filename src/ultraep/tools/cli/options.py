@@ -174,7 +174,7 @@ class ScenarioOptions(Options):
         "of the cluster",
     )
     objective: str | None = option(
-        "Goal of ultraep's plans: shortest time, or balance whatever the replicas cost.",
+        "Goal of ultraep's plans. time: make only replicas that pay; balance: meet the tolerance.",
         "time; balance with --prefill",
         metavar="time|balance",
     )

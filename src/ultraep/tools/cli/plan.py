@@ -161,7 +161,10 @@ def _topology(options: PlanOptions, loads_HMRE: IntArray) -> Topology:
             f"--ranks is {options.ranks}, but the file has loads of {ranks} source ranks"
         )
     if experts % ranks:
-        raise ConfigError(f"{experts} experts do not divide evenly over {ranks} ranks")
+        raise ConfigError(
+            f"{experts} experts do not divide evenly over {ranks} ranks; choose a number of "
+            f"ranks that divides {experts}"
+        )
     topology = Topology(ranks=ranks, experts=experts, slots=options.slots, domain=options.domain)
     for microbatch, loads_RE in enumerate(loads_HMRE.reshape(-1, ranks, experts)):
         try:

@@ -58,7 +58,7 @@ class InspectOptions(cli.Options):
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.random is None):
-            raise ConfigError("name the directory of a model, or a family with --random; not both")
+            raise ConfigError("pass the directory of a model or --random FAMILY, not both")
         for name in self.policies:
             get_policy(name)
         _ = self.slot_counts, self.sizes, self.recorded_layers  # refuse invalid lists

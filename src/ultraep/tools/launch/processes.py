@@ -60,7 +60,7 @@ def _number(variable: str, least: int) -> int:
     text = os.environ[variable]
     if not text.isdecimal() or not least <= int(text) < MOST_RANKS:
         raise ConfigError(
-            f"{variable} must lie between {least} and {MOST_RANKS - 1} in the environment, "
+            f"the environment variable {variable} must lie between {least} and {MOST_RANKS - 1}, "
             f"got {text!r}"
         )
     return int(text)

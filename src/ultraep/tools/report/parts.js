@@ -86,11 +86,11 @@ function microbatchFigure(data) {
     `layer ${data.layers[layer]}: `;
   const record = data.records[moment][layer];
   if (record === null) {
-    find("told").textContent = where + "not recorded.";
+    find("description").textContent = where + "not recorded.";
     return [[], {}];
   }
-  const [drawn, more, told] = ranksFigure(data, record);
-  find("told").textContent = where + told;
+  const [drawn, more, sentence] = ranksFigure(data, record);
+  find("description").textContent = where + sentence;
   return [drawn, more];
 }
 

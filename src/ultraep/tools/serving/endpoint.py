@@ -82,7 +82,7 @@ def endpoint_of(text: str, model: str | None = None) -> Endpoint:
     except ValueError:  # invalid port or bracket
         valid = False
     if not valid:
-        raise ConfigError(f"--endpoint is [NAME=]http://HOST:PORT, got {text!r}")
+        raise ConfigError(f"--endpoint must be [NAME=]http://HOST:PORT, got {text!r}")
     return Endpoint(name or parts.netloc, url.rstrip("/").removesuffix("/v1"), model)
 
 

@@ -86,7 +86,9 @@ class EngineOptions:
         if self.budget is not None and self.budget < 1:
             raise ConfigError(f"--budget must be at least 1, got {self.budget}")
         if self.routing not in ROUTINGS:
-            raise ConfigError(f"--routing is one of {', '.join(ROUTINGS)}, got {self.routing!r}")
+            raise ConfigError(
+                f"--routing must be one of {', '.join(ROUTINGS)}, got {self.routing!r}"
+            )
 
 
 def check(options: EngineOptions) -> ModelFacts:

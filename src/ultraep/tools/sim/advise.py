@@ -368,7 +368,9 @@ def _reasons(advice: Advice, scenario: Scenario) -> Iterator[str]:
         yield _why_no_slot(advice, scenario)
         return
     none = advice.none
-    yield f"imbalance without balancing: {none.imbalance:.2f}, at {none.share:.1%} of ideal"
+    yield (
+        f"imbalance without balancing: {none.imbalance:.2f}, at {none.share:.1%} of forced balance"
+    )
     yield f"balancing costs {_ms(advice.exposed)} per {job.unit} and saves {_ms(advice.saved)}"
     if even.tokens is None or job.tokens < even.tokens:
         yield f"too few tokens per rank and {job.unit}: {job.tokens:,}, see break-even"

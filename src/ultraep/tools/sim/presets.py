@@ -43,7 +43,7 @@ def load_table(kind: str, name: str) -> Table:
         hint = f" did you mean {near[0]}?" if near else ""
         where = f"{path}: " if path else ""
         raise ConfigError(
-            f"{where}unknown {SINGULAR[kind]} {table_name!r};{hint} known are {', '.join(tables)}"
+            f"{where}unknown {SINGULAR[kind]} {table_name!r};{hint} choose from {', '.join(tables)}"
         )
     return {"name": table_name, **tables[table_name]}
 
@@ -69,7 +69,7 @@ def as_record(record_type: type[Record], table: Table, where: str) -> Record:
     unknown = sorted(set(table) - set(fields))
     if unknown:
         near = difflib.get_close_matches(unknown[0], fields, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(fields)}"
         raise ConfigError(f"{where}: unknown entry {unknown[0]!r}; {hint}")
     required = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
     missing = [name for name in required if name not in table]

@@ -68,12 +68,13 @@ class Scenario:
             )
         if self.devices > cluster.devices:
             raise ConfigError(
-                f"{self.devices} devices are needed, cluster {cluster.name} has {cluster.devices}"
+                f"the job needs {self.devices} devices, but cluster {cluster.name} has "
+                f"{cluster.devices}; use fewer ranks or groups, or a larger cluster"
             )
         if self.workload.experts != model.experts:
             raise ConfigError(
-                f"the workload has {self.workload.experts} experts, "
-                f"model {model.name} has {model.experts}"
+                f"the workload has {self.workload.experts} experts, but model {model.name} has "
+                f"{model.experts}; use loads of this model, or another model"
             )
         weights = self.job.weight_bytes(model, self.ranks)
         if weights > cluster.memory:

@@ -127,7 +127,10 @@ class Training:
 def stage_of_layer(model: Model, stages: int) -> IntArray:
     """Return the pipeline stage of every layer. The first stages get the remainder."""
     if stages > model.layers:
-        raise ConfigError(f"{model.layers} layers cannot be split into {stages} pipeline stages")
+        raise ConfigError(
+            f"{model.layers} layers cannot be split into {stages} pipeline stages; use at most "
+            f"{model.layers}"
+        )
     parts = np.array_split(np.arange(model.layers), stages)
     return np.repeat(np.arange(stages), [len(part) for part in parts])
 

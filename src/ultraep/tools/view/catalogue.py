@@ -102,7 +102,7 @@ class Catalogue:
             if (item.kind, item.name) == (kind, name):
                 return item
         names = ", ".join(item.name for item in self.items if item.kind == kind) or "none"
-        raise ConfigError(f"there is no {kind} {name[:80]!r}, open: {names}")
+        raise ConfigError(f"{kind} {name[:80]!r} is not open; open are: {names}")
 
     # -- reading --------------------------------------------------------------------------------
 

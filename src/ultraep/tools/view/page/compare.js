@@ -25,9 +25,9 @@ function showSettings() {
 function chosenRuns() {
   const mine = item(), others = traces().filter(({ name, error }) => !error && name !== mine.name);
   if (route.also === undefined && route.policy === undefined) {
-    const alike = others.filter(({ ranks, experts }) => ranks === mine.ranks && experts === mine.experts);
+    const comparable = others.filter(({ ranks, experts }) => ranks === mine.ranks && experts === mine.experts);
     const replay = mine.policy === "eplb" ? "ultraep" : "eplb";
-    return [others, alike.slice(0, MOST_RUNS - 1), alike.length || !mine.records ? "" : replay];
+    return [others, comparable.slice(0, MOST_RUNS - 1), comparable.length || !mine.records ? "" : replay];
   }
   const names = (route.also ?? "").split(BETWEEN);
   return [others, others.filter(({ name }) => names.includes(name)), route.policy ?? ""];

@@ -25,7 +25,7 @@ async function loadRecord() {
 // Without a record in the address, show the most imbalanced one.
 async function startRecord() {
   const { key } = await ask("worst", { trace: route.trace });
-  if (!key) return void (find("told").textContent = "There are no records yet.");
+  if (!key) return void (find("description").textContent = "There are no records yet.");
   return goToRecord(key, { replace: true });
 }
 
@@ -34,7 +34,7 @@ function ranksWithWords(data) {
   const where = `Step ${route.step}, microbatch ${route.microbatch}, layer ${route.layer} (${data.policy}): `;
   const moved = ` ${sizeWords(data.bytes.reduce((a, b) => a + b, 0))} moved.`;
   const wrong = data.unusable ? ` ${counted(data.unusable, "replica")} in the trace name experts or ranks that do not exist.` : "";
-  find("told").textContent = where + words + moved + wrong + priceWords(data);
+  find("description").textContent = where + words + moved + wrong + priceWords(data);
   return [figure, more];
 }
 
@@ -46,9 +46,9 @@ function priceWords({ priced, copies, after }) {
 }
 
 const MODE_WORDS = {
-  direct: "as the balancer was set.", chain: "as the balancer was set.",
-  auto: "chosen by the balancer.",
-  "": "by the rule of the balancer; this trace does not contain the relay mode.",
+  direct: " (relay mode of the balancer).", chain: " (relay mode of the balancer).",
+  auto: " (relay mode auto; on mapped memory the path can differ).",
+  "": " (assumed: the trace does not contain the relay mode).",
 };
 
 function showFlows({ relay, mode, list }, moved) {
@@ -56,7 +56,7 @@ function showFlows({ relay, mode, list }, moved) {
   plot.hidden = find("listed").hidden = !list.length;
   find("paths").textContent = !list.length ? "This microbatch has no replicas." :
     `${counted(list.length, "replica")}. ` +
-    (relay === "chain" ? "Each host passes the weights on to the next, " : "The home rank sends the weights to every host, ") +
+    (relay === "chain" ? "Each host forwards the weights to the next" : "The home rank sends the weights to every host") +
     MODE_WORDS[mode] +
     (moved === 0 ? " No bytes were recorded: they were not counted, or the replicas were in their slots already." : "") +
     " The width shows the rows served by replicas. Flows between the same two ranks differ in shade, one per expert." +
