@@ -15,13 +15,13 @@ import pytest
 from ultraep import FileError, workload
 from ultraep.files.reading import read_array, read_arrays
 
-SEEDS = range(201, 20_201, 1000)
+SEEDS = range(101, 20_101, 1000)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
 @pytest.mark.parametrize(
     ("first", "last"),
-    [(1, 201), *(pytest.param(n, n + 1000, marks=pytest.mark.long) for n in SEEDS)],
+    [(1, 101), *(pytest.param(n, n + 1000, marks=pytest.mark.long) for n in SEEDS)],
 )
 def test_damaged_and_hostile_files_take_little_memory_and_time(tmp_path, first, last):
     """One process with one gigabyte reads all files through all commands."""
@@ -44,7 +44,7 @@ def test_damaged_and_hostile_files_take_little_memory_and_time(tmp_path, first, 
     assert len({name for _, name, _ in outcomes}) == 22
     ends = Counter(words for number, _, words in outcomes if number > 0)
     assert ends.total() == last - first
-    assert min(ends.values()) > 50
+    assert min(ends.values()) > 25
 
 
 def write_claims(folder):

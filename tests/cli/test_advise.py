@@ -9,6 +9,7 @@ import ultraep
 
 from . import commands
 
+pytestmark = pytest.mark.usefixtures("few_layers")
 SMALL = ["--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8"]
 SHORT = ["--steps", "1", "--microbatches", "2", "--processes", "1"]
 EVEN = ["--imbalance", "1.02", "--noise", "0.01"]

@@ -13,6 +13,7 @@ from ultraep.tools.sim.run import simulate as run_simulation
 from . import commands
 from .commands import assert_one_line
 
+pytestmark = pytest.mark.usefixtures("few_layers")
 EXPERTS, RANKS = 32, 8
 WHERE = {"cluster": "h200-nvl8", "model": "gpt-oss-20b", "ep": RANKS}
 SMALL = (*(word for name in WHERE for word in (f"--{name}", WHERE[name])), "--processes", 1)
