@@ -80,7 +80,9 @@ def words():
 
 @cache
 def files():
-    return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if ".git" not in path.parts]
+    own = [path for path in ROOT.iterdir() if not path.name.startswith((".git", ".venv", "build"))]
+    inside = [path for folder in own if folder.is_dir() for path in folder.rglob("*")]
+    return [str(path.relative_to(ROOT)) for path in [*own, *inside]]
 
 
 @cache

@@ -58,7 +58,10 @@ def time_limit():
 
 @pytest.mark.parametrize("kind", ["any", "64 bits", "small", "negative", "huge"])
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology",
+    ["two ranks", "two slots", pytest.param("domains", marks=pytest.mark.slow)],
+)
 def test_planning_ends(topology, config, kind, time_limit):
     shape = TOPOLOGIES[topology].ranks, TOPOLOGIES[topology].experts
     control = ControlPlane(TOPOLOGIES[topology], CONFIGS[config], rows=9, device=default_device())

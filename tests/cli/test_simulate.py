@@ -13,11 +13,10 @@ from ultraep.tools.sim.run import simulate as run_simulation
 from . import commands
 from .commands import assert_one_line
 
-pytestmark = pytest.mark.usefixtures("few_layers")
 EXPERTS, RANKS = 32, 8
 WHERE = {"cluster": "h200-nvl8", "model": "gpt-oss-20b", "ep": RANKS}
 SMALL = (*(word for name in WHERE for word in (f"--{name}", WHERE[name])), "--processes", 1)
-QUICK = (*SMALL, "--interval", 4)
+QUICK = (*SMALL, "--interval", 8)
 TRAINING = (*QUICK, "--steps", 1, "--microbatches", 3)
 CLUSTER = """
 [mine]
@@ -92,7 +91,7 @@ def test_json_has_a_consistent_row_for_every_policy():
 
 def test_rows_equal_the_results_of_the_library():
     options = {"imbalance": 1.7, "noise": 0.3, "steps": 1, "microbatches": 2}
-    simulated = scenario.make_scenario(ScenarioOptions(**WHERE, **options), interval=4)
+    simulated = scenario.make_scenario(ScenarioOptions(**WHERE, **options), interval=8)
     expected = run_simulation(simulated, ["quota", "ideal"])
     flags = [f"--{name}={value}" for name, value in options.items()]
     (row,) = rows(*QUICK, *flags, "--policy", "quota")
