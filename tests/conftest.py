@@ -35,11 +35,13 @@ for policy in BUILT_IN:
 LONGEST = (
     "backends/test_compile.py",
     "test_benchmarks.py",
+    "view/test_page.py",
     "integrations/test_transformers_equality.py",
     "backends/test_triton.py",
     "backends/test_stream.py",
     "backends/test_quantised.py",
     "demo/test_run.py",
+    "runtime/test_faults.py",
     "integrations/test_transformers_checkpoints.py",
     "runtime/test_mapped.py",
     "runtime/test_life_cycles.py",

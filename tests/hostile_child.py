@@ -11,6 +11,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import traceback
@@ -31,6 +32,11 @@ from ultraep.tools.inspect.texts import hashed_words, texts_of, tokenizer_of, wi
 from ultraep.tools.serving.load import read_arrivals
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.serving import load_requests
+from ultraep.tools.view.catalogue import Catalogue
+from ultraep.tools.view.record import numbers_of, stages_of
+from ultraep.tools.view.table import heat, overview
+from ultraep.trace.files import write_arrays
+from ultraep.trace.schema import SUMMARIES
 
 DATA = Path(load_cluster.__code__.co_filename).parent / "data"
 GIGABYTE = 1 << 30
@@ -58,6 +64,10 @@ def write_all(folder):
     np.savez_compressed(folder / "routing.npz", a_ids=ids, a_seq_lens=np.array([40]))
     run = record(folder / "run", [plan_for(seed) for seed in range(6)], layers=2, note="here")
     read_trace(run).save(folder / "trace.npz")
+    shutil.copytree(run, folder / "old")  # version 3 had no summaries
+    for path in (folder / "old").rglob("*.npz"):
+        with np.load(path) as stored:
+            write_arrays(path, {name: stored[name] for name in set(stored) - set(SUMMARIES)})
     for file, name in (("clusters", "h200-nvl8"), ("models", "gpt-oss-20b"), ("requests", "stem")):
         text = (DATA / f"{file}.toml").read_text()
         (folder / f"{file}.toml").write_text(re.search(rf"\[{name}\][^[]*", text)[0])
@@ -75,17 +85,20 @@ def commands(folder, out):
     inspect = ("inspect", folder / "model", "--text", folder / "prose.txt", *INSPECT)
     inspect += ("--out", out / "inspected")
     export = ("--csv", out / "a.csv", "--perfetto", out / "a.json", "--npz", out / "a.npz")
-    of_run, of_file = (
-        [("trace", "info", t), ("trace", "replay", t), ("trace", "export", t, *export, "--force")]
-        for t in (folder / "run", folder / "trace.npz")
-    )
+
+    def of_trace(name):
+        trace = folder / name
+        verbs = [("info", trace), ("replay", trace), ("export", trace, *export, "--force")]
+        return [*(("trace", *words) for words in verbs), lambda _: draw(trace)]
+
     shard = sorted((folder / "model").glob("*.safetensors"))[1].name
     plans = ("loads.npy", "columns.npy", "loads.npz", "packed.npz", "loads.csv", "loads.json")
     return {
         **{name: [("plan", folder / name)] for name in plans},
         "routing.npz": [("plan", folder / "routing.npz", "--ranks", 2, "--window", 8)],
-        "trace.npz": of_file,
-        **{f"run/{name}": of_run for name in ("header.json", *PIECES)},
+        "trace.npz": of_trace("trace.npz"),
+        **{f"run/{name}": of_trace("run") for name in ("header.json", *PIECES)},
+        f"old/{PIECES[0]}": of_trace("old"),
         "clusters.toml": [(*SIMULATE, "--cluster", folder / "clusters.toml")],
         "models.toml": [(*SIMULATE, "--model", folder / "models.toml")],
         "requests.toml": lambda path: load_requests(f"{path}"),
@@ -100,6 +113,20 @@ def commands(folder, out):
     }
 
 
+def draw(path):
+    """Draw a whole trace in the viewer."""
+    catalogue = Catalogue([path])
+    try:
+        catalogue.read_all()
+        trace = catalogue.trace(catalogue.items[0].name)
+        drawn = [overview(trace.table), heat(trace.table, "lost")]
+        for key in map(trace.table.key, range(len(trace.table))):
+            drawn += [numbers_of(trace.record(key)), stages_of(trace.record(key))]
+        json.dumps(drawn, allow_nan=False)
+    finally:
+        catalogue.close()
+
+
 def read_words(path):
     windows_of(texts_of([path]), hashed_words(4096), tokens=16, window=16, sequence=16)
 
@@ -108,17 +135,24 @@ def outcome(read, path):
     """Return "fine" or "refused"; anything else describes a failure."""
     signal.alarm(SECONDS)
     try:
-        if callable(read):
-            read(path)
-            return "fine"
-        outcomes = [outcome_of_command(command) for command in read]
+        readers = read if isinstance(read, list) else [read]
+        outcomes = [
+            outcome_of_function(reader, path) if callable(reader) else outcome_of_command(reader)
+            for reader in readers
+        ]
+    finally:
+        signal.alarm(0)
+    return max(outcomes, key=["fine", "refused", *outcomes].index)
+
+
+def outcome_of_function(read, path):
+    try:
+        read(path)
     except UltraEPError as error:
         return _refusal(f"ultraep: {error}\n")
     except Exception:  # noqa: BLE001  any other exception is a failure
         return traceback.format_exc()
-    finally:
-        signal.alarm(0)
-    return max(outcomes, key=["fine", "refused", *outcomes].index)
+    return "fine"
 
 
 def outcome_of_command(command):
@@ -143,15 +177,56 @@ def huge(path, _):
     os.truncate(path, 5 * GIGABYTE)
 
 
-BOMBS = {
-    "loads.npz": lambda path, _: claim_zeros(path, "loads", (1 << 20, 8, 256), "int8"),
-    "routing.npz": lambda path, _: claim_zeros(path, "a_ids", (1 << 24, 16, 8), "uint8"),
-    "loads.json": lambda path, _: path.write_text(json.dumps([["x" * 10**7, *range(400)]])),
-    "loads.csv": lambda path, _: path.write_text("1\n" * 4_000_000),
-    **dict.fromkeys(("loads.npy", "packed.npz", "clusters.toml", "arrivals.txt"), huge),
-    **dict.fromkeys(("model/config.json", "model/tokenizer.json", "demo/result.json"), huge),
-    "model/model.safetensors.index.json": huge,
-}
+def zeros(name, shape, dtype):
+    return lambda path, _: claim_zeros(path, name, shape, dtype)
+
+
+def text(content):
+    return lambda path, _: path.write_text(content)
+
+
+def header(**changes):
+    return lambda path, _: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def no_pieces(path, _):
+    header(ranks=1 << 12, experts=1 << 20, domain=1 << 12)(path, _)
+    for piece in PIECES:
+        (path.parent / piece).unlink()
+
+
+def many_pieces(path, _):
+    """Write 30 pieces of records without rows, each below the limit."""
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    for name, array in arrays.items():
+        if name != "dropped":
+            count = 0 if name in ("copies", "quotas") else 20_000
+            arrays[name] = np.zeros((count, *array.shape[1:]), array.dtype)
+    write_arrays(path, arrays)
+    for number in range(1, 30):
+        shutil.copy(path, path.with_name(f"{number:06d}.npz"))
+
+
+BOMBS = [
+    ("loads.npz", zeros("loads", (1 << 20, 8, 256), "int8")),
+    ("routing.npz", zeros("a_ids", (1 << 24, 16, 8), "uint8")),
+    ("loads.json", text(json.dumps([["x" * 10**7, *range(400)]]))),
+    ("loads.csv", text("1\n" * 4_000_000)),
+    *((name, huge) for name in ("loads.npy", "packed.npz", "clusters.toml", "arrivals.txt")),
+    *((f"model/{name}.json", huge) for name in ("config", "tokenizer", "model.safetensors.index")),
+    ("demo/result.json", huge),
+    ("run/header.json", huge),
+    ("run/header.json", header(ranks=1 << 16, experts=1 << 20, domain=1 << 16)),
+    ("run/header.json", header(stages=[str(number) for number in range(200_000)])),
+    ("run/header.json", text("[" * (1 << 20))),
+    ("run/header.json", no_pieces),
+    (f"run/{PIECES[0]}", zeros("loads", (120_000_000, 2, 4), "<i4")),
+    (f"run/{PIECES[0]}", zeros("summary", (40_000_000, 12), "<i8")),
+    ("trace.npz", zeros("loads", (120_000_000, 2, 4), "<i4")),
+    ("trace.npz", zeros("header", (), "<U500000000")),
+    (f"old/{PIECES[0]}", many_pieces),
+]
 
 
 def main(root, first, last):
@@ -161,24 +236,23 @@ def main(root, first, last):
     out.mkdir()
     write_all(folder)
     read_by = commands(folder, out)
-    whole = {name: (folder / name).read_bytes() for name in read_by}
     for name, read in read_by.items():  # imports and compiles everything before the limit
         report(-1, name, outcome(read, folder / name))
     _limit_memory()
-    work = [(0, name, damage) for name, damage in BOMBS.items()]
+    work = [(0, name, damage) for name, damage in BOMBS]
     slow = [n for n, read in read_by.items() if isinstance(read, list) and read[0][0] != "plan"]
     names = slow + 2 * sorted(read_by.keys() - set(slow))
     work += [(number, names[number % len(names)], mutate) for number in range(first, last)]
+    whole = folder.rename(root / "whole")
     for number, name, damage in work:
+        shutil.copytree(whole, folder)
         path = folder / name
-        path.unlink()
-        path.write_bytes(whole[name])
         damage(path, random.Random(number))
         before = times_of_files(folder)
         words = outcome(read_by[name], path)
         before[path] = times_of_files(folder)[path]  # a folder may be claimed again
         report(number, name, words if times_of_files(folder) == before else "changed files")
-        path.write_bytes(whole[name])
+        shutil.rmtree(folder)
 
 
 def times_of_files(folder):

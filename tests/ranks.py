@@ -247,6 +247,7 @@ def serve(pipe: Connection) -> None:
     """Run one job after the other, until the other end of the pipe is closed."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch_dist.POLL, torch_dist.GRACE = 0.1, 3.0  # ranks that died are named sooner
     while True:
         try:
             pickled = pipe.recv_bytes()

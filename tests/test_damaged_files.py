@@ -15,13 +15,17 @@ import pytest
 from ultraep import FileError, workload
 from ultraep.files.reading import read_array, read_arrays
 
-SEEDS = range(201, 20_201, 1000)
+SEEDS = range(501, 20_501, 1000)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
 @pytest.mark.parametrize(
     ("first", "last"),
-    [(1, 201), *(pytest.param(n, n + 1000, marks=pytest.mark.long) for n in SEEDS)],
+    [
+        (1, 61),
+        pytest.param(61, 501, marks=pytest.mark.slow),
+        *(pytest.param(n, n + 1000, marks=pytest.mark.long) for n in SEEDS),
+    ],
 )
 def test_damaged_and_hostile_files_take_little_memory_and_time(tmp_path, first, last):
     """One process with one gigabyte reads all files through all commands."""
@@ -41,10 +45,10 @@ def test_damaged_and_hostile_files_take_little_memory_and_time(tmp_path, first, 
     assert not wrong, "\n".join(map(str, wrong))
     assert {words for number, _, words in outcomes if number == -1} == {"fine"}
     assert {words for number, _, words in outcomes if number == 0} == {"refused"}
-    assert len({name for _, name, _ in outcomes}) == 22
+    assert len({name for _, name, _ in outcomes}) == 23
     ends = Counter(words for number, _, words in outcomes if number > 0)
     assert ends.total() == last - first
-    assert min(ends.values()) > 50
+    assert min(ends.values()) > (last - first) // 4
 
 
 def write_claims(folder):

@@ -54,16 +54,16 @@ def definitions():
     """Names defined in every module and class of the sources, attributes of `self` included."""
     defined = defaultdict(set)
     for path in SOURCES:
-        tree = ast.parse(path.read_text())
-        defined[path.stem].update(defined_in(tree))
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        defined[path.stem].update(defined_in(nodes))
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
-                defined[node.name].update(defined_in(node))
+                defined[node.name].update(defined_in(ast.walk(node)))
     return defined
 
 
-def defined_in(tree):
-    for node in ast.walk(tree):
+def defined_in(nodes):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(getattr(node, "ctx", None), ast.Store):
@@ -80,7 +80,10 @@ def words():
 
 @cache
 def files():
-    return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if ".git" not in path.parts]
+    """Every path of the project, one per line."""
+    own = [path for path in ROOT.iterdir() if not path.name.startswith((".git", ".venv", "build"))]
+    inside = [path for folder in own if folder.is_dir() for path in folder.rglob("*")]
+    return "\n".join(str(path.relative_to(ROOT)) for path in [*own, *inside])
 
 
 @cache
@@ -104,7 +107,7 @@ def exists(span):
         return None
     if FILE.fullmatch(span):
         pattern = re.escape(span.rstrip("/")).replace(r"\*", ".*")
-        return any(re.fullmatch(f"(.*/)?{pattern}", name) for name in files())
+        return re.search(f"^(.*/)?{pattern}$", files(), re.MULTILINE) is not None
     if match := DOTTED.fullmatch(span):
         return resolves(match[1])
     if match := CALL_OR_SNAKE.fullmatch(span):

@@ -13,7 +13,10 @@ import quick_operators
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of sixteen bits
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),  # of sixteen bits
+]
 TYPES = [tl.int1, tl.int32, tl.int64, tl.uint32, tl.bfloat16, tl.float16, tl.float32, tl.float64]
 SHAPES = [(), (1,), (4,), (2, 4), (2, 1), (1, 4)]
 PLAIN = [3, -7, 2**31, 2**40, 0.5, True, tl.constexpr(5), tl.constexpr(1.5)]

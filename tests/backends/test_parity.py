@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cases import NAMED, assert_same_plan, configs, problems, timed_configs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ultraep
@@ -33,14 +33,12 @@ def test_named_cases(name, config, backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
-@settings(max_examples=2000)
 @given(problems(), configs)
 def test_random_cases(backend, problem, config):
     assert_agrees(backend, *problem, config)
 
 
 @pytest.mark.parametrize("backend", FAST)
-@settings(max_examples=500)
 @given(problems(), timed_configs)
 def test_quickest_plans(backend, problem, config):
     assert_agrees(backend, *problem, config)

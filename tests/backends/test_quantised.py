@@ -193,9 +193,10 @@ def close(actual, expected, dtype=torch.float32):
     torch.testing.assert_close(actual, expected, rtol=error, atol=error * limit)
 
 
-@types
 @by_name
-@pytest.mark.parametrize("name", SLOTS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mixed", torch.float32), *((name, torch.bfloat16) for name in SLOTS)]
+)
 def test_products_are_those_of_the_twin(form, name, dtype):
     case = Case(form, name, dtype)
     packed = case.twin.packed(case.rows)

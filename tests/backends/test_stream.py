@@ -33,7 +33,7 @@ from ultraep.runtime.mapped.peers import LocalPeers
 DEVICE = default_device()
 MODES = ("direct", "chain", "auto")
 SCRIBBLE = 0xAB
-FILLS = 8
+FILLS = 5
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 
 
@@ -168,7 +168,7 @@ def schedules(plan, mode, nbytes, ranks=None):
 
 
 @only_interpreted
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     topologies().filter(lambda topology: topology.slots and topology.ranks > 1),
     st.integers(0, 2**32 - 1),
@@ -238,7 +238,7 @@ def test_schedules_leave_out_what_is_there(mode):
     tables = [maker.empty_slots() for maker in makers]
     twin, versions, seen = Twin(topology), np.arange(5), 0
     plans = [random_plan(rng, topology, 0.8) for _ in range(2)]
-    for turn in range(12):
+    for turn in range(8):
         plan, owner = plans[rng.integers(2)], int(rng.integers(1, 3))
         versions[rng.integers(5)] += rng.integers(2)
         skip = twin.skipped(plan, versions, owner)
@@ -530,7 +530,7 @@ def share_rows(rank, group, rounds, numbers):
 
 @only_interpreted
 def test_rows_are_shared_in_every_round():
-    assert shared_pool().run(3, share_rows, 50, 37) == [[50, 10, 0]] * 3
+    assert shared_pool().run(3, share_rows, 20, 37) == [[20, 4, 0]] * 3
 
 
 # Faults.

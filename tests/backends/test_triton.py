@@ -310,7 +310,13 @@ def test_all_attempts_by_time_are_those_of_the_reference(problem, config):
 FEW_LINKS = BalanceConfig(rates=Rates(row=1000, copy=20_000, each=500))
 
 
-@pytest.mark.parametrize("name", ["zipf_two_slots", "unclosable", "lognormal_domains", "wide"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("zipf_two_slots", "unclosable", "lognormal_domains"),
+        pytest.param("wide", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("copy", [0, 20_000])
 def test_plans_by_time_of_named_cases(name, copy):
     loads, topology = NAMED[name]

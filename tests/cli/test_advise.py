@@ -1,11 +1,14 @@
 """`ultraep advise`: the verdict, the settings, and that text and JSON agree."""
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 import ultraep
+from ultraep.tools.cli import scenario
+from ultraep.tools.sim.model import load_model
 
 from . import commands
 
@@ -13,6 +16,14 @@ SMALL = ["--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8"]
 SHORT = ["--steps", "1", "--microbatches", "2", "--processes", "1"]
 EVEN = ["--imbalance", "1.02", "--noise", "0.01"]
 BALANCE = ["--objective", "balance"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_layers():
+    """Simulate eight layers of the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scenario, "load_model", lambda name: replace(load_model(name), layers=8))
+        yield
 
 
 @cache

@@ -13,7 +13,7 @@ from .commands import assert_one_line
 EXPERTS, RANKS = 32, 8
 WHERE = {"cluster": "h200-nvl8", "model": "gpt-oss-20b", "ep": RANKS}
 SMALL = (*(word for name in WHERE for word in (f"--{name}", WHERE[name])), "--processes", 1)
-QUICK = (*SMALL, "--interval", 4)
+QUICK = (*SMALL, "--interval", 8)
 TRAINING = (*QUICK, "--steps", 1, "--microbatches", 3)
 CLUSTER = """
 [mine]
@@ -98,8 +98,6 @@ def test_prefill_counts_requests_and_is_planned_for_balance():
         assert (row["unit"], row["job"], row["objective"]) == ("requests/s", "prefill", "balance")
     none, ours, ideal = (row["throughput"] for row in policies)
     assert none < ours <= ideal
-    (by_time,) = rows(*QUICK, "--prefill", "stem", "--policy", "ultraep", "--objective", "time")
-    assert by_time["objective"] == "time"
 
 
 def test_a_cluster_of_the_user(tmp_path):

@@ -69,7 +69,9 @@ def test_a_missing_plotly_is_named(run, monkeypatch):
     assert re.search(r"pip install 'ultraep\[(view|plot)\]'", result.stderr)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_it_serves_until_a_signal(run, number):
     process = start("view", run, "--port", 0, stdout=subprocess.PIPE)
     line = process.stdout.readline()

@@ -11,8 +11,8 @@ from shared_peers import SharedPeers
 from ultraep import Balancer, LocalGroup
 from ultraep.backends.triton.device import interpreted
 
-BLOCK = 25  # programs of one test
-BLOCKS = 40
+BLOCK = 10  # programs of one test
+BLOCKS = 100
 
 
 def blocks(quick):
@@ -45,7 +45,7 @@ def mapped(_rank, group, program):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("block", blocks(quick=4))
+@pytest.mark.parametrize("block", blocks(quick=10))
 def test_over_messages(block):
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
         program = Program.drawn(seed, most_ranks=3, most_actions=16)
@@ -54,7 +54,7 @@ def test_over_messages(block):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
-@pytest.mark.parametrize("block", blocks(quick=1))
+@pytest.mark.parametrize("block", blocks(quick=3))
 def test_over_mapped_memory(block):
     for seed in range(10_000 + block * BLOCK, 10_000 + (block + 1) * BLOCK):
         program = Program.drawn(seed, most_ranks=2, most_actions=12)

@@ -330,6 +330,7 @@ def measured_here(comm, own_network):
     return stats["rates"][0]
 
 
+@pytest.mark.slow
 def test_thousands_of_home_experts_are_measured(measuring, one_thread):
     """2,049 home experts: 16 synthetic rows for each would exceed the limit of rows."""
 

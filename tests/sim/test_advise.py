@@ -164,7 +164,7 @@ def test_the_range_covers_microbatches_and_seeds():
 
 def test_prefill_advice_is_about_the_request_rate():
     requests = replace(load_requests("stem"), limit_s=0.1)
-    job = Serving(requests=requests, iterations=6)
+    job = Serving(requests=requests, iterations=3)
     advice = advise(replace(scenario(imbalance=2.5), job=job))
     assert (advice.unit, advice.verdict) == ("requests/s", "pays")
     assert advice.gain.low <= advice.gain.overall <= advice.gain.high

@@ -11,7 +11,7 @@ from ultraep.tools.sim.run import Result, simulate
 from ultraep.tools.sim.workload import Skew, calibrated_noise
 
 SETTINGS = {setting.name: setting for setting in settings()}
-SIMULATED = ["glm-train", "qwen-train"]  # one step of 256 devices takes a few seconds
+SIMULATED = ["glm-train", pytest.param("qwen-train", marks=pytest.mark.slow)]
 
 
 @cache

@@ -82,6 +82,14 @@ BAD = {
     "config": (lambda d: edit_header(d, tolerance=-1), "header.json: tolerance must lie"),
     "words": (lambda d: edit_header(d, note=3), "header.json: stages, note and created"),
     "stages": (lambda d: edit_header(d, stages=["a", "a"]), "stages must differ"),
+    "many stages": (
+        lambda d: edit_header(d, stages=[str(number) for number in range(300)]),
+        "300 stages, but a trace has at most 256",
+    ),
+    "many ranks": (
+        lambda d: edit_header(d, ranks=1 << 16, experts=1 << 20, domain=1 << 16),
+        "65,536 ranks, but a trace has at most 4,096",
+    ),
     "no stages": (lambda d: edit_header(d, stages=None), "header.json"),
 }
 

@@ -84,7 +84,9 @@ def card(page, name):
 
 
 @pytest.mark.parametrize(
-    "look", [{"width": 1360}, {"dark": True}, {"width": 390}], ids=["light", "dark", "narrow"]
+    "look",
+    [{"width": 1360}, {"width": 390}, pytest.param({"dark": True}, marks=pytest.mark.slow)],
+    ids=["light", "narrow", "dark"],
 )
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_is_drawn(page, server, view, look):
