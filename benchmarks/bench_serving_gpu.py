@@ -57,8 +57,10 @@ COMPARED = 4  # microbatches whose first tokens are compared
 FULL = 4  # microbatches of a trial at full load
 TRIALS = 3
 LONGEST_TURN = 3.0  # seconds of arrivals
-ERROR_LIMIT = {"cpu": 1e-4, "cuda": 0.2}  # of logits: float32, bfloat16
-EQUAL_LIMIT = {"cpu": 1.0, "cuda": 0.8}  # share of equal first tokens; bfloat16 rounds near ties
+# Rounding in bfloat16 changes near ties, of first tokens and of the experts that routers choose.
+# Unrelated logits differ by 1.4.
+ERROR_LIMIT = {"cpu": 1e-4, "cuda": 0.25}  # relative difference of logits
+EQUAL_LIMIT = {"cpu": 1.0, "cuda": 0.75}  # share of equal first tokens
 
 P50 = Metric("first_token_p50", "ms", "p50 ms", ".2f")
 P95 = Metric("first_token_p95", "ms", "p95 ms", ".2f")
@@ -167,12 +169,11 @@ class Ranks:
         """Draw the model with all experts; then keep the home experts of this rank."""
         from ultraep.integrations.transformers import balance
 
-        scale, group = self.scale, dist.new_group()
+        scale = self.scale
         model = random_model(self._config(), SEED, self.device)
         self.print_progress("model drawn")
         balance(
             model,
-            group,
             policy=NONE,
             tokens=scale.tokens,
             capacity=scale.ranks * scale.rows,  # of all ranks, so that no memory grows in a turn
@@ -311,6 +312,7 @@ def on_rank(rank: int, scale: Scale, cuda: bool, began: float) -> dict[str, Any]
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would prepare a plan for every length
     ranks = Ranks(rank, scale, device, began)
     equal = {routing: ranks.compare(routing) for routing in (OWN, HOT)}
     full_load = {routing: ranks.full_load(routing) for routing in equal}

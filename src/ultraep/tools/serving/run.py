@@ -125,6 +125,7 @@ def work(place: RankPlace, options: EngineOptions, report: Report) -> None:
     if device.type == "cuda" and place.size > gpus():
         backend = "cpu"  # NCCL refuses two ranks on one GPU
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would prepare a plan for every length
     report = report if place.rank == 0 else lambda _: None
     with process_group(place, backend), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch uses a slower kernel
