@@ -257,7 +257,7 @@ class Ranks:
         if not (error <= ERROR_LIMIT[kind] and 1 - unequal >= EQUAL_LIMIT[kind]):
             limits = f"limits: {ERROR_LIMIT[kind]} and {EQUAL_LIMIT[kind]:.0%}"
             raise Mismatch(f"{text}, compared with the unmodified model ({limits})")
-        return 1 - unequal
+        return float(1 - unequal)
 
     # -- timing ----------------------------------------------------------------------------------
 
