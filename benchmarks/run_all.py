@@ -32,6 +32,7 @@ NEEDS = {  # all other scripts run anywhere
     "bench_planner_gpu.py": ("a GPU",),
     "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
     "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),
+    "bench_serving_gpu.py": ("a GPU", "CUDA MPS", "transformers"),
     "bench_single.py": ("a GPU",),
 }
 OPTIONAL = {"cuda-python": "cuda.bindings", "scipy": "scipy", "transformers": "transformers"}

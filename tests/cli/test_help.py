@@ -26,7 +26,7 @@ OPTIONS = {
     "trace info": "--json path",
     "trace replay": "--ep --history --json --policy --slots --tolerance path",
     "trace export": "--csv --force --npz --perfetto path",
-    "bench prefill": "--arrivals --budget --burst --endpoint --force --html --json --load "
+    "bench prefill": "--arrivals --budget --burst --device --endpoint --force --html --json --load "
     "--longest --model --policy --ranks --rate --rounds --routing --seconds --seed --shortest "
     "--slo --slots --timeout",
 }

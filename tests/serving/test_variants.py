@@ -9,7 +9,8 @@ import torch
 import ultraep
 from ultraep import BalanceConfig, Topology
 from ultraep.errors import ConfigError
-from ultraep.tools.serving.engine import AT_HOME, EvenChoices, check_variants
+from ultraep.tools.serving.engine import AT_HOME, ForcedChoices, check_variants
+from ultraep.tools.tiny.even import EvenTurns
 
 
 def plan_at_home(loads, past, topology):
@@ -44,14 +45,14 @@ def test_even_choices_load_all_ranks_and_experts_equally():
     topology = Topology(ranks=2, experts=8)
     loads = np.zeros((2, 8), dtype=int)
     for rank in range(2):
-        hook = EvenChoices(topology, rank)
+        hook = ForcedChoices(EvenTurns(topology, rank).chosen)
+        assert hook(None, (), {}) is None
         hook.on = True
         ids = torch.zeros(64, 2, dtype=torch.int64)
         _, named = hook(None, (torch.ones(64, 4), ids), {"top_k_weights": None})
         loads[rank] = np.bincount(named["top_k_index"].flatten(), minlength=8)
         assert (named["top_k_index"].diff(dim=1) != 0).all()  # different experts per token
     assert loads.sum(axis=0).tolist() == [32] * 8
-    assert EvenChoices(topology, 0)(None, (), {}) is None
 
 
 def test_policies_that_cannot_run_are_refused():

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.filesize import decimal
 
 from ultraep.files.writing import check_targets, write_text
 from ultraep.tools.cli import options as cli
@@ -30,7 +29,7 @@ EXAMPLE = (
     "Example: ultraep bench prefill --endpoint plain=http://127.0.0.1:8000 "
     "--endpoint ultraep=http://127.0.0.1:8001 --rate 2,4,8 --seconds 30"
 )
-ENGINE_OPTIONS = ("policy", "ranks", "slots", "routing", "budget")
+ENGINE_OPTIONS = ("policy", "ranks", "device", "slots", "routing", "budget")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,6 +58,11 @@ class PrefillOptions(cli.Options):
         metavar="NAME,...",
     )
     ranks: int | None = option("Ranks of the engine, one process each.", "2")
+    device: str | None = option(
+        "Device of the ranks. Ranks share GPUs if there are fewer GPUs than ranks.",
+        "cpu",
+        metavar="cpu|cuda",
+    )
     slots: int | None = option("Spare slots per rank.", "2")
     routing: str | None = option(
         "Use the model's router, or assign experts evenly.", "own", metavar="own|even"
@@ -150,11 +154,11 @@ def prefill(options: PrefillOptions) -> None:
 
         engine = options.engine_options()
         model = run.check(engine)
+        places = "one core and thread each" if engine.device == "cpu" else "on GPUs"
         facts = {
             "model": f"{model.name}: {model.parameters / 1e6:.1f} million parameters, "
-            f"{model.layers} layers of {model.experts} experts, {model.top_k} per token; "
-            f"{decimal(model.nbytes)}",
-            "engine": f"{counted(engine.ranks, 'rank')}, one core and thread each; "
+            f"{model.layers} layers of {model.experts} experts, {model.top_k} per token",
+            "engine": f"{counted(engine.ranks, 'rank')}, {places}; "
             f"{counted(engine.slots, 'spare slot')}; routing: {engine.routing}; "
             f"policies {', '.join(engine.variants)}; calibrated before the first run",
         }
@@ -168,7 +172,7 @@ class LoadTest:
     def __init__(self, options: PrefillOptions) -> None:
         self.options, self.terminal, self.began = options, Terminal(), time.perf_counter()
         self.turns: list[Turn] = []
-        self.total = 0
+        self.total, self.device = 0, ""
         self.facts: dict[str, str] = {}
 
     def introduce(self, facts: dict[str, str], load: LoadOptions, variants: int) -> None:
@@ -207,16 +211,15 @@ class LoadTest:
             text = f"round {event.number + 1}, {event.variant} at {event.rate:g}/s: {median}"
             report(len(self.turns), self.total, text)
             return
-        rates = ", ".join(f"{rate:g}" for rate in event.rates)
+        rates, self.device = ", ".join(f"{rate:g}" for rate in event.rates), event.device
         self.facts["speed"] = (
-            f"{event.tokens_per_second:,.0f} tokens/s unbalanced; at most {event.budget} "
-            f"tokens per rank and microbatch; a replica takes {1e3 * event.copy_seconds:.1f} ms "
-            f"and pays from {event.min_tokens} rows; prompts per second: {rates}"
+            f"{event.tokens_per_second:,.0f} tokens/s unbalanced on {event.device}; at most "
+            f"{event.budget} tokens per rank and microbatch; prompts per second: {rates}"
         )
         self.terminal.print_facts(speed=self.facts["speed"])
 
     def _conclude(self) -> None:
-        from ultraep.tools.report.rows import as_json
+        from ultraep.tools.report.rows import as_json, cpu_device
         from ultraep.tools.serving.measure import under_load
         from ultraep.tools.serving.report import headline, notes, rows_of, table, write_report
 
@@ -231,7 +234,8 @@ class LoadTest:
         terminal.print(f"Measured in {time.perf_counter() - self.began:.0f} s.")
         if options.json is not None:
             command = shlex.join(["ultraep", *sys.argv[1:]])
-            write_text(options.json, as_json(rows_of(loads, options.slo, command)))
+            rows = rows_of(loads, options.slo, command, self.device or cpu_device())
+            write_text(options.json, as_json(rows))
             terminal.print_facts(numbers=options.json)
         if options.html is not None:
             facts = [(name.capitalize(), text) for name, text in self.facts.items()]

@@ -44,16 +44,20 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def settle(place: RankPlace, device: str) -> torch.device:
-    """Bind this process to one core and thread, or to one GPU; return the device."""
+def settle(place: RankPlace, device: str, *, shared: bool = False) -> torch.device:
+    """Bind this process to one core and thread, or to one GPU; return the device.
+
+    shared: several ranks may use the same GPU.
+    """
     if device == "cuda":
-        if place.local >= torch.cuda.device_count():
+        if place.local >= gpus() and not shared:
             raise ConfigError(
                 f"rank {place.rank} has no GPU: local rank {place.local}, but torch finds "
-                f"{torch.cuda.device_count()}; start fewer ranks per host"
+                f"{gpus()}; start fewer ranks per host"
             )
-        torch.cuda.set_device(place.local)
-        return torch.device("cuda", place.local)
+        gpu = torch.device("cuda", place.local % gpus())
+        torch.cuda.set_device(gpu)
+        return gpu
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

@@ -14,9 +14,9 @@ Shapes: T tokens, K experts per token, R ranks, E experts.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,16 +26,14 @@ import torch.distributed as dist
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
-from ultraep.microbatch import AnyPlan, MicrobatchInfo
+from ultraep.microbatch import MicrobatchInfo
+from ultraep.plan import Plan
 from ultraep.policies import Problem, get_policy, register_policy
 from ultraep.policies.places import away_from_home, replicated_items, split_equally
 from ultraep.runtime.balancer import Balancer
-from ultraep.runtime.observe import Later
 from ultraep.runtime.stats import Stats
 from ultraep.tools.serving.load import Prompt, next_microbatch
 from ultraep.tools.serving.measure import FORCED, Turn
-from ultraep.tools.tiny.even import EvenTurns
-from ultraep.topology import Topology
 
 LATE, GRACE = 2.0, 10.0  # a turn ends after LATE times its arrivals plus GRACE seconds
 CPU = torch.device("cpu")
@@ -47,10 +45,13 @@ class ServedModel(Protocol):
     """A model in the engine: the tiny model, or a transformers model."""
 
     @property
-    def balancers(self) -> Sequence[Balancer]: ...
+    def device(self) -> torch.device: ...
 
     @property
-    def even_choices(self) -> Sequence[EvenChoices]: ...
+    def even_choices(self) -> Sequence[ForcedChoices]: ...
+
+    def use(self, policy: str) -> Sequence[Balancer]:
+        """Plan by this policy from now on; return the balancers. Collective."""
 
     def encode(self, prompt: Prompt) -> torch.Tensor:
         """[T] token ids."""
@@ -60,84 +61,85 @@ class ServedModel(Protocol):
 
 
 @dataclass
-class LoadSums:
-    """An observer that sums loads over microbatches.
+class LoadSums(Stats):
+    """A sink that sums over the microbatches of a turn.
 
     busiest_before, busiest_after: rows of the busiest rank without and with replicas.
-    rows: rows that this rank served.   nbytes: bytes that it sent for replicas.
-    busy: CPU seconds of its experts, per microbatch and layer. Other programs on the machine
-        hardly change CPU time.
     """
 
-    rank: int
-    plans: Stats = field(default_factory=Stats)
     busiest_before: int = 0
     busiest_after: int = 0
     worst_before: float = 1.0
-    rows: int = 0
-    nbytes: int = 0
-    busy: list[float] = field(default_factory=list)
 
-    def reset(self) -> None:
-        """Set all sums to zero."""
-        vars(self).update(vars(LoadSums(self.rank)))
-
-    def imbalance(self, busiest: int) -> float | None:
-        """Rows of the busiest rank over the mean; None without rows."""
-        return busiest * dist.get_world_size() / self.plans.rows if self.plans.rows else None
-
-    def begin(self, stage: str, _: MicrobatchInfo) -> None:
-        if stage == "experts":
-            self.busy.append(-time.process_time())
-
-    def end(self, stage: str, _: MicrobatchInfo) -> None:
-        if stage == "experts":
-            self.busy[-1] += time.process_time()
-
-    def planned(self, _: MicrobatchInfo, any_plan: AnyPlan) -> None:
-        plan = any_plan.to_host()
-        self.plans.add_plan(plan)
+    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
+        super().planned(microbatch, plan)
         self.busiest_before += int(plan.initial_rank_loads.max())
         self.busiest_after += int(plan.rank_loads.max())
         self.worst_before = max(self.worst_before, plan.initial_imbalance)
-        self.rows += int(plan.rank_loads[self.rank])
 
-    def sent(self, _: MicrobatchInfo, __: str, nbytes: int, copies: int | Later | None) -> None:
-        self.nbytes += nbytes * ((copies() if callable(copies) else copies) or 0)
+    def imbalance(self, busiest: int) -> float | None:
+        """Rows of the busiest rank over the mean; None without rows."""
+        return busiest * dist.get_world_size() / self.rows if self.rows else None
+
+
+class CpuTimes:
+    """An observer of the CPU seconds of this rank's experts, per microbatch and layer.
+
+    Other programs on the machine hardly change CPU time.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def begin(self, stage: str, _: MicrobatchInfo) -> None:
+        if stage == "experts":
+            self.seconds.append(-time.process_time())
+
+    def end(self, stage: str, _: MicrobatchInfo) -> None:
+        if stage == "experts":
+            self.seconds[-1] += time.process_time()
+
+    def planned(self, *_: Any) -> None:
+        """Nothing to measure."""
+
+    sent = planned
 
 
 class Engine:
-    """The model on this rank, and its balancers.
+    """The model on this rank.
 
     budget: max tokens per rank in a microbatch.   grace: extra seconds before a turn is ended.
-    min_tokens: min rows of a replica, so that a replica saves more time than it costs.
     """
 
     def __init__(
         self, model: ServedModel, *, routing: str = "own", budget: int = 256, grace: float = GRACE
     ) -> None:
         self.model, self.routing, self.budget, self.grace = model, routing, budget, grace
-        self.rank, self.ranks, self.min_tokens = dist.get_rank(), dist.get_world_size(), 1
-        self.sums = LoadSums(self.rank)
-        for balancer in model.balancers:
-            balancer.observe(self.sums)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.sums, self.cpu_times = LoadSums(), CpuTimes()
+        self._observed: set[Balancer] = set()
 
     def serve(self, prompts: Sequence[Prompt], variant: str, rate: float, number: int) -> Turn:
         """Serve one turn; returns the same result on all ranks."""
-        self._select(variant)
-        sums = self.sums
-        sums.reset()
+        balancers, sums = self._select(variant), self.sums
         texts = {prompt.number: self.model.encode(prompt) for prompt in prompts}
         with ExitStack() as stack:
-            for balancer in self.model.balancers:
+            for balancer in balancers:
+                balancer.stats()  # waits for reports of earlier microbatches
                 stack.enter_context(balancer.unchanged_weights())
+            sums.reset()
+            self.cpu_times.seconds.clear()
             dist.barrier()
             begin, preempted = time.monotonic(), _preempted_seconds()
             mine, microbatches = self._microbatches(prompts, texts, begin)
         disturbed = (_preempted_seconds() - preempted) / max(time.monotonic() - begin, 1e-9)
+        for balancer in balancers:
+            balancer.stats()  # waits for all reports of this turn
         by_rank: list[Any] = [None] * self.ranks
-        dist.all_gather_object(by_rank, (mine, sums.nbytes, disturbed, sums.busy))
-        outputs, nbytes, disturbed_shares, busy = zip(*by_rank, strict=True)
+        own = mine, sums.bytes_sent["weights"], disturbed, self.cpu_times.seconds
+        dist.all_gather_object(by_rank, own)
+        outputs, nbytes, disturbed_shares, cpu_seconds = zip(*by_rank, strict=True)
+        on_cpu = self.model.device.type == "cpu"
         served = {key: value for part in outputs for key, value in part.items()}
         ends = [served.get(prompt.number, (None, None)) for prompt in prompts]
         unserved = len(prompts) - len(served)
@@ -154,10 +156,10 @@ class Engine:
             before=sums.imbalance(sums.busiest_before),
             after=sums.imbalance(sums.busiest_after),
             worst_before=sums.worst_before,
-            worst_after=max(1.0, sums.plans.worst),
-            copies=sums.plans.copies,
+            worst_after=max(1.0, sums.worst),
+            copies=sums.copies,
             sent=sum(nbytes),
-            experts=sum(map(max, zip(*busy, strict=True))),
+            experts=sum(map(max, zip(*cpu_seconds, strict=True))) if on_cpu else None,
             disturbed=max(disturbed_shares),
         )
 
@@ -193,16 +195,16 @@ class Engine:
         batch = next_microbatch(arrived, self.ranks, self.budget)
         return [[prompt.number for prompt in part] for part in batch]
 
-    def _select(self, variant: str) -> None:
-        """Plan by this variant from now on."""
-        policy = policy_of(variant)
-        least = self.min_tokens if policy == "ultraep" else 1
-        for balancer in self.model.balancers:
-            balancer.config = replace(
-                balancer.config, policy=policy, min_tokens_per_replica=least, objective="balance"
-            )
+    def _select(self, variant: str) -> Sequence[Balancer]:
+        """Plan by this variant from now on; return its balancers."""
+        balancers = self.model.use(policy_of(variant))
+        for balancer in set(balancers) - self._observed:
+            balancer.add_sink(self.sums)
+            balancer.observe(self.cpu_times)
+        self._observed.update(balancers)
         for choices in self.model.even_choices:
             choices.on = variant == FORCED or self.routing == "even"
+        return balancers
 
 
 def _preempted_seconds() -> float:
@@ -269,16 +271,19 @@ def eplb_at_home(problem: Problem) -> IntArray:
     return away_from_home(*split, topology)[:, 1:]
 
 
-class EvenChoices:
-    """A hook for transformers' experts: even choices for the same tokens and gates, while `on`."""
+class ForcedChoices:
+    """A hook for transformers' experts that replaces the router's choices while it is `on`.
 
-    def __init__(self, topology: Topology, rank: int) -> None:
-        self._even, self.on = EvenTurns(topology, rank), False
+    choose: maps `[T, K]` choices to others; tokens and gates stay.
+    """
+
+    def __init__(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.choose, self.on = choose, False
 
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with even choices; None leaves them unchanged."""
+        """Return the arguments with other choices; None leaves them unchanged."""
         if not self.on:
             return None
         named = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
-        named["top_k_index"] = self._even.chosen(named["top_k_index"])
+        named["top_k_index"] = self.choose(named["top_k_index"])
         return (), named

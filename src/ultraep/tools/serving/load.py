@@ -173,7 +173,8 @@ def excerpt(data: bytes, begin: int, length: int) -> bytes:
     b'cdabcda'
     """
     begin %= len(data)
-    return (data[begin:] + data * (length // len(data) + 1))[:length]
+    piece = data[begin : begin + length]
+    return (piece + data * (length // len(data) + 1))[:length] if len(piece) < length else piece
 
 
 def next_microbatch(waiting: Sequence[Prompt], ranks: int, budget: int) -> list[list[Prompt]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ultraep.files.writing import write_text
 from ultraep.tools.report.numbers import Numbers, plain
 from ultraep.tools.report.page import Page, plotly_js
-from ultraep.tools.report.rows import MeasuredNumber, cpu_device, versions
+from ultraep.tools.report.rows import MeasuredNumber, versions
 from ultraep.tools.report.words import table as html_table
 from ultraep.tools.serving.measure import (
     FORCED,
@@ -97,9 +97,11 @@ def notes(turns: Sequence[Turn]) -> list[str]:
     return lines
 
 
-def rows_of(loads: Sequence[UnderLoad], objective: float, command: str) -> list[MeasuredNumber]:
+def rows_of(
+    loads: Sequence[UnderLoad], objective: float, command: str, device: str
+) -> list[MeasuredNumber]:
     """A row per known number, in the format of all benchmarks."""
-    origin = cpu_device(), versions(), command, datetime.now(UTC).date().isoformat()
+    origin = device, versions(), command, datetime.now(UTC).date().isoformat()
     rows = []
     for load, gain in zip(loads, gains(loads), strict=True):
         case: dict[str, str | int | float] = {

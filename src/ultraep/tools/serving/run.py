@@ -1,8 +1,7 @@
 """The load test of the engine: a transformers model on ranks of this machine, all turns.
 
 The model is a checkpoint, or random, small and dominated by its experts. Before the first turn, a
-calibration of some seconds measures the size of microbatches, the min rows of a replica, and the
-rates to test.
+calibration of some seconds chooses the size of microbatches and the rates to test.
 
 Shapes: n prompts, T tokens, V vocabulary.
 """
@@ -10,9 +9,10 @@ Shapes: n prompts, T tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +20,26 @@ import torch
 import torch.distributed as dist
 
 from ultraep.backends import wait_until_compiled
-from ultraep.config import BalanceConfig
-from ultraep.errors import ConfigError
+from ultraep.config import check_choice
+from ultraep.errors import ConfigError, NothingToBalance
+from ultraep.runtime.balancer import Balancer
 from ultraep.tools.inspect.checkpoint import read_config
 from ultraep.tools.inspect.library import transformers
 from ultraep.tools.inspect.texts import Encode, hashed_words, tokenizer_of
-from ultraep.tools.launch.group import process_group, settle
+from ultraep.tools.launch.group import BACKENDS, gpus, process_group, settle
 from ultraep.tools.launch.processes import RankPlace, run_ranks
-from ultraep.tools.serving.engine import Engine, EvenChoices, check_variants, from_first
+from ultraep.tools.report.rows import cpu_device
+from ultraep.tools.serving.engine import (
+    Engine,
+    ForcedChoices,
+    check_variants,
+    from_first,
+)
 from ultraep.tools.serving.load import Arrival, LoadOptions, Prompt, make_prompts
+from ultraep.tools.tiny.even import EvenTurns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from ultraep.runtime.balancer import Balancer
 
 RANDOM = {
     "vocab_size": 256,  # bytes
@@ -49,13 +55,13 @@ RANDOM = {
     "max_position_embeddings": 4096,
 }
 BYTES_PER_TOKEN = 8  # enough text for one token of a checkpoint's tokenizer
-PACKING_TOLERANCE = 1e-3  # relative difference of a prompt's logits alone and in a pack
+PACKING_TOLERANCE = {4: 1e-3, 2: 0.1}  # of a prompt's logits alone and in a pack, by itemsize
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # of the random model
 ROUTINGS = ("own", "even")
 MOST_RANKS = 64
 MICROBATCH_SECONDS = 0.5  # duration of a full microbatch, for the calibrated budget
 SMALLEST, LARGEST, STEP = 32, 4096, 16  # range of the calibrated budget, in tokens
 FULL, TRIALS = 4, 3  # microbatches per trial, and trials; the fastest trial counts
-PAYS = 2.0  # a replica must save this multiple of its cost
 TRIAL_ROUND = 1 << 20  # seeds the prompts of trials; rounds have smaller numbers
 
 Report = Callable[[Any], None]  # called with `Calibrated`, then with every `Turn`
@@ -66,6 +72,7 @@ class EngineOptions:
     """Options of the engine.
 
     model: directory of a checkpoint; None: random.   variants: policies to compare.
+    device: "cpu" or "cuda"; ranks share GPUs if there are fewer GPUs than ranks.
     budget: max tokens per rank in a microbatch; None: calibrated.
     routing: "own" (the model's router) or "even" for all variants.
     """
@@ -77,6 +84,7 @@ class EngineOptions:
     model: str | None = None
     budget: int | None = None
     routing: str = "own"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MOST_RANKS:
@@ -85,15 +93,15 @@ class EngineOptions:
             raise ConfigError(f"--slots must not be negative, got {self.slots}")
         if self.budget is not None and self.budget < 1:
             raise ConfigError(f"--budget must be at least 1, got {self.budget}")
-        if self.routing not in ROUTINGS:
-            raise ConfigError(
-                f"--routing must be one of {', '.join(ROUTINGS)}, got {self.routing!r}"
-            )
+        check_choice("--routing", self.routing, ROUTINGS)
+        check_choice("--device", self.device, tuple(BACKENDS))
 
 
 def check(options: EngineOptions) -> ModelFacts:
     """Return facts about the model; raise if it cannot be served or prompts are too long."""
     check_variants(options.variants)
+    if options.device == "cuda":
+        gpus()
     facts = facts_of(options.model)
     if options.load.longest > facts.longest:
         raise ConfigError(
@@ -112,28 +120,29 @@ def run(options: EngineOptions, report: Report) -> None:
 
 def work(place: RankPlace, options: EngineOptions, report: Report) -> None:
     """Run one rank; only rank 0 reports."""
-    settle(place, "cpu")
+    device, backend = settle(place, options.device, shared=True), options.device
+    if device.type == "cuda" and place.size > gpus():
+        backend = "cpu"  # NCCL refuses two ranks on one GPU
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would prepare a plan for every length
     report = report if place.rank == 0 else lambda _: None
-    with process_group(place), warnings.catch_warnings():
+    with process_group(place, backend), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch uses a slower kernel
-        model = TransformersModel(
-            options.model,
+        model = load_model(
+            options,
             dist.new_group(),  # a group of its own, apart from the messages of the engine
-            options.load.seed,
-            slots=options.slots,
+            device,
             in_flight=facts_of(options.model).layers,  # every layer keeps its replicas
+            tokens=options.budget,
         )
         model.check_packing()
-        for balancer in model.balancers:
-            balancer.config = BalanceConfig(policy="none", objective="balance")
         engine = Engine(model, routing=options.routing)
         calibrated = calibrate(engine, options, model.bytes_per_token)
         report(calibrated)
         for variant, rate, number in options.load.turns(options.variants, calibrated.rates):
             prompts = options.load.prompts(rate, number, model.bytes_per_token)
             report(engine.serve(prompts, variant, rate, number))
-        for balancer in model.balancers:
-            balancer.close()
+        model.close()
 
 
 # -- the model -----------------------------------------------------------------------------------
@@ -149,7 +158,6 @@ class ModelFacts:
     experts: int
     top_k: int
     longest: int  # prompt, in tokens
-    nbytes: int  # of the weights in float32
 
 
 def config_of(folder: str | None) -> Any:
@@ -176,47 +184,81 @@ def facts_of(folder: str | None) -> ModelFacts:
         experts=max(module.num_experts for module in modules),
         top_k=int(getattr(text, "num_experts_per_tok", 0)),
         longest=int(getattr(text, "max_position_embeddings", 1 << 30)),
-        nbytes=4 * parameters,
     )
 
 
-class TransformersModel:
-    """A balanced transformers model for the engine; its outputs are tokens. Collective.
+def random_model(config: Any, seed: int, device: torch.device) -> Any:
+    """Draw a Qwen3-MoE on the device; the same seed gives the same weights on all ranks."""
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[device.type])
+    try:
+        with device:
+            return transformers().Qwen3MoeForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
 
+
+def load_model(
+    options: EngineOptions, group: ProcessGroup, device: torch.device, **balancing: Any
+) -> TransformersModel:
+    """Load the checkpoint, or draw the random model, and balance it. Collective."""
+    from ultraep.integrations.transformers import balance, balanced_from_pretrained
+
+    wait_until_compiled()
+    config, folder = config_of(options.model), options.model
+    common: dict[str, Any] = {"slots": options.slots, "policy": "none"}
+    if folder is None:
+        model = random_model(config, options.load.seed, device)
+        balance(model, group, **common, **balancing)
+        return TransformersModel(model)
+    model = balanced_from_pretrained(folder, group, **common, balancing=balancing)
+    encode = tokenizer_of(Path(folder)) or hashed_words(config.get_text_config().vocab_size)
+    return TransformersModel(model.to(device), encode, BYTES_PER_TOKEN)
+
+
+class TransformersModel:
+    """A transformers model for the engine; its outputs are tokens.
+
+    model: unmodified, or balanced with the policy "none".
+    encode: the tokenizer; None: tokens are bytes.
     bytes_per_token: bytes of text that are enough for one token.
     """
 
-    def __init__(
-        self, folder: str | None, group: ProcessGroup, seed: int, *, slots: int, **balancing: Any
-    ) -> None:
-        from ultraep.integrations.transformers import (
-            balance,
-            balanced_experts,
-            balanced_from_pretrained,
-            balancers,
-        )
+    def __init__(self, model: Any, encode: Encode | None = None, bytes_per_token: int = 1) -> None:
+        from ultraep.integrations.transformers import balanced_experts
 
-        wait_until_compiled()
-        config = config_of(folder)
-        if folder is None:
-            torch.manual_seed(seed)  # the same weights on all ranks
-            self.model: Any = transformers().Qwen3MoeForCausalLM(config)
-            balance(self.model, group, slots=slots, policy="none", **balancing)
-            self._encode: Encode | None = None  # tokens are bytes
-            self.bytes_per_token = 1
-        else:
-            self.model = balanced_from_pretrained(
-                folder, group, slots=slots, policy="none", balancing=balancing
-            )
-            words = hashed_words(config.get_text_config().vocab_size)
-            self._encode = tokenizer_of(Path(folder)) or words
-            self.bytes_per_token = BYTES_PER_TOKEN
-        self.model.eval()
-        self.balancers: list[Balancer] = balancers(self.model)
-        even = {id(b): EvenChoices(b.topology, group.rank()) for b in self.balancers}
-        self.even_choices = list(even.values())
-        for module in balanced_experts(self.model).values():
-            module.register_forward_pre_hook(even[id(module.balancer)], with_kwargs=True)
+        self.model = model.eval().requires_grad_(False)  # so that rates exclude gradients
+        self.device = next(model.parameters()).device
+        self._encode, self.bytes_per_token = encode, bytes_per_token
+        self._modules = list(balanced_experts(model).values())
+        self._balancers = {"none": [module.balancer for module in self._modules]}
+        self.even_choices = []
+        for module in self._modules:
+            even = EvenTurns(module.balancer.topology, module.balancer.rank)
+            self.even_choices.append(ForcedChoices(even.chosen))
+            module.register_forward_pre_hook(self.even_choices[-1], with_kwargs=True)
+
+    def use(self, policy: str) -> list[Balancer]:
+        """Plan by this policy from now on; return the balancers. Collective.
+
+        Every policy has its own balancers: a GPU plans by the first policy of its balancer only.
+        """
+        if policy not in self._balancers:
+            first = self._balancers["none"]
+            new = {balancer: with_policy(balancer, policy) for balancer in dict.fromkeys(first)}
+            for balancer in first:
+                new[balancer].register_layer()
+            self._balancers[policy] = [new[balancer] for balancer in first]
+        for module, balancer in zip(self._modules, self._balancers[policy], strict=True):
+            module.balancer = balancer
+        return list(dict.fromkeys(self._balancers[policy]))
+
+    def close(self) -> None:
+        """Close all balancers."""
+        for policy in self._balancers:
+            for balancer in self.use(policy):
+                balancer.close()
 
     def encode(self, prompt: Prompt) -> torch.Tensor:
         """[T] token ids, at most `prompt.tokens`."""
@@ -235,10 +277,12 @@ class TransformersModel:
         A rank without texts runs one token, because attention needs at least one.
         """
         texts = texts or [torch.zeros(1, dtype=torch.int64)]
-        positions = torch.cat([torch.arange(len(text)) for text in texts])
+        ids, positions = torch.cat(list(texts)), torch.cat([torch.arange(len(t)) for t in texts])
         ends = torch.tensor([len(text) for text in texts]).cumsum(0) - 1
-        inputs = {"input_ids": torch.cat(list(texts))[None], "position_ids": positions[None]}
-        logits: torch.Tensor = self.model(**inputs, use_cache=False, logits_to_keep=ends).logits[0]
+        ids, positions, ends = (tensor.to(self.device) for tensor in (ids, positions, ends))
+        logits: torch.Tensor = self.model(
+            ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=ends
+        ).logits[0]
         return logits
 
     def check_packing(self) -> None:
@@ -246,11 +290,22 @@ class TransformersModel:
         before, text = torch.arange(3, 12), torch.arange(20, 25)
         alone, packed = self.last_logits([text])[0], self.last_logits([before, text])[1]
         difference = ((alone - packed).abs().max() / alone.abs().max()).item()
-        if not difference <= PACKING_TOLERANCE:
+        limit = PACKING_TOLERANCE[alone.itemsize]
+        if not difference <= limit:
             raise ConfigError(
                 f"{type(self.model).__name__} cannot be served: packed prompts attend to each "
-                f"other (their logits differ by {difference:.2g}, the limit is {PACKING_TOLERANCE})"
+                f"other (their logits differ by {difference:.2g}, the limit is {limit})"
             )
+
+
+def with_policy(balancer: Balancer, policy: str) -> Balancer:
+    """Return a new balancer with this policy and the settings of another one. Collective."""
+    topology, settings = balancer.topology, balancer.settings
+    options = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    options |= {name: getattr(topology, name) for name in ("experts", "slots", "homes")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingToBalance)  # of one rank, or without slots
+        return Balancer(balancer.group, policy=policy, **options)
 
 
 # -- calibration ---------------------------------------------------------------------------------
@@ -258,21 +313,19 @@ class TransformersModel:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Measured speeds of the engine, and the settings chosen from them.
+    """The measured speed of the engine, and the settings chosen from it.
 
-    budget: max tokens per rank in a microbatch.   min_tokens: min rows of a replica.
+    budget: max tokens per rank in a microbatch.   device: the name of the CPU or GPU.
     """
 
     budget: int
-    min_tokens: int
-    row_seconds: float  # CPU time per row in an expert, mean over ranks
-    copy_seconds: float  # per replica sent, on the slowest rank
     tokens_per_second: float  # all ranks, without balancing, at full load
     rates: tuple[float, ...]  # prompts per second to test
+    device: str
 
 
 def calibrate(engine: Engine, options: EngineOptions, bytes_per_token: int) -> Calibrated:
-    """Measure the engine and choose its budget and min_tokens; collective."""
+    """Warm up all variants, measure the engine and choose its budget; collective."""
 
     def trial(variant: str) -> float:
         """Serve some full microbatches of prompts that arrive at once; tokens per second."""
@@ -280,51 +333,31 @@ def calibrate(engine: Engine, options: EngineOptions, bytes_per_token: int) -> C
         count = max(engine.ranks, round(tokens / lengths.mean))
         seed = [options.load.seed, TRIAL_ROUND]
         prompts = make_prompts([Arrival(0.0)] * count, lengths, seed, bytes_per_token)
-        for balancer in engine.model.balancers:
-            balancer.reset_stats()
         turn = engine.serve(prompts, variant, math.inf, TRIAL_ROUND)
         return sum(turn.tokens) / turn.seconds
 
+    def fastest() -> float:
+        """Warm up all variants; return the tokens per second without balancing."""
+        for variant in dict.fromkeys(("none", *options.variants)):
+            trial(variant)
+        return float(from_first(max(trial("none") for _ in range(TRIALS))))
+
     lengths = options.load.lengths
     engine.budget = options.budget or engine.budget
-    trial("none")  # warms up
-    trial("ultraep")
+    speed = fastest()
     if options.budget is None:
-        speed = max(trial("none") for _ in range(TRIALS))
         tokens = STEP * round(MICROBATCH_SECONDS * speed / engine.ranks / STEP)
-        engine.budget = from_first(min(LARGEST, max(SMALLEST, tokens)))
-    speeds, row_costs, copy_costs = [], [], []
-    for _ in range(TRIALS):
-        speeds.append(trial("none"))
-        row_costs.append(_by_rank(sum(engine.sums.busy) / max(1, engine.sums.rows)).mean().item())
-        engine.routing = "own"  # even routing makes no replicas, so their cost would not show
-        trial("ultraep")
-        engine.routing = options.routing
-        stats = [balancer.stats() for balancer in engine.model.balancers]
-        copies = _by_rank(sum(own["weights_copies_sent"] for own in stats)).max().item()
-        seconds = _by_rank(sum(own["seconds"]["replicate"] for own in stats)).max().item()
-        copy_costs.append(seconds / copies if copies else 0.0)
-    row, copy, fastest = min(row_costs), min(copy_costs), from_first(max(speeds))
-    engine.min_tokens = max(1, math.ceil(PAYS * copy / row)) if row else 1
-    return Calibrated(
-        budget=engine.budget,
-        min_tokens=engine.min_tokens,
-        row_seconds=row,
-        copy_seconds=copy,
-        tokens_per_second=fastest,
-        rates=options.load.known_rates() or rates_of(options.load, fastest),
-    )
+        engine.budget = min(LARGEST, max(SMALLEST, tokens))
+        speed = fastest()
+    rates = options.load.known_rates() or rates_of(options.load, speed)
+    return Calibrated(engine.budget, speed, rates, device_name(engine.model.device))
+
+
+def device_name(device: torch.device) -> str:
+    return cpu_device() if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def rates_of(load: LoadOptions, tokens_per_second: float) -> tuple[float, ...]:
     """Prompts per second for every share of the throughput, to two digits."""
     most = tokens_per_second / load.lengths.mean
     return tuple(dict.fromkeys(float(f"{share * most:.2g}") for share in load.shares))
-
-
-def _by_rank(value: float) -> torch.Tensor:
-    """[R] the value of every rank; collective."""
-    values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-    values[dist.get_rank()] = value
-    dist.all_reduce(values)
-    return values

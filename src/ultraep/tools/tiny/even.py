@@ -21,9 +21,10 @@ class EvenTurns:
 
     def chosen(self, ids_TK: torch.Tensor) -> torch.Tensor:
         """[T, K] the choices that replace the router's; each rank has its part of the round."""
+        self.turns = self.turns.to(ids_TK)  # once: a later call would wait for the device
         first = self.rank * ids_TK.numel()
-        rows = torch.arange(first, first + ids_TK.numel()) % len(self.turns)
-        return self.turns[rows].reshape(ids_TK.shape).to(ids_TK)
+        rows = torch.arange(first, first + ids_TK.numel(), device=ids_TK.device) % len(self.turns)
+        return self.turns[rows].reshape(ids_TK.shape)
 
 
 def in_turn(topology: Topology) -> torch.Tensor:

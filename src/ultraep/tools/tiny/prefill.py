@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
 from ultraep.parallel.full_state import moe_layers
+from ultraep.runtime.balancer import Balancer
 from ultraep.tools.serving.engine import Engine
 from ultraep.tools.serving.load import Arrival, Lengths, Prompt, make_prompts, poisson
 from ultraep.tools.serving.measure import Turn
@@ -55,8 +56,13 @@ class ServedTinyMoE:
     even_choices = ()
 
     def __init__(self, model: TinyMoE) -> None:
-        self.model = model
-        self.balancers = [next(iter(moe_layers(model).values())).balancer]  # all layers share it
+        self.model, self.device = model, model.norm.weight.device
+        self._balancer = next(iter(moe_layers(model).values())).balancer  # all layers share it
+
+    def use(self, policy: str) -> list[Balancer]:
+        """Plan by this policy from now on; return the balancer."""
+        self._balancer.config = replace(self._balancer.config, policy=policy)
+        return [self._balancer]
 
     def encode(self, prompt: Prompt) -> torch.Tensor:
         """[T] the bytes of the prompt."""
