@@ -24,13 +24,12 @@ Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model wid
 
 from __future__ import annotations
 
-import argparse
 import logging
 import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -39,21 +38,13 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from bench_ranks_gpu import DEFAULT, EVEN, NONE, Variants, card_name
+from bench_ranks_gpu import DEFAULT, EVEN, NONE, Variants
 from bench_ranks_gpu import Size as LayerSize
-from harness import (
-    Bench,
-    Line,
-    Metric,
-    Mismatch,
-    Report,
-    comma_list,
-    common_options,
-)
+from harness import Bench, Line, Metric, Mismatch, comma_list, options_parser
 from layers import AFTER, BEFORE, LESS, PLAIN, Spent, on_ranks, slowest, step_values
 from load_cases import HotRank, ids_with, random_even_ids
-from mps import shared_card
-from timing import Host, free, in_turns, medians, nothing
+from mps import device_of_rank, report_of_ranks
+from timing import Host, free, in_turns, medians
 from whole_models import Choices, Size, WholeModel
 
 OURS = "ultraep"
@@ -111,15 +102,13 @@ TOY = Scale(
 
 def on_rank(rank: int, framework: str, scale: Scale, cuda: bool) -> dict[str, Any]:
     """One process: check and time all variants of one framework."""
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    device = device_of_rank(cuda=cuda)
     logging.getLogger().setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")  # frameworks warn about packages that are not installed
     if framework == "megatron":  # it compiles small functions when it is imported
         torch._dynamo.config.disable = True
     with ExitStack() as stack:
-        if cuda:
-            torch.cuda.set_device(device)
-        elif framework == "megatron":
+        if framework == "megatron" and not cuda:
             from megatron_on_cpu import on_cpu  # type: ignore[import-not-found]
 
             stack.enter_context(on_cpu())
@@ -179,25 +168,18 @@ def timed(
     device: torch.device,
 ) -> dict[str, dict[str, float]]:
     """Seconds of a step of every run, in turns; the slowest rank counts."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else nothing
     facts: dict[str, dict[str, float]] = {}
-
-    def repeat(model: WholeModel) -> None:
-        for _ in range(size.steps):
-            model.step()
-        wait()
 
     def measure(name: str) -> Spent:
         model, choices.ids_TK = runs[name]
-        wait()
-        spent = slowest(partial(repeat, model))
+        spent = slowest(model.step, size.steps, device)
         if name != PLAIN:
             before, after = model.imbalance()
             facts[name] = {"before": before, "after": after}
         return spent
 
     for name, spent in in_turns(list(runs), size.rounds, measure, warmup=2).items():
-        elapsed, busy = (median(values) / size.steps for values in zip(*spent, strict=True))
+        elapsed, busy = (median(values) for values in zip(*spent, strict=True))
         facts.setdefault(name, {}).update(step=elapsed, busy=busy)
     return {name: facts[name] for name in runs}
 
@@ -208,19 +190,11 @@ def layer_seconds(rank: int, scale: Scale, device: torch.device) -> dict[str, fl
     fields = {n: getattr(size, n) for n in ("hidden", "ffn", "experts", "top_k", "tokens", "ranks")}
     variants = Variants(LayerSize(model="", **fields), rank, device, scale.load.ratio)
     cases = {NONE: (NONE, scale.load), OURS: (DEFAULT, scale.load), EVEN: (NONE, None)}
-    wait = torch.cuda.synchronize if device.type == "cuda" else nothing
 
     def seconds(name: str) -> float:
         config, load = cases[name]
         variants.route(load)
-
-        def repeat() -> None:
-            for _ in range(size.steps):
-                variants.step(config)
-            wait()
-
-        wait()
-        return slowest(repeat)[0] / size.steps
+        return slowest(partial(variants.step, config), size.steps, device)[0]
 
     times = in_turns(list(cases), size.rounds, seconds, warmup=2)
     variants.close()
@@ -264,8 +238,7 @@ def obstacle(framework: str) -> str | None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    common_options(parser)
+    parser = options_parser(__doc__)
     only = comma_list(FRAMEWORKS)
     parser.add_argument("--only", type=only, metavar="A,B", help=", ".join(FRAMEWORKS))
     options = parser.parse_args(argv[1:])
@@ -273,17 +246,14 @@ def main(argv: Sequence[str]) -> None:
     scale = TOY if options.toy else CARD if cuda else CORES
     if options.quick:
         scale = replace(scale, size=replace(scale.size, rounds=3))
-    device = f"{card_name()}, {scale.size.ranks} processes by CUDA MPS" if cuda else None
-    report = Report("frameworks", argv, device=device)
-    report.header()
-    bench = Bench(report, scale, Host(name=""), options)
     sections = {name: partial(run, name, cuda=cuda) for name in FRAMEWORKS}
     names = options.only or list(FRAMEWORKS)
     obstacles = {name: obstacle(name) for name in names}
-    for name, reason in obstacles.items():
-        if reason:
-            report.note(f"{name} cannot run here: {reason}")
-    with shared_card(scale.size.ranks) if cuda else nullcontext():
+    with report_of_ranks("frameworks", argv, scale.size.ranks, cuda=cuda) as report:
+        for name, reason in obstacles.items():
+            if reason:
+                report.note(f"{name} cannot run here: {reason}")
+        bench = Bench(report, scale, Host(name=""), options)
         bench.run(sections, [name for name in names if not obstacles[name]])
 
 

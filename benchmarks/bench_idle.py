@@ -15,12 +15,10 @@ Shapes: T tokens of a rank.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
@@ -29,21 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_ranks_gpu import (
-    DEFAULT,
-    MODELS,
-    NONE,
-    TOY,
-    Size,
-    Variants,
-    card_name,
-    stepper,
-    token_counts,
-)
-from harness import Line, Metric, Report, common_options
+from bench_ranks_gpu import DEFAULT, MODELS, NONE, TOY, Size, Variants, stepper
+from harness import Line, Metric, options_parser
 from layers import on_ranks, slowest
-from mps import shared_card
-from timing import Call, in_turns, nothing
+from mps import device_of_rank, report_of_ranks
+from timing import Call, in_turns
 
 from ultraep import BalanceConfig
 
@@ -106,37 +94,26 @@ class StageTimer:
 
 def on_rank(rank: int, size: Size, cuda: bool, pairs: int) -> dict[str, Any]:
     """One process: the pairs of every mode, then the stages."""
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device = device_of_rank(cuda=cuda)
     variants = Variants(size, rank, device, ratio=1.0, configs=CONFIGS)
     variants.route(None)
     for name in variants.layers:
         variants.step(name)  # takes memory, measures rates
     variants.check()
-    wait = torch.cuda.synchronize if cuda else nothing
     measured: dict[str, Any] = {}
     for mode in size.modes if cuda else ("eager",):
         steps = {name: stepper(variants, name, mode) for name in variants.layers}
-        measured[mode] = compare(steps, pairs, ROW if cuda else 1, wait)
+        measured[mode] = compare(steps, pairs, ROW if cuda else 1, device)
     measured["stages"] = {name: stages(variants, name, cuda=cuda) for name in (NONE, DEFAULT)}
     variants.close()
     return measured
 
 
-def compare(steps: dict[str, Call], pairs: int, row: int, wait: Call) -> dict[str, list[float]]:
+def compare(
+    steps: dict[str, Call], pairs: int, row: int, device: torch.device
+) -> dict[str, list[float]]:
     """Seconds of a step, `row` steps in a row, one for every name and pair."""
-
-    def measure(name: str) -> float:
-        def whole() -> None:
-            for _ in range(row):
-                steps[name]()
-            wait()
-
-        wait()
-        return slowest(whole)[0] / row
-
-    return in_turns(list(steps), pairs, measure)
+    return in_turns(list(steps), pairs, lambda name: slowest(steps[name], row, device)[0])
 
 
 def stages(variants: Variants, name: str, *, cuda: bool, repeats: int = 9) -> dict[str, float]:
@@ -176,19 +153,12 @@ def stage_lines(size: Size, measured: dict[str, Any]) -> list[Line]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    common_options(parser)
-    text = "tokens of a rank (default: 4096,512; on two cores 2048,256)"
-    parser.add_argument("--tokens", type=token_counts, metavar="N,M", help=text)
-    options = parser.parse_args(argv[1:])
+    options = options_parser(__doc__).parse_args(argv[1:])
     cuda = torch.cuda.is_available() and not options.toy
     size = TOY if options.toy else MODELS["qwen"] if cuda else CORES
     pairs = 3 if options.toy else PAIRS // 3 if options.quick else PAIRS
-    device = f"{card_name()}, {size.ranks} processes by CUDA MPS" if cuda else None
-    report = Report("idle", argv, device=device)
-    report.header()
-    with shared_card(size.ranks) if cuda else nullcontext():
-        for tokens in options.tokens or size.all_tokens:
+    with report_of_ranks("idle", argv, size.ranks, cuda=cuda) as report:
+        for tokens in size.all_tokens:
             case = replace(size, tokens=tokens)
             measured = on_ranks(size.ranks, partial(on_rank, size=case, cuda=cuda, pairs=pairs))
             title = f"EP{size.ranks}, {size.model}: {size.about}"

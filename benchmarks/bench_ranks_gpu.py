@@ -18,11 +18,8 @@ Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model wid
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -30,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Line, Metric, Report, comma_list, common_options
+from harness import Line, Metric, Report, comma_list, options_parser
 from layers import (
     AFTER,
     BEFORE,
@@ -44,8 +41,8 @@ from layers import (
     step_values,
 )
 from load_cases import HotRank, Shape, ids_with, random_even_ids
-from mps import shared_card
-from timing import free, in_turns, nothing, on_gpu
+from mps import device_of_rank, report_of_ranks
+from timing import free, in_turns, on_gpu
 
 import ultraep
 from ultraep import BalanceConfig
@@ -189,10 +186,7 @@ class Variants:
 
 def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
     """Measure all loads and modes of one number of tokens, in one process."""
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    cases = []
+    device, cases = device_of_rank(cuda=cuda), []
     for load in size.loads:
         # New for every load, because memory grows with the busiest rank and is kept.
         variants = Variants(size, rank, device, 1.0 if load is None else load.ratio)
@@ -222,18 +216,10 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
     even = variants.router.ids, variants.router.gates
     steps[EVEN] = stepper(variants, NONE, mode)
 
-    wait: Step = torch.cuda.synchronize if variants.device.type == "cuda" else nothing
-
-    def repeat(step: Step) -> None:
-        for _ in range(variants.size.steps):
-            step()
-        wait()
-
     def seconds(name: str) -> float:
         variants.router.ids, variants.router.gates = even if name == EVEN else routed
-        wait()
-        elapsed, _ = slowest(partial(repeat, steps[name]))
-        return elapsed / variants.size.steps
+        elapsed, _ = slowest(steps[name], variants.size.steps, variants.device)
+        return elapsed
 
     seconds_of = in_turns(list(steps), variants.size.rounds, seconds, warmup=1)
     variants.router.ids, variants.router.gates = routed
@@ -301,8 +287,7 @@ def run_model(report: Report, size: Size, *, cuda: bool) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    common_options(parser)
+    parser = options_parser(__doc__)
     text = f"models to measure: {', '.join(MODELS)} (default: all)"
     models = comma_list(MODELS)
     parser.add_argument("--models", type=models, default=[*MODELS], metavar="A,B", help=text)
@@ -319,10 +304,7 @@ def main(argv: Sequence[str]) -> None:
     if options.tokens:
         sizes = [replace(size, all_tokens=options.tokens) for size in sizes]
     sizes = [replace(size, quantised=options.quantised) for size in sizes]
-    device = f"{card_name()}, {sizes[0].ranks} processes with CUDA MPS" if cuda else None
-    report = Report("ranks_gpu", argv, device=device)
-    report.header()
-    with shared_card(sizes[0].ranks) if cuda else nullcontext():
+    with report_of_ranks("ranks_gpu", argv, sizes[0].ranks, cuda=cuda) as report:
         for size in sizes:
             run_model(report, size, cuda=cuda)
             report.write(options.json)
@@ -330,11 +312,6 @@ def main(argv: Sequence[str]) -> None:
 
 def token_counts(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
-
-
-def card_name() -> str:
-    """The name of the GPU, read by another process: this process must not open the GPU."""
-    return os.popen("nvidia-smi --query-gpu=name --format=csv,noheader").read().strip()
 
 
 if __name__ == "__main__":

@@ -21,29 +21,32 @@ Shapes: n prompts, T tokens, K experts per token, V vocabulary.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_ranks_gpu import card_name
-from harness import Line, Metric, Mismatch, Report, common_options
-from layers import AFTER, BEFORE, PLAIN, distance, on_ranks
+from harness import Line, Metric, Mismatch, options_parser
+from layers import AFTER, BEFORE, PLAIN, distance, on_ranks, qwen3_config
 from load_cases import HotRank, Shape, ids_with
-from mps import shared_card
-from timing import free, in_turns, on_gpu
+from mps import device_of_rank, report_of_ranks
+from timing import free, in_turns, medians, on_gpu, print_progress
 
-from ultraep.tools.serving.engine import Engine, ForcedChoices, from_first
-from ultraep.tools.serving.load import Arrival, Lengths, LoadOptions, Prompt, make_prompts
-from ultraep.tools.serving.measure import FORCED, Turn, UnderLoad, under_load
+from ultraep.tools.serving.engine import Engine, ForcedChoices, from_first, policy_of
+from ultraep.tools.serving.load import (
+    Arrival,
+    Lengths,
+    LoadOptions,
+    Prompt,
+    make_prompts,
+    next_microbatch,
+)
+from ultraep.tools.serving.measure import FORCED, Turn, under_load
 from ultraep.tools.serving.run import TransformersModel, random_model
 from ultraep.tools.tiny.even import EvenTurns
 
@@ -51,7 +54,6 @@ NONE, OURS = "none", "ultraep"
 VARIANTS = (PLAIN, NONE, OURS, FORCED)
 LABELS = {OURS: "default", FORCED: "forced even routing"}
 OWN, HOT = "own router", "one hot rank"
-VOCABULARY = 256  # bytes of text
 SEED = 0
 COMPARED = 4  # microbatches whose first tokens are compared
 FULL = 4  # microbatches of a trial at full load
@@ -120,58 +122,41 @@ TOY = Scale(
 )
 
 
-class Ranks:
-    """The models and engines of one rank. Creating it is collective.
+class Rank:
+    """The models and engines of one rank. Creating it is collective."""
 
-    began: time.time() of the start of the benchmark, for progress and the time limit.
-    """
-
-    def __init__(self, rank: int, scale: Scale, device: torch.device, began: float) -> None:
-        self.rank, self.scale, self.device, self.began = rank, scale, device, began
+    def __init__(self, rank: int, scale: Scale, device: torch.device) -> None:
+        self.rank, self.scale, self.device = rank, scale, device
         self.balanced = self._balanced_model()
-        self.plain = TransformersModel(random_model(self._config(), SEED, device))
-        self.print_progress("unmodified model drawn")
-        self.even, self.hot = self._forced_choices()
-        budget = scale.tokens
-        self.engine, self.plain_engine = (
-            Engine(model, budget=budget) for model in (self.balanced, self.plain)
-        )
+        self.plain = TransformersModel(self._random_model())
+        self.progress("models drawn")
+        topology = self.balanced.use(NONE)[0].topology
+        self.even = add_hook(self.plain, EvenTurns(topology, rank).chosen)
+        ids_TK = ids_with(scale.hot.draw(scale)[rank], scale, seed=rank).long().to(device)
+        models = self.balanced, self.plain
+        self.hot = [add_hook(model, lambda chosen: ids_TK[: len(chosen)]) for model in models]
+        self.engine, self.plain_engine = (Engine(model, budget=scale.tokens) for model in models)
 
-    def print_progress(self, text: str) -> None:
-        """Print the time since the start and this text, on rank 0."""
+    def progress(self, text: str) -> None:
         if self.rank == 0:
-            elapsed = time.time() - self.began
-            print(f"... {elapsed:6.1f} s  {text}", file=sys.stderr, flush=True)
+            print_progress(text)
 
-    def _config(self) -> Any:
-        from transformers import Qwen3MoeConfig
-
-        scale = self.scale
-        return Qwen3MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=scale.hidden,
-            intermediate_size=scale.ffn,
-            num_hidden_layers=scale.layers,
-            num_attention_heads=scale.heads,
-            num_key_value_heads=scale.kv_heads,
-            head_dim=scale.head_dim,
-            moe_intermediate_size=scale.ffn,
-            num_experts=scale.experts,
-            num_experts_per_tok=scale.top_k,
-            norm_topk_prob=True,
-            max_position_embeddings=4096,
-            experts_implementation="grouped_mm",
-            attn_implementation="sdpa",
-            use_cache=False,
+    def _random_model(self) -> Any:
+        config = qwen3_config(
+            self.scale,
+            vocab_size=256,  # bytes of text
+            num_hidden_layers=self.scale.layers,
+            num_attention_heads=self.scale.heads,
+            num_key_value_heads=self.scale.kv_heads,
+            head_dim=self.scale.head_dim,
         )
+        return random_model(config, SEED, self.device)
 
     def _balanced_model(self) -> TransformersModel:
         """Draw the model with all experts; then keep the home experts of this rank."""
         from ultraep.integrations.transformers import balance
 
-        scale = self.scale
-        model = random_model(self._config(), SEED, self.device)
-        self.print_progress("model drawn")
+        scale, model = self.scale, self._random_model()
         balance(
             model,
             policy=NONE,
@@ -181,21 +166,7 @@ class Ranks:
             timeout=120.0,
         )
         free()
-        self.print_progress("model balanced")
         return TransformersModel(model)
-
-    def _forced_choices(self) -> tuple[ForcedChoices, list[ForcedChoices]]:
-        """Hooks for even routing of the unmodified model, and for the hot rank of both models."""
-        scale = self.scale
-        ids_TK = ids_with(scale.hot.draw(scale)[self.rank], scale, seed=self.rank)
-        ids_TK = ids_TK.long().to(self.device)
-
-        def hot(chosen_TK: torch.Tensor) -> torch.Tensor:
-            return ids_TK[: len(chosen_TK)]
-
-        topology = self.balanced.use(NONE)[0].topology
-        even = add_hook(self.plain.model, EvenTurns(topology, self.rank).chosen)
-        return even, [add_hook(served.model, hot) for served in (self.balanced, self.plain)]
 
     def route(self, routing: str) -> None:
         """Let the model's router choose, or one rank be hot."""
@@ -207,28 +178,31 @@ class Ranks:
         engine = self.plain_engine if variant == PLAIN else self.engine
         return engine.serve(prompts, variant, rate, number)
 
+    def prompts_at_once(self, tokens: int, *seed: int) -> list[Prompt]:
+        """Prompts with about this many tokens, which arrive at the same time."""
+        lengths = self.scale.lengths
+        arrivals = [Arrival(0.0)] * round(tokens / lengths.mean)
+        return make_prompts(arrivals, lengths, [SEED, *seed], 1)
+
     # -- equality --------------------------------------------------------------------------------
 
     def compare(self, routing: str) -> dict[str, float]:
         """Raise if logits differ; return the share of equal first tokens of every variant."""
         self.route(routing)
-        scale, lengths = self.scale, self.scale.lengths
-        count = round(COMPARED * scale.tokens / lengths.mean)
-        prompts = make_prompts([Arrival(0.0)] * count, lengths, [SEED, 1, self.rank], 1)
-        batches: list[list[torch.Tensor]] = [[]]
-        for text in map(self.plain.encode, prompts):
-            if sum(map(len, batches[-1])) + len(text) > scale.tokens and len(batches) < COMPARED:
-                batches.append([])
-            if sum(map(len, batches[-1])) + len(text) <= scale.tokens:
-                batches[-1].append(text)
-        batches += [[] for _ in range(COMPARED - len(batches))]  # all ranks run as many
+        budget = self.scale.tokens
+        prompts, batches = self.prompts_at_once(COMPARED * budget, 1, self.rank), []
+        for _ in range(COMPARED):  # all ranks run as many
+            (batch,) = next_microbatch(prompts, 1, budget)
+            del prompts[: len(batch)]
+            batches.append([self.plain.encode(prompt) for prompt in batch])
         own, even = (self._logits(self.plain, batches, even=on) for on in (False, True))
-        return {
-            PLAIN: 1.0,
-            NONE: self._equal(routing, NONE, batches, own),
-            OURS: self._equal(routing, OURS, batches, own),
-            FORCED: self._equal(routing, FORCED, batches, even),
-        }
+        equal = {PLAIN: 1.0}
+        for variant in (NONE, OURS, FORCED):
+            self.balanced.use(policy_of(variant))
+            logits = self._logits(self.balanced, batches, even=variant == FORCED)
+            wanted = even if variant == FORCED else own
+            equal[variant] = self._share_of_equal(f"{routing}, {variant}", logits, wanted)
+        return equal
 
     def _logits(
         self, served: TransformersModel, batches: list[list[torch.Tensor]], *, even: bool
@@ -237,196 +211,139 @@ class Ranks:
         for choices in (*served.even_choices, self.even):
             choices.on = even
         logits = [served.last_logits(texts)[: len(texts)] for texts in batches]
-        for choices in (*served.even_choices, self.even):
-            choices.on = False
+        self.even.on = False
         return torch.cat(logits).float()
 
-    def _equal(
-        self, routing: str, variant: str, batches: list[list[torch.Tensor]], want: torch.Tensor
-    ) -> float:
-        self.balanced.use(NONE if variant == FORCED else variant)
-        got = self._logits(self.balanced, batches, even=variant == FORCED)
-        equal = (got.argmax(-1) == want.argmax(-1)).double().mean().item()
-        measured = torch.tensor([distance(got, want), 1 - equal], dtype=torch.float64)
-        dist.all_reduce(measured, op=dist.ReduceOp.MAX)
-        error, unequal = measured.tolist()
-        text = f"{routing}, {variant}: logits differ by {error:.2g}, "
-        text += f"{1 - unequal:.1%} of the first tokens are equal, on the worst rank"
-        self.print_progress(text)
-        kind = self.device.type
-        if not (error <= ERROR_LIMIT[kind] and 1 - unequal >= EQUAL_LIMIT[kind]):
-            limits = f"limits: {ERROR_LIMIT[kind]} and {EQUAL_LIMIT[kind]:.0%}"
-            raise Mismatch(f"{text}, compared with the unmodified model ({limits})")
-        return float(1 - unequal)
+    def _share_of_equal(self, what: str, logits: torch.Tensor, wanted: torch.Tensor) -> float:
+        """Raise if logits differ; return the share of equal first tokens on the worst rank."""
+        unequal = (logits.argmax(-1) != wanted.argmax(-1)).double().mean().item()
+        worst = torch.tensor([distance(logits, wanted), unequal], dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        error, equal = worst[0].item(), 1 - worst[1].item()
+        text = f"{what}: logits differ by {error:.2g}, {equal:.1%} of the first tokens are equal"
+        self.progress(text)
+        most, least = ERROR_LIMIT[self.device.type], EQUAL_LIMIT[self.device.type]
+        if not (error <= most and equal >= least):
+            raise Mismatch(f"{text}, compared with the unmodified model (limits: {most} and {least:.0%})")
+        return equal
 
     # -- timing ----------------------------------------------------------------------------------
 
     def full_load(self, routing: str) -> dict[str, float]:
         """Tokens per second of every variant if all prompts arrive at once, after a warm-up."""
         self.route(routing)
-        scale, lengths = self.scale, self.scale.lengths
-        count = round(FULL * scale.ranks * scale.tokens / lengths.mean)
-        prompts = make_prompts([Arrival(0.0)] * count, lengths, [SEED, 2], 1)
+        prompts = self.prompts_at_once(FULL * self.scale.ranks * self.scale.tokens, 2)
 
         def tokens_per_second(variant: str) -> float:
             turn = self.serve(prompts, variant, math.inf, 0)
             return sum(turn.tokens) / turn.seconds
 
-        speeds = in_turns(VARIANTS, TRIALS, tokens_per_second, warmup=2)
-        medians = {name: median(values) for name, values in speeds.items()}
-        shown = ", ".join(f"{name} {speed:,.0f}" for name, speed in medians.items())
-        self.print_progress(f"{routing}: tokens/s at full load: {shown}")
-        return medians
+        speeds = medians(in_turns(VARIANTS, TRIALS, tokens_per_second, warmup=2))
+        rounded = {variant: round(speed) for variant, speed in speeds.items()}
+        self.progress(f"{routing}: tokens/s at full load: {rounded}")
+        return speeds
 
-    def turns(self, routing: str, seconds: float, tokens_per_second: float) -> list[UnderLoad]:
+    def turns(self, routing: str, seconds: float, tokens_per_second: float) -> list[Turn]:
         """Serve all variants at all rates, in turns."""
         self.route(routing)
-        scale = self.scale
-        most = tokens_per_second / scale.lengths.mean
-        rates = [float(f"{share * most:.3g}") for share in scale.shares]
-        load = LoadOptions(
-            seconds=seconds, rounds=scale.rounds, lengths=scale.lengths, seed=SEED + 3
-        )
-        turns = []
-        for variant, rate, number in load.turns(VARIANTS, rates):
-            turns.append(self.serve(load.prompts(rate, number, 1), variant, rate, number))
-            if (waited := UnderLoad(variant, rate, (turns[-1],)).percentile(50)) is not None:
-                text = f"{routing}, {variant} at {rate:g} prompts/s: median {1e3 * waited:.1f} ms"
-                self.print_progress(text)
-        return under_load(sorted(turns, key=lambda turn: VARIANTS.index(turn.variant)))
+        lengths, rounds = self.scale.lengths, self.scale.rounds
+        most = tokens_per_second / lengths.mean
+        rates = [float(f"{share * most:.3g}") for share in self.scale.shares]
+        load = LoadOptions(seconds=seconds, rounds=rounds, lengths=lengths, seed=SEED + 3)
+        turns = [
+            self.serve(load.prompts(rate, number, 1), variant, rate, number)
+            for variant, rate, number in load.turns(VARIANTS, rates)
+        ]
+        self.progress(f"{routing}: {len(turns)} turns served")
+        return turns
 
 
-def add_hook(model: Any, choose: Callable[[torch.Tensor], torch.Tensor]) -> ForcedChoices:
+def add_hook(
+    served: TransformersModel, choose: Callable[[torch.Tensor], torch.Tensor]
+) -> ForcedChoices:
     """Add a hook to all experts, which runs before their other hooks."""
     from ultraep.integrations.transformers.balance import registered_experts
 
     hook = ForcedChoices(choose)
-    for module in registered_experts(model).values():
+    for module in registered_experts(served.model).values():
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     return hook
 
 
-def on_rank(rank: int, scale: Scale, cuda: bool, began: float) -> dict[str, Any]:
-    """One process: compare and time all variants."""
+def on_rank(number: int, scale: Scale, cuda: bool, began: float) -> dict[str, Any]:
+    """One process: compare and time all variants. began: `time.time()` of the start."""
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch uses a slower kernel
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it would prepare a plan for every length
-    ranks = Ranks(rank, scale, device, began)
-    equal = {routing: ranks.compare(routing) for routing in (OWN, HOT)}
-    full_load = {routing: ranks.full_load(routing) for routing in equal}
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would prepare a plan for every length
+    rank = Rank(number, scale, device_of_rank(cuda=cuda))
+    equal = {routing: rank.compare(routing) for routing in (OWN, HOT)}
+    full_load = {routing: rank.full_load(routing) for routing in equal}
     count = len(equal) * len(VARIANTS) * len(scale.shares) * scale.rounds
     left = scale.limit - (time.time() - began)
     seconds: float = from_first(min(LONGEST_TURN, max(0.3, left / count / 1.25)))
-    ranks.print_progress(f"{count} turns with {seconds:.1f} s of arrivals each")
-    results = {}
+    rank.progress(f"{count} turns with {seconds:.1f} s of arrivals each")
+    routings = {}
     for routing, speeds in full_load.items():
-        capacity = from_first(speeds[NONE])
-        loads = ranks.turns(routing, seconds, capacity)
-        facts = [
-            facts_of(load) | {"share": load.rate * scale.lengths.mean / capacity} for load in loads
-        ]
-        results[routing] = {"loads": facts, "full": speeds, "equal": equal[routing]}
-    ranks.balanced.close()
-    return {"routings": results, "seconds": seconds}
+        turns = rank.turns(routing, seconds, from_first(speeds[NONE]))
+        served = [asdict(turn) for turn in turns]
+        routings[routing] = {"turns": served, "full load": speeds, "equal": equal[routing]}
+    rank.balanced.close()
+    return {"routings": routings, "seconds": seconds}
 
 
-def facts_of(load: UnderLoad) -> dict[str, Any]:
-    """The measured numbers of a variant at a rate, as plain values."""
-    return {
-        "variant": load.variant,
-        "rate": load.rate,
-        "p50": load.percentile(50),
-        "p95": load.percentile(95),
-        "served": load.throughput,
-        "speed": load.tokens / load.seconds,
-        "lost": load.unanswered,
-        "before": load.mean("before"),
-        "after": load.mean("after"),
-    }
-
-
-def load_lines(loads: Sequence[dict[str, Any]]) -> list[Line]:
-    """A line per rate and variant."""
+def load_lines(turns: Sequence[Turn], prompts_per_second: float) -> list[Line]:
+    """A line per rate and variant. prompts_per_second: at full load, without balancing."""
+    loads = under_load(sorted(turns, key=lambda turn: VARIANTS.index(turn.variant)))
+    p50_of_none = {load.rate: load.percentile(50) for load in loads if load.variant == NONE}
     lines = []
-    for facts in loads:
-        none = next(
-            load for load in loads if load["variant"] == NONE and load["rate"] == facts["rate"]
-        )
-        known = none["p50"] is not None and facts["p50"] is not None
+    for load in loads:
+        none, p50, p95 = p50_of_none[load.rate], load.percentile(50), load.percentile(95)
         values = {
-            P50: None if facts["p50"] is None else 1e3 * facts["p50"],
-            P95: None if facts["p95"] is None else 1e3 * facts["p95"],
-            SOONER: none["p50"] / facts["p50"] if known else None,
-            SERVED: facts["served"],
-            SPEED: facts["speed"],
-            BEFORE: facts["before"],
-            AFTER: facts["after"],
-            LOST: facts["lost"],
+            P50: 1e3 * p50 if p50 else None,
+            P95: 1e3 * p95 if p95 else None,
+            SOONER: none / p50 if none and p50 else None,
+            SERVED: load.throughput,
+            SPEED: load.tokens / load.seconds,
+            BEFORE: load.mean("before"),
+            AFTER: load.mean("after"),
+            LOST: load.unanswered,
         }
-        case = {
-            "load": f"{facts['share']:.0%}",
-            "rate": facts["rate"],
-            "variant": label(facts["variant"]),
-        }
-        lines.append(Line(case, values))
+        share = f"{load.rate / prompts_per_second:.0%}"
+        variant = LABELS.get(load.variant, load.variant)
+        lines.append(Line({"load": share, "rate": load.rate, "variant": variant}, values))
     return lines
 
 
-def full_lines(speeds: dict[str, float], equal: dict[str, float]) -> list[Line]:
-    """A line per variant at full load."""
+def full_load_lines(speeds: Mapping[str, float], equal: Mapping[str, float]) -> list[Line]:
+    """A line per variant, all prompts at once."""
     lines = []
     for variant, speed in speeds.items():
         values = {SPEED: speed, FASTER: speed / speeds[NONE], EQUAL: equal[variant]}
-        lines.append(Line({"variant": label(variant)}, values))
+        lines.append(Line({"variant": LABELS.get(variant, variant)}, values))
     return lines
-
-
-def label(variant: str) -> str:
-    return LABELS.get(variant, variant)
 
 
 def main(argv: Sequence[str]) -> None:
     began = time.time()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    common_options(parser)
-    text = "tokens per rank in a full microbatch (default: 2048)"
-    parser.add_argument("--tokens", type=int, metavar="N", help=text)
-    text = "fractions of the throughput without balancing (default: 0.75,1)"
-    parser.add_argument("--load", type=fractions, metavar="X,Y", help=text)
-    text = "seconds for everything; turns become shorter to meet it (default: 135)"
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help=text)
-    options = parser.parse_args(argv[1:])
+    options = options_parser(__doc__).parse_args(argv[1:])
     cuda = on_gpu(toy=options.toy) and not options.toy
     scale = TOY if options.toy else CARD
     if options.quick:
         scale = replace(scale, shares=scale.shares[-1:])
-    changes = {"tokens": options.tokens, "shares": options.load, "limit": options.limit}
-    scale = replace(scale, **{name: value for name, value in changes.items() if value is not None})
-    device = f"{card_name()}, {scale.ranks} processes with CUDA MPS" if cuda else None
-    report = Report("serving_gpu", argv, device=device)
-    report.header()
-    with shared_card(scale.ranks) if cuda else nullcontext():
-        results = on_ranks(scale.ranks, on_rank, scale, cuda, began)
+    lengths = scale.lengths
     about = f"EP{scale.ranks}: {scale.layers} layers, {scale.about}"
-    prompts = f"{scale.lengths.shortest} to {scale.lengths.longest} tokens per prompt"
+    prompts = f"{lengths.shortest} to {lengths.longest} tokens per prompt"
+    with report_of_ranks("serving_gpu", argv, scale.ranks, cuda=cuda) as report:
+        results = on_ranks(scale.ranks, on_rank, scale, cuda, began)
     for routing, result in results["routings"].items():
+        speeds, turns = result["full load"], [Turn(**turn) for turn in result["turns"]]
         report.section = f"{routing}, full load"
-        report.add(
-            f"{about}; {routing}; all prompts at once", full_lines(result["full"], result["equal"])
-        )
+        lines = full_load_lines(speeds, result["equal"])
+        report.add(f"{about}; {routing}; all prompts at once", lines)
         report.section = routing
-        report.add(
-            f"{about}; {routing}; {prompts}, {scale.tokens} per rank and microbatch",
-            load_lines(result["loads"]),
-        )
-        report.write(options.json)
+        title = f"{about}; {routing}; {prompts}, {scale.tokens} per rank and microbatch"
+        report.add(title, load_lines(turns, speeds[NONE] / lengths.mean))
+    report.write(options.json)
     report.note(f"{scale.rounds} turns per line, {results['seconds']:.1f} s of arrivals each")
-
-
-def fractions(text: str) -> tuple[float, ...]:
-    return tuple(float(number) for number in text.split(","))
 
 
 if __name__ == "__main__":

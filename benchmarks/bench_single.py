@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from harness import KERNELS, Bench, Line, Metric, installed, main
 from layers import PLAIN as UNMODIFIED
-from layers import Step
+from layers import Step, qwen3_config
 from load_cases import Shape
 from single_contenders import (
     OURS,
@@ -125,19 +125,14 @@ def transformers(bench: Bench) -> None:
 
 def transformers_block(shape: Shape, clock: Clock) -> Any:
     """Experts and router of a layer of Qwen3-MoE, with grouped products."""
-    from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    config = Qwen3MoeConfig(
-        hidden_size=shape.hidden,
-        moe_intermediate_size=shape.ffn,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
-        experts_implementation="grouped_mm",
-    )
     with torch.device("meta"):
-        block = Qwen3MoeSparseMoeBlock(config).to(clock.dtype).to_empty(device=clock.device)
+        block = (
+            Qwen3MoeSparseMoeBlock(qwen3_config(shape))
+            .to(clock.dtype)
+            .to_empty(device=clock.device)
+        )
     draw = torch.Generator(device=clock.device).manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():

@@ -237,14 +237,16 @@ def _portable(argument: str) -> str:
     return option + equals + value
 
 
-def common_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all benchmarks share."""
+def options_parser(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=(about or "").split("\n")[0])
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--toy", action="store_true", help="tiny sizes for CI; takes seconds")
     size.add_argument("--quick", action="store_true", help="fewer sizes and seeds")
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write all measured numbers to this file"
     )
+    return parser
 
 
 def comma_list(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -279,8 +281,7 @@ def main(
     usual: sections that run without `--only`; None: all.
     extra: type and help of further options; an option named like a field of the scale sets it.
     """
-    parser = argparse.ArgumentParser(description=(about or "").split("\n")[0])
-    common_options(parser)
+    parser = options_parser(about)
     if len(sections) > 1:
         only = comma_list(sections)
         parser.add_argument(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import Metric, Mismatch, Values
 from load_cases import Shape
-from timing import Call
+from timing import Call, nothing
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
@@ -159,12 +159,33 @@ class Step:
         check_close(f"gradients of {name}", self.tokens.grad, other.tokens.grad)
 
 
-def slowest(step: Call) -> Spent:
-    """Wall and CPU seconds of a step from a common start, the maximum over all ranks."""
+def slowest(step: Call, count: int, device: torch.device) -> Spent:
+    """Wall and CPU seconds per step of `count` steps in a row, the maximum over all ranks."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else nothing
+    wait()
     dist.barrier()
     begin, used = time.perf_counter(), time.process_time()
-    step()
+    for _ in range(count):
+        step()
+    wait()
     spent = torch.tensor([time.perf_counter() - begin, time.process_time() - used])
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    elapsed, busy = spent.tolist()
+    elapsed, busy = (spent / count).tolist()
     return elapsed, busy
+
+
+def qwen3_config(shape: Shape, **sizes: int) -> Any:
+    """The configuration of a Qwen3-MoE of transformers, with grouped products."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.ffn,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        experts_implementation="grouped_mm",
+        attn_implementation="sdpa",
+        use_cache=False,
+        **sizes,
+    )

@@ -12,12 +12,37 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from harness import Report
 
 CONTROL = "nvidia-cuda-mps-control"
 LIMIT = 60  # seconds for a command of the daemon, or for one process
 TRIES = 3
+
+
+@contextmanager
+def report_of_ranks(
+    benchmark: str, argv: Sequence[str], ranks: int, *, cuda: bool
+) -> Iterator[Report]:
+    """Print the header of a report. With `cuda`, processes started in this block share the GPU."""
+    # Another process reads the name of the GPU: this process must not open the GPU.
+    query = "nvidia-smi --query-gpu=name --format=csv,noheader"
+    device = f"{os.popen(query).read().strip()}, {ranks} processes with CUDA MPS" if cuda else None
+    report = Report(benchmark, argv, device=device)
+    report.header()
+    with shared_card(ranks) if cuda else nullcontext():
+        yield report
+
+
+def device_of_rank(*, cuda: bool) -> torch.device:
+    """Return the device of this process: the shared GPU, or the CPU."""
+    if not cuda:
+        return torch.device("cpu")
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
 
 
 @contextmanager

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from layers import PLAIN
+from layers import PLAIN, qwen3_config
 from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 from whole_models import (
     VOCABULARY,
     Choices,
@@ -40,20 +40,13 @@ def build(
     size: Size, rank: int, device: torch.device, variant: str, choices: Choices
 ) -> WholeModel:
     """Qwen3-MoE of transformers. Unmodified, every rank holds all experts."""
-    config = Qwen3MoeConfig(
+    config = qwen3_config(
+        size,
         vocab_size=VOCABULARY,
-        hidden_size=size.hidden,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.heads // 4,
         head_dim=size.hidden // size.heads,
-        moe_intermediate_size=size.ffn,
-        num_experts=size.experts,
-        num_experts_per_tok=size.top_k,
-        norm_topk_prob=True,
-        experts_implementation="grouped_mm",
-        attn_implementation="sdpa",
-        use_cache=False,
     )
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
