@@ -1,7 +1,6 @@
 """The control plane on a GPU, from ids to routes: microseconds of every stage.
 
     python benchmarks/bench_control.py                         # needs a GPU; a minute
-    python benchmarks/bench_control.py --sizes 8x128,64x256    # ranks x experts
     python benchmarks/bench_control.py --toy                   # tiny, for CI; also without a GPU
 
 Every stage is timed inside a CUDA graph, and launched eagerly. The floor is a graph of the same
@@ -28,16 +27,16 @@ from load_cases import SHUFFLED, Kind
 from timing import REPLAYS, Gpu, captured, device_us, time_call
 
 import ultraep
-from ultraep import BalanceConfig, Plan, Rates, Topology
+from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import PADDING, IntArray
 from ultraep.reroute import Routes, reroute
 from ultraep.runtime.control import ControlPlane, DeviceRoutes
 
 INNER = 20  # calls per graph
-RATES = Rates(row=100_000, copy=200_000_000, each=1_000_000, layer=5_000_000)  # of a large layer
 SIZES = ((8, 128), (16, 128), (64, 256), (72, 288), (256, 1024), (1024, 4096))  # ranks, experts
+QUICK_SIZES = SIZES[:4]
 VARIANTS: tuple[dict[str, Any], ...] = (
-    *({"slots": 2}, {"tolerance": 0.01}, {"objective": "time"}, {"domain": 8}, {"ids": "int32"}),
+    *({"slots": 2}, {"tolerance": 0.01}, {"domain": 8}, {"ids": "int32"}),
 )
 WHOLE = "counts to routes"
 VERBS = ("count", "plan", "reroute")
@@ -59,7 +58,6 @@ class Setting:
     slots: int = 1
     domain: int | None = None
     tolerance: float = 0.0
-    objective: str = "balance"
     ids: str = "int64"
     kind: Kind
 
@@ -71,13 +69,14 @@ class Setting:
 
     @property
     def config(self) -> BalanceConfig:
-        return BalanceConfig(tolerance=self.tolerance, objective=self.objective, rates=RATES)
+        return BalanceConfig(tolerance=self.tolerance, objective="balance")
 
     @property
     def case(self) -> Case:
-        names = ("ranks", "experts", "slots", "domain", "tolerance", "objective", "ids")
-        case = {name: getattr(self, name) for name in names} | {"load": self.kind.name}
-        return case | {"domain": self.domain or self.ranks}
+        sizes = {"ranks": self.ranks, "experts": self.experts, "slots": self.slots}
+        sizes |= {"domain": self.domain or self.ranks}
+        settings = {"tolerance": self.tolerance, "objective": "balance", "ids": self.ids}
+        return {**sizes, **settings, "load": self.kind.name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,15 +278,6 @@ def stages(bench: Bench) -> None:
         bench.table("stages", lines)
 
 
-def sizes(text: str) -> tuple[tuple[int, int], ...]:
-    """Parse `8x128,64x256`: ranks and experts."""
-    pairs = [size.split("x") for size in text.split(",")]
-    return tuple((int(ranks), int(experts)) for ranks, experts in pairs)
-
-
-OPTIONS = {"sizes": (sizes, "sizes to measure, as ranks x experts: 8x128,64x256")}
-
-
 if __name__ == "__main__":
-    scales = {"toy": TOY, "quick": Scale(), "full": Scale()}
-    main("control", __doc__, {"stages": stages}, scales, needs=KERNELS, extra=OPTIONS)
+    scales = {"toy": TOY, "quick": Scale(sizes=QUICK_SIZES), "full": Scale()}
+    main("control", __doc__, {"stages": stages}, scales, needs=KERNELS)

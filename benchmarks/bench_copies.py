@@ -166,10 +166,7 @@ def planning(bench: Bench) -> None:
     )
 
 
-OPTIONS: Extra = {
-    "ranks": (lambda text: tuple(map(int, text.split(","))), "measure only these numbers of ranks"),
-    "routing": (Path, "file with recorded routing, .npz"),
-}
+OPTIONS: Extra = {"routing": (Path, "file with recorded routing, .npz")}
 
 
 if __name__ == "__main__":

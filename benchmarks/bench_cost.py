@@ -17,6 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -74,23 +75,16 @@ def configs(by_time: BalanceConfig | None) -> dict[str, BalanceConfig]:
 
 
 def on_rank(rank: int, size: Size) -> dict[str, Any]:
-    """Measure all cases, in one process."""
+    """One process: seconds by case, variant and round, and the measured rates."""
     os.environ.pop("ULTRAEP_RATES", None)
     with closing(connect(dist.group.WORLD)) as comm:
-        return measure(rank, size, comm)
-
-
-def measure(rank: int, size: Size, comm: Communicator) -> dict[str, Any]:
-    """Seconds by case, variant and round, and the measured rates."""
-    layers = make_layers(size, comm)
-    cases = []
-    for tokens in size.all_tokens:
-        for ratio in size.ratios:
+        layers, cases = make_layers(size, comm), []
+        for tokens, ratio in product(size.all_tokens, size.ratios):
             shape = replace(size, tokens=tokens)
             ids = even_ids(shape) if ratio == EVEN else skewed_ids(shape, ratio)
             facts = take_turns(layers, ids[rank], shape, rank)
             cases.append({"tokens": tokens, "ratio": ratio, **facts})
-    return {"cases": cases, "rates": str(layers[TIME].balancer.stats()["rates"][0])}
+        return {"cases": cases, "rates": str(layers[TIME].balancer.stats()["rates"][0])}
 
 
 def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE]:
@@ -116,8 +110,7 @@ def take_turns(
         moe = layers[name]
         moe.router.ids = ids
         moe.router.gates = torch.full(ids.shape, 1 / size.top_k, requires_grad=True)
-        elapsed = torch.tensor([one_step(moe, tokens, moe.balancer.config.policy)])
-        return float(moe.balancer.comm.all_gather(elapsed).max())
+        return one_step(moe, tokens, moe.balancer.config.policy)
 
     seconds_of = in_turns(list(layers), size.rounds, seconds)
     plans = {name: moe.last_plan.to_host() for name, moe in layers.items()}  # type: ignore[union-attr]

@@ -250,7 +250,10 @@ def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line
             others = [Quantised(form, w, given[:1, : w.shape[2]], True) for w in (up, down)]
             stacks = others[0].stacks, others[1].stacks
             calls[f"{name}, {ANY_SCALES}"] = partial(forward, ours[name], first.given, *stacks)
-    errors = {n: network_error(call, given, gates, up, down, rows) for n, call in calls.items()}
+    last = slice((slots - 1) * rows, (slots - 1) * rows + SAMPLE)  # rows of the last slot
+    gate, value = (given[last].double() @ up[-1].double().T).chunk(2, dim=1)
+    wanted = (silu(gate) * value) @ down[-1].double().T * gates[last, None].double()
+    errors = {name: distance(call()[last], wanted) for name, call in calls.items()}
     times = measured(bench, calls)
     case: Case = {"model": model.name, "slots": slots, "rows": rows}
     flops = model.flops(slots * rows)
@@ -263,22 +266,6 @@ def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line
 def weights_of(draw: Draw, model: Model, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     up = draw(slots, 2 * model.ffn, model.width).mul_(model.width**-0.5)
     return up, draw(slots, model.width, model.ffn).mul_(model.ffn**-0.5)
-
-
-def network_error(
-    call: Callable[[], torch.Tensor],
-    given: torch.Tensor,
-    gates: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    rows: int,
-) -> float:
-    """Error of the last slot, compared with the unquantised network."""
-    begin, slot = (len(up) - 1) * rows, len(up) - 1
-    part = slice(begin, begin + min(rows, SAMPLE))
-    gate, value = (given[part].double() @ up[slot].double().T).chunk(2, dim=1)
-    wanted = (silu(gate) * value) @ down[slot].double().T * gates[part, None].double()
-    return distance(call()[part], wanted)
 
 
 def layer(bench: Bench) -> None:
@@ -302,10 +289,8 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
         balancer = ultraep.Balancer(
             "alone", experts=slots, data_plane="mapped" if x.is_cuda else "messages"
         )
-        router = FixedRouter(ids)
-        router.gates = best / best.sum(dim=1, keepdim=True)
-        own = {n: nn.Parameter(weight) for n, weight in weights.items()}
-        moes[name] = layer_with_weights(balancer, router, own, None if name == PLAIN else name)
+        router = FixedRouter(ids, best / best.sum(dim=1, keepdim=True))
+        moes[name] = layer_with_weights(balancer, router, weights, None if name == PLAIN else name)
     leaf = x.clone().requires_grad_()
 
     def forward(moe: nn.Module) -> torch.Tensor:

@@ -30,7 +30,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from statistics import median
@@ -56,51 +56,26 @@ OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
 FRAMEWORKS = ("transformers", "megatron", "torchtitan")
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How much is measured."""
-
-    size: Size
-    load: HotRank
-
-
-CARD = Scale(
-    Size(hidden=2048, ffn=768, experts=128, top_k=8, tokens=4096, ranks=8), HotRank(2.0)
-)  # the layers of Qwen3-30B-A3B
-CORES = Scale(
-    Size(
-        hidden=256,
-        ffn=1024,
-        experts=8,
-        top_k=2,
-        tokens=1024,
-        ranks=2,
-        layers=2,
-        heads=4,
-        sequence_length=128,
-        steps=1,
-    ),
-    HotRank(1.6),
+QWEN3_30B = Size(hidden=2048, ffn=768, experts=128, top_k=8, tokens=4096, ranks=8, hot=HotRank(2.0))
+CORES = Size(
+    hidden=256,
+    ffn=1024,
+    experts=8,
+    top_k=2,
+    tokens=1024,
+    ranks=2,
+    hot=HotRank(1.6),
+    layers=2,
+    heads=4,
+    sequence_length=128,
+    steps=1,
 )
-TOY = Scale(
-    Size(
-        hidden=32,
-        ffn=16,
-        experts=8,
-        top_k=2,
-        tokens=64,
-        ranks=2,
-        layers=1,
-        heads=4,
-        sequence_length=32,
-        rounds=1,
-        steps=1,
-    ),
-    HotRank(1.5),
+TOY = replace(
+    CORES, hidden=32, ffn=16, tokens=64, hot=HotRank(1.5), layers=1, sequence_length=32, rounds=1
 )
 
 
-def on_rank(rank: int, framework: str, scale: Scale, cuda: bool) -> dict[str, Any]:
+def on_rank(rank: int, framework: str, size: Size, cuda: bool) -> dict[str, Any]:
     """One process: check and time all variants of one framework."""
     device = device_of_rank(cuda=cuda)
     logging.getLogger().setLevel(logging.ERROR)
@@ -112,24 +87,22 @@ def on_rank(rank: int, framework: str, scale: Scale, cuda: bool) -> dict[str, An
             from megatron_on_cpu import on_cpu  # type: ignore[import-not-found]
 
             stack.enter_context(on_cpu())
-        steps = model_steps(rank, framework, scale, device)
-    layer = layer_seconds(rank, scale, device)
+        steps = model_steps(rank, framework, size, device)
+    layer = layer_seconds(rank, size, device)
     hot = steps[HOT]
     none, even = hot[NONE]["step"], hot[EVEN]["step"]
-    saved, less = (scale.size.layers * (layer[name] - layer[OURS]) for name in (NONE, EVEN))
+    saved, less = (size.layers * (layer[name] - layer[OURS]) for name in (NONE, EVEN))
     hot[OURS] |= {"by_layer": none / (none - saved), "by_even": none / (even - less)}
     return steps
 
 
 def model_steps(
-    rank: int, framework: str, scale: Scale, device: torch.device
+    rank: int, framework: str, size: Size, device: torch.device
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Seconds of a step and imbalance, by routing and variant."""
-    size, choices = scale.size, Choices()
-    routings = {
-        OWN: None,
-        HOT: ids_with(scale.load.draw(size)[rank], size, seed=rank).long().to(device),
-    }
+    choices = Choices()
+    hot_ids = ids_with(size.hot.draw(size)[rank], size, seed=rank).long().to(device)
+    routings = {OWN: None, HOT: hot_ids}
     even = random_even_ids(size, seed=rank).long().to(device)
     build = partial(import_module(f"whole_{framework}").build, size, rank, device)
     models = {PLAIN: build(PLAIN, choices)}
@@ -137,28 +110,24 @@ def model_steps(
     if device.type == "cuda" or framework == "transformers":
         del models[PLAIN]
         free()
+    limit = LOSS_LIMIT[device.type]
     for variant in (NONE, OURS):
         models[variant] = build(variant, choices)
         for name, ids in routings.items():
             loss = loss_of(models[variant], choices, ids)
-            check_loss(f"{framework}, {variant}, {name}", loss, wanted[name], device)
-    found = {}
+            if not abs(loss - wanted[name]) <= limit * abs(wanted[name]):
+                what = f"{framework}, {variant}, {name}: the loss is {loss}, unmodified"
+                raise Mismatch(f"{what} {wanted[name]} (the limit is a difference of {limit:.1%})")
+    measured = {}
     for name, ids in routings.items():
         runs = {variant: (model, ids) for variant, model in models.items()}
-        found[name] = timed(runs | {EVEN: (models[NONE], even)}, choices, size, device)
-    return found
+        measured[name] = timed(runs | {EVEN: (models[NONE], even)}, choices, size, device)
+    return measured
 
 
 def loss_of(model: WholeModel, choices: Choices, ids: torch.Tensor | None) -> float:
     choices.ids_TK = ids
     return float(model.loss().detach())
-
-
-def check_loss(what: str, got: float, want: float, device: torch.device) -> None:
-    """Raise if a loss differs from the unmodified framework by more than the dtype explains."""
-    limit = LOSS_LIMIT[device.type]
-    if not abs(got - want) <= limit * abs(want):
-        raise Mismatch(f"{what}: the loss is {got}, unmodified {want} (allowed: {limit} of it)")
 
 
 def timed(
@@ -184,12 +153,11 @@ def timed(
     return {name: facts[name] for name in runs}
 
 
-def layer_seconds(rank: int, scale: Scale, device: torch.device) -> dict[str, float]:
+def layer_seconds(rank: int, size: Size, device: torch.device) -> dict[str, float]:
     """Seconds of a step of our layer alone: one hot rank, balanced or not, and even routing."""
-    size = scale.size
     fields = {n: getattr(size, n) for n in ("hidden", "ffn", "experts", "top_k", "tokens", "ranks")}
-    variants = Variants(LayerSize(model="", **fields), rank, device, scale.load.ratio)
-    cases = {NONE: (NONE, scale.load), OURS: (DEFAULT, scale.load), EVEN: (NONE, None)}
+    variants = Variants(LayerSize(model="", **fields), rank, device, size.hot.ratio)
+    cases = {NONE: (NONE, size.hot), OURS: (DEFAULT, size.hot), EVEN: (NONE, None)}
 
     def seconds(name: str) -> float:
         config, load = cases[name]
@@ -201,9 +169,9 @@ def layer_seconds(rank: int, scale: Scale, device: torch.device) -> dict[str, fl
     return medians(times)
 
 
-def lines_of(size: Size, found: dict[str, Any]) -> list[Line]:
+def lines_of(size: Size, measured: dict[str, Any]) -> list[Line]:
     lines = []
-    for routing, variants in found.items():
+    for routing, variants in measured.items():
         for name, facts in variants.items():
             values = {
                 **step_values(size, facts["step"] * 1e3, variants[NONE]["step"] * 1e3),
@@ -219,10 +187,10 @@ def lines_of(size: Size, found: dict[str, Any]) -> list[Line]:
 
 
 def run(framework: str, bench: Bench, *, cuda: bool) -> None:
-    size = bench.scale.size
-    found = on_ranks(size.ranks, on_rank, framework, bench.scale, cuda)
+    size: Size = bench.scale
+    measured = on_ranks(size.ranks, on_rank, framework, size, cuda)
     about = f"{size.layers} layers, {size.about}, {size.tokens} tokens a rank"
-    bench.table(f"{framework}, EP{size.ranks}: {about}", lines_of(size, found))
+    bench.table(f"{framework}, EP{size.ranks}: {about}", lines_of(size, measured))
 
 
 def obstacle(framework: str) -> str | None:
@@ -243,17 +211,17 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--only", type=only, metavar="A,B", help=", ".join(FRAMEWORKS))
     options = parser.parse_args(argv[1:])
     cuda = torch.cuda.is_available() and not options.toy
-    scale = TOY if options.toy else CARD if cuda else CORES
+    size = TOY if options.toy else QWEN3_30B if cuda else CORES
     if options.quick:
-        scale = replace(scale, size=replace(scale.size, rounds=3))
+        size = replace(size, rounds=3)
     sections = {name: partial(run, name, cuda=cuda) for name in FRAMEWORKS}
     names = options.only or list(FRAMEWORKS)
     obstacles = {name: obstacle(name) for name in names}
-    with report_of_ranks("frameworks", argv, scale.size.ranks, cuda=cuda) as report:
+    with report_of_ranks("frameworks", argv, size.ranks, cuda=cuda) as report:
         for name, reason in obstacles.items():
             if reason:
                 report.note(f"{name} cannot run here: {reason}")
-        bench = Bench(report, scale, Host(name=""), options)
+        bench = Bench(report, size, Host(name=""), options)
         bench.run(sections, [name for name in names if not obstacles[name]])
 
 

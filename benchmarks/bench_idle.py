@@ -7,8 +7,8 @@ Every rank is a process, as in `bench_ranks_gpu.py`. Steps without balancing and
 settings alternate, each pair in another order, so that a drift of the machine hits both; on a GPU
 one measurement is eight steps in a row. The cost is the median over pairs of their ratio; the
 quartiles say how well it is known. `again` compares two layers without balancing in the same way:
-the resolution of the method. A second table shows where the time goes, stage by stage, from
-separate steps with a timer around every stage.
+the resolution of the method. A second table shows where the time goes, stage by stage, from the
+stats of separate steps.
 
 Shapes: T tokens of a rank.
 """
@@ -16,12 +16,9 @@ Shapes: T tokens of a rank.
 from __future__ import annotations
 
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -34,11 +31,13 @@ from mps import device_of_rank, report_of_ranks
 from timing import Call, in_turns
 
 from ultraep import BalanceConfig
+from ultraep.runtime.clocks import TIMED
 
 AGAIN = "none again"
 NO_BALANCING = BalanceConfig(policy="none")
 CONFIGS = {NONE: NO_BALANCING, DEFAULT: BalanceConfig(), AGAIN: NO_BALANCING}
 PAIRS, ROW = 31, 8  # pairs of measurements, and the steps of one on a GPU
+STAGE_STEPS = 9  # whose stages are timed
 CORES = replace(
     TOY, model="two cores", hidden=512, ffn=1024, all_tokens=(2048, 256), experts=8, top_k=2
 )
@@ -51,47 +50,6 @@ WITH = Metric("stage_time_default", "ms", "default ms", ".4f")
 MORE = Metric("stage_time_difference", "ms", "difference", "+.4f")
 
 
-class StageTimer:
-    """An observer that times every stage; a stage inside of another is subtracted from it."""
-
-    def __init__(self, *, cuda: bool) -> None:
-        self._cuda, self._open = cuda, list[tuple[str, Any]]()
-        self._spans = list[tuple[str, Any, Any]]()
-
-    def begin(self, stage: str, _: Any) -> None:
-        now = self._now()
-        if self._open:
-            self._spans.append((*self._open[-1], now))
-        self._open.append((stage, now))
-
-    def end(self, stage: str, _: Any) -> None:
-        now = self._now()
-        self._spans.append((stage, self._open.pop()[1], now))
-        if self._open:
-            self._open[-1] = (self._open[-1][0], now)
-
-    def planned(self, *_: Any) -> None: ...
-
-    def sent(self, *_: Any) -> None: ...
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def milliseconds(self) -> dict[str, float]:
-        """The time of every stage since the last call."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        total: dict[str, float] = defaultdict(float)
-        for stage, begin, end in self._spans:
-            total[stage] += begin.elapsed_time(end) if self._cuda else 1e3 * (end - begin)
-        self._spans.clear()
-        return total
-
-
 def on_rank(rank: int, size: Size, cuda: bool, pairs: int) -> dict[str, Any]:
     """One process: the pairs of every mode, then the stages."""
     device = device_of_rank(cuda=cuda)
@@ -102,9 +60,10 @@ def on_rank(rank: int, size: Size, cuda: bool, pairs: int) -> dict[str, Any]:
     variants.check()
     measured: dict[str, Any] = {}
     for mode in size.modes if cuda else ("eager",):
-        steps = {name: stepper(variants, name, mode) for name in variants.layers}
-        measured[mode] = compare(steps, pairs, ROW if cuda else 1, device)
-    measured["stages"] = {name: stages(variants, name, cuda=cuda) for name in (NONE, DEFAULT)}
+        calls = {name: stepper(variants, name, mode) for name in variants.layers}
+        measured[mode] = compare(calls, pairs, ROW if cuda else 1, device)
+    steps = STAGE_STEPS * (TIMED if cuda else 1)
+    measured["stages"] = {name: stages(variants, name, steps) for name in (NONE, DEFAULT)}
     variants.close()
     return measured
 
@@ -116,19 +75,17 @@ def compare(
     return in_turns(list(steps), pairs, lambda name: slowest(steps[name], row, device)[0])
 
 
-def stages(variants: Variants, name: str, *, cuda: bool, repeats: int = 9) -> dict[str, float]:
-    """Milliseconds of every stage of a step, the mean over ranks of the median over steps."""
-    timer = StageTimer(cuda=cuda)
-    variants.layers[name].balancer.observe(timer)
-    steps = []
-    for _ in range(repeats):
+def stages(variants: Variants, name: str, steps: int) -> dict[str, float]:
+    """Milliseconds of every stage per step, the mean over steps and ranks."""
+    balancer = variants.layers[name].balancer
+    balancer.reset_stats()
+    for _ in range(steps):
         dist.barrier()
         variants.step(name)
-        steps.append(timer.milliseconds())
-    medians = {stage: median(step.get(stage, 0.0) for step in steps) for stage in steps[-1]}
+    ms = {stage: 1e3 * seconds / steps for stage, seconds in balancer.stats()["seconds"].items()}
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, medians)
-    return {stage: fmean(rank.get(stage, 0.0) for rank in of_ranks) for stage in medians}
+    dist.all_gather_object(of_ranks, ms)
+    return {stage: fmean(own.get(stage, 0.0) for own in of_ranks) for stage in ms}
 
 
 def cost_lines(size: Size, measured: dict[str, Any]) -> list[Line]:
@@ -160,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
     with report_of_ranks("idle", argv, size.ranks, cuda=cuda) as report:
         for tokens in size.all_tokens:
             case = replace(size, tokens=tokens)
-            measured = on_ranks(size.ranks, partial(on_rank, size=case, cuda=cuda, pairs=pairs))
+            measured = on_ranks(size.ranks, on_rank, case, cuda, pairs)
             title = f"EP{size.ranks}, {size.model}: {size.about}"
             report.section = "cost"
             report.add(f"{title}, cost of balancing an even load", cost_lines(case, measured))

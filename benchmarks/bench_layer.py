@@ -13,7 +13,6 @@ Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model wid
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -23,10 +22,9 @@ import torch.distributed as dist
 from harness import Bench, Line, Metric, main
 from layers import AFTER, BEFORE, COPIES, FORCED, SHARE, STAGE, FixedRouter, on_ranks, step_values
 from load_cases import Shape, even_ids, skewed_ids
-from timing import in_turns
+from timing import Call, in_turns, nothing
 
 import ultraep
-from ultraep.comm import Communicator
 from ultraep.hops import hops
 from ultraep.microbatch import Layer
 from ultraep.runtime.connect import connect
@@ -47,7 +45,6 @@ class Size(Shape):
     ratio: float = 1.6
     slots: int = 1
     rounds: int = 31
-    transport: str = "auto"
     control_rounds: int = 31
     control_ranks: int = 8
     control: tuple[Width, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
@@ -63,13 +60,8 @@ CONTROL_PASSES = 5  # the fastest one counts, because other programs may use the
 
 
 def on_rank(rank: int, size: Size) -> dict[str, dict[str, float]]:
-    """Time all variants in turn, in one process."""
-    with closing(connect(dist.group.WORLD, transport=size.transport)) as comm:
-        return measure(rank, size, comm)
-
-
-def measure(rank: int, size: Size, comm: Communicator) -> dict[str, dict[str, float]]:
-    """Step times of the slowest rank and facts about the plan, by variant."""
+    """One process: step times of the slowest rank and facts about the plan, by variant."""
+    comm = connect(dist.group.WORLD)
     config = ultraep.BalanceConfig(objective="balance")  # bench_cost.py measures the default
     options: dict[str, Any] = {"experts": size.experts, "slots": size.slots, "config": config}
     balancer = ultraep.Balancer(communicator=comm, **options)
@@ -88,7 +80,6 @@ def measure(rank: int, size: Size, comm: Communicator) -> dict[str, dict[str, fl
         router.gates = torch.full(ids[rank].shape, 1 / size.top_k, requires_grad=True)
         balancer.reset_stats()
         elapsed = one_step(moe, tokens, policy)
-        slowest = comm.all_gather(torch.tensor([elapsed])).max().item()
         stats = balancer.stats()
         sent = torch.tensor([stats["weights_bytes_sent"] + stats["gradients_bytes_sent"]])
         facts[name] = {
@@ -97,20 +88,25 @@ def measure(rank: int, size: Size, comm: Communicator) -> dict[str, dict[str, fl
             "copies": stats["copies"],
             "moved": comm.all_gather(sent.double()).sum().item(),
         }
-        return float(slowest)
+        return elapsed
 
     steps = in_turns(list(variants), size.rounds, seconds)
+    comm.close()
     return {name: facts[name] | {"step": median(steps[name])} for name in variants}
 
 
-def one_step(moe: ultraep.BalancedMoE, tokens: torch.Tensor, policy: str) -> float:
-    """Seconds of forward and backward from a common start."""
+def one_step(
+    moe: ultraep.BalancedMoE, tokens: torch.Tensor, policy: str, after: Call = nothing
+) -> float:
+    """Seconds of forward, backward and `after` from a common start, of the slowest rank."""
     x = tokens.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
     moe.balancer.comm.all_gather(torch.zeros(1))
     begin = time.perf_counter()
     moe(x, policy=policy).sum().backward()
-    return time.perf_counter() - begin
+    after()
+    elapsed = torch.tensor([time.perf_counter() - begin])
+    return float(moe.balancer.comm.all_gather(elapsed).max())
 
 
 def gain(bench: Bench) -> None:
@@ -199,15 +195,7 @@ TOY = Size(
     control=((16, 2, 64),),
 )
 SCALES = {"toy": TOY, "quick": replace(Size(), rounds=11), "full": Size()}
-OPTIONS = {
-    "ranks": (int, "number of processes (default 2)"),
-    "tokens": (int, "tokens per rank (default 2048)"),
-    "hidden": (int, "model width (default 512)"),
-    "ffn": (int, "hidden width of an expert (default 1024)"),
-    "ratio": (float, "imbalance: load of the busiest rank over the mean (default 1.6)"),
-    "transport": (str, "transport of messages: auto, shared or sockets"),
-}
 
 
 if __name__ == "__main__":
-    main("layer", __doc__, {"gain": gain, "control": control}, SCALES, extra=OPTIONS)
+    main("layer", __doc__, {"gain": gain, "control": control}, SCALES)

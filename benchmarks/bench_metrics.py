@@ -36,7 +36,7 @@ from harness import CARD, KERNELS, Bench, Line, Metric, Values, main
 from layers import FixedRouter, on_ranks
 from load_cases import HotRank, Shape, skewed_ids
 from single_contenders import Contender, Inputs, name_of, on_balancer
-from timing import device_us, free, in_a_row_ms, in_turns, nothing, standard_error, time_call
+from timing import device_us, free, in_a_row_ms, in_turns, nothing, standard_error
 
 import ultraep
 from ultraep import workload
@@ -96,8 +96,7 @@ def lines_of(case: Mapping[str, Any], times: Times) -> list[Line]:
     for kind, seconds in times.items():
         quotients = np.array(seconds) / np.array(times[first]) - 1
         costs: Values = {COST: float(np.median(quotients)), ERROR: standard_error(quotients)}
-        nothing: Values = dict.fromkeys(costs)
-        values = {STEP: median(seconds) * 1e3, **(nothing if kind == first else costs)}
+        values = {STEP: median(seconds) * 1e3, **(dict.fromkeys(costs) if kind == first else costs)}
         lines.append(Line({**case, "watched": kind}, values))
     return lines
 
@@ -124,7 +123,7 @@ def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.
 
 def on_rank(rank: int, size: Size, folder: str) -> dict[str, list[float]]:
     """Seconds of the slowest rank by kind and step, in one process."""
-    with closing(connect(dist.group.WORLD, transport=size.transport)) as comm:
+    with closing(connect(dist.group.WORLD)) as comm:
         layers, metrics = {}, {}
         for kind in OBSERVED:
             record = f"{folder}/{kind}" if RECORDER in kind else None
@@ -135,10 +134,8 @@ def on_rank(rank: int, size: Size, folder: str) -> dict[str, list[float]]:
         tokens = torch.randn(size.tokens, size.hidden, generator=generator)
 
         def seconds_of(kind: str) -> float:
-            elapsed = one_step(layers[kind], tokens, "ultraep")
-            if kind in metrics:
-                elapsed += time_call(metrics[kind].step, 1, 0).p50
-            return float(comm.all_gather(torch.tensor([elapsed])).max())
+            after = metrics[kind].step if kind in metrics else nothing
+            return one_step(layers[kind], tokens, "ultraep", after)
 
         seconds = in_turns(OBSERVED, size.rounds, seconds_of)
         for kind in (RECORDER, BOTH):
@@ -155,8 +152,10 @@ def cpu(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder:
         times: Times = on_ranks(size.ranks, on_rank, size, folder)
     bench.table("a layer, forward and backward", lines_of(size.case, times))
-    bench.report.note("Cost: median ratio of neighbouring steps, minus 1; +-: its")
-    bench.report.note("standard error, from the 20th and 80th percentiles.")
+    bench.report.note(
+        "Cost: median ratio of neighbouring steps, minus 1; +-: its standard error, from the\n"
+        "20th and 80th percentiles."
+    )
 
 
 def alone(bench: Bench) -> None:
@@ -199,9 +198,9 @@ def record(bench: Bench) -> None:
         lines.append(Line({"ranks": ranks, "experts": experts}, values))
     bench.table("one microbatch of one layer, on rank 0", lines)
     bench.report.note(
-        "In the step: all that recording adds to forward and backward there. Written:"
+        "In the step: all that recording adds to forward and backward there. Written: by another\n"
+        "thread, mostly without Python's lock."
     )
-    bench.report.note("by another thread, mostly without Python's lock.")
 
 
 def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]:
@@ -270,9 +269,7 @@ def graph(bench: Bench) -> None:
         plain = Watched(World(size), load)
         recorded = Watched(plain.world.beside(), load, f"{folder}/run")
         plain.capture(NOTHING)
-        plain.watch()
         plain.capture(METRICS)
-        recorded.watch()
         recorded.capture(BOTH)
         kinds = {NOTHING: plain, METRICS: plain, BOTH: recorded}
         times = in_turns(ON_CARD, rounds, lambda kind: kinds[kind].seconds(kind))
@@ -298,10 +295,9 @@ class Watched:
         self._graphs: dict[str, list[Any]] = {}
         self._steps = 0
 
-    def watch(self) -> None:
-        self.metrics = [watch(rank.balancer) for rank in self.world.ranks]
-
     def capture(self, kind: str) -> None:
+        if METRICS in kind:
+            self.metrics = [watch(rank.balancer) for rank in self.world.ranks]
         self.world.capture()
         self._graphs[kind] = [rank.graph for rank in self.world.ranks]
 
@@ -311,8 +307,8 @@ class Watched:
             rank.graph = own
         wait = torch.cuda.synchronize
         us = device_us(partial(self._step, kind), 1, before=wait, cycles=LAUNCHING)
-        for one in self.metrics if METRICS in kind else ():
-            one.step()
+        for metrics in self.metrics if METRICS in kind else ():
+            metrics.step()
         return us / 1e6
 
     def _step(self, kind: str) -> None:

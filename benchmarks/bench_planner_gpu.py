@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -99,27 +98,13 @@ def loads_of(ranks: int, experts: int, scale: Scale) -> list[tuple[str, IntArray
     return named_loads
 
 
-class Planned:
-    """The planner of one size and config on the device, with replaceable loads."""
-
-    def __init__(self, topology: Topology, config: BalanceConfig, loads: IntArray) -> None:
-        self.topology, self.config = topology, config
-        self.control = ControlPlane(topology, config, rows=1)
-        self.loads = torch.from_numpy(loads).to(self.control.device, torch.int32)
-
-    def put(self, loads: IntArray) -> ultraep.Plan:
-        """Replace the loads, and compare the plans of device and CPU."""
-        self.loads.copy_(torch.from_numpy(loads))
-        wanted = ultraep.plan(loads, self.topology, self.config, backend="cpu")
-        plan = self.call().to_host()
-        self.control.check()
-        same_loads = np.array_equal(plan.rank_loads, wanted.rank_loads)
-        if plan.digest() != wanted.digest() or not same_loads:
-            raise Mismatch(f"the plan for {self.topology}, {self.config}")
-        return wanted
-
-    def call(self) -> Any:
-        return self.control.plan(self.loads)
+def check_plan(control: ControlPlane, loads_RE: torch.Tensor, wanted: ultraep.Plan) -> None:
+    """Raise unless the device makes the plan of the CPU."""
+    plan = control.plan(loads_RE).to_host()
+    control.check()
+    same_loads = np.array_equal(plan.rank_loads, wanted.rank_loads)
+    if plan.digest() != wanted.digest() or not same_loads:
+        raise Mismatch(f"the plan for {wanted.topology}, {wanted.config}")
 
 
 def plans(bench: Bench) -> None:
@@ -129,13 +114,15 @@ def plans(bench: Bench) -> None:
         microbatches = loads_of(ranks, experts, bench.scale)
         for objective in bench.scale.objectives:
             config = CONFIGS[objective]
-            planned = Planned(topology, config, microbatches[0][1])
-            planned.put(microbatches[0][1])
-            watch = bench.clock.stopwatch(planned.call, INNER)
+            control = ControlPlane(topology, config, rows=1)
+            loads_RE = torch.from_numpy(microbatches[0][1]).to(control.device, torch.int32)
+            watch = bench.clock.stopwatch(partial(control.plan, loads_RE), INNER)
             for kind, loads in microbatches:
-                plan = planned.put(loads)
-                us = watch()
                 twin = partial(ultraep.plan, loads, topology, config, backend="cpu")
+                plan = twin()
+                loads_RE.copy_(torch.from_numpy(loads))
+                check_plan(control, loads_RE, plan)
+                us = watch()
                 case = {"ranks": ranks, "experts": experts, "objective": objective, "load": kind}
                 values = {COUNT: 1, TYPICAL: us, SLOWEST: us, COPIES: plan.num_replicas}
                 values[TWIN] = 1e6 * time_call(twin, repeats=5, warmup=1).p20

@@ -17,15 +17,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-from bench_layer_gpu import OPTIONS, sizes_of
+from bench_layer_gpu import OPTIONS, plan_for, sizes_of
 from card import DRAWN, OF_MATMUL, Ceilings, Measured, Size, World, even_plan
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
 from layers import GAIN, plan_values, step_values
 from load_cases import HotRank
-
-import ultraep
-from ultraep import BalanceConfig, Plan, Topology
-from ultraep.arrays import IntArray
 
 POLICIES = ("none", "ultraep")
 BREAK_EVEN = Metric("break_even_tokens", "tokens of a rank", "break-even", ".0f")
@@ -38,13 +34,6 @@ TOY = Size(model="toy", hidden=256, ffn=128, experts=16, tokens=128, top_k=2, ra
 LOADS = (HotRank(1.5), HotRank(2.0), HotRank(2.0, inner=1.0))
 
 
-def planned(size: Size, loads: IntArray, policy: str, slots: int) -> Plan:
-    """The plan of a policy for these loads."""
-    slots = slots if policy == "ultraep" else 0
-    topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
-    return ultraep.plan(loads, topology, BalanceConfig(policy=policy))
-
-
 def timed_steps(size: Size, hot: Sequence[HotRank]) -> dict[HotRank, tuple[float, Measured]]:
     """Time the layer without balancing, then ultraep in turn with the ceilings.
 
@@ -52,15 +41,13 @@ def timed_steps(size: Size, hot: Sequence[HotRank]) -> dict[HotRank, tuple[float
     """
     world, uneven = World(size, backward=False), {}
     for load in hot:
-        loads = load.draw(size)
-        world.prepare(loads, planned(size, loads, "none", 0))
+        world.prepare(*plan_for(size, load, "none"))
         uneven[load] = world.time()
         world.check()
     world.leave()
     ceilings, times = Ceilings(world.beside()), {}
     for load in hot:
-        loads = load.draw(size)
-        world.prepare(loads, planned(size, loads, "ultraep", load.slots))
+        world.prepare(*plan_for(size, load, "ultraep"))
         times[load] = uneven[load], ceilings.in_turn_with(world.replay, size.rounds)
         world.check()
     world.leave()
@@ -73,7 +60,7 @@ def lines_of(size: Size, hot: Sequence[HotRank], *, timed: bool) -> list[Line]:
     times = timed_steps(size, hot) if timed else {}
     lines = []
     for load, policy in product(hot, POLICIES):
-        plan = planned(size, load.draw(size), policy, load.slots)
+        _, plan = plan_for(size, load, policy)
         values = values_of(size, policy, *times[load]) if load in times else {}
         case: Case = {"tokens": size.tokens, "load": load.name, "policy": policy}
         lines.append(Line(case, {**values, **plan_values(plan)}))

@@ -55,6 +55,7 @@ VARIANTS = (PLAIN, NONE, OURS, FORCED)
 LABELS = {OURS: "default", FORCED: "forced even routing"}
 OWN, HOT = "own router", "one hot rank"
 SEED = 0
+VOCABULARY = 256  # bytes of text
 COMPARED = 4  # microbatches whose first tokens are compared
 FULL = 4  # microbatches of a trial at full load
 TRIALS = 3
@@ -79,9 +80,7 @@ class Scale(Shape):
     """The model, the load, and how long it is measured. tokens: of a full microbatch."""
 
     layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    attention: dict[str, int]
     hot: HotRank
     lengths: Lengths
     shares: tuple[float, ...] = (0.75, 1.0)  # of the throughput without balancing
@@ -97,9 +96,7 @@ CARD = Scale(
     tokens=2048,
     ranks=8,
     layers=6,
-    heads=32,
-    kv_heads=4,
-    head_dim=128,
+    attention={"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
     hot=HotRank(2.0),
     lengths=Lengths(shortest=64, longest=1024, burst=64),
 )
@@ -111,9 +108,7 @@ TOY = Scale(
     tokens=64,
     ranks=2,
     layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
+    attention={"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
     hot=HotRank(1.5),
     lengths=Lengths(shortest=4, longest=16, burst=4),
     shares=(0.5,),
@@ -142,14 +137,8 @@ class Rank:
             print_progress(text)
 
     def _random_model(self) -> Any:
-        config = qwen3_config(
-            self.scale,
-            vocab_size=256,  # bytes of text
-            num_hidden_layers=self.scale.layers,
-            num_attention_heads=self.scale.heads,
-            num_key_value_heads=self.scale.kv_heads,
-            head_dim=self.scale.head_dim,
-        )
+        sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": self.scale.layers}
+        config = qwen3_config(self.scale, **sizes, **self.scale.attention)
         return random_model(config, SEED, self.device)
 
     def _balanced_model(self) -> TransformersModel:
@@ -224,7 +213,9 @@ class Rank:
         self.progress(text)
         most, least = ERROR_LIMIT[self.device.type], EQUAL_LIMIT[self.device.type]
         if not (error <= most and equal >= least):
-            raise Mismatch(f"{text}, compared with the unmodified model (limits: {most} and {least:.0%})")
+            raise Mismatch(
+                f"{text}, compared with the unmodified model (limits: {most} and {least:.0%})"
+            )
         return equal
 
     # -- timing ----------------------------------------------------------------------------------

@@ -25,12 +25,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from harness import KERNELS, Bench, Line, Metric, installed, main
 from layers import PLAIN as UNMODIFIED
-from layers import Step, qwen3_config
+from layers import check_close, qwen3_config
 from load_cases import Shape
 from single_contenders import (
     OURS,
@@ -61,14 +62,13 @@ class Scale:
     steps: int  # steps per round
 
 
-def shapes(*sizes: tuple[int, int, int, int], tokens: int) -> tuple[Shape, ...]:
-    names = ("hidden", "ffn", "experts", "top_k")
-    return tuple(Shape(tokens=tokens, **dict(zip(names, size, strict=True))) for size in sizes)
-
-
-SHAPES = shapes((2048, 768, 128, 8), (4096, 1536, 16, 8), (2880, 2880, 32, 4), tokens=8192)
+SHAPES = (
+    Shape(hidden=2048, ffn=768, experts=128, top_k=8, tokens=8192),
+    Shape(hidden=4096, ffn=1536, experts=16, top_k=8, tokens=8192),
+    Shape(hidden=2880, ffn=2880, experts=32, top_k=4, tokens=8192),
+)
 FULL, QUICK = Scale(SHAPES, rounds=15, steps=5), Scale(SHAPES, rounds=5, steps=5)
-TOY = Scale(shapes((16, 16, 4, 2), tokens=8), rounds=1, steps=1)
+TOY = Scale((Shape(hidden=16, ffn=16, experts=4, top_k=2, tokens=8),), rounds=1, steps=1)
 
 
 def layer(bench: Bench) -> None:
@@ -105,16 +105,25 @@ def transformers(bench: Bench) -> None:
 
     shape, clock = bench.scale.shapes[0], bench.clock
     draw = torch.Generator().manual_seed(1)
-    tokens = torch.randn(shape.tokens, shape.hidden, generator=draw).to(clock.device, clock.dtype)
-    plain = transformers_block(shape, clock)
-    steps = {UNMODIFIED: Step(plain, tokens[None])}
+    tokens = torch.randn(1, shape.tokens, shape.hidden, generator=draw)
+    tokens = tokens.to(clock.device, clock.dtype).requires_grad_()
+    blocks = {UNMODIFIED: transformers_block(shape, clock)}
     for plane in ("messages", "auto") if bench.on_gpu else ("messages",):
-        balanced = copy.deepcopy(plain)
+        blocks[f"balanced, {plane}"] = balanced = copy.deepcopy(blocks[UNMODIFIED])
         balance(balanced, policy="none", data_plane=plane)
-        steps[f"balanced, {plane}"] = Step(balanced, tokens[None])
-    for name, step in steps.items():
-        step()
-        step.compare(name, steps[UNMODIFIED])
+
+    def step(block: Any) -> torch.Tensor:
+        block.zero_grad(set_to_none=True)
+        tokens.grad = None
+        y: torch.Tensor = block(tokens)
+        y.sum().backward()
+        return y
+
+    wanted, gradient = step(blocks[UNMODIFIED]), tokens.grad
+    for name, block in blocks.items():
+        check_close(f"outputs of {name}", step(block), wanted)
+        check_close(f"gradients of {name}", tokens.grad, gradient)
+    steps = {name: partial(step, block) for name, block in blocks.items()}
     times = alternating_ms(clock, steps, bench.scale.rounds, bench.scale.steps, warmup=2)
     lines = []
     for name, ms in times.items():

@@ -80,7 +80,6 @@ class Scale:
     seeds: int = 5
     tokens: int = 8192
     numbers: int = 18_874_368  # of a gradient
-    homes: int = 8  # home experts of the rank that pulls
     pull_fans: Counts = (1, 2, 4, 7)
     schedule_sizes: Sizes = ((8, 128), (64, 256), (256, 1024))
     barriers: Counts = (2, 8)  # ranks
@@ -112,7 +111,6 @@ TOY = Scale(
     seeds=2,
     tokens=64,
     numbers=1000,
-    homes=2,
     pull_fans=(1, 2),
     schedule_sizes=((4, 8),),
     barriers=(2,),
@@ -177,16 +175,17 @@ def reduce(bench: Bench) -> None:
     clock, scale, lines, plain_rate = bench.clock, bench.scale, [], copy_rate(bench)
     programs = 4 * clock.multiprocessors if isinstance(clock, Gpu) else 2  # of the data plane
     pull = Pull(bench, programs)
-    for experts, zero in product(copied_experts(scale), (False, True)):
-        us, moved = pull.time(experts, zero), experts.moved(scale.numbers, zero)
+    for fan, zero in product(scale.pull_fans, (False, True)):
+        us = pull.time(fan, zero)
+        moved = 4 * scale.numbers * (2 + fan * (2 if zero else 1))  # bytes read and written
         floor = moved / plain_rate
-        case = {"copies": experts.name, "zeros": "yes" if zero else "no", "programs": programs}
+        case = {"copies": f"fan {fan}", "zeros": "yes" if zero else "no", "programs": programs}
         values = {TIME: us, RATE: moved / us / 1e6, FLOOR: floor, OF_FLOOR: floor / us}
         lines.append(Line(case, values))
     bench.table("reduce: fp32 gradients of replicas, pulled; zeros: slots are cleared", lines)
     bench.report.note(
         f"fan 4: 4 replicas of one expert of {scale.numbers / 1e6:.1f} M numbers. Floor: replica\n"
-        "gradients read, home gradients read and written, zeros written, at the rate of a copy."
+        "gradients read, home gradient read and written, zeros written, at the rate of a copy."
     )
 
 
@@ -418,85 +417,54 @@ class Transfer:
                 raise Mismatch(f"the slot of rank {host} is wrong after sending {self._copies}")
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """Replicas (expert, host) of experts of rank 0, in plan order."""
-
-    name: str
-    replicas: tuple[tuple[int, int], ...]
-
-    @property
-    def experts(self) -> list[int]:
-        return sorted({expert for expert, _ in self.replicas})
-
-    def moved(self, numbers: int, zero: bool) -> int:
-        """Bytes moved: home gradients are read and written, replica gradients read (and zeroed)."""
-        return 4 * numbers * (2 * len(self.experts) + len(self.replicas) * (2 if zero else 1))
-
-
-def copied_experts(scale: Scale) -> list[Copied]:
-    """One expert with several replicas, and several experts with one each."""
-    single = [
-        Copied(f"fan {fan}", tuple((0, host) for host in range(1, fan + 1)))
-        for fan in scale.pull_fans
-    ]
-    each = tuple((expert, expert + 1) for expert in range(scale.homes))
-    return [*single, Copied(f"{scale.homes} x fan 1", each)]
-
-
 class Pull:
-    """Rank 0 adds up the gradients of its replicas on other ranks."""
+    """Rank 0 adds up the gradients of the replicas of its expert on other ranks."""
 
     def __init__(self, bench: Bench, programs: int) -> None:
         from ultraep.backends.triton.streamer import Streamer
 
         scale, device, self._clock = bench.scale, bench.clock.device, bench.clock
-        ranks = 1 + max(scale.homes, *scale.pull_fans)
+        ranks = 1 + max(scale.pull_fans)
         group = LocalPeers(ranks, device)
-        topology = Topology(ranks=ranks, experts=ranks * scale.homes, slots=1)
+        topology = Topology(ranks=ranks, experts=ranks, slots=1)
         self._streamer = Streamer(signals_of(group, 0), topology, relay="direct", programs=1)
         self._layout, self._programs = scale.layout, programs
         self._rows = group.of(0).allocate("gradients", 4 * scale.numbers)
-        self._gradient_of_host = [
+        self._replicas = [
             group.of(rank).allocate("gradients", 4 * scale.numbers).local.view(torch.float32)
-            for rank in range(ranks)
+            for rank in range(1, ranks)
         ]
-        self._gradients_HP = torch.zeros(scale.homes, scale.numbers, device=device)
-        self._fresh_HP = torch.randn(scale.homes, scale.numbers, device=device)
+        self._home_1P = torch.zeros(1, scale.numbers, device=device)
         self._fresh_RP = torch.randn(ranks, scale.numbers, device=device)
         self._made = torch.zeros(self._streamer.size, dtype=torch.int32, device=device)
 
-    def time(self, copied: Copied, zero: bool) -> float:
-        """Microseconds of a pull; the sums of the last one are compared."""
+    def time(self, fan: int, zero: bool) -> float:
+        """Microseconds of a pull from `fan` replicas; the sum of the last one is compared."""
         from ultraep.backends.triton.streamer import pull
 
-        rows = [(*copy, 0) for copy in copied.replicas]
+        rows = [(0, host, 0) for host in range(1, fan + 1)]
         replicas_C3 = as_replicas(rows, self._streamer.copies, self._made.device)
         self._streamer.schedule(replicas_C3, self._layout, self._made)
-        arguments = self._gradients_HP, self._rows, self._made, self._streamer
+        arguments = self._home_1P, self._rows, self._made, self._streamer
         call = partial(pull, *arguments, programs=self._programs, zero=zero)
-        us = self._clock.us(call, partial(self._renew, copied))
-        self._check(copied, zero)
+        us = self._clock.us(call, partial(self._renew, fan))
+        self._check(fan, zero)
         return us
 
-    def _renew(self, copied: Copied) -> None:
+    def _renew(self, fan: int) -> None:
         """Restore the gradients to their state before the first pull."""
-        for expert in copied.experts:
-            self._gradients_HP[expert].copy_(self._fresh_HP[expert])
-        for _, host in copied.replicas:
-            self._gradient_of_host[host].copy_(self._fresh_RP[host])
+        self._home_1P.copy_(self._fresh_RP[:1])
+        for rank in range(fan):
+            self._replicas[rank].copy_(self._fresh_RP[rank + 1])
 
-    def _check(self, copied: Copied, zero: bool) -> None:
-        for expert in copied.experts:
-            want = self._fresh_HP[expert].clone()
-            for _, host in (copy for copy in copied.replicas if copy[0] == expert):
-                want += self._fresh_RP[host]
-            if not torch.equal(self._gradients_HP[expert], want):
-                raise Mismatch(f"the gradient of expert {expert}: {copied.name}")
-        for _, host in copied.replicas:
-            left = self._gradient_of_host[host]
-            if not (bool((left == 0).all()) if zero else torch.equal(left, self._fresh_RP[host])):
-                raise Mismatch(f"the gradient that rank {host} holds: {copied.name}")
+    def _check(self, fan: int, zero: bool) -> None:
+        home, *replicas = self._fresh_RP[: fan + 1]
+        if not torch.equal(self._home_1P[0], sum(replicas, start=home)):
+            raise Mismatch(f"the sum of {fan} replica gradients")
+        for rank, fresh in enumerate(replicas):
+            left = self._replicas[rank]
+            if not (bool((left == 0).all()) if zero else torch.equal(left, fresh)):
+                raise Mismatch(f"the gradient that rank {rank + 1} holds, of {fan} replicas")
 
 
 SECTIONS = {

@@ -139,26 +139,6 @@ def check_close(what: str, got: torch.Tensor | None, want: torch.Tensor | None) 
         raise Mismatch(f"{what}: relative error {error:.2g}, the limit is {limit}")
 
 
-class Step:
-    """Forward and backward of a framework's layer; stores the last outputs."""
-
-    def __init__(self, layer: Any, tokens: torch.Tensor) -> None:
-        self.layer, self.tokens = layer, tokens.clone().requires_grad_()
-        self.y = torch.empty(0)
-
-    def __call__(self) -> None:
-        self.layer.zero_grad(set_to_none=True)
-        self.tokens.grad = None
-        y = self.layer(self.tokens)
-        self.y = y[0] if isinstance(y, tuple) else y  # some layers also return a bias
-        self.y.sum().backward()
-
-    def compare(self, name: str, other: Step) -> None:
-        """Raise if outputs or token gradients differ from another step."""
-        check_close(f"outputs of {name}", self.y, other.y)
-        check_close(f"gradients of {name}", self.tokens.grad, other.tokens.grad)
-
-
 def slowest(step: Call, count: int, device: torch.device) -> Spent:
     """Wall and CPU seconds per step of `count` steps in a row, the maximum over all ranks."""
     wait = torch.cuda.synchronize if device.type == "cuda" else nothing

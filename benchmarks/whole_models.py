@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from load_cases import Shape
+from load_cases import HotRank, Shape
 from numpy.random import default_rng
 from torch import nn
 
@@ -27,8 +27,9 @@ VOCABULARY = 256  # bytes of text
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Shape):
-    """A model, and how it is measured."""
+    """A model, its load with one hot rank, and how it is measured."""
 
+    hot: HotRank
     layers: int = 4
     heads: int = 16
     sequence_length: int = 2048
