@@ -34,7 +34,6 @@ from ultraep.runtime.control import ControlPlane, DeviceRoutes
 
 INNER = 20  # calls per graph
 SIZES = ((8, 128), (16, 128), (64, 256), (72, 288), (256, 1024), (1024, 4096))  # ranks, experts
-QUICK_SIZES = SIZES[:4]
 VARIANTS: tuple[dict[str, Any], ...] = (
     *({"slots": 2}, {"tolerance": 0.01}, {"domain": 8}, {"ids": "int32"}),
 )
@@ -279,5 +278,5 @@ def stages(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    scales = {"toy": TOY, "quick": Scale(sizes=QUICK_SIZES), "full": Scale()}
+    scales = {"toy": TOY, "quick": Scale(sizes=SIZES[:4]), "full": Scale()}
     main("control", __doc__, {"stages": stages}, scales, needs=KERNELS)

@@ -50,7 +50,6 @@ class Size:
     microbatches: int = 1000
     top_k: int = 8
     tokens: int = 4096
-    seed: int = 0
 
     @property
     def records(self) -> int:
@@ -75,7 +74,7 @@ class Drawn:
             ratio=ratio,
             top_k=self.size.top_k,
             tokens=self.size.tokens,
-            seed=self.size.seed + number,
+            seed=number,
             shuffled=True,
         )
         return ultraep.plan(loads, self.topology, self.config)
@@ -170,7 +169,7 @@ def pieces(drawn: Drawn) -> Iterator[tuple[int, int, int, int]]:
 
 def write_trace(folder: Path, size: Size) -> None:
     """Write the whole trace into a new folder."""
-    drawn, rng = Drawn(size), np.random.default_rng(size.seed)
+    drawn, rng = Drawn(size), np.random.default_rng(0)
     for rank in range(size.ranks):
         (folder / rank_folder(rank)).mkdir(parents=True)
     write_text(folder / HEADER_FILE, drawn.header.to_json() + "\n")
