@@ -72,10 +72,9 @@ class Setting:
 
     @property
     def case(self) -> Case:
-        sizes = {"ranks": self.ranks, "experts": self.experts, "slots": self.slots}
-        sizes |= {"domain": self.domain or self.ranks}
-        settings = {"tolerance": self.tolerance, "objective": "balance", "ids": self.ids}
-        return {**sizes, **settings, "load": self.kind.name}
+        names = ("ranks", "experts", "slots", "domain", "tolerance", "ids")
+        case = {name: getattr(self, name) for name in names} | {"load": self.kind.name}
+        return case | {"domain": self.domain or self.ranks, "objective": "balance"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

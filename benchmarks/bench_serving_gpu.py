@@ -26,7 +26,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ VOCABULARY = 256  # bytes of text
 COMPARED = 4  # microbatches whose first tokens are compared
 FULL = 4  # microbatches of a trial at full load
 TRIALS = 3
+TURN_FIELDS = ("variant", "rate", "number", "waited", "tokens", "seconds", "before", "after")
 LONGEST_TURN = 3.0  # seconds of arrivals
 # Rounding in bfloat16 changes near ties, of first tokens and of the experts that routers choose.
 # Unrelated logits differ by 1.4.
@@ -275,7 +276,7 @@ def on_rank(number: int, scale: Scale, cuda: bool, began: float) -> dict[str, An
     routings = {}
     for routing, speeds in full_load.items():
         turns = rank.turns(routing, seconds, from_first(speeds[NONE]))
-        served = [asdict(turn) for turn in turns]
+        served = [{name: getattr(turn, name) for name in TURN_FIELDS} for turn in turns]
         routings[routing] = {"turns": served, "full load": speeds, "equal": equal[routing]}
     rank.balanced.close()
     return {"routings": routings, "seconds": seconds}
