@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ultraep.arrays import IntArray
 from ultraep.config import NO_RATES, BalanceConfig
 from ultraep.topology import Topology
+
+NO_SPEEDS: IntArray = np.empty(0, dtype=np.int64)
 
 
 class Limits(NamedTuple):
@@ -24,6 +28,7 @@ class Limits(NamedTuple):
     tolerance_parts: int = 0  # millionths above the mean that a rank may serve
     min_tokens: int = 1  # rows per replica
     rates: tuple[int, int, int, int] = NO_RATES  # of `config.Rates`; all 0: ignore time
+    speeds: IntArray = NO_SPEEDS  # [R] thousandths of the nominal speed; empty: equal
 
     @classmethod
     def of(cls, topology: Topology, config: BalanceConfig) -> Limits:
@@ -37,4 +42,5 @@ class Limits(NamedTuple):
             config.tolerance_parts,
             config.min_tokens_per_replica,
             config.rates_for(topology.ranks * topology.slots),
+            np.array(config.speeds_for(topology.ranks), dtype=np.int64),
         )
