@@ -102,6 +102,7 @@ configs = st.builds(
     locality=st.booleans(),
 )
 
+
 def with_speeds(draw: st.DrawFn, config: BalanceConfig, ranks: int) -> BalanceConfig:
     """Return the config with speeds of all ranks: some or all equal, near, or far apart."""
     speed = st.sampled_from(
