@@ -12,7 +12,7 @@ from numba import njit
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.members import EMPTIEST, FULLEST
-from ultraep.config import MAX_THRESHOLD, PARTS, UNLIMITED
+from ultraep.config import MAX_ROWS, MAX_THRESHOLD, PARTS, UNLIMITED
 
 
 class SortedDomain(NamedTuple):
@@ -104,7 +104,7 @@ def limits_at(domain, threshold):
     """[R] most rows of every rank."""
     if len(domain.speeds) == 0:
         return np.full(len(domain.rank_loads), threshold, np.int64)
-    return min(threshold, MAX_THRESHOLD) * domain.speeds // PARTS
+    return np.minimum(min(threshold, MAX_THRESHOLD) * domain.speeds // PARTS, MAX_ROWS)
 
 
 @njit(cache=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 
-from ultraep.config import PARTS, UNITS_PER_ROW, UNLIMITED
+from ultraep.config import MAX_ROWS, PARTS, UNITS_PER_ROW, UNLIMITED
 
 MOST_RANKS = 128  # of a domain in which circles are searched: every pair of ranks is examined
 EMPTIEST, FULLEST, SMALLEST = range(3)  # host; donor; donor with the least surplus
@@ -47,7 +47,7 @@ class Domain:
 
     def limits(self, threshold: int) -> list[int]:
         """Return the most rows of every rank."""
-        return [threshold * weight // self.scale for weight in self.weights]
+        return [min(threshold * weight // self.scale, MAX_ROWS) for weight in self.weights]
 
     def peak(self, rank_loads: list[int]) -> int:
         """Return the least threshold that allows these loads."""
