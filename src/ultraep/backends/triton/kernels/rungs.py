@@ -147,7 +147,7 @@ def publish_quickest(
         best = SHAPE.BUFFERS - 1
         if chosen >= 0:
             at = outcome_of(tried.outcomes, index, chosen, attempts)
-            best = tl.load(at + BUFFER, cache_modifier=".cg")
+            best = tl.load(at + BUFFER, cache_modifier=".cg").to(tl.int32)
         of_domain = state.at_domain(tried, index, problem, SHAPE)
         search.publish(plan, of_domain, index, best, problem, SHAPE)
 

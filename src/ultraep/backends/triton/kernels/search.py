@@ -249,12 +249,12 @@ def least_that_is_met(
         is_met = above <= 0
         met += is_met.to(tl.int32)
         gain = above_last - above
-        share = excess_share(end_G, now, domain, problem, SHAPE)
         if SHAPE.SPEEDS:
-            step = tl.where(gain > 0, steps_of_speeds(above, gain, now - last), share)
+            steps = steps_of_speeds(above, gain, now - last)
         else:
             steps = tl.maximum(above, 0).to(tl.int64) * (now - last) + gain - 1
-            step = tl.where(gain > 0, steps // tl.maximum(gain, 1), share)
+            steps = steps // tl.maximum(gain, 1)
+        step = tl.where(gain > 0, steps, excess_share(end_G, now, domain, problem, SHAPE))
         failed = tl.where(is_met, failed, now)
         above_last = tl.where(is_met, above_last, above)
         last = tl.where(is_met, last, now)
@@ -351,7 +351,7 @@ def search(
     tried = state.at_domain(tried, domain, problem, SHAPE)
     if FIRST:
         threshold, peak = try_alone(home, tried, domain, problem, SHAPE)
-        best = threshold * 0
+        best = domain * 0
         alias_peak = peak
     else:
         best, threshold, peak = best_of_members(tried, SHAPE)
