@@ -156,7 +156,7 @@ class BalanceConfig:
         if self.rates is not None and not isinstance(self.rates, Rates):
             raise ConfigError(f"rates must be Rates or None, got {self.rates!r}")
         if self.speeds is not None:
-            object.__setattr__(self, "speeds", _checked_speeds(self.speeds))
+            object.__setattr__(self, "speeds", checked_speeds(self.speeds))
 
     @property
     def replica_limit(self) -> int:
@@ -178,7 +178,8 @@ class BalanceConfig:
                 'objective="balance"'
             )
         row, copy, each, layer = self.rates.numbers
-        slowest = min(self.speeds) if self._speeds_differ else NOMINAL_SPEED
+        slowest = min(self.speeds or (), default=NOMINAL_SPEED)
+        slowest = slowest if self._speeds_differ else NOMINAL_SPEED
         while row * NOMINAL_SPEED > MOST_PER_ROW * slowest:  # plans stay the same
             row, copy, each, layer = row // 10, copy // 10, each // 10, layer // 10
         return row, copy, each, layer
@@ -209,10 +210,11 @@ def speeds_from_text(text: str) -> tuple[int, ...]:
         raise ConfigError(
             f"speeds must be integers separated by commas, such as 1000,900, got {text!r}"
         )
-    return _checked_speeds(tuple(map(int, parts)))
+    return checked_speeds(tuple(map(int, parts)))
 
 
-def _checked_speeds(speeds: object) -> tuple[int, ...]:
+def checked_speeds(speeds: object) -> tuple[int, ...]:
+    """Return the speeds as a tuple; raise if one of them, or their ratio, is out of range."""
     if isinstance(speeds, str) or not isinstance(speeds, Iterable):
         raise ConfigError(f"speeds must be integers, one for each rank, or None, got {speeds!r}")
     values = tuple(speeds)

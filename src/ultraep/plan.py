@@ -7,7 +7,7 @@ host, quota; `replicas` of a plan has columns expert, host, spare slot.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,12 +105,12 @@ class Plan:
 
         With speeds: rows over speed of the slowest rank to finish, over that of a perfect balance.
         """
-        return self._over_mean(self._peak(self.rank_loads))
+        return self._over_mean(peak_of(self.rank_loads, self.speeds)[0])
 
     @property
     def initial_imbalance(self) -> float:
         """The imbalance without replicas."""
-        return self._over_mean(self._peak(self.initial_rank_loads))
+        return self._over_mean(peak_of(self.initial_rank_loads, self.speeds)[0])
 
     @property
     def lower_bound(self) -> float:
@@ -141,6 +141,11 @@ class Plan:
     def rate_numbers(self) -> tuple[int, int, int, int]:
         """The rates as traces store them; zeros: no rates."""
         return NO_RATES if self.rates is None else self.rates.numbers
+
+    @property
+    def speed_numbers(self) -> tuple[int, ...]:
+        """The speed of every rank as traces store them; zeros: equal."""
+        return self.speeds or (0,) * self.topology.ranks
 
     @property
     def time(self) -> int | None:
@@ -254,15 +259,8 @@ class Plan:
         return f", {planned:.3g} ms by its rates, {without:.3g} without replicas"
 
     def _time(self, rates: Rates, rank_loads: IntArray, transfers: int, copies: int) -> int:
-        unit = UNITS_PER_ROW if self.speeds else 1
-        peak = self._peak(rank_loads)
+        peak, unit = peak_of(rank_loads, self.speeds)
         return rates.time(peak=peak, unit=unit, transfers=transfers, copies=copies)
-
-    def _peak(self, rank_loads: IntArray) -> int:
-        """Return the least threshold that allows these loads."""
-        if self.speeds:
-            rank_loads = -(-rank_loads * PARTS // np.array(self.speeds))
-        return _largest(rank_loads)
 
     def _over_mean(self, peak: int) -> float:
         if not self.total:
@@ -327,6 +325,17 @@ def _with_split(problem: Problem, placed_C3: IntArray) -> Plan:
     replicas[:, 2] = slots
     arrays = (problem.loads, replicas, quotas, split_CR, rank_loads)
     return Plan(topology, problem.config, *map(frozen, arrays))
+
+
+def peak_of(rank_loads: IntArray, speeds: Sequence[int]) -> tuple[int, int]:
+    """Return the least threshold that allows these loads, and how many units of it are a row.
+
+    Without speeds, or with (), the threshold counts rows; otherwise thousandths of a row at nominal
+    speed.
+    """
+    if not speeds:
+        return _largest(rank_loads), 1
+    return _largest(-(-rank_loads * PARTS // np.array(speeds))), UNITS_PER_ROW
 
 
 def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:

@@ -107,8 +107,10 @@ def mean_of(domain):
         return -(-total // weight)
     low, high = total // weight, total // weight + ranks * PARTS // weight + 2
     while low < high:
-        middle = (low + high) // 2
-        if limits_at(domain, middle).sum() >= rows:
+        middle, allowed = (low + high) // 2, 0
+        for speed in domain.speeds:
+            allowed += middle * speed // PARTS
+        if allowed >= rows:
             high = middle
         else:
             low = middle + 1

@@ -108,7 +108,9 @@ class Planner:
         # Domains whose rows a program loads together.
         self.step_over_domains = power(min(self.domains, max(1, 2048 // tile)))
         held, one_slot = power(max(1, self.held)), self.slots == 1
-        self.shape = state.Shape(self.H, self.G, held, one_slot, self.buffers, self.members)
+        self.shape: state.Shape = state.Shape(
+            self.H, self.G, held, one_slot, self.buffers, self.members
+        )
 
     def _tables(
         self, experts_by_rank: IntArray, first_of_rank: IntArray, device: torch.device
