@@ -321,24 +321,25 @@ def speeds(bench: Bench) -> None:
             continue
         for kind, seed in product(zipf_kinds(scale.ratios), range(scale.seeds_at(ranks))):
             loads = kind.draw(ranks, experts, tokens=scale.tokens, seed=seed)
-            case = {"ranks": ranks, "experts": experts, "load": kind.name}
-            samples.add(case, _by_speeds(loads, seed))
-    recorded_on = scale.trace_ranks if scale.trace is not None else ()
-    for ranks in recorded_on:
+            topology = Topology(ranks=ranks, experts=experts)
+            samples.add(_case(topology, load=kind.name), _by_speeds(loads, topology, seed))
+    if scale.trace is not None:
         recorded = RecordedRouting(scale.trace, scale.experts, scale.window)
-        for seed, (loads, _) in enumerate(recorded.microbatches(ranks)):
-            case = {"ranks": ranks, "experts": loads.shape[1], "load": "recorded"}
-            samples.add(case, _by_speeds(loads, seed))
+        for ranks in scale.trace_ranks:
+            for seed, (loads, _) in enumerate(recorded.microbatches(ranks)):
+                topology = Topology(ranks=ranks, experts=loads.shape[1])
+                samples.add(_case(topology, load="recorded"), _by_speeds(loads, topology, seed))
     bench.table("speeds", samples.lines())
 
 
-def _by_speeds(loads: IntArray, seed: int) -> Values:
-    ranks, experts = loads.shape
-    topology = Topology(ranks=ranks, experts=experts)
-    drawn = np.random.default_rng(seed).integers(800, 1001, ranks)
+def _by_speeds(loads: IntArray, topology: Topology, seed: int) -> Values:
+    ranks = topology.ranks
+    drawn: IntArray = np.random.default_rng(seed).integers(800, 1001, ranks)
     config = BalanceConfig(objective="balance")
     by_rows = partial(ultraep.plan, loads, topology, config)
-    by_speeds = partial(ultraep.plan, loads, topology, replace(config, speeds=drawn.tolist()))
+    by_speeds = partial(
+        ultraep.plan, loads, topology, replace(config, speeds=list(map(int, drawn)))
+    )
     plan = by_speeds()
     plan.check(loads)
     ideal = plan.total / drawn.sum()

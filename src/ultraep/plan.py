@@ -286,6 +286,7 @@ def plan(
     history: `[..., expert]` past loads, for policies that use them (eplb, lplb, flashlb).
     """
     policy = get_policy(config.policy)
+    config.speeds_for(topology.ranks)  # raises if their number is wrong
     engine = select(backend, device_of(loads))
     loads_RE = as_loads(loads, topology)
     past_E = _past(history, policy, topology)

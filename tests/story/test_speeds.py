@@ -210,9 +210,10 @@ def test_bad_speeds_are_refused(speeds, message):
 
 def test_speeds_must_fit_the_ranks():
     loads, topology = NAMED["zipf"]
-    config = BalanceConfig(speeds=(1000, 900))
-    with pytest.raises(ConfigError, match="each of the 16 ranks, got 2"):
-        ultraep.plan(loads, topology, config)
+    for policy in ("ultraep", "none", "echo"):
+        config = BalanceConfig(policy=policy, speeds=(1000, 900))
+        with pytest.raises(ConfigError, match="each of the 16 ranks, got 2"):
+            ultraep.plan(loads, topology, config)
 
 
 def test_a_static_capacity_needs_equal_speeds():

@@ -65,7 +65,7 @@ class Planner:
         """
         self.rates, self.timed = self._on_device(rates), self.num_attempts > 0 and rates != NO_RATES
         self.speeds = self._on_device(speeds) if speeds else None
-        self.shape = self.shape._replace(SPEEDS=bool(speeds))
+        self.shape = self._shape._replace(SPEEDS=bool(speeds))
         self.tried = self._wide_tried if speeds else self._tried
         # Arguments that all first attempts take, in their order.
         self.settings = (
@@ -108,9 +108,7 @@ class Planner:
         # Domains whose rows a program loads together.
         self.step_over_domains = power(min(self.domains, max(1, 2048 // tile)))
         held, one_slot = power(max(1, self.held)), self.slots == 1
-        self.shape: state.Shape = state.Shape(
-            self.H, self.G, held, one_slot, self.buffers, self.members
-        )
+        self._shape = state.Shape(self.H, self.G, held, one_slot, self.buffers, self.members)
 
     def _tables(
         self, experts_by_rank: IntArray, first_of_rank: IntArray, device: torch.device
