@@ -338,7 +338,7 @@ def _by_speeds(loads: IntArray, topology: Topology, seed: int) -> Values:
     config = BalanceConfig(objective="balance")
     by_rows = partial(ultraep.plan, loads, topology, config)
     by_speeds = partial(
-        ultraep.plan, loads, topology, replace(config, speeds=list(map(int, drawn)))
+        ultraep.plan, loads, topology, replace(config, speeds=tuple(map(int, drawn)))
     )
     plan = by_speeds()
     plan.check(loads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ultraep.errors import ConfigError
 
@@ -133,7 +134,7 @@ class BalanceConfig:
     locality: bool = True
     objective: str = "time"
     rates: Rates | None = None
-    speeds: Sequence[int] | None = None
+    speeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -178,8 +179,7 @@ class BalanceConfig:
                 'objective="balance"'
             )
         row, copy, each, layer = self.rates.numbers
-        slowest = min(self.speeds or (), default=NOMINAL_SPEED)
-        slowest = slowest if self._speeds_differ else NOMINAL_SPEED
+        slowest = min(_unless_equal(self.speeds or ()), default=NOMINAL_SPEED)
         while row * NOMINAL_SPEED > MOST_PER_ROW * slowest:  # plans stay the same
             row, copy, each, layer = row // 10, copy // 10, each // 10, layer // 10
         return row, copy, each, layer
@@ -192,11 +192,7 @@ class BalanceConfig:
             raise ConfigError(
                 f"speeds must have one value for each of the {ranks} ranks, got {len(self.speeds)}"
             )
-        return tuple(self.speeds) if self._speeds_differ else ()
-
-    @property
-    def _speeds_differ(self) -> bool:
-        return len(set(self.speeds or ())) > 1
+        return _unless_equal(self.speeds)
 
 
 def speeds_from_text(text: str) -> tuple[int, ...]:
@@ -234,6 +230,11 @@ def checked_speeds(speeds: object) -> tuple[int, ...]:
             f"{values.index(slowest)} and {fastest} for rank {values.index(fastest)}"
         )
     return values
+
+
+@lru_cache(maxsize=256)
+def _unless_equal(speeds: tuple[int, ...]) -> tuple[int, ...]:
+    return speeds if len(set(speeds)) > 1 else ()
 
 
 def two_digits(number: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,12 @@ from ultraep.config import NO_RATES, BalanceConfig
 from ultraep.topology import Topology
 
 NO_SPEEDS: IntArray = np.empty(0, dtype=np.int64)
+
+
+@lru_cache(maxsize=256)
+def as_array(speeds: tuple[int, ...]) -> IntArray:
+    """Return the speeds as an array, which nobody may change."""
+    return np.array(speeds, dtype=np.int64)
 
 
 class Limits(NamedTuple):
@@ -42,5 +49,5 @@ class Limits(NamedTuple):
             config.tolerance_parts,
             config.min_tokens_per_replica,
             config.rates_for(topology.ranks * topology.slots),
-            np.array(config.speeds_for(topology.ranks), dtype=np.int64),
+            as_array(config.speeds_for(topology.ranks)),
         )

@@ -26,7 +26,7 @@ LIMITED = 1 + len(LINKS)  # attempts at the lowest rung with few links
 def improve(domain, threshold, placed, peak, num_copies):
     """Replace the attempt of `alias` in `placed` by a cheaper one; return peak and replicas."""
     first, ranks = domain.first, len(domain.rank_loads)
-    if threshold <= mean_of(domain):
+    if limits_at(domain, threshold - 1).sum() < domain.rank_loads.sum():  # at most the mean
         return peak, num_copies
     spare = np.empty_like(placed)
     best = cost_of(placed, num_copies, peak, threshold, first)
