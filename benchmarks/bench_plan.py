@@ -3,6 +3,7 @@
     python benchmarks/bench_plan.py                          # quality, tolerance, growth, small
     python benchmarks/bench_plan.py --only trace --trace FILE   # recorded routing
     python benchmarks/bench_plan.py --only optimum              # exact optima
+    python benchmarks/bench_plan.py --only speeds               # unequal ranks; also with --trace
     python benchmarks/bench_plan.py --toy                    # tiny, for CI
 
 `benchmarks/README.md` explains the tables. Shapes: R ranks, E experts.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -62,6 +63,10 @@ OPTIMUM = Metric("optimum_mean", "max/mean", "optimum")
 EXCESS = Metric("gap_to_optimum_mean", "share", "mean gap", ".5f")
 WORST_EXCESS = Metric("gap_to_optimum_worst", "share", "worst gap", ".5f", max)
 OPTIMAL = Metric("exactly_optimal", "share", "optimal", ".3f")
+BY_ROWS = Metric("time_of_equal_rows_mean", "over ideal", "equal rows")
+BY_SPEEDS = Metric("time_by_speeds_mean", "over ideal", "by speed")
+WORST_BY_SPEEDS = Metric("time_by_speeds_worst", "over ideal", "worst", combine=max)
+TIME_BY_ROWS = Metric("plan_time_of_equal_rows_p50", "us", "us equal", ".0f", median)
 UNPROVEN = Metric("unproven", "loads", "unproven", ".0f", sum)
 
 
@@ -297,6 +302,49 @@ def optimum(bench: Bench) -> None:
     )
 
 
+def speeds(bench: Bench) -> None:
+    """One slot, ranks at 80 to 100 % of the nominal speed: time over ideal, by rows and speeds."""
+    scale: Scale = bench.scale
+    samples = Samples()
+    for ranks, experts in scale.sizes:
+        if ranks > scale.detail[0]:
+            continue
+        for kind, seed in product(zipf_kinds(scale.ratios), range(scale.seeds_at(ranks))):
+            loads = kind.draw(ranks, experts, tokens=scale.tokens, seed=seed)
+            topology = Topology(ranks=ranks, experts=experts)
+            samples.add(_case(topology, load=kind.name), _by_speeds(loads, topology, seed))
+    if scale.trace is not None:
+        recorded = RecordedRouting(scale.trace, scale.experts, scale.window)
+        for ranks in scale.trace_ranks:
+            for seed, (loads, _) in enumerate(recorded.microbatches(ranks)):
+                topology = Topology(ranks=ranks, experts=loads.shape[1])
+                samples.add(_case(topology, load="recorded"), _by_speeds(loads, topology, seed))
+    bench.table("speeds", samples.lines())
+
+
+def _by_speeds(loads: IntArray, topology: Topology, seed: int) -> Values:
+    ranks = topology.ranks
+    drawn: IntArray = np.random.default_rng(seed).integers(800, 1001, ranks)
+    config = BalanceConfig(objective="balance")
+    by_rows = partial(ultraep.plan, loads, topology, config)
+    by_speeds = partial(
+        ultraep.plan, loads, topology, replace(config, speeds=tuple(map(int, drawn)))
+    )
+    plan = by_speeds()
+    plan.check(loads)
+    ideal = plan.total / drawn.sum()
+    return {
+        COUNT: 1,
+        BY_ROWS: float((by_rows().rank_loads / drawn).max() / ideal),
+        BY_SPEEDS: plan.imbalance,
+        WORST_BY_SPEEDS: plan.imbalance,
+        BOUND: plan.lower_bound,
+        COPIES: plan.num_replicas,
+        TIME_BY_ROWS: 1e6 * time_call(by_rows, repeats=5, warmup=1).p20,
+        TIME: 1e6 * time_call(by_speeds, repeats=5, warmup=1).p20,
+    }
+
+
 def _gap(plan: Plan) -> Values:
     """Compare a plan with the optimum; if it is not proven in time, the gap is unknown."""
     best = gap = None
@@ -331,6 +379,7 @@ SECTIONS = {
     "small": small,
     "trace": trace,
     "optimum": optimum,
+    "speeds": speeds,
 }
 OPTIONS: Extra = {
     "policies": (comma_list(BUILT_IN), "plan with these policies (default: all built-in ones)"),

@@ -37,6 +37,7 @@ CONFIGS = {
         rates=Rates(row=100_000, copy=200_000_000, each=1_000_000, layer=5_000_000)
     ),
 }
+SPEEDS = ", speeds"  # as the end of an objective: ranks differ in speed
 COUNT = Metric("loads", "loads", "n", ".0f", sum)
 TYPICAL = Metric("plan_time_p50", "us", "us", ".2f", median)
 SLOWEST = Metric("plan_time_max", "us", "slowest us", ".2f", max)
@@ -55,7 +56,7 @@ class Scale:
     windows: int  # recorded microbatches per size
     tokens: int  # per rank; of a recorded microbatch, of all ranks
     rounds: int
-    objectives: tuple[str, ...] = tuple(CONFIGS)
+    objectives: tuple[str, ...] = (*CONFIGS, f"balance{SPEEDS}", f"time, links{SPEEDS}")
     routing: Path | None = None
 
 
@@ -75,7 +76,7 @@ TOY = Scale(
     windows=1,
     tokens=16,
     rounds=1,
-    objectives=("balance", "time, both"),
+    objectives=("balance", f"time, both{SPEEDS}"),
 )
 
 
@@ -107,13 +108,21 @@ def check_plan(control: ControlPlane, loads_RE: torch.Tensor, wanted: ultraep.Pl
         raise Mismatch(f"the plan for {wanted.topology}, {wanted.config}")
 
 
+def config_of(objective: str, ranks: int) -> BalanceConfig:
+    """Return the config of an objective, if it says so with speeds between 80 and 100 %."""
+    config = CONFIGS[objective.removesuffix(SPEEDS)]
+    if not objective.endswith(SPEEDS):
+        return config
+    return replace(config, speeds=np.random.default_rng(0).integers(800, 1001, ranks).tolist())
+
+
 def plans(bench: Bench) -> None:
     """Measure all sizes, objectives and loads."""
     for ranks, experts in bench.scale.sizes:
         topology, samples = Topology(ranks=ranks, experts=experts), Samples()
         microbatches = loads_of(ranks, experts, bench.scale)
         for objective in bench.scale.objectives:
-            config = CONFIGS[objective]
+            config = config_of(objective, ranks)
             control = ControlPlane(topology, config, rows=1)
             loads_RE = torch.from_numpy(microbatches[0][1]).to(control.device, torch.int32)
             watch = bench.clock.stopwatch(partial(control.plan, loads_RE), INNER)

@@ -156,16 +156,16 @@ class Browser:
         return json.loads(text)
 
     def _note(self, event):
-        method, told = event.get("method"), event.get("params", {})
+        method, params = event.get("method"), event.get("params", {})
         if method == "Runtime.consoleAPICalled":
-            self.messages.append(" ".join(str(one.get("value", one)) for one in told["args"]))
+            self.messages.append(" ".join(str(one.get("value", one)) for one in params["args"]))
         elif method == "Runtime.exceptionThrown":
-            details = told["exceptionDetails"]
+            details = params["exceptionDetails"]
             self.messages.append(details.get("exception", {}).get("description", details["text"]))
         elif method == "Log.entryAdded":
-            self.messages.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+            self.messages.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(params["request"]["url"])
 
     # -- the page -------------------------------------------------------------------------------
 
@@ -193,10 +193,10 @@ class Browser:
     def press(self, *keys):
         for key in keys:
             text, code = KEYS.get(key, (key, ord(key.upper()[0])))
-            told = {"key": key, "windowsVirtualKeyCode": code}
+            params = {"key": key, "windowsVirtualKeyCode": code}
             down = {"type": "keyDown", "text": text} if text else {"type": "rawKeyDown"}
-            self.call("Input.dispatchKeyEvent", **down, **told)
-            self.call("Input.dispatchKeyEvent", type="keyUp", **told)
+            self.call("Input.dispatchKeyEvent", **down, **params)
+            self.call("Input.dispatchKeyEvent", type="keyUp", **params)
 
     def click(self, x, y):
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -99,6 +101,15 @@ configs = st.builds(
     max_replicas=st.sampled_from([None, None, 0, 1, 3]),
     locality=st.booleans(),
 )
+
+
+def with_speeds(draw: st.DrawFn, config: BalanceConfig, ranks: int) -> BalanceConfig:
+    """Return the config with speeds of all ranks: some or all equal, near, or far apart."""
+    speed = st.sampled_from(
+        draw(st.sampled_from([(800, 900, 950, 1000), (999, 1000), (100, 1000, 10_000), (997,)]))
+    )
+    return replace(config, speeds=draw(st.lists(speed, min_size=ranks, max_size=ranks)))
+
 
 timed_configs = st.builds(
     BalanceConfig,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ultraep.errors import ConfigError
 
 PARTS = 1_000_000  # the tolerance counts millionths: plans depend on integers only
+NOMINAL_SPEED = 1_000  # speeds count thousandths of it
+UNITS_PER_ROW = 1_000  # with speeds, thresholds count thousandths of a row at nominal speed
+SPEED_RANGE = (10, 10_000)
+MAX_SPEED_RATIO = 100
+MAX_ROWS = (1 << 31) - 1  # of a microbatch
+MAX_THRESHOLD = (MAX_ROWS + 1) * PARTS // SPEED_RANGE[0]  # all rows on the slowest rank
 MAX_TOLERANCE = 1_000.0
 MOST_DIGITS = 40  # of a number in a text; int() raises its own error beyond some thousand
 UNLIMITED = 1 << 40  # replicas, rows, picoseconds
@@ -87,13 +94,14 @@ class Rates:
         """Row, copy, each, layer: the order in which backends expect them."""
         return self.row, self.copy, self.each, self.layer
 
-    def time(self, *, peak: int, transfers: int, copies: int) -> int:
+    def time(self, *, peak: int, transfers: int, copies: int, unit: int = 1) -> int:
         """Return the picoseconds of a plan.
 
+        peak: rows of the fullest rank, in units of which a row has `unit`.
         transfers: most replicas that one rank receives or sends.
         """
         fixed = self.layer if copies else 0
-        return self.row * peak + self.copy * transfers + self.each * copies + fixed
+        return self.row * peak // unit + self.copy * transfers + self.each * copies + fixed
 
 
 RATE_NAMES = ("row", "copy", "each", "layer")
@@ -115,6 +123,8 @@ class BalanceConfig:
         tries larger tolerances, fewer replicas per rank and no replicas, and chooses the plan that
         is fastest according to the rates.
     rates: the cost of rows and replicas. Without rates, "time" plans like "balance".
+    speeds: of every rank, in thousandths of the nominal speed. Plans then balance rows over
+        speed, and `Rates.row` is the time of a row at nominal speed. None or equal: rows.
     """
 
     policy: str = "ultraep"
@@ -124,6 +134,7 @@ class BalanceConfig:
     locality: bool = True
     objective: str = "time"
     rates: Rates | None = None
+    speeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -142,6 +153,8 @@ class BalanceConfig:
         check_choice("objective", self.objective, OBJECTIVES)
         if self.rates is not None and not isinstance(self.rates, Rates):
             raise ConfigError(f"rates must be Rates or None, got {self.rates!r}")
+        if self.speeds is not None:
+            object.__setattr__(self, "speeds", checked_speeds(self.speeds))
 
     @property
     def replica_limit(self) -> int:
@@ -162,7 +175,63 @@ class BalanceConfig:
                 f"rates support at most {MOST_REPLICAS} spare slots, got {spare_slots}; use "
                 'objective="balance"'
             )
-        return self.rates.numbers
+        row, copy, each, layer = self.rates.numbers
+        slowest = min(_unless_equal(self.speeds or ()), default=NOMINAL_SPEED)
+        while row * NOMINAL_SPEED > MOST_PER_ROW * slowest:  # plans stay the same
+            row, copy, each, layer = row // 10, copy // 10, each // 10, layer // 10
+        return row, copy, each, layer
+
+    def speeds_for(self, ranks: int) -> tuple[int, ...]:
+        """Return the speeds for backends, one for each rank; none if all of them are equal."""
+        if self.speeds is None:
+            return ()
+        if len(self.speeds) != ranks:
+            raise ConfigError(
+                f"speeds must have one value for each of the {ranks} ranks, got {len(self.speeds)}"
+            )
+        return _unless_equal(self.speeds)
+
+
+def speeds_from_text(text: str) -> tuple[int, ...]:
+    """Parse speeds that are separated by commas.
+
+    >>> speeds_from_text("1000,900")
+    (1000, 900)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) <= MOST_DIGITS for part in parts):
+        raise ConfigError(
+            f"speeds must be integers separated by commas, such as 1000,900, got {text!r}"
+        )
+    return checked_speeds(tuple(map(int, parts)))
+
+
+def checked_speeds(speeds: object) -> tuple[int, ...]:
+    """Return the speeds as a tuple; raise if one of them, or their ratio, is out of range."""
+    if isinstance(speeds, str) or not isinstance(speeds, Iterable):
+        raise ConfigError(f"speeds must be integers, one for each rank, or None, got {speeds!r}")
+    values = tuple(speeds)
+    least, most = SPEED_RANGE
+    for rank, speed in enumerate(values):
+        if not isinstance(speed, int) or isinstance(speed, bool) or not least <= speed <= most:
+            raise ConfigError(
+                f"speeds must be integers between {least} and {most}, in thousandths of the "
+                f"nominal speed, got {speed!r} for rank {rank}"
+            )
+    if not values:
+        raise ConfigError("speeds must have one value for each rank, got none")
+    slowest, fastest = min(values), max(values)
+    if fastest > MAX_SPEED_RATIO * slowest:
+        raise ConfigError(
+            f"speeds must differ by at most a factor of {MAX_SPEED_RATIO}, got {slowest} for rank "
+            f"{values.index(slowest)} and {fastest} for rank {values.index(fastest)}"
+        )
+    return values
+
+
+@lru_cache(maxsize=256)
+def _unless_equal(speeds: tuple[int, ...]) -> tuple[int, ...]:
+    return speeds if len(set(speeds)) > 1 else ()
 
 
 def two_digits(number: int) -> int:

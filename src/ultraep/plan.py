@@ -7,7 +7,7 @@ host, quota; `replicas` of a plan has columns expert, host, spare slot.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
 from ultraep.backends.limits import Limits
-from ultraep.config import NO_RATES, BalanceConfig, Rates
+from ultraep.config import NO_RATES, PARTS, UNITS_PER_ROW, BalanceConfig, Rates
 from ultraep.errors import ConfigError, LoadError, PlanError, SlotError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
@@ -101,13 +101,16 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Rows of the fullest rank over the mean, with replicas; 1.0 is perfect."""
-        return self._over_mean(_largest(self.rank_loads))
+        """Rows of the fullest rank over the mean, with replicas; 1.0 is perfect.
+
+        With speeds: rows over speed of the slowest rank to finish, over that of a perfect balance.
+        """
+        return self._over_mean(peak_of(self.rank_loads, self.speeds)[0])
 
     @property
     def initial_imbalance(self) -> float:
-        """Rows of the fullest rank over the mean, without replicas."""
-        return self._over_mean(_largest(self.initial_rank_loads))
+        """The imbalance without replicas."""
+        return self._over_mean(peak_of(self.initial_rank_loads, self.speeds)[0])
 
     @property
     def lower_bound(self) -> float:
@@ -116,14 +119,18 @@ class Plan:
         It considers slots, domains and `max_replicas`, not `min_tokens_per_replica` or tolerance.
         """
         limits = Limits.of(self.topology, self.config)
-        tokens = select().lower_bound(self.loads.sum(axis=0), limits)
-        return self._over_mean(int(tokens))
+        return self._over_mean(int(select().lower_bound(self.loads.sum(axis=0), limits)))
 
     @property
     def initial_rank_loads(self) -> IntArray:
         """[R] rows that each rank would serve without replicas."""
         homes, ranks = self.topology.home_of_expert, self.topology.ranks
         return sum_by_rank(self.loads.sum(axis=0), homes, ranks)
+
+    @property
+    def speeds(self) -> tuple[int, ...]:
+        """The speed of every rank, in thousandths of the nominal speed; () if all are equal."""
+        return self.config.speeds_for(self.topology.ranks)
 
     @property
     def rates(self) -> Rates | None:
@@ -136,20 +143,24 @@ class Plan:
         return NO_RATES if self.rates is None else self.rates.numbers
 
     @property
+    def speed_numbers(self) -> tuple[int, ...]:
+        """The speed of every rank as traces store them; zeros: equal."""
+        return self.speeds or (0,) * self.topology.ranks
+
+    @property
     def time(self) -> int | None:
         """Estimated picoseconds, by the rates; None without rates."""
         if self.rates is None:
             return None
         transfers = max(self.max_ingress, self.max_egress)
-        peak = _largest(self.rank_loads)
-        return self.rates.time(peak=peak, transfers=transfers, copies=self.num_replicas)
+        return self._time(self.rates, self.rank_loads, transfers, self.num_replicas)
 
     @property
     def time_without_replicas(self) -> int | None:
         """Estimated picoseconds without replicas; None without rates."""
         if self.rates is None:
             return None
-        return self.rates.time(peak=_largest(self.initial_rank_loads), transfers=0, copies=0)
+        return self._time(self.rates, self.initial_rank_loads, 0, 0)
 
     @property
     def left_alone(self) -> bool:
@@ -249,8 +260,16 @@ class Plan:
         planned, without = (ps / PER_MS for ps in (self.time, self.time_without_replicas))
         return f", {planned:.3g} ms by its rates, {without:.3g} without replicas"
 
-    def _over_mean(self, tokens: int) -> float:
-        return tokens * self.topology.ranks / self.total if self.total else 1.0
+    def _time(self, rates: Rates, rank_loads: IntArray, transfers: int, copies: int) -> int:
+        peak, unit = peak_of(rank_loads, self.speeds)
+        return rates.time(peak=peak, unit=unit, transfers=transfers, copies=copies)
+
+    def _over_mean(self, peak: int) -> float:
+        if not self.total:
+            return 1.0
+        if self.speeds:
+            return peak * sum(self.speeds) / (PARTS * self.total)
+        return peak * self.topology.ranks / self.total
 
 
 def plan(
@@ -269,6 +288,7 @@ def plan(
     history: `[..., expert]` past loads, for policies that use them (eplb, lplb, flashlb).
     """
     policy = get_policy(config.policy)
+    config.speeds_for(topology.ranks)  # raises if their number is wrong
     engine = select(backend, device_of(loads))
     loads_RE = as_loads(loads, topology)
     past_E = _past(history, policy, topology)
@@ -308,6 +328,17 @@ def _with_split(problem: Problem, placed_C3: IntArray) -> Plan:
     replicas[:, 2] = slots
     arrays = (problem.loads, replicas, quotas, split_CR, rank_loads)
     return Plan(topology, problem.config, *map(frozen, arrays))
+
+
+def peak_of(rank_loads: IntArray, speeds: Sequence[int]) -> tuple[int, int]:
+    """Return the least threshold that allows these loads, and how many units of it are a row.
+
+    Without speeds, or with (), the threshold counts rows; otherwise thousandths of a row at nominal
+    speed.
+    """
+    if not speeds:
+        return _largest(rank_loads), 1
+    return _largest(-(-rank_loads * PARTS // np.array(speeds))), UNITS_PER_ROW
 
 
 def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:

@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,10 @@ def launches(
 
     run, JITFunction.run = JITFunction.run, record
     try:
-        launch_all(ranks, experts, slots, 0.0)
-        launch_all(ranks, experts, slots, 0.01)
-        launch_all(ranks, experts, slots, 0.0, row=1)
+        for speeds in ((), range(900, 900 + ranks)):
+            launch_all(ranks, experts, slots, 0.0, speeds)
+            launch_all(ranks, experts, slots, 0.01, speeds)
+            launch_all(ranks, experts, slots, 0.0, speeds, row=1)
         for hidden, ffn, biases in products:
             launch_products(experts // ranks, slots, hidden, ffn, biases, machine)
             launch_quantised(experts // ranks, slots, hidden, ffn, biases, machine)
@@ -149,7 +151,13 @@ def constants_of(source: Any) -> str:
 
 
 def launch_all(
-    ranks: int, experts: int, slots: int, tolerance: float, row: int = 0, rows: int = 4096
+    ranks: int,
+    experts: int,
+    slots: int,
+    tolerance: float,
+    speeds: Sequence[int],
+    row: int = 0,
+    rows: int = 4096,
 ) -> None:
     """Launch the control plane of one rank."""
     import torch
@@ -162,7 +170,7 @@ def launch_all(
 
     topology, config = (
         Topology(ranks=ranks, experts=experts, slots=slots),
-        BalanceConfig(tolerance=tolerance),
+        BalanceConfig(tolerance=tolerance, speeds=tuple(speeds) or None),
     )
     limits = Limits.of(topology, config)._replace(rates=(row, 0, 0, 0))
     planner = Planner(limits, locality=config.locality, device=torch.device("cpu"))

@@ -158,6 +158,8 @@ class Launch:
             value = self.given[name]
         else:
             value = scratch(256) if name in PRIVATE else DEFAULTS.get(name)
+        if isinstance(value, torch.Tensor):
+            return value.to(DEVICE)
         lists = (list, Memory, Addresses)
         return self.tensor(name, value) if isinstance(value, lists) else value
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import NAMED, assert_same_plan, configs, problems, timed_configs
+from cases import NAMED, assert_same_plan, configs, problems, timed_configs, with_speeds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,9 +45,18 @@ def test_quickest_plans(backend, problem, config):
 
 
 @pytest.mark.parametrize("backend", FAST)
-@given(problems(), configs)
-def test_bounds(backend, problem, config):
+@given(problems(), st.one_of(configs, timed_configs), st.data())
+def test_speeds(backend, problem, config, data):
     loads, topology = problem
+    assert_agrees(backend, loads, topology, with_speeds(data.draw, config, topology.ranks))
+
+
+@pytest.mark.parametrize("backend", FAST)
+@given(problems(), configs, st.data())
+def test_bounds(backend, problem, config, data):
+    loads, topology = problem
+    if data.draw(st.booleans()):
+        config = with_speeds(data.draw, config, topology.ranks)
     bounds = {
         backends.select(name).lower_bound(loads.sum(axis=0), Limits.of(topology, config))
         for name in ("reference", backend)

@@ -1,5 +1,6 @@
 """Every GPU kernel returns the bits of its twin; without a GPU, Triton interprets it."""
 
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -19,6 +20,7 @@ from cases import (
     problems,
     routings,
     timed_configs,
+    with_speeds,
 )
 from guard import watched
 from hypothesis import Phase, given, settings
@@ -118,6 +120,45 @@ def test_quickest_plans_of_random_cases(problem, config):
     assert_planned(*problem, config)
 
 
+def speeds_of(topology, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.choice([800, 900, 950, 1000, 1250], topology.ranks).tolist())
+
+
+@pytest.mark.parametrize("config", [EXACT, LOOSE, BalanceConfig(tolerance=0.3)], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_plans_of_named_cases_with_speeds(name, config):
+    loads, topology = NAMED[name]
+    assert_planned(loads, topology, replace(config, speeds=speeds_of(topology)))
+
+
+@only_interpreted
+@few
+@given(problems(), configs, st.data())
+def test_plans_of_random_cases_with_speeds(problem, config, data):
+    loads, topology = problem
+    assert_planned(loads, topology, with_speeds(data.draw, config, topology.ranks))
+
+
+@pytest.mark.slow
+@only_interpreted
+@few
+@given(problems(), timed_configs, st.data())
+def test_quickest_plans_of_random_cases_with_speeds(problem, config, data):
+    loads, topology = problem
+    assert_planned(loads, topology, with_speeds(data.draw, config, topology.ranks))
+
+
+def test_speeds_may_change_between_plans():
+    loads, topology = NAMED["zipf_two_slots"]
+    config = BalanceConfig(rates=Rates(row=1000, copy=10_000))
+    control = control_of(topology, config)
+    for speeds in (speeds_of(topology), None, speeds_of(topology, seed=1), [900] * 16):
+        assert control.use(replace(config, speeds=speeds))
+        actual = control.plan(on_device(loads)).to_host()
+        assert_same_plan(actual, ultraep.plan(loads, topology, replace(config, speeds=speeds)))
+
+
 def test_rates_may_change_between_plans():
     loads, topology = NAMED["zipf_two_slots"]
     control = control_of(topology, BalanceConfig(rates=Rates(row=1)))
@@ -159,6 +200,13 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_of_large_domains(name, config, by_groups):
     assert_planned(*LARGE[name], config)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_plans_of_large_domains_with_speeds(name, by_groups):
+    loads, topology = LARGE[name]
+    for config in (EXACT, LOOSE):
+        assert_planned(loads, topology, replace(config, speeds=speeds_of(topology)))
 
 
 @only_interpreted
@@ -289,11 +337,10 @@ def assert_attempts_agree(loads, topology, config):
                 expected.copies, key=by_host(expected)
             )
             assert planner.tried.attempt_loads[index, number].tolist() == expected.rank_loads
-            assert peak == (
-                expected.threshold if expected.peak <= expected.threshold else MAX_TOTAL
-            )
+            unmet = 1 << 62 if domains[index].speeds else MAX_TOTAL
+            assert peak == (expected.threshold if expected.peak <= expected.threshold else unmet)
             assert (made, transfers) == (len(expected.copies), expected.transfers)
-            assert at_home == max(domains[index].rank_loads)
+            assert at_home == domains[index].peak(domains[index].rank_loads)
     for index, expected in enumerate(exact):
         actual = [expected.peak, len(expected.copies), expected.transfers]
         assert planner.tried.outcomes[index, 0, 1:4].tolist() == actual
@@ -305,6 +352,26 @@ def assert_attempts_agree(loads, topology, config):
 @given(problems(), timed_configs)
 def test_all_attempts_by_time_are_those_of_the_reference(problem, config):
     assert_attempts_agree(*problem, config)
+
+
+@pytest.mark.slow
+@only_interpreted
+@few
+@given(problems(), timed_configs, st.data())
+def test_all_attempts_with_speeds_are_those_of_the_reference(problem, config, data):
+    loads, topology = problem
+    assert_attempts_agree(loads, topology, with_speeds(data.draw, config, topology.ranks))
+
+
+@only_interpreted
+@few
+@given(problems(), st.sampled_from([0.01, 0.1, 2.0]), st.sampled_from([1, 50]), st.data())
+def test_all_members_with_speeds_make_the_attempts_of_the_reference(
+    problem, tolerance, least, data
+):
+    loads, topology = problem
+    config = BalanceConfig(tolerance=tolerance, min_tokens_per_replica=least)
+    assert_members_agree(loads, topology, with_speeds(data.draw, config, topology.ranks))
 
 
 FEW_LINKS = BalanceConfig(rates=Rates(row=1000, copy=20_000, each=500))
@@ -322,12 +389,15 @@ def test_plans_by_time_of_named_cases(name, copy):
     loads, topology = NAMED[name]
     config = BalanceConfig(rates=Rates(row=1000, copy=copy, each=500))
     assert_planned(loads, topology, config)
+    assert_planned(loads, topology, replace(config, speeds=speeds_of(topology)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_by_time_of_large_domains(name, by_groups):
-    assert_planned(*LARGE[name], FEW_LINKS)
+    loads, topology = LARGE[name]
+    assert_planned(loads, topology, FEW_LINKS)
+    assert_planned(loads, topology, replace(FEW_LINKS, speeds=speeds_of(topology)))
 
 
 def test_members_of_large_domains_make_the_attempts_of_the_reference(by_groups):

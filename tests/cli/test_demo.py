@@ -1,11 +1,13 @@
 """`ultraep demo`: its output, on a terminal and elsewhere."""
 
+import io
 from dataclasses import replace
 
 import pytest
 
 from ultraep.errors import BackendUnavailable, CommunicationError
-from ultraep.tools.cli import demo
+from ultraep.tools.cli import demo, render
+from ultraep.tools.cli.terminal import Terminal
 from ultraep.tools.demo.result import DemoResult, Note, PolicyResult, Progress
 from ultraep.tools.demo.sizes import Sizes
 
@@ -74,9 +76,7 @@ def test_the_output_describes_setup_progress_and_result(jobs, tmp_path):
     assert "time about 4 to 8 minutes, longer if other programs use the cores" in out
     assert "ranks 2 ranks with one thread and 2 spare slots each" in out
     assert "note: something about the machine" in out
-    assert (
-        "demo 1/2 1 training ultraep code loss 5.500 4,096 tokens/s imbalance 1.250 -> 1.000" in out
-    )
+    assert "1 training 1/2 ultraep code loss 5.500 4,096 tokens/s imbalance 1.250 -> 1.000" in out
     assert "share of forced balance 80.0% 96.0% 100.0%" in out
     assert "MoE layers: tokens/s 16,000 19,200 20,000" in out
     assert "sent for replicas 0 B 3 MB" in out
@@ -118,6 +118,19 @@ def test_the_headline_compares_speed_and_loss():
     assert alone.headline == "Imbalance 1.25 -> 1.00 with ultraep"
 
 
+def test_on_a_terminal_there_is_a_picture():
+    file = io.StringIO()
+    terminal = Terminal(file=file, force_terminal=True, width=90, color_system=None)
+    with demo.Display(terminal, ("none", "ultraep")) as display:
+        for number in range(1, 4):
+            for policy, after in (("none", 1.5), ("ultraep", 1.0)):
+                numbers = (2.5, 999.0, 1.5, after)
+                display.show(Progress("training", number, 9, policy, "prose", *numbers))
+        display.show(Progress("layers", 1, 2, subject="each in turn"))
+    for part in ("3/9", "text: prose", "1.500 -> 1.000", "███", "▁▁▁"):
+        assert part in file.getvalue()
+
+
 def test_a_failed_rank_is_one_line(monkeypatch, tmp_path):
     def run(job, report, place, output_dir):
         raise CommunicationError("rank 1 failed")
@@ -126,3 +139,8 @@ def test_a_failed_rank_is_one_line(monkeypatch, tmp_path):
     result = invoke("--out", tmp_path)
     assert result.exit_code == 2
     assert result.stderr == "ultraep: rank 1 failed\n"
+
+
+def test_sparklines_span_their_range():
+    assert render.sparkline([1.0, 1.5, None, 2.0, 9.0], 2.0) == "▁▅██"
+    assert render.sparkline([1.0, 1.0], 1.0, render.ASCII) == "__"

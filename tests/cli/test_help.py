@@ -14,7 +14,7 @@ SCENARIO = (
 )
 OPTIONS = {
     "plan": "--backend --domain --experts --history --json --max-replicas --min-tokens "
-    "--no-locality --policy --ranks --rates --show --slots --tolerance --window file",
+    "--no-locality --policy --ranks --rates --show --slots --speeds --tolerance --window file",
     "inspect": "--device --dtype --ep --history --layers --no-report --out --policy --random "
     "--seed --sequence-length --slots --text --tokens --window model",
     "simulate": f"{SCENARIO} --force --interval --plot --policy --presets --slots --timeline "

@@ -12,7 +12,7 @@ from ultraep.tools.cli import render
 from ultraep.tools.cli.plan import PLAN_NUMBERS, PlanOptions, read_layers
 from ultraep.tools.cli.terminal import Terminal
 
-from .commands import flat, invoke, output, records, shell
+from .commands import assert_one_line, flat, invoke, output, records, shell
 
 RANKS, EXPERTS, STEPS = 8, 32, 3
 SEQUENCE = workload.topic_shift(RANKS, EXPERTS, steps=STEPS, top_k=4, tokens=200, seed=1)
@@ -72,6 +72,16 @@ def test_rates_decide_which_replicas_pay(npy):
     assert free["digest"] == default["digest"]
     assert free["time_ps"] < free["time_without_copies_ps"] == left["time_ps"]
     assert "1 of 1 without replicas, which would not pay" in flat("plan", npy, "--rates", expensive)
+
+
+def test_speeds_are_shares_of_the_rows(npy):
+    ranks = len(records("plan", npy)[0]["rank_loads"])
+    speeds = ",".join(["500", *["1000"] * (ranks - 1)])
+    (slow,) = records("plan", npy, "--speeds", speeds)
+    assert slow["rank_loads"][0] == min(slow["rank_loads"])
+    assert slow["imbalance"] < slow["initial_imbalance"]
+    assert_one_line(invoke("plan", npy, "--speeds", "1000"), "ranks, got 1")
+    assert_one_line(invoke("plan", npy, "--speeds", "fast"), "separated by commas")
 
 
 # -- output --------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_a_browser_draws_all_plots_without_errors(done, page, tmp_path):
         for plot in ("sizes", "layers", "texts", "history", "experts", "microbatches"):
             browser.wait(f"document.querySelectorAll('#plot-{plot} .main-svg').length")
         browser.run(SELECT)
-        sentence = browser.text("told")
+        sentence = browser.text("description")
         assert browser.messages == []
     record = (done.trace.step == 4) & (done.trace.layer == 1)
     before, after = (getattr(done.findings.shown, name)[record][0] for name in ("before", "after"))

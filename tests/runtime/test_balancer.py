@@ -113,6 +113,7 @@ def test_an_input_of_the_wrong_width_on_one_rank_stops_the_others():
         {"policy": "none"},
         {"config": BalanceConfig(tolerance=0.1)},
         {"config": BalanceConfig(locality=False)},
+        {"config": BalanceConfig(speeds=(1000, 1000, 1000, 900))},
         {"relay": "direct"},
         {"relay": "chain"},
         {"chunks": 2},
@@ -134,6 +135,31 @@ def test_settings_that_differ_are_an_error_on_every_rank(other):
     assert len(set(results)) == 1
     assert "ranks [0, 1, 3] have" in results[0]
     assert "ranks [2] have" in results[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS_OF_CPU)
+def test_a_slow_rank_gets_fewer_rows(backend):
+    def work(comm):
+        config = BalanceConfig(objective="balance", speeds=(1000, 500, 1000, 1000))
+        balancer = Balancer(experts=8, slots=2, communicator=comm, config=config, backend=backend)
+        return planned(balancer, ids_of(comm.rank, tokens=70))[1].to_host().rank_loads.tolist()
+
+    assert LocalGroup(4).run(work) == [[80, 40, 80, 80]] * 4
+
+
+def test_a_policy_that_ignores_speeds_says_so_once(caplog):
+    def work(comm):
+        Balancer(experts=8, communicator=comm, config=config)
+
+    config = BalanceConfig(policy="echo", speeds=(1000, 900))
+    LocalGroup(2).run(work)
+    assert caplog.text.count("policy 'echo' ignores speeds") == 1
+
+
+def test_the_number_of_speeds_must_be_the_number_of_ranks():
+    config = BalanceConfig(speeds=(1000, 900, 1000))
+    errors = outcomes(2, lambda comm: Balancer(experts=8, communicator=comm, config=config))
+    assert any(isinstance(e, ConfigError) and "2 ranks, got 3" in str(e) for e in errors)
 
 
 def test_the_backend_may_differ():

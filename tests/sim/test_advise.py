@@ -78,6 +78,16 @@ def test_strong_skew_pays():
     assert "imbalance without balancing: 1.8" in reasons(advice)
 
 
+def test_a_slow_rank_costs_less_with_speeds():
+    cluster = replace(load_cluster("h200-nvl8"), speeds=[1000, 1000, 800])
+    model = replace(MODEL, attention=replace(MODEL.attention, windowed_layers=3))
+    slow = advise(replace(scenario(), cluster=cluster, model=model))
+    assert (slow.slow_rank.rank, slow.slow_rank.speed) == (2, 800)
+    assert 0 < slow.slow_rank.by_speeds < slow.slow_rank.by_rows
+    assert "rank 2 computes at 80 % of the nominal speed, which costs" in reasons(slow)
+    assert advised().slow_rank is None
+
+
 def test_even_loads_do_not_pay():
     advice = advised(**EVEN)
     assert (advice.verdict, advice.slots, advice.tolerance) == ("does not pay", 0, 0.0)

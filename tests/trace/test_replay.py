@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +46,26 @@ def test_a_replay_with_the_recorded_settings_gives_the_recorded_plans(tmp_path, 
     length = 1 if policy == "halve" else None
     again = replay.plans([trace], replay.Case(config, WIDE, length))
     assert [plan.digest() for plan in again] == [plan.digest() for plan in plans]
+
+
+def test_traces_hold_the_speeds_of_every_record(tmp_path):
+    speeds = (1000, 900, 800, 1000, 950, 1000, 1000, 850)
+    config = BalanceConfig(objective="balance")
+    plans = [
+        ultraep.plan(loads, WIDE, replace(config, speeds=speeds if number % 2 else None))
+        for number, loads in enumerate(LOADS)
+    ]
+    run = record(tmp_path / "run", plans, topology=WIDE, config=config, layers=LAYERS)
+    trace = read_trace(run)
+    assert trace.speeds.tolist() == [list(plan.speed_numbers) for plan in plans]
+    assert [trace.speeds_of(n) for n in (0, 1)] == [None, speeds]
+    assert replay.differing(trace) == []
+    expected = [plan.initial_imbalance for plan in plans]
+    np.testing.assert_allclose(trace.imbalance_before, expected, rtol=1e-5)
+    again = replay.plans([trace], replay.Case(config, WIDE, None))
+    assert [plan.digest() for plan in again] == [plan.digest() for plan in plans]
+    four = Topology(ranks=4, experts=32, slots=2)
+    assert all(not plan.speeds for plan in replay.plans([trace], replay.Case(config, four, None)))
 
 
 def test_a_replay_uses_the_policy_of_every_record(tmp_path):

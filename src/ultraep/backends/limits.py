@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.config import NO_RATES, BalanceConfig
 from ultraep.topology import Topology
+
+NO_SPEEDS: IntArray = np.empty(0, dtype=np.int64)
+
+
+@lru_cache(maxsize=256)
+def as_array(speeds: tuple[int, ...]) -> IntArray:
+    """Return the speeds as an array, which nobody may change."""
+    return np.array(speeds, dtype=np.int64)
 
 
 class Limits(NamedTuple):
@@ -24,6 +35,7 @@ class Limits(NamedTuple):
     tolerance_parts: int = 0  # millionths above the mean that a rank may serve
     min_tokens: int = 1  # rows per replica
     rates: tuple[int, int, int, int] = NO_RATES  # of `config.Rates`; all 0: ignore time
+    speeds: IntArray = NO_SPEEDS  # [R] thousandths of the nominal speed; empty: equal
 
     @classmethod
     def of(cls, topology: Topology, config: BalanceConfig) -> Limits:
@@ -37,4 +49,5 @@ class Limits(NamedTuple):
             config.tolerance_parts,
             config.min_tokens_per_replica,
             config.rates_for(topology.ranks * topology.slots),
+            as_array(config.speeds_for(topology.ranks)),
         )

@@ -10,6 +10,7 @@ expert, host rank and quota. Rows that it does not assign stay at home. To add a
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,8 @@ from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ MODULES = {
     "ideal": "own",
 }
 BUILT_IN = tuple(MODULES)
+IGNORE_SPEEDS = ("quota", *PEERS)
 _registry: dict[str, Policy] = {}
 _import_module = cache(importlib.import_module)
 
@@ -97,6 +101,14 @@ def get_policy(name: str) -> Policy:
     if name not in _registry:
         raise ConfigError(f"unknown policy {name!r}; choose from {', '.join(policy_names())}")
     return _registry[name]
+
+
+def warn_if_speeds_ignored(config: BalanceConfig) -> None:
+    """Log a warning if the config has speeds and its policy balances rows."""
+    if config.speeds is not None and config.policy in IGNORE_SPEEDS:
+        logger.warning(
+            "policy %r ignores speeds: it balances rows, not rows / speed", config.policy
+        )
 
 
 def policy_names() -> list[str]:

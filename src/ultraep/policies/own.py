@@ -31,16 +31,18 @@ def ultraep(problem: Problem) -> IntArray:
 def ideal(problem: Problem) -> IntArray:
     """Forced balance: the mean on every rank, without limits; an upper bound, not a plan.
 
-    With a slot for every home expert of a rank, alias planning always reaches the mean
-    (`docs/plan.md`). Tolerance and limits of the config are ignored.
+    With enough slots, alias planning always reaches the mean, or with speeds the share of every
+    rank (`docs/plan.md`). Tolerance and limits of the config are ignored.
     """
-    topology = problem.topology
+    topology, speeds = problem.topology, problem.config.speeds_for(problem.topology.ranks)
+    homes = int(topology.homes_per_rank.max())
     limits = Limits(
         topology.experts_by_rank,
         topology.first_of_rank,
         domain=topology.ranks,
-        slots=int(topology.homes_per_rank.max()),
+        slots=min(topology.experts, -(-homes * max(speeds, default=1) // min(speeds, default=1))),
         max_replicas=UNLIMITED,
+        speeds=np.array(speeds, dtype=np.int64),
     )
     placed_C3: IntArray = problem.backend.place(problem.expert_loads, limits)
     return placed_C3

@@ -34,7 +34,7 @@ from ultraep.loads import count_loads
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
 from ultraep.ops.modes import hidden, refuse_transforms
 from ultraep.plan import plan as make_plan
-from ultraep.policies import get_policy
+from ultraep.policies import get_policy, warn_if_speeds_ignored
 from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import AUTO, Capacity, default_config
@@ -155,6 +155,8 @@ class Balancer:
         self._join(communicator, record, topology)
         chosen = own_ranks or group == ALONE
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=chosen)
+        if self.rank == 0:
+            warn_if_speeds_ignored(self.config)
         self._pricing = Pricing(self.topology, self.comm, self._agreement)
         self._layers = self._steps = 0
         self._versions, self._stats = Versions(), Stats()
@@ -179,6 +181,7 @@ class Balancer:
                 closing(connect(self.group, transport=settings.transport, timeout=settings.timeout))
             )
             self.topology = topology(ranks=self.comm.size)
+            self.config.speeds_for(self.topology.ranks)  # raises if their number is wrong
             if isinstance(self.comm, SilentCommunicator) and needs_rates(self.config):
                 logger.info("plans are made for balance: ranks of one thread need rates=")
                 self.config = replace(self.config, objective="balance")

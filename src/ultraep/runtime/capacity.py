@@ -61,6 +61,8 @@ class Capacity:
                 return f"{name}={getattr(config, name)!r}, it needs {needed!r}"
         if topology.num_domains > 1:
             return f"{topology.num_domains} domains of {topology.domain_size} ranks, it needs 1"
+        if config.speeds_for(topology.ranks):
+            return f"speeds={config.speeds}, it needs equal speeds"
         homes, ranks, slots = int(topology.homes_per_rank.max()), topology.ranks, topology.slots
         if ranks > 1 and slots < homes:
             return f"{slots} slots, it needs {homes}, the most home experts of a rank"

@@ -164,15 +164,17 @@ class ControlPlane:
         self._received = torch.zeros(topology.ranks, local, dtype=torch.int32, device=self.device)
 
     def use(self, config: BalanceConfig) -> bool:
-        """Use this config from now on and return True, if it differs from the last only in rates.
+        """Use this config from now on and return True, if only rates or speeds differ.
 
-        A captured graph keeps its rates.
+        A captured graph keeps its rates and speeds.
         """
         if config is not self.config:
-            if replace(config, rates=self.config.rates) != self.config:
+            last = self.config
+            if replace(config, rates=last.rates, speeds=last.speeds) != last:
                 return False
             self.config = config
-            self._planner.use(config.rates_for(self.topology.ranks * self.topology.slots))
+            limits = Limits.of(self.topology, config)
+            self._planner.use(limits.rates, tuple(limits.speeds.tolist()))
         return True
 
     def count(self, ids: torch.Tensor) -> torch.Tensor:

@@ -108,13 +108,13 @@ class Trace:
 
     @property
     def imbalance_before(self) -> FloatArray:
-        """[N] busiest rank over mean rank, without replicas."""
-        return imbalance(self.initial_rank_loads)
+        """[N] busiest rank over mean rank, without replicas; with speeds, of rows over speed."""
+        return imbalance(self.initial_rank_loads, self.speeds)
 
     @property
     def imbalance_after(self) -> FloatArray:
         """[N] busiest rank over mean rank, by the rows that arrived."""
-        return imbalance(self.rank_loads)
+        return imbalance(self.rank_loads, self.speeds)
 
     @property
     def num_copies(self) -> IntArray:
@@ -132,12 +132,18 @@ class Trace:
     def config(self, record: int) -> BalanceConfig:
         """Return the config of the plan of a record."""
         policy, rates = str(self.policy[record]), self.rates_of(record)
-        return replace(self.header.config, policy=policy, rates=rates)
+        speeds = self.speeds_of(record)
+        return replace(self.header.config, policy=policy, rates=rates, speeds=speeds)
 
     def rates_of(self, record: int) -> Rates | None:
         """Return the rates of the plan of a record; None if it used none."""
         numbers = self.rates[record]
         return Rates.from_numbers(numbers.tolist()) if numbers.any() else None
+
+    def speeds_of(self, record: int) -> tuple[int, ...] | None:
+        """Return the speeds of the plan of a record; None if they were equal."""
+        numbers = self.speeds[record]
+        return tuple(numbers.tolist()) if numbers.any() else None
 
     def plan(self, record: int) -> Plan:
         """Return the plan of a record."""
@@ -174,10 +180,15 @@ class Trace:
         write_arrays(Path(path), arrays)
 
 
-def imbalance(loads_NR: IntArray) -> FloatArray:
-    """[N] busiest rank over mean rank; 1.0 without rows."""
+def imbalance(loads_NR: IntArray, speeds_NR: IntArray) -> FloatArray:
+    """[N] busiest rank over mean rank, of rows over speed; 1.0 without rows.
+
+    speeds_NR: zeros if they are equal.
+    """
     total_N = np.maximum(loads_NR.sum(axis=1), 1)
-    ratio: FloatArray = loads_NR.max(axis=1, initial=0) * loads_NR.shape[1] / total_N
+    weights_NR = np.where(speeds_NR > 0, speeds_NR, 1)
+    peak_N = (loads_NR / weights_NR).max(axis=1, initial=0)
+    ratio: FloatArray = peak_N * weights_NR.sum(axis=1) / total_N
     return np.where(loads_NR.any(axis=1), ratio, 1.0)
 
 

@@ -173,7 +173,8 @@ class Recorder:
                 f"the plan was made for {plan.topology}, the trace for {self.header.topology}"
             )
         mine, its = self._config, plan.config
-        if mine is not its and replace(its, policy=mine.policy, rates=mine.rates) != mine:
+        its_own = replace(its, policy=mine.policy, rates=mine.rates, speeds=mine.speeds)
+        if mine is not its and its_own != mine:
             raise ConfigError(f"the plan was made with {its}, the trace with {mine}")
 
     def _rows(self, slot_rows: Any) -> Array:

@@ -114,11 +114,19 @@ def replayed_plans(plans: Iterable[Plan], case: Case) -> Replayed:
 
 
 def plans(traces: Iterable[Trace], case: Case) -> Iterator[Plan]:
-    """Yield the plans of all records of some traces in order, with the recorded rates."""
+    """Yield the plans of all records of some traces in order, with the recorded rates.
+
+    If the case has as many ranks as the trace, also with the recorded speeds.
+    """
+
+    def recorded(trace: Trace, record: int) -> Case:
+        same_ranks = case.topology.ranks == trace.topology.ranks
+        speeds = trace.speeds_of(record) if same_ranks else None
+        config = replace(case.config, rates=trace.rates_of(record), speeds=speeds)
+        return replace(case, config=config)
+
     return _plans(
-        (trace, record, replace(case, config=replace(case.config, rates=trace.rates_of(record))))
-        for trace in traces
-        for record in range(len(trace))
+        (trace, record, recorded(trace, record)) for trace in traces for record in range(len(trace))
     )
 
 

@@ -92,6 +92,8 @@ FIELDS: tuple[Field, ...] = (
     Field("quotas", "int32", "C", "same", plan="quotas"),
     # picoseconds of the `config.Rates` of the plan; zeros: the plan used no rates
     Field("rates", "int64", "N4", "same", plan="rate_numbers", default=0, since=3),
+    # thousandths of the nominal speed of every rank; zeros: equal
+    Field("speeds", "int32", "NR", "same", plan="speed_numbers", default=0, since=5),
     Field("slot_rows", "int32", "NL", "slots"),  # rows that arrived in each slot
     # weights and gradients of replicas that the rank sent
     Field("bytes_moved", "int64", "N", "ranks", default=0, late="more_bytes"),

@@ -12,7 +12,7 @@ from numba import njit
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.members import EMPTIEST, FULLEST
-from ultraep.config import UNLIMITED
+from ultraep.config import MAX_ROWS, MAX_THRESHOLD, PARTS, UNLIMITED
 
 
 class SortedDomain(NamedTuple):
@@ -27,6 +27,7 @@ class SortedDomain(NamedTuple):
     slots: int
     min_tokens: int
     max_replicas: int
+    speeds: IntArray  # [R] or empty
 
 
 @njit(cache=True)
@@ -45,16 +46,24 @@ def sort_all(expert_loads, limits):
                 rank_loads[rank] += loads[expert]
                 place = expert - first
                 insert(line, keys, place, expert - offset, loads[expert])
-        line = emptiest_first[begin : begin + size]
-        for rank in range(size):
-            insert(line, keys, rank, rank, -rank_loads[begin + rank])
-        for place in range(size):  # sorted but for ties
-            rank = line[size - 1 - place]
-            insert(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
+        end = begin + size
+        sort_ranks(rank_loads[begin:end], emptiest_first[begin:end], fullest_first[begin:end], keys)
     return SortedDomain(
         loads, first_of_rank, rank_loads, hottest_first, emptiest_first, fullest_first,
         limits.slots, limits.min_tokens, min(limits.max_replicas, size * limits.slots),
+        limits.speeds,
     )  # fmt: skip
+
+
+@njit(cache=True)
+def sort_ranks(rank_loads, emptiest_first, fullest_first, keys):
+    """Sort the ranks of a domain by load, both ways; the lower rank on a tie."""
+    size = len(rank_loads)
+    for rank in range(size):
+        insert(emptiest_first, keys, rank, rank, -rank_loads[rank])
+    for place in range(size):  # sorted but for ties
+        rank = emptiest_first[size - 1 - place]
+        insert(fullest_first, keys, place, rank, rank_loads[rank])
 
 
 @njit(cache=True)
@@ -67,7 +76,54 @@ def domain_at(every, begin, size):
         every.loads[experts], first - first[0], every.rank_loads[begin:end],
         every.hottest_first[experts], every.emptiest_first[begin:end],
         every.fullest_first[begin:end], every.slots, every.min_tokens, every.max_replicas,
+        every.speeds[begin:end],
     )  # fmt: skip
+
+
+@njit(cache=True)
+def relative_to(domain, threshold):
+    """Return a domain and a threshold that is the limit of all its ranks, for one attempt.
+
+    With speeds, the loads of that domain are rows above each rank's own limit, and the threshold
+    is 0.
+    """
+    if len(domain.speeds) == 0:
+        return domain, threshold
+    heights = domain.rank_loads - limits_at(domain, threshold)
+    ranks = len(heights)
+    emptiest_first, fullest_first = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    sort_ranks(heights, emptiest_first, fullest_first, np.empty(ranks, np.int64))
+    return SortedDomain(
+        domain.loads, domain.first, heights, domain.hottest_first, emptiest_first, fullest_first,
+        domain.slots, domain.min_tokens, domain.max_replicas, domain.speeds,
+    ), 0  # fmt: skip
+
+
+@njit(cache=True)
+def limits_at(domain, threshold):
+    """[R] most rows of every rank."""
+    if len(domain.speeds) == 0:
+        return np.full(len(domain.rank_loads), threshold, np.int64)
+    return np.minimum(min(threshold, MAX_THRESHOLD) * domain.speeds // PARTS, MAX_ROWS)
+
+
+@njit(cache=True)
+def peak_of(domain, rank_loads):
+    """Return the least threshold that allows these loads."""
+    if len(domain.speeds) == 0:
+        return rank_loads.max()
+    peak = 0
+    for rank in range(len(rank_loads)):
+        peak = max(peak, -(-rank_loads[rank] * PARTS // domain.speeds[rank]))
+    return peak
+
+
+@njit(cache=True)
+def peak_after(domain, relative, rank_loads):
+    """Return the peak of an attempt that `relative_to` prepared, from its final loads."""
+    if len(domain.speeds) == 0:
+        return rank_loads.max()
+    return peak_of(domain, rank_loads - relative.rank_loads + domain.rank_loads)
 
 
 @njit(cache=True)
@@ -106,6 +162,8 @@ def alias(domain, threshold, links, thrifty, placed):
 
     Hosts are sorted by room, donors by load, the largest first.
     """
+    given = domain
+    domain, threshold = relative_to(given, threshold)
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, min_tokens = len(rank_loads), domain.min_tokens
     slots = min(domain.slots, links)
@@ -168,7 +226,7 @@ def alias(domain, threshold, links, thrifty, placed):
             if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
                 insert(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
                 num_hosts += 1
-    return rank_loads.max(), num_copies, transfers
+    return peak_after(given, domain, rank_loads), num_copies, transfers
 
 
 @njit(cache=True)
@@ -215,6 +273,8 @@ def tightest_pair(donors, held, num_donors, rooms, num_hosts, heat, threshold, m
 @njit(cache=True)
 def window(domain, threshold, placed):
     """Let every donor give its surplus to the fewest hosts, and to the tightest such."""
+    given = domain
+    domain, threshold = relative_to(given, threshold)
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, min_tokens = len(rank_loads), domain.min_tokens
     free_slots = np.full(ranks, domain.slots, np.int64)
@@ -239,7 +299,7 @@ def window(domain, threshold, placed):
         for place in range(begin, end):
             quota = min(rooms[place], max(surplus, min_tokens))
             if num_copies >= domain.max_replicas or at_home[expert] < quota:
-                return rank_loads.max(), num_copies
+                return peak_after(given, domain, rank_loads), num_copies
             num_copies = replicate(
                 expert, donor, hosts[place], quota,
                 at_home, rank_loads, free_slots, placed, num_copies,
@@ -251,7 +311,7 @@ def window(domain, threshold, placed):
         if threshold - rank_loads[last] >= min_tokens and free_slots[last] > 0:
             insert(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
             num_hosts += 1
-    return rank_loads.max(), num_copies
+    return peak_after(given, domain, rank_loads), num_copies
 
 
 @njit(cache=True)
@@ -350,6 +410,8 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
     Ranks are sorted by height (load above the threshold), then by rank: first all donors, the
     fullest first, then all hosts, the tightest first. Settled ranks are removed.
     """
+    given = domain
+    domain, threshold = relative_to(given, threshold)
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, first, min_tokens = len(rank_loads), domain.first, domain.min_tokens
     free_slots = np.full(ranks, domain.slots, np.int64)
@@ -400,4 +462,4 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
                 count += 1
                 donors += high > 0
                 slack -= high
-    return rank_loads.max(), num_copies
+    return peak_after(given, domain, rank_loads), num_copies

@@ -3,10 +3,19 @@
 import numpy as np
 from numba import njit
 
-from ultraep.backends.cpu.members import alias, close_circles, domain_at, sort_all, window
+from ultraep.backends.cpu.members import (
+    alias,
+    close_circles,
+    domain_at,
+    limits_at,
+    peak_of,
+    relative_to,
+    sort_all,
+    window,
+)
 from ultraep.backends.reference.members import MOST_RANKS, VARIANTS
-from ultraep.backends.reference.place import GUESSES, LINKS
-from ultraep.config import LADDER, PARTS, UNLIMITED
+from ultraep.backends.reference.place import GUESSES, LINKS, SHORT
+from ultraep.config import LADDER, PARTS, UNITS_PER_ROW, UNLIMITED
 
 NEVER = (1 << 63) - 1  # longer than any time
 FEWEST = 0  # as links: as few as the threshold needs
@@ -17,7 +26,7 @@ LIMITED = 1 + len(LINKS)  # attempts at the lowest rung with few links
 def improve(domain, threshold, placed, peak, num_copies):
     """Replace the attempt of `alias` in `placed` by a cheaper one; return peak and replicas."""
     first, ranks = domain.first, len(domain.rank_loads)
-    if threshold * ranks - domain.loads.sum() < ranks:
+    if limits_at(domain, threshold - 1).sum() < domain.rank_loads.sum():  # at most the mean
         return peak, num_copies
     spare = np.empty_like(placed)
     best = cost_of(placed, num_copies, peak, threshold, first)
@@ -70,12 +79,42 @@ def solve_all(every, size, threshold, only_alias, placed, plan):
 @njit(cache=True)
 def shared_threshold(every, size, tolerance_parts):
     """Return the mean of the heaviest domain, rounded up, plus the tolerance."""
-    threshold = 0
+    threshold, parts = 0, PARTS + tolerance_parts
     for begin in range(0, len(every.rank_loads), size):
-        total = every.rank_loads[begin : begin + size].sum()
-        mean = -(-total // size)
-        threshold = max(threshold, mean, total * (PARTS + tolerance_parts) // (size * PARTS))
+        domain = domain_at(every, begin, size)
+        total, weight = scaled_total(domain, domain.rank_loads.sum())
+        # total * parts // (weight * PARTS), without products of more than 63 bits
+        whole, rest = total // weight, total % weight
+        above = whole % PARTS * parts + rest * parts // weight
+        threshold = max(threshold, mean_of(domain), whole // PARTS * parts + above // PARTS)
     return threshold
+
+
+@njit(cache=True)
+def scaled_total(domain, rows):
+    """Return the rows in units of thresholds, and the sum of the weights that share them."""
+    if len(domain.speeds) == 0:
+        return rows, len(domain.rank_loads)
+    return rows * PARTS, domain.speeds.sum()
+
+
+@njit(cache=True)
+def mean_of(domain):
+    """Return the least threshold whose limits together allow all rows."""
+    rows, ranks = domain.rank_loads.sum(), len(domain.rank_loads)
+    total, weight = scaled_total(domain, rows)
+    if len(domain.speeds) == 0:
+        return -(-total // weight)
+    low, high = total // weight, total // weight + ranks * PARTS // weight + 2
+    while low < high:
+        middle, allowed = (low + high) // 2, 0
+        for speed in domain.speeds:
+            allowed += middle * speed // PARTS
+        if allowed >= rows:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 @njit(cache=True)
@@ -88,13 +127,13 @@ def solve(domain, threshold, placed, peak, num_copies, transfers):
     if peak <= threshold:
         return peak, num_copies, transfers
     trial = np.empty_like(placed)
-    bound = least_peak_of(domain)
+    bound, unit = least_peak_of(domain), unit_of(domain)
     failed, last = max(threshold, bound - 1), threshold
     last_peak, count, _ = alias(domain, threshold, UNLIMITED, False, trial)
     middle = max(failed + 1, last + excess_share(domain, trial, count, last))
     met, tries = 0, 0
-    while peak - failed > 1:
-        middle = min(middle, peak - 1)
+    while peak - failed > unit:
+        middle = min(middle, peak - unit)
         trial_peak, count, links = alias(domain, middle, UNLIMITED, False, trial)
         tries += 1
         if trial_peak < peak:
@@ -102,11 +141,13 @@ def solve(domain, threshold, placed, peak, num_copies, transfers):
             num_copies = append(placed, 0, trial, count, 0, 0)
         if trial_peak <= middle:
             met += 1
-            middle = peak - 1 if met == 1 else (failed + peak) // 2
+            middle = peak - unit if met == 1 else (failed + peak) // 2
             continue
         above = trial_peak - middle
         gain = last_peak - last - above
         if gain > 0:
+            while unit > 1 and above >= SHORT:
+                above, gain = above // 2, max(1, gain // 2)
             step = -(-above * (middle - last) // gain)
         else:
             step = excess_share(domain, trial, count, middle)
@@ -117,18 +158,31 @@ def solve(domain, threshold, placed, peak, num_copies, transfers):
 
 @njit(cache=True)
 def excess_share(domain, placed, num_copies, threshold):
-    """Return the rows above the threshold per full rank, rounded up."""
+    """Return how far to raise the threshold so that full ranks may keep their surplus."""
     rank_loads = domain.rank_loads.copy()
     for copy in range(num_copies):
         home = np.searchsorted(domain.first, placed[copy, 0], side="right") - 1
         rank_loads[home] -= placed[copy, 2]
         rank_loads[placed[copy, 1]] += placed[copy, 2]
     over, full = 0, 0
-    for load in rank_loads:
-        if load >= threshold:
-            over += load - threshold
-            full += 1
-    return -(-over // full)
+    heights = rank_loads - limits_at(domain, threshold)
+    for rank, rows in enumerate(heights):
+        if rows >= 0:
+            over += rows
+            full += 1 if len(domain.speeds) == 0 else domain.speeds[rank]
+    return -(-over * (1 if len(domain.speeds) == 0 else PARTS) // full)
+
+
+@njit(cache=True)
+def unit_of(domain):
+    """Return how many units of a threshold are one row at nominal speed."""
+    return 1 if len(domain.speeds) == 0 else UNITS_PER_ROW
+
+
+@njit(cache=True)
+def time_of(row, peak, unit):
+    """Return `row * peak // unit` without a product of more than 63 bits."""
+    return row * (peak // unit) + row * (peak % unit) // unit
 
 
 @njit(cache=True)
@@ -151,11 +205,13 @@ def quickest(every, size, tolerance_parts, rates, placed, plan):
     """
     row, copy, each, layer = rates
     thresholds, links = attempts_to_make(every, size, tolerance_parts, copy > 0)
-    trial, at_home = np.empty_like(plan), every.rank_loads.max()
+    trial, unit = np.empty_like(plan), unit_of(every)
+    time_at_home = time_of(row, peak_of(every, every.rank_loads), unit)
     peak, num_copies, exact_transfers = solve_all(every, size, thresholds[0], True, placed, plan)
-    time = row * peak + copy * exact_transfers + each * num_copies + (layer if num_copies else 0)
-    if row * at_home <= time:
-        time, num_copies = row * at_home, 0
+    time = time_of(row, peak, unit) + copy * exact_transfers + each * num_copies
+    time += layer if num_copies else 0
+    if time_at_home <= time:
+        time, num_copies = time_at_home, 0
     least = least_times(every, size, thresholds, links, rates, time, exact_transfers)
     chosen = -1
     while True:
@@ -168,7 +224,7 @@ def quickest(every, size, tolerance_parts, rates, placed, plan):
         )
         if peak < 0 or (number < LIMITED and transfers >= exact_transfers):
             continue
-        trial_time = row * peak + copy * transfers + each * count + layer
+        trial_time = time_of(row, peak, unit) + copy * transfers + each * count + layer
         if (trial_time, count, number) < (time, num_copies, chosen):
             time, chosen = trial_time, number
             num_copies = append(plan, 0, trial, count, 0, 0)
@@ -216,22 +272,23 @@ def threshold_with(domain, shared, links):
     """Return the shared threshold, or the least peak that so few links allow."""
     if links in (FEWEST, UNLIMITED):
         return shared
-    peak = shared
-    for rank, load in enumerate(domain.rank_loads):
+    kept = domain.rank_loads.copy()
+    for rank in range(len(kept)):
         begin, end = domain.first[rank], domain.first[rank + 1]
         for place in range(begin, min(end, begin + links)):
-            load -= domain.loads[domain.hottest_first[place]]
-        peak = max(peak, load)
-    return peak
+            kept[rank] -= domain.loads[domain.hottest_first[place]]
+    return max(shared, peak_of(domain, kept))
 
 
 @njit(cache=True)
 def least_times(every, size, thresholds, links, rates, time, exact_transfers):
     """Return the least time of every attempt; `NEVER` if it is longer than `time`."""
     row, copy, each, layer = rates
-    attempts, at_home = len(thresholds), every.rank_loads.max()
+    attempts, at_home, unit = len(thresholds), peak_of(every, every.rank_loads), unit_of(every)
     # A plan has at least one replica, unless no rank is above the threshold.
-    highest = min(at_home - 1, (time - copy - each - layer) // row)
+    left = time - copy - each - layer
+    rows = min(left // row, at_home)  # times `unit`, less than 2**63
+    highest = min(at_home - 1, rows * unit + (left % row + 1) * unit // row)
     peak, most = thresholds.copy(), np.zeros(attempts, np.int64)
     copies = np.zeros(attempts, np.int64)
     for begin in range(0, len(every.rank_loads), size):
@@ -251,7 +308,8 @@ def least_times(every, size, thresholds, links, rates, time, exact_transfers):
         if len(every.rank_loads) == size and repeated:
             continue
         if possible and peak[number] <= highest:
-            least[number] = row * peak[number] + copy * most[number] + each * copies[number] + layer
+            least[number] = time_of(row, peak[number], unit) + copy * most[number]
+            least[number] += each * copies[number] + layer
     return least
 
 
@@ -261,6 +319,7 @@ def least_transfers(domain, threshold):
 
     A replica serves no more than the emptiest rank lacks.
     """
+    domain, threshold = relative_to(domain, threshold)
     widest = threshold - domain.rank_loads[domain.emptiest_first[0]]
     most, copies, left = 0, 0, 0
     for rank in domain.fullest_first:
@@ -306,7 +365,7 @@ def place(expert_loads, limits):
 
 @njit(cache=True)
 def lower_bound(expert_loads, limits):
-    """Return the load of the fullest rank that no plan can go below."""
+    """Return the least threshold that any plan can meet; without speeds, in rows."""
     every, best = sort_all(expert_loads, limits), 0
     for begin in range(0, len(every.rank_loads), limits.domain):
         best = max(best, least_peak_of(domain_at(every, begin, limits.domain)))
@@ -315,15 +374,19 @@ def lower_bound(expert_loads, limits):
 
 @njit(cache=True)
 def least_peak_of(domain):
-    """Return the least load of the fullest rank of a domain that any plan can reach."""
+    """Return the least threshold that any plan of a domain can meet."""
     loads, ranks = domain.loads, len(domain.rank_loads)
+    weights, scale, emptiest_first = np.ones(ranks, np.int64), 1, domain.emptiest_first
+    if len(domain.speeds):
+        weights, scale = domain.speeds, PARTS
+        emptiest_first = np.argsort(-(-domain.rank_loads * scale // weights), kind="mergesort")
     rank_of_expert, position = np.empty(len(loads), np.int64), np.empty(ranks, np.int64)
-    for place, rank in enumerate(domain.emptiest_first):
+    for place, rank in enumerate(emptiest_first):
         position[rank] = place
         for expert in range(domain.first[rank], domain.first[rank + 1]):
             rank_of_expert[expert] = rank
     hottest_first = np.argsort(-loads, kind="mergesort")
-    rest, best = domain.rank_loads.sum(), 0
+    rest, best, weight = domain.rank_loads.sum(), mean_of(domain), weights.sum()
     for k in range(ranks):
         movable, taken, wanted = 0, 0, min(k * domain.slots, domain.max_replicas)
         for expert in hottest_first:
@@ -332,6 +395,7 @@ def least_peak_of(domain):
             if position[rank_of_expert[expert]] >= k:
                 movable += loads[expert]
                 taken += 1
-        best = max(best, -(-(rest - movable) // (ranks - k)))
-        rest -= domain.rank_loads[domain.emptiest_first[k]]
+        best = max(best, -(-(rest - movable) * scale // weight))
+        rest -= domain.rank_loads[emptiest_first[k]]
+        weight -= weights[emptiest_first[k]]
     return best

@@ -4,16 +4,22 @@ alias     the emptiest rank takes exactly what it lacks from the fullest
 thrifty   alias, but a surplus that fits tightly into one host goes there alone
 window    every donor gives its surplus to the fewest hosts, the tightest ones
 circles   small groups of ranks meet the threshold among themselves
+
+A threshold limits the rows of every rank. Without speeds it counts rows, and all ranks have the
+same limit. With speeds it counts thousandths of a row at nominal speed, and limits are in
+proportion to speeds.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 
-from ultraep.config import UNLIMITED
+from ultraep.config import MAX_ROWS, PARTS, UNITS_PER_ROW, UNLIMITED
 
 MOST_RANKS = 128  # of a domain in which circles are searched: every pair of ranks is examined
 EMPTIEST, FULLEST, SMALLEST = range(3)  # host; donor; donor with the least surplus
@@ -31,10 +37,35 @@ class Domain:
     slots: int
     min_tokens: int
     max_replicas: int
+    speeds: list[int] = field(default_factory=list)  # of every rank; empty: equal
 
     def __post_init__(self) -> None:
         self.rank_loads = [sum(self.load[e] for e in own) for own in self.experts]
-        self.mean = -(-sum(self.rank_loads) // len(self.experts))  # rounded up
+        self.total = sum(self.rank_loads)
+        self.scale, self.unit = (PARTS, UNITS_PER_ROW) if self.speeds else (1, 1)
+        self.weights = self.speeds or [1] * len(self.experts)
+
+    def limits(self, threshold: int) -> list[int]:
+        """Return the most rows of every rank."""
+        return [min(threshold * weight // self.scale, MAX_ROWS) for weight in self.weights]
+
+    def peak(self, rank_loads: list[int]) -> int:
+        """Return the least threshold that allows these loads."""
+        return max(
+            -(-load * self.scale // weight)
+            for load, weight in zip(rank_loads, self.weights, strict=True)
+        )
+
+    @cached_property
+    def mean(self) -> int:
+        """The least threshold whose limits together allow all rows; without speeds the mean load.
+
+        Rounding down takes less than a row from each limit, so the search needs to examine the
+        thresholds of one row more per rank only.
+        """
+        ideal, weight = self.total * self.scale // sum(self.weights), sum(self.weights)
+        thresholds = range(ideal, ideal + len(self.weights) * self.scale // weight + 3)
+        return thresholds[bisect_left(thresholds, self.total, key=lambda t: sum(self.limits(t)))]
 
     def hottest(self, rank: int, number: int) -> list[int]:
         """Return the home experts with the most rows; the lower index on a tie."""
@@ -42,10 +73,11 @@ class Domain:
 
     def least_peak(self, links: int) -> int:
         """Return the peak if every rank gives away all rows of its `links` hottest experts."""
-        return max(
+        kept = [
             load - sum(self.load[e] for e in self.hottest(rank, links))
             for rank, load in enumerate(self.rank_loads)
-        )
+        ]
+        return self.peak(kept)
 
     def fewest_links(self, threshold: int) -> int:
         """Return the fewest experts that each rank must give away to meet the threshold."""
@@ -59,7 +91,7 @@ class Attempt:
     """
 
     def __init__(self, domain: Domain, threshold: int, links: int = UNLIMITED) -> None:
-        self.domain, self.threshold = domain, threshold
+        self.domain, self.threshold, self.limits = domain, threshold, domain.limits(threshold)
         self.rank_loads, self.at_home = list(domain.rank_loads), dict(domain.load)
         ranks = range(len(self.rank_loads))
         self.movable = [domain.hottest(rank, links) for rank in ranks]
@@ -68,7 +100,8 @@ class Attempt:
 
     @property
     def peak(self) -> int:
-        return max(self.rank_loads)
+        """The least threshold that this attempt meets."""
+        return self.domain.peak(self.rank_loads)
 
     @property
     def full(self) -> bool:
@@ -97,17 +130,21 @@ class Attempt:
         return max(self.egress, *received.values(), 0)
 
     @property
+    def heights(self) -> list[int]:
+        """Rows of every rank above its limit; negative: below."""
+        return [load - limit for load, limit in zip(self.rank_loads, self.limits, strict=True)]
+
+    @property
     def surplus(self) -> dict[int, int]:
-        """Rows above the threshold of every donor."""
-        above = ((rank, load - self.threshold) for rank, load in enumerate(self.rank_loads))
-        return {rank: rows for rank, rows in above if rows > 0}
+        """Rows above the limit of every donor."""
+        return {rank: rows for rank, rows in enumerate(self.heights) if rows > 0}
 
     @property
     def room(self) -> dict[int, int]:
         """Rows that a new replica may serve on every rank that can host one."""
-        below = ((rank, self.threshold - load) for rank, load in enumerate(self.rank_loads))
         least = max(1, self.domain.min_tokens)
-        return {rank: rows for rank, rows in below if rows >= least and self.free_slots[rank]}
+        free = ((rank, -rows) for rank, rows in enumerate(self.heights) if self.free_slots[rank])
+        return {rank: rows for rank, rows in free if rows >= least}
 
     def hottest(self, rank: int) -> int:
         """Return the movable expert with the most rows at home; the lower index on a tie."""
@@ -137,7 +174,8 @@ def alias(domain: Domain, threshold: int, links: int = UNLIMITED) -> Attempt:
     """Let the emptiest rank take exactly what it lacks from the fullest.
 
     As in Walker's alias method the donor may fall below the threshold; it is then itself served as
-    the emptiest. With one slot per home expert on every rank, this always meets the mean.
+    the emptiest. With one slot per home expert on every rank and equal speeds, this always meets
+    the mean.
     """
     attempt = Attempt(domain, threshold, links)
     while attempt.unfinished and take(attempt):
@@ -150,16 +188,15 @@ def take(attempt: Attempt) -> bool:
 
     If no rank can, take from the one with the hottest expert. Return whether that is a replica.
     """
-    room, loads = attempt.room, attempt.rank_loads
+    room, surplus = attempt.room, attempt.surplus
     if not room:
         return False
     host = max(room, key=lambda r: (room[r], -r))
-    donors = attempt.surplus
-    enough = [r for r in donors if attempt.heat(r) >= room[host]]
+    enough = [r for r in surplus if attempt.heat(r) >= room[host]]
     if enough:
-        donor = max(enough, key=lambda r: (loads[r], -r))
+        donor = max(enough, key=lambda r: (surplus[r], -r))
     else:
-        donor = max(donors, key=lambda r: (attempt.heat(r), loads[r], -r))
+        donor = max(surplus, key=lambda r: (attempt.heat(r), surplus[r], -r))
     quota = min(room[host], attempt.heat(donor))
     if quota < attempt.domain.min_tokens:
         return False
@@ -175,7 +212,7 @@ def thrifty(domain: Domain, threshold: int, links: int) -> Attempt:
     the search: that is the rounding of the mean.
     """
     attempt = Attempt(domain, threshold, links)
-    slack = threshold * len(attempt.rank_loads) - sum(attempt.rank_loads)
+    slack = sum(attempt.limits) - domain.total
     if slack < len(attempt.rank_loads):
         return alias(domain, threshold, links)
     while attempt.unfinished:

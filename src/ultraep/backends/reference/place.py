@@ -1,8 +1,9 @@
 """Which experts are replicated on which ranks, and how many rows each replica serves.
 
 Every fast-link domain is solved on its own, against a threshold that all domains share: no rank
-should serve more rows. If no attempt meets it, a search finds the least threshold that `alias`
-meets. With rates, several thresholds are tried, and the quickest plan wins.
+should serve more rows, or with speeds, more than its share. If no attempt meets it, a search finds
+the least threshold that `alias` meets. With rates, several thresholds are tried, and the quickest
+plan wins.
 
 Shapes: E experts, C replicas.
 """
@@ -26,6 +27,7 @@ from ultraep.backends.reference.members import (
 from ultraep.config import PARTS, UNLIMITED, Rates, rungs_of
 
 GUESSES = 4  # steps of the search before it bisects
+SHORT = 1 << 14  # times `MAX_THRESHOLD`, less than 2**62
 LINKS = (1, 2)  # always tried, though they may not suffice for the tolerance
 
 
@@ -47,9 +49,9 @@ def solve(domain: Domain, best: Attempt) -> Attempt:
     """Return the best attempt, or one at the least threshold above it that `alias` meets.
 
     A failed attempt predicts the next threshold: the peak falls in proportion as the threshold
-    rises. After a success, the threshold just below it is tried, then bisection.
+    rises. After a success, the threshold one row below it is tried, then bisection.
     """
-    threshold = best.threshold
+    threshold, unit = best.threshold, domain.unit
     if best.peak <= threshold:
         return best
     bound = least_peak_of(domain)
@@ -57,14 +59,14 @@ def solve(domain: Domain, best: Attempt) -> Attempt:
     failed = max(threshold, bound - 1)
     middle = max(failed + 1, threshold + excess_share(last))
     met = tries = 0
-    while best.peak - failed > 1:
-        middle = min(middle, best.peak - 1)
+    while best.peak - failed > unit:
+        middle = min(middle, best.peak - unit)
         attempt = alias(domain, middle)
         best = min(best, attempt, key=lambda a: a.peak)
         tries += 1
         if attempt.peak <= middle:
             met += 1
-            middle = best.peak - 1 if met == 1 else (failed + best.peak) // 2
+            middle = best.peak - unit if met == 1 else (failed + best.peak) // 2
         else:
             failed = middle
             guess = middle + max(1, step(last, attempt))
@@ -74,9 +76,10 @@ def solve(domain: Domain, best: Attempt) -> Attempt:
 
 
 def excess_share(attempt: Attempt) -> int:
-    """Return the rows above the threshold per full rank, rounded up."""
-    over = [load - attempt.threshold for load in attempt.rank_loads]
-    return -(-sum(max(0, tokens) for tokens in over) // sum(tokens >= 0 for tokens in over))
+    """Return how far to raise the threshold so that full ranks may keep their surplus."""
+    full = [rank for rank, rows in enumerate(attempt.heights) if rows >= 0]
+    weight = sum(attempt.domain.weights[rank] for rank in full)
+    return -(-sum(attempt.surplus.values()) * attempt.domain.scale // weight)
 
 
 def step(last: Attempt, attempt: Attempt) -> int:
@@ -85,6 +88,8 @@ def step(last: Attempt, attempt: Attempt) -> int:
     gain = last.peak - last.threshold - above
     if gain <= 0:
         return excess_share(attempt)
+    while attempt.domain.speeds and above >= SHORT:  # the product below must fit into 63 bits
+        above, gain = above // 2, max(1, gain // 2)
     return -(-above * (attempt.threshold - last.threshold) // gain)
 
 
@@ -113,16 +118,17 @@ def domains_of(expert_loads: IntArray, limits: Limits) -> list[Domain]:
             for r in range(begin, begin + limits.domain)
         ]
         load = {e: int(expert_loads[e]) for experts in homes for e in experts}
-        domains.append(Domain(homes, load, limits.slots, limits.min_tokens, limits.max_replicas))
+        speeds = limits.speeds[begin : begin + limits.domain].tolist()
+        speeds = speeds if len(limits.speeds) else []
+        numbers = limits.slots, limits.min_tokens, limits.max_replicas
+        domains.append(Domain(homes, load, *numbers, speeds))
     return domains
 
 
 def shared_threshold(domains: list[Domain], tolerance_parts: int) -> int:
     """Return one threshold for all: a lighter domain need not be flatter than the heaviest."""
-    return max(
-        max(d.mean, sum(d.load.values()) * (PARTS + tolerance_parts) // (len(d.experts) * PARTS))
-        for d in domains
-    )
+    parts = PARTS + tolerance_parts
+    return max(max(d.mean, d.total * d.scale * parts // (sum(d.weights) * PARTS)) for d in domains)
 
 
 def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[Attempt]:
@@ -145,7 +151,8 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[
     def cost(plan: tuple[int, list[Attempt]]) -> tuple[int, int]:
         peak, attempts = plan
         copies = sum(len(a.copies) for a in attempts)
-        return rates.time(peak=peak, transfers=most_transfers(attempts), copies=copies), copies
+        transfers, unit = most_transfers(attempts), domains[0].unit
+        return rates.time(peak=peak, unit=unit, transfers=transfers, copies=copies), copies
 
     return min(plans, key=cost)[1]
 
@@ -181,25 +188,28 @@ def most_transfers(attempts: list[Attempt]) -> int:
 
 
 def lower_bound(expert_loads: IntArray, limits: Limits) -> int:
-    """Return the load of the fullest rank that no plan can go below."""
+    """Return the least threshold that any plan can meet; without speeds, in rows."""
     return max(least_peak_of(domain) for domain in domains_of(expert_loads, limits))
 
 
 def least_peak_of(domain: Domain) -> int:
-    """Return the least load of the fullest rank that any plan can reach.
+    """Return the least threshold that any plan of a domain can meet.
 
     The k emptiest ranks have k * slots slots, so beyond their own load they serve at most the
     k * slots hottest experts of the other ranks. The rest stays with the other ranks, whose fullest
     serves at least the mean of it. The best k gives the bound: k = 0 is the mean, and without slots
-    k = G - 1 is the fullest rank.
+    k = G - 1 is the fullest rank. With speeds, ranks share the rest in proportion to their speeds.
     """
-    rank_loads, ranks = domain.rank_loads, len(domain.experts)
-    emptiest_first = sorted(range(ranks), key=lambda r: (rank_loads[r], r))
-    best = 0
+    rank_loads, weights, scale = domain.rank_loads, domain.weights, domain.scale
+    ranks = len(rank_loads)
+    emptiest_first = sorted(
+        range(ranks), key=lambda r: (-(-rank_loads[r] * scale // weights[r]), r)
+    )
+    best = domain.mean
     for k in range(ranks):
         outside = [domain.load[e] for r in emptiest_first[k:] for e in domain.experts[r]]
         copies = min(k * domain.slots, domain.max_replicas)
         movable = sum(sorted(outside, reverse=True)[:copies])
         rest = sum(rank_loads[r] for r in emptiest_first[k:]) - movable
-        best = max(best, -(-rest // (ranks - k)))
+        best = max(best, -(-rest * scale // sum(weights[r] for r in emptiest_first[k:])))
     return best

@@ -55,20 +55,34 @@ class Planner:
         self._tables(experts_by_rank, first_of_rank, device)
         self._allocate(device)
         self.tolerances = torch.tensor(tolerances, dtype=INT, device=device)
-        self.timed = limits.rates != NO_RATES
-        self.rates = torch.tensor(limits.rates, dtype=torch.int64, device=device)
-        self._rates = {limits.rates: self.rates}
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        self.use(limits.rates, tuple(limits.speeds.tolist()))
 
-    def use(self, rates: tuple[int, int, int, int]) -> None:
-        """Plan with these rates from now on. Captured graphs keep the rates of their capture."""
-        known = self._rates.get(rates)
+    def use(self, rates: tuple[int, int, int, int], speeds: tuple[int, ...] = ()) -> None:
+        """Plan with these rates and speeds from now on; captured graphs keep theirs.
+
+        speeds: of all ranks; (): equal.
+        """
+        self.rates, self.timed = self._on_device(rates), self.num_attempts > 0 and rates != NO_RATES
+        self.speeds = self._on_device(speeds) if speeds else None
+        self.shape = self._shape._replace(SPEEDS=bool(speeds))
+        self.tried = self._wide_tried if speeds else self._tried
+        # Arguments that all first attempts take, in their order.
+        self.settings = (
+            *(self.domains, self.domain, self.slots, self.min_tokens, self.limit),
+            self.speeds,
+        )
+
+    def _on_device(self, numbers: tuple[int, ...]) -> torch.Tensor:
+        """Return 64-bit numbers on the device, without a copy from the host."""
+        known = self._known.get(numbers)
         if known is None:
-            known = torch.empty(len(rates), dtype=torch.int64, device=self.rates.device)
-            for index, number in enumerate(rates):
+            known = torch.empty(len(numbers), dtype=torch.int64, device=self.home.device)
+            for index, number in enumerate(numbers):
                 known[index].fill_(number)
             if not (known.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._rates[rates] = known  # a captured fill runs only at replay
-        self.rates, self.timed = known, self.num_attempts > 0 and rates != NO_RATES
+                self._known[numbers] = known  # a captured fill runs only at replay
+        return known
 
     def _pad(self) -> None:
         power = power_of_2
@@ -93,10 +107,8 @@ class Planner:
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
         # Domains whose rows a program loads together.
         self.step_over_domains = power(min(self.domains, max(1, 2048 // tile)))
-        # Arguments that all first attempts take, in their order.
-        self.settings = self.domains, self.domain, self.slots, self.min_tokens, self.limit
         held, one_slot = power(max(1, self.held)), self.slots == 1
-        self.shape = state.Shape(self.H, self.G, held, one_slot, self.buffers, self.members)
+        self._shape = state.Shape(self.H, self.G, held, one_slot, self.buffers, self.members)
 
     def _tables(
         self, experts_by_rank: IntArray, first_of_rank: IntArray, device: torch.device
@@ -132,12 +144,17 @@ class Planner:
 
         copies = max(1, self.ranks * self.slots)  # at least one row, unused without slots
         self.expert_loads = numbers(self.experts)
-        self.tried = state.Attempts(
+        self._tried = state.Attempts(
             attempts=numbers(self.domains, self.buffers, 2, max(1, self.held)),
             attempt_loads=numbers(self.domains, self.buffers, self.domain),
             facts=numbers(self.domains, state.facts_size(self.members)),
             outcomes=numbers(self.domains, self.num_attempts, rungs.OUTCOMES.value),
             scratch=numbers(self.domains, state.scratch_size(self.H, self.G)),
+        )
+        self._wide_tried = self._tried._replace(  # with speeds
+            facts=self._tried.facts.long(),
+            outcomes=self._tried.outcomes.long(),
+            scratch=self._tried.scratch.long(),
         )
         self.finished = numbers(1)  # programs of a launch
         self.counts = numbers(self.domains, self.members, self.H * self.G)

@@ -10,16 +10,24 @@ OUT/
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+
+from rich import box
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.policies import get_policy, policy_names
 from ultraep.tools.cli import options as cli
+from ultraep.tools.cli import render
 from ultraep.tools.cli.options import option, switch
-from ultraep.tools.cli.terminal import Terminal, progress
+from ultraep.tools.cli.terminal import Grid, Terminal
 from ultraep.tools.demo.result import (
     REPORT_FILE,
     RESULT_FILE,
@@ -41,6 +49,8 @@ EXAMPLE = (
     "Example: torchrun --nproc-per-node 8 -m ultraep demo --out demo"
 )
 DEVICES = ("cpu", "cuda")
+LINES = 8  # per phase, without a terminal
+HISTORY = 30  # steps in a sparkline
 PHASES = {
     "training": "1 training",
     "prefill": "2 serving requests",
@@ -95,8 +105,8 @@ def command(options: DemoOptions) -> None:
     with prepare(job, place) as output_dir:
         _introduce(terminal, job)
         try:
-            with _events(terminal) as show:
-                result = run(job, show, place, output_dir)
+            with Display(terminal, policies) as display:
+                result = run(job, display.show, place, output_dir)
         except KeyboardInterrupt:
             terminal.print(f"interrupted; the traces so far are in {options.out}")
             raise
@@ -174,23 +184,71 @@ def _introduce(terminal: Terminal, job: Job) -> None:
     terminal.print()
 
 
-@contextmanager
-def _events(terminal: Terminal) -> Iterator[Callable[[Event], None]]:
-    """Yield a function that shows an event of rank 0."""
-    with progress("demo", terminal=terminal) as report:
-
-        def show(event: Event) -> None:
-            if isinstance(event, Note):
-                terminal.print_notes(event.text)
-            else:
-                report(event.done, event.of, _describe(event))
-
-        yield show
+# -- progress ------------------------------------------------------------------------------------
 
 
-def _describe(now: Progress) -> str:
+class Display:
+    """A live picture on a terminal, else a line from time to time."""
+
+    def __init__(self, terminal: Terminal, policies: tuple[str, ...]) -> None:
+        self.terminal = terminal
+        self.past: dict[str, list[Progress]] = {name: [] for name in policies}
+        self.live = Live(console=terminal, transient=True, auto_refresh=False)
+
+    def __enter__(self) -> Display:
+        if self.terminal.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.live.stop()
+
+    def show(self, event: Event) -> None:
+        """Print or draw an event of rank 0."""
+        if isinstance(event, Note):
+            self.terminal.print_notes(event.text)
+            return
+        if event.policy:
+            self.past[event.policy].append(event)
+        if self.terminal.is_terminal:
+            self.live.update(self.picture(event), refresh=True)
+        elif event.done % -(-event.of // LINES) == 0 or event.done in (1, event.of):
+            self.terminal.print(_line(event), soft_wrap=True)
+
+    def picture(self, now: Progress) -> Group:
+        """Draw the phase, and the current numbers of every policy."""
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(PHASES[now.phase], "bold"),
+            ProgressBar(now.of, now.done, width=24),
+            f"{now.done}/{now.of}",
+            f"text: {now.subject}",
+        )
+        grid = Grid(box=box.SIMPLE_HEAD, show_edge=False)
+        for name in ("policy", "loss", "tokens/s", "imbalance", "before", "after"):
+            grid.add_column(name, justify="right" if name in ("loss", "tokens/s") else "left")
+        recent = {policy: past[-HISTORY:] for policy, past in self.past.items() if past}
+        high = max([1.1, *(event.before or 1.0 for past in recent.values() for event in past)])
+        glyphs = render.glyphs_for(self.terminal)
+        for policy, past in recent.items():
+            last = past[-1]
+            phase = [event for event in past if event.phase == last.phase]
+            before = render.sparkline([event.before for event in phase], high, glyphs)
+            after = render.sparkline([event.after for event in phase], high, glyphs)
+            grid.add_row(
+                policy,
+                "" if last.loss is None else f"{last.loss:.3f}",
+                f"{last.tokens_per_second:,.0f}",
+                f"{last.before:.3f} -> {last.after:.3f}",
+                Text(before, render.OVERFULL),
+                Text(after, render.CALM),
+            )
+        return Group(head, grid)
+
+
+def _line(now: Progress) -> str:
     parts = [
-        f"{PHASES[now.phase]:<18} {now.policy:<8} {now.subject:<6}",
+        f"{PHASES[now.phase]:<21} {now.done:>4}/{now.of:<4} {now.policy:<8} {now.subject:<6}",
         "" if now.loss is None else f"loss {now.loss:.3f}",
         "" if now.tokens_per_second is None else f"{now.tokens_per_second:>7,.0f} tokens/s",
         "" if now.after is None else f"imbalance {now.before:.3f} -> {now.after:.3f}",

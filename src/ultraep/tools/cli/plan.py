@@ -17,12 +17,12 @@ from rich.text import Text
 
 from ultraep.arrays import IntArray
 from ultraep.backends import select
-from ultraep.config import BalanceConfig, Rates
+from ultraep.config import BalanceConfig, Rates, speeds_from_text
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import as_loads
 from ultraep.plan import PER_MS, Plan
 from ultraep.plan import plan as make_plan
-from ultraep.policies import get_policy
+from ultraep.policies import get_policy, warn_if_speeds_ignored
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
 from ultraep.tools.cli.options import argument, option
@@ -77,6 +77,12 @@ class PlanOptions(cli.Options):
         "none",
         metavar="row=N,copy=N,...",
     )
+    speeds: str | None = option(
+        "Speed of every rank in thousandths of the nominal speed; ultraep then balances rows over "
+        "speed.",
+        "equal",
+        metavar="N,N,...",
+    )
     backend: str | None = option(
         "cpu (compiled) or reference (slow); their plans are equal.", "the fastest"
     )
@@ -98,6 +104,7 @@ class PlanOptions(cli.Options):
                 max_replicas=self.max_replicas,
                 locality=not self.no_locality,
                 rates=None if self.rates is None else Rates.from_text(self.rates),
+                speeds=None if self.speeds is None else speeds_from_text(self.speeds),
             )
             for name in cli.split_names(self.policy, "--policy")
         ]
@@ -107,13 +114,17 @@ class PlanOptions(cli.Options):
 def command(options: PlanOptions) -> None:
     """Plan the loads in a file: imbalance before and after, replicas, planning time.
 
-    Imbalance is the load of the busiest rank over the mean. No plan can go below the bound.
+    Imbalance is the load of the busiest rank over the mean. With --speeds, loads are rows over
+    speed. No plan can go below the bound.
 
     Only the planner runs, no model. The planning time excludes the first call.
     """
     configs = options.configs()
     loads_HMRE = read_layers(options)
     topology = _topology(options, loads_HMRE)
+    for config in configs:
+        config.speeds_for(topology.ranks)  # raises if their number is wrong
+        warn_if_speeds_ignored(config)
     last = loads_HMRE.shape[0] * loads_HMRE.shape[1] - 1
     if options.history < 1:
         raise ConfigError(f"--history must be at least 1, got {options.history}")

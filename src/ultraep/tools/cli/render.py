@@ -42,6 +42,7 @@ class Glyphs(NamedTuple):
     """Characters of bars and axes."""
 
     ramp: str  # from an empty cell to a full one
+    spark: str  # from low to high, in one row
     mean: str  # in an empty cell right below the mean
     side: str
     mark: str
@@ -50,8 +51,8 @@ class Glyphs(NamedTuple):
     border: str  # on the floor, where a fast-link domain begins
 
 
-BLOCKS = Glyphs(" ▁▂▃▄▅▆▇█", "▔", "│", "┤", "└", "─", "┴")
-ASCII = Glyphs(" .:#", "-", "|", "+", "+", "-", "+")
+BLOCKS = Glyphs(" ▁▂▃▄▅▆▇█", "▁▂▃▄▅▆▇█", "▔", "│", "┤", "└", "─", "┴")
+ASCII = Glyphs(" .:#", "_.-=*#", "-", "|", "+", "+", "-", "+")
 
 
 def glyphs_for(console: Console) -> Glyphs:
@@ -214,3 +215,13 @@ def legend(plan: Plan, terminal: Terminal) -> str:
 def _over_mean(rank_loads: IntArray) -> float:
     total = int(rank_loads.sum())
     return int(rank_loads.max()) * len(rank_loads) / total if total else 1.0
+
+
+# -- sparkline -----------------------------------------------------------------------------------
+
+
+def sparkline(values: Sequence[float | None], high: float, glyphs: Glyphs = BLOCKS) -> str:
+    """Draw one character per imbalance, from 1 (lowest bar) to `high` (full cell)."""
+    top, span = len(glyphs.spark) - 1, (high - 1) or 1.0
+    heights = [(value - 1) / span for value in values if value is not None]
+    return "".join(glyphs.spark[round(min(max(height, 0.0), 1.0) * top)] for height in heights)

@@ -143,27 +143,24 @@ def describe_topology(topology: Topology) -> list[str]:
 
 
 @contextmanager
-def progress(
-    title: str, *, lines: bool = True, terminal: Terminal | None = None
-) -> Iterator[Callable[..., None]]:
-    """Yield a function of work done, all work and a description that moves a bar.
+def progress(title: str, *, lines: bool = True) -> Iterator[Callable[..., None]]:
+    """Yield a function of work done, all work and a description that moves a bar on stderr.
 
-    lines: print a line from time to time if the output is not a terminal.
-    terminal: the output, stderr by default.
+    lines: print a line from time to time if stderr is not a terminal.
     """
-    terminal = terminal or Terminal(stderr=True)
+    stderr = Terminal(stderr=True)
     columns = (
         *(TextColumn(f"{title:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
         TextColumn("{task.description}", markup=False),
     )
-    bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
+    bar = Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
     with bar:
         task = bar.add_task("", total=None)
 
         def report(done: int, total: int, text: str = "") -> None:
             bar.update(task, completed=done, total=total, description=text)
             shown = done in (1, total) or done % -(-total // PROGRESS_LINES) == 0
-            if lines and shown and not terminal.is_terminal:
-                terminal.print(f"{title:<9}{done:>6}/{total:<6}{text}", soft_wrap=True)
+            if lines and shown and not stderr.is_terminal:
+                stderr.print(f"{title:<9}{done:>6}/{total:<6}{text}", soft_wrap=True)
 
         yield report

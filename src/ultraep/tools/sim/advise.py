@@ -94,6 +94,16 @@ class DeviceMemory:
     avoids_out_of_memory: bool  # the job fits only with balancing
 
 
+@dataclass(frozen=True)
+class SlowRank:
+    """The slowest rank, and what unequal speeds cost: the share of the throughput that is lost."""
+
+    rank: int
+    speed: int  # in thousandths of the nominal speed
+    by_rows: float  # lost with balanced rows
+    by_speeds: float  # lost with rows balanced by speed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Advice:
     """Whether balancing pays, and why.
@@ -121,6 +131,7 @@ class Advice:
     exposed: float
     saved: float
     remainder: str
+    slow_rank: SlowRank | None = None
     reasons: tuple[str, ...] = ()
 
 
@@ -161,7 +172,27 @@ def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = No
         curve.append(point)
         progress(done + 2 * seeds + len(curve), total)
     results = (none, balanced[index], ideal)
-    return _advice(scenario, results, options, best, tuple(gains), tuple(curve))
+    slow_rank = _slow_rank(scenario, tried[index], balanced[index], processes)
+    return _advice(scenario, results, options, best, tuple(gains), tuple(curve), slow_rank)
+
+
+def _slow_rank(
+    scenario: Scenario, contender: Contender, balanced: Result, processes: int
+) -> SlowRank | None:
+    """Return what a slow rank costs; None if all ranks have the same speed."""
+    speeds = scenario.cluster.speeds_of(scenario.ranks)
+    if len(set(speeds)) < 2:
+        return None
+    nominal = replace(scenario, cluster=replace(scenario.cluster, speeds=()))
+    by_rows = replace(scenario, by_speeds=False)
+    (fast,), (rows,) = (simulate(s, [contender], processes=processes) for s in (nominal, by_rows))
+    slowest = min(speeds)
+    return SlowRank(
+        rank=speeds.index(slowest),
+        speed=slowest,
+        by_rows=1 - rows.throughput / fast.throughput,
+        by_speeds=1 - balanced.throughput / fast.throughput,
+    )
 
 
 # -- settings ------------------------------------------------------------------------------------
@@ -296,6 +327,7 @@ def _advice(
     best: Option | None,
     draws: tuple[float, ...],
     curve: Curve,
+    slow_rank: SlowRank | None = None,
 ) -> Advice:
     """Return the advice. results: without balancing, with the best option, and ideal."""
     none, balanced, ideal = results
@@ -330,6 +362,7 @@ def _advice(
         clear_gain=break_even(curve, CLEAR_GAIN) if best else None,
         curve=curve,
         memory=memory,
+        slow_rank=slow_rank,
         exposed=sum(after[name] for name in EXPOSED),
         saved=sum(before[name] - after[name] for name in SHORTENED),
         remainder=f"{_ms(sum(left.values()))} per {scenario.job.unit}, of which "
@@ -372,6 +405,13 @@ def _reasons(advice: Advice, scenario: Scenario) -> Iterator[str]:
         f"imbalance without balancing: {none.imbalance:.2f}, at {none.share:.1%} of forced balance"
     )
     yield f"balancing costs {_ms(advice.exposed)} per {job.unit} and saves {_ms(advice.saved)}"
+    slow = advice.slow_rank
+    if slow:
+        yield (
+            f"rank {slow.rank} computes at {slow.speed / 10:g} % of the nominal speed, which costs "
+            f"{slow.by_rows:.1%} of the throughput with equal rows and {slow.by_speeds:.1%} with "
+            "speeds="
+        )
     if even.tokens is None or job.tokens < even.tokens:
         yield f"too few tokens per rank and {job.unit}: {job.tokens:,}, see break-even"
     if max_slots(scenario) < len(memory_by_slots(scenario)):

@@ -123,6 +123,8 @@ def plan_and_clock(
             context=job.context,
             recompute=job.recompute,
             training=job.trains,
+            speeds=scenario.cluster.speeds_of(scenario.ranks),
+            even=contender.policy == IDEAL,
         )
         yield clock, replicas
 

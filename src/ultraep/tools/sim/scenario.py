@@ -55,6 +55,7 @@ class Scenario:
     rates: MeasuredRates = field(default_factory=measured_rates)
     objective: str = "balance"  # of ultraep's plans: "time" or "balance"
     plan_rates: Rates | None = None  # for the objective "time"; None: from cluster and model
+    by_speeds: bool = True  # ultraep's plans use the speeds of the cluster
 
     def __post_init__(self) -> None:
         check_range(self, "ranks", 1)
@@ -117,7 +118,13 @@ class Scenario:
         rates, job = self.plan_rates, self.job
         if rates is None and self.objective == "time":
             rates = rates_by(self.costs, ranks=self.ranks, tokens=job.tokens, training=job.trains)
-        return BalanceConfig(tolerance=self.tolerance, objective=self.objective, rates=rates)
+        speeds = self.cluster.speeds_of(self.ranks) if self.by_speeds else ()
+        return BalanceConfig(
+            tolerance=self.tolerance,
+            objective=self.objective,
+            rates=rates,
+            speeds=speeds or None,
+        )
 
     @property
     def costs(self) -> Costs:

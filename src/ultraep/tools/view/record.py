@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import PER_SECOND
 from ultraep.hops import hops
-from ultraep.plan import Plan
+from ultraep.plan import Plan, peak_of
 from ultraep.tools.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import Array, of_backward
@@ -56,9 +56,11 @@ def _priced(trace: Trace, copies: IntArray) -> Numbers | None:
         return None
     received, sent = np.bincount(copies[:, 1]), np.bincount(homes[np.unique(copies[:, 0])])
     transfers = int(max(received.max(initial=0), sent.max(initial=0)))
-    before, after = int(trace.initial_rank_loads.max()), int(trace.rank_loads.max())
-    planned = rates.time(peak=after, transfers=transfers, copies=len(copies))
-    without = rates.time(peak=before, transfers=0, copies=0)
+    speeds = trace.speeds_of(0) or ()
+    before, unit = peak_of(trace.initial_rank_loads[0].astype(np.int64), speeds)
+    after, _ = peak_of(trace.rank_loads[0].astype(np.int64), speeds)
+    planned = rates.time(peak=after, unit=unit, transfers=transfers, copies=len(copies))
+    without = rates.time(peak=before, unit=unit, transfers=0, copies=0)
     return {"rates": str(rates), "time": planned / PER_SECOND, "without": without / PER_SECOND}
 
 

@@ -39,7 +39,7 @@ from ultraep.trace.schema import (
 )
 from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
 
-PLANNED = ("step", "layer", "loads", "rates")  # arrays of rank 0 that planning needs
+PLANNED = ("step", "layer", "loads", "rates", "speeds")  # arrays of rank 0 that planning needs
 SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece that the table needs
 MOST_RECORDS, MOST_LINES = 2_000_000, 32 << 20  # records; records times ranks
 MOST_PIECES = 16  # of a rank with additions to one record

@@ -167,13 +167,16 @@ def unpack(key, G: tl.constexpr):
 
 @triton.jit
 def alias_packed_or_not(
-    load_G, home_HG, hosted, threshold, slack, usable, problem,
+    load_G, home_HG, hosted, threshold, most, slack, usable, problem,
     SHAPE: tl.constexpr, THRIFTY: tl.constexpr
 ):  # fmt: skip
-    """Call `alias`, packed if rows times ranks or experts fit into 32 bits."""
+    """Call `alias`, packed if rows times ranks or experts fit into 32 bits.
+
+    most: rows that a rank has or may have.
+    """
     num_copies = 0
     received = 0
-    if tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // max(SHAPE.H, SHAPE.G) - 1:
+    if most < (1 << 31) // max(SHAPE.H, SHAPE.G) - 1:
         load_G, home_HG, num_copies, received = alias(
             load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, THRIFTY, True
         )
@@ -187,7 +190,7 @@ def alias_packed_or_not(
 @triton.jit
 def window(load_G, home_HG, hosted, threshold, problem, SHAPE: tl.constexpr):
     """Let every donor give its surplus to the fewest hosts, and to the tightest such."""
-    ranks, slots, min_tokens, limit = problem
+    ranks, slots, min_tokens, limit, _speeds = problem
     rank = tl.arange(0, SHAPE.G)
     row = tl.arange(0, SHAPE.H)[:, None]
     free_all(hosted, problem, SHAPE)
@@ -293,7 +296,7 @@ def least_waste(rest_G, height_G, G: tl.constexpr):
 def close_circles(load_G, home_HG, hosted, threshold, variant, problem, SHAPE: tl.constexpr):
     """Close a circle of two; or prepare one with a replica; or do as `alias` does."""
     halves, anchor = variant_of(variant)
-    ranks, slots, min_tokens, limit = problem
+    ranks, slots, min_tokens, limit, _speeds = problem
     rank = tl.arange(0, SHAPE.G)
     row = tl.arange(0, SHAPE.H)[:, None]
     free_all(hosted, problem, SHAPE)

@@ -44,32 +44,65 @@ def first_by_groups(
     slots,
     min_tokens,
     limit,
+    speeds,
     parts,
     SHAPE: tl.constexpr,
 ):
     """Program d: the attempt of the first heuristic at domain d; see `first_try`."""
     domain = tl.program_id(0)
-    problem = Problem(ranks, slots, min_tokens, limit)
-    most = tl.zeros((), tl.int64)
-    for other in range(domains):
-        most = tl.maximum(most, total_of(home, other, SHAPE))
-    threshold = state.threshold_of(most, ranks, parts)
-    own_mean = (total_of(home, domain, SHAPE) + ranks - 1) // ranks
+    problem = Problem(ranks, slots, min_tokens, limit, speeds)
+    threshold, own_mean = thresholds_of(home, domain, domains, parts, problem, SHAPE)
     tried = state.at_domain(tried, domain, problem, SHAPE)
     hosted, loads = tried.attempts, tried.attempt_loads
     state.store_threshold(tried, threshold, threshold > own_mean)
     work += domain * state.work_size(SHAPE.H, SHAPE.G)
     free_all(hosted, problem, SHAPE)
     peak = set_out(state.home_of(home, domain, SHAPE), work, loads, problem, SHAPE)
-    num_copies = 0
-    if tl.maximum(peak, threshold) < (1 << 31) // SHAPE.G - 1:
-        num_copies = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int32)
-    else:
-        num_copies = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int64)
     rank = tl.arange(0, SHAPE.G)
+    if SHAPE.SPEEDS:
+        before_G = tl.load(loads + rank, mask=rank < ranks, other=0)
+        start_G, limit_of_rank = state.relative_to(before_G, threshold, domain, problem, SHAPE)
+        most = state.most_rows(before_G, start_G, limit_of_rank, SHAPE)
+        tl.debug_barrier()
+        tl.store(loads + rank, start_G, mask=rank < ranks)
+        tl.debug_barrier()
+    else:
+        limit_of_rank = threshold
+        most = tl.maximum(peak, threshold)
+    num_copies = 0
+    if most < (1 << 31) // SHAPE.G - 1:
+        num_copies = alias_by_groups(work, hosted, loads, limit_of_rank, problem, SHAPE, tl.int32)
+    else:
+        num_copies = alias_by_groups(work, hosted, loads, limit_of_rank, problem, SHAPE, tl.int64)
     load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
+    if SHAPE.SPEEDS:
+        load_G = state.loads_after(before_G, start_G, load_G, SHAPE)
+        tl.debug_barrier()
+        tl.store(loads + rank, load_G, mask=rank < ranks)
     counts = state.counts_of(counts, domain, 0, SHAPE)
-    note(tried, hosted, counts, load_G, num_copies, 0, problem, SHAPE)
+    note(tried, hosted, counts, load_G, num_copies, 0, domain, problem, SHAPE)
+
+
+@triton.jit
+def thresholds_of(home, domain, domains, parts, problem, SHAPE: tl.constexpr):
+    """Return the threshold of all domains with the tolerance, and the mean of this domain."""
+    if SHAPE.SPEEDS:
+        threshold = tl.zeros((), tl.int64)
+        for other in range(domains):
+            speed_G = state.speeds_of(other, problem, SHAPE)
+            total = total_of(home, other, SHAPE)
+            own = state.threshold_of_speeds(total, speed_G[None, :], problem.ranks, parts)
+            threshold = tl.maximum(threshold, own)
+        speed_G = state.speeds_of(domain, problem, SHAPE)
+        total = total_of(home, domain, SHAPE)
+        mean = state.threshold_of_speeds(total, speed_G[None, :], problem.ranks, 0)
+    else:
+        most = tl.zeros((), tl.int64)
+        for other in range(domains):
+            most = tl.maximum(most, total_of(home, other, SHAPE))
+        threshold = state.threshold_of(most, problem.ranks, parts)
+        mean = (total_of(home, domain, SHAPE) + problem.ranks - 1) // problem.ranks
+    return threshold, mean
 
 
 @triton.jit

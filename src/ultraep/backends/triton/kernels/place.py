@@ -78,6 +78,7 @@ def first_try(
     slots,
     min_tokens,
     limit,
+    speeds,
     parts,
     SHAPE: tl.constexpr,
     BY_GROUPS: tl.constexpr,
@@ -99,31 +100,35 @@ def first_try(
     domain = tl.program_id(0)
     member = tl.program_id(1) + BY_GROUPS
     rank = tl.arange(0, SHAPE.G)
-    problem = Problem(ranks, slots, min_tokens, limit)
+    problem = Problem(ranks, slots, min_tokens, limit, speeds)
     home_HG = state.load_domain(home, domain, SHAPE)
     load_G = state.rank_loads_of(home_HG)
     threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
-    slack = threshold > state.mean_of(load_G, ranks)
+    slack = threshold > state.mean_of(load_G, domain, problem, SHAPE)
+    start_G, most_of_rank = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+    end_G = start_G
     tried = state.at_domain(tried, domain, problem, SHAPE)
     hosted = state.attempt_of(tried.attempts, member, problem)
     num_copies = 0
     if member == 0 and not BY_GROUPS:
         state.store_threshold(tried, threshold, slack)
-        load_G, _home_HG, num_copies, _received = alias_packed_or_not(
-            load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64), slots, problem,
+        most = state.most_rows(load_G, start_G, most_of_rank, SHAPE)
+        end_G, _home_HG, num_copies, _received = alias_packed_or_not(
+            start_G, home_HG, hosted, most_of_rank, most, tl.zeros((), tl.int64), slots, problem,
             SHAPE, False
         )  # fmt: skip
     elif slack and member == 1:
-        load_G, num_copies = window(load_G, home_HG, hosted, threshold, problem, SHAPE)
+        end_G, num_copies = window(start_G, home_HG, hosted, most_of_rank, problem, SHAPE)
     elif slack:  # noqa: SIM102 - only a separate condition is left out at compile time
         if SHAPE.MEMBERS > 2:
-            load_G, num_copies = close_circles(
-                load_G, home_HG, hosted, threshold, member - 2, problem, SHAPE
+            end_G, num_copies = close_circles(
+                start_G, home_HG, hosted, most_of_rank, member - 2, problem, SHAPE
             )
+    load_G = state.loads_after(load_G, start_G, end_G, SHAPE)
     tl.store(tried.attempt_loads + member * ranks + rank, load_G, mask=rank < ranks)
     if slack or member == 0:
         counts = state.counts_of(counts, domain, member, SHAPE)
-        note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE)
+        note(tried, hosted, counts, load_G, num_copies, member, domain, problem, SHAPE)
 
 
 @triton.jit(do_not_specialize=["ranks", "stride"])

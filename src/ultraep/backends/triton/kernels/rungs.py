@@ -6,7 +6,7 @@ import triton.language as tl
 from ultraep.backends.triton.kernels import search, state
 from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, free_all
 from ultraep.backends.triton.kernels.search import PlanOut
-from ultraep.backends.triton.kernels.state import MOST, Attempts, Problem
+from ultraep.backends.triton.kernels.state import MOST, UNITS_PER_ROW, Attempts, Problem
 
 # For every attempt: its buffer, peak, replicas, most transfers of one rank, peak without replicas.
 BUFFER, REACHED, MADE, TRANSFERS, AT_HOME, OUTCOMES = (tl.constexpr(n) for n in range(6))
@@ -53,6 +53,7 @@ def try_rungs(
     slots,
     min_tokens,
     limit,
+    speeds,
     SHAPE: tl.constexpr,
     BY_GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -81,7 +82,7 @@ def try_rungs(
     domain = tl.program_id(0)
     number = tl.program_id(1)
     rank = tl.arange(0, SHAPE.G)
-    problem = Problem(ranks, slots, min_tokens, limit)
+    problem = Problem(ranks, slots, min_tokens, limit, speeds)
     home_HG = state.load_domain(home, domain, SHAPE)
     load_G = state.rank_loads_of(home_HG)
     parts = tl.load(tolerances + number)
@@ -89,29 +90,35 @@ def try_rungs(
     own = state.at_domain(tried, domain, problem, SHAPE)
     loads = own.attempt_loads
     outcome = outcome_of(tried.outcomes, domain, number, tl.num_programs(1))
-    tl.store(outcome + AT_HOME, tl.max(load_G, 0))
-    links = threshold * 0 + MOST
+    tl.store(outcome + AT_HOME, state.peak_of(load_G, domain, problem, SHAPE))
+    links = ranks * 0 + MOST
     if number > 0:
         links = links_of(number, tl.load(rates + 1))
-        home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, SHAPE.H)
+        home_HG, threshold, links = keep_hottest(
+            home_HG, load_G, threshold, links, domain, problem, SHAPE
+        )
     if number == 0:
         free_all(state.attempt_of(own.attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
         tl.store(loads + (SHAPE.BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
-    num_copies = threshold * 0
-    transfers = threshold * 0 + MOST
+    num_copies = ranks * 0
+    transfers = ranks * 0 + MOST
+    start_G, most_of_rank = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+    end_G = start_G
     if (number > 0) | (not BY_GROUPS):
-        slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
+        slack = most_of_rank.to(tl.int64) * ranks - tl.sum(start_G.to(tl.int64), 0)
+        most = state.most_rows(load_G, start_G, most_of_rank, SHAPE)
         hosted = state.attempt_of(own.attempts, number, problem)
         usable = tl.minimum(slots, links)
         received = num_copies
         if (number > 0) & (slack >= ranks):
-            load_G, home_HG, num_copies, received = alias_packed_or_not(
-                load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, True
+            end_G, home_HG, num_copies, received = alias_packed_or_not(
+                start_G, home_HG, hosted, most_of_rank, most, slack, usable, problem, SHAPE, True
             )
         else:
-            load_G, home_HG, num_copies, received = alias_packed_or_not(
-                load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, False
+            end_G, home_HG, num_copies, received = alias_packed_or_not(
+                start_G, home_HG, hosted, most_of_rank, most, slack, usable, problem, SHAPE, False
             )
+        load_G = state.loads_after(load_G, start_G, end_G, SHAPE)
         tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
         num_given = most_given(home_HG, state.load_domain(home, domain, SHAPE))
         transfers = tl.maximum(num_given, received)
@@ -121,7 +128,7 @@ def try_rungs(
             SHAPE, SEARCH_STEP
         )  # fmt: skip
     else:
-        peak = tl.where(tl.max(load_G, 0) > threshold, MOST, threshold)
+        peak = tl.where(tl.max(end_G, 0) > most_of_rank, unmet(SHAPE.SPEEDS), threshold)
         store_outcome(outcome, number, peak, num_copies, transfers)
     tl.debug_barrier()  # all stores of this program are in memory
     before = tl.atomic_add(finished, 1, sem="acq_rel")
@@ -135,24 +142,26 @@ def publish_quickest(
     plan, tried, rates, domains, attempts, problem, SHAPE: tl.constexpr, PADDED: tl.constexpr
 ):
     """Write the quickest attempt of all domains, or no replicas."""
-    chosen = quickest_of(tried.outcomes, rates, domains, attempts, PADDED)
+    chosen = quickest_of(tried.outcomes, rates, domains, attempts, PADDED, SHAPE.SPEEDS)
     for index in range(domains):
         best = SHAPE.BUFFERS - 1
         if chosen >= 0:
             at = outcome_of(tried.outcomes, index, chosen, attempts)
-            best = tl.load(at + BUFFER, cache_modifier=".cg")
+            best = tl.load(at + BUFFER, cache_modifier=".cg").to(tl.int32)
         of_domain = state.at_domain(tried, index, problem, SHAPE)
         search.publish(plan, of_domain, index, best, problem, SHAPE)
 
 
 @triton.jit
-def keep_hottest(home_HG, load_G, threshold, links, H: tl.constexpr):
+def keep_hottest(home_HG, load_G, threshold, links, domain, problem, SHAPE: tl.constexpr):
     """Let every rank give away its hottest experts only, one per link; the others become -1.
 
     Returns rows at home, the threshold or the least one that so few links can meet, and the links.
     """
+    H: tl.constexpr = SHAPE.H
     row = tl.arange(0, H)[:, None]
-    rest_G = load_G - threshold
+    start_G, limit = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+    rest_G = start_G - limit
     left_HG = home_HG
     number = 0
     if links == MOST:
@@ -167,7 +176,11 @@ def keep_hottest(home_HG, load_G, threshold, links, H: tl.constexpr):
         # All experts at most: loads of a rank that is gone may be any numbers.
         going = tl.where(links == FEWEST, tl.max(rest_G, 0) > 0, number < links) & (number < H)
     home_HG = tl.where(left_HG == -2, home_HG, -1)
-    floor = tl.maximum(tl.max(rest_G, 0), 0)
+    if SHAPE.SPEEDS:
+        peak = state.peak_of(rest_G + (load_G - start_G), domain, problem, SHAPE)
+        floor = tl.maximum(peak - threshold, 0)
+    else:
+        floor = tl.maximum(tl.max(rest_G, 0), 0)
     floor = tl.where(links == MOST, 0, floor)
     return home_HG, threshold + floor, tl.where(links == MOST, MOST, tl.maximum(number, 1))
 
@@ -191,7 +204,7 @@ def solve(
     rank, slot = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
     load_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
-    peak = tl.max(load_G, 0)
+    peak = state.peak_of(load_G, domain, problem, SHAPE)
     best = 0
     if (peak > threshold) | (transfers == MOST):
         if peak > threshold:
@@ -201,7 +214,8 @@ def solve(
         tl.debug_barrier()
         hosted = state.attempt_of(tried.attempts, best, problem)
         loads = tried.attempt_loads + best * problem.ranks
-        peak = tl.max(tl.load(loads + rank, mask=rank < problem.ranks, other=0), 0)
+        load_G = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
+        peak = state.peak_of(load_G, domain, problem, SHAPE)
         holds = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1) >= 0
         num_copies = tl.sum(holds.to(tl.int32), 0)
         own_counts = counts + domain * SHAPE.H * SHAPE.G
@@ -211,7 +225,7 @@ def solve(
 
 
 @triton.jit
-def quickest_of(outcomes, rates, domains, attempts, PADDED: tl.constexpr):
+def quickest_of(outcomes, rates, domains, attempts, PADDED: tl.constexpr, SPEEDS: tl.constexpr):
     """Return the number of the attempt that is quickest over all domains; -1: no replicas.
 
     rates: row, copy, each and layer, 64-bit.   PADDED: the number of attempts as a power of two.
@@ -230,17 +244,33 @@ def quickest_of(outcomes, rates, domains, attempts, PADDED: tl.constexpr):
         home_N = tl.maximum(home_N, load_shared(at + AT_HOME, known))
     row = tl.load(rates)
     copy = tl.load(rates + 1)
-    time_N = row * peak_N + copy * transfers_N + tl.load(rates + 2) * copies_N
+    time_N = time_of(row, peak_N, SPEEDS) + copy * transfers_N + tl.load(rates + 2) * copies_N
     time_N += tl.where(copies_N > 0, tl.load(rates + 3), 0)
     exact = tl.sum(tl.where(number == 0, transfers_N, 0), 0)
     limited_N = (number > 0) & (number <= LIMITED)
     fewer_N = (transfers_N < exact) & (copy > 0)
-    left_N = known & (~limited_N | fewer_N) & ((number == 0) | (peak_N < MOST))
+    left_N = known & (~limited_N | fewer_N) & ((number == 0) | (peak_N < unmet(SPEEDS)))
     time = tl.min(tl.where(left_N, time_N, MOST_TIME), 0)
     left_N = left_N & (time_N == time)
     left_N = left_N & (copies_N == tl.min(tl.where(left_N, copies_N, MOST), 0))
     chosen = tl.min(tl.where(left_N, number, PADDED), 0)
-    return tl.where(row * tl.max(home_N, 0) <= time, -1, chosen)
+    return tl.where(time_of(row, tl.max(home_N, 0), SPEEDS) <= time, -1, chosen)
+
+
+@triton.jit
+def time_of(row, peak, SPEEDS: tl.constexpr):
+    """Return the time of the rows; with speeds without products of more than 63 bits."""
+    if SPEEDS:
+        part = row * (peak % UNITS_PER_ROW) // UNITS_PER_ROW
+        return row * (peak // UNITS_PER_ROW) + part
+    else:  # noqa: RET505 - without `else`, Triton compiles both
+        return row * peak
+
+
+@triton.constexpr_function
+def unmet(SPEEDS):
+    """Return the peak of an attempt that does not meet its threshold."""
+    return 1 << 62 if SPEEDS else (1 << 31) - 1
 
 
 @triton.jit

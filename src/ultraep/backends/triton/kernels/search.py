@@ -14,15 +14,19 @@ import triton.language as tl
 from ultraep.backends.triton.kernels import state
 from ultraep.backends.triton.kernels.attempts import alias, alias_packed_or_not
 from ultraep.backends.triton.kernels.state import (
+    MAX_THRESHOLD,
     MEASURES,
     MOST,
+    PARTS,
     SLACK,
     THRESHOLD,
+    UNITS_PER_ROW,
     Attempts,
     Problem,
 )
 
 GUESSES = tl.constexpr(4)
+SHORT = tl.constexpr(1 << 14)
 PEAK, COPIES, FANOUT, EGRESS = (tl.constexpr(number) for number in range(4))
 
 
@@ -68,14 +72,14 @@ def received_by(hosted, problem, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE: tl.constexpr):
+def note(tried, hosted, counts, load_G, num_copies, member, domain, problem, SHAPE: tl.constexpr):
     """Write the measures of a heuristic's attempt."""
     fanout = 0
     egress = 0
     if SHAPE.MEMBERS > 1:  # a single heuristic is not compared
         fanout, egress = weigh(hosted, counts, problem, SHAPE)
     at = tried.facts + MEASURES + 4 * member
-    tl.store(at + PEAK, tl.max(load_G, 0))
+    tl.store(at + PEAK, state.peak_of(load_G, domain, problem, SHAPE))
     tl.store(at + COPIES, num_copies)
     tl.store(at + FANOUT, fanout)
     tl.store(at + EGRESS, egress)
@@ -133,14 +137,20 @@ def place_in_line(key_N, keys, N: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def bound(load_G, home, scratch, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
-    """Return the least load of the fullest rank that any plan can reach.
+def bound(load_G, home, scratch, domain, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
+    """Return the least threshold that any plan can meet.
 
     home: [H * G] rows of the home experts.   scratch: memory for 2 * H * G + 2 * G integers.
     """
     rank = tl.arange(0, SHAPE.G)
     # Emptiest rank first; padding columns last.
-    key_G = tl.where(rank < problem.ranks, -load_G, -MOST - 1)
+    if SHAPE.SPEEDS:
+        speed_G = state.speeds_of(domain, problem, SHAPE)
+        least_speed_G = tl.maximum(speed_G, 1)
+        key_G = -((load_G.to(tl.int64) * PARTS + least_speed_G - 1) // least_speed_G)
+        key_G = tl.where(rank < problem.ranks, key_G, -MAX_THRESHOLD - 1)
+    else:
+        key_G = tl.where(rank < problem.ranks, -load_G, -MOST - 1)
     tl.store(scratch + rank, key_G)
     tl.debug_barrier()
     place_G = place_in_line(key_G, scratch, SHAPE.G, min(STEP * SHAPE.H, SHAPE.G))
@@ -161,7 +171,7 @@ def bound(load_G, home, scratch, problem, SHAPE: tl.constexpr, STEP: tl.constexp
     # k ranks are set aside in lane k; every lane takes the hottest experts of its other ranks.
     wanted_G = tl.minimum(problem.slots * rank, problem.limit)
     outside_G = rank * 0
-    movable_G = rank * 0
+    movable_G = rest_G * 0
     CHUNK: tl.constexpr = min(STEP * SHAPE.H, SHAPE.H * SHAPE.G)
     for begin in range(0, SHAPE.H * SHAPE.G, CHUNK):
         at_C = hottest + begin + tl.arange(0, CHUNK)
@@ -171,18 +181,34 @@ def bound(load_G, home, scratch, problem, SHAPE: tl.constexpr, STEP: tl.constexp
         taken_CG = outside_CG & (outside_G[None, :] + tl.cumsum(counted_CG, 0) <= wanted_G[None, :])
         movable_G += tl.sum(tl.where(taken_CG, tokens_C[:, None], 0), 0)
         outside_G += tl.sum(counted_CG, 0)
-    others_G = tl.maximum(problem.ranks - rank, 1)
-    peak_G = (rest_G - movable_G + others_G - 1) // others_G
-    return tl.max(tl.where(rank < problem.ranks, peak_G, 0), 0)
+    if SHAPE.SPEEDS:
+        tl.store(scratch + SHAPE.G + place_G, speed_G)
+        tl.debug_barrier()
+        weight_G = tl.load(scratch + SHAPE.G + rank, mask=rank < problem.ranks, other=0)
+        weight_G = tl.maximum(tl.sum(weight_G, 0) - tl.cumsum(weight_G, 0) + weight_G, 1)
+        peak_G = ((rest_G - movable_G).to(tl.int64) * PARTS + weight_G - 1) // weight_G
+        least = tl.max(tl.where(rank < problem.ranks, peak_G, 0), 0)
+        return tl.maximum(least, state.mean_of(load_G, domain, problem, SHAPE))
+    else:  # noqa: RET505 - only a separate branch is left out at compile time
+        others_G = tl.maximum(problem.ranks - rank, 1)
+        peak_G = (rest_G - movable_G + others_G - 1) // others_G
+        return tl.max(tl.where(rank < problem.ranks, peak_G, 0), 0)
 
 
 @triton.jit
-def excess_share(load_G, threshold):
-    """Return the rows above the threshold per full rank, rounded up."""
-    full_G = load_G >= threshold
-    over = tl.sum(tl.where(full_G, load_G - threshold, 0).to(tl.int64), 0)
-    full = tl.maximum(tl.sum(full_G.to(tl.int32), 0), 1)
-    return (over + full - 1) // full
+def excess_share(load_G, threshold, domain, problem, SHAPE: tl.constexpr):
+    """Return how far to raise the threshold so that full ranks may keep their surplus."""
+    if SHAPE.SPEEDS:
+        height_G, _limit = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+        over = tl.sum(tl.maximum(height_G, 0).to(tl.int64), 0)
+        speed_G = state.speeds_of(domain, problem, SHAPE)
+        weight = tl.maximum(tl.sum(tl.where(height_G >= 0, speed_G, 0), 0), 1)
+        return (over * PARTS + weight - 1) // weight
+    else:  # noqa: RET505 - without `else`, Triton compiles both
+        full_G = load_G >= threshold
+        over = tl.sum(tl.where(full_G, load_G - threshold, 0).to(tl.int64), 0)
+        full = tl.maximum(tl.sum(full_G.to(tl.int32), 0), 1)
+        return (over + full - 1) // full
 
 
 @triton.jit
@@ -198,24 +224,29 @@ def least_that_is_met(
     home_HG = state.load_domain(home, domain, SHAPE)
     load_G = state.rank_loads_of(home_HG)
     rank = tl.arange(0, SHAPE.G)
-    least = bound(load_G, state.home_of(home, domain, SHAPE), tried.scratch, problem, SHAPE, STEP)
+    own_home = state.home_of(home, domain, SHAPE)
+    least = bound(load_G, own_home, tried.scratch, domain, problem, SHAPE, STEP)
+    UNIT: tl.constexpr = UNITS_PER_ROW.value if SHAPE.SPEEDS else 1
     tl.debug_barrier()
     end_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
     failed = tl.maximum(threshold, least - 1)
     last = threshold
     above_last = alias_peak - threshold
-    middle = tl.maximum(failed + 1, threshold + excess_share(end_G, threshold))
+    share = excess_share(end_G, threshold, domain, problem, SHAPE)
+    middle = tl.maximum(failed + 1, threshold + share)
     met = 0
     tries = 0
-    while peak - failed > 1:
-        now = tl.minimum(middle, peak - 1).to(tl.int32)
+    while peak - failed > UNIT:
+        now = tl.minimum(middle, peak - UNIT).to(threshold.dtype)
         trial = tl.where(best == SPARE, SPARE + 1, SPARE)
         hosted = state.attempt_of(tried.attempts, trial, problem)
+        start_G, limit = state.relative_to(load_G, now, domain, problem, SHAPE)
         end_G, _home_HG, _made, _received = alias(
-            load_G, home_HG, hosted, now, tl.zeros((), tl.int64), problem.slots, problem,
+            start_G, home_HG, hosted, limit, tl.zeros((), tl.int64), problem.slots, problem,
             SHAPE, False, False
         )  # fmt: skip
-        trial_peak = tl.max(end_G, 0)
+        end_G = state.loads_after(load_G, start_G, end_G, SHAPE)
+        trial_peak = state.peak_of(end_G, domain, problem, SHAPE)
         tries += 1
         if trial_peak < peak:
             loads = tried.attempt_loads + trial * problem.ranks
@@ -226,16 +257,31 @@ def least_that_is_met(
         is_met = above <= 0
         met += is_met.to(tl.int32)
         gain = above_last - above
-        steps = tl.maximum(above, 0).to(tl.int64) * (now - last) + gain - 1
-        step = tl.where(gain > 0, steps // tl.maximum(gain, 1), excess_share(end_G, now))
+        if SHAPE.SPEEDS:
+            steps = steps_of_speeds(above, gain, now - last)
+        else:
+            steps = tl.maximum(above, 0).to(tl.int64) * (now - last) + gain - 1
+            steps = steps // tl.maximum(gain, 1)
+        step = tl.where(gain > 0, steps, excess_share(end_G, now, domain, problem, SHAPE))
         failed = tl.where(is_met, failed, now)
         above_last = tl.where(is_met, above_last, above)
         last = tl.where(is_met, last, now)
         half = (failed + (peak - failed) // 2).to(tl.int64)
-        below = tl.where(met == 1, (peak - 1).to(tl.int64), half)
+        below = tl.where(met == 1, (peak - UNIT).to(tl.int64), half)
         guess = tl.where((met == 0) & (tries < GUESSES), now + tl.maximum(step, 1), half)
         middle = tl.where(is_met, below, guess)
     return best
+
+
+@triton.jit
+def steps_of_speeds(above, gain, moved):
+    """Return `above * moved / gain`, rounded up, with products of less than 63 bits."""
+    above = tl.maximum(above, 0)
+    gain = tl.maximum(gain, 1)
+    while above >= SHORT:
+        above = above // 2
+        gain = tl.maximum(gain // 2, 1)
+    return (above * moved + gain - 1) // gain
 
 
 @triton.jit
@@ -291,6 +337,7 @@ def search(
     slots,
     min_tokens,
     limit,
+    speeds,
     FIRST: tl.constexpr,
     SHAPE: tl.constexpr,
     STEP: tl.constexpr,
@@ -308,11 +355,11 @@ def search(
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
     domain = tl.program_id(0)
-    problem = Problem(ranks, slots, min_tokens, limit)
+    problem = Problem(ranks, slots, min_tokens, limit, speeds)
     tried = state.at_domain(tried, domain, problem, SHAPE)
     if FIRST:
         threshold, peak = try_alone(home, tried, domain, problem, SHAPE)
-        best = threshold * 0
+        best = domain * 0
         alias_peak = peak
     else:
         best, threshold, peak = best_of_members(tried, SHAPE)
@@ -331,10 +378,13 @@ def try_alone(home, tried, domain, problem, SHAPE: tl.constexpr):
     rank = tl.arange(0, SHAPE.G)
     home_HG = state.load_domain(home, domain, SHAPE)
     load_G = state.rank_loads_of(home_HG)
-    threshold = state.mean_of(load_G, problem.ranks)
-    load_G, _home_HG, _made, _received = alias_packed_or_not(
-        load_G, home_HG, tried.attempts, threshold, tl.zeros((), tl.int64), problem.slots, problem,
-        SHAPE, False
+    threshold = state.mean_of(load_G, domain, problem, SHAPE)
+    start_G, limit = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+    most = state.most_rows(load_G, start_G, limit, SHAPE)
+    end_G, _home_HG, _made, _received = alias_packed_or_not(
+        start_G, home_HG, tried.attempts, limit, most, tl.zeros((), tl.int64), problem.slots,
+        problem, SHAPE, False
     )  # fmt: skip
+    load_G = state.loads_after(load_G, start_G, end_G, SHAPE)
     tl.store(tried.attempt_loads + rank, load_G, mask=rank < problem.ranks)
-    return threshold, tl.max(load_G, 0)
+    return threshold, state.peak_of(load_G, domain, problem, SHAPE)

@@ -16,6 +16,10 @@ thresholds; the first attempt is exact.
     scratch         [D, scratch_size]   for `bound`
     work            [D, H + 2, G]   for `groups`: rows at home, the hottest expert, free slots
 
+With speeds, thresholds and peaks count thousandths of a row at nominal speed, in 64 bits, and so do
+`facts`, `outcomes` and `scratch`. An attempt then works on rows above the limit of each rank, which
+`relative_to` returns, with the threshold 0.
+
 `held` is the number of spare slots of a domain and `ranks` its ranks; H and G are powers of two.
 Buffers: one per heuristic or attempt, then two for the search, and one without replicas.
 """
@@ -28,6 +32,9 @@ import triton.language as tl
 MOST = tl.constexpr(2**31 - 1)
 VARIANTS = tl.constexpr(4)  # of `close_circles`
 THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
+PARTS = tl.constexpr(1000000)  # of a threshold over a speed: one row
+UNITS_PER_ROW = tl.constexpr(1000)  # of a threshold
+MAX_THRESHOLD = tl.constexpr(2**31 * 100000)
 
 
 class Problem(NamedTuple):
@@ -37,6 +44,7 @@ class Problem(NamedTuple):
     slots: Any
     min_tokens: Any
     limit: Any  # most replicas in the domain
+    speeds: Any  # [D, ranks] or None
 
 
 class Shape(NamedTuple):
@@ -48,6 +56,7 @@ class Shape(NamedTuple):
     ONE_SLOT: bool
     BUFFERS: int
     MEMBERS: int  # heuristics
+    SPEEDS: bool = False  # whether ranks differ in speed
 
 
 class Attempts(NamedTuple):
@@ -150,9 +159,65 @@ def rank_loads_of(home_HG):
 
 
 @triton.jit
-def mean_of(load_G, ranks):
-    """Return the mean load of a rank, rounded up."""
-    return ((tl.sum(load_G.to(tl.int64), 0) + ranks - 1) // ranks).to(tl.int32)
+def speeds_of(domain, problem, SHAPE: tl.constexpr):
+    """[G] speeds of the ranks of a domain, 64-bit; 0: no rank."""
+    rank = tl.arange(0, SHAPE.G)
+    at_G = problem.speeds + domain * problem.ranks + rank
+    return tl.load(at_G, mask=rank < problem.ranks, other=0).to(tl.int64)
+
+
+@triton.jit
+def relative_to(load_G, threshold, domain, problem, SHAPE: tl.constexpr):
+    """Return loads and a threshold that is the limit of all ranks, for one attempt.
+
+    With speeds: rows above the limit of each rank, and 0.
+    """
+    if SHAPE.SPEEDS:
+        speed_G = speeds_of(domain, problem, SHAPE)
+        limit_G = tl.minimum(tl.minimum(threshold, MAX_THRESHOLD) * speed_G // PARTS, MOST)
+        return load_G - limit_G.to(tl.int32), tl.zeros((), tl.int32)
+    else:  # noqa: RET505 - without `else`, Triton compiles both
+        return load_G, threshold
+
+
+@triton.jit
+def loads_after(load_G, start_G, end_G, SHAPE: tl.constexpr):
+    """[G] rows of every rank after an attempt at the loads `start_G` of `relative_to`."""
+    if SHAPE.SPEEDS:
+        return load_G + (end_G - start_G)
+    else:  # noqa: RET505
+        return end_G
+
+
+@triton.jit
+def most_rows(load_G, start_G, limit, SHAPE: tl.constexpr):
+    """Return the most rows that a rank has, or may have, in an attempt."""
+    if SHAPE.SPEEDS:
+        return tl.maximum(tl.max(load_G, 0), tl.max(load_G - start_G, 0))
+    else:  # noqa: RET505
+        return tl.maximum(tl.max(load_G, 0), limit)
+
+
+@triton.jit
+def peak_of(load_G, domain, problem, SHAPE: tl.constexpr):
+    """Return the least threshold that allows these loads."""
+    if SHAPE.SPEEDS:
+        speed_G = tl.maximum(speeds_of(domain, problem, SHAPE), 1)
+        return tl.max((load_G.to(tl.int64) * PARTS + speed_G - 1) // speed_G, 0)
+    else:  # noqa: RET505
+        return tl.max(load_G, 0)
+
+
+@triton.jit
+def mean_of(load_G, domain, problem, SHAPE: tl.constexpr):
+    """Return the mean load of a rank, rounded up; with speeds the least threshold for all rows."""
+    if SHAPE.SPEEDS:
+        total = tl.sum(load_G.to(tl.int64), 0)
+        speed_G = speeds_of(domain, problem, SHAPE)
+        return threshold_of_speeds(total, speed_G[None, :], problem.ranks, 0)
+    else:  # noqa: RET505
+        ranks = problem.ranks
+        return ((tl.sum(load_G.to(tl.int64), 0) + ranks - 1) // ranks).to(tl.int32)
 
 
 @triton.jit
@@ -163,17 +228,68 @@ def shared_threshold(
 
     load_G: loads of any one domain.
     """
-    most = tl.sum(load_G.to(tl.int64), 0)
-    if domains > 1:
-        place = tl.arange(0, SHAPE.H * SHAPE.G)[None, :]
-        for begin in range(0, domains, STEP):
-            domain = begin + tl.arange(0, STEP)[:, None]
-            tokens = tl.load(
-                home + domain * (SHAPE.H * SHAPE.G) + place, mask=domain < domains, other=0
-            )
-            total = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
-            most = tl.maximum(most, tl.max(total, 0))
-    return threshold_of(most, problem.ranks, parts)
+    if SHAPE.SPEEDS:
+        return shared_threshold_of_speeds(home, domains, parts, problem, SHAPE, STEP)
+    else:  # noqa: RET505
+        most = tl.sum(load_G.to(tl.int64), 0)
+        if domains > 1:
+            place = tl.arange(0, SHAPE.H * SHAPE.G)[None, :]
+            for begin in range(0, domains, STEP):
+                domain = begin + tl.arange(0, STEP)[:, None]
+                tokens = tl.load(
+                    home + domain * (SHAPE.H * SHAPE.G) + place, mask=domain < domains, other=0
+                )
+                total = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
+                most = tl.maximum(most, tl.max(total, 0))
+        return threshold_of(most, problem.ranks, parts)
+
+
+@triton.jit
+def shared_threshold_of_speeds(
+    home, domains, parts, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
+):
+    """Return the highest threshold of all domains, each plus the tolerance."""
+    place = tl.arange(0, SHAPE.H * SHAPE.G)[None, :]
+    rank = tl.arange(0, SHAPE.G)[None, :]
+    most = tl.zeros((), tl.int64)
+    for begin in range(0, domains, STEP):
+        domain = begin + tl.arange(0, STEP)[:, None]
+        known = domain < domains
+        tokens = tl.load(home + domain * (SHAPE.H * SHAPE.G) + place, mask=known, other=0)
+        total_S = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
+        at_SG = problem.speeds + domain * problem.ranks + rank
+        speed_SG = tl.load(at_SG, mask=known & (rank < problem.ranks), other=0).to(tl.int64)
+        own = threshold_of_speeds(total_S, speed_SG, problem.ranks, parts)
+        most = tl.maximum(most, own)
+    return most
+
+
+@triton.jit
+def threshold_of_speeds(total_S, speed_SG, ranks, parts):
+    """Return the highest threshold of some domains with these totals, plus `parts` millionths.
+
+    The limits of a domain at its threshold allow all of its rows. See `mean` in
+    `reference/members.py`. The search adds to a threshold that is too low; its numbers have 32
+    bits.
+    """
+    weight_S = tl.maximum(tl.sum(speed_SG, 1), 1)
+    whole_S = total_S * PARTS // weight_S
+    rest_S = total_S * PARTS % weight_S
+    base_SG = whole_S[:, None] * speed_SG
+    part_SG = (base_SG % PARTS).to(tl.int32)
+    short_S = (total_S - tl.sum(base_SG // PARTS, 1)).to(tl.int32)
+    speed_SG = speed_SG.to(tl.int32)
+    low_S = short_S * 0
+    high_S = (ranks.to(tl.int64) * PARTS // weight_S).to(tl.int32) + 2
+    while tl.max(high_S - low_S, 0) > 0:
+        middle_S = (low_S + high_S) // 2
+        more_S = tl.sum((part_SG + middle_S[:, None] * speed_SG) // PARTS, 1)
+        high_S = tl.where(more_S >= short_S, middle_S, high_S)
+        low_S = tl.where(more_S >= short_S, low_S, middle_S + 1)
+    all_parts = tl.zeros((), tl.int64) + PARTS + parts
+    above_S = whole_S % PARTS * all_parts + rest_S * all_parts // weight_S
+    allowed_S = whole_S // PARTS * all_parts + above_S // PARTS
+    return tl.max(tl.maximum(whole_S + low_S, allowed_S), 0)
 
 
 @triton.jit
