@@ -2,6 +2,8 @@
 
     python benchmarks/bench_ranks_gpu.py                     # needs a GPU and CUDA MPS
     python benchmarks/bench_ranks_gpu.py --models qwen       # one model
+    python benchmarks/bench_ranks_gpu.py --tokens 512,8192   # tokens of a rank
+    python benchmarks/bench_ranks_gpu.py --quantised fp8_rows   # forward, experts in FP8
     python benchmarks/bench_ranks_gpu.py --toy               # two CPU processes, tiny, for CI
 
 Every process is a rank with a share of the multiprocessors of the GPU (`mps.py`) and launches its
@@ -44,6 +46,7 @@ from timing import free, in_turns, on_gpu
 
 import ultraep
 from ultraep import BalanceConfig
+from ultraep.ops.formats import FORMATS
 
 EVEN = "random even routing"
 NONE, DEFAULT, BALANCE = "none", "default", "objective balance"
@@ -74,6 +77,7 @@ class Size(Shape):
         HotRank(2.0, inner=1.5),
     )
     modes: tuple[str, ...] = MODES
+    quantised: str | None = None  # FP8 format of the experts; forward only
     rounds: int = 11
     steps: int = 4  # timed together
 
@@ -137,7 +141,7 @@ class Variants:
             capacity=self.unbalanced_rows if config.policy == "none" and self.uneven else "auto",
             timeout=120.0,
         )
-        return layer_with_weights(balancer, self.router, self.weights)
+        return layer_with_weights(balancer, self.router, self.weights, self.size.quantised)
 
     def route(self, load: HotRank | None) -> None:
         """Set the choices of this rank's tokens; None: uniformly random choices."""
@@ -157,8 +161,10 @@ class Variants:
 
     def step(self, name: str) -> torch.Tensor:
         self.forget()
-        y: torch.Tensor = self.layers[name](self.x)
-        y.backward(self.dy)
+        with torch.set_grad_enabled(self.size.quantised is None):
+            y: torch.Tensor = self.layers[name](self.x)
+        if self.size.quantised is None:
+            y.backward(self.dy)
         return y
 
     def check(self) -> None:
@@ -266,6 +272,8 @@ def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
             COPIES: variant.get("copies"),
         }
         about = {"tokens": size.tokens, "mode": case["mode"], "load": case["load"]}
+        if size.quantised is not None:
+            about["experts"] = f"{size.quantised}, forward"
         lines.append(Line({"model": size.model, **about, "variant": name}, values))
     return lines
 
@@ -275,12 +283,19 @@ def main(argv: Sequence[str]) -> None:
     text = f"models to measure: {', '.join(MODELS)} (default: all)"
     models = comma_list(MODELS)
     parser.add_argument("--models", type=models, default=[*MODELS], metavar="A,B", help=text)
+    text = "tokens of a rank (default: 4096,512)"
+    parser.add_argument("--tokens", type=token_counts, metavar="N,M", help=text)
+    text = f"time forward only, with experts in an FP8 format: {', '.join(FORMATS)}"
+    parser.add_argument("--quantised", choices=FORMATS, metavar="FORMAT", help=text)
     options = parser.parse_args(argv[1:])
     cuda = on_gpu(toy=options.toy) and not options.toy
     sizes = [TOY] if options.toy else [MODELS[name] for name in options.models]
     if options.quick:
         loads = (HotRank(1.5), HotRank(2.0))
         sizes = [replace(size, all_tokens=(4096,), loads=loads) for size in sizes]
+    if options.tokens:
+        sizes = [replace(size, all_tokens=options.tokens) for size in sizes]
+    sizes = [replace(size, quantised=options.quantised) for size in sizes]
     with report_of_ranks("ranks_gpu", argv, sizes[0].ranks, cuda=cuda) as report:
         for size in sizes:
             for tokens in size.all_tokens:
@@ -288,6 +303,10 @@ def main(argv: Sequence[str]) -> None:
                 for case in on_ranks(size.ranks, on_rank, sized, cuda):
                     report.add(f"EP{size.ranks}: {size.about}", lines_of(sized, case))
                 report.write(options.json)
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
 
 
 if __name__ == "__main__":
