@@ -23,8 +23,8 @@ TRITON := build/triton-$(TRITON_VERSION)
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
 	@echo "make check   set up, then lint, types and the quick tests (two minutes): while you work"
-	@echo "make test    set up, then the tests of every part, at small size (eight minutes on two cores, WORKERS=2)"
-	@echo "make test-slow  set up, then the tests that make test leaves out (ten minutes)"
+	@echo "make test    set up, then the tests of every part, at small size (seven minutes on two cores, WORKERS=2)"
+	@echo "make test-slow  set up, then the tests that make test leaves out (twelve minutes)"
 	@echo "make test-failed  the tests that failed in the last run, one at a time"
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (three minutes)"

@@ -103,6 +103,7 @@ def test_sections_of_a_page(load):
 
 
 @pytest.mark.skipif(chromium() is None, reason="needs Chromium")
+@pytest.mark.slow
 def test_search_shows_excerpts_of_files(load, tmp_path):
     site = tmp_path / "site"
     shutil.copytree(SITE / "static", site / "_static")

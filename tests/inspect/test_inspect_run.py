@@ -195,6 +195,7 @@ def test_the_page_begins_with_the_answer(done, page):
     assert "letters (192 tokens), numbers (192 tokens); windows of 64 tokens" in page
 
 
+@pytest.mark.slow
 def test_the_page_without_policies_that_use_history(tmp_path):
     small = Done(tmp_path, random="mixtral", policy="none", slots="1", ep="4")
     pytest.importorskip("plotly")

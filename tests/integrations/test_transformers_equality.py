@@ -23,17 +23,17 @@ MIXED = {"autocast": True, "limit": 0.02}
 CASES = {  # ranks, families, options
     "grouped": (2, [*TWO, "deepseek_v3"], GROUPED),
     "batched": (2, TWO, {"experts": "batched_mm"}),
-    "uneven": (3, TWO, {}),
-    "fewer experts than ranks": (4, ["mixtral"], {"num_local_experts": 3}),
     "mapped": (2, TWO, GROUPED | {"mapped": True}),
     "without balancing": (2, TWO, {"policy": "none"}),
     "recompute": (2, TWO, GROUPED | {"recompute": "not reentrant"}),
-    "bfloat16, grouped": (2, ["gpt_oss", "deepseek_v3"], GROUPED | BFLOAT16),
     "bfloat16": (2, ["mixtral"], BFLOAT16),
     "mixed precision": (2, ["qwen3_moe"], MIXED),
-    "mixed precision, grouped": (2, ["qwen3_moe"], MIXED | GROUPED),
 }
 MORE_CASES = {
+    "uneven": (3, TWO, {}),
+    "fewer experts than ranks": (4, ["mixtral"], {"num_local_experts": 3}),
+    "bfloat16, grouped": (2, ["gpt_oss", "deepseek_v3"], GROUPED | BFLOAT16),
+    "mixed precision, grouped": (2, ["qwen3_moe"], MIXED | GROUPED),
     "eager": (2, [*NAMED, *ODD], {}),
     "four ranks and two slots": (4, NAMED, GROUPED | {"slots": 2}),
     "recompute": (2, NAMED, GROUPED | {"recompute": "not reentrant"}),

@@ -38,7 +38,11 @@ def train(model, losses_of_step, clip):
     ("family", "options", "limit"),
     [
         ("mixtral", {"dtype": torch.float64}, 1e-12),
-        *((f, {"experts": "grouped_mm"}, 1e-4) for f in ("mixtral", "deepseek_v3", "gpt_oss")),
+        ("mixtral", {"experts": "grouped_mm"}, 1e-4),
+        *(
+            pytest.param(family, {"experts": "grouped_mm"}, 1e-4, marks=pytest.mark.slow)
+            for family in ("deepseek_v3", "gpt_oss")
+        ),
     ],
 )
 @on_ranks(2)
@@ -78,7 +82,11 @@ def test_losses_of_twenty_steps(rank, group, family, options, limit):
     [
         (["mixtral"], {"experts": "eager"}),
         (NAMED, {"experts": "grouped_mm"}),
-        (NAMED, {"experts": "grouped_mm", "cache_implementation": "static"}),
+        pytest.param(
+            NAMED,
+            {"experts": "grouped_mm", "cache_implementation": "static"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["eager", "grouped", "static cache"],
 )

@@ -31,7 +31,10 @@ def resume(rank, group, wrapper, ep, folder):
     assert_same_history(training.steps(STEPS - SAVED), history[SAVED:])
 
 
-@pytest.mark.parametrize(("wrapper", "ranks", "ep"), [("ddp", 2, 2), ("fsdp, experts too", 4, 2)])
+@pytest.mark.parametrize(
+    ("wrapper", "ranks", "ep"),
+    [pytest.param("ddp", 2, 2, marks=pytest.mark.slow), ("fsdp, experts too", 4, 2)],
+)
 def test_training_resumes_on_another_number_of_ranks(tmp_path, wrapper, ranks, ep):
     shared_pool().run(ranks, save, wrapper, ep, tmp_path)
     for size in (1, 3, 4):

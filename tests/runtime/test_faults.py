@@ -134,7 +134,7 @@ def one_is_late(rank, group, transport, folder):
         meet(folder, rank, 3)
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("sockets", marks=pytest.mark.slow)])
 def test_a_rank_that_creates_no_balancer_is_named(transport, tmp_path):
     actual = shared_pool().run(3, one_is_late, transport, tmp_path)
     for message in (actual[0], actual[2]):

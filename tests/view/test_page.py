@@ -189,6 +189,7 @@ def test_clicks_open_microbatches(page, server, trace):
     page.wait("location.hash.includes('view=map')")
 
 
+@pytest.mark.slow
 def test_the_keyboard_suffices(page, server, trace):
     goto(page, server, "view=overview&trace=run")
     page.press("2")
@@ -251,6 +252,7 @@ def test_several_traces_in_one_figure(page, server):
     assert page.run("document.getElementById('trained').hidden")
 
 
+@pytest.mark.slow
 def test_a_demo_opens_on_the_balanced_run_and_compares_by_itself(window, run, tmp_path):
     for row in RESULT.policies:
         folder = shutil.copytree(run, tmp_path / row.policy / "trace")
@@ -286,6 +288,7 @@ def test_a_damaged_trace_is_named_and_the_rest_is_shown(page, server):
     assert "torn (cannot be opened)" in page.run("find('trace').innerText")
 
 
+@pytest.mark.slow
 def test_an_empty_trace(window, tmp_path):
     write_run(tmp_path / "run", ranks=[0])
     with served(tmp_path / "run") as server:
@@ -308,6 +311,7 @@ def test_a_report_has_a_way_back(page, server):
     assert page.run("find('report').getAttribute('src')") == "/report?name=report.html"
 
 
+@pytest.mark.slow
 def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
     """Every replica forwards the weights to the next one."""
     topology = Topology(ranks=8, experts=16, slots=1)
@@ -350,6 +354,7 @@ def test_flows_between_two_ranks_differ_in_shade(page, server):
 # -- files and running jobs ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_exported_file_needs_no_server(page, run, trace, tmp_path):
     catalogue = Catalogue([run])
     assert write_page(catalogue, tmp_path / "run.html") == len(trace)
