@@ -162,8 +162,8 @@ def alias(domain, threshold, links, thrifty, placed):
 
     Hosts are sorted by room, donors by load, the largest first.
     """
-    given = domain
-    domain, threshold = relative_to(given, threshold)
+    original = domain
+    domain, threshold = relative_to(original, threshold)
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, min_tokens = len(rank_loads), domain.min_tokens
     slots = min(domain.slots, links)
@@ -226,7 +226,7 @@ def alias(domain, threshold, links, thrifty, placed):
             if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
                 insert(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
                 num_hosts += 1
-    return peak_after(given, domain, rank_loads), num_copies, transfers
+    return peak_after(original, domain, rank_loads), num_copies, transfers
 
 
 @njit(cache=True)
@@ -273,8 +273,8 @@ def tightest_pair(donors, held, num_donors, rooms, num_hosts, heat, threshold, m
 @njit(cache=True)
 def window(domain, threshold, placed):
     """Let every donor give its surplus to the fewest hosts, and to the tightest such."""
-    given = domain
-    domain, threshold = relative_to(given, threshold)
+    original = domain
+    domain, threshold = relative_to(original, threshold)
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, min_tokens = len(rank_loads), domain.min_tokens
     free_slots = np.full(ranks, domain.slots, np.int64)
@@ -299,7 +299,7 @@ def window(domain, threshold, placed):
         for place in range(begin, end):
             quota = min(rooms[place], max(surplus, min_tokens))
             if num_copies >= domain.max_replicas or at_home[expert] < quota:
-                return peak_after(given, domain, rank_loads), num_copies
+                return peak_after(original, domain, rank_loads), num_copies
             num_copies = replicate(
                 expert, donor, hosts[place], quota,
                 at_home, rank_loads, free_slots, placed, num_copies,
@@ -311,7 +311,7 @@ def window(domain, threshold, placed):
         if threshold - rank_loads[last] >= min_tokens and free_slots[last] > 0:
             insert(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
             num_hosts += 1
-    return peak_after(given, domain, rank_loads), num_copies
+    return peak_after(original, domain, rank_loads), num_copies
 
 
 @njit(cache=True)
@@ -410,8 +410,8 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
     Ranks are sorted by height (load above the threshold), then by rank: first all donors, the
     fullest first, then all hosts, the tightest first. Settled ranks are removed.
     """
-    given = domain
-    domain, threshold = relative_to(given, threshold)
+    original = domain
+    domain, threshold = relative_to(original, threshold)
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, first, min_tokens = len(rank_loads), domain.first, domain.min_tokens
     free_slots = np.full(ranks, domain.slots, np.int64)
@@ -462,4 +462,4 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
                 count += 1
                 donors += high > 0
                 slack -= high
-    return peak_after(given, domain, rank_loads), num_copies
+    return peak_after(original, domain, rank_loads), num_copies

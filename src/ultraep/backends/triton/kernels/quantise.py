@@ -134,6 +134,7 @@ def quantise_tile(
     GROUP: tl.constexpr, WHOLE: tl.constexpr, LEVEL: tl.constexpr,
     BLOCK_M: tl.constexpr, G: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
+    """Quantise one tile; see `quantise`."""
     outer, num_n = tl.program_id(1).to(tl.int64), tl.cdiv(tl.cdiv(width, GROUP), G)
     high = tl.program_id(0) // num_n
     offs_m, offs_n = high * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

@@ -168,19 +168,7 @@ def bound(load_G, home, scratch, domain, problem, SHAPE: tl.constexpr, STEP: tl.
     tl.store(hottest + line_N, tl.maximum(tokens_N, 0))
     tl.store(hottest + SHAPE.H * SHAPE.G + line_N, rank_place_N)
     tl.debug_barrier()
-    # k ranks are set aside in lane k; every lane takes the hottest experts of its other ranks.
-    wanted_G = tl.minimum(problem.slots * rank, problem.limit)
-    outside_G = rank * 0
-    movable_G = rest_G * 0
-    CHUNK: tl.constexpr = min(STEP * SHAPE.H, SHAPE.H * SHAPE.G)
-    for begin in range(0, SHAPE.H * SHAPE.G, CHUNK):
-        at_C = hottest + begin + tl.arange(0, CHUNK)
-        tokens_C = tl.load(at_C)
-        outside_CG = tl.load(at_C + SHAPE.H * SHAPE.G)[:, None] >= rank[None, :]
-        counted_CG = outside_CG.to(tl.int32)
-        taken_CG = outside_CG & (outside_G[None, :] + tl.cumsum(counted_CG, 0) <= wanted_G[None, :])
-        movable_G += tl.sum(tl.where(taken_CG, tokens_C[:, None], 0), 0)
-        outside_G += tl.sum(counted_CG, 0)
+    movable_G = movable_rows(hottest, problem, SHAPE, STEP)
     if SHAPE.SPEEDS:
         tl.store(scratch + SHAPE.G + place_G, speed_G)
         tl.debug_barrier()
@@ -193,6 +181,28 @@ def bound(load_G, home, scratch, domain, problem, SHAPE: tl.constexpr, STEP: tl.
         others_G = tl.maximum(problem.ranks - rank, 1)
         peak_G = (rest_G - movable_G + others_G - 1) // others_G
         return tl.max(tl.where(rank < problem.ranks, peak_G, 0), 0)
+
+
+@triton.jit
+def movable_rows(hottest, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
+    """[G] rows that the k emptiest ranks can take from the others, for k = 0, 1, ...
+
+    hottest: [2, H * G] rows of all experts, the hottest first, and the places of their ranks.
+    """
+    rank = tl.arange(0, SHAPE.G)
+    wanted_G = tl.minimum(problem.slots * rank, problem.limit)
+    outside_G = rank * 0
+    movable_G = tl.zeros((SHAPE.G,), hottest.dtype.element_ty)
+    CHUNK: tl.constexpr = min(STEP * SHAPE.H, SHAPE.H * SHAPE.G)
+    for begin in range(0, SHAPE.H * SHAPE.G, CHUNK):
+        at_C = hottest + begin + tl.arange(0, CHUNK)
+        tokens_C = tl.load(at_C)
+        outside_CG = tl.load(at_C + SHAPE.H * SHAPE.G)[:, None] >= rank[None, :]
+        counted_CG = outside_CG.to(tl.int32)
+        taken_CG = outside_CG & (outside_G[None, :] + tl.cumsum(counted_CG, 0) <= wanted_G[None, :])
+        movable_G += tl.sum(tl.where(taken_CG, tokens_C[:, None], 0), 0)
+        outside_G += tl.sum(counted_CG, 0)
+    return movable_G
 
 
 @triton.jit
