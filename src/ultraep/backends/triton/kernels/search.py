@@ -192,7 +192,7 @@ def movable_rows(hottest, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
     rank = tl.arange(0, SHAPE.G)
     wanted_G = tl.minimum(problem.slots * rank, problem.limit)
     outside_G = rank * 0
-    movable_G = tl.zeros((SHAPE.G,), hottest.dtype.element_ty)
+    movable_G = outside_G.to(hottest.dtype.element_ty)
     CHUNK: tl.constexpr = min(STEP * SHAPE.H, SHAPE.H * SHAPE.G)
     for begin in range(0, SHAPE.H * SHAPE.G, CHUNK):
         at_C = hottest + begin + tl.arange(0, CHUNK)
