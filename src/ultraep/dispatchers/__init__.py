@@ -13,15 +13,21 @@ Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D m
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from ultraep.combine import combine
 from ultraep.dispatch import Moved, Pack, Received, SlotRoutes, send
-from ultraep.errors import ConfigError
+from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.ops.products import accumulator
+
+Version = tuple[int, int]  # major, minor
 
 
 class LibraryRows(ABC):
@@ -82,3 +88,57 @@ def refuse_packed(name: str, pack: Pack | None) -> None:
             f"{name} sends rows unpacked, but the experts are quantised and pack their rows; use a "
             "dispatcher that sends packed rows, or experts that are not quantised"
         )
+
+
+def split_packed(name: str, packed: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[T, D]` e4m3 codes and `[T, D / 128]` float32 scales of packed rows."""
+    if packed.shape[1] != width + width // 32 or width % 512:
+        raise ConfigError(
+            f"{name} sends FP8 rows with one float32 scale for 128 columns, got rows of width "
+            f"{width} in {packed.shape[1]} bytes; use quantised='fp8' and a width divisible by 512"
+        )
+    codes, scales = packed[:, :width], packed[:, width:]
+    return codes.contiguous().view(torch.float8_e4m3fn), scales.contiguous().view(torch.float32)
+
+
+def join_packed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return packed rows; the inverse of `split_packed`."""
+    return torch.cat([codes.view(torch.uint8), scales.contiguous().view(torch.uint8)], dim=1)
+
+
+def check_dtype(name: str, rows: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise if the library cannot move rows of this dtype."""
+    if rows.dtype not in dtypes:
+        listed = ", ".join(map(str, dtypes))
+        raise ConfigError(f"{name} moves rows of {listed}, got {rows.dtype}; cast the tokens")
+
+
+def check_library(
+    library: object, oldest: Version, below: Version, **arguments: Sequence[str]
+) -> None:
+    """Raise unless the library of an object has a supported version and takes these arguments.
+
+    arguments: names of the arguments that each method must have.
+    """
+    kind = type(library)
+    package = kind.__module__.partition(".")[0]
+    try:
+        installed = getattr(sys.modules.get(package), "__version__", None) or version(package)
+    except PackageNotFoundError:
+        installed = "of unknown version"
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    supported = f"{oldest[0]}.{oldest[1]} or newer, below {below[0]}.{below[1]}"
+    if not numbers or not oldest <= (int(numbers[1]), int(numbers[2])) < below:
+        raise BackendUnavailable(
+            f"{kind.__name__} needs {package} {supported}, but {installed} is installed; install a "
+            "supported version, or leave dispatcher= out"
+        )
+    for method, names in arguments.items():
+        function = getattr(library, method, None)
+        known = () if function is None else inspect.signature(function).parameters
+        missing = [name for name in names if name not in known]
+        if function is None or missing:
+            raise BackendUnavailable(
+                f"{kind.__name__}.{method} of {package} {installed} lacks "
+                f"{', '.join(missing) or 'everything'}; ultraep knows {package} {supported}"
+            )
