@@ -123,6 +123,7 @@ class _RowsOfTokens(LibraryRows):
         self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
         self._routes, self._width = routes, width
         self._handle: Any = None
+        self._local = self._order = self._token_of_row = routes.slots  # until rows have arrived
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         x = _library_rows("DeepEPBuffer", values_TD, self._width, self._dtypes)

@@ -101,7 +101,7 @@ class _SwitchedRows(LibraryRows):
             columns.scatter_(1, (at + part * top_k)[:, None], rounded[:, None])
             left = left - rounded.to(left.dtype)
         sums = self._combine(columns)[:, : parts * top_k].to(scalars_A.dtype)
-        return sums.unflatten(1, (parts, top_k)).sum(dim=1)
+        return sums.view(tokens, parts, top_k).sum(dim=1)
 
     def _dispatch(
         self, values: torch.Tensor, weights: torch.Tensor

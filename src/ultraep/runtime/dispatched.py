@@ -63,6 +63,11 @@ class DispatchedRows:
         if received is None:
             raise ConfigError("call dispatch() first: its result belongs to combine()")
         self._received = None  # a handle serves one microbatch
+        if len(outputs_AD) != len(received.rows):
+            raise ConfigError(
+                f"combine() needs one output for each of the {len(received.rows)} rows of this "
+                f"microbatch, got {len(outputs_AD)}; pass the outputs of the same microbatch"
+            )
         (outputs_AD,) = _mark(exchange, "reach_slots", outputs_AD)
         exchange.leave_slots()
         y_TD = self._dispatcher.combine(outputs_AD, received)
