@@ -79,7 +79,9 @@ def expected():
     return LocalGroup(EXAMPLE.ranks).run(work)
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])])
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])]
+)
 @pytest.mark.parametrize("plane", ["mapped", "messages"])
 def test_processes(plane, name):
     """The mapped plane allocates no memory for rows."""

@@ -125,7 +125,7 @@ def check_library(
     try:
         installed = getattr(sys.modules.get(package), "__version__", None) or version(package)
     except PackageNotFoundError:
-        installed = "of unknown version"
+        installed = f"{package} of unknown version"
     numbers = re.match(r"(\d+)\.(\d+)", installed)
     supported = f"{oldest[0]}.{oldest[1]} or newer, below {below[0]}.{below[1]}"
     if not numbers or not oldest <= (int(numbers[1]), int(numbers[2])) < below:
