@@ -234,10 +234,16 @@ def test_too_many_tokens(name):
 def test_more_rows_than_a_switch_receives():
     def make(comm):
         switch = TokenSwitchNCCL(NcclEp(comm, wide=True), 8, 5, 5, 128)
-        return TokenSwitch(switch, max_recv_tokens=5)
+        return TokenSwitch(switch, num_experts=8, max_recv_tokens=5)
 
     message = r"a plan with \d+ rows on rank \d, but max_recv_tokens is 5: create the TokenSwitch"
     first_step_of(EXAMPLE, message, LoadError, make=make)
+
+
+def test_a_switch_for_experts_instead_of_slots():
+    message = r"TokenSwitch\(num_experts=4\), but 2 ranks have 8 slots; create the TokenSwitchNCCL"
+    make = dispatcher_of("TokenSwitch", slots_per_rank=2)
+    first_step_of(EXAMPLE, message, ConfigError, make=make)
 
 
 @pytest.mark.parametrize("name", ["DeepEP", "DeepEPBuffer", "HybridEP"])
@@ -277,7 +283,7 @@ CONSTRUCTORS = {
     "DeepEPBuffer": lambda: DeepEPBuffer(Buffer(Comm)),
     "HybridEP": lambda: HybridEP(HybridEPBuffer(Comm), tokens=16),
     "TokenSwitch": lambda: TokenSwitch(
-        TokenSwitchNCCL(NcclEp(Comm), 4, 8, 8, 16), max_recv_tokens=8
+        TokenSwitchNCCL(NcclEp(Comm), 4, 8, 8, 16), num_experts=4, max_recv_tokens=8
     ),
 }
 
