@@ -52,6 +52,7 @@ def two_passes(rank, group, plane, name):
     )
     layer = EXAMPLE.layer(balancer)
     x = EXAMPLE.inputs[rank].clone().requires_grad_()
+    balancer.prepare(EXAMPLE.ids[0], x, layer.experts.bundle)  # sizes of the largest rank
     ys = [layer(x), layer(2 * x)]
     sum(ys).backward(EXAMPLE.gradients[rank])
     balancer.check()
