@@ -108,6 +108,7 @@ def test_wrong_rows_are_refused_in_the_first_step(name):
     change, message = CHANGES[name]
 
     def refused(layer, x, gradient):
+        plan_only(layer, x)
         layer.experts.forward = None  # experts must not run
         with pytest.raises(CommunicationError, match=message):
             layer(x)
@@ -115,6 +116,14 @@ def test_wrong_rows_are_refused_in_the_first_step(name):
 
     make = lambda comm: Broken(comm, change)  # noqa: E731
     assert on_every_rank(EXAMPLE, refused, slots=2, dispatcher=make) == [True, True]
+
+
+def plan_only(layer, x):
+    """A microbatch without rows, which needs no dispatcher."""
+    microbatch = layer.balancer.begin(planned_layer(layer), layer.router(x).ids)
+    microbatch.count()
+    microbatch.plan()
+    assert (microbatch.reroute().slots >= 0).all()
 
 
 SUMS = {

@@ -180,22 +180,21 @@ def _digits(routes: SlotRoutes) -> int:
 
 
 def _probe_rows(routes: SlotRoutes, like_TD: torch.Tensor) -> torch.Tensor:
-    """Return [T, D] rows with the digits of their slot ids, then of their token, cut at D."""
+    """Return [T, D] rows with the digits of their slot ids, their token and rank, cut at D."""
     tokens = torch.arange(len(routes.slots), device=routes.slots.device)
-    numbers = torch.column_stack([routes.slots + 1, tokens, tokens + routes.rank])
+    numbers = torch.column_stack([routes.slots + 1, tokens, torch.full_like(tokens, routes.rank)])
     places = DIGIT ** torch.arange(_digits(routes), device=tokens.device)
-    digits = numbers[:, :, None].div(places, rounding_mode="floor") % DIGIT
+    digits = (numbers[:, :, None].div(places, rounding_mode="floor") % DIGIT).flatten(1)
     rows = torch.zeros_like(like_TD)
-    width = min(rows.shape[1], digits[0].numel() if len(digits) else 0)
-    rows[:, :width] = digits.flatten(1)[:, :width].to(rows.dtype)
+    width = min(rows.shape[1], digits.shape[1])
+    rows[:, :width] = digits[:, :width].to(rows.dtype)
     return rows
 
 
 def _misplaced(rows_AD: torch.Tensor, routes: SlotRoutes) -> str:
     """Return which probe row is in a slot that its token did not choose; empty if none is."""
     num_digits, top_k = _digits(routes), routes.slots.shape[1]
-    known = min(top_k, rows_AD.shape[1] // num_digits)
-    if known < top_k:  # too narrow for all slot ids
+    if rows_AD.shape[1] < top_k * num_digits:  # too narrow for all slot ids
         return ""
     counts, first = routes.counts(), routes.rank * routes.slots_per_rank
     digits = rows_AD[: sum(counts), : top_k * num_digits].unflatten(1, (top_k, num_digits)).long()

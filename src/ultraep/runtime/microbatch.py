@@ -135,16 +135,18 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @staged("reroute")
     def reroute(self) -> Exchange:
         exchange = self._exchange = self._rows(self._after("plan", self._plan))
-        dispatcher = self._shared.settings.dispatcher
-        if dispatcher is not None:
-            self._dispatched = self._through(dispatcher, exchange)
+        dispatcher, tokens = self._shared.settings.dispatcher, self._inputs.tokens
+        if dispatcher is not None and tokens is not None:
+            self._dispatched = self._through(dispatcher, exchange, tokens)
         return exchange
 
-    def _through(self, dispatcher: Dispatcher, exchange: BaseExchange) -> DispatchedRows:
+    def _through(
+        self, dispatcher: Dispatcher, exchange: BaseExchange, tokens: torch.Tensor
+    ) -> DispatchedRows:
         """Return the rows of this microbatch through a dispatcher; the first time, probe it."""
-        shared, tokens, layer = self._shared, self._inputs.tokens, self.info.layer
+        shared, layer = self._shared, self.info.layer
         routes = slot_routes(exchange, shared.topology, shared.comm.rank)
-        if shared.settings.verify and tokens is not None and not shared.dispatched_layers:
+        if shared.settings.verify and not shared.dispatched_layers:
             probe(dispatcher, routes, tokens, shared.comm)
         first = layer not in shared.dispatched_layers
         shared.dispatched_layers.add(layer)
