@@ -41,6 +41,8 @@ ROWS = 400  # more than arrive at a rank
 
 each_library = pytest.mark.parametrize("name", NAMES)
 every_dispatcher = pytest.mark.parametrize("name", [*NAMES, AUTOGRAD])
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:]]
+one_of_each_kind = pytest.mark.parametrize("name", [NAMES[0], AUTOGRAD, *REST])
 
 
 class Differentiable:
@@ -303,7 +305,7 @@ def test_a_token_is_sent_once_to_each_rank(name):
     assert 0 < sum(one.tokens_sent for one in libraries) < total
 
 
-@every_dispatcher
+@one_of_each_kind
 def test_stages_are_timed(name):
     """Observers see the same stages as with the rows of the data plane, each ended once."""
 
@@ -333,7 +335,7 @@ def test_stages_are_timed(name):
     assert on_every_rank(EXAMPLE, observed, slots=2, dispatcher=dispatcher_of(name)) == ours
 
 
-@every_dispatcher
+@one_of_each_kind
 def test_selective_checkpointing(name):
     """A dispatch mode may keep the results of ops; the ops of a dispatcher are hidden from it."""
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
@@ -348,7 +350,7 @@ def test_selective_checkpointing(name):
     assert_same_tensors(theirs, ours)
 
 
-@every_dispatcher
+@one_of_each_kind
 @pytest.mark.parametrize("frozen", ["experts", "tokens", "router", "all but the experts"])
 def test_frozen_tensors(name, frozen):
     def work(layer, x, gradient):
@@ -363,7 +365,7 @@ def test_frozen_tensors(name, frozen):
     assert ("experts.down_proj" in ours[0]) == (frozen != "experts")
 
 
-@every_dispatcher
+@one_of_each_kind
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_inference(name, context):
     def forward(layer, x, gradient):
