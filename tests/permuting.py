@@ -1,6 +1,10 @@
 """A dispatcher of rows by physical expert, with autograd of its own."""
 
+import numpy as np
 import torch
+
+from ultraep.dispatch import Received
+from ultraep.dispatchers import refuse_packed
 
 
 class Permuting:
@@ -58,3 +62,24 @@ class Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return ctx.transfer.reversed().move(gradient), None
+
+
+class Differentiable:
+    """Permutes rows with differentiable functions, like the dispatchers of frameworks.
+
+    Its gates stay at home: `combine` multiplies the outputs by them.
+    """
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def dispatch(self, tokens, gates, routes, pack):
+        refuse_packed("Differentiable", pack)
+        first = np.arange(routes.ranks + 1) * routes.slots_per_rank
+        permuting = Permuting(self.comm, first)
+        rows, gates, counts, back = permuting.dispatch(tokens, routes.slots, gates)
+        return Received(rows, torch.ones_like(gates), counts, (permuting, back, gates))
+
+    def combine(self, outputs, received):
+        permuting, back, gates = received.state
+        return permuting.combine(outputs * gates[:, None], back)

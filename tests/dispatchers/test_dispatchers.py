@@ -9,7 +9,6 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 
-import numpy as np
 import pytest
 import torch
 from dense import (
@@ -20,13 +19,12 @@ from dense import (
     on_every_rank,
     with_network,
 )
-from permuting import Permuting
+from permuting import Differentiable
 from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, NcclEp, TokenSwitchNCCL, library
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ultraep import LocalGroup
-from ultraep.dispatch import Received, SlotRoutes
-from ultraep.dispatchers import refuse_packed
+from ultraep.dispatch import SlotRoutes
 from ultraep.dispatchers.deepep import DeepEP, DeepEPBuffer
 from ultraep.dispatchers.hybridep import HybridEP
 from ultraep.dispatchers.token_switch import TokenSwitch
@@ -43,27 +41,6 @@ each_library = pytest.mark.parametrize("name", NAMES)
 every_dispatcher = pytest.mark.parametrize("name", [*NAMES, AUTOGRAD])
 REST = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:]]
 one_of_each_kind = pytest.mark.parametrize("name", [NAMES[0], AUTOGRAD, *REST])
-
-
-class Differentiable:
-    """Permutes rows with differentiable functions, like the dispatchers of frameworks.
-
-    Its gates stay at home: `combine` multiplies the outputs by them.
-    """
-
-    def __init__(self, comm):
-        self.comm = comm
-
-    def dispatch(self, tokens, gates, routes, pack):
-        refuse_packed("Differentiable", pack)
-        first = np.arange(routes.ranks + 1) * routes.slots_per_rank
-        permuting = Permuting(self.comm, first)
-        rows, gates, counts, back = permuting.dispatch(tokens, routes.slots, gates)
-        return Received(rows, torch.ones_like(gates), counts, (permuting, back, gates))
-
-    def combine(self, outputs, received):
-        permuting, back, gates = received.state
-        return permuting.combine(outputs * gates[:, None], back)
 
 
 @pytest.fixture
