@@ -193,7 +193,8 @@ class Balancer:
                 recording_setting(record),
                 __version__,
             )
-            self._agreement = Agreement(self.comm, repr(compared), self.topology.experts)
+            sizes = self.topology.experts, self.topology.num_domains
+            self._agreement = Agreement(self.comm, repr(compared), *sizes)
             self.recorder = open_recorder(record, self.comm, self.topology, self.config, settings)
             undo.pop_all()
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
@@ -279,7 +280,7 @@ class Balancer:
         compare_places = partial(
             self._agreement.compare, Place(Point.PLANE, 0, self._steps), device
         )
-        site = Site(self.comm, device, self._peers)
+        site = Site(self.comm, self.topology, device, self._peers)
         choice = choose(self.settings.data_plane, site, compare_places)
         clock = self._clock(device, captures=choice.kind.captures)
         observers = [clock, *self._observers]

@@ -19,7 +19,7 @@ from ultraep.comm import Communicator
 from ultraep.config import check_choice, check_timeout
 from ultraep.errors import CommunicationError, ConfigError, NothingToBalance, PlanMismatch
 from ultraep.microbatch import DataPlane
-from ultraep.runtime import mapped, messages
+from ultraep.runtime import hybrid, mapped, messages
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
 from ultraep.runtime.settings import TRANSPORTS
@@ -29,7 +29,7 @@ from ultraep.topology import Topology
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PLANES = (mapped.PLANE, messages.PLANE)
+PLANES = (mapped.PLANE, hybrid.PLANE, messages.PLANE)
 AUTO: Final = "auto"
 ALONE: Final = "alone"  # the group of this process alone
 GroupOrName: TypeAlias = "ProcessGroup | Literal['alone'] | None"
@@ -108,21 +108,14 @@ def connect(
     if transport != "sockets":
         from ultraep.runtime.shared_memory import connect_shared
 
-        shared = connect_shared(group, timeout, required=transport == "shared")
+        shared = connect_shared(group, timeout, connect, required=transport == "shared")
         if shared is not None:
             logger.info("transport of %d ranks: shared", group.size())
             return shared
     from ultraep.runtime.torch_dist import TorchDistCommunicator
 
     logger.info("transport of %d ranks: sockets", group.size())
-    return TorchDistCommunicator(group, timeout, connect_hosts=connect_hosts)
-
-
-def connect_hosts(group: ProcessGroup, timeout: float | None = None) -> Communicator:
-    """Connect the hosts of a group of GPUs, so that their messages wait for no device."""
-    ranks = dist.get_process_group_ranks(group)
-    hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return connect(hosts, timeout=timeout)
+    return TorchDistCommunicator(group, timeout, connect)
 
 
 def plane_kinds(name: str) -> tuple[PlaneKind, ...]:

@@ -71,6 +71,7 @@ class Site(NamedTuple):
     """Where a data plane is needed: one rank of a group, with tokens on this device."""
 
     comm: Communicator
+    topology: Topology
     device: torch.device
     peers: Peers | None = None  # mapped memory that the user passed
 

@@ -24,6 +24,7 @@ from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
 from ultraep.runtime.torch_dist import (
     BytesCommunicator,
+    Connect,
     Pieces,
     TorchDistCommunicator,
     timeout_of,
@@ -41,8 +42,10 @@ class SharedMemoryCommunicator(BytesCommunicator):
     is noticed at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, joined: wire.Wire) -> None:
-        self._group, self._wire = group, joined
+    def __init__(
+        self, group: dist.ProcessGroup, joined: wire.Wire, connect: Connect | None = None
+    ) -> None:
+        self._group, self._wire, self._connect = group, joined, connect
         self.rank, self.size, self.timeout = joined.rank, joined.size, joined.timeout
         # Also at exit. The wire does not refer to the communicator, so it can be collected.
         self._release = weakref.finalize(self, self._wire.close)
@@ -97,7 +100,11 @@ class _Host(NamedTuple):
 
 
 def connect_shared(
-    group: dist.ProcessGroup, timeout: float | None, *, required: bool
+    group: dist.ProcessGroup,
+    timeout: float | None,
+    connect: Connect | None = None,
+    *,
+    required: bool,
 ) -> SharedMemoryCommunicator | None:
     """Connect all ranks, or return None if they cannot share enough memory; collective.
 
@@ -123,7 +130,7 @@ def connect_shared(
         joined = wire.Wire(setup.rank, setup.size, timeout, files)
         setup.gather_objects(None)  # no rank starts or leaves before all have joined
         undo.pop_all()
-    return SharedMemoryCommunicator(group, joined)
+    return SharedMemoryCommunicator(group, joined, connect)
 
 
 def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> segments.Files:

@@ -29,7 +29,7 @@ from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Place, Point, short_digest
+from ultraep.runtime.agreement import Place, Point, Records, short_digest
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
@@ -137,13 +137,23 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             signature=own,
             version=shared.versions.of(info.layer, inputs.layer.bundle),
             refused=refused,
+            tokens=len(inputs.ids),
+            crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
             meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[shared.comm.rank]:
             self._refuse()
         shared.agreement.compare_inputs(records, own)
         self._host_loads, self._versions = records.loads, records.column("version")
+        self._counted(records)
         return records.loads_on_device
+
+    def _crossing(self) -> torch.Tensor | None:
+        """Return [D] the tokens that each fast-link domain serves; None: not needed."""
+        return None
+
+    def _counted(self, records: Records) -> None:
+        """Take what else the records of all ranks tell."""
 
     def _own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return [E] the loads of this rank, and whether its ids are invalid.

@@ -1,0 +1,195 @@
+"""The hybrid data plane: one group of ranks over several fast-link domains.
+
+Loads are gathered, planned and rerouted as by messages, so the host knows the plan. Inside of a
+domain (`inside.py`), replicas, their gradients and rows move through mapped memory, or by messages
+between CPU ranks. Between domains every token travels once (`crossing.py`).
+
+Shapes: T tokens of this rank, K experts per token, T' its tokens and those of other domains, N = T'
+* K, A arrived rows, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from ultraep.arrays import PADDING, IntArray
+from ultraep.bundle import Bundle
+from ultraep.comm import Communicator, Peers
+from ultraep.dispatch import Exchange, Moved
+from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
+from ultraep.plan import Plan
+from ultraep.reroute import Routes, routes_of, rows_received
+from ultraep.runtime.agreement import Records
+from ultraep.runtime.hybrid.crossing import Crossing, Domains
+from ultraep.runtime.hybrid.inside import Inside, MessagesInside, Size
+from ultraep.runtime.messages.plane import MessagesMicrobatch, MessagesPlane
+from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.observe import BaseExchange
+
+
+class HybridPlane(MessagesPlane):
+    """One rank of a group with several domains; see `DataPlane`.
+
+    inside: the ranks of its domain.   peers: their mapped memory; None: they send messages.
+    """
+
+    name = "hybrid"
+
+    def __init__(self, shared: Shared, inside: Communicator, peers: Peers | None = None) -> None:
+        super().__init__(shared)
+        self.domain = shared.comm.rank // shared.topology.domain_size
+        self.of_domain = replace(
+            shared, comm=inside, topology=shared.topology.of_domain(self.domain)
+        )
+        self.inside: Inside = MessagesInside(self.of_domain, self.pool)
+        if peers is not None:
+            from ultraep.runtime.hybrid.mapped_inside import MappedInside  # imports triton
+
+            self.inside = MappedInside(self.of_domain, peers)
+        self._domains: Domains | None = None
+
+    def begin(self, inputs: Inputs) -> HybridMicrobatch:
+        self.kernels = self._kernels_for(inputs.ids)
+        return HybridMicrobatch(self, inputs)
+
+    def domains(self, device: torch.device) -> Domains:
+        """Return the domains as tables on a device."""
+        if self._domains is None:
+            self._domains = Domains(self.topology, self.shared.comm.rank, device)
+        return self._domains
+
+    @property
+    def nbytes(self) -> int:
+        return self.inside.nbytes
+
+    def check(self) -> None:
+        super().check()
+        self.inside.check()
+
+    def close(self) -> None:
+        self.inside.close()
+        self.of_domain.comm.close()
+
+
+class HybridMicrobatch(MessagesMicrobatch):
+    """One microbatch of one rank."""
+
+    # From `count`:
+    _crossing_counts: IntArray  # [R, D] tokens of every rank that each domain serves
+    _tokens: IntArray  # [R]
+
+    _plane: HybridPlane
+
+    def _crossing(self) -> torch.Tensor:
+        ids = self._inputs.ids
+        return self._plane.domains(ids.device).counts(ids)
+
+    def _counted(self, records: Records) -> None:
+        self._crossing_counts, self._tokens = records.crossing, records.column("tokens")
+
+    def _replicas(self, plan: Plan) -> Replicas:
+        plane, size = self._plane, self._plane.topology.domain_size
+        own = plan.of_domain(plane.domain)
+        versions = self._versions[plane.domain * size :][:size]
+        plane.inside.fit(self._size(own))
+        return plane.inside.replicas(
+            self.info, own, self._inputs.layer.bundle, versions, self._inputs.ids.device
+        )
+
+    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
+        return self._plane.inside.trial(
+            MicrobatchInfo(NO_LAYER, self.info.step), plan.of_domain(self._plane.domain),
+            bundle, number, self._inputs.ids.device,
+        )
+
+    def _size(self, own: Plan) -> Size:
+        """Return the tokens, with those that arrive, and the rows of the fullest rank inside."""
+        size, domain = self._plane.topology.domain_size, self._plane.domain
+        ranks = slice(domain * size, (domain + 1) * size)
+        arriving = self._crossing_counts[:, domain].copy()
+        arriving[ranks] = 0
+        tokens = self._tokens[ranks] + arriving.reshape(-1, size).sum(axis=0)
+        return Size(int(tokens.max()), self._inputs.ids.shape[1], int(own.rank_loads.max()))
+
+    def _rows(self, plan: Plan) -> Exchange:
+        plane, shared = self._plane, self._shared
+        slots = self._routes(plan).slots
+        domains = plane.domains(slots.device)
+        crossing = Crossing(domains, shared.comm, slots, self._crossing_counts)
+        own = plan.of_domain(plane.domain)
+
+        def rows_inside(local_slots: torch.Tensor) -> BaseExchange:
+            return plane.inside.rows(self.info, routes_inside(own, domains.place, local_slots))
+
+        begins = [0, *accumulate(rows_received(own, domains.place).sum(axis=0).tolist())]
+        return HybridRows(self.info, shared, crossing, rows_inside, slots, begins)
+
+
+def routes_inside(plan: Plan, place: int, slots: torch.Tensor) -> Routes:
+    """Return the routes of [T', K] rows to slots of their domain, by the plan of the domain."""
+    flat = slots.reshape(-1)
+    last = int(plan.topology.first_slot_of_rank[-1])
+    order = torch.where(flat == PADDING, last, flat).argsort(stable=True)
+    sent = int(plan.loads[place].sum())
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=order.device).clamp_(max=max(0, sent - 1))
+    return routes_of(plan, place, slots.shape, order[:sent], positions)
+
+
+class HybridRows(BaseExchange):
+    """Moves rows between tokens and slots, through the domain of the slots.
+
+    rows_inside: returns the exchange inside of this domain for [T', K] slots.
+    begins: first row of each slot of this rank.
+    """
+
+    def __init__(
+        self,
+        info: MicrobatchInfo,
+        shared: Shared,
+        crossing: Crossing,
+        rows_inside: Callable[[torch.Tensor], BaseExchange],
+        slots: torch.Tensor,
+        begins: list[int],
+    ) -> None:
+        super().__init__(info, shared.observers)
+        self.slots, self._crossing, self._begins = slots, crossing, begins
+        self._rows_inside = rows_inside
+        self._inside: BaseExchange | None = None
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        return self._dispatched().offsets
+
+    def begins(self) -> list[int]:
+        return self._begins
+
+    def _dispatched(self) -> BaseExchange:
+        assert self._inside is not None, "rows move to the slots first"
+        return self._inside
+
+    def _at_backward(self) -> None:
+        self._dispatched().begin_backward()
+
+    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        if self._inside is None:
+            assert scalars_TK is not None, "forward sends the gates"
+            values_TD, scalars_TK, slots = self._crossing.to_domains_first(values_TD, scalars_TK)
+            self._inside = self._rows_inside(slots)
+        elif scalars_TK is None:
+            (values_TD,) = self._crossing.to_domains(values_TD)
+        else:
+            values_TD, scalars_TK = self._crossing.to_domains(values_TD, scalars_TK)
+        return self._inside.to_slots(values_TD, scalars_TK)
+
+    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+        sums_TD, scalars_TK = self._dispatched().to_tokens(rows_AD, scalars_A)
+        if scalars_TK is None:
+            (sums_TD,) = self._crossing.to_tokens(sums_TD)
+        else:
+            sums_TD, scalars_TK = self._crossing.to_tokens(sums_TD, scalars_TK)
+        return sums_TD, scalars_TK
