@@ -36,7 +36,7 @@ class Domains:
         self.own, self.place = divmod(rank, self.size)
         homes = np.append(topology.home_of_expert // self.size, PADDING)
         self._home_of_expert = torch.from_numpy(homes).to(device)  # the last: of padding
-        firsts = topology.first_slot_of_rank[:-1 : self.size].copy()
+        firsts = topology.first_slot_of_rank[: -1 : self.size].copy()
         self.first_slots = torch.from_numpy(firsts).to(device)
         self.numbers = torch.arange(topology.num_domains, device=device)
 
@@ -97,7 +97,7 @@ class Crossing:
         return self._domains.crossing(self._of_slots, sum(self._sent))
 
     def to_domains(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """Return [T', ...] of each [T, ...]: the values of own tokens, then of those that arrive."""
+        """Return [T', ...] of each [T, ...]: own tokens, then those that arrive."""
         return self._with_arrived(values, [value[self._pairs[:, 1]] for value in values])
 
     def to_domains_first(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -142,7 +142,9 @@ class Crossing:
         arrived = self._comm.all_to_all(torch.cat(rows, dim=1), sent, received)
         parts = arrived.split([row.shape[1] for row in rows], dim=1)
         return [
-            part.clone(memory_format=torch.contiguous_format).view(value.dtype).view(len(part), *value.shape[1:])
+            part.clone(memory_format=torch.contiguous_format)
+            .view(value.dtype)
+            .view(len(part), *value.shape[1:])
             for part, value in zip(parts, values, strict=True)
         ]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
-from ultraep.bundle import Bundle
+from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve
 from ultraep.microbatch import MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.reroute import Routes
@@ -36,6 +36,9 @@ class Inside(Protocol):
     def fit(self, size: Size) -> None:
         """Allocate memory for microbatches of this size; collective in the domain."""
 
+    def prepare(self, size: Size, rows: torch.Tensor, bundle: Bundle) -> None:
+        """Allocate all memory that microbatches like this need; collective in the domain."""
+
     def replicas(
         self,
         info: MicrobatchInfo,
@@ -51,8 +54,10 @@ class Inside(Protocol):
     ) -> Replicas:
         """Return the replicas of a synthetic plan, to be timed; every number is used once."""
 
-    def rows(self, info: MicrobatchInfo, routes: Routes) -> BaseExchange:
-        """Return the exchange of the `[T', K]` rows, which no observer sees."""
+    def rows(
+        self, info: MicrobatchInfo, routes: Routes, slots: torch.Tensor, replicas: Replicas | None
+    ) -> BaseExchange:
+        """Return the exchange of the rows with these `[T', K]` slots, which no observer sees."""
 
     @property
     def nbytes(self) -> int: ...
@@ -71,6 +76,14 @@ class MessagesInside:
     def fit(self, size: Size) -> None:
         """Do nothing: messages need no memory of a fixed size."""
 
+    def prepare(self, size: Size, rows: torch.Tensor, bundle: Bundle) -> None:
+        """Allocate one buffer of spare slots."""
+        del size, rows
+        tensors = resolve(bundle)
+        homes = len(self._shared.topology.home_experts(self._shared.comm.rank))
+        with self._pool.lend(Layout.of(tensors, homes), device_of_bundle(tensors), "prepare()"):
+            pass
+
     def replicas(
         self,
         info: MicrobatchInfo,
@@ -88,7 +101,10 @@ class MessagesInside:
         shared = self._shared.unobserved()
         return MessageReplicas(shared, self._pool, info, plan, bundle, versions, device)
 
-    def rows(self, info: MicrobatchInfo, routes: Routes) -> RowMessages:
+    def rows(
+        self, info: MicrobatchInfo, routes: Routes, slots: torch.Tensor, replicas: Replicas | None
+    ) -> RowMessages:
+        del slots, replicas
         return RowMessages(routes, self._shared.unobserved(), info)
 
     @property

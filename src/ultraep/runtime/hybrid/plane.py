@@ -19,6 +19,7 @@ import torch
 from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
+from ultraep.config import BalanceConfig
 from ultraep.dispatch import Exchange, Moved
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
 from ultraep.plan import Plan
@@ -56,6 +57,13 @@ class HybridPlane(MessagesPlane):
         self.kernels = self._kernels_for(inputs.ids)
         return HybridMicrobatch(self, inputs)
 
+    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
+        """Allocate memory as if every token had experts in all domains."""
+        tokens, top_k = ids.shape
+        most_tokens = tokens * self.topology.num_domains
+        self.inside.prepare(Size(most_tokens, top_k, most_tokens * top_k), rows, bundle)
+        self.kernels = self._kernels_for(ids)
+
     def domains(self, device: torch.device) -> Domains:
         """Return the domains as tables on a device."""
         if self._domains is None:
@@ -78,52 +86,65 @@ class HybridPlane(MessagesPlane):
 class HybridMicrobatch(MessagesMicrobatch):
     """One microbatch of one rank."""
 
+    _plane: HybridPlane
     # From `count`:
     _crossing_counts: IntArray  # [R, D] tokens of every rank that each domain serves
-    _tokens: IntArray  # [R]
-
-    _plane: HybridPlane
+    _most_tokens: int  # of a rank in this domain, with those that arrive
+    # From `plan`:
+    _own_plan: Plan  # of this domain
+    _own_replicas: Replicas | None = None
 
     def _crossing(self) -> torch.Tensor:
         ids = self._inputs.ids
         return self._plane.domains(ids.device).counts(ids)
 
     def _counted(self, records: Records) -> None:
-        self._crossing_counts, self._tokens = records.crossing, records.column("tokens")
+        size, domain = self._plane.topology.domain_size, self._plane.domain
+        self._crossing_counts = records.crossing
+        arriving = records.crossing[:, domain].reshape(-1, size).copy()
+        arriving[domain] = records.column("tokens").reshape(-1, size)[domain]
+        self._most_tokens = int(arriving.sum(axis=0).max())
+        self._fit(0)
+
+    def _fit(self, rows: int) -> None:
+        top_k = self._inputs.ids.shape[1]
+        self._plane.inside.fit(Size(self._most_tokens, top_k, rows))
+
+    def _make_plan(self, config: BalanceConfig) -> Plan:
+        plan = super()._make_plan(config)
+        self._own_plan = plan.of_domain(self._plane.domain)
+        self._fit(int(self._own_plan.rank_loads.max()))
+        return plan
 
     def _replicas(self, plan: Plan) -> Replicas:
+        del plan
         plane, size = self._plane, self._plane.topology.domain_size
-        own = plan.of_domain(plane.domain)
         versions = self._versions[plane.domain * size :][:size]
-        plane.inside.fit(self._size(own))
-        return plane.inside.replicas(
-            self.info, own, self._inputs.layer.bundle, versions, self._inputs.ids.device
+        bundle, device = self._inputs.layer.bundle, self._inputs.ids.device
+        self._own_replicas = plane.inside.replicas(
+            self.info, self._own_plan, bundle, versions, device
         )
+        return self._own_replicas
 
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
         return self._plane.inside.trial(
-            MicrobatchInfo(NO_LAYER, self.info.step), plan.of_domain(self._plane.domain),
-            bundle, number, self._inputs.ids.device,
+            MicrobatchInfo(NO_LAYER, self.info.step),
+            plan.of_domain(self._plane.domain),
+            bundle,
+            number,
+            self._inputs.ids.device,
         )
-
-    def _size(self, own: Plan) -> Size:
-        """Return the tokens, with those that arrive, and the rows of the fullest rank inside."""
-        size, domain = self._plane.topology.domain_size, self._plane.domain
-        ranks = slice(domain * size, (domain + 1) * size)
-        arriving = self._crossing_counts[:, domain].copy()
-        arriving[ranks] = 0
-        tokens = self._tokens[ranks] + arriving.reshape(-1, size).sum(axis=0)
-        return Size(int(tokens.max()), self._inputs.ids.shape[1], int(own.rank_loads.max()))
 
     def _rows(self, plan: Plan) -> Exchange:
         plane, shared = self._plane, self._shared
         slots = self._routes(plan).slots
         domains = plane.domains(slots.device)
         crossing = Crossing(domains, shared.comm, slots, self._crossing_counts)
-        own = plan.of_domain(plane.domain)
+        own = self._own_plan
 
-        def rows_inside(local_slots: torch.Tensor) -> BaseExchange:
-            return plane.inside.rows(self.info, routes_inside(own, domains.place, local_slots))
+        def rows_inside(local: torch.Tensor) -> BaseExchange:
+            routes = routes_inside(own, domains.place, local)
+            return plane.inside.rows(self.info, routes, local, self._own_replicas)
 
         begins = [0, *accumulate(rows_received(own, domains.place).sum(axis=0).tolist())]
         return HybridRows(self.info, shared, crossing, rows_inside, slots, begins)
