@@ -20,6 +20,7 @@ from ultraep.config import check_choice, check_timeout
 from ultraep.errors import CommunicationError, ConfigError, NothingToBalance, PlanMismatch
 from ultraep.microbatch import DataPlane
 from ultraep.runtime import hybrid, mapped, messages
+from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
 from ultraep.runtime.settings import TRANSPORTS
@@ -118,6 +119,17 @@ def connect(
     return TorchDistCommunicator(group, timeout, connect)
 
 
+def find_fast_links(comm: Communicator) -> FastLinks:
+    """Find out which ranks fast links join; collective."""
+    hosts: list[Host] = comm.gather_objects(this_host())
+    if len({host.domain for host in hosts}) > 1:  # a fabric may join them
+        hosts = comm.gather_objects(this_gpu_host())
+        links = fast_links(hosts)
+        if comm.rank == 0:
+            logger.info("%s; pass domain= to choose otherwise", links.reason)
+    return fast_links(hosts)
+
+
 def plane_kinds(name: str) -> tuple[PlaneKind, ...]:
     """Return the data planes to try for `data_plane=name`, in order of preference."""
     check_choice("data_plane", name, (AUTO, *(kind.name for kind in PLANES)))
@@ -145,7 +157,7 @@ def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
     reason, size = "", site.comm.size
     for kind in plane_kinds(name):
         if name == AUTO and (skipped := kind.passed_over(site)):
-            reason = skipped
+            reason = reason or skipped
             continue
         if kind.obstacle is None:
             return Choice(kind, reason or kind.reason, kind.connect(site))

@@ -29,6 +29,7 @@ from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
+from ultraep.runtime.hosts import FastLinks
 from ultraep.runtime.observe import Observer, staged
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
@@ -72,6 +73,7 @@ class Site(NamedTuple):
 
     comm: Communicator
     topology: Topology
+    links: FastLinks
     device: torch.device
     peers: Peers | None = None  # mapped memory that the user passed
 

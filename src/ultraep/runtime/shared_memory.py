@@ -13,8 +13,7 @@ import platform
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
-from pathlib import Path
+from contextlib import ExitStack, closing
 from typing import NamedTuple, Self
 
 import torch
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
+from ultraep.runtime.hosts import Host, this_host
 from ultraep.runtime.torch_dist import (
     BytesCommunicator,
     Connect,
@@ -90,13 +90,13 @@ def _queues(pieces: Pieces) -> wire.Queues:
     return queues
 
 
-class _Host(NamedTuple):
-    """Where a rank runs."""
+class _Memory(NamedTuple):
+    """The shared memory that a rank sees."""
 
     machine: str
     writable: bool
     free: int  # bytes
-    place: tuple[str, ...]  # equal for ranks that share memory and pids
+    host: Host
 
 
 def connect_shared(
@@ -116,7 +116,7 @@ def connect_shared(
         return None
     timeout = timeout_of(group) if timeout is None else timeout
     with closing(TorchDistCommunicator(group, timeout)) as setup, ExitStack() as undo:
-        gathered = setup.gather_objects((_this_host(setup.rank), segments.new_prefix()))
+        gathered = setup.gather_objects((_this_memory(setup.rank), segments.new_prefix()))
         hosts, prefix = [host for host, _ in gathered], gathered[0][1]
         least = wire.control_bytes(setup.size) if required else wire.wanted_bytes(setup.size)
         obstacle = _obstacle(hosts, least)
@@ -153,31 +153,26 @@ def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> s
     return files
 
 
-def _this_host(rank: int) -> _Host:
+def _this_memory(rank: int) -> _Memory:
     if rank == 0:  # memory of dead groups counts as free
         segments.sweep()
     writable = os.access(segments.FOLDER, os.R_OK | os.W_OK)
-    place = [platform.node()]
-    with suppress(OSError):  # containers of one host may have separate /dev/shm and pids
-        place.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        place.append(str(os.stat(segments.FOLDER).st_dev))
-        place.append(os.readlink("/proc/self/ns/pid"))
-    return _Host(
+    return _Memory(
         machine=f"{platform.system()} {platform.machine()}",
         writable=writable,
         free=segments.free_bytes() if writable else 0,
-        place=tuple(place),
+        host=this_host(),
     )
 
 
-def _obstacle(hosts: Sequence[_Host], needed: int) -> str:
+def _obstacle(hosts: Sequence[_Memory], needed: int) -> str:
     """Return why these ranks cannot share this much memory; empty if they can."""
     for rank, host in enumerate(hosts):
         if host.machine not in MACHINES:
             return f"rank {rank} runs on {host.machine}, not on {' or '.join(MACHINES)}"
         if not host.writable:
             return f"rank {rank} may not write to {segments.FOLDER}"
-        if host.place != hosts[0].place:
+        if host.host != hosts[0].host:
             return f"rank {rank} is not in the host or container of rank 0"
     if hosts[0].free < needed:
         return (

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 def _passed_over(site: Site) -> str:
     if site.topology.num_domains == 1:
-        return "all ranks are in one domain"
-    return mapped.passed_over(site)
+        return site.links.reason
+    if site.links.groups == 1 and site.device.type == "cpu" and site.peers is None:
+        return "tokens are on the CPU"
+    return ""
 
 
 def _obstacle(site: Site) -> str:
@@ -53,5 +55,5 @@ PLANE = PlaneKind(
     _connect,
     _obstacle,
     _passed_over,
-    reason="the ranks of each domain map each other's memory",
+    reason="fast links join the ranks of each domain",
 )

@@ -182,10 +182,6 @@ class HybridRows(BaseExchange):
         self._rows_inside = rows_inside
         self._inside: BaseExchange | None = None
 
-    @property
-    def offsets(self) -> torch.Tensor:
-        return self._dispatched().offsets
-
     def begins(self) -> list[int]:
         return self._begins
 
@@ -201,6 +197,7 @@ class HybridRows(BaseExchange):
             assert scalars_TK is not None, "forward sends the gates"
             values_TD, scalars_TK, slots = self._crossing.to_domains_first(values_TD, scalars_TK)
             self._inside = self._rows_inside(slots)
+            self.offsets = self._inside.offsets
         elif scalars_TK is None:
             (values_TD,) = self._crossing.to_domains(values_TD)
         else:

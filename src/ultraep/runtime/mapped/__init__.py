@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 def passed_over(site: Site) -> str:
-    return "tokens are on the CPU" if site.device.type == "cpu" and site.peers is None else ""
+    if site.peers is not None:
+        return ""
+    if site.links.groups > 1:
+        return f"no fast link joins all ranks ({site.links.reason})"
+    return "tokens are on the CPU" if site.device.type == "cpu" else ""
 
 
 def obstacle(_: Site) -> str:

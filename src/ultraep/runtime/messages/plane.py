@@ -22,10 +22,10 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
 from ultraep.comm import moved
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import Moved
+from ultraep.dispatch import Exchange, Moved
 from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
-from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
+from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
@@ -224,17 +224,17 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
         )
 
-    def _replicas(self, plan: Plan) -> MessageReplicas:
+    def _replicas(self, plan: Plan) -> Replicas:
         bundle, device, pool = self._inputs.layer.bundle, self._inputs.ids.device, self._plane.pool
         return MessageReplicas(self._shared, pool, self.info, plan, bundle, self._versions, device)
 
-    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MessageReplicas:
+    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step)
         versions = np.full(plan.topology.ranks, number)  # no slot holds this version
         shared, device, pool = self._shared.unobserved(), self._inputs.ids.device, self._plane.pool
         return MessageReplicas(shared, pool, info, plan, bundle, versions, device)
 
-    def _rows(self, plan: Plan) -> RowMessages:
+    def _rows(self, plan: Plan) -> Exchange:
         return RowMessages(self._routes(plan), self._shared, self.info)
 
     def _routes(self, plan: Plan) -> Routes:
