@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ultraep import BalancedMoE, Balancer, ConfigError, LocalGroup
+from ultraep import BalancedMoE, Balancer, ConfigError, LocalGroup, reorder_experts
 from ultraep.parallel.full_state import (
     full_optimizer_state,
     full_state_dict,
@@ -97,3 +97,25 @@ def test_missing_optimizer_states_are_named(of_two):
             load_full_optimizer_state(model, optimizer, state)
 
     LocalGroup(1).run(body)
+
+
+def test_reordered_experts_compute_the_same():
+    x = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def work(comm):
+        moe = Model(comm, seed=3).moe
+        other = Model(comm, seed=4).moe
+        other.load_full_state_dict(reorder_experts(moe.full_state_dict(), [3, 0, 4, 1, 2]))
+        return moe(x), other(x)
+
+    for before, after in LocalGroup(2).run(work):
+        torch.testing.assert_close(before, after)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [([0, 0, 1, 2, 3], "every expert once"), ([1, 0], "has 5 experts, but the order has 2")],
+)
+def test_a_wrong_order_is_refused(order, message):
+    with pytest.raises(ConfigError, match=message):
+        reorder_experts({"experts.down_proj": torch.zeros(5, 2)}, order)

@@ -87,6 +87,7 @@ def test_public_names_are_frozen():
         "policy_names",
         "read_trace",
         "register_policy",
+        "reorder_experts",
         "serve",
         "workload",
     ]

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ultraep.routing import Router, Routing
     from ultraep.runtime.balancer import Balancer
     from ultraep.runtime.local import LocalGroup
-    from ultraep.runtime.state import gather_experts
+    from ultraep.runtime.state import gather_experts, reorder_experts
     from ultraep.trace.read import read_trace
     from ultraep.trace.record import Recorder
 
@@ -69,6 +69,7 @@ _LAZY = {
     "Router": "ultraep.routing",
     "Routing": "ultraep.routing",
     "gather_experts": "ultraep.runtime.state",
+    "reorder_experts": "ultraep.runtime.state",
     "serve": "ultraep.experts.loan",
     "read_trace": "ultraep.trace.read",
 }
@@ -105,6 +106,7 @@ __all__ = [
     "policy_names",
     "read_trace",
     "register_policy",
+    "reorder_experts",
     "serve",
     "workload",
 ]

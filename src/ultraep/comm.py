@@ -53,6 +53,12 @@ class Communicator(Protocol):
     def hosts(self) -> Communicator | None:
         """Return a communicator whose messages wait for no device, or None; collective."""
 
+    def part(self, size: int) -> Communicator:
+        """Return a communicator of the block of `size` consecutive ranks with this one; collective.
+
+        The blocks begin at rank 0, `size`, 2 * `size` and so on.
+        """
+
     def close(self) -> None:
         """Free the resources of the communicator; the group itself stays."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,28 @@ class Plan:
     def to_host_async(self) -> Callable[[], Plan]:
         """Return a callable that returns the plan, as device plans do."""
         return self.to_host
+
+    def of_domain(self, domain: int) -> Plan:
+        """Return the part of one fast-link domain, for `topology.of_domain(domain)`.
+
+        The rows of other domains come from the rank of this domain at the same place as theirs.
+        """
+        topology, size = self.topology, self.topology.domain_size
+        ranks = slice(domain * size, (domain + 1) * size)
+        experts = topology.experts_of_domain(domain)
+        inside = self.replicas[:, 1] // size == domain
+        replicas = self.replicas[inside] - [0, domain * size, 0]
+        replicas[:, 0] = np.searchsorted(experts, replicas[:, 0])
+        speeds = self.speeds[ranks] or None
+        return Plan(
+            topology.of_domain(domain),
+            replace(self.config, speeds=speeds),
+            frozen(_by_place(self.loads[:, experts].T, size).T),
+            frozen(replicas),
+            frozen(self.quotas[inside]),
+            frozen(_by_place(self.split[inside], size)),
+            frozen(self.rank_loads[ranks]),
+        )
 
     @property
     def num_replicas(self) -> int:
@@ -364,6 +386,13 @@ def _in_order(placed_C3: IntArray, topology: Topology) -> IntArray:
     if (place[1:] > place[:-1]).all():
         return placed_C3
     return placed_C3[np.argsort(place, kind="stable")]
+
+
+def _by_place(rows_NR: IntArray, size: int) -> IntArray:
+    """Return [N, size] the sums over the ranks at the same place of all domains."""
+    domains = rows_NR.shape[1] // size
+    total: IntArray = rows_NR.reshape(len(rows_NR), domains, size).sum(axis=1)
+    return total
 
 
 def _largest(values: IntArray) -> int:

@@ -91,6 +91,22 @@ class Topology:
         """Return the home experts of a rank, ascending, in the order of its home slots."""
         return self.experts_by_rank[self.first_of_rank[rank] : self.first_of_rank[rank + 1]]
 
+    def experts_of_domain(self, domain: int) -> IntArray:
+        """Return the experts whose homes are in a domain, ascending."""
+        return np.flatnonzero(self.home_of_expert // self.domain_size == domain)
+
+    def of_domain(self, domain: int) -> Topology:
+        """Return one domain as a topology of its own: ranks, experts and slots counted from 0."""
+        homes = self.home_of_expert[self.experts_of_domain(domain)] - domain * self.domain_size
+        if len(homes) < max(1, self.slots):
+            raise ConfigError(
+                f"domain {domain} is the home of {len(homes)} experts, but every rank has "
+                f"{self.slots} spare slots: pass other homes= or fewer slots"
+            )
+        return Topology(
+            ranks=self.domain_size, experts=len(homes), slots=self.slots, homes=homes.tolist()
+        )
+
     def spare_slot(self, host: IntArray | int, index: IntArray | int) -> IntArray:
         """Return the global number of a spare slot."""
         end: IntArray = self.first_slot_of_rank[np.asarray(host) + 1]

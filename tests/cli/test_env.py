@@ -1,6 +1,8 @@
 """`ultraep env`: the facts of a bug report."""
 
+import json
 import platform
+import subprocess
 import sys
 
 import numpy as np
@@ -62,3 +64,14 @@ def test_a_torch_that_cannot_be_imported(monkeypatch):
 )
 def test_devices_are_named(torch, expected):
     assert expected in env._devices(torch)
+
+
+def test_torchrun_shows_a_map_of_ranks(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*launcher, "--standalone", "-m", "ultraep", "env", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    ranks = json.loads(ran.stdout)["ranks"]  # only rank 0 prints
+    assert [(rank["rank"], rank["domain"]) for rank in ranks["map"]] == [(0, 0), (1, 0)]
+    assert ranks["domains"] == f"one domain: all ranks are on {platform.node()}"
+    assert ranks["not_joined"] == []

@@ -146,3 +146,26 @@ def test_export(run, tmp_path):
 def test_the_only_trace_of_a_demo_is_found(tmp_path):
     record(tmp_path / "demo" / "ultraep" / "trace", [plan_for(0)])
     assert "1 record," in shown("info", tmp_path / "demo")
+
+
+def test_place(tmp_path):
+    topology = ultraep.Topology(ranks=4, experts=8, slots=1, domain=2)
+    hot = np.array([40, 30, 20, 10, 4, 3, 2, 1])  # the first domain is the home of all hot experts
+    plans = [ultraep.plan(np.tile(hot, (4, 1)), topology) for _ in range(4)]
+    run, target = record(tmp_path / "run", plans, topology=topology), tmp_path / "homes.json"
+    text = shown("place", run, "--out", target)
+    written = json.loads(target.read_text())
+    assert (written["ranks"], written["domain"]) == (4, 2)
+    order = written["orders"]["0"]
+    assert sorted(order) == list(range(8))
+    busiest = max(hot[order].reshape(2, 4).sum(axis=1)) / (hot.sum() / 2)
+    assert [line.split() for line in text.splitlines() if line.startswith("0  ")] == [
+        ["0", "1.818", f"{busiest:.3f}"]
+    ]
+    assert busiest < 1.1
+    facts = json.loads(shown("place", run, "--json", "--domain", "1"))
+    assert facts["domain"] == 1
+    assert_one_line(invoke("place", run, "--domain", "3"), "cannot be placed evenly on 4 ranks")
+    shown("place", run, "--out", target)  # its own file is replaced
+    target.write_text("{}")
+    assert_one_line(invoke("place", run, "--out", target), "is not a placement file")

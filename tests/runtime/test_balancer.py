@@ -332,7 +332,7 @@ WRONG = {
     "transport": ({"transport": "pigeons"}, "transport must be one of auto, shared, sockets, got"),
     "data plane": (
         {"data_plane": "air"},
-        "data_plane must be one of auto, mapped, messages, got 'air'",
+        "data_plane must be one of auto, mapped, hybrid, messages, got 'air'",
     ),
     "capacity": ({"capacity": 0}, "'static', must be an integer of at least 1, got 0"),
     "word for a capacity": (
@@ -346,6 +346,9 @@ WRONG = {
 def test_invalid_settings_leave_no_connection(options, message, monkeypatch):
     class Group:
         rank, size, open = 0, 2, True
+
+        def gather_objects(self, value):
+            return [value] * self.size
 
         def close(self):
             self.open = False

@@ -1,9 +1,13 @@
-"""Random life cycles on both data planes, in double precision, against a dense model.
+"""Random life cycles on all data planes, in double precision, against a dense model.
 
 Some on each plane; 1,000 more with `pytest -m long tests/runtime/test_life_cycles.py`.
 """
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
+import torch.distributed as dist
 from life_cycles import OnRank, Program, assert_agree
 from ranks import PATIENCE, shared_pool
 from shared_peers import SharedPeers
@@ -29,14 +33,28 @@ def over_messages(program):
     return LocalGroup(len(program.tokens), timeout=PATIENCE).run(work)
 
 
-def mapped(_rank, group, program):
+def in_two_domains(program):
+    """Return the options with two domains of two ranks, each the home of every other expert."""
+    homes = [2 * (expert % 2) + expert // 2 % 2 for expert in range(program.experts)]
+    slots = min(program.options["slots"], program.experts // 2)
+    policy = "none" if program.options["policy"] in ("eplb", "lplb") else program.options["policy"]
+    return program.options | {
+        "data_plane": "hybrid", "domain": 2, "homes": homes, "slots": slots, "policy": policy
+    }  # fmt: skip
+
+
+def mapped(rank, group, program):
+    inside, options = group, program.options | {"data_plane": "mapped"}
+    if len(program.tokens) == 4:
+        pair = [rank - rank % 2, rank - rank % 2 + 1]
+        inside = dist.new_group(pair, use_local_synchronization=True)
+        options = program.options
     balancer = Balancer(
         group,
         experts=program.experts,
-        data_plane="mapped",
-        peers=SharedPeers(group),
+        peers=SharedPeers(inside),
         timeout=PATIENCE,
-        **program.options,
+        **options,
     )
     observed = OnRank(program, balancer).run()
     balancer.check()
@@ -58,4 +76,30 @@ def test_over_messages(block):
 def test_over_mapped_memory(block):
     for seed in range(10_000 + block * BLOCK, 10_000 + (block + 1) * BLOCK):
         program = Program.drawn(seed, most_ranks=2, most_actions=12)
+        assert_agree(program, shared_pool().run(len(program.tokens), mapped, program))
+
+
+def drawn_in_domains(seed, most_actions):
+    """Draw a program of four ranks in two domains."""
+    program = Program.drawn(seed, most_ranks=4, most_actions=most_actions)
+    tokens = np.random.default_rng(seed).integers(1, 12, 4).tolist()
+    program = replace(program, tokens=tokens, experts=max(4, program.experts))
+    program.options = in_two_domains(program)
+    return program
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("block", blocks(quick=3))
+def test_over_domains_of_messages(block):
+    for seed in range(20_000 + block * BLOCK, 20_000 + (block + 1) * BLOCK):
+        program = drawn_in_domains(seed, most_actions=12)
+        assert_agree(program, over_messages(program))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+@pytest.mark.parametrize("block", blocks(quick=1))
+def test_over_domains_of_mapped_memory(block):
+    for seed in range(30_000 + 3 * block, 30_003 + 3 * block):
+        program = drawn_in_domains(seed, most_actions=6)
         assert_agree(program, shared_pool().run(len(program.tokens), mapped, program))

@@ -29,6 +29,7 @@ MARKS = {
     "timeline": b'{"traceEvents": [{"ph": "M", "name": "process_name"',
     "table": b"step,layer,microbatch,",
     "trace": b"header.npy",
+    "placement": b'{"placed_by": "ultraep',
     "benchmark": b'[\n{"benchmark":',
 }
 Target = tuple[str | Path | None, str]  # a file, and the kind of output for it

@@ -9,11 +9,12 @@ At some points of every step, ranks gather a record of 64-bit words from all ran
     tokens               of this rank, for the size of memory
     rows                 the most that this rank was ever planned to serve, likewise
     loads                [E]; zeros at points that do not gather loads
+    crossing             [D] tokens of this rank that each fast-link domain serves, if several
 
 Records have the same size at every point. So ranks at different points can still compare them, and
 all ranks raise the same error, which names the ranks that differ.
 
-Shapes: R ranks, E experts.
+Shapes: R ranks, E experts, D fast-link domains if there are several, otherwise 0.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ class Place(NamedTuple):
 class Records:
     """The records of all ranks from one place."""
 
-    words: IntArray  # [R, fields and E]
+    words: IntArray  # [R, fields, E and D]
     on_device: torch.Tensor  # the same
     equal: bool  # whether all ranks agree about what must be equal
+    experts: int
 
     def column(self, field: str) -> IntArray:
         """Return [R] one field of all ranks."""
@@ -80,19 +82,24 @@ class Records:
     @property
     def loads(self) -> IntArray:
         """[R, E]."""
-        return self.words[:, len(FIELDS) :]
+        return self.words[:, loads_of(self.experts)]
+
+    @property
+    def crossing(self) -> IntArray:
+        """[R, D]."""
+        return self.words[:, loads_of(self.experts).stop :]
 
     @property
     def loads_on_device(self) -> torch.Tensor:
         """[R, E]."""
-        return self.on_device[:, len(FIELDS) :]
+        return self.on_device[:, loads_of(self.experts)]
 
 
 class Agreement:
     """Compares this rank with the others. Creating one is collective and compares the settings."""
 
-    def __init__(self, comm: Communicator, settings: str, experts: int) -> None:
-        self._comm, self._settings, self._experts = comm, settings, experts
+    def __init__(self, comm: Communicator, settings: str, experts: int, domains: int = 1) -> None:
+        self._comm, self._settings, self._experts, self._domains = comm, settings, experts, domains
         gathered = comm.gather_objects((settings, secrets.token_hex(8)))
         every = [other for other, _ in gathered]
         _compare("the settings", every, every)
@@ -101,7 +108,9 @@ class Agreement:
 
     def over(self, comm: Communicator) -> Agreement:
         """Return an agreement with the same settings over another communicator; collective."""
-        return self if comm is self._comm else Agreement(comm, self._settings, self._experts)
+        if comm is self._comm:
+            return self
+        return Agreement(comm, self._settings, self._experts, self._domains)
 
     def gather_loads(
         self,
@@ -113,6 +122,7 @@ class Agreement:
         refused: torch.Tensor | int,
         tokens: int = 0,
         rows: int = 0,
+        crossing_D: torch.Tensor | None = None,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
         """Gather the records of all ranks with their loads; compares only the place.
@@ -123,7 +133,9 @@ class Agreement:
         digest = short_digest(signature.encode())
         record = self._record(place, loads_E.device, digest, 0, version, tokens, rows)
         record[REFUSED] = refused
-        record[len(FIELDS) :] = loads_E
+        record[loads_of(self._experts)] = loads_E
+        if crossing_D is not None:
+            record[loads_of(self._experts).stop :] = crossing_D
         return self._gather(place, record, meanwhile)
 
     def compare_inputs(self, records: Records, signature: str) -> None:
@@ -146,7 +158,8 @@ class Agreement:
         self._compare_digests(place, records, description)
 
     def _record(self, place: Place, device: torch.device, *numbers: int) -> torch.Tensor:
-        words = np.zeros(len(FIELDS) + self._experts, np.int64)
+        crossing = self._domains if self._domains > 1 else 0
+        words = np.zeros(len(FIELDS) + self._experts + crossing, np.int64)
         begin = (self._balancer, *place, *numbers)
         words[: len(begin)] = begin
         return moved(torch.from_numpy(words), device)
@@ -162,10 +175,10 @@ class Agreement:
         except CommunicationError as error:
             raise CommunicationError(f"at {place}: {error}") from error
         if meanwhile is not None:
-            meanwhile(gathered[:, len(FIELDS) :])
+            meanwhile(gathered[:, loads_of(self._experts)])
         words = gathered.cpu().numpy()
         equal = bool((words[1:, COMPARED] == words[:1, COMPARED]).all())
-        records = Records(words, gathered, equal)
+        records = Records(words, gathered, equal, self._experts)
         if not equal:
             self._compare_places(records)
         return records
@@ -186,6 +199,11 @@ class Agreement:
         if not records.equal:
             descriptions = self._comm.gather_objects(description)
             _compare(what, records.column("digest").tolist(), descriptions)
+
+
+def loads_of(experts: int) -> slice:
+    """Return the place of the loads in a record."""
+    return slice(len(FIELDS), len(FIELDS) + experts)
 
 
 def short_digest(*parts: Any) -> int:

@@ -46,6 +46,7 @@ from ultraep.runtime.connect import (
     GroupOrName,
     choose,
     connect,
+    find_fast_links,
     plane_kinds,
     resolve_group,
     warn_if_idle,
@@ -77,13 +78,16 @@ class Balancer:
     """Balances every microbatch of every layer of one expert-parallel group.
 
     group: the expert-parallel process group; None: the default group; "alone": this process.
-    experts, slots, domain, homes: see `Topology`.
+    experts, slots, homes: see `Topology`.
+    domain: consecutive ranks that a fast link joins: replicas stay inside. None: the ranks of a
+        host, or of hosts that an NVLink fabric joins.
     config or policy: how to balance. `policy` alone is short for `BalanceConfig(policy=...)`, with
         `objective="balance"` if the capacity is static. With the objective "time" and no rates, the
         first microbatch of a layer measures rates, unless the environment variable ULTRAEP_RATES
         contains rates or "off": docs/cost.md.
     data_plane: "mapped": GPUs map each other's memory, without the host between the stages;
-        "messages" of torch.distributed; "auto": mapped if all ranks can.
+        "hybrid": they do so inside of each domain, and messages carry tokens between domains;
+        "messages" of torch.distributed; "auto": the first of these that the ranks can use.
     tokens: for the mapped plane, the most tokens of a rank in a microbatch. None: learnt from the
         first microbatch, grown by a larger one.
     capacity: the most rows that a rank can serve. "auto": learnt, and grown outside of graphs;
@@ -185,6 +189,9 @@ class Balancer:
             self.comm = communicator or undo.enter_context(
                 closing(connect(self.group, transport=settings.transport, timeout=settings.timeout))
             )
+            self._links = find_fast_links(self.comm)
+            if topology.keywords["domain"] is None:
+                topology = partial(topology, domain=self._links.domain)
             self.topology = topology(ranks=self.comm.size)
             self.config.speeds_for(self.topology.ranks)  # raises if their number is wrong
             if isinstance(self.comm, SilentCommunicator) and needs_rates(self.config):
@@ -198,7 +205,8 @@ class Balancer:
                 recording_setting(record),
                 __version__,
             )
-            self._agreement = Agreement(self.comm, repr(compared), self.topology.experts)
+            sizes = self.topology.experts, self.topology.num_domains
+            self._agreement = Agreement(self.comm, repr(compared), *sizes)
             self.recorder = open_recorder(record, self.comm, self.topology, self.config, settings)
             undo.pop_all()
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
@@ -289,7 +297,7 @@ class Balancer:
         compare_places = partial(
             self._agreement.compare, Place(Point.PLANE, 0, self._steps), device
         )
-        site = Site(self.comm, device, self._peers)
+        site = Site(self.comm, self.topology, self._links, device, self._peers)
         choice = choose(self.settings.data_plane, site, compare_places)
         clock = self._clock(device, captures=choice.kind.captures)
         observers = [clock, *self._observers]

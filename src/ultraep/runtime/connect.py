@@ -19,7 +19,8 @@ from ultraep.comm import Communicator
 from ultraep.config import check_choice, check_timeout
 from ultraep.errors import CommunicationError, ConfigError, NothingToBalance, PlanMismatch
 from ultraep.microbatch import DataPlane
-from ultraep.runtime import mapped, messages
+from ultraep.runtime import hybrid, mapped, messages
+from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
 from ultraep.runtime.settings import TRANSPORTS
@@ -29,7 +30,7 @@ from ultraep.topology import Topology
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PLANES = (mapped.PLANE, messages.PLANE)
+PLANES = (mapped.PLANE, hybrid.PLANE, messages.PLANE)
 AUTO: Final = "auto"
 ALONE: Final = "alone"  # the group of this process alone
 GroupOrName: TypeAlias = "ProcessGroup | Literal['alone'] | None"
@@ -108,21 +109,25 @@ def connect(
     if transport != "sockets":
         from ultraep.runtime.shared_memory import connect_shared
 
-        shared = connect_shared(group, timeout, required=transport == "shared")
+        shared = connect_shared(group, timeout, connect, required=transport == "shared")
         if shared is not None:
             logger.info("transport of %d ranks: shared", group.size())
             return shared
     from ultraep.runtime.torch_dist import TorchDistCommunicator
 
     logger.info("transport of %d ranks: sockets", group.size())
-    return TorchDistCommunicator(group, timeout, connect_hosts=connect_hosts)
+    return TorchDistCommunicator(group, timeout, connect)
 
 
-def connect_hosts(group: ProcessGroup, timeout: float | None = None) -> Communicator:
-    """Connect the hosts of a group of GPUs, so that their messages wait for no device."""
-    ranks = dist.get_process_group_ranks(group)
-    hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return connect(hosts, timeout=timeout)
+def find_fast_links(comm: Communicator) -> FastLinks:
+    """Find out which ranks fast links join; collective."""
+    hosts: list[Host] = comm.gather_objects(this_host())
+    if len({host.domain for host in hosts}) > 1:  # a fabric may join them
+        hosts = comm.gather_objects(this_gpu_host())
+        links = fast_links(hosts)
+        if comm.rank == 0:
+            logger.info("%s; pass domain= to choose otherwise", links.reason)
+    return fast_links(hosts)
 
 
 def plane_kinds(name: str) -> tuple[PlaneKind, ...]:
@@ -152,7 +157,7 @@ def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
     reason, size = "", site.comm.size
     for kind in plane_kinds(name):
         if name == AUTO and (skipped := kind.passed_over(site)):
-            reason = skipped
+            reason = reason or skipped
             continue
         if kind.obstacle is None:
             return Choice(kind, reason or kind.reason, kind.connect(site))

@@ -142,6 +142,13 @@ class LocalCommunicator:
             raise ConfigError(f"{self.size} ranks are threads of one process: pass peers=")
         return LocalPeers(1, device).of(0)
 
+    def part(self, size: int) -> Self:
+        """Return this rank of a new group; the first rank of the block creates it."""
+        place = self.rank % size
+        own = LocalGroup(size, timeout=self.timeout) if place == 0 else None
+        group = self.gather_objects(own)[self.rank - place]
+        return type(self)(group, place)
+
     def close(self) -> None:
         """Do nothing: nothing was allocated."""
 

@@ -30,6 +30,7 @@ from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
 from ultraep.runtime.history import History
+from ultraep.runtime.hosts import FastLinks
 from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
@@ -73,6 +74,8 @@ class Site(NamedTuple):
     """Where a data plane is needed: one rank of a group, with tokens on this device."""
 
     comm: Communicator
+    topology: Topology
+    links: FastLinks
     device: torch.device
     peers: Peers | None = None  # mapped memory that the user passed
 

@@ -13,8 +13,7 @@ import platform
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
-from pathlib import Path
+from contextlib import ExitStack, closing
 from typing import NamedTuple, Self
 
 import torch
@@ -22,8 +21,10 @@ import torch.distributed as dist
 
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
+from ultraep.runtime.hosts import Host, this_host
 from ultraep.runtime.torch_dist import (
     BytesCommunicator,
+    Connect,
     Pieces,
     TorchDistCommunicator,
     timeout_of,
@@ -41,8 +42,10 @@ class SharedMemoryCommunicator(BytesCommunicator):
     is noticed at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, joined: wire.Wire) -> None:
-        self._group, self._wire = group, joined
+    def __init__(
+        self, group: dist.ProcessGroup, joined: wire.Wire, connect: Connect | None = None
+    ) -> None:
+        self._group, self._wire, self._connect = group, joined, connect
         self.rank, self.size, self.timeout = joined.rank, joined.size, joined.timeout
         # Also at exit. The wire does not refer to the communicator, so it can be collected.
         self._release = weakref.finalize(self, self._wire.close)
@@ -87,17 +90,21 @@ def _queues(pieces: Pieces) -> wire.Queues:
     return queues
 
 
-class _Host(NamedTuple):
-    """Where a rank runs."""
+class _Memory(NamedTuple):
+    """The shared memory that a rank sees."""
 
     machine: str
     writable: bool
     free: int  # bytes
-    place: tuple[str, ...]  # equal for ranks that share memory and pids
+    host: Host
 
 
 def connect_shared(
-    group: dist.ProcessGroup, timeout: float | None, *, required: bool
+    group: dist.ProcessGroup,
+    timeout: float | None,
+    connect: Connect | None = None,
+    *,
+    required: bool,
 ) -> SharedMemoryCommunicator | None:
     """Connect all ranks, or return None if they cannot share enough memory; collective.
 
@@ -109,7 +116,7 @@ def connect_shared(
         return None
     timeout = timeout_of(group) if timeout is None else timeout
     with closing(TorchDistCommunicator(group, timeout)) as setup, ExitStack() as undo:
-        gathered = setup.gather_objects((_this_host(setup.rank), segments.new_prefix()))
+        gathered = setup.gather_objects((_this_memory(setup.rank), segments.new_prefix()))
         hosts, prefix = [host for host, _ in gathered], gathered[0][1]
         least = wire.control_bytes(setup.size) if required else wire.wanted_bytes(setup.size)
         obstacle = _obstacle(hosts, least)
@@ -123,7 +130,7 @@ def connect_shared(
         joined = wire.Wire(setup.rank, setup.size, timeout, files)
         setup.gather_objects(None)  # no rank starts or leaves before all have joined
         undo.pop_all()
-    return SharedMemoryCommunicator(group, joined)
+    return SharedMemoryCommunicator(group, joined, connect)
 
 
 def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> segments.Files:
@@ -146,31 +153,26 @@ def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> s
     return files
 
 
-def _this_host(rank: int) -> _Host:
+def _this_memory(rank: int) -> _Memory:
     if rank == 0:  # memory of dead groups counts as free
         segments.sweep()
     writable = os.access(segments.FOLDER, os.R_OK | os.W_OK)
-    place = [platform.node()]
-    with suppress(OSError):  # containers of one host may have separate /dev/shm and pids
-        place.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        place.append(str(os.stat(segments.FOLDER).st_dev))
-        place.append(os.readlink("/proc/self/ns/pid"))
-    return _Host(
+    return _Memory(
         machine=f"{platform.system()} {platform.machine()}",
         writable=writable,
         free=segments.free_bytes() if writable else 0,
-        place=tuple(place),
+        host=this_host(),
     )
 
 
-def _obstacle(hosts: Sequence[_Host], needed: int) -> str:
+def _obstacle(hosts: Sequence[_Memory], needed: int) -> str:
     """Return why these ranks cannot share this much memory; empty if they can."""
     for rank, host in enumerate(hosts):
         if host.machine not in MACHINES:
             return f"rank {rank} runs on {host.machine}, not on {' or '.join(MACHINES)}"
         if not host.writable:
             return f"rank {rank} may not write to {segments.FOLDER}"
-        if host.place != hosts[0].place:
+        if host.host != hosts[0].host:
             return f"rank {rank} is not in the host or container of rank 0"
     if hosts[0].free < needed:
         return (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ultraep.comm import Message
+from ultraep.errors import ConfigError
 
 if TYPE_CHECKING:
     from ultraep.runtime.balancer import Balancer
@@ -36,3 +38,25 @@ def gather_experts(
     by_expert = torch.empty_like(by_rank)
     by_expert[torch.from_numpy(topology.experts_by_rank.copy())] = by_rank
     return by_expert
+
+
+def reorder_experts(
+    state: Mapping[str, torch.Tensor], order: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Return the `full_state_dict` of a layer with its experts in another order.
+
+    order: expert `order[i]` becomes expert i, in the router as well, so the layer computes the
+        same. `ultraep trace place` finds an order that gives fast-link domains equal loads.
+    """
+    if sorted(order) != list(range(len(order))):
+        raise ConfigError(f"the order must contain every expert once, got {list(order)[:8]} ...")
+    index, reordered = torch.tensor(order), dict(state)
+    for name, tensor in state.items():
+        if name.startswith(("experts.", "router.")):
+            if len(tensor) != len(order):
+                raise ConfigError(
+                    f"{name!r} has {len(tensor)} experts, but the order has {len(order)}; pass the "
+                    "full_state_dict() of a layer"
+                )
+            reordered[name] = tensor[index.to(tensor.device)]
+    return reordered

@@ -24,7 +24,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,6 +51,7 @@ NO_STORE = (
     "the store of the process group does not respond (rank 0 hosts it, unless a launcher does)"
 )
 
+Connect = Callable[..., Communicator]  # (group, *, timeout=): see `connect.connect`
 Pieces = Sequence[tuple[int, torch.Tensor]]  # peer, bytes to send or to receive
 
 # By the ranks of a group: its members create communicators in the same order. Never reset, so that
@@ -63,7 +64,9 @@ class BytesCommunicator(ABC):
 
     rank: int
     size: int
+    timeout: float
     _group: dist.ProcessGroup
+    _connect: Connect | None  # None: no other communicators can be made of this one
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._gather("all_gather", tensor)
@@ -106,6 +109,19 @@ class BytesCommunicator(ABC):
         """Return symmetric memory of the ranks' GPUs."""
         return mapped_by(self._group, device)
 
+    def part(self, size: int) -> Communicator:
+        first = self.rank - self.rank % size
+        return self._connected(range(first, first + size), dist.get_backend(self._group))
+
+    def _connected(self, ranks: Iterable[int], backend: str) -> Communicator:
+        """Return a communicator of some ranks of this group; collective for them."""
+        assert self._connect is not None
+        every = dist.get_process_group_ranks(self._group)
+        group = dist.new_group(
+            [every[rank] for rank in ranks], backend=backend, use_local_synchronization=True
+        )
+        return self._connect(group, timeout=self.timeout)
+
     def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._all_gather(verb, as_bytes(tensor), as_bytes(gathered))
@@ -128,14 +144,14 @@ class TorchDistCommunicator(BytesCommunicator):
 
     timeout: seconds, for CPU tensors; None: the timeout of the group. On a GPU the host does not
         wait, and the watchdog of the group applies.
-    connect_hosts: connects the hosts of a group of GPUs; None: hosts cannot exchange messages.
+    connect: for `hosts` and `part`; None: they are not needed.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         timeout: float | None = None,
-        connect_hosts: Callable[[dist.ProcessGroup, float | None], Communicator] | None = None,
+        connect: Connect | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -144,14 +160,14 @@ class TorchDistCommunicator(BytesCommunicator):
                 "this process is not a rank of the group; pass a group that contains it"
             )
         self._group = group
-        self._timeout, self._connect_hosts = timeout, connect_hosts
+        self._timeout, self._connect = timeout, connect
         self._over_gloo = "cpu:" in dist.get_backend_config(group)
         self._roll_call = RollCall(group, self.rank, self.size)
         # NCCL connects in the first call, which all ranks must join; some may skip an exchange.
         self.gather_objects(None)
 
     @property
-    def timeout(self) -> float:
+    def timeout(self) -> float:  # type: ignore[override]
         """Seconds after which a silent rank is an error."""
         return timeout_of(self._group) if self._timeout is None else self._timeout
 
@@ -167,7 +183,7 @@ class TorchDistCommunicator(BytesCommunicator):
         """Return a communicator over gloo, or over shared memory if all ranks are on one host."""
         if dist.get_backend(self._group) == "gloo":
             return self
-        return self._connect_hosts and self._connect_hosts(self._group, self._timeout)
+        return self._connect and self._connected(range(self.size), "gloo")
 
     def close(self) -> None:
         """Stop answering the questions of ranks that fail; the group stays."""

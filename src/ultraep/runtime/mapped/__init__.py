@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from ultraep.microbatch import DataPlane
 
 
-def _passed_over(site: Site) -> str:
-    return "tokens are on the CPU" if site.device.type == "cpu" and site.peers is None else ""
+def passed_over(site: Site) -> str:
+    if site.peers is not None:
+        return ""
+    if site.links.groups > 1:
+        return f"no fast link joins all ranks ({site.links.reason})"
+    return "tokens are on the CPU" if site.device.type == "cpu" else ""
 
 
-def _obstacle(_: Site) -> str:
+def obstacle(_: Site) -> str:
     triton = next(backend for backend in BACKENDS if backend.name == "triton")
     return f"the backend 'triton' {triton.obstacle}" if triton.obstacle else ""
 
@@ -36,8 +40,8 @@ def _connect(site: Site) -> Callable[[Shared], DataPlane]:
 PLANE = PlaneKind(
     "mapped",
     _connect,
-    _obstacle,
-    _passed_over,
+    obstacle,
+    passed_over,
     reason="all {size} ranks map each other's memory",
     captures=True,
 )

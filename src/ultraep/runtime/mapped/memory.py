@@ -17,10 +17,11 @@ from ultraep.backends.triton.exchange import RegionLayout, RowExchange, aligned
 from ultraep.backends.triton.launch import multiprocessors
 from ultraep.backends.triton.signals import Signals, WeightVersion
 from ultraep.backends.triton.streamer import Contents, Streamer, pull
-from ultraep.bundle import Layout
+from ultraep.bundle import Layout, Stack
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError
 from ultraep.microbatch import TensorSpecs
+from ultraep.ops.products import accumulator
 from ultraep.runtime.mapped.peers import NamedPeers
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.replicas import no_free_slots
@@ -91,6 +92,22 @@ class MappedMemory:
         """Make what every rank has written readable for all ranks."""
         self.signals.barrier("rows")
         self._read.clear()
+
+    def prepare(self, tensors: Mapping[str, Stack], rows: torch.Tensor | None) -> None:
+        """Allocate what layers with these weights and rows need; None: rows need no memory."""
+        layout = Layout.of(tensors, self.streamer.homes)
+        self.streamer.sources(layout, tensors)
+        self.streamer.chunks_of_length(layout.nbytes)
+        for buffer in range(self.buffers):
+            self.contents_of_all(layout, buffer)
+        self.gradient_slots(
+            {name: (shape, accumulator(dtype)) for name, shape, dtype in layout.parts}
+        )
+        if rows is None:
+            return
+        row_bytes = rows.shape[-1] * rows.itemsize
+        self.region("values", self.exchange.layout.value_bytes(row_bytes))
+        self.region("served", self.exchange.layout.served_bytes(row_bytes))
 
     def region(self, name: str, nbytes: int) -> Region:
         """Return the memory of all ranks with this name and size."""

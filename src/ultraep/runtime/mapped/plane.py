@@ -13,6 +13,7 @@ width.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -36,7 +37,7 @@ from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.workspace import Workspace, Workspaces
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
-from ultraep.runtime.observe import BaseExchange, staged
+from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.streams import capturing
 
 
@@ -68,7 +69,8 @@ class MappedPlane:
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         tokens, top_k = ids.shape
-        self.workspaces.for_tokens(tokens, top_k).prepare(resolve(bundle), rows)
+        workspace = self.workspaces.for_tokens(tokens, top_k)
+        workspace.memory.prepare(resolve(bundle), None if workspace.dispatched else rows)
 
     def adopt(self, plan: Plan | None) -> None:
         """Use this plan, made by any policy, for all microbatches to come; None: plan again.
@@ -91,7 +93,8 @@ class MappedPlane:
         versions = torch.zeros(self._peers.size, dtype=torch.int32, device=self.device)
         memory = self.workspaces.last.memory
         shared = self.shared.unobserved()
-        with MappedReplicas(shared, memory, info, self.adopted, bundle, versions) as replicas:
+        adopted = self.adopted.replicas
+        with MappedReplicas(shared, memory, info, adopted, bundle, versions) as replicas:
             replicas.tensors()
         self.resident = replicas.schedule
 
@@ -213,7 +216,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             self._shared,
             self._workspace.memory,
             self.info,
-            plan,
+            plan.replicas,
             self._inputs.layer.bundle,
             self._versions,
             schedule=self._plane.resident,
@@ -225,37 +228,50 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         no_versions = torch.zeros_like(self._versions)
         adopted, memory = self._workspace.control.adopt(plan).copied(), self._workspace.memory
         shared = self._shared.unobserved()
-        return MappedReplicas(shared, memory, info, adopted, bundle, no_versions)
+        return MappedReplicas(shared, memory, info, adopted.replicas, bundle, no_versions)
 
     def _rows(self, plan: DevicePlan) -> MappedRows:
         assert plan.topology == self._plane.topology
         workspace = self._current()
         routes = workspace.control.reroute(self._inputs.ids.contiguous(), counted=True)
         overflow = workspace.overflow(plan)
-        plane, replicas = self._plane, self._last_replicas
-        return MappedRows(plane, workspace.memory, routes, overflow, self.info, replicas)
+        return MappedRows(
+            self.info,
+            self.observers,
+            workspace.memory,
+            routes,
+            self._last_replicas,
+            self._plane.compare_places,
+            overflow,
+            dispatched=workspace.dispatched,
+        )
 
 
 class MappedRows(BaseExchange):
     """Moves rows between tokens and slots; each rank pulls its rows from the memory of others.
 
+    compare_places: raises if not all ranks are at the same place.
     overflow: whether some rank has more rows than fit, on the device; None: that is impossible.
+    dispatched: a dispatcher moves the rows.
     """
 
     def __init__(
         self,
-        plane: MappedPlane,
+        info: MicrobatchInfo,
+        observers: Sequence[Observer],
         memory: MappedMemory,
         routes: DeviceRoutes,
-        overflow: torch.Tensor | None,
-        info: MicrobatchInfo,
         replicas: MappedReplicas | None,
+        compare_places: Callable[[Place], None],
+        overflow: torch.Tensor | None = None,
+        *,
+        dispatched: bool = False,
     ) -> None:
-        super().__init__(info, plane.shared.observers)
-        self._plane, self._replicas = plane, replicas
+        super().__init__(info, observers)
+        self._replicas, self._compare_places = replicas, compare_places
         self._memory, self._routes, self._overflow = memory, routes, overflow
         self._shape = routes.slots.shape
-        if plane.shared.settings.dispatcher is None:
+        if not dispatched:
             self.offsets = self._rows.offsets
         else:  # `_rows` would fill them while it moves rows
             counts = routes.receive_counts.sum(dim=0).cumsum(dim=0)
@@ -275,7 +291,7 @@ class MappedRows(BaseExchange):
         return begins
 
     def _at_backward(self) -> None:
-        self._plane.compare_places(Place(Point.BACKWARD, self.info.layer, self.info.step))
+        self._compare_places(Place(Point.BACKWARD, self.info.layer, self.info.step))
         if self._replicas is not None:
             self._replicas.begin_again()
 

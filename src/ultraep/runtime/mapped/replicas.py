@@ -14,7 +14,6 @@ from ultraep.bundle import Bundle, Layout, Stack, resolve
 from ultraep.microbatch import MicrobatchInfo, TensorSpecs
 from ultraep.ops.modes import hidden
 from ultraep.ops.products import Beside
-from ultraep.runtime.control import DevicePlan
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.observe import Later, staged
@@ -25,6 +24,7 @@ from ultraep.runtime.streams import Fetch, capturing
 class MappedReplicas(BaseReplicas):
     """The replicas of one plan and one bundle of home weights.
 
+    replicas: [C, 3] of a device plan.
     versions: [R] versions of the weights of all ranks.
     schedule: the work of this rank, if the replicas are in their slots already.
     """
@@ -36,13 +36,13 @@ class MappedReplicas(BaseReplicas):
         shared: Shared,
         memory: MappedMemory,
         info: MicrobatchInfo,
-        plan: DevicePlan,
+        replicas: torch.Tensor,
         bundle: Bundle,
         versions: torch.Tensor,
         schedule: torch.Tensor | None = None,
     ) -> None:
         super().__init__(shared, info, bundle)
-        self._memory, self._plan, self._versions = memory, plan, versions
+        self._memory, self._replicas, self._versions = memory, replicas, versions
         self.schedule, self._resident = schedule, schedule is not None
         self.sms, self.possible = memory.sms, memory.topology.can_replicate
         self.num_homes = memory.streamer.homes
@@ -90,8 +90,7 @@ class MappedReplicas(BaseReplicas):
             memory.contents_of_all(layout, buffer).zero_()
         else:
             wanted = memory.contents(layout, buffer, self.info.layer, self._versions)
-            replicas = self._plan.replicas
-            memory.streamer.schedule(replicas, layout, self.schedule, wanted, again=again)
+            memory.streamer.schedule(self._replicas, layout, self.schedule, wanted, again=again)
         return self.schedule
 
     def _report(self, layout: Layout) -> None:

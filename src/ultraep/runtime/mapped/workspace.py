@@ -8,15 +8,12 @@ Shapes: T tokens, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from ultraep.bundle import Layout, Stack
 from ultraep.comm import Peers
 from ultraep.errors import LoadError
-from ultraep.ops.products import accumulator
 from ultraep.runtime.agreement import Agreement, Place
 from ultraep.runtime.capacity import AUTO
 from ultraep.runtime.control import ControlPlane, DevicePlan, device_config
@@ -55,22 +52,6 @@ class Workspace:
                 f"a plan with {rows} rows on one rank, but the buffers are for "
                 f"{self.memory.capacity}: pass a larger capacity= to the balancer"
             )
-
-    def prepare(self, tensors: Mapping[str, Stack], rows: torch.Tensor) -> None:
-        """Allocate what layers with these weights and rows need."""
-        memory, layout = self.memory, Layout.of(tensors, self.memory.streamer.homes)
-        memory.streamer.sources(layout, tensors)
-        memory.streamer.chunks_of_length(layout.nbytes)
-        for buffer in range(memory.buffers):
-            memory.contents_of_all(layout, buffer)
-        memory.gradient_slots(
-            {name: (shape, accumulator(dtype)) for name, shape, dtype in layout.parts}
-        )
-        if self.dispatched:
-            return
-        row_bytes = rows.shape[-1] * rows.itemsize
-        memory.region("values", memory.exchange.layout.value_bytes(row_bytes))
-        memory.region("served", memory.exchange.layout.served_bytes(row_bytes))
 
     def poll(self) -> None:
         """Raise errors of the device that have reached the host; does not wait."""

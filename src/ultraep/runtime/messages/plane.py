@@ -25,11 +25,11 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
-from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
+from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Place, Point, short_digest
+from ultraep.runtime.agreement import Place, Point, Records, short_digest
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
@@ -137,13 +137,23 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             signature=own,
             version=shared.versions.of(info.layer, inputs.layer.bundle),
             refused=refused,
+            tokens=len(inputs.ids),
+            crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
             meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[shared.comm.rank]:
             self._refuse()
         shared.agreement.compare_inputs(records, own)
         self._host_loads, self._versions = records.loads, records.column("version")
+        self._counted(records)
         return records.loads_on_device
+
+    def _crossing(self) -> torch.Tensor | None:
+        """Return [D] the tokens that each fast-link domain serves; None: not needed."""
+        return None
+
+    def _counted(self, records: Records) -> None:
+        """Take what else the records of all ranks tell."""
 
     def _own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return [E] the loads of this rank, and whether its ids are invalid.
@@ -214,17 +224,17 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
         )
 
-    def _replicas(self, plan: Plan) -> MessageReplicas:
+    def _replicas(self, plan: Plan) -> Replicas:
         bundle, device, pool = self._inputs.layer.bundle, self._inputs.ids.device, self._plane.pool
         return MessageReplicas(self._shared, pool, self.info, plan, bundle, self._versions, device)
 
-    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MessageReplicas:
+    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step)
         versions = np.full(plan.topology.ranks, number)  # no slot holds this version
         shared, device, pool = self._shared.unobserved(), self._inputs.ids.device, self._plane.pool
         return MessageReplicas(shared, pool, info, plan, bundle, versions, device)
 
-    def _rows(self, plan: Plan) -> RowMessages:
+    def _rows(self, plan: Plan) -> BaseExchange:
         return RowMessages(self._routes(plan), self._shared, self.info)
 
     def _routes(self, plan: Plan) -> Routes:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from contextlib import closing
 from itertools import combinations
 from typing import Any
 
@@ -16,9 +17,10 @@ from ultraep.backends import BACKENDS, BackendInfo
 from ultraep.policies import policy_names
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli.terminal import Grid, Terminal
+from ultraep.tools.launch.processes import RankPlace
 from ultraep.tools.report.words import counted
 
-EXAMPLE = "Example: ultraep env --json > env.json"
+EXAMPLE = "Example: ultraep env --json > env.json, or torchrun ... -m ultraep env on all hosts"
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 PACKAGES = ("numpy", "numba", "torch", "triton")
 
@@ -29,7 +31,15 @@ class EnvOptions(cli.Options):
 
 @cli.with_options
 def command(options: EnvOptions) -> None:
-    """Show versions, devices, backends and policies for a bug report."""
+    """Show versions, devices, backends and policies for a bug report.
+
+    Started by torchrun, rank 0 also shows host, device and fast-link domain of every rank.
+    """
+    place, ranks = RankPlace.of_torchrun(), None
+    if place is not None and place.size > 1:
+        ranks = _map_of_ranks(place)
+        if place.rank > 0:
+            return
     torch = _torch()
     facts = {
         "ultraep": __version__,
@@ -43,6 +53,8 @@ def command(options: EnvOptions) -> None:
         "data_planes": {"cpu": "messages: tokens are on the CPU", "cuda": _plane_of_gpus(torch)},
         "policies": policy_names(),
     }
+    if ranks is not None:
+        facts["ranks"] = ranks
     if options.as_json:
         print(json.dumps(facts, indent=2))
     else:
@@ -94,6 +106,31 @@ def _plane_of_gpus(facts: dict[str, Any]) -> str:
     return f"mapped: {counted(count, 'GPU')} can map each other's memory"
 
 
+def _map_of_ranks(place: RankPlace) -> dict[str, Any]:
+    """Return where all ranks run and which of them a fast link joins; collective."""
+    import torch
+
+    from ultraep.runtime.hosts import fast_links, obstacles, this_gpu_host
+    from ultraep.runtime.torch_dist import TorchDistCommunicator
+    from ultraep.tools.launch.group import process_group
+
+    with process_group(place) as group, closing(TorchDistCommunicator(group)) as comm:
+        device = "CPU"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(place.local % torch.cuda.device_count())
+            device = f"{torch.cuda.get_device_name()} (cuda:{torch.cuda.current_device()})"
+        hosts, devices = zip(*comm.gather_objects((this_gpu_host(), device)), strict=True)
+    links = fast_links(hosts)
+    return {
+        "domains": links.reason,
+        "not_joined": obstacles(hosts),
+        "map": [
+            {"rank": rank, "host": host.name, "device": device, "domain": rank // links.domain}
+            for rank, (host, device) in enumerate(zip(hosts, devices, strict=True))
+        ],
+    }
+
+
 def _table(facts: dict[str, Any]) -> Grid:
     grid = Grid(box=box.SIMPLE, show_header=False, pad_edge=False)
     grid.add_column(style="bold")
@@ -108,6 +145,14 @@ def _table(facts: dict[str, Any]) -> Grid:
     for device, plane in facts["data_planes"].items():
         grid.add_row(f"data plane, {DEVICES[device]}", plane)
     grid.add_row("policies", ", ".join(facts["policies"]))
+    ranks = facts.get("ranks", {"map": []})
+    for rank in ranks["map"]:
+        text = f"domain {rank['domain']}: {rank['device']} on {rank['host']}"
+        grid.add_row(f"rank {rank['rank']}", text)
+    if ranks["map"]:
+        grid.add_row("domains", ranks["domains"])
+        for reason in ranks["not_joined"]:
+            grid.add_row("not joined", reason)
     return grid
 
 

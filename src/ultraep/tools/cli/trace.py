@@ -1,4 +1,4 @@
-"""`ultraep trace info | replay | export`: summarise a trace, plan it again, convert it."""
+"""`ultraep trace info | replay | place | export`: summaries, other plans, homes, conversion."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy as np
 import typer
 from rich.text import Text
 
+from ultraep import __version__
+from ultraep.arrays import IntArray
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
-from ultraep.files.writing import check_targets, is_stream
+from ultraep.files.writing import check_targets, is_stream, write_text
 from ultraep.policies import get_policy
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
@@ -24,6 +26,7 @@ from ultraep.tools.report.words import counted
 from ultraep.trace.export import timeline_of, write_csv, write_timeline
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import Replayed, cases, differing, replayed
+from ultraep.workload.placement import place_experts
 
 DIFFERS = 1  # exit code of a replay that differs from the recorded plans
 MB = 1e6
@@ -35,10 +38,11 @@ REPLAY_HEADERS = (
     *("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst"),
     *("bound\nmean", "replicas\nmean", "remote\nmean"),
 )
+PLACE_HEADERS = ("layer", "busiest domain\nas recorded", "busiest domain\nplaced")
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Summarise a trace of a run, plan it again, convert it for other programs.",
+    help="Summarise a trace of a run, plan it again, place experts by it, convert it.",
     epilog="Record with ULTRAEP_TRACE=FOLDER or Balancer(..., record=FOLDER), then: "
     "ultraep trace info FOLDER",
 )
@@ -283,6 +287,61 @@ def _record(line: Replayed) -> dict[str, Any]:
         "remote_share": means["remote"],
         "beyond_limits": means["beyond"],
     }
+
+
+# -- place ---------------------------------------------------------------------------------------
+
+
+class PlaceOptions(TraceOptions):
+    """Options of the command; None means as recorded."""
+
+    domain: int | None = option(
+        "Consecutive ranks that a fast link joins; replicas stay inside.", "as recorded"
+    )
+    out: Path | None = option("Write the order of experts of every layer as JSON.", metavar="FILE")
+    as_json: bool = cli.json_option()
+    force: bool = cli.force_option()
+
+
+@app.command("place", epilog="Example: ultraep trace place run/ --domain 8 --out homes.json")
+@cli.with_options
+def place(options: PlaceOptions) -> None:
+    """Place experts by their history, so that fast-link domains have equal loads.
+
+    The table is a forecast: it places experts by the first half of the records and shows the
+    busiest domain of the second half, over the mean. The file is made from all records. Expert
+    order[i] becomes expert i: apply it with ultraep.reorder_experts when you load a checkpoint.
+    """
+    check_targets((options.out, "placement"), force=options.force)
+    trace = read_trace(options.path)
+    domain = trace.topology.domain_size if options.domain is None else options.domain
+    ranks, orders, forecast = trace.header.ranks, {}, []
+    for layer in trace.layers.tolist():
+        history = trace.of_layer(layer).loads.sum(axis=1)
+        orders[str(layer)] = place_experts(history, ranks, domain).tolist()
+        first, second = np.array_split(history, 2)
+        recorded, placed = trace.topology.experts_by_rank, place_experts(first, ranks, domain)
+        ratios = [_busiest_domain(second, order, ranks // domain) for order in (recorded, placed)]
+        forecast.append([layer, *ratios])
+    placed_by = f"ultraep {__version__}"
+    record = {"placed_by": placed_by, "ranks": ranks, "domain": domain, "orders": orders}
+    if options.out is not None:
+        write_text(options.out, json.dumps(record) + "\n")
+    if options.as_json:
+        print(json.dumps(record | {"forecast": forecast}))
+        return
+    terminal = Terminal()
+    terminal.print(_heading(options.path, trace))
+    rows = [[str(layer), f"{before:.3f}", f"{after:.3f}"] for layer, before, after in forecast]
+    terminal.print(make_grid(PLACE_HEADERS, rows))
+    if options.out is not None and not is_stream(options.out):
+        print(f"{plain(str(options.out))}: {counted(len(orders), 'layer')}")
+
+
+def _busiest_domain(loads_SE: IntArray, order: IntArray, domains: int) -> float:
+    """Return the mean over microbatches of the busiest domain over the mean domain."""
+    loads = loads_SE[:, order].reshape(len(loads_SE), domains, -1).sum(axis=2)
+    return float((loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1e-9)).mean())
 
 
 # -- export --------------------------------------------------------------------------------------

@@ -1,0 +1,342 @@
+"""A MoE layer over several fast-link domains: the hybrid plane beside messages.
+
+    python benchmarks/bench_domains.py                     # 2 x 2 CPU processes
+    python benchmarks/bench_domains.py --mbit 500,2000     # on two simulated hosts (needs root)
+    python benchmarks/bench_domains.py --cuda              # 2 x 4 processes on one GPU (CUDA MPS)
+    python benchmarks/bench_domains.py --routing FILE      # imbalance between domains, no layer
+    python benchmarks/bench_domains.py --toy               # tiny, for CI
+
+In every domain one rank is hot. Outputs and gradients of all variants are compared with the
+unbalanced layer over messages before the timing. `crossing` counts the bytes that a step sends
+between domains: rows of tokens, and of their gradients, with gates and slots. Variants alternate;
+times are medians over rounds of the slowest rank.
+
+Shapes: T tokens of a rank, K experts per token, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import simulated_hosts
+import torch
+import torch.distributed as dist
+from harness import Line, Metric, Report, options_parser
+from layers import (
+    AFTER,
+    BEFORE,
+    STEP,
+    FixedRouter,
+    check_close,
+    drawn_weights,
+    layer_with_weights,
+    on_ranks,
+    slowest,
+)
+from load_cases import HotRank, Shape, ids_with
+from mps import device_of_rank, report_of_ranks
+from timing import in_turns, on_gpu
+
+import ultraep
+from ultraep.arrays import IntArray
+from ultraep.workload.placement import place_experts
+
+MESSAGES, HYBRID = "messages", "hybrid"
+VARIANTS = {  # policy, data plane
+    "messages, none": ("none", MESSAGES),
+    "messages": ("ultraep", MESSAGES),
+    "hybrid, none": ("none", HYBRID),
+    "hybrid": ("ultraep", HYBRID),
+}
+FIRST = next(iter(VARIANTS))
+CROSSING = Metric("crossing_bytes", "MB", "MB crossing", ".3f")
+SPEED_UP = Metric("speed_up_over_messages", "ratio", "over messages", ".3f")
+BLOCKS = Metric("busiest_domain_in_blocks", "ratio", "blocks", ".3f")
+PLACED = Metric("busiest_domain_placed", "ratio", "placed", ".3f")
+BYTES_RATIO = Metric("bytes_of_messages", "ratio", "bytes of messages", ".3f")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
+    """A layer over domains, and what is measured with it."""
+
+    domain: int
+    ratios: tuple[float, ...] = (1.0, 1.5, 2.0)  # imbalance inside of each domain
+    rounds: int = 7
+    steps: int = 2
+
+
+CPU = Size(ranks=4, domain=2, hidden=512, ffn=128, experts=32, top_k=8, tokens=512)
+GPU = Size(ranks=8, domain=4, hidden=4096, ffn=1536, experts=128, top_k=8, tokens=2048)
+TOY = replace(CPU, hidden=32, ffn=16, experts=8, top_k=4, tokens=32, ratios=(1.5,), rounds=1)
+
+
+class CrossingCounter:
+    """Counts the bytes that a communicator sends to other domains with rows."""
+
+    def __init__(self, comm: Any, domain: int) -> None:
+        self.nbytes, own = 0, comm.rank // domain
+        inner = comm.all_to_all
+
+        def counted(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Any:
+            leaving = sum(n for rank, n in enumerate(sent) if rank // domain != own)
+            self.nbytes += leaving * rows[:1].numel() * rows.itemsize
+            return inner(rows, sent, received)
+
+        comm.all_to_all = counted
+
+
+class Variants:
+    """The layer of one rank with every plane and policy, with the same weights and tokens."""
+
+    def __init__(self, size: Size, rank: int, device: torch.device) -> None:
+        self.size, self.rank, self.device = size, rank, device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        draw = torch.Generator(device=device).manual_seed(rank)
+        options: dict[str, Any] = {"generator": draw, "device": device, "dtype": dtype}
+        self.x = torch.randn(size.tokens, size.hidden, **options).requires_grad_()
+        self.dy = torch.randn(size.tokens, size.hidden, **options)
+        self.router, homes = FixedRouter(), size.experts // size.ranks
+        drawn = drawn_weights(size, list(range(rank * homes, (rank + 1) * homes)), device, dtype)
+        self.weights = {name: torch.nn.Parameter(weight) for name, weight in drawn.items()}
+        self.counters: dict[str, CrossingCounter] = {}
+        self.layers = {name: self._layer(name) for name in VARIANTS}
+
+    def _layer(self, name: str) -> ultraep.BalancedMoE:
+        policy, plane = VARIANTS[name]
+        balancer = ultraep.Balancer(
+            dist.group.WORLD,
+            experts=self.size.experts,
+            domain=self.size.domain,
+            policy=policy,
+            data_plane=plane,
+            timeout=120.0,
+        )
+        self.counters[name] = CrossingCounter(balancer.comm, self.size.domain)
+        return layer_with_weights(balancer, self.router, self.weights, None)
+
+    def route(self, ratio: float) -> None:
+        """Set the choices of this rank's tokens: the same imbalance in every domain."""
+        size = self.size
+        domains = size.ranks // size.domain
+        part = replace(
+            size,
+            ranks=size.domain,
+            experts=size.experts // domains,
+            top_k=size.top_k // domains,
+        )
+        rank_inside = self.rank % size.domain
+        loads = np.tile(HotRank(ratio).draw(part)[rank_inside], domains)
+        ids = ids_with(loads, size, seed=self.rank)
+        gates = torch.rand(ids.shape, generator=torch.Generator().manual_seed(self.rank))
+        self.router.ids = ids.to(self.device)
+        self.router.gates = gates.to(self.device, self.x.dtype).requires_grad_()
+
+    def step(self, name: str) -> torch.Tensor:
+        gates = self.router.gates
+        assert gates is not None
+        for tensor in (self.x, gates, *self.weights.values()):
+            tensor.grad = None
+        y: torch.Tensor = self.layers[name](self.x)
+        y.backward(self.dy)
+        return y
+
+    def check(self) -> None:
+        """Compare outputs and gradients of all variants with the first."""
+        wanted = self._results(FIRST)
+        for name in VARIANTS:
+            for what, tensor in self._results(name).items():
+                check_close(f"{what} of {name}", tensor, wanted[what])
+
+    def _results(self, name: str) -> dict[str, torch.Tensor]:
+        results = {"outputs": self.step(name).detach(), "gradients of tokens": self.x.grad}
+        results |= {f"gradients of {n}": weight.grad for n, weight in self.weights.items()}
+        return {what: tensor.clone() for what, tensor in results.items() if tensor is not None}
+
+    def crossing(self, name: str) -> float:
+        """Return the bytes that all ranks send to other domains in one step."""
+        counter = self.counters[name]
+        counter.nbytes = 0
+        self.step(name)
+        total = torch.tensor(counter.nbytes)
+        dist.all_reduce(total)
+        return float(total)
+
+    def close(self) -> None:
+        for layer in self.layers.values():
+            layer.balancer.close()
+
+
+def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
+    """Measure all loads in one process."""
+    variants, cases = Variants(size, rank, device_of_rank(cuda=cuda)), []
+    for ratio in size.ratios:
+        variants.route(ratio)
+        for name in VARIANTS:
+            variants.step(name)  # allocates memory, measures rates
+        variants.check()
+        plans = {name: layer.last_plan for name, layer in variants.layers.items()}
+        crossing = {name: variants.crossing(name) for name in VARIANTS}
+
+        def seconds(name: str) -> float:
+            elapsed, _ = slowest(partial(variants.step, name), size.steps, variants.device)
+            return elapsed
+
+        seconds_of = in_turns(list(VARIANTS), size.rounds, seconds, warmup=1)
+        hosts = {name: plan.to_host() for name, plan in plans.items() if plan is not None}
+        cases.append(
+            {
+                "ratio": ratio,
+                "seconds": {name: median(times) for name, times in seconds_of.items()},
+                "crossing": crossing,
+                "imbalance": {n: (p.initial_imbalance, p.imbalance) for n, p in hosts.items()},
+            }
+        )
+    variants.close()
+    return cases
+
+
+def lines_of(case: dict[str, Any], network: str) -> list[Line]:
+    lines = []
+    for name, (policy, _) in VARIANTS.items():
+        like = next(n for n, (p, plane) in VARIANTS.items() if (p, plane) == (policy, MESSAGES))
+        before, after = case["imbalance"][name]
+        values = {
+            STEP: case["seconds"][name] * 1e3,
+            CROSSING: case["crossing"][name] / 1e6,
+            SPEED_UP: case["seconds"][like] / case["seconds"][name],
+            BYTES_RATIO: case["crossing"][like] / case["crossing"][name],
+            BEFORE: before,
+            AFTER: after,
+        }
+        about = {"network": network, "imbalance inside": case["ratio"], "variant": name}
+        lines.append(Line(about, values))
+    return lines
+
+
+# -- imbalance between domains -----------------------------------------------------------------
+
+
+def between_domains(path: Path, tokens: int = 2048) -> list[Line]:
+    """Return the busiest domain over the mean of recorded routing, in blocks and placed.
+
+    Experts are placed by the first half of the microbatches; the figures are of the second half.
+    """
+    with np.load(path) as arrays:
+        every = np.concatenate([arrays[name] for name in arrays.files if name.endswith("_ids")])
+    mixed = every[np.random.default_rng(0).permutation(len(every))]
+    experts = int(every.max()) + 1
+    lines = []
+    for domains, (order, ids) in product((2, 4, 8), {"recorded": every, "mixed": mixed}.items()):
+        blocks, placed = [], []
+        for layer in range(ids.shape[1]):
+            batches = ids[: len(ids) // tokens * tokens, layer].reshape(-1, tokens * ids.shape[2])
+            loads = np.stack([np.bincount(batch, minlength=experts) for batch in batches])
+            first, second = np.array_split(loads, 2)
+            blocks.append(busiest(second, np.arange(experts), domains))
+            placed.append(busiest(second, place_experts(first, domains, 1), domains))
+        case = {"tokens": tokens, "domains": domains, "order of tokens": order}
+        lines.append(Line(case, {BLOCKS: float(np.mean(blocks)), PLACED: float(np.mean(placed))}))
+    return lines
+
+
+def busiest(loads_SE: IntArray, order: IntArray, domains: int) -> float:
+    loads = loads_SE[:, order].reshape(len(loads_SE), domains, -1).sum(axis=2)
+    return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
+
+
+# -- simulated hosts ---------------------------------------------------------------------------
+
+
+def on_hosts(size: Size, mbit: int) -> Any:
+    """Run `on_rank` in processes of simulated hosts; return the result of rank 0."""
+    domains = size.ranks // size.domain
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": simulated_hosts.LINK, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    with tempfile.TemporaryDirectory() as folder, simulated_hosts.hosts(domains, mbit) as hosts:
+        torch.save(size, f"{folder}/size")
+        processes = []
+        for rank in range(size.ranks):
+            argv = [sys.executable, __file__, "--rank", str(rank), "--folder", folder]
+            argv += ["--address", hosts[0].address]
+            command = hosts[rank // size.domain].command(argv)
+            processes.append(subprocess.Popen(command, env=environment))
+        try:
+            codes = [process.wait(timeout=1800) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise SystemExit(f"the ranks ended with {codes}")
+        return torch.load(f"{folder}/result", weights_only=False)
+
+
+def on_simulated_host(rank: int, folder: str, address: str) -> None:
+    """The work of one process that `on_hosts` started."""
+    size: Size = torch.load(f"{folder}/size", weights_only=False)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{address}:29577", rank=rank, world_size=size.ranks
+    )
+    result = on_rank(rank, size, False)
+    if rank == 0:
+        torch.save(result, f"{folder}/result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = options_parser(__doc__)
+    rates = "simulate hosts whose network sends this many megabits per second"
+    parser.add_argument("--mbit", type=_numbers, default=(), metavar="N,M", help=rates)
+    parser.add_argument("--cuda", action="store_true", help="2 x 4 processes on one GPU")
+    for hidden in ("--rank", "--folder", "--address"):
+        parser.add_argument(hidden, help="for the processes of simulated hosts")
+    text = "recorded routing: print the imbalance between domains, and with experts placed by it"
+    parser.add_argument("--routing", type=Path, metavar="FILE", help=text)
+    options = parser.parse_args(argv[1:])
+    if options.routing is not None:
+        report = Report("domains", argv)
+        report.header()
+        report.add("Busiest domain over the mean", between_domains(options.routing))
+        report.write(options.json)
+        return
+    if options.rank is not None:
+        on_simulated_host(int(options.rank), options.folder, options.address)
+        return
+    if options.mbit and (obstacle := simulated_hosts.obstacle()):
+        raise SystemExit(f"--mbit: hosts cannot be simulated here: {obstacle}")
+    cuda = options.cuda and on_gpu(toy=options.toy)
+    size = TOY if options.toy else GPU if cuda else CPU
+    if options.quick:
+        size = replace(size, ratios=(1.5,), rounds=3)
+    runs: dict[str, Callable[[], Any]] = {
+        f"{rate} Mbit/s": partial(on_hosts, size, rate) for rate in options.mbit
+    }
+    runs = runs or {"one host": partial(on_ranks, size.ranks, on_rank, size, cuda)}
+    with report_of_ranks("domains", argv, size.ranks, cuda=cuda) as report:
+        for network, run in runs.items():
+            for case in run():
+                title = f"{size.ranks // size.domain} domains of {size.domain}: {size.about}"
+                report.add(title, lines_of(case, network))
+            report.write(options.json)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,71 @@
+"""Hosts of a slow network on one machine: network namespaces with a limited rate between them.
+
+Needs root on Linux, and the commands `ip`, `tc` and `unshare`. Every host has its own name and
+address, so its processes share no memory with other hosts as far as the library can tell.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+COMMANDS = ("ip", "tc", "unshare")
+LINK = "eth0"  # the name of the network device inside of a host
+BURST = "256kb"
+
+
+@dataclass(frozen=True)
+class SimulatedHost:
+    """One host: its name and address."""
+
+    name: str
+    address: str
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Return the command that runs `argv` on this host."""
+        named = ["sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *argv]
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", *named]
+
+
+def obstacle() -> str:
+    """Return why hosts cannot be simulated here; empty if they can."""
+    missing = [command for command in COMMANDS if shutil.which(command) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    return "" if os.geteuid() == 0 else "network namespaces need root"
+
+
+@contextmanager
+def hosts(count: int, mbit: int) -> Iterator[list[SimulatedHost]]:
+    """Yield hosts that send at most this many megabits per second each; removed at the end."""
+    prefix = f"uep{os.getpid()}"
+    bridge = f"{prefix}br"
+    simulated = [SimulatedHost(f"{prefix}h{n}", f"10.77.0.{n + 1}") for n in range(count)]
+    try:
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "link", "set", bridge, "up")
+        for number, host in enumerate(simulated):
+            outer, inside = f"{prefix}v{number}", ("ip", "-n", host.name)
+            _run("ip", "netns", "add", host.name)
+            _run("ip", "link", "add", outer, "type", "veth", "peer", LINK, "netns", host.name)
+            _run("ip", "link", "set", outer, "master", bridge, "up")
+            _run(*inside, "addr", "add", f"{host.address}/24", "dev", LINK)
+            _run(*inside, "link", "set", LINK, "up")
+            _run(*inside, "link", "set", "lo", "up")
+            rate = ("rate", f"{mbit}mbit", "burst", BURST, "latency", "100ms")
+            _run("tc", "-n", host.name, "qdisc", "add", "dev", LINK, "root", "tbf", *rate)
+        yield simulated
+    finally:
+        for host in simulated:
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+
+
+def _run(*command: str) -> None:
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise SystemExit(f"{' '.join(command)}: {ran.stderr.strip()}")

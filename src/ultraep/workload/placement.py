@@ -1,0 +1,73 @@
+"""Homes of experts by history: experts that are hot together live apart.
+
+Replicas stay inside a fast-link domain, so only the homes decide how many rows a domain has.
+`place_experts` spreads the experts of a layer over the domains, and over the ranks of each domain,
+such that the variance of their loads over a recorded history is small.
+
+Shapes: S microbatches of the history, E experts, G groups of experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep.arrays import IntArray
+from ultraep.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+
+def place_experts(history_SE: IntArray, ranks: int, domain: int | None = None) -> IntArray:
+    """Return the experts in a new order, whose blocks of equal size go to the ranks in turn.
+
+    domain: consecutive ranks that a fast link joins; None: all.
+
+    >>> place_experts(np.array([[9, 9, 1, 1]]), ranks=2)
+    array([0, 3, 1, 2])
+    """
+    experts, domain = history_SE.shape[1], domain or ranks
+    if ranks % domain or experts % ranks:
+        raise ConfigError(
+            f"{experts} experts cannot be placed evenly on {ranks} ranks in domains of {domain}"
+        )
+    totals = np.maximum(history_SE.sum(axis=1, keepdims=True), 1)
+    shares = history_SE / totals  # every microbatch counts alike
+    together_EE = shares.T @ shares
+    order = []
+    for of_domain in _groups(together_EE, np.arange(experts), ranks // domain):
+        order += _groups(together_EE, of_domain, domain)
+    return np.concatenate(order)
+
+
+def _groups(together_EE: Floats, experts: IntArray, count: int) -> list[IntArray]:
+    """Split experts into groups of equal size with a small sum of squared loads."""
+    products = together_EE[np.ix_(experts, experts)]
+    group_of = _hottest_first(products.diagonal(), count)
+    while _swap_best(products, group_of, count):
+        pass
+    return [experts[group_of == group] for group in range(count)]
+
+
+def _hottest_first(heat: Floats, count: int) -> IntArray:
+    """Return the group of every expert: the hottest ones are dealt out in turn, back and forth."""
+    place = np.empty(len(heat), np.int64)
+    place[np.argsort(-heat, kind="stable")] = np.arange(len(heat))
+    turn, position = np.divmod(place, count)
+    return np.where(turn % 2, count - 1 - position, position)
+
+
+def _swap_best(products: Floats, group_of: IntArray, count: int) -> bool:
+    """Swap the two experts that lower the sum of squares most; return whether any do."""
+    members = (group_of[:, None] == np.arange(count)).astype(float)
+    with_group = products @ members  # [E, G] products with all loads of a group
+    own = with_group[np.arange(len(group_of)), group_of]
+    cross = with_group[:, group_of]  # of expert i with the group of expert j
+    norm = products.diagonal()
+    squared = norm[:, None] + norm[None, :] - 2 * products  # of the difference of two loads
+    gain = own[:, None] - cross + own[None, :] - cross.T - squared
+    first, second = np.unravel_index(int(gain.argmax()), gain.shape)
+    if gain[first, second] <= 1e-12 * products.sum():
+        return False
+    group_of[[first, second]] = group_of[[second, first]]
+    return True

@@ -1,0 +1,222 @@
+"""The hybrid plane: several domains of ranks, against a dense layer without ranks.
+
+200 of each with `pytest -m long tests/runtime/test_hybrid.py`; some of them otherwise.
+"""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from dense import Example, assert_same, dense
+from ranks import PATIENCE, QUICK, on_ranks, shared_pool
+from shared_peers import SharedPeers
+from test_random_layers import drawn, one_pass
+
+from ultraep import Balancer, CommunicationError, ConfigError, LocalGroup, Topology
+from ultraep.backends.triton.device import interpreted
+from ultraep.runtime import balancer as balancer_module
+from ultraep.runtime.hosts import Host, fast_links
+from ultraep.runtime.local import LocalCommunicator
+
+pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # some have no slots
+BLOCK = 20  # layers of one test
+BLOCKS = 10
+FAST = {"objective": "balance"}
+
+
+def in_domains(seed, ranks):
+    """Draw a layer over up to this many ranks, in two or more domains."""
+    rng = np.random.default_rng(seed)
+    while True:
+        example, options, again = drawn(int(rng.integers(1 << 30)), most_ranks=ranks)
+        sizes = [size for size in (1, 2, 3) if example.ranks % size == 0 and size < example.ranks]
+        if not sizes:
+            continue
+        domain = int(rng.choice(sizes))
+        homes = np.bincount(np.array(options["homes"]) // domain, minlength=example.ranks // domain)
+        if homes.min() >= max(1, options["slots"]):
+            return example, options | {"domain": domain}, again
+
+
+def over_messages(example, options, again):
+    def work(comm):
+        balancer = Balancer(
+            experts=example.experts, communicator=comm, data_plane="hybrid", **options
+        )
+        return one_pass(balancer, example, again)
+
+    return LocalGroup(example.ranks).run(work)
+
+
+def mapped_inside(rank, group, example, options, again):
+    first = rank - rank % options["domain"]
+    inside = dist.new_group(range(first, first + options["domain"]), use_local_synchronization=True)
+    balancer = Balancer(
+        group,
+        experts=example.experts,
+        data_plane="hybrid",
+        peers=SharedPeers(inside),
+        timeout=PATIENCE,
+        **options,
+    )
+    actual = one_pass(balancer, example, again)
+    balancer.check()
+    balancer.close()
+    return actual
+
+
+def assert_dense(example, options, actual):
+    homes = Topology(ranks=example.ranks, experts=example.experts, homes=options["homes"])
+    assert_same(actual, dense(example), homes)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        pytest.param(0, 10, id="some"),
+        *(pytest.param(b * BLOCK, BLOCK, marks=pytest.mark.long) for b in range(BLOCKS)),
+    ],
+)
+def test_random_layers_with_messages_inside(first, count):
+    for seed in range(first, first + count):
+        example, options, again = in_domains(seed, ranks=6)
+        assert_dense(example, options, over_messages(example, options, again))
+
+
+@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        pytest.param(0, 3, id="some"),
+        *(pytest.param(b * BLOCK, BLOCK, marks=pytest.mark.long) for b in range(BLOCKS)),
+    ],
+)
+def test_random_layers_with_mapped_memory_inside(first, count):
+    for seed in range(1000 + first, 1000 + first + count):
+        example, options, again = in_domains(seed, ranks=4)
+        actual = shared_pool().run(example.ranks, mapped_inside, example, options, again)
+        assert_dense(example, options, actual)
+
+
+class CountingCommunicator(LocalCommunicator):
+    """Counts the rows that `all_to_all` sends to other domains."""
+
+    def __init__(self, comm, domain):
+        self.__dict__.update(comm.__dict__)
+        self.domain, self.crossed = domain, []
+
+    def all_to_all(self, rows, send_counts, receive_counts):
+        own = self.rank // self.domain
+        crossing = sum(n for r, n in enumerate(send_counts) if r // self.domain != own)
+        self.crossed.append((crossing, rows.shape[1] * rows.itemsize))
+        return super().all_to_all(rows, send_counts, receive_counts)
+
+    def part(self, size):
+        return LocalCommunicator.part(LocalCommunicator(self._group, self.rank), size)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_token_crosses_once_to_every_domain_that_serves_it(seed):
+    example = Example([9, 5, 0, 12], experts=16, top_k=4, hidden=8, ffn=4, skew=1.0, seed=seed)
+    size, top_k = 2, example.top_k
+
+    def work(local):
+        comm = CountingCommunicator(local, size)
+        balancer = Balancer(
+            experts=16, communicator=comm, domain=size, data_plane="hybrid", policy="ultraep"
+        )
+        layer = example.layer(balancer)
+        x = example.inputs[comm.rank].clone().requires_grad_()
+        y, routing = layer(x, with_routing=True)
+        y.backward(example.gradients[comm.rank])
+        domains = routing.ids // (16 // 2)
+        foreign = sum(len(set(row) - {comm.rank // size}) for row in domains.tolist())
+        return comm.crossed, foreign
+
+    back = [0] * 4
+    results = LocalGroup(4).run(work)
+    for rank, (crossed, foreign) in enumerate(results):
+        back[(rank + size) % 4] = foreign  # sums return the way that tokens came
+        assert [rows for rows, _ in crossed[0::2]] == [foreign] * 2  # forward; and back in backward
+    for rank, (crossed, _) in enumerate(results):
+        assert [rows for rows, _ in crossed[1::2]] == [back[rank]] * 2
+        row, scalars, slots = 8 * 8, top_k * 8, top_k * 4
+        # dispatch, combine, and the gradients of both
+        assert [width for _, width in crossed] == [row + scalars + slots, row, row, row + scalars]
+
+
+def test_auto_uses_domains_of_hosts(monkeypatch):
+    hosts = [Host("one", ()), Host("one", ()), Host("two", ()), Host("two", ())]
+    monkeypatch.setattr(balancer_module, "find_fast_links", lambda _: fast_links(hosts))
+    example = Example([5, 5, 5, 5], experts=8, top_k=2, hidden=8, ffn=4, seed=1)
+
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        return repr(balancer), one_pass(balancer, example, False), repr(balancer)
+
+    results = LocalGroup(4).run(work)
+    assert "data plane hybrid on cpu: fast links join the ranks of each domain" in results[0][2]
+    assert_same([r[1] for r in results], dense(example), Topology(ranks=4, experts=8))
+
+
+def test_one_host_stays_with_messages():
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm, domain=2)
+        balancer.plane("cpu")
+        return repr(balancer)
+
+    assert "messages on cpu: tokens are on the CPU" in LocalGroup(4).run(work)[0]
+
+
+def test_hybrid_needs_domains():
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm, data_plane="hybrid")
+        balancer.plane("cpu")
+
+    with pytest.raises(ConfigError, match="all 4 ranks are in one domain: pass domain="):
+        LocalGroup(4).run(work)
+
+
+def test_a_domain_without_experts_is_refused():
+    def work(comm):
+        homes = [0, 0, 1, 1]
+        balancer = Balancer(
+            experts=4, homes=homes, communicator=comm, domain=2, data_plane="hybrid"
+        )
+        balancer.plane("cpu")
+
+    with pytest.raises(ConfigError, match="domain 1 is the home of 0 experts"):
+        LocalGroup(4).run(work)
+
+
+@on_ranks(4)
+def test_processes_of_two_domains(rank, group, tmp_path):
+    example = Example([7, 3, 5, 6], experts=8, top_k=3, hidden=8, ffn=4, seed=3)
+    balancer = Balancer(
+        group, experts=8, domain=2, data_plane="hybrid", transport="sockets", timeout=PATIENCE
+    )
+    results = [None] * 4
+    dist.all_gather_object(results, one_pass(balancer, example, False))
+    balancer.close()
+    assert_same(results, dense(example), Topology(ranks=4, experts=8))
+
+
+def leaves(rank, group, lost):
+    balancer = Balancer(group, experts=4, domain=2, data_plane="hybrid", timeout=QUICK)
+    example = Example([4] * 4, experts=4, top_k=2, hidden=8, ffn=4, seed=3)
+    layer = example.layer(balancer)
+    layer(example.inputs[rank])
+    if rank == lost:
+        return "left"
+    try:
+        layer(example.inputs[rank])
+    except CommunicationError as error:
+        return str(error)
+    return "not noticed"
+
+
+def test_a_lost_rank_of_another_domain_is_named():
+    outcomes = shared_pool().outcomes(4, leaves, 3)
+    errors = [outcome.value for outcome in outcomes if outcome.rank != 3]
+    assert all("rank 3" in error for error in errors), errors
