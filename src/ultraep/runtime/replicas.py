@@ -34,6 +34,7 @@ class BaseReplicas(ABC):
         self._loan: ExitStack | None = None
         self.begun = False  # before the `with` block
         self._foreseen: Foreseen | None = None  # the layer, if its neighbours are known
+        self._early: list[tuple[str, int, int | Later | None]] = []  # sent before a microbatch
 
     def __str__(self) -> str:
         return f"layer {self.info.layer} (step {self.info.step})"
@@ -52,14 +53,17 @@ class BaseReplicas(ABC):
         In backward, only in the buffer that forward used: autograd has saved views of it.
         """
         if self._loan is None and self._buffer_is_free():
-            self.begin(ahead=True)
             self.begun = True
+            self.begin(ahead=True)
         return self.begun
 
     def take_over(self, info: MicrobatchInfo, bundle: Bundle, foreseen: Foreseen) -> None:
         """Belong to this microbatch from now on, and send the replicas of its neighbours."""
         self.info, self.bundle, self._foreseen = info, bundle, foreseen
         foreseen.ahead, foreseen.last = None, ref(self)
+        early, self._early = self._early, []
+        for sent in early:
+            self._sent(*sent)
 
     def begin(self, *, ahead: bool = False) -> None:
         """Borrow a buffer of slots and begin to fill it.
@@ -94,6 +98,9 @@ class BaseReplicas(ABC):
         return tensors
 
     def _sent(self, what: str, nbytes: int, copies: int | Later | None) -> None:
+        if self._foreseen is None and self.begun:  # no microbatch has these replicas yet
+            self._early.append((what, nbytes, copies))
+            return
         for observer in self.observers:
             observer.sent(self.info, what, nbytes, copies)
 

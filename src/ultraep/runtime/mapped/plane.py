@@ -90,7 +90,7 @@ class MappedPlane:
 
     def compare_loads(self, layer: int, loads: torch.Tensor, foreseen: Foreseen) -> torch.Tensor:
         """Return [R] whether the loads of a rank differ from foreseen; the host reads it later."""
-        differs = (loads != foreseen.loads).any(dim=1)
+        differs: torch.Tensor = (loads != foreseen.loads).any(dim=1)
         self._unread.append((layer, Fetch(differs)))
         return differs
 
