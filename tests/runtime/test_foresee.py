@@ -94,15 +94,15 @@ class Model:
         return [layer.last_plan.to_host().num_replicas for layer in self.layers]
 
 
-def steps(comm, foresee, *, peers=None, checkpointed=False, layers=LAYERS, **options):
-    """Return outputs and gradients of three steps, and the replicas that were sent."""
+def steps(comm, foresee, *, peers=None, checkpointed=False, layers=LAYERS, num_steps=3, **options):
+    """Return outputs and gradients of some steps, and the replicas that were sent."""
     options = {"in_flight": 2, "config": BALANCE, "experts": EXPERTS} | options
     plane = {"communicator": comm} if peers is None else {"peers": peers, "data_plane": "mapped"}
     if peers is not None:
         plane |= {"capacity": 4 * RANKS * TOKENS}
     balancer = Balancer(comm if peers is not None else None, **plane, **options)
     model, results = Model(balancer, checkpointed=checkpointed, layers=layers), []
-    for seed in range(3):
+    for seed in range(num_steps):
         routes = drawn_routes(balancer.rank, seed, layers=layers)
         if foresee:
             assert balancer.foresee(routes) == (seed > 0)  # the first step allocates
@@ -144,7 +144,7 @@ def on_mapped(_rank, group, foresee, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"layers": 2},
+        {"layers": 2, "num_steps": 2},
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"checkpointed": True}, marks=pytest.mark.slow),
     ],
