@@ -1,4 +1,4 @@
-"""The example with TRL's GRPO on two CPU ranks; needs TRL, which needs an environment of its own."""
+"""The example with TRL's GRPO on two CPU ranks. TRL is not among the packages for development."""
 
 from __future__ import annotations
 
