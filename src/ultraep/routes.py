@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -49,7 +50,7 @@ class RoutedLayer(NamedTuple):
     experts: nn.Module | None
     num_experts: int
     balancer: Balancer | None
-    index: int  # in the balancer
+    number: int  # in the balancer
 
 
 def routed_layers(model: nn.Module) -> list[RoutedLayer]:
@@ -164,7 +165,7 @@ def record_routes(model: nn.Module) -> Iterator[Recorder]:
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)
         hooks.callback(handle.remove)
         for number, layer in enumerate(layers):
-            _at_choice(layer, lambda ids, number=number: recorder._note(number, ids), hooks)
+            _at_choice(layer, partial(recorder._note, number), hooks)
         yield recorder
 
 
@@ -255,13 +256,13 @@ class _ReplayedLayer:
     def begin(self, *_: Any) -> None:
         if self.ids is not None:
             mode = _Selection(self.ids, self.layer.num_experts)
-            mode.__enter__()
+            mode.__enter__()  # type: ignore[no-untyped-call]
             self.modes.append(mode)
 
     def end(self, *_: Any) -> None:
         """Leave the mode; the experts run without it. Idempotent."""
         while self.modes:
-            self.modes.pop().__exit__(None, None, None)
+            self.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def choose(self, chosen: torch.Tensor) -> torch.Tensor | None:
         """Return the ids for the experts; raise if the router did not use the recorded ids."""
@@ -332,7 +333,7 @@ class Replay:
         by_balancer: dict[Balancer, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for replayed, ids in zip(self._layers, routes.long(), strict=True):
             assert replayed.layer.balancer is not None
-            by_balancer[replayed.layer.balancer].append((replayed.layer.index, ids))
+            by_balancer[replayed.layer.balancer].append((replayed.layer.number, ids))
         for balancer, layers in by_balancer.items():
             balancer.foresee([ids for _, ids in sorted(layers, key=lambda pair: pair[0])])
 
@@ -371,7 +372,7 @@ class _Selection(TorchFunctionMode):
         self.selected = True
         ids = self._ids.view(own.shape)
         chosen = torch.where(ids >= 0, ids, own)
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))  # type: ignore[attr-defined]
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
 def _at_choice(
