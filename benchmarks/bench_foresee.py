@@ -5,10 +5,11 @@
 
 Every rank is a process, as in `bench_ranks_gpu.py`. A step is several MoE layers in a row, forward
 and backward, without attention between them. `plain` plans and replicates in every layer;
-`foreseen` calls `Balancer.foresee` before the first layer. Both have the same plans, and their gradients must
-be equal bit for bit. Exposed is what the main stream, or the thread of a CPU rank, spends in the
-stages plan, verify and replicate, in backward too, plus the call of `foresee`: the mean over ranks,
-per layer. Waiting for replicas counts. The share is of the layer: step time over layers.
+`foreseen` calls `Balancer.foresee` before the first layer. Both have the same plans, and their
+gradients must be equal bit for bit. Exposed is what the main stream, or the thread of a CPU rank,
+spends in the stages plan, verify and replicate, in backward too, plus the call of `foresee`: the
+mean over ranks, per layer. Waiting for replicas counts. The share is of the layer: step time over
+layers.
 
 Shapes: T tokens of a rank.
 """
@@ -198,7 +199,7 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv[1:])
     cuda = torch.cuda.is_available() and not options.toy
     size = TOY if options.toy else MODELS["qwen"] if cuda else CORES
-    size = replace(size, loads=(HotRank(2.0),))
+    size = replace(size, loads=(HotRank(2.0 if cuda else 1.5),))
     with report_of_ranks("foresee", argv, size.ranks, cuda=cuda) as report:
         for tokens in size.all_tokens[: 1 if options.quick else None]:
             case = replace(size, tokens=tokens)
