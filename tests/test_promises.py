@@ -30,7 +30,7 @@ RINGS = [
         "workload",
     ],
     ["combine", "dispatch", "microbatch", "runtime"],
-    ["experts", "integrations", "layer", "metrics", "parallel", "routing"],
+    ["experts", "integrations", "layer", "metrics", "parallel", "routing", "routes"],
     ["tools", "__main__"],
 ]
 
