@@ -30,7 +30,7 @@ RINGS = [
         "workload",
     ],
     ["combine", "dispatch", "microbatch", "runtime"],
-    ["dispatchers", "experts", "integrations", "layer", "metrics", "parallel", "routing"],
+    ["dispatchers", "experts", "integrations", "layer", "metrics", "parallel", "routes", "routing"],
     ["tools", "__main__"],
 ]
 

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ultraep.bundle import Bundle
 from ultraep.errors import ConfigError
 from ultraep.experts.modules import Experts, draw
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.ops.activations import swiglu
+from ultraep.parallel.home import mesh_of
 from ultraep.routing import Router, Routing
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
@@ -73,14 +75,23 @@ class BalancedMoE(nn.Module):
         self.router, self.experts, self.shared, self.balancer = router, experts, shared, balancer
         self.experts.spread_over(balancer)
         self.last_plan: AnyPlan | None = None
-        self.layer_index = balancer.register_layer()
+        self.layer_index = balancer.register_layer(self._readable_weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedMoE:
         """Copy the weights. The copy is another layer of the same balancer."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         copied.__dict__.update(deepcopy(self.__dict__, memo))
-        copied.layer_index = self.balancer.register_layer()
+        copied.layer_index = self.balancer.register_layer(copied._readable_weights)
         return copied
+
+    def _readable_weights(self) -> Bundle | None:
+        """Return the weights to replicate, unless they are sharded now; see `Balancer.foresee`."""
+        parameters = self.experts.home_parameters()
+        if any(mesh_of(parameter) is not None for parameter in parameters):
+            return None
+        device = parameters[0].device if parameters else torch.device("cpu")
+        bundle: Bundle = self.experts.current_bundle(self.balancer.weights_promise(device))
+        return None if any(map(callable, bundle.values())) else bundle
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(

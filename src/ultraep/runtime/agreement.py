@@ -47,11 +47,13 @@ class Point(IntEnum):
     STATE = 4
     PLANE = 5
     RATES = 6
+    FORESEEN = 7
 
 
 NAMES = (  # of the points
     *("the loads", "the loads, recomputed in backward,", "the plan", "the backward pass"),
     *("the full state", "the choice of a data plane", "the measurement of rates"),
+    "the foreseen routes",
 )
 
 

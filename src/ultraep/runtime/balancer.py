@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
+from weakref import WeakMethod
 
 import torch
 
@@ -51,6 +52,8 @@ from ultraep.runtime.connect import (
     resolve_group,
     warn_if_idle,
 )
+from ultraep.runtime.foresight import Foresight, invalid
+from ultraep.runtime.foresight import begin as begin_foreseen
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.microbatch import NO_PASS, Shared, Site, backward_pass
 from ultraep.runtime.observe import Observer, Sink
@@ -61,6 +64,8 @@ from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
+
+ReadWeights: TypeAlias = Callable[[], Bundle | None]
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +172,9 @@ class Balancer:
         if self.rank == 0:
             warn_if_speeds_ignored(self.config)
         self._pricing = Pricing(self.topology, self.comm, self._agreement)
-        self._layers = self._steps = 0
+        self._steps = 0
+        self._readers: list[WeakMethod[ReadWeights] | None] = []  # of the weights, by layer
+        self._foresight = Foresight()
         self._versions, self._stats = Versions(), Stats()
         self._observers: list[Observer] = []
         recording = [] if self._recording is None else [self._recording]
@@ -245,10 +252,14 @@ class Balancer:
     def rank(self) -> int:
         return self.comm.rank
 
-    def register_layer(self) -> int:
-        """Return the number of a new layer; all ranks create their layers in the same order."""
-        self._layers += 1
-        return self._layers - 1
+    def register_layer(self, weights: ReadWeights | None = None) -> int:
+        """Return the number of a new layer; all ranks create their layers in the same order.
+
+        weights: a method that returns the home weights of the layer as they are now, or None while
+            they cannot be read. `foresee` sends replicas of these layers ahead. Referenced weakly.
+        """
+        self._readers.append(None if weights is None else WeakMethod(weights))
+        return len(self._readers) - 1
 
     @hidden
     def begin(
@@ -269,18 +280,80 @@ class Balancer:
         policy: in place of the balancer's, for this microbatch.
         """
         refuse_transforms()
+        recomputed = backward_pass() != NO_PASS
+        foreseen = self._foresight.find(layer.index, recomputed=recomputed)
+        if foreseen is not None and policy not in (None, self.config.policy):
+            raise ConfigError(
+                f"layer {layer.index} was foreseen with policy {self.config.policy!r}, not with "
+                f"{policy!r}: call foresee(None) first"
+            )
         self._steps += 1
         carrier = self._carrier(ids.device)
         info = MicrobatchInfo(
             layer.index,
             self._steps,
-            recomputed=backward_pass() != NO_PASS,
+            recomputed=recomputed,
             start_time=time.time(),
             timed=carrier.clock.times(self._steps),
         )
+        if foreseen is not None:
+            info = begin_foreseen(foreseen, info)
         config = self.config if policy is None else replace(self.config, policy=policy)
-        shares_slots = max(self._layers, layer.index + 1) > self.settings.in_flight
-        return carrier.plane.begin(Inputs(info, layer, config, ids, gates, tokens, shares_slots))
+        shares_slots = max(len(self._readers), layer.index + 1) > self.settings.in_flight
+        return carrier.plane.begin(
+            Inputs(info, layer, config, ids, gates, tokens, shares_slots, foreseen)
+        )
+
+    @hidden
+    def foresee(
+        self, routes: torch.Tensor | Sequence[torch.Tensor] | None, *, recompute: bool = False
+    ) -> bool:
+        """Plan all layers of a step whose routes are known before it runs; collective.
+
+        routes: the `[T, K]` ids of this rank for every registered layer, in their order; -1:
+            padding. None: drop a step whose layers will not all begin.
+        recompute: the layers begin in backward, the last one first, by activation checkpointing.
+
+        Replicas of the next layer then travel while a layer computes, which needs in_flight >= 2.
+        Plans and gradients are the same as without. The layers must get these ids, and weights must
+        not change before backward has ended; other loads are refused on all ranks.
+        Return False if nothing was planned: the first step of a layer measures rates and allocates
+        memory, and without slots there is nothing to send. The layers then plan for themselves.
+        """
+        if routes is None:
+            self._foresight.drop()
+            return False
+        if self.settings.in_flight < 2:
+            raise ConfigError(
+                f"foresee() needs a second buffer of slots, got in_flight={self.settings.in_flight}"
+                ": pass in_flight=2 to the balancer"
+            )
+        self._foresight.check_finished()
+        refusal = invalid(routes, len(self._readers))
+        if not self._carriers or not self.topology.can_replicate:
+            if refusal is not None:
+                raise refusal
+            return False
+        readers = [_reader(reader) for reader in self._readers]
+        versioned = self._versions.promise > 0  # otherwise every step sends its weights again
+        device = next(iter(self._carriers)) if refusal is not None else routes[0].device
+        nothing = torch.zeros(0, 1, dtype=torch.int64, device=device)
+        inputs = [
+            Inputs(
+                MicrobatchInfo(index, self._steps + 1, recomputed=recompute),
+                Layer(index, read() or {} if versioned else {}),
+                self.config,
+                nothing if refusal is not None else routes[index],
+                gates=None,
+                tokens=None,
+                shares_slots=True,
+            )
+            for index, read in enumerate(readers)
+        ]
+        layers = self._carrier(device).plane.foresee(inputs, refusal)
+        if layers:
+            self._foresight.add(layers, readers, recompute=recompute)
+        return bool(layers)
 
     def plane(self, device: torch.device | str) -> DataPlane:
         """Return the data plane for tokens on this device; collective at the first call."""
@@ -427,6 +500,16 @@ class Balancer:
         for carrier in self._carriers.values():
             carrier.plane.close()
         self.comm.close()
+
+
+def _reader(method: WeakMethod[ReadWeights] | None) -> ReadWeights:
+    """Return a function that reads the weights of a layer; None where they are gone."""
+
+    def read() -> Bundle | None:
+        function = None if method is None else method()
+        return None if function is None else function()
+
+    return read
 
 
 @cache

@@ -224,6 +224,12 @@ class ControlPlane:
         self._plan = replace(self._device_plan(self._adopted_loads), config=plan.config)
         return self._plan
 
+    def restore(self, plan: DevicePlan) -> None:
+        """Use an earlier plan as the last plan. All its tensors must have their own memory."""
+        self._planner.result.copy_(plan.result)
+        self._planner.expert_of_slot.copy_(plan.expert_of_slot)
+        self._plan = plan
+
     def reroute(
         self, ids: torch.Tensor, *, counted: bool = False, in_place: bool = False
     ) -> DeviceRoutes:

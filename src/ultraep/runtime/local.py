@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any, Self, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.versions import count_optimizer_steps
 
 T = TypeVar("T")
+BESIDE = "begin_exchange"
 
 
 class LocalGroup:
@@ -36,10 +38,9 @@ class LocalGroup:
         check_timeout(timeout)
         self.size = size
         self.timeout = timeout
-        self._mail: dict[tuple[int, int], queue.SimpleQueue[Any]] = {
-            (source, target): queue.SimpleQueue()
-            for source in range(size)
-            for target in range(size)
+        # By source, target, and whether messages travel beside the other calls.
+        self._mail: dict[tuple[int, int, bool], queue.SimpleQueue[Any]] = {
+            key: queue.SimpleQueue() for key in product(range(size), range(size), (False, True))
         }
         self._failed: tuple[int, BaseException] | None = None
         self._ended: set[int] = set()
@@ -74,11 +75,11 @@ class LocalGroup:
         return True
 
     def send(self, verb: str, source: int, target: int, value: Any) -> None:
-        self._mail[source, target].put((verb, value))
+        self._mail[source, target, verb == BESIDE].put((verb, value))
 
     def receive(self, verb: str, source: int, target: int) -> Any:
         """Return the next value from a rank; raise once a rank failed or after the timeout."""
-        mail, waited, step = self._mail[source, target], 0.0, 0.05
+        mail, waited, step = self._mail[source, target, verb == BESIDE], 0.0, 0.05
         while True:
             ended = source in self._ended  # read first: its last message may be in the queue
             try:
@@ -124,10 +125,20 @@ class LocalCommunicator:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for peer, tensor in sends:
             self._group.send("exchange", self.rank, peer, tensor.detach().clone())
+        self._receive("exchange", receives)
+
+    def _receive(self, verb: str, receives: Sequence[Message]) -> None:
         for peer, tensor in receives:
-            sent = self._group.receive("exchange", peer, self.rank)
+            sent = self._group.receive(verb, peer, self.rank)
             self._compare(peer, sent.shape, tensor.shape)
             tensor.copy_(sent)
+
+    def begin_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Callable[[], None]:
+        for peer, tensor in sends:
+            self._group.send(BESIDE, self.rank, peer, tensor.detach().clone())
+        return partial(self._receive, BESIDE, receives)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._swap("gather_objects", [value] * self.size)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -22,8 +22,8 @@ from ultraep.combine import combine
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Dispatcher, Exchange, dispatch
-from ultraep.errors import ConfigError
-from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
+from ultraep.errors import ConfigError, LoadError
+from ultraep.microbatch import AnyPlan, DataPlane, Foreseen, Inputs, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
@@ -120,19 +120,27 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @hidden
     def plan(self) -> AnyPlanT:
         self._after("count", self._loads)
-        pricing = self._shared.pricing
-        if pricing.lacks_rates(self._inputs):
-            pricing.measure(self._inputs, self._trial)
-        config = pricing.config_for(self._inputs, self._rows_of_all())
-        plan = self._plan = self._make_plan(config)
+        foreseen = self._inputs.foreseen
+        plan = self._plan = self._plan_now() if foreseen is None else self._take(foreseen.plan)
         for observer in self.observers:
             observer.planned(self.info, plan)
-        if self._shared.settings.verify:
+        if self._shared.settings.verify and foreseen is None:
             self._verify(plan)
         return plan
 
+    def _plan_now(self) -> AnyPlanT:
+        pricing = self._shared.pricing
+        if pricing.lacks_rates(self._inputs):
+            pricing.measure(self._inputs, self._trial)
+        return self._make_plan(pricing.config_for(self._inputs, self._rows_of_all()))
+
     def replicate(self) -> Replicas:
-        return self._replicas(self._after("plan", self._plan))
+        plan, foreseen = self._after("plan", self._plan), self._inputs.foreseen
+        if foreseen is None:
+            return self._replicas(plan)
+        replicas: Any = _sent_ahead(foreseen) or self._replicas(plan)
+        replicas.take_over(self.info, self._inputs.layer.bundle, foreseen)
+        return cast(Replicas, replicas)
 
     @hidden
     @staged("reroute")
@@ -195,6 +203,11 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     def _make_plan(self, config: BalanceConfig) -> AnyPlanT:
         """Return the plan for the loads that were counted."""
 
+    @staged("plan")
+    def _take(self, plan: AnyPlanT) -> AnyPlanT:
+        """Return a plan that was made before; stages after this one use it."""
+        return plan
+
     @staged("verify")
     def _verify(self, plan: AnyPlanT) -> None:
         """Raise if ranks have different plans."""
@@ -210,3 +223,19 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @abstractmethod
     def _rows(self, plan: AnyPlanT) -> BaseExchange:
         """Return the object that moves the rows of this microbatch."""
+
+
+def _sent_ahead(foreseen: Foreseen) -> Any:
+    """Return replicas of the layer whose weights are on their way; None: there are none."""
+    if foreseen.ahead is not None:
+        return foreseen.ahead
+    last = None if foreseen.last is None else foreseen.last()
+    return last if last is not None and last.begun else None
+
+
+def not_foreseen(layer: int, ranks: list[int]) -> LoadError:
+    """Return the error of all ranks if some ranks have other loads than foreseen."""
+    return LoadError(
+        f"the ids of layer {layer} on ranks {ranks} are not the foreseen ones: pass "
+        "Balancer.foresee the ids that the layer will get, or do without it"
+    )

@@ -9,12 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
+from weakref import ref
 
 import torch
 
 from ultraep.bundle import Bundle
 from ultraep.errors import SlotError
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.microbatch import Foreseen, MicrobatchInfo
 from ultraep.ops.modes import hidden
 from ultraep.runtime.microbatch import NO_PASS, Shared, backward_pass
 from ultraep.runtime.observe import Later, staged
@@ -31,7 +32,9 @@ class BaseReplicas(ABC):
         self.info, self.bundle, self.observers = info, bundle, shared.observers
         self._shared, self._lent = shared, shared.lent_in_backward
         self._loan: ExitStack | None = None
-        self._begun = False  # before the `with` block
+        self.begun = False  # before the `with` block
+        self._foreseen: Foreseen | None = None  # the layer, if its neighbours are known
+        self._early: list[tuple[str, int, int | Later | None]] = []  # sent before a microbatch
 
     def __str__(self) -> str:
         return f"layer {self.info.layer} (step {self.info.step})"
@@ -39,18 +42,39 @@ class BaseReplicas(ABC):
     @hidden
     @staged("replicate", "weights again")
     def __enter__(self) -> Self:
-        if not self._begun:
+        if not self.begun:
             self.begin()
-        self._begun = False
+        self.begun = False
         return self
 
-    def begin(self) -> None:
-        """Borrow a buffer of slots and begin to fill it."""
+    def begin_ahead(self) -> bool:
+        """Begin to fill the slots before the `with` block, if a buffer is free; return whether.
+
+        In backward, only in the buffer that forward used: autograd has saved views of it.
+        """
+        if self._loan is None and self._buffer_is_free():
+            self.begun = True
+            self.begin(ahead=True)
+        return self.begun
+
+    def take_over(self, info: MicrobatchInfo, bundle: Bundle, foreseen: Foreseen) -> None:
+        """Belong to this microbatch from now on, and send the replicas of its neighbours."""
+        self.info, self.bundle, self._foreseen = info, bundle, foreseen
+        foreseen.ahead, foreseen.last = None, ref(self)
+        early, self._early = self._early, []
+        for sent in early:
+            self._sent(*sent)
+
+    def begin(self, *, ahead: bool = False) -> None:
+        """Borrow a buffer of slots and begin to fill it.
+
+        ahead: while another layer computes; `tensors` waits for the weights.
+        """
         current = backward_pass()
         for replicas in [other for other, number in self._lent.items() if number != current]:
             replicas.__exit__(None, None, None)
         with ExitStack() as loan:
-            self._fill(loan)
+            self._fill(loan, ahead=ahead)
             self._loan = loan.pop_all()
         if current != NO_PASS:
             self._lent[self] = current
@@ -59,7 +83,7 @@ class BaseReplicas(ABC):
         assert self._loan is not None, "left a block that was not entered"
         self._lent.pop(self, None)
         self._loan.close()
-        self._loan, self._begun = None, False
+        self._loan, self.begun = None, False
 
     @hidden
     @staged("replicate", "weights again")
@@ -68,19 +92,56 @@ class BaseReplicas(ABC):
             raise SlotError(
                 f"the replicas of {self} are in their slots only inside their `with` block"
             )
-        return self._slot_tensors()
+        tensors = self._slot_tensors()
+        if self._foreseen is not None:
+            _send_next(self._foreseen, self.info)
+        return tensors
 
     def _sent(self, what: str, nbytes: int, copies: int | Later | None) -> None:
+        if self._foreseen is None and self.begun:  # no microbatch has these replicas yet
+            self._early.append((what, nbytes, copies))
+            return
         for observer in self.observers:
             observer.sent(self.info, what, nbytes, copies)
 
     @abstractmethod
-    def _fill(self, loan: ExitStack) -> None:
+    def _fill(self, loan: ExitStack, *, ahead: bool) -> None:
         """Borrow a buffer of slots until the loan is closed, and begin to fill it."""
+
+    @abstractmethod
+    def _buffer_is_free(self) -> bool:
+        """Whether the last buffer of these replicas can be borrowed, or any if they had none."""
 
     @abstractmethod
     def _slot_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors in the slots of this rank, once they are filled."""
+
+
+def _send_next(foreseen: Foreseen, info: MicrobatchInfo) -> None:
+    """Begin to send the replicas of the layer that follows, while this one computes.
+
+    In backward, it is the layer before. If it was not recomputed itself, its forward pass has left
+    replicas; a recomputed layer expects that the layer before is recomputed, too.
+    """
+    if backward_pass() == NO_PASS:
+        if foreseen.after is not None and foreseen.after.info is not None:
+            send_ahead(foreseen.after)
+    elif foreseen.before is not None:
+        last = foreseen.before.last and foreseen.before.last()
+        if last is not None:
+            if foreseen.before.weights() is not None:
+                last.begin_ahead()
+        elif info.recomputed:
+            send_ahead(foreseen.before)
+
+
+def send_ahead(foreseen: Foreseen) -> None:
+    """Begin to send the replicas of a layer, if its weights are readable and a buffer is free."""
+    weights = foreseen.weights()
+    if foreseen.ahead is None and weights is not None:
+        replicas = foreseen.make_replicas(weights)
+        if replicas.begin_ahead():
+            foreseen.ahead = replicas
 
 
 def no_free_slots(borrower: str, borrowers: Sequence[str | None]) -> SlotError:

@@ -43,6 +43,7 @@ _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
 HANG_UP = 1 << 30  # the tag of a message that is never sent
+BESIDE = 1 << 29  # the tag of messages that travel beside the calls of a step
 POLL = 0.5  # seconds between two looks for a question
 GRACE = 6.0  # seconds to wait for answers
 PAUSE = 0.02  # seconds between two looks for answers
@@ -138,6 +139,11 @@ class BytesCommunicator(ABC):
     @abstractmethod
     def _exchange(self, sends: Pieces, receives: Pieces) -> None: ...
 
+    @abstractmethod
+    def begin_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Callable[[], None]: ...
+
 
 class TorchDistCommunicator(BytesCommunicator):
     """One rank of a process group. Creating one is collective.
@@ -205,22 +211,36 @@ class TorchDistCommunicator(BytesCommunicator):
             self._wait(work, data.device, self._deadline())
 
     def _exchange(self, sends: Pieces, receives: Pieces) -> None:
+        self._post(sends, receives)()
+
+    def begin_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Callable[[], None]:
+        assert all(message.tensor.is_contiguous() for message in receives)
+        sent, received = (
+            [(peer, as_bytes(tensor)) for peer, tensor in part] for part in (sends, receives)
+        )
+        return self._post(sent, received, tag=BESIDE)
+
+    def _post(self, sends: Pieces, receives: Pieces, tag: int = 0) -> Callable[[], None]:
+        """Start to send and receive; return a function that waits."""
         verbs = ((dist.isend, sends), (dist.irecv, receives))
         ops = [
-            dist.P2POp(verb, data, dist.get_global_rank(self._group, peer), self._group)
+            dist.P2POp(verb, data, dist.get_global_rank(self._group, peer), self._group, tag)
             for verb, pieces in verbs
             for peer, data in pieces
             if data.numel()  # backends treat empty messages differently
         ]
-        if ops:
-            with self._named("exchange", collective=False):
-                self._wait_all(dist.batch_isend_irecv(ops), ops)
+        with self._named("exchange", collective=False):
+            works = dist.batch_isend_irecv(ops) if ops else []
+        return lambda: self._wait_all(works, ops)
 
     def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp]) -> None:
         deadline = self._deadline()
         if len(works) != len(ops):  # NCCL returns one work for all
-            for work in works:
-                self._wait(work, ops[0].tensor.device, deadline)
+            with self._named("exchange", collective=False):
+                for work in works:
+                    self._wait(work, ops[0].tensor.device, deadline)
             return
         for work, op in zip(works, ops, strict=True):
             peer = dist.get_group_rank(self._group, op.peer)

@@ -4,6 +4,7 @@ balance, unbalance            spread the experts of a loaded model over ranks, a
 balanced_from_pretrained      load a checkpoint; every rank reads only its home experts
 balancers, balanced_experts   the balancers and the balanced modules of a model
 BalancedTrainer               the Trainer for balanced models; BalancedTraining for subclasses
+ImbalanceCallback             adds imbalance and replicas to the logs of a trainer
 enable                        balance the library's own expert parallelism
 """
 
@@ -23,12 +24,14 @@ from ultraep.integrations.transformers.experts import balanced_experts  # noqa: 
 from ultraep.integrations.transformers.load import balanced_from_pretrained  # noqa: E402
 
 if TYPE_CHECKING:
+    from ultraep.integrations.transformers.callback import ImbalanceCallback
     from ultraep.integrations.transformers.native import enable
     from ultraep.integrations.transformers.training import BalancedTrainer, BalancedTraining
 
 __all__ = [
     "BalancedTrainer",
     "BalancedTraining",
+    "ImbalanceCallback",
     "balance",
     "balanced_experts",
     "balanced_from_pretrained",
@@ -39,7 +42,12 @@ __all__ = [
 
 
 # Imported on first use: `training` needs accelerate and takes seconds, `native` a newer library.
-_LAZY = {"BalancedTrainer": "training", "BalancedTraining": "training", "enable": "native"}
+_LAZY = {
+    "BalancedTrainer": "training",
+    "BalancedTraining": "training",
+    "ImbalanceCallback": "callback",
+    "enable": "native",
+}
 
 
 def __getattr__(name: str) -> Any:

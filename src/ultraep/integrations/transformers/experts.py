@@ -25,7 +25,7 @@ from ultraep.experts.loan import serve
 from ultraep.integrations.common import Overlay
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
-from ultraep.parallel.home import HomeModule
+from ultraep.parallel.home import HomeModule, mesh_of
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
 
@@ -71,6 +71,11 @@ class BalancedExperts(HomeModule):
                 "adapters of experts (LoRA) cannot be balanced; adapt other layers only"
             )
         return own
+
+    def readable_weights(self) -> Bundle | None:
+        """Return the weights to replicate, unless they are sharded now; see `Balancer.foresee`."""
+        own = stacked_tensors(self)
+        return None if any(mesh_of(tensor) is not None for tensor in own.values()) else own
 
     def home_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of single experts; parameters that experts share are dense."""
@@ -169,7 +174,7 @@ def spread(module: Any, balancer: Balancer) -> None:
     module.__class__ = balanced_class(original)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
     module.stacked = tuple(stacked_tensors(module))
-    module.layer_index = balancer.register_layer()
+    module.layer_index = balancer.register_layer(module.readable_weights)
     module.spread_over(balancer)
 
 

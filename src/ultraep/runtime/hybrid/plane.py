@@ -10,7 +10,7 @@ Shapes: T tokens of this rank, K experts per token, T' its tokens and those of o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -22,7 +22,8 @@ from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers, moved
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
-from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
+from ultraep.errors import ConfigError, LoadError
+from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.reroute import Routes, routes_of, rows_received
 from ultraep.runtime.agreement import Records
@@ -57,6 +58,13 @@ class HybridPlane(MessagesPlane):
     def begin(self, inputs: Inputs) -> HybridMicrobatch:
         self.kernels = self._kernels_for(inputs.ids)
         return HybridMicrobatch(self, inputs)
+
+    def foresee(self, inputs: Sequence[Inputs], refusal: LoadError | None) -> list[Foreseen]:
+        del inputs, refusal
+        raise ConfigError(
+            "foresee() is not possible on the data plane 'hybrid': pass data_plane='messages', or "
+            "do without it"
+        )
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate memory as if every token had experts in all domains."""

@@ -58,13 +58,14 @@ class MappedReplicas(BaseReplicas):
 
     def begin_again(self) -> None:
         """Begin to fill the slots for backward, if forward used them."""
-        if self._buffer is not None:
+        if self._buffer is not None and not self.begun:
             self.begin()
-            self._begun = True
+            self.begun = True
 
     @hidden
-    def _fill(self, loan: ExitStack) -> None:
+    def _fill(self, loan: ExitStack, *, ahead: bool) -> None:
         """Fill the slots on the second stream; sends nothing if they still hold the weights."""
+        del ahead  # this stream never waits here
         memory, tensors = self._memory, resolve(self.bundle)
         layout = Layout.of(tensors, self.num_homes)
         lend = memory.lend(str(self), self.info.layer, self._buffer)
@@ -79,6 +80,9 @@ class MappedReplicas(BaseReplicas):
             self._sending = tensors
             memory.streamer.fill(schedule, layout, tensors, rows, buffer)
             self._report(layout)
+
+    def _buffer_is_free(self) -> bool:
+        return self._memory.can_lend(self._buffer)
 
     def _scheduled(self, layout: Layout, buffer: int) -> torch.Tensor:
         """Return the work of this rank now: other layers may have filled the slots since."""

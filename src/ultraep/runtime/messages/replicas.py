@@ -13,7 +13,7 @@ Shapes: R ranks, H home experts of this rank, L spare slots, B bytes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 
@@ -66,37 +66,69 @@ class MessageReplicas(BaseReplicas):
         self.kernels = device.type != "cpu" and backend_for(device.type).name == "triton"
         self._buffer: Buffer | None = None  # the one that was lent last
         self._layout: Layout | None = None
+        self._arrive: Callable[[], None] | None = None  # waits for weights that were sent ahead
         self._gradients: tuple[Layout, torch.Tensor] | None = None
 
-    def _fill(self, loan: ExitStack) -> None:
+    def __exit__(self, *error: object) -> None:
+        self._wait()  # before others use the buffer
+        super().__exit__(*error)
+
+    def _fill(self, loan: ExitStack, *, ahead: bool) -> None:
         tensors = resolve(self.bundle)
         layout = self._layout = Layout.of(tensors, self.num_homes)
         device = device_of_bundle(tensors)
         lend = self._pool.lend(layout, device, str(self), self._wanted, self._buffer)
         buffer = self._buffer = loan.enter_context(lend)
-        nbytes = self._send_missing(buffer, layout, tensors) if self._wanted else 0
-        self._sent("weights", layout.nbytes, nbytes // layout.nbytes)
+        sent = self._send_missing(buffer, layout, tensors, ahead=ahead) if self._wanted else 0
+        self._sent("weights", layout.nbytes, sent // layout.nbytes)
 
-    def _send_missing(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> int:
-        """Send and receive the replicas that are not in their slots yet; return the bytes sent."""
-        plan, settings = self._plan, self._shared.settings
+    def _buffer_is_free(self) -> bool:
+        if self._buffer is not None:
+            return self._buffer.borrower is None
+        tensors = resolve(self.bundle)
+        layout = Layout.of(tensors, self.num_homes)
+        return self._pool.can_lend(layout, device_of_bundle(tensors))
+
+    def _send_missing(
+        self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack], *, ahead: bool
+    ) -> int:
+        """Send and receive the replicas that are not in their slots yet; return the bytes sent.
+
+        ahead: only begin to. Their homes send all of them, since a relay would need this thread.
+        """
+        plan, settings, comm = self._plan, self._shared.settings, self._shared.comm
         resident = {slot for slot, held in self._wanted.items() if buffer.held.get(slot) == held}
-        path = hops(plan, settings.relay, chunks=settings.chunks, skip=resident)
+        relay = "direct" if ahead else settings.relay
+        path = hops(plan, relay, chunks=settings.chunks, skip=resident)
         for hop in path:  # if sending fails, the slot holds nothing
             buffer.held.pop((hop.receiver, hop.slot), None)
+        if ahead:
+            packed = _packed(path, tensors, layout, plan, comm.rank)
+            sends, receives = _messages_of_round(0, path, packed, buffer.rows, comm.rank)
+            self._arrive = comm.begin_exchange(sends, receives)
+            return sum(message.tensor.numel() for message in sends)
         nbytes = send_weights(
             path,
             tensors,
             buffer.rows,
             layout=layout,
             plan=plan,
-            comm=self._shared.comm,
+            comm=comm,
             chunks=settings.chunks,
         )
         buffer.held.update(self._wanted)
         return nbytes
 
+    def _wait(self) -> None:
+        """Wait for weights that were sent ahead."""
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            assert self._buffer is not None
+            arrive()
+            self._buffer.held.update(self._wanted)
+
     def _slot_tensors(self) -> dict[str, torch.Tensor]:
+        self._wait()
         assert self._buffer is not None
         assert self._layout is not None
         return self._layout.views(self._buffer.rows)
@@ -174,27 +206,47 @@ def send_weights(
 
     Chunk c of a hop at depth d travels in round c + d; all messages of a round go at once.
     """
-    rank, homes = comm.rank, plan.topology.home_experts(comm.rank)
-    packed = {
-        hop.expert: layout.pack(weights, int(np.searchsorted(homes, hop.expert)))
-        for hop in path
-        if hop.sender == rank and hop.sender_slot == HOME
-    }
+    packed = _packed(path, weights, layout, plan, comm.rank)
     chunks = chunks if any(hop.depth for hop in path) else 1
     rounds = chunks + max((hop.depth for hop in path), default=-1)
     sent = 0
     for number in range(rounds):
-        sends, receives = [], []
-        for hop in path:
-            chunk = _chunk(layout.nbytes, number - hop.depth, chunks)
-            if hop.sender == rank and chunk is not None:
-                source = packed[hop.expert] if hop.sender_slot == HOME else rows[hop.sender_slot]
-                sends.append(Message(hop.receiver, source[chunk]))
-            if hop.receiver == rank and chunk is not None:
-                receives.append(Message(hop.sender, rows[hop.slot][chunk]))
+        sends, receives = _messages_of_round(number, path, packed, rows, comm.rank, chunks)
         comm.exchange(sends, receives)
         sent += sum(message.tensor.numel() for message in sends)
     return sent
+
+
+def _packed(
+    path: list[Hop], weights: Mapping[str, Stack], layout: Layout, plan: Plan, rank: int
+) -> dict[int, torch.Tensor]:
+    """Return the row of bytes of every home expert that this rank sends, by expert."""
+    homes = plan.topology.home_experts(rank)
+    return {
+        hop.expert: layout.pack(weights, int(np.searchsorted(homes, hop.expert)))
+        for hop in path
+        if hop.sender == rank and hop.sender_slot == HOME
+    }
+
+
+def _messages_of_round(
+    number: int,
+    path: list[Hop],
+    packed: Mapping[int, torch.Tensor],
+    rows: torch.Tensor,
+    rank: int,
+    chunks: int = 1,
+) -> tuple[list[Message], list[Message]]:
+    """Return what this rank sends and receives in one round."""
+    sends, receives = [], []
+    for hop in path:
+        chunk = _chunk(rows.shape[1], number - hop.depth, chunks)
+        if hop.sender == rank and chunk is not None:
+            source = packed[hop.expert] if hop.sender_slot == HOME else rows[hop.sender_slot]
+            sends.append(Message(hop.receiver, source[chunk]))
+        if hop.receiver == rank and chunk is not None:
+            receives.append(Message(hop.sender, rows[hop.slot][chunk]))
+    return sends, receives
 
 
 def _chunk(nbytes: int, index: int, chunks: int) -> slice | None:

@@ -1,0 +1,292 @@
+"""Routes are recorded, and replayed with gates and gradients of the current router."""
+
+import pytest
+import torch
+from torch import nn
+
+from ultraep import BalancedMoE, Balancer, ConfigError, LoadError, LocalGroup
+from ultraep.config import BalanceConfig
+from ultraep.routes import (
+    Replay,
+    batch_routes,
+    from_vllm,
+    layer_numbers,
+    packed_routes,
+    record_routes,
+)
+
+HIDDEN, EXPERTS, TOP_K = 8, 6, 2
+
+
+class Model(nn.Module):
+    """Two balanced layers."""
+
+    def __init__(self, balancer, **options):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            BalancedMoE.swiglu(
+                *(HIDDEN, 16, EXPERTS, TOP_K),
+                balancer=balancer,
+                seed=seed,
+                dtype=torch.float64,
+                **options,
+            )
+            for seed in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def alone(**options):
+    return Model(Balancer("alone", experts=EXPERTS), **options)
+
+
+def inputs(rank=0, batch=3, length=5):
+    draw = torch.Generator().manual_seed(rank)
+    return torch.randn(batch, length, HIDDEN, generator=draw, dtype=torch.float64)
+
+
+def other_routes(layers=2, tokens=15, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(layers, tokens, EXPERTS, generator=draw)
+    return drawn.topk(TOP_K).indices
+
+
+@pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
+class TestOneRank:
+    def test_recorded_routes_are_compact_and_replay_bit_for_bit(self):
+        model, x = alone(), inputs()
+        with record_routes(model) as recorder:
+            y = model(x)
+        mask = torch.ones(3, 5)
+        sequences = recorder.sequences(mask)
+        assert [(s.dtype, list(s.shape)) for s in sequences] == [(torch.uint8, [5, 2, 2])] * 3
+        with Replay(model) as replay:
+            replay.use(batch_routes(sequences, mask))
+            assert torch.equal(model(x), y)
+        assert not model.layers[0].router._forward_hooks
+
+    @pytest.mark.parametrize("options", [{}, {"scores": "sigmoid"}, {"normalize_top_k": False}])
+    def test_gates_are_those_of_the_current_router_and_gradients_reach_it(self, options):
+        model, x, routes = alone(**options), inputs(), other_routes()
+        with Replay(model) as replay:
+            replay.use(routes)
+            model(x).square().sum().backward()
+            router = model.layers[0].router
+            ids, gates, logits = router(x.reshape(-1, HIDDEN))
+        assert torch.equal(ids, routes[0])
+        scores = logits.sigmoid() if options.get("scores") else logits.softmax(-1)
+        wanted = scores.gather(-1, routes[0])
+        if options.get("normalize_top_k", True):
+            wanted = wanted / wanted.sum(-1, keepdim=True)
+        torch.testing.assert_close(gates, wanted)
+        assert router.weight.grad.abs().sum() > 0
+
+    def test_unknown_tokens_are_left_to_the_router_or_skipped(self):
+        model, x, routes = alone(), inputs(), other_routes()
+        routes[:, 3:6] = -1
+        with record_routes(model) as recorder:
+            model(x)
+        own = recorder.routes().flatten(0, 1).transpose(0, 1)
+        for unknown, wanted in (("router", own[0, 3:6].long()), ("skip", routes[0, 3:6])):
+            with Replay(model, unknown=unknown) as replay:
+                replay.use(routes)
+                ids, *_ = model.layers[0].router(x.reshape(-1, HIDDEN))
+            assert torch.equal(ids[3:6], wanted)
+            assert torch.equal(ids[6:], routes[0, 6:])
+
+    def test_a_recomputed_layer_chooses_the_same_experts(self):
+        gradients = []
+        for recompute in (False, True):
+            model, x, routes = alone(), inputs().requires_grad_(), other_routes()
+            with Replay(model) as replay:
+                replay.use(routes)
+                run = torch.utils.checkpoint.checkpoint
+                y = run(model, x, use_reentrant=False) if recompute else model(x)
+                y.square().sum().backward()
+            gradients.append([x.grad, *(p.grad for p in model.parameters())])
+        assert all(map(torch.equal, *gradients))
+
+    def test_an_error_leaves_no_mode_behind(self):
+        model, x = alone(), inputs()
+        with Replay(model) as replay:
+            replay.use(other_routes())
+            with pytest.raises(RuntimeError):
+                model.layers[0].router(x[0, :, :3])
+            assert torch.overrides._get_current_function_mode_stack() == []
+            with pytest.raises(LoadError, match=r"routes \[10, 2\] .* replayed routes are \[15, 2"):
+                model(x[:2])
+            assert torch.overrides._get_current_function_mode_stack() == []
+
+    def test_generation_step_by_step_with_padding(self):
+        model, x = alone(), inputs(batch=2, length=6)
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])
+        with record_routes(model) as recorder:
+            whole = [model(x[:, :3])] + [model(x[:, n : n + 1]) for n in range(3, 6)]
+        assert torch.cat(whole, 1).shape == x.shape
+        short, long = recorder.sequences(mask)  # the seventh token was never an input
+        assert (len(short), len(long)) == (4, 6)
+        routes = batch_routes([short, long], mask).view(2, 2, 7, TOP_K)
+        assert (routes[:, 0, :2] == -1).all()
+        assert (routes[:, :, 6] == -1).all()
+        assert torch.equal(routes[:, 0, 2:6], short.transpose(0, 1).int())
+        packed = packed_routes([short, long], [5, 6])
+        assert torch.equal(packed[:, :4], short.transpose(0, 1).int())
+        assert (packed[:, 4] == -1).all()
+        assert torch.equal(packed[:, 5:], long.transpose(0, 1).int())
+
+    def test_routes_that_do_not_fit_are_refused(self):
+        model, x = alone(), inputs()
+        with record_routes(model) as recorder:
+            model(x)
+        sequences = recorder.sequences(torch.ones(3, 5))
+        with pytest.raises(LoadError, match=r"mask is \[3, 9\], but 3 sequences of 5 tokens"):
+            recorder.sequences(torch.ones(3, 9))
+        with pytest.raises(LoadError, match=r"sequence 0 has 7 tokens, but the routes of 5"):
+            batch_routes(sequences, torch.ones(3, 7))
+        with pytest.raises(LoadError, match=r"3 sequences need a mask \[3, tokens\], got \[2, 5\]"):
+            batch_routes(sequences, torch.ones(2, 5))
+        with pytest.raises(LoadError, match="3 sequences, but 2 lengths"):
+            packed_routes(sequences, [5, 5])
+        with pytest.raises(LoadError, match=r"one model, got \[\(1, 2\), \(2, 2\)\]"):
+            batch_routes([sequences[0], sequences[1][:, :1]], torch.ones(2, 5))
+        replay = Replay(model)
+        with pytest.raises(LoadError, match=r"\[2 layers, tokens, K\], got \[1, 15, 2\]"):
+            replay.use(other_routes(layers=1))
+        with pytest.raises(LoadError, match=r"ids lie in 0\.\.6, but must lie in -1\.\.5"):
+            replay.use((other_routes() > 0) * EXPERTS)
+        with pytest.raises(ConfigError, match=r"foresee=True needs .*unknown='skip'"):
+            replay.use(other_routes(), foresee=True)
+        with pytest.raises(ConfigError, match="Linear has no routed layers"):
+            Replay(nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match=r"'unknown'|unknown"):
+            Replay(model, unknown="guess")
+        with record_routes(model) as recorder:
+            model(x)
+            model(x[:1])
+        with pytest.raises(LoadError, match=r"batches of \[1, 3\] sequences.*clear\(\)"):
+            recorder.routes()
+        recorder.clear()
+
+    def test_a_router_without_topk_cannot_be_replayed(self):
+        model = alone()
+        model.layers[0].router.forward = lambda x: (
+            torch.zeros(len(x), TOP_K, dtype=torch.int64),
+            x.new_ones(len(x), TOP_K),
+            None,
+        )
+        with Replay(model) as replay:
+            replay.use(other_routes())
+            with pytest.raises(ConfigError, match=r"'layers\.0' does not choose with torch.topk"):
+                model(inputs())
+
+
+def test_routes_of_vllm_skip_dense_layers():
+    ids = other_routes(layers=3, tokens=4).transpose(0, 1).numpy().astype("uint8")
+    assert torch.equal(from_vllm(ids, [1, 2]), torch.from_numpy(ids[:, 1:]))
+    with pytest.raises(ConfigError, match="enable_return_routed_experts=True"):
+        from_vllm(None, [1])
+    with pytest.raises(LoadError, match=r"with layer 3, got \[4, 3, 2\]"):
+        from_vllm(ids, [1, 3])
+
+
+class Counted:
+    """A communicator that counts the bytes that it sends."""
+
+    def __init__(self, comm):
+        self._comm, self.sent = comm, 0
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+    def all_gather(self, tensor):
+        self.sent += tensor.nbytes
+        return self._comm.all_gather(tensor)
+
+    def all_to_all(self, rows, send_counts, receive_counts):
+        self.sent += rows.nbytes
+        return self._comm.all_to_all(rows, send_counts, receive_counts)
+
+    def exchange(self, sends, receives):
+        self.sent += sum(message.tensor.nbytes for message in sends)
+        self._comm.exchange(sends, receives)
+
+    def begin_exchange(self, sends, receives):
+        self.sent += sum(message.tensor.nbytes for message in sends)
+        return self._comm.begin_exchange(sends, receives)
+
+
+def test_routes_stay_on_their_rank():
+    """Recording and replaying send nothing; foreseeing sends loads, whatever the tokens."""
+
+    def work(comm):
+        counted = Counted(comm)
+        config = BalanceConfig(objective="balance")
+        options = {"communicator": counted, "config": config, "in_flight": 2}
+        model = Model(Balancer(experts=EXPERTS, **options))
+        sent = []
+        for length in (5, 5, 50):  # the first step allocates
+            x, mask = inputs(comm.rank, length=length), torch.ones(3, length)
+            with torch.no_grad():
+                model(x)
+                plain, counted.sent = counted.sent, 0
+                with record_routes(model) as recorder:
+                    model(x)
+                assert counted.sent == plain
+                sequences = recorder.sequences(mask)
+                counted.sent = 0
+                with Replay(model, unknown="skip") as replay:
+                    routes = batch_routes(sequences, mask)
+                    replay.use(routes)
+                    assert counted.sent == 0
+                    model.layers[0].balancer.foresee(list(routes.long()))
+                    sent.append(counted.sent)
+                    model.layers[0].balancer.foresee(None)
+                counted.sent = 0
+        replica = sum(t.nbytes for t in model.layers[0].experts.parameters()) // 3
+        return sent, sent[2] - sent[1], replica
+
+    for sent, more, replica in LocalGroup(2).run(work):
+        assert sent[2] > 0
+        assert more in (-replica, 0, replica)  # a replica of the first layer may be under way
+
+
+def test_a_foreseen_replay_has_the_gradients_of_a_replay():
+    def work(comm):
+        results = []
+        for foresee in (False, True):
+            config = BalanceConfig(objective="balance")
+            options = {"communicator": comm, "config": config, "in_flight": 2}
+            model = Model(Balancer(experts=EXPERTS, **options))
+            x, routes = inputs(comm.rank), other_routes(seed=comm.rank)
+            routes[:, :, 0] = routes[:, :, 0].clamp(max=1)
+            routes[:, :, 1] = 5
+            routes[:, -1] = -1
+            with Replay(model, unknown="skip") as replay:
+                for _ in range(2):
+                    model.zero_grad()
+                    replay.use(routes, foresee=foresee)
+                    model(x).square().sum().backward()
+            results.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *results))
+        return True
+
+    assert LocalGroup(2).run(work) == [True, True]
+
+
+def test_layer_numbers_come_from_names():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity(), nn.Module()])})
+    model["layers"][1].experts = nn.Module()
+    model["layers"][1].experts.is_concatenated = model["layers"][1].experts.has_gate = True
+    model["layers"][1].experts.num_experts = 4
+    assert layer_numbers(model) == [1]
+    model.experts = model["layers"][1].experts
+    model["other"] = nn.Module()
+    model["other"].experts = nn.Module()
+    model["other"].experts.is_concatenated = model["other"].experts.has_gate = True
+    model["other"].experts.num_experts = 4
+    with pytest.raises(ConfigError, match="not in the names"):
+        layer_numbers(model)
