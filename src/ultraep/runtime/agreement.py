@@ -8,6 +8,7 @@ At some points of every step, ranks gather a record of 64-bit words from all ran
     refused, version     whether the rank refuses its input; the version of its weights
     tokens               of this rank, for the size of memory
     rows                 the most that this rank was ever planned to serve, likewise
+    pace                 of this rank, if speeds are learnt (speeds.py)
     loads                [E]; zeros at points that do not gather loads
 
 Records have the same size at every point. So ranks at different points can still compare them, and
@@ -32,7 +33,10 @@ from ultraep.arrays import IntArray
 from ultraep.comm import Communicator, moved
 from ultraep.errors import CommunicationError, PlanMismatch
 
-FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version", "tokens", "rows")
+FIELDS = (
+    *("balancer", "point", "layer", "step", "digest"),
+    *("refused", "version", "tokens", "rows", "pace"),
+)
 COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
 
 
@@ -113,6 +117,7 @@ class Agreement:
         refused: torch.Tensor | int,
         tokens: int = 0,
         rows: int = 0,
+        pace: int = 0,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
         """Gather the records of all ranks with their loads; compares only the place.
@@ -121,7 +126,7 @@ class Agreement:
         meanwhile: called with the loads on their device before the host waits for them.
         """
         digest = short_digest(signature.encode())
-        record = self._record(place, loads_E.device, digest, 0, version, tokens, rows)
+        record = self._record(place, loads_E.device, digest, 0, version, tokens, rows, pace)
         record[REFUSED] = refused
         record[len(FIELDS) :] = loads_E
         return self._gather(place, record, meanwhile)

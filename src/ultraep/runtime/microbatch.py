@@ -32,6 +32,7 @@ from ultraep.runtime.history import History
 from ultraep.runtime.observe import Observer, staged
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
+from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
@@ -52,6 +53,7 @@ class Shared:
     agreement: Agreement
     versions: Versions
     pricing: Pricing
+    speeds: Speeds
     observers: list[Observer]
     history: History = field(default_factory=History)
     # Replicas that hold slots in a backward pass, with the number of the pass.
@@ -118,6 +120,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         if pricing.lacks_rates(self._inputs):
             pricing.measure(self._inputs, self._trial)
         config = pricing.config_for(self._inputs, self._rows_of_all())
+        config = self._shared.speeds.applied(config)
         plan = self._plan = self._make_plan(config)
         for observer in self.observers:
             observer.planned(self.info, plan)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ultraep.backends import select
-from ultraep.config import check_choice, check_integer, check_timeout
+from ultraep.config import AUTO, check_choice, check_integer, check_timeout
 from ultraep.hops import MODES
-from ultraep.runtime.capacity import AUTO, STATIC
+from ultraep.runtime.capacity import STATIC
 
 if TYPE_CHECKING:
     import torch

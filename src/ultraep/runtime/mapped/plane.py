@@ -12,6 +12,7 @@ width.
 
 from __future__ import annotations
 
+import logging
 import zlib
 
 import torch
@@ -37,6 +38,9 @@ from ultraep.runtime.observe import BaseExchange, staged
 from ultraep.runtime.streams import capturing
 
 
+logger = logging.getLogger(__name__)
+
+
 class MappedPlane:
     """One rank of a group of GPUs that map each other's memory; see `DataPlane`."""
 
@@ -51,6 +55,10 @@ class MappedPlane:
         self._peers, self._hosts = peers, shared.comm.hosts()
         agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
         self.workspaces = Workspaces(shared, peers, agreement)
+        if shared.speeds.learns and peers.rank == 0 and not (agreement and shared.settings.verify):
+            logger.warning(
+                "speeds='auto' learns nothing: the hosts exchange no records; it needs verify=True"
+            )
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
         self.adopted: DevicePlan | None = None
         self.resident: torch.Tensor | None = None  # schedule of replicas that stay in their slots
@@ -135,7 +143,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         plane, inputs, info = self._plane, self._inputs, self.info
         own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
         workspaces, place = plane.workspaces, self._loads_place()
-        workspace, self._most_tokens = workspaces.for_microbatch(inputs.ids, place, own)
+        workspace, self._most_tokens = workspaces.for_microbatch(inputs.ids, place, own, info)
         workspace.poll()
         self._workspace, plane.counted = workspace, info
         digest = zlib.crc32(f"layer {info.layer}: {own}".encode()) >> 1

@@ -137,11 +137,13 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             signature=own,
             version=shared.versions.of(info.layer, inputs.layer.bundle),
             refused=refused,
+            pace=shared.speeds.report(info),
             meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[shared.comm.rank]:
             self._refuse()
         shared.agreement.compare_inputs(records, own)
+        shared.speeds.gathered(info, records.column("pace"))
         self._host_loads, self._versions = records.loads, records.column("version")
         return records.loads_on_device
 
