@@ -159,7 +159,8 @@ def straggler_on_rank(rank: int, size: Size, cuda: bool) -> dict[str, Any]:
         os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(size.percentage)
     variants = Variants(size, rank, device_of_rank(cuda=cuda))
     variants.add(ROWS, None)
-    balancer, facts = variants.add(LEARNT, "auto"), {}
+    balancer = variants.add(LEARNT, "auto")
+    facts: dict[str, Any] = {}
     with competing(last and not cuda, size.nice):
         facts["found"] = variants.until(LEARNT, lambda: bool(balancer.speeds))
         for _ in range(2 * BLOCK if size.most > BLOCK else 1):
@@ -205,7 +206,8 @@ def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
 
 def equal_on_rank(rank: int, size: Size, cuda: bool) -> dict[str, Any]:
     variants = Variants(size, rank, device_of_rank(cuda=cuda))
-    balancer, last, changes = variants.add(LEARNT, "auto"), (), 0
+    balancer, changes = variants.add(LEARNT, "auto"), 0
+    last: tuple[int, ...] = ()
     begin = time.perf_counter()
     for _ in range(size.quiet):
         variants.step(LEARNT)
@@ -267,9 +269,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--percentage", type=int, default=CARD.percentage, help=text)
     parser.add_argument("--ranks", type=int, help="only this number of ranks")
     options = parser.parse_args(argv[1:])
-    sizes = (replace(CARD, percentage=options.percentage),) if options.gpu else CPU_SIZES
-    sizes = (TOY,) if options.toy else sizes
-    sizes = tuple(size for size in sizes if options.ranks in (None, size.ranks))
+    card = replace(CARD, percentage=options.percentage)
+    every = [TOY] if options.toy else [card] if options.gpu else CPU_SIZES
+    sizes = [size for size in every if options.ranks in (None, size.ranks)]
     names = options.only or (SECTIONS[:1] if options.gpu else SECTIONS)
     cuda = options.gpu and not options.toy
     with report_of_ranks("speeds", argv, sizes[0].ranks, cuda=cuda) as report:

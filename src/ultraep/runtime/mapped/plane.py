@@ -37,7 +37,6 @@ from ultraep.runtime.microbatch import BaseMicrobatch, Shared
 from ultraep.runtime.observe import BaseExchange, staged
 from ultraep.runtime.streams import capturing
 
-
 logger = logging.getLogger(__name__)
 
 
