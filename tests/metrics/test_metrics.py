@@ -322,4 +322,4 @@ def test_dashboard_and_alert_rules_use_exported_names():
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     assert set(re.findall(r"ultraep_\w+", " ".join(expressions))) == EXPORTED
     assert set(re.findall(r"(ultraep_\w+)[\[{]", ALERTS.read_text())) <= EXPORTED
-    assert len(re.findall(r"- alert:", ALERTS.read_text())) == 2
+    assert len(re.findall(r"- alert:", ALERTS.read_text())) == 3

@@ -1,9 +1,10 @@
 """Speeds that a balancer learns: `BalanceConfig(speeds="auto")`.
 
 Every rank divides the time of stage 6 by the time that the measured rates predict for its groups of
-rows. It averages this *pace* over blocks of microbatches, and changes the value that it reports
-only when several blocks agree. The record of loads carries the value to all ranks. All ranks
-compute the speeds from the same integers, and use them from the same microbatch on.
+rows, and averages this *pace* over a block of microbatches. The record of loads carries the pace to
+all ranks. All ranks compute the speeds from the same integers, and use them from the same
+microbatch on. The speed of a rank changes only if several blocks agree and the change exceeds the
+noise; plans use it only if that saves time.
 
 Microbatches are counted in the first layer, so one count is one pass through the model.
 
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from ultraep.arrays import IntArray
@@ -28,12 +31,12 @@ from ultraep.runtime.history import REMEMBERED
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.versions import count_optimizer_steps, optimizer_steps
 
-BLOCK = 40  # microbatches; speeds change at most once in a block
-AGREEING = 3  # blocks in a row that show a change
-FEWEST = 4  # samples of a block that counts
+BLOCK = 32  # microbatches; speeds change at most once in a block
+AGREEING = 4  # blocks in a row that show a change
+FEWEST, KEPT = 5, 12  # blocks from which the noise is estimated
+SAMPLES = 4  # of a block that counts, at least
 CUT = 8  # an eighth of the samples of a block is left out at each end
-KEPT = 10  # blocks from which the noise is estimated
-CHANGE = 0.02  # of a pace, at least
+CHANGE, OF_NOISE = 20, 3  # least change of a speed: in thousandths, and as a multiple of the noise
 # Time that a plan loses to the ideal split, in millionths: to leave equal speeds, to adjust unequal
 # ones, and to return to equal ones.
 LEAVE, ADJUST, RETURN = 30_000, 20_000, 15_000
@@ -41,34 +44,8 @@ ROUNDED = 10  # thousandths
 LEAST, MOST = 100, 4_000  # thousandths of the median; at most a factor of 40
 SILENT = 5 * BLOCK  # microbatches without a sample before a warning
 
+Numbers: TypeAlias = tuple[int, ...]  # one for each rank
 logger = logging.getLogger(__name__)
-
-
-class Pace:
-    """The time that rows take on this rank over the predicted time. value: 0.0: unknown."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._samples: list[float] = []
-        self._means: deque[float] = deque(maxlen=KEPT)
-
-    def add(self, sample: float) -> None:
-        self._samples.append(sample)
-
-    def end_block(self) -> None:
-        """Average the samples of the block; change the value if the last blocks agree."""
-        samples, self._samples = sorted(self._samples), []
-        if len(samples) < FEWEST:
-            return
-        cut = len(samples) // CUT
-        self._means.append(fmean(samples[cut : len(samples) - cut]))
-        if len(self._means) < AGREEING:
-            return
-        low, *middle, high = sorted(list(self._means)[-AGREEING:])
-        steps = sorted(abs(mean - last) for last, mean in pairwise(self._means))
-        margin = max(CHANGE * self.value, 2 * steps[len(steps) // 2])
-        if low > self.value + margin or high < self.value - margin:
-            self.value = middle[len(middle) // 2]
 
 
 class SafePoints:
@@ -106,21 +83,24 @@ class SafePoints:
 class Speeds:
     """The speeds of the plans of one balancer, and a sink of its clocks.
 
-    `current`: speeds in use; (): equal.   `measured`: as measured last; (): unknown.
+    `current`: speeds in use; (): equal.   `measured`: thousandths of the median; (): unknown.
     """
 
     def __init__(self, config: BalanceConfig, ranks: int, rank: int, pricing: Pricing) -> None:
         self.learns = config.speeds == AUTO and ranks > 1
         self.current = () if config.speeds == AUTO else config.speeds_for(ranks)
-        self.measured: tuple[int, ...] = ()
+        self.measured: Numbers = ()
         if self.learns:
             count_optimizer_steps()
-        self._rank, self._pricing = rank, pricing
-        self._pace, self._safe = Pace(), SafePoints()
+        self._rank, self._pricing, self._safe = rank, pricing, SafePoints()
         self._first: int | None = None  # the first layer
-        self._count, self._due, self._sampled = 0, False, False
+        self._count, self._pace = 0, 0  # microbatches so far; millionths in the last block
+        self._samples: list[float] = []
+        self._sampled = self._ended = self._due = False
+        self._blocks: deque[Numbers] = deque(maxlen=KEPT)  # paces of all ranks
         self._predicted: WeakKeyDictionary[MicrobatchInfo, float] = WeakKeyDictionary()
-        self._configs: dict[tuple[BalanceConfig, tuple[int, ...]], BalanceConfig] = {}
+        self._seconds: WeakKeyDictionary[MicrobatchInfo, float] = WeakKeyDictionary()
+        self._configs: dict[tuple[BalanceConfig, Numbers], BalanceConfig] = {}
 
     def applied(self, config: BalanceConfig) -> BalanceConfig:
         """Return the config of a plan, with the current speeds if they are learnt."""
@@ -132,9 +112,9 @@ class Speeds:
         return self._configs[key]
 
     def report(self, info: MicrobatchInfo) -> int:
-        """Return the pace of this rank for the record of this microbatch, in millionths.
+        """Return twice the pace of this rank, plus 1 if plans may change now.
 
-        0: it is unknown, or plans must not change now. Call once for each microbatch.
+        For the record of this microbatch; call once for each of them.
         """
         if not self.learns:
             return 0
@@ -146,27 +126,31 @@ class Speeds:
             return 0
         self._count += 1
         if self._count % BLOCK == 0:
-            self._pace.end_block()
-            self._due = True
+            self._pace, self._samples = round(PARTS * trimmed_mean(self._samples)), []
+            self._ended = self._due = True
         if self._count == SILENT and not self._sampled:
             logger.warning(
                 "speeds='auto' learns nothing: rank %d has timed no experts; it needs layers with "
                 "`serve`, and rows that the balancer dispatches",
                 self._rank,
             )
-        return round(self._pace.value * PARTS) if safe else 0
+        return 2 * self._pace + safe
 
-    def gathered(self, info: MicrobatchInfo, paces_R: IntArray) -> None:
-        """Choose the speeds from this microbatch on, by the paces that all ranks have reported."""
-        if not self._due or info.recomputed or info.layer != self._first or not paces_R.all():
+    def gathered(self, info: MicrobatchInfo, reports_R: IntArray) -> None:
+        """Choose the speeds from this microbatch on, by the reports of all ranks."""
+        if not self._due or info.recomputed or info.layer != self._first:
+            return
+        paces = tuple((reports_R // 2).tolist())
+        if self._ended and all(paces):
+            self._blocks.append(paces)
+        self._ended = False
+        if len(self._blocks) < FEWEST or not (reports_R % 2).all():
             return
         self._due = False
-        self.measured = relative_speeds(paces_R.tolist())
+        self.measured = updated(self.measured or (NOMINAL_SPEED,) * len(paces), self._blocks)
         chosen = next_speeds(self.current, self.measured)
         if chosen != self.current and self._rank == 0:
-            logger.info(
-                "speeds from microbatch %d on: %s", info.step, describe(chosen or self.measured)
-            )
+            logger.info("speeds from microbatch %d on: %s", info.step, describe(chosen))
         self.current = chosen
 
     # As a sink of the clocks:
@@ -177,30 +161,66 @@ class Speeds:
             self._predicted[microbatch] = self._pricing.seconds(microbatch.layer, rows_L)
 
     def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
-        if stage == "experts":
-            predicted = self._predicted.get(microbatch, 0.0)
-            if predicted > 0 and seconds > 0:
-                self._pace.add(seconds / predicted)
-                self._sampled = True
+        if stage == "experts":  # in several parts if other stages interrupt it
+            self._seconds[microbatch] = self._seconds.get(microbatch, 0.0) + seconds
 
     def sent(self, _: MicrobatchInfo, _what: str, _nbytes: int, _copies: int) -> None:
         """Nothing to learn."""
 
-    def passed(self, _: MicrobatchInfo, __: float) -> None:
-        """Nothing to learn."""
+    def passed(self, microbatch: MicrobatchInfo, _start_time: float) -> None:
+        predicted = self._predicted.pop(microbatch, 0.0)
+        seconds = self._seconds.pop(microbatch, 0.0)
+        if predicted > 0 and seconds > 0:
+            self._samples.append(seconds / predicted)
+            self._sampled = True
 
 
-def relative_speeds(paces: list[int]) -> tuple[int, ...]:
+def trimmed_mean(samples: Sequence[float]) -> float:
+    """Return the mean without an eighth of the samples at each end; 0.0 of too few samples."""
+    if len(samples) < SAMPLES:
+        return 0.0
+    cut = len(samples) // CUT
+    return fmean(sorted(samples)[cut : len(samples) - cut])
+
+
+def relative_speeds(paces: Numbers) -> Numbers:
     """Return the speeds of ranks with these paces, in thousandths of the median.
 
-    >>> relative_speeds([1_000_000, 1_250_000])  # the faster of two ranks is nominal
+    >>> relative_speeds((1_000_000, 1_250_000))  # the faster of two ranks is nominal
     (1000, 800)
     """
     median = sorted(paces)[(len(paces) - 1) // 2]
     return tuple(min(max(NOMINAL_SPEED * median // pace, LEAST), MOST) for pace in paces)
 
 
-def loss(speeds: tuple[int, ...], measured: tuple[int, ...]) -> int:
+def noise(blocks: Sequence[Numbers]) -> int:
+    """Return the typical change of a pace from block to block, in thousandths.
+
+    Paces are compared with their mean, so that changes of all ranks together do not count.
+    """
+    ranks = len(blocks[0])
+    shares = [[NOMINAL_SPEED * ranks * pace // sum(paces) for pace in paces] for paces in blocks]
+    steps = [
+        abs(share - last)
+        for before, after in pairwise(shares)
+        for last, share in zip(before, after, strict=True)
+    ]
+    return sorted(steps)[len(steps) // 2] * ranks // (ranks - 1)
+
+
+def updated(speeds: Numbers, blocks: Sequence[Numbers]) -> Numbers:
+    """Return the speeds, changed where the last blocks agree that they are different."""
+    recent = [relative_speeds(paces) for paces in list(blocks)[-AGREEING:]]
+    least = max(CHANGE, OF_NOISE * noise(blocks))
+    changed = []
+    for speed, values in zip(speeds, zip(*recent, strict=True), strict=True):
+        margin = speed * least // NOMINAL_SPEED
+        agree = min(values) > speed + margin or max(values) < speed - margin
+        changed.append(sorted(values)[len(values) // 2] if agree else speed)
+    return tuple(changed)
+
+
+def loss(speeds: Numbers, measured: Numbers) -> int:
     """Return the time that plans by `speeds` lose to the ideal split, in millionths of the ideal.
 
     >>> loss((1000, 1000), (1000, 800))
@@ -211,7 +231,7 @@ def loss(speeds: tuple[int, ...], measured: tuple[int, ...]) -> int:
     return slowest * sum(measured) // sum(speeds) - PARTS
 
 
-def next_speeds(current: tuple[int, ...], measured: tuple[int, ...]) -> tuple[int, ...]:
+def next_speeds(current: Numbers, measured: Numbers) -> Numbers:
     """Return the speeds to plan with; (): equal. Small differences change nothing.
 
     >>> next_speeds((), (1000, 990)), next_speeds((), (1000, 804))
@@ -227,7 +247,7 @@ def next_speeds(current: tuple[int, ...], measured: tuple[int, ...]) -> tuple[in
     return tuple((speed + ROUNDED // 2) // ROUNDED * ROUNDED for speed in measured)
 
 
-def describe(speeds: tuple[int, ...]) -> str:
+def describe(speeds: Numbers) -> str:
     """Return a text that names the ranks off the median.
 
     >>> describe((1000, 1000, 880)), describe((1000, 1000))
