@@ -63,18 +63,18 @@ class Size(Shape):
     ffn: int = 512
     experts: int = 16
     top_k: int = 2
-    tokens: int = 512
+    tokens: int = 256
     ranks: int = 2
     ratio: float = 1.3  # imbalance of the loads
     nice: int = 6  # of the competing process
     percentage: int = 9  # of the multiprocessors, for the last rank; the others have an equal share
     most: int = 400  # microbatches until speeds must be found, and forgotten
-    rounds: int = 21
+    rounds: int = 15
     steps: int = 5  # timed together
     quiet: int = 10_000  # microbatches of equal ranks
 
 
-CPU_SIZES = (Size(), Size(ranks=4, tokens=256, nice=3))
+CPU_SIZES = (Size(), Size(ranks=4, tokens=128, nice=3))
 CARD = Size(hidden=4096, ffn=1536, experts=128, top_k=8, tokens=4096, ranks=8, rounds=11)
 TOY = Size(hidden=16, ffn=16, tokens=32, most=3, rounds=1, steps=1, quiet=3)
 

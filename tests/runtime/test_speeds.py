@@ -298,6 +298,7 @@ def on_mapped(rank, group, verify, steps):
         return used
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 def test_speeds_on_mapped_memory():
     first, second = shared_pool().run(2, on_mapped, True, 7)
