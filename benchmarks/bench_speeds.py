@@ -74,7 +74,7 @@ class Size(Shape):
     quiet: int = 10_000  # microbatches of equal ranks
 
 
-CPU_SIZES = (Size(), Size(ranks=4, tokens=128, nice=3))
+CPU_SIZES = (Size(), Size(ranks=4, hidden=256, tokens=128, nice=3))
 CARD = Size(hidden=4096, ffn=1536, experts=128, top_k=8, tokens=4096, ranks=8, rounds=11)
 TOY = Size(hidden=16, ffn=16, tokens=32, most=3, rounds=1, steps=1, quiet=3)
 
