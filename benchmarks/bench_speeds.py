@@ -182,7 +182,7 @@ def straggler(report: Report, size: Size, *, cuda: bool) -> None:
     slowest_speed = {ROWS: 1000, LEARNT: min(facts["learnt"]), IDEAL: min(facts["measured"])}
     lines = [
         Line(
-            {"variant": name},
+            {"ranks": size.ranks, "variant": name},
             {
                 MS: 1e3 * median(times),
                 OVER: median_ratio(times, seconds[IDEAL]),
@@ -196,7 +196,10 @@ def straggler(report: Report, size: Size, *, cuda: bool) -> None:
     ends = {"found after": facts["found"]}
     if not cuda:  # the share of a GPU stays
         ends["forgotten after"] = facts["forgotten"]
-    lines = [Line({"speeds are": name}, {MICROBATCHES: count}) for name, count in ends.items()]
+    lines = [
+        Line({"ranks": size.ranks, "speeds are": name}, {MICROBATCHES: count})
+        for name, count in ends.items()
+    ]
     report.add(f"EP{size.ranks}, learning", lines)
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 PARTS = tl.constexpr(100_000)
+MILLION = tl.constexpr(1_000_000)  # thousandths of a row at nominal speed, in thousandths of it
 MICROBATCHES, COPIES, SKIPPED, BEFORE, AFTER, WORST = (tl.constexpr(n) for n in range(6))
 KEPT, STEP = tl.constexpr(0), tl.constexpr(1)
 HEADER = tl.constexpr(2)  # numbers before the loads
@@ -31,8 +32,9 @@ def over_mean(peak, ranks, total):
 @triton.jit
 def over_ideal(load_R, speed_R, total):
     """Return the largest rows over speed, in parts of a perfect balance; PARTS without rows."""
-    slowest = tl.max(load_R.to(tl.float64) / tl.maximum(speed_R, 1), 0)
-    parts = slowest * tl.sum(speed_R, 0) * PARTS / tl.maximum(total, 1)
+    speeds_R = tl.maximum(speed_R, 1)
+    peak = tl.max((load_R.to(tl.int64) * MILLION + speeds_R - 1) // speeds_R, 0)
+    parts = peak.to(tl.float64) * tl.sum(speed_R, 0) * PARTS / MILLION / tl.maximum(total, 1)
     return tl.where(total > 0, parts.to(tl.int64), PARTS)
 
 
