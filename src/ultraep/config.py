@@ -13,6 +13,7 @@ NOMINAL_SPEED = 1_000  # speeds count thousandths of it
 UNITS_PER_ROW = 1_000  # with speeds, thresholds count thousandths of a row at nominal speed
 SPEED_RANGE = (10, 10_000)
 MAX_SPEED_RATIO = 100
+AUTO = "auto"  # speeds that a balancer learns
 MAX_ROWS = (1 << 31) - 1  # of a microbatch
 MAX_THRESHOLD = (MAX_ROWS + 1) * PARTS // SPEED_RANGE[0]  # all rows on the slowest rank
 MAX_TOLERANCE = 1_000.0
@@ -124,7 +125,8 @@ class BalanceConfig:
         is fastest according to the rates.
     rates: the cost of rows and replicas. Without rates, "time" plans like "balance".
     speeds: of every rank, in thousandths of the nominal speed. Plans then balance rows over
-        speed, and `Rates.row` is the time of a row at nominal speed. None or equal: rows.
+        speed, and `Rates.row` is the time of a row at nominal speed. None or equal: rows. "auto": a
+        `Balancer` measures them and adapts its plans (docs/plan.md).
     """
 
     policy: str = "ultraep"
@@ -134,7 +136,7 @@ class BalanceConfig:
     locality: bool = True
     objective: str = "time"
     rates: Rates | None = None
-    speeds: tuple[int, ...] | None = None
+    speeds: tuple[int, ...] | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -153,7 +155,7 @@ class BalanceConfig:
         check_choice("objective", self.objective, OBJECTIVES)
         if self.rates is not None and not isinstance(self.rates, Rates):
             raise ConfigError(f"rates must be Rates or None, got {self.rates!r}")
-        if self.speeds is not None:
+        if self.speeds not in (None, AUTO):
             object.__setattr__(self, "speeds", checked_speeds(self.speeds))
 
     @property
@@ -176,20 +178,28 @@ class BalanceConfig:
                 'objective="balance"'
             )
         row, copy, each, layer = self.rates.numbers
-        slowest = min(_unless_equal(self.speeds or ()), default=NOMINAL_SPEED)
+        slowest = min(_unless_equal(self._numbers()), default=NOMINAL_SPEED)
         while row * NOMINAL_SPEED > MOST_PER_ROW * slowest:  # plans stay the same
             row, copy, each, layer = row // 10, copy // 10, each // 10, layer // 10
         return row, copy, each, layer
 
     def speeds_for(self, ranks: int) -> tuple[int, ...]:
         """Return the speeds for backends, one for each rank; none if all of them are equal."""
-        if self.speeds is None:
-            return ()
-        if len(self.speeds) != ranks:
+        speeds = self._numbers()
+        if speeds and len(speeds) != ranks:
             raise ConfigError(
-                f"speeds must have one value for each of the {ranks} ranks, got {len(self.speeds)}"
+                f"speeds must have one value for each of the {ranks} ranks, got {len(speeds)}"
             )
-        return _unless_equal(self.speeds)
+        return _unless_equal(speeds)
+
+    def _numbers(self) -> tuple[int, ...]:
+        """Return the speeds; none if they are None."""
+        if isinstance(self.speeds, str):
+            raise ConfigError(
+                f"speeds={self.speeds!r} works in a Balancer only, which measures the ranks; pass "
+                "one integer for each rank"
+            )
+        return self.speeds or ()
 
 
 def speeds_from_text(text: str) -> tuple[int, ...]:
@@ -209,7 +219,9 @@ def speeds_from_text(text: str) -> tuple[int, ...]:
 def checked_speeds(speeds: object) -> tuple[int, ...]:
     """Return the speeds as a tuple; raise if one of them, or their ratio, is out of range."""
     if isinstance(speeds, str) or not isinstance(speeds, Iterable):
-        raise ConfigError(f"speeds must be integers, one for each rank, or None, got {speeds!r}")
+        raise ConfigError(
+            f"speeds must be integers, one for each rank, or {AUTO!r}, or None, got {speeds!r}"
+        )
     values = tuple(speeds)
     least, most = SPEED_RANGE
     for rank, speed in enumerate(values):

@@ -17,7 +17,7 @@ from ranks import shared_pool
 from shared_peers import SharedPeers
 
 import ultraep
-from ultraep import Balancer, ConfigError, Topology
+from ultraep import BalanceConfig, Balancer, ConfigError, Topology
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.history import PlanSums
 from ultraep.metrics import (
@@ -52,17 +52,19 @@ EXPORTED = {figure.full_name + end for figure in FIGURES for end in SUFFIXES[fig
     [(1, 1, 0, None), (2, 4, 1, None), (4, 16, 0, None), (6, 24, 2, None), (8, 8, 1, 4)],
     ids=str,
 )
-def test_the_kernel_counts_like_the_host(shape):
+@pytest.mark.parametrize("slowest", [None, 700])
+def test_the_kernel_counts_like_the_host(shape, slowest):
     ranks, experts, slots, domain = shape
     topology = Topology(ranks=ranks, experts=experts, slots=slots, domain=domain)
-    control = ControlPlane(topology, rows=64, device=DEVICE)
+    speeds = None if slowest is None else (slowest, *[1000] * (ranks - 1))
+    control = ControlPlane(topology, BalanceConfig(speeds=speeds), rows=64, device=DEVICE)
     sums = torch.zeros(len(ORDER), dtype=torch.int64, device=DEVICE)
     on_device, on_host = PlanSums(sums, topology.home_of_expert, ranks), Stats()
     rng = np.random.default_rng(0)
     for most in (1, 3, 100, 0):  # the last microbatch has no tokens
         loads = rng.integers(0, most + 1, (ranks, experts)) if most else np.zeros((ranks, experts))
         plan = control.plan(torch.from_numpy(loads).to(DEVICE, torch.int32))
-        on_device.add(plan.num_replicas, plan.rank_loads, plan.replicas, plan.quotas)
+        on_device.add(plan.num_replicas, plan.rank_loads, plan.replicas, plan.quotas, plan.speeds)
         on_host.add_plan(plan.to_host())
         counted = stats_of(sums.tolist())
         for name in ORDER[:6]:
@@ -215,6 +217,37 @@ def test_alarms_start_after_some_readings_and_end_with_a_good_one(before, after,
     assert Alarms(AlarmSettings(patience=1), balancing=False).check(bad) == {}
 
 
+def test_a_slow_rank_is_named_once_per_occurrence():
+    usual = {"imbalance_before": 1.0, "imbalance_after": 1.0, "skipped": 0.0, "microbatches": 8}
+    slow, normal = usual | {"speed/4": 1.0, "speed/5": 0.88}, usual | {"speed/5": 0.95}
+    alarms = Alarms(AlarmSettings(), balancing=False)
+    minutes = {0: slow, 9.9: slow, 10: slow, 20: slow, 21: normal, 22: slow, 31: slow, 32: slow}
+    active = [alarms.check(values, 60 * minute) for minute, values in minutes.items()]
+    assert [set(names) for names in active] == [
+        *(set(), set(), {"rank_slow/5"}, {"rank_slow/5"}, set(), set(), set(), {"rank_slow/5"})
+    ]
+    text = "rank 5 has computed 12 % slower than the median for 10 minutes"
+    assert active[2]["rank_slow/5"].startswith(text)
+    assert alarms.started == {"imbalance_high": 0, "balancing_skipped": 0, "rank_slow": 2}
+
+
+def test_speeds_of_ranks_are_exported():
+    client = pytest.importorskip("prometheus_client")
+
+    def work(comm):
+        config = BalanceConfig(objective="balance", speeds=(1000, 800))
+        metrics = Metrics(Balancer(experts=4, communicator=comm, config=config))
+        return metrics.read()
+
+    reading = ultraep.LocalGroup(2).run(work)[0]
+    assert reading.values["speed/1"] == 0.8
+    registry = client.CollectorRegistry()
+    Exporter(registry)(reading)
+    page = client.generate_latest(registry).decode()
+    assert 'ultraep_rank_speed{rank="1"} 0.8' in page
+    assert 'ultraep_alarms_started_total{alarm="rank_slow"} 0.0' in page
+
+
 # -- exporters -----------------------------------------------------------------------------------
 
 
@@ -322,4 +355,4 @@ def test_dashboard_and_alert_rules_use_exported_names():
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     assert set(re.findall(r"ultraep_\w+", " ".join(expressions))) == EXPORTED
     assert set(re.findall(r"(ultraep_\w+)[\[{]", ALERTS.read_text())) <= EXPORTED
-    assert len(re.findall(r"- alert:", ALERTS.read_text())) == 2
+    assert len(re.findall(r"- alert:", ALERTS.read_text())) == 3

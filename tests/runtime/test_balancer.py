@@ -114,6 +114,7 @@ def test_an_input_of_the_wrong_width_on_one_rank_stops_the_others():
         {"config": BalanceConfig(tolerance=0.1)},
         {"config": BalanceConfig(locality=False)},
         {"config": BalanceConfig(speeds=(1000, 1000, 1000, 900))},
+        {"config": BalanceConfig(speeds="auto")},
         {"relay": "direct"},
         {"relay": "chain"},
         {"chunks": 2},
@@ -287,6 +288,8 @@ def test_stats():
         "seconds": {},
         "pool_bytes": 0,
         "rates": {},
+        "speeds": (),
+        "measured_speeds": (),
     }
     assert reset | {"pool_bytes": 0} == empty
     plan = ultraep.plan(plan_none.loads, plan_none.topology)

@@ -85,7 +85,7 @@ def test_the_quickest_turn_of_the_slowest_rank_counts():
     ]
     transfer = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
     expected = Rates.from_seconds(row=3e-6 + transfer, copy=12e-6, each=1e-6, layer=0.0)
-    assert price_list(actual, 2, layer_shape()) == PriceList(((1, expected),))
+    assert price_list(actual, 2, layer_shape()) == PriceList(((1, expected),), (5e-6, 50e-6))
     assert price_list(actual[::-1], 2, layer_shape()) == price_list(actual, 2, layer_shape())
 
 

@@ -198,8 +198,8 @@ def test_other_policies_ignore_speeds_and_say_so(caplog):
         ((1000, 0.9), "got 0.9 for rank 1"),
         ((True, 1000), "got True for rank 0"),
         ((), "one value for each rank, got none"),
-        ("fast", "one for each rank, or None, got 'fast'"),
-        (900, "one for each rank, or None, got 900"),
+        ("fast", "one for each rank, or 'auto', or None, got 'fast'"),
+        (900, "one for each rank, or 'auto', or None, got 900"),
         ((10, 1001), "a factor of 100, got 10 for rank 0 and 1001 for rank 1"),
     ],
 )

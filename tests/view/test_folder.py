@@ -119,7 +119,8 @@ def test_the_table_needs_only_the_summaries(pieces, monkeypatch):
 
     monkeypatch.setattr(traces, "read_piece", noting)
     read(pieces)
-    assert set(requested) == {("summary", "stage_sums", "dropped")}
+    summary = ("summary", "stage_sums", "dropped")
+    assert set(requested) == {summary, (*summary, "step", "speeds")}
 
 
 def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ultraep.metrics.reading import ALARMS, Reading
+from ultraep.metrics.reading import ALARMS, SPEED, Reading
 
 PREFIX = "ultraep"
 IMBALANCE = "load of the busiest rank over the mean"
@@ -43,6 +43,11 @@ class Figure:
         return list(values.items()) if isinstance(values, Mapping) else [("", values)]
 
 
+def active_names(reading: Reading) -> set[str]:
+    """Names of the active alarms, without ranks."""
+    return {name.partition("/")[0] for name in reading.alarms}
+
+
 FIGURES = (
     Figure("imbalance_before", "summary", f"{IMBALANCE}, without replicas",
            lambda r: {r.policy: r.totals.before}, label="policy"),
@@ -62,7 +67,12 @@ FIGURES = (
            lambda r: r.totals.seconds, label="stage", per_rank=True),
     Figure("microbatches_timed", "counter", "layers of microbatches whose stages were timed",
            lambda r: r.totals.timed, per_rank=True),
+    Figure("rank_speed", "gauge", "speed of a rank over the median, as measured last",
+           lambda r: {name.removeprefix(SPEED): value for name, value in r.values.items()
+                      if name.startswith(SPEED)}, label="rank"),
     Figure("alarm", "gauge", "1 while the alarm is active",
-           lambda r: {name: float(name in r.alarms) for name in ALARMS}, label="alarm"),
+           lambda r: {name: float(name in active_names(r)) for name in ALARMS}, label="alarm"),
+    Figure("alarms_started", "counter", "how often an alarm has started",
+           lambda r: {name: r.started.get(name, 0) for name in ALARMS}, label="alarm"),
 )  # fmt: skip
 MEASURED = tuple(figure for figure in FIGURES if figure.values is not None)

@@ -1,4 +1,4 @@
-"""Metrics: figures of balancers, read every few steps and passed to sinks, with two alarms.
+"""Metrics: figures of balancers, read every few steps and passed to sinks, with three alarms.
 
 Plans on the host are counted on the host. Plans on a device are counted by a kernel after the
 planner; a CUDA graph captures this kernel, so replays are counted too. A reading copies the few
@@ -6,10 +6,12 @@ sums to the host without blocking the step.
 
 imbalance_high      the imbalance stays high although balancing is on
 balancing_skipped   the router is uneven, balancing is on, and no replica is made
+rank_slow           a rank has computed more slowly than the others for some minutes
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ultraep.backends import BACKENDS
+from ultraep.config import NOMINAL_SPEED
 from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
@@ -36,6 +39,7 @@ PARTS = 100_000  # the kernel counts imbalances in parts of 1 / PARTS
 # The kernel writes the first six sums.
 ORDER = ("microbatches", "copies", "skipped", "before", "after", "worst", "weights", "gradients")
 WORST = ORDER.index("worst")
+SPEED = "speed/"  # then the number of a rank
 ALARMS = {
     "imbalance_high": (
         "the busiest rank has {imbalance_after:.2f} times the mean load although balancing is on; "
@@ -46,6 +50,10 @@ ALARMS = {
         "no replica was made in {microbatches:.0f} layers of microbatches although the busiest "
         "rank has {imbalance_before:.2f} times the mean load; likely causes: batches too small "
         "for a replica to pay, a high tolerance, or no slots"
+    ),
+    "rank_slow": (
+        "rank {rank} has computed {percent:.0f} % slower than the median for {minutes:.0f} "
+        "minutes; likely causes: a throttled or shared GPU, or another program on its host"
     ),
 }
 
@@ -87,7 +95,11 @@ class Meter:
         on_device: Any = plan
         self._replicas[microbatch] = on_device.num_replicas
         self._sums_on(on_device.result.device).add(
-            on_device.num_replicas, on_device.rank_loads, on_device.replicas, on_device.quotas
+            on_device.num_replicas,
+            on_device.rank_loads,
+            on_device.replicas,
+            on_device.quotas,
+            on_device.speeds,
         )
 
     def sent(
@@ -161,11 +173,15 @@ class AlarmSettings:
     high: mean imbalance after balancing at which `imbalance_high` starts.
     worth: mean imbalance before balancing above which a replica should be made.
     patience: readings in a row that must exceed the limit. A reading within the limit ends it.
+    slow: how far the speed of a rank must be below the median for `rank_slow`.
+    slow_minutes: how long it must stay there.
     """
 
     high: float = 1.2
     worth: float = 1.1
     patience: int = 3
+    slow: float = 0.1
+    slow_minutes: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("high", "worth"):
@@ -173,17 +189,50 @@ class AlarmSettings:
                 raise ConfigError(f"{name} must be above 1, got {getattr(self, name)}")
         if self.patience < 1:
             raise ConfigError(f"patience must be at least 1, got {self.patience}")
+        if not 0 < self.slow < 1:
+            raise ConfigError(f"slow must be above 0 and below 1, got {self.slow}")
+        if not self.slow_minutes >= 0:
+            raise ConfigError(f"slow_minutes must not be negative, got {self.slow_minutes}")
 
 
 class Alarms:
-    """Checks one reading after another. balancing: False switches all alarms off."""
+    """Checks one reading after another.
+
+    balancing: False switches the alarms about balancing off.
+    """
 
     def __init__(self, settings: AlarmSettings, *, balancing: bool) -> None:
         self._settings, self._balancing = settings, balancing
-        self._in_a_row = dict.fromkeys(ALARMS, 0)
+        self._in_a_row: dict[str, int] = defaultdict(int)
+        self._slow_since: dict[str, float] = {}  # seconds, by rank
+        self._active: set[str] = set()
+        self.started = dict.fromkeys(ALARMS, 0)  # how often each alarm has started
 
-    def check(self, values: Mapping[str, float]) -> dict[str, str]:
-        """Return the active alarms with their explanations."""
+    def check(self, values: Mapping[str, float], now: float | None = None) -> dict[str, str]:
+        """Return the active alarms with their explanations. now: in seconds, by any clock.
+
+        The name of an alarm about one rank ends in its number: `rank_slow/5`.
+        """
+        alarms = self._about_balancing(values)
+        alarms |= self._about_speeds(values, time.monotonic() if now is None else now)
+        for name in alarms.keys() - self._active:
+            self.started[name.partition("/")[0]] += 1
+        self._active = set(alarms)
+        return alarms
+
+    def _about_speeds(self, values: Mapping[str, float], now: float) -> dict[str, str]:
+        below = {n.removeprefix(SPEED): 1 - v for n, v in values.items() if n.startswith(SPEED)}
+        slow = {rank: share for rank, share in below.items() if share >= self._settings.slow}
+        self._slow_since = {rank: self._slow_since.get(rank, now) for rank in slow}
+        alarms = {}
+        for rank, share in slow.items():
+            minutes = (now - self._slow_since[rank]) / 60
+            if minutes >= self._settings.slow_minutes:
+                text = ALARMS["rank_slow"].format(rank=rank, percent=100 * share, minutes=minutes)
+                alarms[f"rank_slow/{rank}"] = text
+        return alarms
+
+    def _about_balancing(self, values: Mapping[str, float]) -> dict[str, str]:
         settings = self._settings
         uneven = values["imbalance_before"] > settings.worth
         exceeded = {
@@ -202,9 +251,10 @@ class Reading:
 
     values: figures since the previous reading. Imbalances are means over layers of microbatches,
         `skipped` is the share of them without a replica, copies and bytes are sums, and
-        `seconds/STAGE` are means over the timed microbatches.
+        `seconds/STAGE` are means over the timed microbatches. `speed/RANK` is the speed of a rank
+        over the median, as measured last; it is missing if speeds are unknown.
     totals: sums since `Metrics` was created; `worst` since the previous reading.
-    alarms: active alarms with their explanations.
+    alarms: active alarms with their explanations.   started: how often each alarm has started.
     rank: this rank. Only bytes and seconds differ between ranks.
     """
 
@@ -214,6 +264,7 @@ class Reading:
     values: Mapping[str, float]
     totals: Stats
     alarms: Mapping[str, str] = field(default_factory=dict)
+    started: Mapping[str, int] = field(default_factory=dict)
 
 
 Sink: TypeAlias = Callable[[Reading], None]
@@ -259,6 +310,7 @@ class Metrics:
         self._previous = Stats()
         balancing = self.policy != "none" and any(b.topology.slots for b in balancers)
         self._alarms = Alarms(alarms or AlarmSettings(), balancing=balancing)
+        self._balancers = balancers
         self._meters = [Meter(balancer.topology) for balancer in balancers]
         self._times = StageTimes()
         for balancer, meter in zip(balancers, self._meters, strict=True):
@@ -302,13 +354,21 @@ class Metrics:
         totals = Stats()
         for part in (self._times, *(part for of_meter in fetched for part in of_meter.parts())):
             totals.add(part)
-        values = values_between(self._previous, totals)
+        values = values_between(self._previous, totals) | self._speeds()
         alarms = self._alarms.check(values) if values["microbatches"] else {}
         self._previous = totals
-        reading = Reading(step, self._rank, self.policy, values, totals, alarms)
+        started = dict(self._alarms.started)
+        reading = Reading(step, self._rank, self.policy, values, totals, alarms, started)
         for sink in self._sinks:
             sink(reading)
         return reading
+
+    def _speeds(self) -> dict[str, float]:
+        """Speeds of the ranks of the first balancer that has any."""
+        for balancer in self._balancers:
+            if speeds := balancer.measured_speeds or balancer.speeds:
+                return {f"{SPEED}{rank}": s / NOMINAL_SPEED for rank, s in enumerate(speeds)}
+        return {}
 
 
 def values_between(previous: Stats, totals: Stats) -> dict[str, float]:

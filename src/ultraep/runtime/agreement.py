@@ -8,6 +8,7 @@ At some points of every step, ranks gather a record of 64-bit words from all ran
     refused, version     whether the rank refuses its input; the version of its weights
     tokens               of this rank, for the size of memory
     rows                 the most that this rank was ever planned to serve, likewise
+    pace                 of this rank, if speeds are learnt (speeds.py)
     loads                [E]; zeros at points that do not gather loads
     crossing             [D] tokens of this rank that each fast-link domain serves, if several
 
@@ -33,7 +34,10 @@ from ultraep.arrays import IntArray
 from ultraep.comm import Communicator, moved
 from ultraep.errors import CommunicationError, PlanMismatch
 
-FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version", "tokens", "rows")
+FIELDS = (
+    *("balancer", "point", "layer", "step", "digest"),
+    *("refused", "version", "tokens", "rows", "pace"),
+)
 COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
 
 
@@ -125,6 +129,7 @@ class Agreement:
         tokens: int = 0,
         rows: int = 0,
         crossing_D: torch.Tensor | None = None,
+        pace: int = 0,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
         """Gather the records of all ranks with their loads; compares only the place.
@@ -133,7 +138,7 @@ class Agreement:
         meanwhile: called with the loads on their device before the host waits for them.
         """
         digest = short_digest(signature.encode())
-        record = self._record(place, loads_E.device, digest, 0, version, tokens, rows)
+        record = self._record(place, loads_E.device, digest, 0, version, tokens, rows, pace)
         record[REFUSED] = refused
         record[loads_of(self._experts)] = loads_E
         if crossing_D is not None:

@@ -29,7 +29,7 @@ from ultraep import __version__
 from ultraep.backends import compile_in_background
 from ultraep.bundle import Bundle, Promise
 from ultraep.comm import Communicator, Peers
-from ultraep.config import BalanceConfig
+from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError
 from ultraep.loads import count_loads
@@ -39,7 +39,7 @@ from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy, warn_if_speeds_ignored
 from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
-from ultraep.runtime.capacity import AUTO, Capacity, default_config
+from ultraep.runtime.capacity import Capacity, default_config
 from ultraep.runtime.clocks import TIMED, DeviceClock, HostClock
 from ultraep.runtime.connect import (
     ALONE,
@@ -61,6 +61,7 @@ from ultraep.runtime.pricing import Pricing, from_environment, needs_rates
 from ultraep.runtime.recording import Recording, open_recorder, recording_setting
 from ultraep.runtime.replays import ReplayedPlans
 from ultraep.runtime.settings import DeviceShare, Settings
+from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
@@ -171,14 +172,19 @@ class Balancer:
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=chosen)
         if self.rank == 0:
             warn_if_speeds_ignored(self.config)
-        self._pricing = Pricing(self.topology, self.comm, self._agreement)
+        learns = self.config.speeds == AUTO
+        self._pricing = Pricing(self.topology, self.comm, self._agreement, always=learns)
+        self._speeds = Speeds(self.config, self.topology.ranks, self.rank, self._pricing)
         self._steps = 0
         self._readers: list[WeakMethod[ReadWeights] | None] = []  # of the weights, by layer
         self._foresight = Foresight()
         self._versions, self._stats = Versions(), Stats()
         self._observers: list[Observer] = []
-        recording = [] if self._recording is None else [self._recording]
-        self._sinks: list[Sink] = [self._stats, *recording]  # of all clocks
+        self._sinks: list[Sink] = [self._stats]  # of all clocks
+        if self._recording is not None:
+            self._sinks.append(self._recording)
+        if self._speeds.learns:
+            self._sinks.append(self._speeds)
         self._carriers: dict[torch.device, _Carrier] = {}
 
     def _join(
@@ -200,7 +206,13 @@ class Balancer:
             if topology.keywords["domain"] is None:
                 topology = partial(topology, domain=self._links.domain)
             self.topology = topology(ranks=self.comm.size)
-            self.config.speeds_for(self.topology.ranks)  # raises if their number is wrong
+            if self.config.speeds != AUTO:
+                self.config.speeds_for(self.topology.ranks)  # raises if their number is wrong
+            elif isinstance(self.comm, SilentCommunicator):
+                raise ConfigError(
+                    f"speeds={AUTO!r} needs ranks that exchange messages; these ranks share one "
+                    "thread: pass one integer for each rank"
+                )
             if isinstance(self.comm, SilentCommunicator) and needs_rates(self.config):
                 logger.info("plans are made for balance: ranks of one thread need rates=")
                 self.config = replace(self.config, objective="balance")
@@ -251,6 +263,16 @@ class Balancer:
     @property
     def rank(self) -> int:
         return self.comm.rank
+
+    @property
+    def speeds(self) -> tuple[int, ...]:
+        """Speeds that microbatches are planned with, one for each rank; (): equal."""
+        return self._speeds.current
+
+    @property
+    def measured_speeds(self) -> tuple[int, ...]:
+        """Speeds in thousandths of the median rank, as measured last; (): not measured."""
+        return self._speeds.measured
 
     def register_layer(self, weights: ReadWeights | None = None) -> int:
         """Return the number of a new layer; all ranks create their layers in the same order.
@@ -377,12 +399,13 @@ class Balancer:
         shared = Shared(
             self.comm,
             self.topology,
-            self.config,
+            self._speeds.applied(self.config),
             self.settings,
             self._capacity,
             self._agreement,
             self._versions,
             self._pricing,
+            self._speeds,
             observers,
         )
         return _Carrier(choice, choice.make(shared), clock, observers)
@@ -470,8 +493,12 @@ class Balancer:
         of all microbatches are extrapolated from the `timed` ones.
         """
         self._settle()
-        pool_bytes = sum(carrier.plane.nbytes for carrier in self._carriers.values())
-        return self._stats.summary() | {"pool_bytes": pool_bytes, "rates": self._pricing.known()}
+        return self._stats.summary() | {
+            "pool_bytes": sum(carrier.plane.nbytes for carrier in self._carriers.values()),
+            "rates": self._pricing.known(),
+            "speeds": self.speeds,
+            "measured_speeds": self.measured_speeds,
+        }
 
     def reset_stats(self) -> None:
         """Set all counters of `stats` to zero."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ultraep.config import BalanceConfig
+from ultraep.config import AUTO, BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.plan import Plan
 from ultraep.topology import Topology
 
-AUTO, STATIC = "auto", "static"
+STATIC = "static"
 # The settings of a config for which the proof holds.
 PROVEN = {
     "policy": "ultraep",
@@ -61,8 +61,8 @@ class Capacity:
                 return f"{name}={getattr(config, name)!r}, it needs {needed!r}"
         if topology.num_domains > 1:
             return f"{topology.num_domains} domains of {topology.domain_size} ranks, it needs 1"
-        if config.speeds_for(topology.ranks):
-            return f"speeds={config.speeds}, it needs equal speeds"
+        if config.speeds == AUTO or config.speeds_for(topology.ranks):
+            return f"speeds={config.speeds!r}, it needs equal speeds"
         homes, ranks, slots = int(topology.homes_per_rank.max()), topology.ranks, topology.slots
         if ranks > 1 and slots < homes:
             return f"{slots} slots, it needs {homes}, the most home experts of a rank"

@@ -58,6 +58,7 @@ class DevicePlan:
     expert_of_slot: torch.Tensor  # [S] what every slot holds; -1: nothing
     result: torch.Tensor  # the tensors below in one piece
     places: Mapping[str, tuple[slice, tuple[int, ...]]]  # of these tensors in it
+    speeds: torch.Tensor | None  # [R] of the config; None: equal
 
     num_replicas = _Part()  # [1] replicas in total
     replicas = _Part()  # [C, 3] expert, host rank, spare slot; by expert, then host
@@ -221,7 +222,11 @@ class ControlPlane:
         if self._adopted_loads is None:  # allocated once, because graphs read it again
             self._adopted_loads = torch.zeros(plan.loads.shape, dtype=torch.int64).to(self.device)
         self._adopted_loads.copy_(torch.from_numpy(plan.loads.copy()))
-        self._plan = replace(self._device_plan(self._adopted_loads), config=plan.config)
+        self._plan = replace(
+            self._device_plan(self._adopted_loads),
+            config=plan.config,
+            speeds=p.on_device(plan.speeds) if plan.speeds else None,
+        )
         return self._plan
 
     def restore(self, plan: DevicePlan) -> None:
@@ -294,7 +299,8 @@ class ControlPlane:
 
     def _device_plan(self, loads: torch.Tensor) -> DevicePlan:
         p = self._planner
-        return DevicePlan(self.topology, self.config, loads, p.expert_of_slot, p.result, p.places)
+        held, result = p.expert_of_slot, p.result
+        return DevicePlan(self.topology, self.config, loads, held, result, p.places, p.speeds)
 
     def _last_plan(self) -> DevicePlan:
         if self._plan is None:

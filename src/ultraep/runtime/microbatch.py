@@ -34,6 +34,7 @@ from ultraep.runtime.hosts import FastLinks
 from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
+from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
@@ -54,6 +55,7 @@ class Shared:
     agreement: Agreement
     versions: Versions
     pricing: Pricing
+    speeds: Speeds
     observers: list[Observer]
     history: History = field(default_factory=History)
     dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
@@ -132,7 +134,8 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         pricing = self._shared.pricing
         if pricing.lacks_rates(self._inputs):
             pricing.measure(self._inputs, self._trial)
-        return self._make_plan(pricing.config_for(self._inputs, self._rows_of_all()))
+        config = pricing.config_for(self._inputs, self._rows_of_all())
+        return self._make_plan(self._shared.speeds.applied(config))
 
     def replicate(self) -> Replicas:
         plan, foreseen = self._after("plan", self._plan), self._inputs.foreseen

@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import asdict, replace
 
+from ultraep.arrays import IntArray
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError
@@ -47,10 +48,16 @@ def needs_rates(config: BalanceConfig) -> bool:
 
 
 class Pricing:
-    """The measured rates of one balancer, by layer."""
+    """The measured rates of one balancer, by layer.
 
-    def __init__(self, topology: Topology, comm: Communicator, agreement: Agreement) -> None:
+    always: measure them also if plans do not depend on them.
+    """
+
+    def __init__(
+        self, topology: Topology, comm: Communicator, agreement: Agreement, *, always: bool = False
+    ) -> None:
         self._topology, self._comm, self._agreement = topology, comm, agreement
+        self._always = always and topology.can_replicate
         self._of_shape: dict[LayerShape, PriceList] = {}
         self._of_layer: dict[int, PriceList] = {}
         self._configs: dict[tuple[BalanceConfig, Rates], BalanceConfig] = {}
@@ -60,7 +67,9 @@ class Pricing:
     def lacks_rates(self, inputs: Inputs) -> bool:
         """Whether the plan depends on rates that are unknown and can be measured now."""
         info = inputs.info
-        if info.recomputed or info.layer in self._of_layer or not self._depends(inputs.config):
+        if info.recomputed or info.layer in self._of_layer:
+            return False
+        if not (self._always or self._depends(inputs.config)):
             return False
         measurable = None not in (inputs.layer.serve, inputs.tokens, inputs.gates)
         return measurable and not capturing(inputs.ids.device)
@@ -96,6 +105,11 @@ class Pricing:
         if (config, rates) not in self._configs:
             self._configs[config, rates] = replace(config, rates=rates)
         return self._configs[config, rates]
+
+    def seconds(self, layer: int, rows_L: IntArray) -> float:
+        """Return the predicted seconds of stage 6 of a layer; 0.0 if it was not measured."""
+        prices = self._of_layer.get(layer)
+        return 0.0 if prices is None else prices.seconds(rows_L)
 
     def _depends(self, config: BalanceConfig) -> bool:
         return self._topology.can_replicate and needs_rates(config)

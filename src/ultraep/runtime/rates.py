@@ -172,7 +172,8 @@ def price_list(ranks: Sequence[Timings], replicas: int, shape: LayerShape) -> Pr
         )
         for row, group in slopes(network, homes)
     ]
-    return PriceList(tuple(zip(ROWS, rates, strict=False)))
+    of_group = np.maximum.accumulate(network) / homes if network else np.zeros(0)
+    return PriceList(tuple(zip(ROWS, rates, strict=False)), tuple(of_group.tolist()))
 
 
 def slopes(seconds: Sequence[float], homes: int) -> list[tuple[float, float]]:
@@ -193,13 +194,24 @@ class PriceList:
     """Rates by the mean number of rows per expert: few rows are free while weights are read.
 
     steps: smallest number of rows, and the rates from there on; the first also holds for fewer.
+    of_group: measured seconds of a group with each of `ROWS`.
     """
 
     steps: tuple[tuple[int, Rates], ...]
+    of_group: tuple[float, ...] = ()
 
     def at(self, rows: int) -> Rates:
         """Return the rates for a mean number of rows per expert."""
         return [rates for least, rates in self.steps if least <= max(rows, self.steps[0][0])][-1]
+
+    def seconds(self, rows_L: IntArray) -> float:
+        """Return the predicted seconds of stage 6 with these groups of rows; 0.0: unknown."""
+        if len(self.of_group) < 2:
+            return 0.0
+        known, rows_L = ROWS[: len(self.of_group)], rows_L[rows_L > 0]
+        last, before = self.of_group[-1], self.of_group[-2]
+        beyond = np.maximum(rows_L - known[-1], 0).sum() * (last - before) / (known[-1] - known[-2])
+        return float(np.interp(rows_L, known, self.of_group).sum() + beyond)
 
     def __str__(self) -> str:
         return "; ".join(f"from {least} rows {rates}" for least, rates in self.steps)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ultraep.backends import select
-from ultraep.config import check_choice, check_integer, check_timeout
+from ultraep.config import AUTO, check_choice, check_integer, check_timeout
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError
 from ultraep.hops import MODES
-from ultraep.runtime.capacity import AUTO, STATIC
+from ultraep.runtime.capacity import STATIC
 
 if TYPE_CHECKING:
     import torch

@@ -122,7 +122,7 @@ class Column(IntEnum):
     EXPERTS_BACK = 7
     COST = 8  # of the stages that balancing adds
     ROUTED = 9  # rows of all ranks; only rank 0 stores this and the following columns
-    PEAK = 10  # rows of the busiest rank without replicas
+    PEAK = 10  # rows of the busiest rank without replicas; with speeds, at the mean speed
     REPLICAS = 11
 
 

@@ -39,7 +39,7 @@ def summary_of(header: Header, arrays: Arrays) -> Arrays:
     if ENDS in arrays:
         by_rank = routed_rows(header, arrays["loads"])
         records[:, Column.ROUTED] = by_rank.sum(axis=1)
-        records[:, Column.PEAK] = by_rank.max(axis=1)
+        records[:, Column.PEAK] = peaks(by_rank, arrays.get("speeds"))
         records[:, Column.REPLICAS] = np.diff(arrays[ENDS], prepend=0)
     stage_sums = seconds.sum(axis=0) + more_seconds.sum(axis=0)
     return {"summary": lines, "more_lines": more_lines, "stage_sums": stage_sums}
@@ -75,6 +75,16 @@ def routed_rows(header: Header, loads_NRE: Array) -> IntArray:
     topology = header.topology
     by_home = loads_NRE.sum(axis=1, dtype=np.int64)[:, topology.experts_by_rank]
     return sums_between(by_home, topology.first_of_rank)
+
+
+def peaks(rows_NR: IntArray, speeds_NR: Array | None) -> IntArray:
+    """[N] rows of the busiest rank. With speeds, the rows that take as long at the mean speed."""
+    if speeds_NR is None:
+        return rows_NR.max(axis=1, initial=0)
+    speeds = np.where(speeds_NR > 0, speeds_NR, 1).astype(np.float64)
+    slowest = (rows_NR / speeds).max(axis=1, initial=0) * speeds.mean(axis=1)
+    rounded: IntArray = np.rint(slowest).astype(np.int64)
+    return rounded
 
 
 def sums_between(values: Array, ends: IntArray) -> IntArray:

@@ -31,8 +31,9 @@ class PlanSums:
         rank_loads: torch.Tensor,
         replicas: torch.Tensor,
         quotas: torch.Tensor,
+        speeds: torch.Tensor | None = None,
     ) -> None:
-        """Add this plan, whose tensors are on the device."""
+        """Add this plan, whose tensors are on the device. speeds: [R]; None: equal."""
         ranks, copies = power_of_2(self._ranks), power_of_2(len(quotas))
         with launching(self.sums.device):
             quick(kernels.add_plan)[(1,)](
@@ -43,6 +44,7 @@ class PlanSums:
                 rank_loads,
                 replicas,
                 quotas,
+                speeds,
                 self._ranks,
                 R=ranks,
                 C=copies,

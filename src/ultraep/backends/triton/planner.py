@@ -63,8 +63,8 @@ class Planner:
 
         speeds: of all ranks; (): equal.
         """
-        self.rates, self.timed = self._on_device(rates), self.num_attempts > 0 and rates != NO_RATES
-        self.speeds = self._on_device(speeds) if speeds else None
+        self.rates, self.timed = self.on_device(rates), self.num_attempts > 0 and rates != NO_RATES
+        self.speeds = self.on_device(speeds) if speeds else None
         self.shape = self._shape._replace(SPEEDS=bool(speeds))
         self.tried = self._wide_tried if speeds else self._tried
         # Arguments that all first attempts take, in their order.
@@ -73,7 +73,7 @@ class Planner:
             self.speeds,
         )
 
-    def _on_device(self, numbers: tuple[int, ...]) -> torch.Tensor:
+    def on_device(self, numbers: tuple[int, ...]) -> torch.Tensor:
         """Return 64-bit numbers on the device, without a copy from the host."""
         known = self._known.get(numbers)
         if known is None:

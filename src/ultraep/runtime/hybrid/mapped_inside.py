@@ -11,12 +11,12 @@ import torch
 from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle, resolve
 from ultraep.comm import Peers, moved
+from ultraep.config import AUTO
 from ultraep.errors import LoadError
 from ultraep.microbatch import MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.reroute import Routes
 from ultraep.runtime.agreement import Place, Point
-from ultraep.runtime.capacity import AUTO
 from ultraep.runtime.control import DeviceRoutes
 from ultraep.runtime.hybrid.inside import Size
 from ultraep.runtime.mapped.memory import MappedMemory

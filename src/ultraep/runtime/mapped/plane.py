@@ -12,6 +12,7 @@ width.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +43,8 @@ from ultraep.runtime.microbatch import BaseMicrobatch, Shared, not_foreseen
 from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.streams import Fetch, capturing
 
+logger = logging.getLogger(__name__)
+
 
 class MappedPlane:
     """One rank of a group of GPUs that map each other's memory; see `DataPlane`."""
@@ -57,6 +60,10 @@ class MappedPlane:
         self._peers, self._hosts = peers, shared.comm.hosts()
         agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
         self.workspaces = Workspaces(shared, peers, agreement)
+        if shared.speeds.learns and peers.rank == 0 and not (agreement and shared.settings.verify):
+            logger.warning(
+                "speeds='auto' learns nothing: the hosts exchange no records; it needs verify=True"
+            )
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
         self.adopted: DevicePlan | None = None
         self.resident: torch.Tensor | None = None  # schedule of replicas that stay in their slots
@@ -219,7 +226,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         refusal = plane.unforeseen()
         try:
             workspace, self._most_tokens = workspaces.for_microbatch(
-                inputs.ids, place, own, refusal
+                inputs.ids, place, own, info, refusal
             )
             workspace.poll()
         except UltraEPError:

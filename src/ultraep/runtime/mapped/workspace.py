@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ultraep.comm import Peers
+from ultraep.config import AUTO
 from ultraep.errors import LoadError
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.agreement import Agreement, Place
-from ultraep.runtime.capacity import AUTO
 from ultraep.runtime.control import ControlPlane, DevicePlan, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.microbatch import Shared
@@ -95,7 +96,12 @@ class Workspaces:
         return self._fitting(tokens, top_k) or self._create(tokens, top_k)
 
     def for_microbatch(
-        self, ids: torch.Tensor, place: Place, signature: str, refusal: LoadError | None = None
+        self,
+        ids: torch.Tensor,
+        place: Place,
+        signature: str,
+        info: MicrobatchInfo,
+        refusal: LoadError | None = None,
     ) -> tuple[Workspace, int]:
         """Return the workspace for the tokens of all ranks, created or enlarged if necessary.
 
@@ -119,10 +125,12 @@ class Workspaces:
             refused=int(error is not None),
             tokens=tokens,
             rows=max((workspace.most_rows for workspace in self.all), default=0),
+            pace=self._shared.speeds.report(info),
         )
         if error:
             raise error
         self.agreement.compare_inputs(records, signature)
+        self._shared.speeds.gathered(info, records.column("pace"))
         self._most_rows = max(self._most_rows, int(records.column("rows").max()))
         most_tokens = int(records.column("tokens").max())
         return self.for_tokens(most_tokens, top_k), most_tokens

@@ -186,12 +186,14 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             version=version,
             refused=refused,
             tokens=len(inputs.ids),
+            pace=shared.speeds.report(self.info),
             crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
             meanwhile=self._work_ahead if ahead and isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[shared.comm.rank]:
             self.refuse()
         shared.agreement.compare_inputs(records, own)
+        shared.speeds.gathered(self.info, records.column("pace"))
         self._host_loads, self._versions = records.loads, records.column("version")
         if foreseen is not None:
             differs = (records.loads != foreseen.loads).any(axis=1)

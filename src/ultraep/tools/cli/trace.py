@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ultraep import __version__
 from ultraep.arrays import IntArray
-from ultraep.config import Rates
+from ultraep.config import NOMINAL_SPEED, Rates
 from ultraep.errors import ConfigError
 from ultraep.files.writing import check_targets, is_stream, write_text
 from ultraep.policies import get_policy
@@ -89,6 +89,7 @@ def _heading(path: Path, trace: Trace) -> Text:
         f"{path}: {', '.join(sizes)}",
         f"policy {policies}, tolerance {header.tolerance:g}, recorded {header.created}",
         *_objective(trace),
+        *_speeds(trace),
     ]
     if len(trace):
         steps, rows = trace.steps, trace.rank_loads.sum(axis=1).mean()
@@ -117,6 +118,19 @@ def _objective(trace: Trace) -> Iterator[str]:
         yield f"objective time, layers {', '.join(layers)}: {rates}"
     alone = int(planned.left_alone.sum())
     yield f"{counted(alone, 'record')} without replicas, because none would pay"
+
+
+def _speeds(trace: Trace) -> Iterator[str]:
+    """Yield how many records were planned by speeds, and the ranks that were slowest in them."""
+    speeds = trace.speeds[trace.speeds.any(axis=1)]
+    if not len(speeds):
+        return
+    lowest = speeds.min(axis=0)
+    named = [f"rank {rank} {lowest[rank] / NOMINAL_SPEED:.1%}" for rank in lowest.argsort()[:3]]
+    yield (
+        f"{counted(len(speeds), 'record')} planned by speeds, imbalances compare rows over speed; "
+        f"lowest speeds: {', '.join(named)}"
+    )
 
 
 def _layers(trace: Trace) -> Grid:
@@ -164,6 +178,7 @@ def _print_notes(terminal: Terminal, trace: Trace, lines: Sequence[Replayed] = (
 
 
 def _facts(trace: Trace) -> dict[str, Any]:
+    speeds = trace.speeds[trace.speeds.any(axis=1)]
     means = {
         "imbalance_before": trace.imbalance_before,
         "imbalance_after": trace.imbalance_after,
@@ -175,6 +190,8 @@ def _facts(trace: Trace) -> dict[str, Any]:
         "steps": len(trace.steps),
         "layers": trace.layers.tolist(),
         **{name: float(values.mean()) if len(trace) else None for name, values in means.items()},
+        "planned_by_speeds": len(speeds),
+        "lowest_speeds": speeds.min(axis=0).tolist() if len(speeds) else None,
         "bytes_moved": int(trace.bytes_moved.sum()),
         "dropped": trace.dropped,
         "left_out": trace.left_out,

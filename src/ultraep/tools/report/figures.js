@@ -75,6 +75,19 @@ function copiesFigure(data) {
   ];
 }
 
+// Speeds that the plans of a moment used: the slowest and the fastest rank.
+function speedsFigure(data) {
+  const hovertemplate = "rank %{customdata}: %{y:.3f}";
+  return [
+    [
+      line(data.step, data.fastest, "fastest rank", withColour(data), { hovertemplate, customdata: data.fastest_rank }),
+      line(data.step, data.slowest, "slowest rank", BEFORE,
+        { hovertemplate, customdata: data.slowest_rank, line: { color: BEFORE, dash: "dot" } }),
+    ],
+    { ...regions(data.domains), xaxis: stepAxis(data), yaxis: title("share of the nominal speed") },
+  ];
+}
+
 // Seconds of all layers of a moment: saved by replicas, spent on them, still lost.
 function timeFigure(data) {
   const ms = (values) => values.map((value) => (value === null ? null : 1e3 * value));

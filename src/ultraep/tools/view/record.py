@@ -40,6 +40,7 @@ def numbers_of(trace: Trace) -> Numbers:
         "loads": trace.loads[0].sum(axis=0, dtype=np.int64).tolist(),
         "rows": trace.slot_rows[0].tolist(),
         "held": held.reshape(-1).tolist(),
+        "speeds": trace.speeds_of(0),
         "before": plain(trace.imbalance_before)[0],
         "after": plain(trace.imbalance_after)[0],
         "bytes": trace.bytes_moved[0].tolist(),

@@ -4,7 +4,7 @@ A *moment* is one microbatch of one step, over all layers. If a range has more m
 can show, one point of a line or one column of the map covers several of them, with their mean,
 minimum and maximum.
 
-Shapes: N records, M moments, G stages.
+Shapes: N records, M moments, G stages, R ranks, P points, U different speeds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Table:
     lost: FloatArray
     saved: FloatArray
     cost: FloatArray
+    speeds: IntArray  # index of the speeds of a record in `speed_sets`; 0: equal
     stages: FloatArray  # [G] mean seconds of each stage, on the rank with the largest mean
+    speed_sets: FloatArray  # [U, R] all different speeds, as shares of the nominal speed
 
     def __len__(self) -> int:
         return len(self.step)
@@ -67,7 +69,8 @@ class Table:
 
     def take(self, records: IntArray, **changes: FloatArray) -> Table:
         """Return some of the records, with some columns replaced."""
-        columns = [entry.name for entry in fields(self) if entry.name != "stages"]
+        of_all = ("stages", "speed_sets")
+        columns = [entry.name for entry in fields(self) if entry.name not in of_all]
         return replace(self, **{name: getattr(self, name)[records] for name in columns} | changes)
 
     def worst(self, records: IntArray) -> Key | None:
@@ -133,9 +136,26 @@ def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) 
         lines[name] = plain(np.where(known > 0, sums / points.moments, np.nan))
     return points.facts | {
         "lines": lines,
+        "speeds": speeds(table, points),
         "layers": by_layer(table, points.records),
         "totals": totals(table, points.records),
         "worst": table.worst(points.records),
+    }
+
+
+def speeds(table: Table, points: Points) -> Numbers | None:
+    """Return the slowest and the fastest rank of every point; None if speeds are always equal."""
+    index, sets, count = table.speeds[points.records], table.speed_sets, len(points.starts)
+    if not index.any():
+        return None
+    cells = np.bincount(points.point * len(sets) + index, minlength=count * len(sets))
+    records_PU = cells.reshape(count, len(sets))
+    mean_PR = records_PU @ sets / np.maximum(records_PU.sum(axis=1, keepdims=True), 1)
+    return {
+        "slowest": plain(mean_PR.min(axis=1)),
+        "fastest": plain(mean_PR.max(axis=1)),
+        "slowest_rank": mean_PR.argmin(axis=1).tolist(),
+        "fastest_rank": mean_PR.argmax(axis=1).tolist(),
     }
 
 

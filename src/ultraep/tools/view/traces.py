@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
+from ultraep.config import MAX_ROWS, NOMINAL_SPEED
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.view.table import Table
 from ultraep.trace.files import read_header, read_piece
 from ultraep.trace.join import join
-from ultraep.trace.read import Trace, concatenated
+from ultraep.trace.read import Trace, concatenated, imbalance
 from ultraep.trace.schema import (
     KEY,
     PIECE,
@@ -41,6 +42,7 @@ from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
 
 PLANNED = ("step", "layer", "loads", "rates", "speeds")  # arrays of rank 0 that planning needs
 SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece that the table needs
+OF_RANK_0 = ("step", "speeds")  # the same, for the first rank
 MOST_RECORDS, MOST_LINES = 2_000_000, 32 << 20  # records; records times ranks
 MOST_PIECES = 16  # of a rank with additions to one record
 MOST_SECONDS = 1e12  # per stage and piece
@@ -65,7 +67,10 @@ class OpenTrace:
         # By record, in the last dimension, and longer than there are records.
         self._key: IntArray = np.zeros((len(KEY), 0), np.int64)
         self._planned: IntArray = np.zeros((3, 0), np.int64)  # routed rows, largest rank, replicas
-        self._served: IntArray = np.zeros((3, 0), np.int64)  # rows, largest rank, bytes
+        self._served: IntArray = np.zeros((1, 0), np.int64)  # bytes
+        self._rows: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)
+        self._speeds: NDArray[np.int32] = np.zeros((1, 0), np.int32)  # index in the sets
+        self._speed_sets: dict[tuple[int, ...], int] = {(0,) * ranks: 0}  # zeros: equal
         self._line: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)  # 0: not recorded
         self._seconds: NDArray[np.float32] = np.zeros((ranks, 3, 0), np.float32)  # by TIMES
         self.table = self._table()
@@ -119,22 +124,31 @@ class OpenTrace:
         _, first = np.unique(number[:count], return_index=True)
         new = first[(number[first] >= 0) & (self._line[rank, number[first]] == 0)]
         late = count + np.flatnonzero(number[count:] >= 0)
-        at, rows = number[new], lines[new, Column.ROWS]
+        at = number[new]
         self._repeated[rank] += count - len(new)
         self._late[rank] = np.hstack([self._late[rank], [number[late], start + late]])
         self._line[rank, at] = start + new
-        self._served[0, at] += rows
-        self._served[1, at] = np.maximum(self._served[1, at], rows)
+        self._rows[rank, at] = np.clip(lines[new, Column.ROWS], 0, MAX_ROWS)
         if rank == 0:
             self._planned[:, at] = lines[new, Column.ROUTED : Column.REPLICAS + 1].T
+            self._speeds[0, at] = self._index_of_speeds(arrays["speeds"][new])
         counted = np.concatenate([new, late])
-        np.add.at(self._served[2], number[counted], lines[counted, Column.BYTES])
+        np.add.at(self._served[0], number[counted], lines[counted, Column.BYTES])
         seconds = (lines[counted, TIMES] / NANOSECONDS).astype(np.float32)
         for stage in range(3):
             np.add.at(self._seconds[rank, stage], number[counted], seconds[:, stage])
         self._stage_sums[rank] += np.clip(np.nan_to_num(arrays["stage_sums"]), 0, MOST_SECONDS)
         self._dropped[rank] = arrays["dropped"][0]
         self.starts[rank].append(start + len(lines))
+
+    def _index_of_speeds(self, speeds_TR: Array) -> IntArray:
+        """[T] the index of the speeds of each line."""
+        sets, index = np.unique(speeds_TR, axis=0, return_inverse=True)
+        known = [
+            self._speed_sets.setdefault(tuple(speeds), len(self._speed_sets))
+            for speeds in sets.tolist()
+        ]
+        return np.array(known, np.int64)[index.reshape(-1)]
 
     def _numbered(self, keys_T3: IntArray) -> IntArray:
         """[T] the number of the record with each key; -1 beyond the limit of records."""
@@ -160,7 +174,7 @@ class OpenTrace:
         """Make all columns at least `count` records long."""
         if count > self._key.shape[1]:
             more = max(count, 2 * self._key.shape[1]) - self._key.shape[1]
-            for name in ("_key", "_planned", "_served", "_line", "_seconds"):
+            for name in ("_key", "_planned", "_served", "_rows", "_speeds", "_line", "_seconds"):
                 column: Array = getattr(self, name)
                 widths = [(0, 0)] * (column.ndim - 1) + [(0, more)]
                 setattr(self, name, np.pad(column, widths))
@@ -175,7 +189,7 @@ class OpenTrace:
         keep = np.flatnonzero((self._line > 0).all(axis=0))
         keep = keep[np.argsort(self._line[0, keep], kind="stable")]
         routed, peak, replicas = self._planned[:, keep]
-        rows, largest, moved = self._served[:, keep]
+        speeds, sets = self._speeds[0, keep], np.array(list(self._speed_sets))
         slowest = self._seconds.max(axis=0)[:, keep].astype(np.float64)
         experts = slowest[0] + slowest[1]
         mean = self._seconds[:, :2].sum(axis=(0, 1), dtype=np.float64)[keep] / ranks
@@ -185,13 +199,15 @@ class OpenTrace:
         return Table(
             **dict(zip(KEY, self._key[:, keep], strict=True)),
             before=before,
-            after=_ratio(largest, rows, ranks),
+            after=imbalance(self._rows[:, keep].T.astype(np.int64), sets[speeds]),
             copies=replicas.astype(np.float64),
-            bytes=moved.astype(np.float64),
+            bytes=self._served[0, keep].astype(np.float64),
             lost=(experts - mean) * timed,
             saved=np.where(replicas > 0, mean * before - experts, 0.0) * timed,
             cost=slowest[2] * timed,
+            speeds=speeds.astype(np.int64),
             stages=(self._stage_sums / recorded[:, None]).max(axis=0),
+            speed_sets=np.where(sets > 0, sets / NOMINAL_SPEED, 1.0),
         )
 
 
@@ -225,7 +241,8 @@ class WholeTrace(OpenTrace):
         own |= {name: arrays[name] for name in own.keys() & arrays.keys() if name != "dropped"}
         own |= {name: arrays[name][:, rank] for name in ("bytes_moved", "seconds")}
         own["slot_rows"] = arrays["slot_rows"][:, slots[rank] : slots[rank + 1]]
-        return summary_of(self.header, own) | {"dropped": own["dropped"]}
+        summary = summary_of(self.header, own) | {"dropped": own["dropped"]}
+        return summary | {"speeds": own["speeds"]} if rank == 0 else summary
 
     def record(self, key: Key) -> Trace:
         return self.trace.take(np.array([self._line[0, self.number_of(key)] - 1]))
@@ -285,16 +302,20 @@ class FolderTrace(OpenTrace):
         """Return the summary of a piece; an empty one, with a note, if the piece is damaged."""
         path = self.piece_path(rank, piece)
         try:
-            arrays = read_piece(path, self.header, rank, SUMMARY)
-            if len(arrays) < len(SUMMARY):  # before version 4
+            wanted = SUMMARY if rank else (*SUMMARY, *OF_RANK_0)
+            arrays = read_piece(path, self.header, rank, wanted)
+            if not set(SUMMARY) <= arrays.keys():  # before version 4
                 arrays |= summary_of(self.header, read_piece(path, self.header, rank))
             late = arrays["summary"][:, Column.LATE]
             if (np.diff(late, prepend=0, append=1) < 0).any():
                 raise FileError(f"{path}: the summary has records after additions")
+            if rank == 0 and len(arrays["speeds"]) != (late == 0).sum():
+                raise FileError(f"{path}: the summary has another number of records")
         except FileError as error:
             self.note(str(error))
-            empty = summary_of(self.header, no_records(self.header, rank))
-            return empty | {"dropped": self._dropped[rank : rank + 1]}
+            nothing = no_records(self.header, rank)
+            dropped = self._dropped[rank : rank + 1]
+            return nothing | summary_of(self.header, nothing) | {"dropped": dropped}
         return arrays
 
     # -- one record -----------------------------------------------------------------------------

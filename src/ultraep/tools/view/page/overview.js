@@ -19,7 +19,10 @@ async function loadOverview() {
   showStages(data.stages);
   const timed = data.totals.lost !== null;
   find("plot-time").hidden = find("timed").hidden = !timed;
-  for (const name of ["imbalance", "layers", "copies", ...(timed ? ["time"] : [])]) draw(name);
+  find("unequal").hidden = !data.speeds;
+  if (data.speeds) parsed.rankspeeds = { ...data, ...data.speeds, policy };
+  const optional = [...(timed ? ["time"] : []), ...(data.speeds ? ["rankspeeds"] : [])];
+  for (const name of ["imbalance", "layers", "copies", ...optional]) draw(name);
 }
 
 function showCards({ totals, unit, steps_per_point: each, moments }) {

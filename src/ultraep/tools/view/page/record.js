@@ -34,8 +34,15 @@ function ranksWithWords(data) {
   const where = `Step ${route.step}, microbatch ${route.microbatch}, layer ${route.layer} (${data.policy}): `;
   const moved = ` ${sizeWords(data.bytes.reduce((a, b) => a + b, 0))} moved.`;
   const wrong = data.unusable ? ` ${counted(data.unusable, "replica")} in the trace name experts or ranks that do not exist.` : "";
-  find("description").textContent = where + words + moved + wrong + priceWords(data);
+  find("description").textContent = where + words + moved + wrong + speedWords(data) + priceWords(data);
   return [figure, more];
+}
+
+function speedWords({ speeds }) {
+  if (!speeds) return "";
+  const slowest = Math.min(...speeds), fastest = Math.max(...speeds);
+  return ` Planned by speeds: rank ${speeds.indexOf(slowest)} is the slowest, at ${(slowest / 10).toFixed(1)} %, ` +
+    `rank ${speeds.indexOf(fastest)} the fastest, at ${(fastest / 10).toFixed(1)} %.`;
 }
 
 function priceWords({ priced, copies, after }) {

@@ -1,14 +1,14 @@
 // The page: open traces, the current view, keys; and polling while there is more to come.
 
 const figures = {
-  imbalance: imbalanceFigure, layers: layersFigure, copies: copiesFigure, time: timeFigure,
+  imbalance: imbalanceFigure, layers: layersFigure, copies: copiesFigure, time: timeFigure, rankspeeds: speedsFigure,
   map: mapFigure, ranks: ranksWithWords, flows: (list) => flowsFigure(list, find("plot-flows").clientWidth),
   runs: runsFigure, runlayers: runLayersFigure,
   speed: trainingFigure("tokens_per_second", "tokens/s", "%{y:,.0f}", { rangemode: "tozero" }),
   loss: trainingFigure("loss", "loss", "%{y:.4f}"),
 };
 const LOADS = { overview: loadOverview, map: loadMap, record: loadRecord, compare: loadCompare, report: loadReport };
-const LISTENED = ["imbalance", "layers", "copies", "time", "map"];
+const LISTENED = ["imbalance", "layers", "copies", "time", "rankspeeds", "map"];
 const PERIOD = 1000; // milliseconds between two polls
 let turn = 0, drawnVersion = "";
 

@@ -1,0 +1,291 @@
+"""A rank that is slower than the others: balance of rows, learnt speeds, and the ideal split.
+
+    python benchmarks/bench_speeds.py               # two and four CPU processes, one core slowed
+    python benchmarks/bench_speeds.py --only equal  # 10,000 microbatches of equal ranks
+    python benchmarks/bench_speeds.py --gpu         # eight processes on one GPU, with CUDA MPS
+    python benchmarks/bench_speeds.py --toy         # two CPU processes, tiny, for CI
+
+`straggler`: a process with a lower priority competes for the core of the last rank. On a GPU, the
+last rank has a smaller share of the multiprocessors. Ranks learn their speeds with `speeds="auto"`.
+Then three variants alternate: equal rows, the learnt speeds, and fixed speeds that follow from the
+measured time per row of every rank. The last one is the ideal split. At the end the competing
+process ends, and the ranks forget their speeds. `equal` counts how often the speeds of equal ranks
+change. `cost` is the time that learning adds to a microbatch of one rank, without the others.
+
+Shapes: T tokens of a rank, R ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import Line, Metric, Report, comma_list, options_parser
+from layers import FixedRouter, drawn_weights, layer_with_weights, on_ranks, slowest
+from load_cases import HotRank, Shape, ids_with
+from mps import device_of_rank, report_of_ranks
+from timing import in_turns
+
+import ultraep
+from ultraep import BalanceConfig, Plan
+from ultraep.microbatch import MicrobatchInfo
+from ultraep.runtime.pricing import Pricing
+from ultraep.runtime.speeds import BLOCK, Speeds
+
+ROWS, LEARNT, IDEAL = "equal rows", 'speeds="auto"', "ideal split"
+MS = Metric("step_time_p50", "ms", "ms", ".2f")
+OVER = Metric("step_time_over_ideal", "ratio", "over ideal", ".3f")
+GAIN = Metric("gain_over_equal_rows", "ratio", "over equal rows", ".3f")
+SPEED = Metric("speed_of_the_slowest_rank", "thousandths", "slowest rank", ".0f")
+MICROBATCHES = Metric("microbatches", "microbatches", "microbatches", ".0f")
+CHANGES = Metric("changes_of_speeds", "changes", "changes", ".0f")
+COST = Metric("time_of_learning", "us", "us per microbatch", ".2f")
+SHARE = Metric("share_of_a_step", "share", "of a step", ".5f")
+SECTIONS = ("straggler", "equal", "cost")
+COMPETE = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True:\n    pass"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
+    """A layer, how one rank is slowed down, and how long the ranks learn."""
+
+    hidden: int = 512
+    ffn: int = 512
+    experts: int = 16
+    top_k: int = 2
+    tokens: int = 256
+    ranks: int = 2
+    ratio: float = 1.3  # imbalance of the loads
+    nice: int = 6  # of the competing process
+    percentage: int = 9  # of the multiprocessors, for the last rank; the others have an equal share
+    most: int = 400  # microbatches until speeds must be found, and forgotten
+    rounds: int = 15
+    steps: int = 5  # timed together
+    quiet: int = 10_000  # microbatches of equal ranks
+
+
+CPU_SIZES = (Size(), Size(ranks=4, hidden=256, tokens=128, nice=3))
+CARD = Size(hidden=4096, ffn=1536, experts=128, top_k=8, tokens=4096, ranks=8, rounds=11)
+TOY = Size(hidden=16, ffn=16, tokens=32, most=3, rounds=1, steps=1, quiet=3)
+
+
+class Variants:
+    """The layer of one rank with every config, with the same weights, tokens and routing."""
+
+    def __init__(self, size: Size, rank: int, device: torch.device) -> None:
+        self.size, self.rank, self.device = size, rank, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        draw = torch.Generator().manual_seed(rank)
+        x = torch.randn(size.tokens, size.hidden, generator=draw)
+        self.x = x.to(device, self.dtype)
+        ids = ids_with(HotRank(size.ratio).draw(size)[rank], size, seed=rank).to(device)
+        gates = torch.full(ids.shape, 1 / size.top_k, device=device, dtype=self.dtype)
+        self.router = FixedRouter(ids, gates)
+        homes = size.experts // size.ranks
+        home_experts = list(range(rank * homes, (rank + 1) * homes))
+        self.weights = drawn_weights(size, home_experts, device, self.dtype)
+        self.layers: dict[str, ultraep.BalancedMoE] = {}
+
+    def add(self, name: str, speeds: tuple[int, ...] | str | None) -> ultraep.Balancer:
+        config = BalanceConfig(objective="balance", speeds=speeds)
+        balancer = ultraep.Balancer(
+            dist.group.WORLD, experts=self.size.experts, slots=2, config=config, timeout=120.0
+        )
+        self.layers[name] = layer_with_weights(balancer, self.router, self.weights)
+        return balancer
+
+    @torch.no_grad()
+    def step(self, name: str) -> None:
+        layer = self.layers[name]
+        with layer.balancer.unchanged_weights():
+            layer(self.x)
+
+    def until(self, name: str, done: Callable[[], bool]) -> int:
+        """Run steps until all ranks are `done`, or the most that the size allows."""
+        for count in range(1, self.size.most + 1):
+            self.step(name)
+            if done():
+                return count
+        return self.size.most
+
+    def measured(self, name: str) -> tuple[int, ...]:
+        """Return the speed of every rank from its time per row, in thousandths of the fastest."""
+        layer = self.layers[name]
+        layer.balancer.reset_stats()
+        for _ in range(BLOCK):
+            self.step(name)
+        seconds = layer.balancer.stats()["seconds"]["experts"]
+        assert layer.last_plan is not None
+        rows = int(layer.last_plan.to_host().rank_loads[self.rank])
+        of_row = layer.balancer.comm.gather_objects(seconds / max(1, rows))
+        return tuple(max(10, round(1000 * min(of_row) / own)) for own in of_row)
+
+    def seconds(self, name: str) -> float:
+        return slowest(lambda: self.step(name), self.size.steps, self.device)[0]
+
+    def close(self) -> None:
+        for layer in self.layers.values():
+            layer.balancer.close()
+
+
+@contextmanager
+def competing(here: bool, nice: int) -> Iterator[None]:
+    """Start a process that competes for the core of this rank, if it is the slow one."""
+    command = [sys.executable, "-c", COMPETE, str(nice)]
+    process = subprocess.Popen(command) if here else None
+    dist.barrier()
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+        dist.barrier()
+
+
+def straggler_on_rank(rank: int, size: Size, cuda: bool) -> dict[str, Any]:
+    last = rank == size.ranks - 1
+    if cuda and last:  # before this process opens the GPU
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(size.percentage)
+    variants = Variants(size, rank, device_of_rank(cuda=cuda))
+    variants.add(ROWS, None)
+    balancer = variants.add(LEARNT, "auto")
+    facts: dict[str, Any] = {}
+    with competing(last and not cuda, size.nice):
+        facts["found"] = variants.until(LEARNT, lambda: bool(balancer.speeds))
+        for _ in range(2 * BLOCK if size.most > BLOCK else 1):
+            variants.step(LEARNT)
+        facts["learnt"] = balancer.speeds or (1000,) * size.ranks
+        facts["measured"] = variants.measured(ROWS)
+        variants.add(IDEAL, facts["measured"])
+        names = [ROWS, LEARNT, IDEAL]
+        seconds = in_turns(names, size.rounds, variants.seconds)
+        facts["seconds"] = seconds
+    facts["forgotten"] = variants.until(LEARNT, lambda: not balancer.speeds)
+    variants.close()
+    return facts
+
+
+def straggler(report: Report, size: Size, *, cuda: bool) -> None:
+    facts = on_ranks(size.ranks, straggler_on_rank, size, cuda)
+    seconds: dict[str, list[float]] = facts["seconds"]
+    slowest_speed = {ROWS: 1000, LEARNT: min(facts["learnt"]), IDEAL: min(facts["measured"])}
+    lines = [
+        Line(
+            {"ranks": size.ranks, "variant": name},
+            {
+                MS: 1e3 * median(times),
+                OVER: median_ratio(times, seconds[IDEAL]),
+                GAIN: median_ratio(seconds[ROWS], times),
+                SPEED: slowest_speed[name],
+            },
+        )
+        for name, times in seconds.items()
+    ]
+    report.add(f"EP{size.ranks}, the last rank is slow: {size.about}, {size.tokens} tokens", lines)
+    ends = {"found after": facts["found"]}
+    if not cuda:  # the share of a GPU stays
+        ends["forgotten after"] = facts["forgotten"]
+    lines = [
+        Line({"ranks": size.ranks, "speeds are": name}, {MICROBATCHES: count})
+        for name, count in ends.items()
+    ]
+    report.add(f"EP{size.ranks}, learning", lines)
+
+
+def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    return median(time / other for time, other in zip(times, others, strict=True))
+
+
+def equal_on_rank(rank: int, size: Size, cuda: bool) -> dict[str, Any]:
+    variants = Variants(size, rank, device_of_rank(cuda=cuda))
+    balancer, changes = variants.add(LEARNT, "auto"), 0
+    last: tuple[int, ...] = ()
+    begin = time.perf_counter()
+    for _ in range(size.quiet):
+        variants.step(LEARNT)
+        changes += balancer.speeds != last
+        last = balancer.speeds
+    seconds = (time.perf_counter() - begin) / size.quiet
+    variants.close()
+    return {"changes": changes, "seconds": seconds}
+
+
+def equal(report: Report, size: Size, *, cuda: bool) -> None:
+    sized = size if cuda else replace(size, hidden=size.hidden // 4, ffn=size.ffn // 4)
+    facts = on_ranks(sized.ranks, equal_on_rank, sized, cuda)
+    values = {MICROBATCHES: sized.quiet, CHANGES: facts["changes"], MS: 1e3 * facts["seconds"]}
+    report.add(f"EP{size.ranks}, equal ranks: {sized.about}", [Line({"variant": LEARNT}, values)])
+
+
+def cost(report: Report, size: Size, *, cuda: bool) -> None:
+    """Time the hooks of a microbatch on one core, with the plans of several group sizes."""
+    del cuda
+    lines = []
+    for ranks, experts in ((8, 64), (64, 256)):
+        topology = ultraep.Topology(ranks=ranks, experts=experts)
+        shape = replace(size, ranks=ranks, experts=experts, tokens=8 * experts, top_k=8)
+        plan = ultraep.plan(HotRank(1.5).draw(shape), topology, BalanceConfig(objective="balance"))
+        calls = 200 if size.quiet > 100 else 2
+        us = 1e6 * hooks_seconds(plan, calls)
+        values = {COST: us, SHARE: us / 1e4}
+        lines.append(Line({"ranks": ranks, "experts": experts}, values))
+    report.add("learning, per microbatch; share of a step of 10 ms", lines)
+
+
+def hooks_seconds(plan: Plan, calls: int) -> float:
+    pricing: Any = Pricing.__new__(Pricing)
+    pricing.seconds = lambda _layer, rows_L: float(
+        np.interp(rows_L, (1, 16, 64, 256, 1024), (1, 2, 3, 4, 5)).sum()
+    )
+    ranks = plan.topology.ranks
+    speeds = Speeds(BalanceConfig(speeds="auto"), ranks, 0, pricing)
+    paces = np.full(ranks, 10**6)
+    infos = [MicrobatchInfo(0, step) for step in range(calls)]
+    begin = time.perf_counter()
+    for info in infos:
+        speeds.report(info)
+        speeds.gathered(info, paces)
+        speeds.applied(BalanceConfig(speeds="auto"))
+        speeds.planned(info, plan)
+        speeds.took(info, "experts", 1e-3)
+    return (time.perf_counter() - begin) / calls
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = options_parser(__doc__)
+    only = comma_list(SECTIONS)
+    text = f"sections to run: {', '.join(SECTIONS)} (default: all; with --gpu the first)"
+    parser.add_argument("--only", type=only, metavar="A,B", help=text)
+    parser.add_argument("--gpu", action="store_true", help="eight processes on one GPU")
+    text = "multiprocessors of the last rank with --gpu, in per cent of all (default: 9)"
+    parser.add_argument("--percentage", type=int, default=CARD.percentage, help=text)
+    parser.add_argument("--ranks", type=int, help="only this number of ranks")
+    options = parser.parse_args(argv[1:])
+    card = replace(CARD, percentage=options.percentage)
+    every = [TOY] if options.toy else [card] if options.gpu else CPU_SIZES
+    sizes = [size for size in every if options.ranks in (None, size.ranks)]
+    names = options.only or (SECTIONS[:1] if options.gpu else SECTIONS)
+    cuda = options.gpu and not options.toy
+    with report_of_ranks("speeds", argv, sizes[0].ranks, cuda=cuda) as report:
+        for name in names:
+            report.section = name
+            for size in sizes[: None if name == "straggler" else 1]:
+                {"straggler": straggler, "equal": equal, "cost": cost}[name](
+                    report, size, cuda=cuda
+                )
+                report.write(options.json)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

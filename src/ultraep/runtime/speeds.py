@@ -1,0 +1,261 @@
+"""Speeds that a balancer learns: `BalanceConfig(speeds="auto")`.
+
+Every rank divides the time of stage 6 by the time that the measured rates predict for its groups of
+rows, and averages this *pace* over a block of microbatches. The record of loads carries the pace to
+all ranks. All ranks compute the speeds from the same integers, and use them from the same
+microbatch on. The speed of a rank changes only if several blocks agree and the change exceeds the
+noise; plans use it only if that saves time.
+
+Microbatches are counted in the first layer, so one count is one pass through the model.
+
+Shapes: R ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+from ultraep.arrays import IntArray
+from ultraep.config import AUTO, NOMINAL_SPEED, PARTS, BalanceConfig
+from ultraep.microbatch import MicrobatchInfo
+from ultraep.plan import Plan
+from ultraep.reroute import rows_received
+from ultraep.runtime.history import REMEMBERED
+from ultraep.runtime.pricing import Pricing
+from ultraep.runtime.versions import count_optimizer_steps, optimizer_steps
+
+BLOCK = 32  # microbatches; speeds change at most once in a block
+AGREEING = 4  # blocks in a row that show a change
+FEWEST, KEPT = 5, 16  # blocks from which the noise is estimated
+SAMPLES = 4  # of a block that counts, at least
+CUT = 8  # an eighth of the samples of a block is left out at each end
+CHANGE, OF_NOISE = 20, 3  # least change of a speed: in thousandths, and as a multiple of the noise
+# Time that a plan loses to the ideal split, in millionths: to leave equal speeds, to adjust unequal
+# ones, and to return to equal ones.
+LEAVE, ADJUST, RETURN = 30_000, 20_000, 15_000
+ROUNDED = 10  # thousandths
+LEAST, MOST = 100, 4_000  # thousandths of the median; at most a factor of 40
+SILENT = 5 * BLOCK  # microbatches without a sample before a warning
+
+Numbers: TypeAlias = tuple[int, ...]  # one for each rank
+logger = logging.getLogger(__name__)
+
+
+class SafePoints:
+    """Finds microbatches at which plans may change: backward must recompute with the first plan.
+
+    Plans may change after an optimizer step that has seen every pass of a recomputed layer twice.
+    They may always change while nothing is recomputed.
+    """
+
+    def __init__(self) -> None:
+        self._steps = optimizer_steps.total
+        self._recomputed: set[int] = set()  # layers
+        self._pending: Counter[int] = Counter()  # passes of a layer since the last step
+        self._forwards: Counter[int] = Counter()  # the same since the last recomputation
+
+    def begin(self, info: MicrobatchInfo) -> bool:
+        """Note that a microbatch begins; return whether its plan may differ from earlier ones."""
+        layer, finished = info.layer, False
+        if self._steps != optimizer_steps.total:
+            finished = bool(self._recomputed) and not any(
+                self._pending[recomputed] for recomputed in self._recomputed
+            )
+            self._steps = optimizer_steps.total
+            self._pending.clear()
+        if info.recomputed:
+            self._recomputed.add(layer)
+            self._pending[layer] -= 1
+            self._forwards.clear()
+            return False
+        self._pending[layer] += 1
+        self._forwards[layer] += 1
+        return finished or self._forwards[layer] > REMEMBERED
+
+
+class Speeds:
+    """The speeds of the plans of one balancer, and a sink of its clocks.
+
+    `current`: speeds in use; (): equal.   `measured`: thousandths of the median; (): unknown.
+    """
+
+    def __init__(self, config: BalanceConfig, ranks: int, rank: int, pricing: Pricing) -> None:
+        self.learns = config.speeds == AUTO and ranks > 1
+        self.current = () if config.speeds == AUTO else config.speeds_for(ranks)
+        self.measured: Numbers = ()
+        if self.learns:
+            count_optimizer_steps()
+        self._rank, self._pricing, self._safe = rank, pricing, SafePoints()
+        self._first: int | None = None  # the first layer
+        self._count, self._pace = 0, 0  # microbatches so far; millionths in the last block
+        self._samples: list[float] = []
+        self._sampled = self._ended = self._due = False
+        self._blocks: deque[Numbers] = deque(maxlen=KEPT)  # paces of all ranks
+        self._predicted: WeakKeyDictionary[MicrobatchInfo, float] = WeakKeyDictionary()
+        self._seconds: WeakKeyDictionary[MicrobatchInfo, float] = WeakKeyDictionary()
+        self._configs: dict[tuple[BalanceConfig, Numbers], BalanceConfig] = {}
+
+    def applied(self, config: BalanceConfig) -> BalanceConfig:
+        """Return the config of a plan, with the current speeds if they are learnt."""
+        if config.speeds != AUTO:
+            return config
+        key = config, self.current
+        if key not in self._configs:
+            self._configs[key] = replace(config, speeds=self.current or None)
+        return self._configs[key]
+
+    def report(self, info: MicrobatchInfo) -> int:
+        """Return twice the pace of this rank, plus 1 if plans may change now.
+
+        For the record of this microbatch; call once for each of them.
+        """
+        if not self.learns:
+            return 0
+        safe = self._safe.begin(info)
+        if info.recomputed:
+            return 0
+        self._first = info.layer if self._first is None else self._first
+        if info.layer != self._first:
+            return 0
+        self._count += 1
+        if self._count % BLOCK == 0:
+            self._pace, self._samples = round(PARTS * trimmed_mean(self._samples)), []
+            self._ended = self._due = True
+        if self._count == SILENT and not self._sampled:
+            logger.warning(
+                "speeds='auto' learns nothing: rank %d has timed no experts; it needs layers with "
+                "`serve`, and rows that the balancer dispatches",
+                self._rank,
+            )
+        return 2 * self._pace + safe
+
+    def gathered(self, info: MicrobatchInfo, reports_R: IntArray) -> None:
+        """Choose the speeds from this microbatch on, by the reports of all ranks."""
+        if not self._due or info.recomputed or info.layer != self._first:
+            return
+        paces = tuple((reports_R // 2).tolist())
+        if self._ended and all(paces):
+            self._blocks.append(paces)
+        self._ended = False
+        if len(self._blocks) < FEWEST or not (reports_R % 2).all():
+            return
+        self._due = False
+        self.measured = updated(self.measured or (NOMINAL_SPEED,) * len(paces), self._blocks)
+        chosen = next_speeds(self.current, self.measured)
+        if chosen != self.current and self._rank == 0:
+            logger.info("speeds from microbatch %d on: %s", info.step, describe(chosen))
+        self.current = chosen
+
+    # As a sink of the clocks:
+
+    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
+        if microbatch.timed and not microbatch.recomputed:
+            rows_L = rows_received(plan, self._rank).sum(axis=0)
+            self._predicted[microbatch] = self._pricing.seconds(microbatch.layer, rows_L)
+
+    def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
+        if stage == "experts":  # in several parts if other stages interrupt it
+            self._seconds[microbatch] = self._seconds.get(microbatch, 0.0) + seconds
+
+    def sent(self, _: MicrobatchInfo, _what: str, _nbytes: int, _copies: int) -> None:
+        """Nothing to learn."""
+
+    def passed(self, microbatch: MicrobatchInfo, _start_time: float) -> None:
+        predicted = self._predicted.pop(microbatch, 0.0)
+        seconds = self._seconds.pop(microbatch, 0.0)
+        if predicted > 0 and seconds > 0:
+            self._samples.append(seconds / predicted)
+            self._sampled = True
+
+
+def trimmed_mean(samples: Sequence[float]) -> float:
+    """Return the mean without an eighth of the samples at each end; 0.0 of too few samples."""
+    if len(samples) < SAMPLES:
+        return 0.0
+    cut = len(samples) // CUT
+    return fmean(sorted(samples)[cut : len(samples) - cut])
+
+
+def relative_speeds(paces: Numbers) -> Numbers:
+    """Return the speeds of ranks with these paces, in thousandths of the median.
+
+    >>> relative_speeds((1_000_000, 1_250_000))  # the faster of two ranks is nominal
+    (1000, 800)
+    """
+    median = sorted(paces)[(len(paces) - 1) // 2]
+    return tuple(min(max(NOMINAL_SPEED * median // pace, LEAST), MOST) for pace in paces)
+
+
+def noise(blocks: Sequence[Numbers]) -> int:
+    """Return the typical change of a pace from block to block, in thousandths.
+
+    Paces are compared with their mean, so that changes of all ranks together do not count.
+    """
+    ranks = len(blocks[0])
+    shares = [[NOMINAL_SPEED * ranks * pace // sum(paces) for pace in paces] for paces in blocks]
+    steps = [
+        abs(share - last)
+        for before, after in pairwise(shares)
+        for last, share in zip(before, after, strict=True)
+    ]
+    return sorted(steps)[len(steps) // 2] * ranks // (ranks - 1)
+
+
+def updated(speeds: Numbers, blocks: Sequence[Numbers]) -> Numbers:
+    """Return the speeds, changed where the last blocks agree that they are different."""
+    recent = [relative_speeds(paces) for paces in list(blocks)[-AGREEING:]]
+    least = max(CHANGE, OF_NOISE * noise(blocks))
+    changed = []
+    for speed, values in zip(speeds, zip(*recent, strict=True), strict=True):
+        margin = speed * least // NOMINAL_SPEED
+        agree = min(values) > speed + margin or max(values) < speed - margin
+        changed.append(sorted(values)[len(values) // 2] if agree else speed)
+    return tuple(changed)
+
+
+def loss(speeds: Numbers, measured: Numbers) -> int:
+    """Return the time that plans by `speeds` lose to the ideal split, in millionths of the ideal.
+
+    >>> loss((1000, 1000), (1000, 800))
+    125000
+    """
+    pairs = zip(speeds, measured, strict=True)
+    slowest = max(PARTS * planned // speed for planned, speed in pairs)
+    return slowest * sum(measured) // sum(speeds) - PARTS
+
+
+def next_speeds(current: Numbers, measured: Numbers) -> Numbers:
+    """Return the speeds to plan with; (): equal. Small differences change nothing.
+
+    >>> next_speeds((), (1000, 990)), next_speeds((), (1000, 804))
+    ((), (1000, 800))
+    >>> next_speeds((1000, 800), (1000, 811)), next_speeds((1000, 800), (1000, 985))
+    ((1000, 800), ())
+    """
+    equal = loss((1,) * len(measured), measured)
+    if equal < (RETURN if current else LEAVE):
+        return ()
+    if current and loss(current, measured) < ADJUST:
+        return current
+    return tuple((speed + ROUNDED // 2) // ROUNDED * ROUNDED for speed in measured)
+
+
+def describe(speeds: Numbers) -> str:
+    """Return a text that names the ranks off the median.
+
+    >>> describe((1000, 1000, 880)), describe((1000, 1000))
+    ('rank 2 at 88.0 % of the median', 'all ranks equal')
+    """
+    named = [
+        f"rank {rank} at {100 * speed / NOMINAL_SPEED:.1f} % of the median"
+        for rank, speed in enumerate(speeds)
+        if speed != NOMINAL_SPEED
+    ]
+    return ", ".join(named) or "all ranks equal"

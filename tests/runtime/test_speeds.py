@@ -1,0 +1,311 @@
+"""Learnt speeds: found and forgotten in time, stable under noise, and equal on all ranks."""
+
+import logging
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from dense import Example, assert_close, gradients_of
+from microbatches import planned
+from ranks import PATIENCE, shared_pool
+from shared_peers import SharedPeers
+from torch.utils.checkpoint import checkpoint
+
+import ultraep
+from ultraep import BalanceConfig, Balancer, ConfigError, LocalGroup, Topology, read_trace
+from ultraep.backends.triton.device import interpreted
+from ultraep.microbatch import MicrobatchInfo
+from ultraep.runtime import speeds as speeds_module
+from ultraep.runtime import versions
+from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.rates import PriceList
+from ultraep.runtime.speeds import BLOCK, SafePoints, Speeds, next_speeds, relative_speeds
+from ultraep.trace.replay import differing
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+AUTO = BalanceConfig(objective="balance", speeds="auto")
+RANKS = 4
+LIMIT = 200  # microbatches until speeds are found, or forgotten
+
+
+class FakePricing:
+    """Predicts one second for every microbatch."""
+
+    def seconds(self, _layer, rows_L):
+        assert rows_L.sum() > 0
+        return 1.0
+
+
+class Group:
+    """The learners of all ranks, without the rest of a balancer. Layers run one after the other."""
+
+    def __init__(self, ranks=RANKS, layers=1):
+        self.learners = [Speeds(AUTO, ranks, rank, FakePricing()) for rank in range(ranks)]
+        topology = Topology(ranks=ranks, experts=ranks)
+        loads = np.ones((ranks, ranks), dtype=np.int64)
+        self.plan = ultraep.plan(loads, topology, BalanceConfig(policy="none"))
+        self.layers, self.step = layers, 0
+
+    def run(self, seconds_R):
+        """Run one pass in which stage 6 takes these seconds; return the speeds that it used."""
+        for layer in range(self.layers):
+            self.step += 1
+            infos = [MicrobatchInfo(layer, self.step) for _ in self.learners]
+            pairs = list(zip(self.learners, infos, strict=True))
+            paces_R = np.array([learner.report(info) for learner, info in pairs])
+            for (learner, info), seconds in zip(pairs, seconds_R, strict=True):
+                learner.gathered(info, paces_R)
+                learner.planned(info, self.plan)
+                learner.took(info, "experts", seconds / 2)
+                learner.took(info, "experts", seconds / 2)
+                learner.passed(info, 0.0)
+        current = {learner.current for learner in self.learners}
+        assert len(current) == 1
+        return current.pop()
+
+
+def noise(rng, count, ranks=RANKS):
+    """[count, ranks] times of equal ranks on a busy machine.
+
+    Every time varies by 6 %, one in fifty is doubled, and ranks have bursts of some microbatches in
+    which another program takes a fifth of their time; all ranks drift together by 10 %.
+    """
+    times = rng.lognormal(0.0, 0.06, (count, ranks))
+    times[rng.random(times.shape) < 0.02] *= 2
+    for rank in range(ranks):
+        for begin in np.flatnonzero(rng.random(count) < 0.005):
+            times[begin : begin + rng.integers(1, 20), rank] *= 1.25
+    return times * (1 + 0.1 * np.sin(np.arange(count) / 700))[:, None]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_equal_ranks_stay_equal_on_a_noisy_machine(seed):
+    group, rng = Group(), np.random.default_rng(seed)
+    used = {group.run(seconds_R) for seconds_R in noise(rng, 10_000)}
+    assert used == {()}
+
+
+@pytest.mark.parametrize("ratio", [0.6, 0.8, 0.9])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_rank_is_found_in_time_and_forgotten_again(ratio, layers):
+    group, rng = Group(layers=layers), np.random.default_rng(0)
+    begin, end = 177, 577
+    times = np.exp(np.log(noise(rng, end + LIMIT)) / 2)  # with half of the noise
+    times[begin:end, 2] /= ratio
+    used = [group.run(seconds_R) for seconds_R in times]
+    assert used[:begin] == [()] * begin
+    used_by = np.array(used[begin + LIMIT])
+    assert used_by[2] / np.delete(used_by, 2).mean() == pytest.approx(ratio, rel=0.03)
+    assert used[-1] == ()
+
+
+def test_a_fast_rank_that_gains_little_changes_nothing():
+    assert next_speeds((), (1000, 1000, 1000, 1030)) == ()
+    assert next_speeds((), (1000,) * 7 + (1100,)) == ()
+    assert next_speeds((), (1000, 1000, 1000, 2000)) == (1000, 1000, 1000, 2000)
+
+
+def test_speeds_are_limited_to_what_plans_accept():
+    assert relative_speeds([1, 10**9]) == (1000, 100)
+    assert relative_speeds([1, 10**9, 10**9]) == (4000, 1000, 1000)
+    assert BalanceConfig(speeds=relative_speeds([1, 10**9, 10**9, 10**15])).speeds
+
+
+def test_the_prediction_follows_the_size_of_groups():
+    prices = PriceList((), (1.0, 4.0, 8.0))  # 1, 16 and 64 rows
+    assert prices.seconds(np.array([0, 1, 0])) == 1.0
+    assert prices.seconds(np.array([16, 16])) == 8.0
+    assert prices.seconds(np.array([40])) == pytest.approx(6.0)
+    assert prices.seconds(np.array([64 + 48])) == pytest.approx(12.0)  # the last slope goes on
+    assert PriceList((), (1.0,)).seconds(np.array([5])) == 0.0
+
+
+def slowed(monkeypatch, paces, block=4):
+    """Pretend that stage 6 of every rank takes `paces[rank]` times as long as predicted."""
+    small = {"BLOCK": block, "REMEMBERED": 3, "AGREEING": 2, "FEWEST": 2, "SAMPLES": 1}
+    for name, value in small.items():
+        monkeypatch.setattr(speeds_module, name, value)
+    passed = Speeds.passed
+
+    def fake(self, microbatch, start_time):
+        if microbatch in self._seconds and microbatch in self._predicted:
+            self._seconds[microbatch] = paces[self._rank] * self._predicted[microbatch]
+        passed(self, microbatch, start_time)
+
+    monkeypatch.setattr(Speeds, "passed", fake)
+
+
+def test_all_ranks_use_new_speeds_from_the_same_microbatch_on(monkeypatch, tmp_path):
+    paces, changed = [1.0, 1.0, 1.25], []
+    slowed(monkeypatch, paces)
+    example = Example([30, 30, 30], experts=6, skew=0.3)
+
+    def work(comm):
+        record = tmp_path / "run"
+        balancer = Balancer(experts=6, slots=2, communicator=comm, config=AUTO, record=record)
+        layers = [example.layer(balancer) for _ in range(2)]
+        used = []
+        with torch.no_grad():
+            for step in range(60):
+                if comm.rank == 0 and step == 30:
+                    paces[2] = 1.0
+                for layer in layers:
+                    layer(example.inputs[comm.rank])
+                    used.append((layer.last_plan.digest(), layer.last_plan.speeds))
+        stats = balancer.stats()
+        changed.append(balancer.speeds)
+        balancer.close()
+        return used, stats["speeds"], stats["measured_speeds"]
+
+    first, *others = LocalGroup(3).run(work)
+    assert all(other == first for other in others)
+    used, speeds, measured = first
+    assert speeds == ()
+    assert measured == (1000, 1000, 1000)
+    sets = [speeds for _, speeds in used]
+    assert set(sets) == {(), (1000, 1000, 800)}
+    assert sets[0] == sets[-1] == ()
+    trace = read_trace(tmp_path / "run")
+    assert [trace.speeds_of(n) or () for n in range(len(trace))] == sets
+    assert differing(trace) == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_pass_gets_the_plan_of_its_first_pass(monkeypatch, reentrant):
+    """Speeds change between steps; gradients equal those without speeds and recomputation."""
+    paces = [1.0, 1.6]
+    slowed(monkeypatch, paces, block=2)
+    example = Example([24, 20], experts=4)
+
+    def work(comm, config, around):
+        balancer = Balancer(experts=4, slots=2, communicator=comm, config=config)
+        layers = [example.layer(balancer) for _ in range(2)]
+        optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.0)
+        digests, gradients = [], []
+        for step in range(12):
+            if comm.rank == 0:
+                paces[1] = 1.6 if step < 6 else 1.0
+            passes = []
+            for _ in range(2):  # gradients are accumulated
+                x = example.inputs[comm.rank].clone().requires_grad_()
+                y = x
+                for layer in layers:
+                    y = y + around(layer, y)
+                passes.append((x, y, balancer.speeds))
+            for _, y, speeds in passes:
+                y.sum().backward()
+                digests.append((speeds, balancer.speeds))
+            gradients = gradients_of(torch.nn.ModuleList(layers), passes[0][0])
+            optimizer.step()
+            optimizer.zero_grad()
+        return digests, gradients
+
+    again = partial(checkpoint, use_reentrant=reentrant)
+    learnt = LocalGroup(2).run(partial(work, config=AUTO, around=again))
+    plain = LocalGroup(2).run(
+        partial(work, config=BalanceConfig(policy="none"), around=lambda layer, y: layer(y))
+    )
+    for (digests, gradients), (_, expected) in zip(learnt, plain, strict=True):
+        assert all(before == after for before, after in digests)
+        assert len({before for before, _ in digests}) > 1
+        assert gradients.keys() == expected.keys()
+        for name in gradients:
+            assert_close(gradients[name], expected[name])
+
+
+def test_plans_change_only_when_nothing_waits_for_recomputation():
+    safe, optimizer = SafePoints(), versions.optimizer_steps
+    forward = lambda layer: safe.begin(MicrobatchInfo(layer, 0))  # noqa: E731
+    recompute = lambda layer: safe.begin(MicrobatchInfo(layer, 0, recomputed=True))  # noqa: E731
+    optimizer()
+    assert not forward(0)  # the first step may still be recomputed
+    assert not forward(1)
+    assert not recompute(1)
+    assert not recompute(0)
+    assert not forward(0)  # no optimizer step since then
+    assert not recompute(0)
+    optimizer()
+    assert forward(0)
+    optimizer()  # of another model: the pass of this layer still waits
+    assert not forward(0)
+    assert not recompute(0)
+    assert not recompute(0)
+    optimizer()
+    assert not forward(0)  # more was recomputed than run since the other model's step
+    recompute(0)
+    optimizer()
+    assert forward(0)
+    for _ in range(speeds_module.REMEMBERED - 1):
+        assert not forward(0)
+    assert forward(0)  # so many passes do not wait for backward
+
+
+def test_speeds_need_times_of_experts(monkeypatch, caplog):
+    monkeypatch.setattr(speeds_module, "SILENT", 5)
+
+    def work(comm):
+        balancer = Balancer(experts=4, communicator=comm, config=AUTO)
+        ids = torch.zeros(8, 1, dtype=torch.int64)
+        for _ in range(2 * BLOCK):
+            planned(balancer, ids)
+        return balancer.speeds, balancer.measured_speeds
+
+    assert LocalGroup(2).run(work) == [((), ())] * 2
+    assert caplog.text.count("speeds='auto' learns nothing: rank 0 has timed no experts") == 1
+
+
+def test_where_speeds_cannot_be_learnt(caplog):
+    loads = np.ones((2, 2), dtype=np.int64)
+    with pytest.raises(ConfigError, match="speeds='auto' works in a Balancer only"):
+        ultraep.plan(loads, Topology(ranks=2, experts=2), AUTO)
+    with pytest.raises(ConfigError, match="speeds='auto', it needs equal speeds"):
+        Balancer("alone", experts=2, config=AUTO, capacity="static")
+    peers = LocalPeers(2, torch.device("cpu")).of(0)
+    with pytest.raises(ConfigError, match="these ranks share one thread"):
+        Balancer(peers=peers, experts=2, config=AUTO, data_plane="mapped")
+    alone = Balancer("alone", experts=2, config=AUTO)
+    assert alone.speeds == alone.measured_speeds == ()
+    with caplog.at_level(logging.WARNING):
+        config = BalanceConfig(policy="quota", speeds="auto")
+        LocalGroup(2).run(lambda comm: Balancer(experts=2, communicator=comm, config=config))
+    assert caplog.text.count("policy 'quota' ignores speeds") == 1
+
+
+def on_mapped(rank, group, verify, steps):
+    with pytest.MonkeyPatch.context() as patch:
+        slowed(patch, [1.0, 1.6], block=2)
+        example = Example([8, 8], experts=4, skew=0.3)
+        balancer = Balancer(
+            group,
+            peers=SharedPeers(group),
+            experts=4,
+            slots=2,
+            config=AUTO,
+            data_plane="mapped",
+            capacity=64,
+            timeout=PATIENCE,
+            verify=verify,
+        )
+        layer, used = example.layer(balancer), []
+        with torch.no_grad():
+            for _ in range(steps):
+                layer(example.inputs[rank])
+                plan = layer.last_plan.to_host()
+                used.append((plan.digest(), plan.speeds, plan.rank_loads.tolist()))
+        balancer.close()
+        return used
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+def test_speeds_on_mapped_memory():
+    first, second = shared_pool().run(2, on_mapped, True, 7)
+    assert first == second
+    assert first[0][1] == ()
+    assert first[-1][1] in ((1000, 620), (1000, 630))
+    fast, slow = first[-1][2]
+    assert slow / fast == pytest.approx(0.62, rel=0.2)
+    unlearnt, _ = shared_pool().run(2, on_mapped, False, 5)
+    assert {speeds for _, speeds, _ in unlearnt} == {()}
