@@ -9,6 +9,7 @@ Shapes: B sequences, L tokens of each, K experts per token, D model width, n row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,11 +26,8 @@ from ultraep.experts.loan import serve
 from ultraep.integrations.common import shared_balancer
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
+from ultraep.ops.opaque import handle_of, routed_experts
 from ultraep.runtime.balancer import Balancer
-
-COMPILED = (
-    "balanced experts communicate and cannot be compiled: leave 'model' out of --compile.components"
-)
 
 
 class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
@@ -52,6 +50,7 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         self.balancer: Balancer | None = None
         self.layer_index: int | None = None
         self.last_plan: AnyPlan | None = None
+        self._handle = handle_of(self)
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Parallelize like the framework, then connect to the other ranks."""
@@ -59,7 +58,6 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         group = parallel_dims.get_mesh("ep").get_group()
         self.balancer = shared_balancer(group, self.inner_experts.num_experts, **self._options)
 
-    @torch.compiler.disable(reason=COMPILED)  # type: ignore[untyped-decorator]
     def forward(  # the framework shards these tensors by argument name
         self,
         x_BLD: torch.Tensor,
@@ -69,16 +67,42 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Map `[B, L, D]` to `[B, L, D]`, with `[B, L, K]` gates and expert ids."""
         with spmd_types.no_typecheck():
-            flat = (t.flatten(0, 1) for t in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
-            return self._stages(*flat).view(x_BLD.shape)
+            tokens, ids, gates = (
+                t.flatten(0, 1) for t in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK)
+            )
+            weights = home_tensors(self.inner_experts)
+            if torch.compiler.is_compiling():
+                y = routed_experts(self._handle, tokens, ids, gates, list(weights.values()))
+            else:
+                y = self._stages(tokens, ids, gates, weights)
+            return y.view(x_BLD.shape)
 
-    def _stages(self, tokens: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    def run_routed(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        gates: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        policy: str | None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Run the experts with these weights; compiled graphs call it."""
+        names = [name for name, _ in self.inner_experts.named_parameters(recurse=False)]
+        with spmd_types.no_typecheck():
+            return self._stages(tokens, ids, gates, dict(zip(names, weights, strict=True)))
+
+    def _stages(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        gates: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
         if self.balancer is None:
             raise ConfigError("balanced experts need a process group: call parallelize() first")
         if self.layer_index is None:
             self.layer_index = self.balancer.register_layer()
         network = partial(compute, self.inner_experts)
-        layer = Layer(self.layer_index, home_tensors(self.inner_experts), partial(serve, network))
+        layer = Layer(self.layer_index, weights, partial(serve, network))
         outputs, self.last_plan = run_stages(self.balancer, layer, ids, gates, tokens)
         return outputs
 
