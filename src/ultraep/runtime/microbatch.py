@@ -28,8 +28,9 @@ from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
+from ultraep.runtime.dispatched import DispatchedRows
 from ultraep.runtime.history import History
-from ultraep.runtime.observe import Observer, staged
+from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.versions import Versions
@@ -54,6 +55,7 @@ class Shared:
     pricing: Pricing
     observers: list[Observer]
     history: History = field(default_factory=History)
+    dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
     # Replicas that hold slots in a backward pass, with the number of the pass.
     lent_in_backward: dict[AbstractContextManager[Any], int] = field(default_factory=dict)
 
@@ -103,7 +105,8 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         self._inputs, self._shared = inputs, shared
         self._loads: torch.Tensor | None = None
         self._plan: AnyPlanT | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: BaseExchange | None = None
+        self._dispatched: DispatchedRows | None = None
 
     @hidden
     @staged("loads")
@@ -131,16 +134,28 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @hidden
     @staged("reroute")
     def reroute(self) -> Exchange:
-        self._exchange = self._rows(self._after("plan", self._plan))
-        return self._exchange
+        exchange = self._exchange = self._rows(self._after("plan", self._plan))
+        shared, dispatcher = self._shared, self._shared.settings.dispatcher
+        if dispatcher is not None:
+            first = self.info.layer not in shared.dispatched_layers
+            shared.dispatched_layers.add(self.info.layer)
+            rank = shared.comm.rank
+            self._dispatched = DispatchedRows(
+                dispatcher, exchange, shared.topology, rank, wait=first
+            )
+        return exchange
 
     def dispatch(self) -> Arrivals:
         inputs, exchange = self._inputs, self._after("reroute", self._exchange)
         if inputs.tokens is None or inputs.gates is None:
             raise ConfigError("dispatch() needs tokens and gates: pass both to Balancer.begin")
+        if self._dispatched is not None:
+            return self._dispatched.dispatch(inputs.tokens, inputs.gates, inputs.layer.pack)
         return dispatch(inputs.tokens, inputs.gates, exchange, inputs.layer.pack)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
+        if self._dispatched is not None:
+            return self._dispatched.combine(outputs_AD)
         return combine(outputs_AD, self._after("reroute", self._exchange))
 
     def _after(self, verb: str, result: T | None) -> T:
@@ -183,5 +198,5 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         """Return the replicas of a synthetic plan, to be timed; every number is used once."""
 
     @abstractmethod
-    def _rows(self, plan: AnyPlanT) -> Exchange:
+    def _rows(self, plan: AnyPlanT) -> BaseExchange:
         """Return the object that moves the rows of this microbatch."""
