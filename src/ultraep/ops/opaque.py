@@ -21,14 +21,15 @@ from contextlib import ExitStack
 from functools import cache
 from itertools import count
 from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.library import custom_op
 
 from ultraep.errors import ConfigError
-from ultraep.ops.recompute import Gradients, label_of, state_of
+from ultraep.ops.recompute import label_of, state_of
 
 _numbers = count()
 _layers: WeakValueDictionary[int, OpaqueLayer] = WeakValueDictionary()
@@ -80,6 +81,7 @@ def routed_experts(
     device, inputs = tokens.device.type, (tokens, gates, *weights)
     learns = [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs]
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    outputs: torch.Tensor
     outputs, _ = _routed(handle, tokens, ids, gates, list(weights), learns, policy, autocast)
     return outputs
 
@@ -107,6 +109,9 @@ def _routed(
         if any(learns):
             modes.enter_context(_autograd())
             modes.enter_context(torch.enable_grad())
+            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                # The hooks of a checkpoint drop the label. It alone decides what backward uses.
+                modes.enter_context(saved_tensors_hooks(_unchanged, _unchanged))
             inputs = [t.requires_grad_(learn) for t, learn in zip(inputs, learns, strict=True)]
         if autocast is not None:
             modes.enter_context(torch.autocast(tokens.device.type, autocast))
@@ -135,6 +140,7 @@ def _routed_backward(
     learns: list[bool],
 ) -> list[torch.Tensor]:
     """Return the gradients of those of tokens, gates and weights that require one."""
+    del gates, weights  # they only determine the shapes of the results
     recorded: _Recorded = state_of(label)
     inputs = [t for t, learn in zip(recorded.inputs, learns, strict=True) if learn]
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -170,6 +176,10 @@ def _differentiate(ctx: Any, d_outputs: torch.Tensor, _: Any) -> tuple[Any, ...]
 
 
 _routed.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _autograd() -> Any:
