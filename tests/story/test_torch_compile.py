@@ -136,6 +136,10 @@ def test_a_compiled_block_equals_eager(rank, group, adapted, backend):
 @pytest.mark.parametrize("adapted", ADAPTED)
 @on_ranks(2)
 def test_inductor(rank, group, adapted, example):
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # no child processes
     block = block_on(rank, Balancer(group, experts=8), example, ADAPTED[adapted])
     expected = one_pass(block, block, rank, example)
     actual = one_pass(whole_graph(block, "inductor"), block, rank, example)
