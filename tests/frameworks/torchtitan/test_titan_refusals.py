@@ -91,17 +91,6 @@ def test_experts_without_expert_parallelism():
     refused(tensor, "tensor-parallel experts cannot be balanced")
 
 
-def test_compiled_experts():
-    """The framework compiles whole graphs; the error names the reason."""
-    config = config_of()
-    apply(config)
-    with torch.device("meta"):
-        experts = config.model_spec.model.layers[0].moe.routed_experts.build()
-    compiled = torch.compile(experts, fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave 'model' out of"):
-        compiled(torch.zeros(1, 2, 64), *(torch.zeros(1, 2, 2) for _ in range(2)), torch.zeros(8))
-
-
 def test_experts_without_a_process_group():
     config = config_of()
     apply(config)

@@ -9,11 +9,17 @@ import torchtitan_tiny as tiny  # first: on CPUs it replaces modules that the fr
 # isort: split
 import torchtitan.models.deepseek_v3 as deepseek
 import torchtitan.models.gpt_oss as gpt_oss
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.config import CompileConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 DIM, EXPERTS, VOCABULARY = 64, 8, 256
 BALANCED, METRICS = f"{tiny.OVERRIDES}.balanced", f"{tiny.OVERRIDES}.metrics"
-RECOMPUTE = {"none": lambda: None, "full": FullAC.Config, "selective": SelectiveAC.Config}
+RECOMPUTE = {
+    "none": lambda: None,
+    "full": FullAC.Config,
+    "selective": SelectiveAC.Config,
+    "memory budget": lambda: MemoryBudgetAC.Config(memory_budget=0.2),
+}
 
 
 def around(family, model, layers, last, norm):
@@ -103,6 +109,7 @@ def settings(
     backend="partial_dtensor",
     forced=False,
     bfloat16=False,
+    compiler=None,
     **parallel,
 ):
     """Return settings of the Trainer."""
@@ -118,5 +125,7 @@ def settings(
         config.training.global_batch_size = 2 * accumulate * tiny.dist.get_world_size()
     if bfloat16:
         config.training.mixed_precision_param = "bfloat16"
+    if compiler is not None:
+        config.compile = CompileConfig(enable=True, components=["model"], backend=compiler)
     config.debug.moe_force_load_balance = forced
     return config
