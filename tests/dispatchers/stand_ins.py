@@ -12,7 +12,7 @@ Signatures: DeepEP 2.1.0 and its branch hybrid-ep (1.2.1), torch 2.15.
 """
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -152,7 +152,9 @@ class ElasticBuffer(StandIn):
         unused = (cumulative_local_expert_recv_stats, num_max_tokens_per_rank, previous_event)
         require(unused == (None,) * 3 and previous_event_before_epilogue is None, "options")
         require(not async_with_compute_stream and not allocate_on_comm_stream, "streams")
-        require(do_handle_copy and not use_tma_aligned_col_major_sf and not do_zero_padding, "flags")
+        require(
+            do_handle_copy and not use_tma_aligned_col_major_sf and not do_zero_padding, "flags"
+        )
         require(do_expand and num_experts is not None, "do_expand and num_experts")
         parts = check_rows(x, self.wide)
         require(len(parts[0]) <= self.num_max_tokens_per_rank, "num_max_tokens_per_rank")
@@ -201,7 +203,9 @@ class ElasticBuffer(StandIn):
         """Return one row for each expert of a token, with undefined rows where they are padded."""
         rows = values if chosen else values[handle._token]
         shape = handle._rows, *rows.shape[1:]
-        expanded = torch.full(shape, 255, dtype=rows.dtype) if not chosen else undefined(rows, shape)
+        expanded = (
+            torch.full(shape, 255, dtype=rows.dtype) if not chosen else undefined(rows, shape)
+        )
         expanded[handle._position] = rows
         return expanded
 
@@ -347,7 +351,7 @@ class Buffer(StandIn):
 
 
 class SealedHandle(tuple):
-    """A handle, a tuple as in the library. Its fields differ between versions: reading them fails."""
+    """A handle, a tuple as in the library. Reading its fields fails: they differ by version."""
 
     def __getitem__(self, index):
         raise AssertionError("a handle was indexed")
@@ -483,6 +487,69 @@ class HybridEPBuffer(StandIn):
 # --- NCCL EP in torch ---
 
 
+class NcclEp(StandIn):
+    """torch._nccl_ep, the compiled extension, in the layout of experts."""
+
+    Layout = SimpleNamespace(FLAT="flat", EXPERT_MAJOR="expert_major")
+
+    def __init__(self, comm, *, wide=False):
+        super().__init__(comm, wide=wide)
+        self._NcclEpGroup = SimpleNamespace(create=self._create_group)
+        self._NcclEpHandle = SimpleNamespace(create=self._create_handle)
+
+    def _create_group(self, process_group, num_experts, max_dispatch, max_recv, max_token_bytes):
+        require(process_group is self.comm, "the group")
+        require(max_recv >= max_dispatch, "max_recv >= max_dispatch")
+        return sealed(
+            self,
+            num_experts=num_experts,
+            max_dispatch=max_dispatch,
+            max_recv=max_recv,
+            max_token_bytes=max_token_bytes,
+        )
+
+    def _create_handle(self, group, topk_idx, counts, layout):
+        group = opened(group, self)
+        require(layout == "expert_major", "layout")
+        require(len(topk_idx) <= group.max_dispatch, "max_dispatch_tokens_per_rank")
+        links = Links(self.comm, topk_idx, group.num_experts)
+        local = local_ids(links, topk_idx, self.comm.rank)
+        token, choice, expert = by_expert(local, self._shuffle)
+        require(len(token) <= group.max_recv, "overflow: NCCL EP would end the process")
+        if counts is not None:
+            require(counts.dtype == torch.int32 and counts.ndim == 1, "counts int32")
+            require(len(counts) >= links.local, "a count for each expert")
+            counts[: links.local] = torch.bincount(expert, minlength=links.local).to(torch.int32)
+        shape = topk_idx.shape
+        return sealed(self, links=links, token=token, choice=choice, group=group, shape=shape)
+
+    def _nccl_ep_dispatch(self, handle, tokens, weights, out_tokens, out_weights, out_idx):
+        content = opened(handle, self)
+        most = content.group.max_recv
+        check_rows(tokens, self.wide)
+        check_weights(weights, content.shape, self.wide)
+        require(tokens.shape[1] * tokens.itemsize <= content.group.max_token_bytes, "token bytes")
+        require(out_tokens.shape == (most, tokens.shape[1]), "out for max_recv rows")
+        require(out_tokens.dtype == tokens.dtype and out_tokens.is_contiguous(), "out like tokens")
+        require(out_weights.shape == (most,) and out_idx is None, "1D weights, no idx")
+        self.tokens_sent += sum(content.links.counts)
+        rows = content.links.there(bits(tokens))[content.token].view(tokens.dtype)
+        out_tokens[: len(rows)] = rows
+        out_weights[: len(rows)] = content.links.there(weights)[content.token, content.choice]
+        out_tokens[len(rows) :] = torch.nan  # undefined
+        out_weights[len(rows) :] = torch.nan
+
+    def _nccl_ep_combine(self, handle, rows, out):
+        content = opened(handle, self)
+        check_rows(rows, self.wide, pairs=False)
+        count = len(content.token)
+        require(count <= len(rows) <= content.group.max_recv, f"{count} rows of the handle")
+        require(out.shape == (content.links.tokens, rows.shape[1]), "out [T, H]")
+        sums = torch.zeros(sum(content.links.received), rows.shape[1], dtype=WIDE)
+        sums.index_add_(0, content.token, rows[:count].to(WIDE))
+        out.copy_(content.links.back(sums.to(rows.dtype)))
+
+
 class Routing(NamedTuple):
     """Stands for the frozen record of torch."""
 
@@ -491,56 +558,28 @@ class Routing(NamedTuple):
     layout: str
 
 
-class TokenSwitchNCCL(StandIn):
-    """torch.distributed._token_switch.TokenSwitchNCCL, with the layout of experts."""
+class TokenSwitchNCCL:
+    """torch.distributed._token_switch.TokenSwitchNCCL, for torch before 2.14."""
 
     __module__ = "torch_stand_in.distributed._token_switch"
 
-    def __init__(self, comm, num_experts, max_recv_tokens_per_rank, max_token_bytes, *, wide=False):
-        super().__init__(comm, wide=wide)
-        self.num_experts, self.max_recv = num_experts, max_recv_tokens_per_rank
-        self.max_token_bytes = max_token_bytes
+    def __init__(self, extension, num_experts, max_dispatch, max_recv, max_token_bytes):
+        sizes = num_experts, max_dispatch, max_recv, max_token_bytes
+        self._ep = extension
+        self._group = extension._NcclEpGroup.create(extension.comm, *sizes)
 
     def create_routing(self, topk_idx, per_expert_token_counts=None, *, layout):
-        require(layout == "expert_major", "layout")
-        links = Links(self.comm, topk_idx, self.num_experts)
-        local = local_ids(links, topk_idx, self.comm.rank)
-        token, choice, expert = by_expert(local, self._shuffle)
-        require(len(token) <= self.max_recv, "overflow: NCCL EP would end the process")
-        if per_expert_token_counts is not None:
-            require(per_expert_token_counts.dtype == torch.int32, "counts int32")
-            require(len(per_expert_token_counts) >= links.local, "a count for each expert")
-            counts = torch.bincount(expert, minlength=links.local)
-            per_expert_token_counts[: links.local] = counts.to(torch.int32)
-        handle = sealed(self, links=links, token=token, choice=choice)
-        return Routing(handle, topk_idx, layout)
+        create = self._ep._NcclEpHandle.create
+        return Routing(
+            create(self._group, topk_idx, per_expert_token_counts, layout), topk_idx, layout
+        )
 
     def dispatch(self, routing, tokens, topk_weights, max_recv_tokens=None, *, out=None):
         require(max_recv_tokens is None and out is not None, "out=")
-        content = opened(routing.handle, self)
-        out_tokens, out_weights, out_idx = out
-        check_rows(tokens, self.wide)
-        check_weights(topk_weights, routing.topk_idx.shape, self.wide)
-        require(tokens.shape[1] * tokens.itemsize <= self.max_token_bytes, "max_token_bytes")
-        require(out_tokens.shape == (self.max_recv, tokens.shape[1]), "out for max_recv rows")
-        require(out_tokens.dtype == tokens.dtype and out_tokens.is_contiguous(), "out like tokens")
-        require(out_weights.shape == (self.max_recv,) and out_idx is None, "1D weights, no idx")
-        self.tokens_sent += sum(content.links.counts)
-        rows = content.links.there(bits(tokens))[content.token].view(tokens.dtype)
-        out_tokens[: len(rows)] = rows
-        weights = content.links.there(topk_weights)[content.token, content.choice]
-        out_weights[: len(rows)] = weights
-        bits(out_tokens)  # what follows the rows is undefined
-        out_tokens[len(rows) :] = torch.nan
+        self._ep._nccl_ep_dispatch(routing.handle, tokens, topk_weights, *out)
         return out
 
     def combine(self, routing, expert_tokens, *, out=None):
-        content = opened(routing.handle, self)
-        (rows,) = check_rows(expert_tokens, self.wide, pairs=False)
-        count = len(content.token)
-        require(count <= len(rows) <= self.max_recv, f"{count} rows of the handle")
-        require(out is not None and out.shape == (content.links.tokens, rows.shape[1]), "out=")
-        sums = torch.zeros(sum(content.links.received), rows.shape[1], dtype=WIDE)
-        sums.index_add_(0, content.token, rows[:count].to(WIDE))
-        out.copy_(content.links.back(sums.to(rows.dtype)))
+        require(out is not None, "out=")
+        self._ep._nccl_ep_combine(routing.handle, expert_tokens, out)
         return out

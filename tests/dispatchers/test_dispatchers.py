@@ -3,9 +3,13 @@
 The compiled parts of the libraries are strict stand-ins (stand_ins.py).
 """
 
+import threading
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
 import torch
 from dense import (
@@ -16,9 +20,13 @@ from dense import (
     on_every_rank,
     with_network,
 )
-from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, TokenSwitchNCCL, library
-from torch.utils.checkpoint import checkpoint
+from permuting import Permuting
+from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, NcclEp, TokenSwitchNCCL, library
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ultraep import LocalGroup
+from ultraep.dispatch import Received, SlotRoutes
+from ultraep.dispatchers import refuse_packed
 from ultraep.dispatchers.deepep import DeepEP, DeepEPBuffer
 from ultraep.dispatchers.hybridep import HybridEP
 from ultraep.dispatchers.token_switch import TokenSwitch
@@ -28,7 +36,32 @@ pytestmark = pytest.mark.usefixtures("one_thread", "libraries")
 
 EXAMPLE = Example([30, 20, 0, 25], experts=8, bias=True)
 NAMES = ("DeepEP", "DeepEPBuffer", "HybridEP", "TokenSwitch")
+AUTOGRAD = "a dispatcher with autograd of its own"
 ROWS = 400  # more than arrive at a rank
+
+each_library = pytest.mark.parametrize("name", NAMES)
+every_dispatcher = pytest.mark.parametrize("name", [*NAMES, AUTOGRAD])
+
+
+class Differentiable:
+    """Permutes rows with differentiable functions, like the dispatchers of frameworks.
+
+    Its gates stay at home: `combine` multiplies the outputs by them.
+    """
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def dispatch(self, tokens, gates, routes, pack):
+        refuse_packed("Differentiable", pack)
+        first = np.arange(routes.ranks + 1) * routes.slots_per_rank
+        permuting = Permuting(self.comm, first)
+        rows, gates, counts, back = permuting.dispatch(tokens, routes.slots, gates)
+        return Received(rows, torch.ones_like(gates), counts, (permuting, back, gates))
+
+    def combine(self, outputs, received):
+        permuting, back, gates = received.state
+        return permuting.combine(outputs * gates[:, None], back)
 
 
 @pytest.fixture
@@ -42,6 +75,8 @@ def dispatcher_of(name, *, wide=True, slots_per_rank=4, row_bytes=16 * 8):
     """Return a function that makes the dispatcher of a rank."""
 
     def make(comm):
+        if name == AUTOGRAD:
+            return Differentiable(comm)
         if name == "DeepEP":
             dispatcher = DeepEP(ElasticBuffer(comm, wide=wide))
         elif name == "DeepEPBuffer":
@@ -49,9 +84,9 @@ def dispatcher_of(name, *, wide=True, slots_per_rank=4, row_bytes=16 * 8):
         elif name == "HybridEP":
             dispatcher = HybridEP(HybridEPBuffer(comm, wide=wide), tokens=32)
         else:
-            experts = comm.size * slots_per_rank
-            switch = TokenSwitchNCCL(comm, experts, ROWS, row_bytes, wide=wide)
-            dispatcher = TokenSwitch(switch, max_recv_tokens=ROWS)
+            sizes = comm.size * slots_per_rank, 64, ROWS, row_bytes
+            switch = TokenSwitchNCCL(NcclEp(comm, wide=wide), *sizes)
+            dispatcher = TokenSwitch(switch, num_experts=sizes[0], max_recv_tokens=ROWS)
         if wide:
             dispatcher.dtypes = (*dispatcher.dtypes, torch.float32, torch.float64)
         return dispatcher
@@ -89,7 +124,7 @@ def padded_ids(example, seed=0):
     return ids
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_dispatcher
 @pytest.mark.parametrize("work", [one_pass, through_network])
 def test_equal_to_the_data_plane(name, work):
     """Outputs and all gradients, with biases and a rank without tokens."""
@@ -98,7 +133,7 @@ def test_equal_to_the_data_plane(name, work):
     assert_same_tensors(theirs, ours)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_dispatcher
 def test_padding(name):
     example = fixed(EXAMPLE, padded_ids(EXAMPLE))
     ours = on_every_rank(example, one_pass, slots=2)
@@ -106,7 +141,7 @@ def test_padding(name):
     assert_same_tensors(theirs, ours)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_dispatcher
 def test_single_precision(name):
     example = replace(EXAMPLE, dtype=torch.float32, top_k=3)
     ours = on_every_rank(example, one_pass, slots=2)
@@ -121,7 +156,7 @@ def assert_close_tensors(actual, expected, tolerance):
             assert_close(own[name], tensor, name, tolerance)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_library
 def test_bfloat16_as_the_libraries_take_it(name):
     """Nothing but documented dtypes; gradients of gates are exact to single precision."""
     example = fixed(replace(EXAMPLE, dtype=torch.bfloat16), padded_ids(EXAMPLE))
@@ -130,7 +165,48 @@ def test_bfloat16_as_the_libraries_take_it(name):
     assert_close_tensors(on_every_rank(example, one_pass, slots=2, dispatcher=make), ours, 2e-2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_library
+def test_gates_travel_in_single_precision(name):
+    """There and back, beside bfloat16 rows, without rounding; padding yields zeros."""
+    slots = [torch.tensor([[0, 3], [2, -1], [1, 0], [-1, -1]]), torch.tensor([[3, 2]])]
+    counts = [[2, 1], [2, 2]]
+
+    def there_and_back(comm):
+        dispatcher = dispatcher_of(name, wide=False, slots_per_rank=2, row_bytes=32)(comm)
+        begins = [0, *accumulate(counts[comm.rank])]
+        offsets, own = torch.tensor(begins, dtype=torch.int32), slots[comm.rank]
+        rows = dispatcher.begin(SlotRoutes(own, offsets, lambda: begins, comm.rank, 2, 2), 16)
+        gates = torch.randn(own.shape, generator=torch.Generator().manual_seed(comm.rank))
+        arrived, scalars = rows.to_slots(torch.ones(len(own), 16, dtype=torch.bfloat16), gates)
+        assert list(rows.counts) == counts[comm.rank]
+        sums, back = rows.to_tokens(arrived, scalars)
+        assert back.dtype == torch.float32
+        assert torch.equal(back, gates * (own >= 0))
+        assert torch.equal(sums[:, 0], (own >= 0).sum(dim=1).to(torch.bfloat16))
+
+    LocalGroup(2).run(there_and_back)
+
+
+@pytest.mark.skipif(find_spec("torch.distributed._token_switch") is None, reason="torch < 2.14")
+def test_the_switch_of_torch(monkeypatch):
+    """The Python file of torch with a stand-in for its compiled extension."""
+    from torch.distributed._token_switch import TokenSwitchNCCL as TheirSwitch
+
+    extensions = threading.local()  # ranks are threads
+    monkeypatch.setattr("torch.distributed._token_switch._import_nccl_ep", lambda: extensions.own)
+
+    def make(comm):
+        extensions.own = NcclEp(comm, wide=True)
+        switch = TheirSwitch(comm, 16, 64, ROWS, 128)
+        dispatcher = TokenSwitch(switch, num_experts=16, max_recv_tokens=ROWS)
+        dispatcher.dtypes = (torch.float64,)
+        return dispatcher
+
+    ours = on_every_rank(EXAMPLE, one_pass, slots=2)
+    assert_same_tensors(on_every_rank(EXAMPLE, one_pass, slots=2, dispatcher=make), ours)
+
+
+@every_dispatcher
 def test_ranks_with_different_numbers_of_home_experts(name):
     """Slot ids are those of the rank with the most slots; the others have unused ones."""
     example = fixed(replace(EXAMPLE, experts=10), padded_ids(replace(EXAMPLE, experts=10)))
@@ -141,7 +217,7 @@ def test_ranks_with_different_numbers_of_home_experts(name):
     assert even_homes(10, 4) != options["homes"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_dispatcher
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recompute(name, reentrant):
     """Backward uses the handle of the recomputed pass, whose rows arrive in another order."""
@@ -156,7 +232,7 @@ def test_recompute(name, reentrant):
     assert_same_tensors(theirs, ours)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_dispatcher
 @pytest.mark.parametrize("reverse", [False, True])
 def test_microbatches_in_flight(name, reverse):
     """Two forward passes with other tokens, then both backward passes, in any order."""
@@ -173,10 +249,10 @@ def test_microbatches_in_flight(name, reverse):
     assert_same_tensors(theirs, ours)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_library
 def test_fp8_rows_pass_with_their_scales(name):
     """Bit for bit as without balancing, and as the bytes that the data plane delivers."""
-    example = Example([9, 0, 12, 7], hidden=512, ffn=128, dtype=torch.bfloat16)
+    example = Example([6, 5], experts=4, hidden=512, ffn=64, dtype=torch.bfloat16)
     options = {"slots": 2, "layer_options": {"quantised": "fp8", "bitwise": True}}
     make = dispatcher_of(name, wide=False, row_bytes=1024)
     runs = {
@@ -206,7 +282,7 @@ def rows_by_slot(arrivals):
     return arrivals.packed[: begins[-1]].split([e - b for b, e in pairwise(begins)])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_library
 def test_a_token_is_sent_once_to_each_rank(name):
     """The dispatcher sees slot ids, so rows of one token for several slots travel together."""
     example = replace(EXAMPLE, top_k=4, skew=0.0)
@@ -221,12 +297,13 @@ def test_a_token_is_sent_once_to_each_rank(name):
             layer(x)
         return layer.last_plan.total
 
-    total = on_every_rank(example, forward, slots=2, dispatcher=make)[0]
-    libraries = [getattr(d, "buffer", None) or d.switch for d in dispatchers.values()]
+    options = {"slots": 2, "verify": False}  # without the rows of the probe
+    total = on_every_rank(example, forward, dispatcher=make, **options)[0]
+    libraries = [getattr(d, "buffer", None) or d.switch._ep for d in dispatchers.values()]
     assert 0 < sum(one.tokens_sent for one in libraries) < total
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_dispatcher
 def test_stages_are_timed(name):
     """Observers see the same stages as with the rows of the data plane, each ended once."""
 
@@ -254,3 +331,60 @@ def test_stages_are_timed(name):
 
     ours = on_every_rank(EXAMPLE, observed, slots=2)
     assert on_every_rank(EXAMPLE, observed, slots=2, dispatcher=dispatcher_of(name)) == ours
+
+
+@every_dispatcher
+def test_selective_checkpointing(name):
+    """A dispatch mode may keep the results of ops; the ops of a dispatcher are hidden from it."""
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def selective(layer, x, gradient):
+        y = checkpoint(with_network(layer), x, use_reentrant=False, context_fn=contexts)
+        y.backward(gradient)
+        return {"y": y.detach(), **gradients_of(layer, x)}
+
+    ours = on_every_rank(EXAMPLE, one_pass, slots=2)
+    theirs = on_every_rank(EXAMPLE, selective, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+
+
+@every_dispatcher
+@pytest.mark.parametrize("frozen", ["experts", "tokens", "router", "all but the experts"])
+def test_frozen_tensors(name, frozen):
+    def work(layer, x, gradient):
+        layer.experts.requires_grad_(frozen != "experts")
+        layer.router.requires_grad_(frozen not in ("router", "all but the experts"))
+        x.requires_grad_(frozen not in ("tokens", "all but the experts"))
+        return one_pass(layer, x, gradient)
+
+    ours = on_every_rank(EXAMPLE, work, slots=2)
+    theirs = on_every_rank(EXAMPLE, work, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+    assert ("experts.down_proj" in ours[0]) == (frozen != "experts")
+
+
+@every_dispatcher
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_inference(name, context):
+    def forward(layer, x, gradient):
+        with context():
+            return {"y": layer(x)}
+
+    ours = on_every_rank(EXAMPLE, forward, slots=2)
+    theirs = on_every_rank(EXAMPLE, forward, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+
+
+def test_several_layers_share_a_dispatcher():
+    """Two layers with different hot experts, one after the other."""
+
+    def work(layer, x, gradient):
+        other = with_network(replace(EXAMPLE, skew=-1.5).layer(layer.balancer))
+        y = x + layer(x)
+        (y + other(y)).backward(gradient)
+        assert "rows by DeepEP)" in repr(layer.balancer) or not layer.balancer.settings.dispatcher
+        return gradients_of(layer, x)
+
+    ours = on_every_rank(EXAMPLE, work, slots=2, in_flight=2)
+    theirs = on_every_rank(EXAMPLE, work, slots=2, in_flight=2, dispatcher=dispatcher_of("DeepEP"))
+    assert_same_tensors(theirs, ours)

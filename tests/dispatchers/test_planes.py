@@ -52,6 +52,7 @@ def two_passes(rank, group, plane, name):
     )
     layer = EXAMPLE.layer(balancer)
     x = EXAMPLE.inputs[rank].clone().requires_grad_()
+    balancer.prepare(EXAMPLE.ids[0], x, layer.experts.bundle)  # sizes of the largest rank
     ys = [layer(x), layer(2 * x)]
     sum(ys).backward(EXAMPLE.gradients[rank])
     balancer.check()
@@ -79,7 +80,9 @@ def expected():
     return LocalGroup(EXAMPLE.ranks).run(work)
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])])
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])]
+)
 @pytest.mark.parametrize("plane", ["mapped", "messages"])
 def test_processes(plane, name):
     """The mapped plane allocates no memory for rows."""

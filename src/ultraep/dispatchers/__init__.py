@@ -25,6 +25,7 @@ import torch
 from ultraep.combine import combine
 from ultraep.dispatch import Moved, Pack, Received, SlotRoutes, send
 from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.ops.modes import unseen
 from ultraep.ops.products import accumulator
 
 Version = tuple[int, int]  # major, minor
@@ -72,7 +73,8 @@ class RawDispatcher(ABC):
         routes: SlotRoutes,
         pack: Pack | None,
     ) -> Received:
-        library_rows = self.begin(routes, tokens_TD.shape[1])
+        with unseen():
+            library_rows = self.begin(routes, tokens_TD.shape[1])
         gates_TK = gates_TK.to(accumulator(tokens_TD.dtype))
         rows_AD, gates_A, packed = send(tokens_TD, gates_TK, library_rows, pack)
         return Received(rows_AD, gates_A, library_rows.counts, library_rows, packed)
@@ -125,7 +127,7 @@ def check_library(
     try:
         installed = getattr(sys.modules.get(package), "__version__", None) or version(package)
     except PackageNotFoundError:
-        installed = "of unknown version"
+        installed = f"{package} of unknown version"
     numbers = re.match(r"(\d+)\.(\d+)", installed)
     supported = f"{oldest[0]}.{oldest[1]} or newer, below {below[0]}.{below[1]}"
     if not numbers or not oldest <= (int(numbers[1]), int(numbers[2])) < below:

@@ -1,8 +1,9 @@
 """Rows through NCCL EP, by `torch.distributed._token_switch.TokenSwitchNCCL` of torch 2.14.
 
-    switch = TokenSwitchNCCL(group, num_experts, max_dispatch_tokens, max_recv_tokens, token_bytes)
-    balancer = Balancer(group, experts=..., slots=2,
-                        dispatcher=TokenSwitch(switch, max_recv_tokens=max_recv_tokens))
+    slots = 128 + 8 * 2  # of all ranks: 128 home experts, 8 ranks with 2 spare slots each
+    switch = TokenSwitchNCCL(group, slots, 4096, 65536, 4096 * 2)
+    dispatcher = TokenSwitch(switch, num_experts=slots, max_recv_tokens=65536)
+    balancer = Balancer(group, experts=128, slots=2, dispatcher=dispatcher)
 
 The autograd functions of the library have no gradients of gates, so its plain verbs are used. The
 gradients of gates travel as rows of their own, one column for each choice of a token.
@@ -19,7 +20,7 @@ import torch
 from ultraep.config import check_integer
 from ultraep.dispatch import Moved, SlotRoutes
 from ultraep.dispatchers import LibraryRows, RawDispatcher, check_dtype, check_library
-from ultraep.errors import LoadError
+from ultraep.errors import ConfigError, LoadError
 
 ROW_BYTES = 16  # rows have multiples of this size
 PARTS = 3  # bfloat16 numbers whose sum is a float32 number
@@ -28,14 +29,14 @@ PARTS = 3  # bfloat16 numbers whose sum is a float32 number
 class TokenSwitch(RawDispatcher):
     """Moves rows with a `TokenSwitchNCCL`.
 
-    switch: with `num_experts` equal to all slots, ranks * (home experts + spare slots).
+    num_experts: of the switch; must be the slots of all ranks, home experts and spare slots.
     max_recv_tokens: `max_recv_tokens_per_rank` of the switch. NCCL EP ends the process if more rows
-        arrive, so the balancer refuses such a plan.
+        arrive, so the dispatcher refuses such a plan.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
-    def __init__(self, switch: Any, *, max_recv_tokens: int) -> None:
+    def __init__(self, switch: Any, *, num_experts: int, max_recv_tokens: int) -> None:
         check_library(
             switch,
             (2, 14),
@@ -44,11 +45,17 @@ class TokenSwitch(RawDispatcher):
             dispatch=("routing", "tokens", "topk_weights", "out"),
             combine=("routing", "expert_tokens", "out"),
         )
+        check_integer("num_experts", num_experts, least=1)
         check_integer("max_recv_tokens", max_recv_tokens, least=1)
-        self.switch, self.max_recv_tokens = switch, max_recv_tokens
+        self.switch, self.num_experts, self.max_recv_tokens = switch, num_experts, max_recv_tokens
 
     def begin(self, routes: SlotRoutes, width: int) -> _SwitchedRows:
         del width
+        if routes.num_slots != self.num_experts:
+            raise ConfigError(
+                f"TokenSwitch(num_experts={self.num_experts}), but {routes.ranks} ranks have "
+                f"{routes.num_slots} slots; create the TokenSwitchNCCL for {routes.num_slots}"
+            )
         rows = routes.begins()[-1]
         if rows > self.max_recv_tokens:
             raise LoadError(

@@ -212,8 +212,13 @@ class Balancer:
         return (
             f"Balancer(rank {self.rank} of {self.comm.size}, {topology.experts} experts, "
             f"{topology.slots} slots, policy {config.policy!r}, {self._pricing.describe(config)}, "
-            f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'})"
+            f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'}"
+            f"{self._rows_by()})"
         )
+
+    def _rows_by(self) -> str:
+        dispatcher = self.settings.dispatcher
+        return "" if dispatcher is None else f", rows by {type(dispatcher).__qualname__}"
 
     def __copy__(self) -> Self:
         """Return the balancer itself: copies of a module share it."""

@@ -21,14 +21,14 @@ from ultraep.bundle import Bundle
 from ultraep.combine import combine
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import Arrivals, Exchange, dispatch
+from ultraep.dispatch import Arrivals, Dispatcher, Exchange, dispatch
 from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
-from ultraep.runtime.dispatched import DispatchedRows
+from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
 from ultraep.runtime.history import History
 from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.pricing import Pricing
@@ -135,15 +135,22 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @staged("reroute")
     def reroute(self) -> Exchange:
         exchange = self._exchange = self._rows(self._after("plan", self._plan))
-        shared, dispatcher = self._shared, self._shared.settings.dispatcher
-        if dispatcher is not None:
-            first = self.info.layer not in shared.dispatched_layers
-            shared.dispatched_layers.add(self.info.layer)
-            rank = shared.comm.rank
-            self._dispatched = DispatchedRows(
-                dispatcher, exchange, shared.topology, rank, wait=first
-            )
+        dispatcher, tokens = self._shared.settings.dispatcher, self._inputs.tokens
+        if dispatcher is not None and tokens is not None:
+            self._dispatched = self._through(dispatcher, exchange, tokens)
         return exchange
+
+    def _through(
+        self, dispatcher: Dispatcher, exchange: BaseExchange, tokens: torch.Tensor
+    ) -> DispatchedRows:
+        """Return the rows of this microbatch through a dispatcher; the first time, probe it."""
+        shared, layer = self._shared, self.info.layer
+        routes = slot_routes(exchange, shared.topology, shared.comm.rank)
+        if shared.settings.verify and not shared.dispatched_layers:
+            probe(dispatcher, routes, tokens, shared.comm)
+        first = layer not in shared.dispatched_layers
+        shared.dispatched_layers.add(layer)
+        return DispatchedRows(dispatcher, exchange, routes, first=first)
 
     def dispatch(self) -> Arrivals:
         inputs, exchange = self._inputs, self._after("reroute", self._exchange)
