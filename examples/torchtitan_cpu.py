@@ -48,12 +48,12 @@ def use_cpu() -> None:
     for name, host in HOST.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, host)
-    from torchtitan.distributed import compile
+    from torchtitan.distributed import compile as compiling
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.protocols.module import Module
 
     FlexAttention._compiled_flex_attn = staticmethod(attention)
-    compile._maybe_regional_inductor_backend = lambda model, backend: backend
+    compiling._maybe_regional_inductor_backend = lambda _, backend: backend
     Module._init_param = draw_whole
     factors = _fsdp_collectives._get_gradient_divide_factors
     _fsdp_collectives._get_gradient_divide_factors = lambda *args: factors(*args[:-1], True)

@@ -89,10 +89,11 @@ def gpt_oss_small():
     return around(gpt_oss, gpt_oss.GptOssModel, layers, last, norm)
 
 
-def spec(family):
+def spec(family, dispatcher="standard"):
     """Return the framework's specification of a model."""
     if family == "qwen3":
-        return replace(tiny.qwen3.model_registry("debugmodel_moe"), model=tiny.tiny_model())
+        model = tiny.tiny_model(moe_comm_backend=dispatcher)
+        return replace(tiny.qwen3.model_registry("debugmodel_moe"), model=model)
     if family == "deepseek_v3":
         return replace(deepseek.model_registry("debugmodel"), model=deepseek_v3())
     return replace(gpt_oss.model_registry("debugmodel"), model=gpt_oss_small())
@@ -110,11 +111,12 @@ def settings(
     forced=False,
     bfloat16=False,
     compiler=None,
+    dispatcher="standard",
     **parallel,
 ):
     """Return settings of the Trainer."""
     config = tiny.tiny(*overrides, steps=steps, folder=str(folder))
-    config.model_spec = spec(family)
+    config.model_spec = spec(family, dispatcher)
     config.activation_checkpoint = RECOMPUTE[recompute]()
     config.parallelism.expert_parallel_degree = ranks_of_experts
     config.parallelism.spmd_backend = backend

@@ -21,9 +21,12 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts
 
 from ultraep.comm import moved
+from ultraep.dispatch import Pack, Received, SlotRoutes
+from ultraep.dispatchers import refuse_packed
 from ultraep.errors import ConfigError
 from ultraep.experts.loan import serve
 from ultraep.integrations.common import shared_balancer
+from ultraep.integrations.torchtitan.check import ALL_TO_ALL, DEEPEP
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.ops.opaque import handle_of, routed_experts
@@ -54,9 +57,13 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Parallelize like the framework, then connect to the other ranks."""
+        mesh, library, options = parallel_dims.get_mesh("ep"), self.token_dispatcher, self._options
+        if type(library).__name__ != ALL_TO_ALL:  # the balancer replaces only the all-to-all
+            library.num_experts += mesh.size() * options["slots"]  # it allocates for all slots
+            options = options | {"dispatcher": FrameworkDispatcher(library)}
         super().parallelize(parallel_dims)
-        group = parallel_dims.get_mesh("ep").get_group()
-        self.balancer = shared_balancer(group, self.inner_experts.num_experts, **self._options)
+        experts = self.inner_experts.num_experts
+        self.balancer = shared_balancer(mesh.get_group(), experts, **options)
 
     def forward(  # the framework shards these tensors by argument name
         self,
@@ -101,10 +108,43 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
             raise ConfigError("balanced experts need a process group: call parallelize() first")
         if self.layer_index is None:
             self.layer_index = self.balancer.register_layer()
+        if type(self.token_dispatcher).__name__ == DEEPEP:
+            ids = ids.masked_fill(gates == 0, -1)  # rows that it leaves out
         network = partial(compute, self.inner_experts)
         layer = Layer(self.layer_index, weights, partial(serve, network))
         outputs, self.last_plan = run_stages(self.balancer, layer, ids, gates, tokens)
         return outputs
+
+
+class FrameworkDispatcher:
+    """A token dispatcher of the framework that moves the rows of a balancer by slot id.
+
+    The framework's dispatchers multiply outputs by gates themselves.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def __repr__(self) -> str:  # layers with equal dispatchers share a balancer
+        library = self._library
+        return f"{type(library).__name__}({library.num_experts}, top_k={library.top_k})"
+
+    def dispatch(
+        self,
+        tokens_TD: torch.Tensor,
+        gates_TK: torch.Tensor,
+        routes: SlotRoutes,
+        pack: Pack | None,
+    ) -> Received:
+        refuse_packed(repr(self), pack)
+        chosen = routes.slots[routes.slots >= 0]
+        counts = torch.bincount(chosen, minlength=routes.num_slots)
+        rows, arrived, state = self._library.dispatch(tokens_TD, gates_TK, routes.slots, counts)
+        return Received(rows, rows.new_ones(len(rows)), arrived, state)
+
+    def combine(self, outputs_AD: torch.Tensor, received: Received) -> torch.Tensor:
+        y_TD: torch.Tensor = self._library.combine(outputs_AD, received.state, None)
+        return y_TD
 
 
 def home_tensors(experts: nn.Module) -> dict[str, torch.Tensor]:
