@@ -144,7 +144,7 @@ def install():
 
         for name in ("dispatch", "combine"):
             function = getattr(deepep, f"_{name}_op_impl")
-            torch.library.impl(deepep._lib, name, "CPU", function)
+            deepep._lib.impl(name, function, "CPU")
         for name in ("dispatch", "combine", "dispatch_bwd", "combine_bwd"):
             operator = getattr(hybridep, f"_{name}_impl")
             operator.register_kernel("cpu", operator._init_fn)
