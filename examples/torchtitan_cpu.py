@@ -6,7 +6,7 @@ torchtitan. It replaces:
     device         the framework assumes "cuda" if it finds no accelerator
     memory         its metrics query the name and the memory of the device
     casts          experts multiply in bfloat16, which few CPUs support
-    attention      flex attention has no backward on CPUs
+    attention      flex attention has no backward on CPUs, and is not compiled on its own
     init           on CPUs, all shards of a parameter get the same random values
     sums           gloo has no reduction with a factor; FSDP2 can divide afterwards
     all-to-all     gloo supports lists of equal sizes only
@@ -48,10 +48,12 @@ def use_cpu() -> None:
     for name, host in HOST.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, host)
+    from torchtitan.distributed import compile as compiling
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.protocols.module import Module
 
     FlexAttention._compiled_flex_attn = staticmethod(attention)
+    compiling._maybe_regional_inductor_backend = lambda _, backend: backend
     Module._init_param = draw_whole
     factors = _fsdp_collectives._get_gradient_divide_factors
     _fsdp_collectives._get_gradient_divide_factors = lambda *args: factors(*args[:-1], True)

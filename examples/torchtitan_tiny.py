@@ -91,7 +91,13 @@ class Kept(BaseLogger):
 
 def tiny_model(dim: int = 64, **layers: Any) -> Any:
     """Return a model of two layers of eight experts; `layers` overrides their settings."""
-    usual = {"n_layers": 2, "moe_hidden_dim": 48, "num_experts": 8, "top_k": 2}
+    usual = {
+        "n_layers": 2,
+        "moe_hidden_dim": 48,
+        "num_experts": 8,
+        "top_k": 2,
+        "moe_comm_backend": "standard",
+    }
     return qwen3.Qwen3Model.Config(
         vocab_size=256,
         dim=dim,
@@ -110,7 +116,6 @@ def tiny_model(dim: int = 64, **layers: Any) -> Any:
             head_dim=16,
             attn_backend="flex",
             rope=qwen3.CosSinRoPE.Config(dim=16, max_seq_len=512, theta=1e6),
-            moe_comm_backend="standard",
             **(usual | layers),
         ),
     )

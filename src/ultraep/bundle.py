@@ -9,10 +9,10 @@ weights move them between calls; all calls of a microbatch must return equal val
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -43,10 +43,22 @@ def tensors_of(stack: Stack) -> list[torch.Tensor]:
     return [stack] if isinstance(stack, torch.Tensor) else list(stack)
 
 
+def flat_tensors(stacks: Mapping[str, Stack]) -> list[torch.Tensor]:
+    """Return the tensors of all stacks."""
+    return [tensor for stack in stacks.values() for tensor in tensors_of(stack)]
+
+
+def stacked_like(stacks: Mapping[str, Stack], flat: Iterator[Any]) -> dict[str, Any]:
+    """Return the next values by name, in the form of these stacks; reverses `flat_tensors`."""
+    return {
+        name: next(flat) if isinstance(stack, torch.Tensor) else [next(flat) for _ in stack]
+        for name, stack in stacks.items()
+    }
+
+
 def stored_tensors(bundle: Bundle) -> list[torch.Tensor]:
     """Return the tensors that the bundle holds itself, not those its functions return."""
-    stacks = [stack for stack in bundle.values() if not callable(stack)]
-    return [tensor for stack in stacks for tensor in tensors_of(stack)]
+    return flat_tensors({name: stack for name, stack in bundle.items() if not callable(stack)})
 
 
 def check_repeatable(bundle: Bundle) -> None:

@@ -5,8 +5,9 @@ Shapes: T local tokens, K experts per token, E experts, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ultraep.errors import ConfigError
 from ultraep.experts.modules import Experts, draw
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.ops.activations import swiglu
+from ultraep.ops.opaque import handle_of, routed_experts
 from ultraep.parallel.home import mesh_of
 from ultraep.routing import Router, Routing
 from ultraep.runtime.balancer import Balancer
@@ -75,13 +77,17 @@ class BalancedMoE(nn.Module):
         self.router, self.experts, self.shared, self.balancer = router, experts, shared, balancer
         self.experts.spread_over(balancer)
         self.last_plan: AnyPlan | None = None
-        self.layer_index = balancer.register_layer(self._readable_weights)
+        self._register()
+
+    def _register(self) -> None:
+        self.layer_index = self.balancer.register_layer(self._readable_weights)
+        self._handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedMoE:
         """Copy the weights. The copy is another layer of the same balancer."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         copied.__dict__.update(deepcopy(self.__dict__, memo))
-        copied.layer_index = self.balancer.register_layer(copied._readable_weights)
+        copied._register()
         return copied
 
     def _readable_weights(self) -> Bundle | None:
@@ -93,7 +99,6 @@ class BalancedMoE(nn.Module):
         bundle: Bundle = self.experts.current_bundle(self.balancer.weights_promise(device))
         return None if any(map(callable, bundle.values())) else bundle
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self, x: torch.Tensor, *, policy: str | None = None, with_routing: bool = False
     ) -> Any:
@@ -102,18 +107,39 @@ class BalancedMoE(nn.Module):
         policy: replaces the policy of the balancer for this call.
         with_routing: also return the `Routing`, for auxiliary losses.
         """
-        balancer, experts = self.balancer, self.experts
-        weights = experts.current_bundle(balancer.weights_promise(x.device))
         tokens = x.reshape(-1, x.shape[-1])
         rows = to_autocast_dtype(tokens)
-        experts.check(rows)
+        layer = None if torch.compiler.is_compiling() else self._layer(rows)
         ids, gates, _ = routing = Routing(*self.router(tokens))
-        layer = Layer(self.layer_index, weights, experts, experts.pack)
-        y, self.last_plan = run_stages(balancer, layer, ids, gates, rows, policy=policy)
+        if layer is None:
+            y = routed_experts(self._handle, rows, ids, gates, self.experts.weights(), policy)
+        else:
+            y, self.last_plan = run_stages(self.balancer, layer, ids, gates, rows, policy=policy)
         if self.shared is not None:
             y = y + self.shared(tokens)
         y = y.reshape(x.shape)
         return (y, routing) if with_routing else y
+
+    def _layer(self, rows: torch.Tensor, weights: Sequence[torch.Tensor] | None = None) -> Layer:
+        """Return the experts as they are now; raise if they cannot serve these rows."""
+        experts = self.experts
+        bundle = experts.current_bundle(self.balancer.weights_promise(rows.device))
+        experts.check(rows)
+        serve = experts if weights is None else partial(experts, weights=weights)
+        return Layer(self.layer_index, bundle, serve, experts.pack)
+
+    def run_routed(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        gates: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        policy: str | None,
+    ) -> torch.Tensor:
+        """Run the routed experts with these weights; compiled graphs call it."""
+        layer = self._layer(tokens, weights)
+        y, self.last_plan = run_stages(self.balancer, layer, ids, gates, tokens, policy=policy)
+        return y
 
     @classmethod
     def swiglu(

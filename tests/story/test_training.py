@@ -260,40 +260,6 @@ def test_autocast_does_not_change_the_chosen_experts():
     on_every_rank(Example([100] * 2, dtype=torch.float32, skew=0.1), work)
 
 
-class Block(nn.Module):
-    """Dense layers around the balanced layer."""
-
-    def __init__(self, layer, hidden, dtype):
-        super().__init__()
-        torch.manual_seed(0)
-        self.before = nn.Linear(hidden, hidden, dtype=dtype)
-        self.layer = layer
-        self.after = nn.Linear(hidden, hidden, dtype=dtype)
-
-    def forward(self, x):
-        x = x + self.layer(torch.tanh(self.before(x)))
-        return self.after(torch.relu(x))
-
-
-# torch warns at every graph break that passes on a tensor with a history.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_torch_compile_of_a_module_around_the_layer(backend):
-    example = Example([20])
-    layer = example.layer(Balancer("alone", experts=EXPERTS))
-    block = Block(layer, example.hidden, example.dtype)
-    results = []
-    torch.compiler.reset()
-    for module in (block, torch.compile(block, backend=backend)):
-        x = example.inputs[0].clone().requires_grad_()
-        block.zero_grad()
-        y = module(x)
-        y.backward(example.gradients[0])
-        results.append({"y": y.detach(), **gradients_of(block, x)})
-    torch.compiler.reset()
-    assert_same_tensors(results[1:], results[:1])
-
-
 def test_two_backward_passes_double_the_gradients():
     def work(layer, x, gradient):
         y = layer(x)

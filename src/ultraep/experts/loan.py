@@ -19,7 +19,7 @@ Shapes: A arrived rows, H home experts, L spare slots, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -35,7 +35,9 @@ from ultraep.bundle import (
     Promise,
     Stack,
     check_repeatable,
+    flat_tensors,
     resolve,
+    stacked_like,
     stored_tensors,
     tensors_of,
 )
@@ -49,9 +51,20 @@ from ultraep.parallel.home import HomeModule
 Network: TypeAlias = Callable[[torch.Tensor, list[int], dict[str, Any]], torch.Tensor]
 
 
-def serve(network: Network, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
-    """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas."""
-    loan = _Loan(arrivals.begins(), replicas, resolve(replicas.bundle))
+def serve(
+    network: Network,
+    arrivals: Arrivals,
+    replicas: Replicas,
+    weights: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas.
+
+    weights: all tensors of the home experts, in place of those in the bundle.
+    """
+    homes = resolve(replicas.bundle)
+    if weights is not None:
+        homes = stacked_like(homes, iter(weights))
+    loan = _Loan(arrivals.begins(), replicas, homes)
     borrowed = _Borrow.apply(loan, arrivals.rows, *loan.flat)  # type: ignore[no-untyped-call]
     outputs = [
         run(network, rows, counts, weights)
@@ -135,9 +148,21 @@ class ExpertsFrom(HomeModule):
             run(self._network, row, [1] + [0] * (len(self.home_experts) - 1), tensors)
         self._checked.add(key)
 
-    def forward(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
-        """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas."""
-        return serve(self._network, arrivals, replicas)
+    def weights(self) -> list[torch.Tensor]:
+        """Return all tensors of the bundle."""
+        return flat_tensors(resolve(self.bundle))
+
+    def forward(
+        self,
+        arrivals: Arrivals,
+        replicas: Replicas,
+        weights: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas.
+
+        weights: tensors in place of `weights()`.
+        """
+        return serve(self._network, arrivals, replicas, weights)
 
 
 class _Loan:
@@ -150,7 +175,7 @@ class _Loan:
             from ultraep.backends.triton import products
 
             self.scaling = products
-        self.flat = [tensor for stack in homes.values() for tensor in tensors_of(stack)]
+        self.flat = flat_tensors(homes)
         self.learning = [
             name for name, stack in homes.items() if any(t.requires_grad for t in tensors_of(stack))
         ]
@@ -181,10 +206,8 @@ class _Loan:
 
     def by_name(self, tensors: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return tensors of home experts and of replicas by name, in the form of the bundle."""
-        flat, homes, replicas = iter(tensors), {}, {}
-        for name, stack in self.homes.items():
-            stacked = isinstance(stack, torch.Tensor)
-            homes[name] = next(flat) if stacked else [next(flat) for _ in stack]
+        flat, replicas = iter(tensors), {}
+        homes = stacked_like(self.homes, flat)
         for name, stack in self.homes.items():
             slots = next(flat)
             unbound = slots is not None and not isinstance(stack, torch.Tensor)

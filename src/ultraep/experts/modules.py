@@ -189,9 +189,23 @@ class Experts(HomeModule):
         if rows.shape[-1] != width:
             raise LoadError(f"tokens must be [..., {width}], got {list(rows.shape)}")
 
-    def forward(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
-        """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas."""
+    def weights(self) -> list[torch.Tensor]:
+        """Return weights and biases, which gradients flow to."""
+        return list(self._own_tensors().values())
+
+    def forward(
+        self,
+        arrivals: Arrivals,
+        replicas: Replicas,
+        weights: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas.
+
+        weights: tensors in place of `weights()`.
+        """
         own = self._own_tensors()
+        if weights is not None:
+            own = dict(zip(own, weights, strict=True))
         engine = self._engine(arrivals, replicas)
         call = _Call(engine, replicas, tuple(own), self._quantised_tensors())
         outputs: torch.Tensor = _TwoProducts.apply(  # type: ignore[no-untyped-call]

@@ -44,8 +44,8 @@ class _Label(np.ndarray[Any, Any]):
 
 
 @hidden
-def _label(state: Any) -> torch.Tensor:
-    """Return an integer tensor that identifies the state."""
+def label_of(state: Any) -> torch.Tensor:
+    """Return an integer tensor that identifies the state and keeps it alive."""
     number = next(_numbers)
     memory = np.array([number]).view(_Label)
     memory.state = _states[number] = state
@@ -55,7 +55,18 @@ def _label(state: Any) -> torch.Tensor:
 def save(ctx: Any, state: Any, *tensors: torch.Tensor) -> None:
     """Save tensors for backward, and the state that belongs to them."""
     ctx.state = state  # a hook that copies saved tensors would otherwise lose the state
-    ctx.save_for_backward(_label(state), *tensors)
+    ctx.save_for_backward(label_of(state), *tensors)
+
+
+def state_of(label: torch.Tensor) -> Any:
+    """Return the state that the label identifies."""
+    state = _states.get(int(label))
+    if state is None:
+        raise SlotError(
+            "the state of this microbatch is gone: a saved-tensor hook copied a tensor of a "
+            "recomputed forward pass; exclude int64 tensors on the CPU from that hook"
+        )
+    return state
 
 
 def first_order(
@@ -74,13 +85,7 @@ def first_order(
     @wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
         label, *saved = ctx.saved_tensors
-        state = _states.get(int(label))
-        if state is None:
-            raise SlotError(
-                "the state of this microbatch is gone: a saved-tensor hook copied a tensor of a "
-                "recomputed forward pass; exclude int64 tensors on the CPU from that hook"
-            )
-        result: Gradients = once(ctx, state, len(gradients), *gradients, *saved)
+        result: Gradients = once(ctx, state_of(label), len(gradients), *gradients, *saved)
         return result
 
     return checked

@@ -81,6 +81,36 @@ def test_activation_checkpointing(recompute, passes):
     assert_same(passes("qwen3", 2), balanced)
 
 
+COMPILED = {  # family, ranks, settings of the balanced run beyond those of the unmodified run
+    "qwen3": ("qwen3", 2, {}),
+    "deepseek_v3": ("deepseek_v3", 2, {}),
+    "gpt_oss": ("gpt_oss", 2, {}),
+    "full recompute": ("qwen3", 2, {"recompute": "full"}),
+    "selective recompute": ("qwen3", 2, {"recompute": "selective"}),
+    "memory budget": ("qwen3", 2, {"recompute": "memory budget"}),
+    "experts sharded over two ranks": ("qwen3", 4, {}),
+    "inductor": ("qwen3", 2, {"compiler": "inductor"}),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled(case, passes):
+    """The framework compiles each block as one graph. It cannot compile its own experts in float32
+    on CPUs, so the unmodified run is not compiled.
+    """
+    family, size, settings = COMPILED[case]
+    compiled = passes(family, size, ULTRAEP, **{"compiler": "aot_eager"} | settings)
+    if size == 2:
+        assert all(replicas > 0 for *_, replicas in planned(compiled))
+    assert_same(passes(family, size), compiled)
+
+
+def test_compiled_like_the_framework(passes):
+    settings = {"compiler": "aot_eager", "bfloat16": True}
+    plain, balanced = (passes("qwen3", 2, o, **settings) for o in ((), ULTRAEP))
+    assert_same(plain, balanced, 0.03)
+
+
 def test_without_balancing(passes):
     balanced = passes("qwen3", 2, NONE)
     assert all(

@@ -54,17 +54,34 @@ def test_accepted_options():
     assert first.balancer_options["timeout"] == 30.0
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [("hybridep", "HybridEP"), ("deepep", "DeepEP"), ("minimal_async_ep", "MinimalAsyncEP")],
-)
-def test_fused_dispatchers(backend, name):
+def with_dispatcher(backend, **settings):
+    """Return settings with a dispatcher of the framework."""
     config = config_of()
     for _, routed, *_ in config.traverse(RoutedExperts.Config):
-        routed.token_dispatcher = qwen3.make_routed_experts_config(
+        routed.token_dispatcher = dispatcher = qwen3.make_routed_experts_config(
             dim=8, hidden_dim=8, num_experts=8, top_k=2, param_init={}, comm_backend=backend
         ).token_dispatcher
-    refused(config, f"{name}TokenDispatcher cannot be balanced, it is fused")
+        for name, value in settings.items():
+            setattr(dispatcher, name, value)
+    return config
+
+
+@pytest.mark.parametrize("backend", ["standard", "deepep", "hybridep"])
+def test_accepted_dispatchers(backend):
+    assert len(apply(with_dispatcher(backend))) == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "reason"),
+    [
+        ("minimal_async_ep", {}, "its fixed number of rows is not tested"),
+        ("deepep", {"cudagraphable": True}, "it delivers a fixed number of rows"),
+        ("hybridep", {"non_blocking_capacity_factor": 0.5}, "it may drop rows"),
+        ("hybridep", {"pad_multiple": 32}, "it pads the rows"),
+    ],
+)
+def test_refused_dispatchers(backend, settings, reason):
+    refused(with_dispatcher(backend, **settings), f"cannot be balanced, {reason}")
 
 
 @pytest.mark.parametrize(
@@ -89,17 +106,6 @@ def test_experts_without_expert_parallelism():
     refused(config_of(expert_parallel_degree=1), "not over ep.*expert_parallel_degree")
     tensor = config_of(expert_parallel_degree=1, tensor_parallel_degree=2)
     refused(tensor, "tensor-parallel experts cannot be balanced")
-
-
-def test_compiled_experts():
-    """The framework compiles whole graphs; the error names the reason."""
-    config = config_of()
-    apply(config)
-    with torch.device("meta"):
-        experts = config.model_spec.model.layers[0].moe.routed_experts.build()
-    compiled = torch.compile(experts, fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave 'model' out of"):
-        compiled(torch.zeros(1, 2, 64), *(torch.zeros(1, 2, 2) for _ in range(2)), torch.zeros(8))
 
 
 def test_experts_without_a_process_group():

@@ -9,11 +9,17 @@ import torchtitan_tiny as tiny  # first: on CPUs it replaces modules that the fr
 # isort: split
 import torchtitan.models.deepseek_v3 as deepseek
 import torchtitan.models.gpt_oss as gpt_oss
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.config import CompileConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 DIM, EXPERTS, VOCABULARY = 64, 8, 256
 BALANCED, METRICS = f"{tiny.OVERRIDES}.balanced", f"{tiny.OVERRIDES}.metrics"
-RECOMPUTE = {"none": lambda: None, "full": FullAC.Config, "selective": SelectiveAC.Config}
+RECOMPUTE = {
+    "none": lambda: None,
+    "full": FullAC.Config,
+    "selective": SelectiveAC.Config,
+    "memory budget": lambda: MemoryBudgetAC.Config(memory_budget=0.2),
+}
 
 
 def around(family, model, layers, last, norm):
@@ -83,10 +89,11 @@ def gpt_oss_small():
     return around(gpt_oss, gpt_oss.GptOssModel, layers, last, norm)
 
 
-def spec(family):
+def spec(family, dispatcher="standard"):
     """Return the framework's specification of a model."""
     if family == "qwen3":
-        return replace(tiny.qwen3.model_registry("debugmodel_moe"), model=tiny.tiny_model())
+        model = tiny.tiny_model(moe_comm_backend=dispatcher)
+        return replace(tiny.qwen3.model_registry("debugmodel_moe"), model=model)
     if family == "deepseek_v3":
         return replace(deepseek.model_registry("debugmodel"), model=deepseek_v3())
     return replace(gpt_oss.model_registry("debugmodel"), model=gpt_oss_small())
@@ -103,11 +110,13 @@ def settings(
     backend="partial_dtensor",
     forced=False,
     bfloat16=False,
+    compiler=None,
+    dispatcher="standard",
     **parallel,
 ):
     """Return settings of the Trainer."""
     config = tiny.tiny(*overrides, steps=steps, folder=str(folder))
-    config.model_spec = spec(family)
+    config.model_spec = spec(family, dispatcher)
     config.activation_checkpoint = RECOMPUTE[recompute]()
     config.parallelism.expert_parallel_degree = ranks_of_experts
     config.parallelism.spmd_backend = backend
@@ -118,5 +127,7 @@ def settings(
         config.training.global_batch_size = 2 * accumulate * tiny.dist.get_world_size()
     if bfloat16:
         config.training.mixed_precision_param = "bfloat16"
+    if compiler is not None:
+        config.compile = CompileConfig(enable=True, components=["model"], backend=compiler)
     config.debug.moe_force_load_balance = forced
     return config

@@ -15,6 +15,7 @@ import torch
 import torchtitan.trainer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torchtitan_cpu import NEW
 
 from ultraep.integrations.torchtitan import BalancedRoutedExperts, balancers
 
@@ -26,6 +27,10 @@ def quiet(rank):
     """Set the environment of torchrun; disable logging, warnings and waiting."""
     os.environ["LOCAL_RANK"] = str(rank)
     _clear_sharding_prop_cache()  # it holds meshes of other Trainers of this process
+    torch.compiler.reset()
+    torch._functorch.config.activation_memory_budget = 1.0  # the framework sets it for the process
+    if not NEW:  # the framework's own all-to-all does not compile without it
+        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     logging.getLogger().setLevel(logging.ERROR)
     torchtitan.trainer.time = type("time", (), {"sleep": staticmethod(lambda _: None)} | vars(time))
     with warnings.catch_warnings():

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultraep.integrations.library import TORCHTITAN
-from ultraep.integrations.torchtitan.check import balancer_options, check_axes, check_layer
+from ultraep.integrations.torchtitan.check import (
+    balancer_options,
+    check_axes,
+    check_dispatcher,
+    check_layer,
+)
 from ultraep.metrics.exporters import line_of
 from ultraep.runtime.balancer import Balancer
 
@@ -34,7 +39,9 @@ def balanced(cfg: Any, *, slots: int = 1, policy: str = "ultraep", **options: An
     slots, policy, options: see `Balancer` and `BalanceConfig`.
     """
     configs = cfg, cfg.token_dispatcher, cfg.inner_experts
-    check_layer(*(config._owner.__name__ for config in configs))
+    names = [config._owner.__name__ for config in configs]
+    check_layer(*names)
+    check_dispatcher(names[1], cfg.token_dispatcher)
     sharding = cfg.inner_experts.sharding_config
     layouts = sharding.state_shardings.values() if sharding is not None else []
     check_axes([axis.value for layout in layouts for axis in layout.axes()])

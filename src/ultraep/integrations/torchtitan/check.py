@@ -17,17 +17,30 @@ from ultraep.policies import get_policy
 from ultraep.runtime.balancer import Balancer
 
 ROUTED = "RoutedExperts"
-DISPATCHER = "AllToAllTokenDispatcher"
+ALL_TO_ALL, DEEPEP = "AllToAllTokenDispatcher", "DeepEPTokenDispatcher"
+DISPATCHERS = (ALL_TO_ALL, DEEPEP, "HybridEPTokenDispatcher")
 EXPERTS = ("GroupedExperts", "GptOssGroupedExperts")
-SET_BY_TORCHTITAN = ("group", "experts", "homes", "config", "communicator", "peers", "share")
+SET_BY_TORCHTITAN = (
+    "group",
+    "experts",
+    "homes",
+    "config",
+    "communicator",
+    "peers",
+    "share",
+    "dispatcher",
+)
 REASONS = {  # by prefix of the class name
     "TorchAO": "it pads tokens for FP8 experts, and replicas do not include scales",
-    "DeepEP": "it is fused and does not support spare slots",
-    "HybridEP": "it is fused and does not support spare slots",
-    "MinimalAsyncEP": "it is fused and does not support spare slots",
+    "MinimalAsyncEP": "its fixed number of rows is not tested with spare slots",
     "Float8": "replicas do not include FP8 scales",
     "MXFP8": "replicas do not include FP8 scales",
     "Fused": "its kernels are not tested with replicas",
+}
+SETTINGS = {  # of dispatchers
+    "cudagraphable": "it delivers a fixed number of rows",
+    "non_blocking_capacity_factor": "it may drop rows",
+    "pad_multiple": "it pads the rows of each expert",
 }
 
 
@@ -35,15 +48,25 @@ def check_layer(routed: str, dispatcher: str, experts: str) -> None:
     """Raise if a layer of these classes cannot be balanced."""
     if routed != ROUTED:
         raise ConfigError(f"{routed} cannot be balanced: use the framework's {ROUTED}")
-    if dispatcher != DISPATCHER:
+    if dispatcher not in DISPATCHERS:
         raise ConfigError(
-            f"{dispatcher} cannot be balanced, {_reason(dispatcher)}: use {DISPATCHER} "
+            f"{dispatcher} cannot be balanced, {_reason(dispatcher)}: use {ALL_TO_ALL} "
             '(moe_comm_backend="standard")'
         )
     if experts not in EXPERTS:
         raise ConfigError(
             f"{experts} cannot be balanced, {_reason(experts)}: use {' or '.join(EXPERTS)}"
         )
+
+
+def check_dispatcher(dispatcher: str, settings: Any) -> None:
+    """Raise if a dispatcher with these settings cannot serve spare slots."""
+    for name, reason in SETTINGS.items():
+        value = getattr(settings, name, None)
+        if value:
+            raise ConfigError(
+                f"{dispatcher} with {name}={value} cannot be balanced, {reason}: leave it out"
+            )
 
 
 def _reason(name: str) -> str:

@@ -9,6 +9,7 @@ Shapes: B sequences, L tokens of each, K experts per token, D model width, n row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,16 +21,16 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts
 
 from ultraep.comm import moved
+from ultraep.dispatch import Pack, Received, SlotRoutes
+from ultraep.dispatchers import refuse_packed
 from ultraep.errors import ConfigError
 from ultraep.experts.loan import serve
 from ultraep.integrations.common import shared_balancer
+from ultraep.integrations.torchtitan.check import ALL_TO_ALL, DEEPEP
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
+from ultraep.ops.opaque import handle_of, routed_experts
 from ultraep.runtime.balancer import Balancer
-
-COMPILED = (
-    "balanced experts communicate and cannot be compiled: leave 'model' out of --compile.components"
-)
 
 
 class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
@@ -52,14 +53,18 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         self.balancer: Balancer | None = None
         self.layer_index: int | None = None
         self.last_plan: AnyPlan | None = None
+        self._handle = handle_of(self)
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Parallelize like the framework, then connect to the other ranks."""
+        mesh, library, options = parallel_dims.get_mesh("ep"), self.token_dispatcher, self._options
+        if type(library).__name__ != ALL_TO_ALL:  # the balancer replaces only the all-to-all
+            library.num_experts += mesh.size() * options["slots"]  # it allocates for all slots
+            options = options | {"dispatcher": FrameworkDispatcher(library)}
         super().parallelize(parallel_dims)
-        group = parallel_dims.get_mesh("ep").get_group()
-        self.balancer = shared_balancer(group, self.inner_experts.num_experts, **self._options)
+        experts = self.inner_experts.num_experts
+        self.balancer = shared_balancer(mesh.get_group(), experts, **options)
 
-    @torch.compiler.disable(reason=COMPILED)  # type: ignore[untyped-decorator]
     def forward(  # the framework shards these tensors by argument name
         self,
         x_BLD: torch.Tensor,
@@ -69,18 +74,77 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Map `[B, L, D]` to `[B, L, D]`, with `[B, L, K]` gates and expert ids."""
         with spmd_types.no_typecheck():
-            flat = (t.flatten(0, 1) for t in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
-            return self._stages(*flat).view(x_BLD.shape)
+            tokens, ids, gates = (
+                t.flatten(0, 1) for t in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK)
+            )
+            weights = home_tensors(self.inner_experts)
+            if torch.compiler.is_compiling():
+                y = routed_experts(self._handle, tokens, ids, gates, list(weights.values()))
+            else:
+                y = self._stages(tokens, ids, gates, weights)
+            return y.view(x_BLD.shape)
 
-    def _stages(self, tokens: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    def run_routed(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        gates: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        policy: str | None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Run the experts with these weights; compiled graphs call it."""
+        names = [name for name, _ in self.inner_experts.named_parameters(recurse=False)]
+        with spmd_types.no_typecheck():
+            return self._stages(tokens, ids, gates, dict(zip(names, weights, strict=True)))
+
+    def _stages(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        gates: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
         if self.balancer is None:
             raise ConfigError("balanced experts need a process group: call parallelize() first")
         if self.layer_index is None:
             self.layer_index = self.balancer.register_layer()
+        if type(self.token_dispatcher).__name__ == DEEPEP:
+            ids = ids.masked_fill(gates == 0, -1)  # rows that it leaves out
         network = partial(compute, self.inner_experts)
-        layer = Layer(self.layer_index, home_tensors(self.inner_experts), partial(serve, network))
+        layer = Layer(self.layer_index, weights, partial(serve, network))
         outputs, self.last_plan = run_stages(self.balancer, layer, ids, gates, tokens)
         return outputs
+
+
+class FrameworkDispatcher:
+    """A token dispatcher of the framework that moves the rows of a balancer by slot id.
+
+    The framework's dispatchers multiply outputs by gates themselves.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def __repr__(self) -> str:  # layers with equal dispatchers share a balancer
+        library = self._library
+        return f"{type(library).__name__}({library.num_experts}, top_k={library.top_k})"
+
+    def dispatch(
+        self,
+        tokens_TD: torch.Tensor,
+        gates_TK: torch.Tensor,
+        routes: SlotRoutes,
+        pack: Pack | None,
+    ) -> Received:
+        refuse_packed(repr(self), pack)
+        chosen = routes.slots[routes.slots >= 0]
+        counts = torch.bincount(chosen, minlength=routes.num_slots)
+        rows, arrived, state = self._library.dispatch(tokens_TD, gates_TK, routes.slots, counts)
+        return Received(rows, rows.new_ones(len(rows)), arrived, state)
+
+    def combine(self, outputs_AD: torch.Tensor, received: Received) -> torch.Tensor:
+        y_TD: torch.Tensor = self._library.combine(outputs_AD, received.state, None)
+        return y_TD
 
 
 def home_tensors(experts: nn.Module) -> dict[str, torch.Tensor]:

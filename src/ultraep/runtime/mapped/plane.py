@@ -82,7 +82,9 @@ class MappedPlane:
         first, layers = inputs[0], [each.info.layer for each in inputs]
         place = Place(Point.FORESEEN, first.info.layer, first.info.step)
         own = "; ".join(signature(resolve(each.layer.bundle), ids=each.ids) for each in inputs)
-        workspace, tokens = self.workspaces.for_microbatch(first.ids, place, own, refusal)
+        workspace, tokens = self.workspaces.for_microbatch(
+            first.ids, place, own, first.info, refusal
+        )
         known = all(self.workspaces.knows(workspace, layer) for layer in layers)
         if not known or not all(self.shared.pricing.ready(each) for each in inputs):
             return []
