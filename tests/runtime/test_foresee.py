@@ -1,5 +1,6 @@
 """Steps whose routes are known before: the same plans and gradients, with replicas sent ahead."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -17,13 +18,16 @@ from ultraep import (
     ConfigError,
     LoadError,
     LocalGroup,
+    read_trace,
 )
 from ultraep.backends.triton.device import interpreted
+from ultraep.ops.formats import FORMATS
 from ultraep.routing import Routing
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.microbatch import NO_PASS, backward_pass
 
 RANKS, LAYERS, TOKENS, EXPERTS, HIDDEN = 2, 4, 24, 6, 8
+FORMAT = next(iter(FORMATS))
 BALANCE = BalanceConfig(objective="balance")
 
 
@@ -360,3 +364,43 @@ def test_without_slots_or_a_second_rank_nothing_is_planned_ahead():
 
     LocalGroup(1).run(work)
     LocalGroup(2).run(work)
+
+
+@pytest.mark.parametrize("promise", [False, True])
+def test_fp8_experts_and_a_trace(promise, tmp_path):
+    """FP8 weights are quantised when replicas leave; a trace has the same plans and transfers."""
+
+    def work(comm, foresee):
+        folder = tmp_path / str(foresee)
+        options = {"in_flight": 2, "config": BALANCE, "record": folder}
+        balancer = Balancer(communicator=comm, experts=EXPERTS, **options)
+        layers = [
+            BalancedMoE.swiglu(32, 64, EXPERTS, 2, balancer=balancer, quantised=FORMAT, seed=seed)
+            for seed in range(2)
+        ]
+        for layer in layers:
+            layer.router = Given()
+        results = []
+        for seed in range(3):
+            routes = drawn_routes(comm.rank, seed, layers=2)
+            x = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(seed))
+            with balancer.unchanged_weights() if promise else nullcontext():
+                assert not foresee or balancer.foresee(routes) == (seed > 0)
+                for layer, ids in zip(layers, routes, strict=True):
+                    layer.router.ids = ids
+                    x = x + layer(x)
+                x.square().sum().backward()
+            for layer in layers:
+                for parameter in layer.parameters():
+                    results.append(parameter.grad.clone())
+                    parameter.data += 0.01 * parameter.grad.sign()
+                    parameter.grad = None
+        balancer.close()
+        return results
+
+    foreseen, plain = (LocalGroup(RANKS).run(partial(work, foresee=f)) for f in (True, False))
+    for own, wanted in zip(foreseen, plain, strict=True):
+        assert all(map(torch.equal, own, wanted))
+    own, wanted = (read_trace(tmp_path / str(foresee)) for foresee in (True, False))
+    assert own.copies.tolist() == wanted.copies.tolist() != []
+    assert own.bytes_moved.tolist() == wanted.bytes_moved.tolist()
