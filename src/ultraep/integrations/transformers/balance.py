@@ -24,6 +24,13 @@ from ultraep.integrations.transformers.experts import (
     spread,
     stacked_tensors,
 )
+from ultraep.integrations.transformers.quantised import (
+    SUPPORTED,
+    FP8Experts,
+    Mxfp4Experts,
+    check_fp8,
+    quantiser_of,
+)
 from ultraep.integrations.transformers.save import save_pretrained
 from ultraep.parallel.home import expert_parameters, mesh_of
 from ultraep.parallel.wrapped import IGNORED_BY_DDP, leave_out_experts
@@ -136,6 +143,8 @@ def registered_experts(model: nn.Module) -> dict[str, Any]:
         return modules
     names = {type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()}
     reason = f"{', '.join(sorted(names))} cannot be balanced" if names else "it has no experts"
+    if quantiser_of(model) is not None:
+        reason += f"; it is quantised by {quantiser_of(model)}, and {SUPPORTED} can be balanced"
     raise ConfigError(
         f"{type(model).__name__} has no experts in the registry of transformers "
         f"(use_experts_implementation): {reason}"
@@ -149,11 +158,15 @@ def check_experts(model: nn.Module, modules: dict[str, Any], loaded: bool) -> No
         if isinstance(module, BalancedExperts):
             raise ConfigError(f"{type(model).__name__} is already balanced: {name!r}")
         _check_adapters(model, name)
+        if isinstance(module, FP8Experts):
+            check_fp8(name, module)
         for key, tensor in stacked_tensors(module).items():
             path = f"{name}.{key}"
             if loaded and tensor.device.type == "meta":
                 raise ConfigError(f"{path!r} is on the meta device: load the weights first")
             _check_tensor(path, tensor, module.num_experts)
+            if not isinstance(module, (FP8Experts, Mxfp4Experts)):
+                _check_precision(path, tensor, quantiser_of(model))
             first = first_path.setdefault(tensor.data_ptr() or id(tensor), path)
             if first != path:
                 raise ConfigError(
@@ -162,17 +175,11 @@ def check_experts(model: nn.Module, modules: dict[str, Any], loaded: bool) -> No
 
 
 def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:
-    """Raise if a tensor is not stacked over experts, sharded, quantised, or has a gradient."""
+    """Raise if a tensor is not stacked over experts, sharded, or has a gradient."""
     if mesh_of(tensor) is not None:
         raise ConfigError(
             f"{path!r} is already a DTensor of ranks {mesh_of(tensor).mesh.tolist()}; balance the "
             "model before sharding it"
-        )
-    plain = type(tensor.data) is torch.Tensor
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not plain:
-        raise ConfigError(
-            f"{path!r} is quantised ({type(tensor.data).__name__}, {tensor.dtype}), and its scales "
-            "are unknown: use experts of 16 bits or more"
         )
     if not tensor.ndim or len(tensor) != experts:
         raise ConfigError(
@@ -180,6 +187,17 @@ def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:
         )
     if tensor.grad is not None:
         raise ConfigError(f"{path!r} has a gradient for all experts: call zero_grad() first")
+
+
+def _check_precision(path: str, tensor: torch.Tensor, quantiser: str | None) -> None:
+    """Raise if a tensor is quantised in a way that is not known."""
+    plain = type(tensor.data) is torch.Tensor
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not plain:
+        raise ConfigError(
+            f"{path!r} is quantised by {quantiser or 'an unknown method'} "
+            f"({type(tensor.data).__name__}, {tensor.dtype}), and its scales are unknown: use "
+            f"{SUPPORTED}, or experts of 16 bits or more"
+        )
 
 
 def _check_adapters(model: nn.Module, name: str) -> None:
