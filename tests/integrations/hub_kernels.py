@@ -14,12 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers.integrations.finegrained_fp8 as fp8
+import transformers.integrations.hub_kernels as hub_kernels
+import transformers.integrations.mxfp4 as mxfp4
 import transformers.quantizers.quantizer_finegrained_fp8 as fp8_quantizer
+import transformers.quantizers.quantizer_mxfp4 as mxfp4_quantizer
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LARGEST = 448.0
@@ -85,6 +90,7 @@ def multiply(
     return result.to(output_dtype or A.dtype)
 
 
+@torch.no_grad()  # the kernels have no backward
 def matmul_2d(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -100,6 +106,7 @@ def matmul_2d(
     return result.view(*A.shape[:-1], -1)
 
 
+@torch.no_grad()
 def matmul_batched(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -119,6 +126,7 @@ def matmul_batched(
     return torch.cat(results)
 
 
+@torch.no_grad()
 def matmul_grouped(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -151,4 +159,238 @@ def fp8_kernels() -> Iterator[None]:
         patch.setattr(
             fp8_quantizer.FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None
         )
+        yield
+
+
+# gpt-oss-triton-kernels
+
+
+class StridedLayout:
+    """Memory in the order of the tensor."""
+
+    name = None
+
+    def __init__(self, shape: Any) -> None:
+        self.initial_shape = shape
+
+    def swizzle_data(self, data: torch.Tensor) -> torch.Tensor:
+        return data
+
+    unswizzle_data = swizzle_data
+
+
+class FourRows(StridedLayout):
+    """Four columns of a weight side by side, column-major, as the layouts of Hopper do."""
+
+    name = "FOUR_ROWS"
+
+    def __init__(self, shape: Any, mx_axis: int) -> None:
+        super().__init__(shape)
+        assert mx_axis == 1
+
+    def swizzle_data(self, data: torch.Tensor) -> torch.Tensor:
+        rows = data.mT
+        groups = rows.unflatten(1, (-1, 4)).transpose(2, 3)
+        return groups.reshape(len(rows), rows.shape[1] // 4, -1).mT
+
+    def unswizzle_data(self, data: torch.Tensor) -> torch.Tensor:
+        groups = data.mT.unflatten(2, (-1, 4)).transpose(2, 3)
+        return groups.reshape(len(data), -1, groups.shape[-1]).mT
+
+
+@dataclass
+class Storage:
+    data: torch.Tensor
+    layout: Any = None
+
+
+@dataclass
+class Tensor:
+    """A tensor of the kernels; `shape` counts numbers, not bytes."""
+
+    storage: Storage
+    dtype: Any = None
+    shape: Any = None
+    shape_max: Any = None
+
+
+@dataclass
+class PrecisionConfig:
+    weight_scale: Tensor | None = None
+    flex_ctx: Any = None
+
+
+@dataclass
+class RoutingData:
+    gate_scal: torch.Tensor
+    expt_hist: torch.Tensor
+    n_expts_tot: int
+    n_expts_act: int
+    expt_data: Any = None
+
+
+@dataclass
+class Indices:
+    src_indx: torch.Tensor
+    dst_indx: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FnSpecs:
+    name: str
+    fn: Any
+    fn_arg_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FusedActivation:
+    specs: FnSpecs
+    fn_args: tuple[float, ...]
+    reduction_n: int
+
+
+FP4_TYPE = SimpleNamespace(bitwidth=4)
+
+
+def wrap_torch_tensor(data: torch.Tensor, dtype: Any = None) -> Tensor:
+    shape = list(data.shape)
+    shape[data.stride().index(1)] *= 1 if dtype is None else 8 // dtype.bitwidth
+    return Tensor(Storage(data, StridedLayout(data.shape)), dtype or data.dtype, shape, list(shape))
+
+
+def convert_layout(tensor: Tensor, layout: Any, **options: Any) -> Tensor:
+    data = tensor.storage.layout.unswizzle_data(tensor.storage.data)
+    own = layout(data.shape, **options)
+    storage = Storage(own.swizzle_data(data), own)
+    return Tensor(storage, tensor.dtype, tensor.shape, tensor.shape_max)
+
+
+def compute_expt_data(expt_hist: torch.Tensor, n_expts_tot: int, n_gates: int) -> Any:
+    assert expt_hist.dtype == torch.int32
+    assert len(expt_hist) == n_expts_tot
+    assert int(expt_hist.sum()) == n_gates
+    return SimpleNamespace(hist=expt_hist)
+
+
+def routing(logits: torch.Tensor, n_expts_act: int) -> tuple[RoutingData, Indices, Indices]:
+    """Choose experts; choices of a token are sorted by expert, and all choices, too."""
+    values, ids = logits.topk(n_expts_act)
+    gates = values.softmax(-1)
+    ids, order = ids.sort(dim=1)
+    gates = gates.gather(1, order)
+    hist = torch.bincount(ids.flatten(), minlength=logits.shape[1]).int()
+    topk_indx = ids.flatten().argsort(stable=True)
+    gate_indx = topk_indx.argsort().int()
+    data = compute_expt_data(hist, logits.shape[1], ids.numel())
+    sorted_gates = gates.flatten()[topk_indx]
+    topk_indx = topk_indx.int()
+    routed = RoutingData(sorted_gates, hist, logits.shape[1], n_expts_act, data)
+    return routed, Indices(topk_indx, gate_indx), Indices(gate_indx, topk_indx)
+
+
+def swiglu(row: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    gate, linear = row[0::2].clamp(max=limit), row[1::2].clamp(-limit, limit)
+    scaled = gate * torch.sigmoid(alpha * gate)
+    return scaled * linear + scaled
+
+
+@torch.no_grad()  # MXFP4 models cannot be trained
+def matmul_ogs(
+    x: torch.Tensor,
+    w: Tensor,
+    bias: torch.Tensor,
+    routing_data: RoutingData,
+    *,
+    gather_indx: Indices | None = None,
+    scatter_indx: Indices | None = None,
+    precision_config: PrecisionConfig,
+    gammas: torch.Tensor | None = None,
+    fused_activation: FusedActivation | None = None,
+) -> torch.Tensor:
+    """Multiply rows, gathered from tokens or scattered to them, with MXFP4 weights [E, K, N]."""
+    scale, hist = precision_config.weight_scale, routing_data.expt_hist
+    assert x.dtype in ROWS
+    assert scale is not None
+    assert w.dtype is FP4_TYPE
+    assert w.storage.data.dtype == scale.storage.data.dtype == torch.uint8
+    assert w.storage.data.stride(-2) == 1, "`w` must be column-major when it has data-type mxfp"
+    assert bias.dtype == torch.float32
+    experts, columns, rows = w.shape
+    assert x.shape[1] == columns
+    assert experts == len(w.storage.data) == len(scale.storage.data) == len(bias) == len(hist)
+    assert list(w.shape_max) == list(w.shape)
+    assert routing_data.n_expts_tot == experts
+    assert routing_data.expt_data.hist is hist
+    assert scale.storage.data.shape == (experts, columns // 32, rows)
+    codes = w.storage.layout.unswizzle_data(w.storage.data).mT.contiguous()
+    scales = scale.storage.layout.unswizzle_data(scale.storage.data).mT
+    active = routing_data.n_expts_act
+    order = torch.arange(int(hist.sum())) if gather_indx is None else gather_indx.src_indx // active
+    outputs = []
+    for index, part in enumerate(order.long().split(hist.tolist())):
+        powers = torch.exp2(scales[index].float() - 127)
+        weight = unpacked(codes[index]) * powers.repeat_interleave(32, dim=1)
+        for token in part.tolist():
+            outputs.append(weight @ x[token].float().clone() + bias[index])
+    if fused_activation is not None:
+        assert fused_activation.specs.name == "swiglu"
+        assert fused_activation.reduction_n == 2
+        outputs = [swiglu(row, *fused_activation.fn_args) for row in outputs]
+    stacked = torch.stack(outputs)
+    if gammas is not None:
+        stacked = stacked * gammas[:, None]
+    stacked = stacked.to(x.dtype)
+    if scatter_indx is None:
+        return stacked
+    return stacked[scatter_indx.src_indx.long()].unflatten(0, (-1, active)).sum(dim=1)
+
+
+HUB = SimpleNamespace(
+    matmul_ogs=SimpleNamespace(
+        FnSpecs=FnSpecs,
+        FusedActivation=FusedActivation,
+        matmul_ogs=matmul_ogs,
+        PrecisionConfig=PrecisionConfig,
+        FlexCtx=SimpleNamespace,
+        InFlexData=SimpleNamespace,
+    ),
+    routing=SimpleNamespace(
+        routing=routing,
+        GatherIndx=Indices,
+        ScatterIndx=Indices,
+        RoutingData=RoutingData,
+        compute_expt_data=compute_expt_data,
+    ),
+    swiglu=SimpleNamespace(swiglu_fn=swiglu),
+    tensor=SimpleNamespace(
+        FP4=FP4_TYPE, convert_layout=convert_layout, wrap_torch_tensor=wrap_torch_tensor
+    ),
+    tensor_details=SimpleNamespace(
+        layout=SimpleNamespace(
+            StridedLayout=StridedLayout,
+            make_default_matmul_mxfp4_w_layout=lambda mx_axis: (FourRows, {"mx_axis": mx_axis}),
+        )
+    ),
+)
+
+
+def _replace_experts(self: Any, model: Any, **_: Any) -> None:
+    self.modules_to_not_convert = self.get_modules_to_not_convert(
+        model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
+    )
+    mxfp4.replace_with_mxfp4_linear(
+        model,
+        modules_to_not_convert=self.modules_to_not_convert,
+        quantization_config=self.quantization_config,
+    )
+
+
+@contextmanager
+def mxfp4_kernels() -> Iterator[None]:
+    """Load MXFP4 models on a CPU without dequantising them, and multiply with the stand-ins."""
+    quantizer = mxfp4_quantizer.Mxfp4HfQuantizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub_kernels, "get_kernel", lambda _name, version: HUB if version == 1 else 0)
+        patch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
+        patch.setattr(quantizer, "_process_model_before_weight_loading", _replace_experts)
         yield

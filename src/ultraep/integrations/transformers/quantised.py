@@ -26,6 +26,7 @@ Mxfp4Experts: Any = mxfp4.Mxfp4GptOssExperts
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 FP4_GROUP = 32  # numbers of a row that share a scale
 OWN_DISPATCH = "deepgemm_megamoe"  # an implementation that sends rows between ranks itself
+METHODS = ("fp8", "mxfp4")  # names of the library
 SUPPORTED = "FineGrainedFP8Config and Mxfp4Config"
 
 
