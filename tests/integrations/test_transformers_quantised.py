@@ -5,6 +5,7 @@ The library's own Python runs, with stand-ins for the kernels that it downloads 
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -132,11 +133,9 @@ def test_fp8_models_on_the_mapped_plane(rank, group, tmp_path):
         balancer.close()
 
 
-CONFIGS = {
-    "blocks": {},
-    "static activation scales": {"activation_scheme": "static"},
-    "ue8m0 scales": {"scale_fmt": "ue8m0"},
-}
+CONFIGS: dict[str, dict[str, Any]] = {"blocks": {}, "ue8m0 scales": {"scale_fmt": "ue8m0"}}
+if version("transformers") >= "5.22":  # 5.17 cannot save them
+    CONFIGS["static activation scales"] = {"activation_scheme": "static"}
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -150,6 +149,8 @@ def test_fp8_checkpoints(rank, group, config, tmp_path):
         plain, model = (load(kind, tmp_path / "fp8", experts) for _ in range(2))
         expected = [outputs(plain, batch(r)) for r in range(2)][rank]
         balance(model, group)
+        if rank == 0:
+            plain.save_pretrained(tmp_path / "again")
         model.save_pretrained(tmp_path / "balanced", max_shard_size="60KB")
         options = {
             "dtype": torch.float32,
@@ -177,11 +178,11 @@ def test_fp8_checkpoints(rank, group, config, tmp_path):
                 for f in (tmp_path / folder).glob("*.safetensors")
                 for n, t in load_file(f).items()
             }
-            for folder in ("balanced", "fp8")
+            for folder in ("balanced", "again")
         ]
         assert_same_bits(*files)
         configs = [
-            (tmp_path / folder / "config.json").read_text() for folder in ("balanced", "fp8")
+            (tmp_path / folder / "config.json").read_text() for folder in ("balanced", "again")
         ]
         assert configs[0] == configs[1]
         dist.barrier()
@@ -259,9 +260,9 @@ def test_mxfp4_models_compute_the_same_bits(rank, group, tmp_path):
         assert rank or balancer.stats()["copies"]
         with balancer.unchanged_weights():
             outputs(model, batch(rank))
-            sent = balancer.stats()["copies"]
+            sent = balancer.stats()["weights_bytes_sent"]
             assert torch.equal(outputs(model, batch(rank)), expected)
-            assert balancer.stats()["copies"] == sent
+            assert balancer.stats()["weights_bytes_sent"] == sent
         unbalance(model)
         assert torch.equal(outputs(model, batch(rank)), expected)
 

@@ -97,7 +97,7 @@ class BalancedMxfp4Experts(BalancedExperts):
     _rows: dict[str, torch.Tensor]  # memory of the Triton tensors
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: torch.Tensor, routing_data: Any, gather_idx: Any, scatter_idx: Any
     ) -> torch.Tensor:
         """Map `[T, D]` to `[T, D]`, as the library routes them."""
