@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from shared_peers import SharedPeers
 from transformers import FineGrainedFP8Config, Mxfp4Config
 
+from ultraep import ConfigError, PlanMismatch
 from ultraep.backends.triton.device import interpreted
 from ultraep.bundle import as_bytes
 from ultraep.integrations.transformers import (
@@ -104,6 +105,7 @@ def test_fp8_models_compute_the_same_bits(rank, group, case, tmp_path):
         balancer.close()
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_fp8_models_on_uneven_ranks_and_without_balancing(rank, group, tmp_path):
     with quiet(), fp8_kernels():
@@ -120,6 +122,7 @@ def test_fp8_models_on_uneven_ranks_and_without_balancing(rank, group, tmp_path)
         assert_same_bits(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 @on_ranks(2)
 def test_fp8_models_on_the_mapped_plane(rank, group, tmp_path):
@@ -138,7 +141,10 @@ if version("transformers") >= "5.22":  # 5.17 cannot save them
     CONFIGS["static activation scales"] = {"activation_scheme": "static"}
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(n, marks=[pytest.mark.slow] if n != "blocks" else []) for n in CONFIGS],
+)
 @on_ranks(2)
 def test_fp8_checkpoints(rank, group, config, tmp_path):
     """Save and load in FP8; quantise while loading; unbalance."""
@@ -289,6 +295,7 @@ def test_mxfp4_checkpoints(rank, group, tmp_path):
         dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 @on_ranks(2)
 def test_mxfp4_models_on_the_mapped_plane(rank, group, tmp_path):
@@ -299,4 +306,79 @@ def test_mxfp4_models_on_the_mapped_plane(rank, group, tmp_path):
         balancer = balance(model, group, data_plane="mapped", peers=SharedPeers(group))
         assert torch.equal(outputs(model, batch(rank)), expected)
         assert balancer.stats()["copies"]
+        balancer.close()
+
+
+# Refusals
+
+
+def fp8_model(folder: Any, experts: str = "grouped_mm", **options: Any) -> Any:
+    """Return a tiny FP8 model in this process."""
+    model = build("qwen3_moe", **SIZES)
+    model.save_pretrained(folder)
+    with fp8_kernels():
+        return load(type(model), folder, experts, quantization_config=fp8_config(**options))
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path):
+    with quiet():
+        model = fp8_model(tmp_path)
+        experts = model.model.layers[1].mlp.experts
+        experts.down_proj_scale_inv = torch.nn.Parameter(torch.ones(8, 2, 1), requires_grad=False)
+        with pytest.raises(ConfigError, match=r"down_proj_scale_inv' must be \[8, 2, 2\] for"):
+            balance(model, "alone")
+        assert not balanced_experts(model)
+
+
+@pytest.mark.parametrize(
+    ("experts", "options", "reason"),
+    [
+        ("deepgemm_megamoe", {}, "sends rows between ranks itself"),
+        ("grouped_mm", {"activation_scheme": "static"}, "'grouped_mm' of the library does not"),
+    ],
+)
+def test_implementations_that_cannot_be_used(experts, options, reason, tmp_path):
+    with quiet():
+        model = fp8_model(tmp_path, "eager", **options)
+        model.config._experts_implementation = experts
+        with pytest.raises(ConfigError, match=reason):
+            balance(model, "alone")
+
+
+def test_other_quantisers_are_named():
+    model = build("mixtral")
+    model.quantization_method = "torchao"
+    weight = model.model.layers[0].mlp.experts.down_proj
+    model.model.layers[0].mlp.experts.down_proj = torch.nn.Parameter(
+        weight.detach().to(torch.int8), requires_grad=False
+    )
+    with pytest.raises(ConfigError, match=r"is quantised by torchao .*use FineGrainedFP8Config"):
+        balance(model, "alone")
+    for layer in model.model.layers:
+        layer.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    model.quantization_method = "gptq"
+    with pytest.raises(ConfigError, match="quantised by gptq, and FineGrainedFP8Config and Mxfp4"):
+        balance(model, "alone")
+
+
+def test_a_quantiser_that_leaves_the_experts_alone(tmp_path):
+    model = build("mixtral")
+    model.quantization_method = "bitsandbytes"
+    expected = outputs(model, batch(0))
+    balance(model, "alone")
+    torch.testing.assert_close(outputs(model, batch(0)), expected)
+    with pytest.raises(ConfigError, match=r"quantised by bitsandbytes .* call unbalance first"):
+        model.save_pretrained(tmp_path)
+    unbalance(model)
+
+
+@on_ranks(2)
+def test_ranks_with_different_formats_are_refused(rank, group, tmp_path):
+    with quiet(), fp8_kernels():
+        kind = saved(rank, tmp_path)
+        model = load(kind, tmp_path / ["plain", "fp8"][rank])
+        balancer = balance(model, group)
+        with pytest.raises(PlanMismatch, match="gate_up_proj_scale_inv"):
+            outputs(model, batch(rank))
+        assert balancer.stats()["copies"] == 0
         balancer.close()

@@ -7,6 +7,7 @@ unbalance(model)                       # all experts on every rank again
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
@@ -25,9 +26,9 @@ from ultraep.integrations.transformers.experts import (
     stacked_tensors,
 )
 from ultraep.integrations.transformers.quantised import (
+    QUANTISED,
     SUPPORTED,
     FP8Experts,
-    Mxfp4Experts,
     check_fp8,
     quantiser_of,
 )
@@ -154,19 +155,16 @@ def registered_experts(model: nn.Module) -> dict[str, Any]:
 def check_experts(model: nn.Module, modules: dict[str, Any], loaded: bool) -> None:
     """Raise if one of these modules cannot be balanced, naming it and the reason."""
     first_path: dict[int, str] = {}
+    check_formats(model, modules)
     for name, module in modules.items():
         if isinstance(module, BalancedExperts):
             raise ConfigError(f"{type(model).__name__} is already balanced: {name!r}")
         _check_adapters(model, name)
-        if isinstance(module, FP8Experts):
-            check_fp8(name, module)
         for key, tensor in stacked_tensors(module).items():
             path = f"{name}.{key}"
             if loaded and tensor.device.type == "meta":
                 raise ConfigError(f"{path!r} is on the meta device: load the weights first")
             _check_tensor(path, tensor, module.num_experts)
-            if not isinstance(module, (FP8Experts, Mxfp4Experts)):
-                _check_precision(path, tensor, quantiser_of(model))
             first = first_path.setdefault(tensor.data_ptr() or id(tensor), path)
             if first != path:
                 raise ConfigError(
@@ -189,15 +187,20 @@ def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:
         raise ConfigError(f"{path!r} has a gradient for all experts: call zero_grad() first")
 
 
-def _check_precision(path: str, tensor: torch.Tensor, quantiser: str | None) -> None:
-    """Raise if a tensor is quantised in a way that is not known."""
-    plain = type(tensor.data) is torch.Tensor
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not plain:
-        raise ConfigError(
-            f"{path!r} is quantised by {quantiser or 'an unknown method'} "
-            f"({type(tensor.data).__name__}, {tensor.dtype}), and its scales are unknown: use "
-            f"{SUPPORTED}, or experts of 16 bits or more"
-        )
+def check_formats(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Raise if experts are quantised in an unknown way, or if FP8 scales do not fit."""
+    for name, module in modules.items():
+        if isinstance(module, FP8Experts):
+            check_fp8(name, module)
+        tensors = {} if isinstance(module, QUANTISED) else stacked_tensors(module)
+        for key, tensor in tensors.items():
+            plain = type(tensor.data) is torch.Tensor or mesh_of(tensor) is not None
+            if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not plain:
+                raise ConfigError(
+                    f"'{name}.{key}' is quantised by {quantiser_of(model) or 'an unknown method'} "
+                    f"({type(tensor.data).__name__}, {tensor.dtype}), and its scales are unknown: "
+                    f"use {SUPPORTED}, or experts of 16 bits or more"
+                )
 
 
 def _check_adapters(model: nn.Module, name: str) -> None:

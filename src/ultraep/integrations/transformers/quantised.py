@@ -23,6 +23,7 @@ from ultraep.integrations.common import Overlay
 
 FP8Experts: Any = fp8.FP8Experts
 Mxfp4Experts: Any = mxfp4.Mxfp4GptOssExperts
+QUANTISED = (FP8Experts, Mxfp4Experts)
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 FP4_GROUP = 32  # numbers of a row that share a scale
 OWN_DISPATCH = "deepgemm_megamoe"  # an implementation that sends rows between ranks itself
@@ -40,11 +41,17 @@ def quantiser_of(model: Any) -> str | None:
 
 
 def check_fp8(name: str, experts: Any) -> None:
-    """Raise if scales do not fit their weights, or if the experts send rows themselves."""
-    if experts.config._experts_implementation == OWN_DISPATCH:
+    """Raise if scales do not fit their weights, or if the implementation cannot be used."""
+    implementation = experts.config._experts_implementation
+    if implementation == OWN_DISPATCH:
         raise ConfigError(
             f"{name!r} uses experts_implementation={OWN_DISPATCH!r}, which sends rows between "
             "ranks itself: use 'grouped_mm', 'batched_mm', 'deepgemm' or 'eager'"
+        )
+    if experts.activation_scheme == "static" and implementation not in (None, "eager"):
+        raise ConfigError(
+            f"{name!r} has activation_scheme='static', which experts_implementation="
+            f"{implementation!r} of the library does not support: use 'eager'"
         )
     for key in WEIGHTS:
         weight, scales = (getattr(experts, f"{key}{end}", None) for end in ("", "_scale_inv"))
@@ -73,11 +80,6 @@ def fp8_product(
     experts: Any, name: str, rows: torch.Tensor, counts: list[int], ends: torch.Tensor
 ) -> torch.Tensor:
     """Multiply `[n, K]` rows, sorted by expert, with the library's grouped FP8 kernel."""
-    if experts.activation_scheme == "static":
-        raise ConfigError(
-            "the library's grouped FP8 products do not support activation_scheme='static': use "
-            "experts_implementation='eager'"
-        )
     weight, scales = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
     each = moved(torch.tensor(counts, dtype=torch.int32), rows.device)
     inputs = (rows, weight, scales, ends, each, experts.block_size)
