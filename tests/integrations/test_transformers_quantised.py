@@ -14,7 +14,7 @@ pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
 import torch
 import torch.distributed as dist
-from equality import all_batches, assert_same_gradients, learn, quiet
+from equality import all_batches, assert_same_gradients, learn, quiet, under_torchrun
 from families import batch, build, outputs
 from hub_kernels import fp8_kernels, mxfp4_kernels
 from ranks import on_ranks
@@ -33,6 +33,7 @@ from ultraep.integrations.transformers import (
     unbalance,
 )
 
+OLD = version("transformers") < "5.22"
 SIZES = {"moe_intermediate_size": 32, "intermediate_size": 32}
 DENSE = ["lm_head", "gate", "router"]
 
@@ -137,7 +138,7 @@ def test_fp8_models_on_the_mapped_plane(rank, group, tmp_path):
 
 
 CONFIGS: dict[str, dict[str, Any]] = {"blocks": {}, "ue8m0 scales": {"scale_fmt": "ue8m0"}}
-if version("transformers") >= "5.22":  # 5.17 cannot save them
+if not OLD:  # 5.17 cannot save them
     CONFIGS["static activation scales"] = {"activation_scheme": "static"}
 
 
@@ -210,6 +211,33 @@ def test_fp8_models_generate_the_same_tokens(rank, group, tmp_path):
             tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         assert torch.equal(tokens, expected[rank])
         balancer.close()
+
+
+@pytest.mark.skipif(OLD, reason="enable() needs transformers 5.22")
+@on_ranks(2)
+def test_the_library_s_own_expert_parallelism_in_fp8(rank, group, tmp_path):
+    """Ranks have the same batch; FSDP2 refuses FP8 parameters, so there is tensor parallelism."""
+    from transformers.distributed import DistributedConfig
+
+    from ultraep.integrations.transformers import enable
+
+    with under_torchrun(rank, 2), fp8_kernels():
+        kind = saved(rank, tmp_path)
+        plain = load(kind, tmp_path / "fp8").train()
+        (expected,) = learn(plain, [batch(0)])
+        style = enable(slots=1)
+        try:
+            config = DistributedConfig(tp_size=2, tp_plan={}, ep_size=2)
+            model = load(kind, tmp_path / "fp8", distributed_config=config).train()
+        finally:
+            style.disable()
+        (actual,) = learn(model, [batch(0)])
+        assert torch.equal(actual, expected)
+        gradients = (m.model.embed_tokens.weight.grad for m in (model, plain))
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+        assert sum(b.stats()["copies"] for b in style.balancers.values())
+        for balancer in style.balancers.values():
+            balancer.close()
 
 
 # MXFP4

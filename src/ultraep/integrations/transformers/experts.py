@@ -28,6 +28,7 @@ from ultraep.integrations.transformers.quantised import (
     FP8Experts,
     Mxfp4Experts,
     fp8_product,
+    freeze_fp8,
     memory_of,
     mxfp4_choices,
     mxfp4_network,
@@ -82,8 +83,7 @@ class BalancedExperts(HomeModule):
                 f"{', '.join(changed)} of {self.original_class.__name__} changed after balancing: "
                 "adapters of experts (LoRA) cannot be balanced; adapt other layers only"
             )
-        if isinstance(self, FP8Experts):  # the library computes no gradients for them
-            self.requires_grad_(False)
+        freeze_fp8(self)
         return own
 
     def home_parameters(self) -> list[nn.Parameter]:

@@ -67,6 +67,12 @@ def check_fp8(name: str, experts: Any) -> None:
             )
 
 
+def freeze_fp8(experts: Any) -> None:
+    """Freeze FP8 weights and scales: the library makes them trainable, but has no gradients."""
+    if isinstance(experts, FP8Experts):
+        experts.requires_grad_(False)
+
+
 def _scale_shape(key: str, weight: torch.Tensor, block: Any) -> tuple[int, ...]:
     experts, rows, columns = weight.shape
     if weight.dtype == torch.int8:  # two FP4 numbers in a byte
