@@ -139,14 +139,19 @@ FORMS = {
 
 
 def all_experts(form: Form) -> Tensors:
-    """Return the tensors of all experts, the same on every rank, and a trainable bias."""
+    """Return the tensors of all experts, the same on every rank.
+
+    The bias is trainable; all experts share the factor.
+    """
     random = torch.Generator().manual_seed(SEED)
     drawn = {
         f"{weight}_{part}": tensor
         for weight, shape in SHAPES.items()
         for part, tensor in form.draw(random, *shape).items()
     }
-    return drawn | {"bias": torch.randn(EXPERTS, D, generator=random, dtype=torch.float64)}
+    bias = torch.randn(EXPERTS, D, generator=random, dtype=torch.float64)
+    factor = torch.rand(D, generator=random, dtype=torch.float64)
+    return drawn | {"bias": bias, "factor": factor.expand(EXPERTS, D)}
 
 
 def network_of(form: Form) -> Any:
@@ -161,7 +166,9 @@ def network_of(form: Form) -> Any:
             )
             for row in part:
                 hidden = (up @ row.clone()).clamp(min=0) / F
-                outputs.append(down @ hidden / F + tensors["bias"][index])
+                outputs.append(
+                    down @ hidden / F * tensors["factor"][index] + tensors["bias"][index]
+                )
         return torch.stack(outputs)
 
     return network
@@ -183,6 +190,7 @@ def layer_of(balancer: Balancer, form: Form) -> tuple[BalancedMoE, Tensors]:
         name: as_bytes(tensor)[homes].view(tensor.dtype)
         for name, tensor in all_experts(form).items()
     }
+    bundle["factor"] = bundle["factor"][0].expand(len(homes), D)
     bundle["bias"].requires_grad_()
     ids, gates, _ = routing(balancer.rank)
     experts = ExpertsFrom(network_of(form), bundle, homes)
@@ -277,12 +285,6 @@ def test_dtypes_that_torch_cannot_copy(dtype):
     views = layout.views(layout.pack(stack, 1)[None])
     assert torch.equal(views["w"].view(torch.uint8)[0], numbers[1])
     assert views["one"].tolist() == [1.0]
-
-
-def test_a_tensor_that_all_experts_share_is_expanded():
-    shared = torch.randn(5).expand(3, 5)
-    layout = Layout.of({"w": shared}, 3)
-    assert torch.equal(layout.views(layout.pack({"w": shared}, 2)[None])["w"][0], shared[0])
 
 
 def test_all_experts_are_gathered_in_every_format():
