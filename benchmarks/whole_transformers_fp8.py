@@ -51,7 +51,8 @@ def dequantised_product(
         weight.to(rows.dtype).unflatten(-1, (-1, block_size[1])).unflatten(-3, (-1, block_size[0]))
     )
     plain = (plain * scales[..., :, None, :, None].to(rows.dtype)).flatten(-4, -3).flatten(-2)
-    return rows @ plain.mT
+    product: torch.Tensor = rows @ plain.mT
+    return product
 
 
 def grouped_product(
