@@ -14,6 +14,7 @@ pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
 import torch
 import torch.distributed as dist
+import transformers.integrations.finegrained_fp8 as fp8
 from equality import all_batches, assert_same_gradients, learn, quiet, under_torchrun
 from families import batch, build, outputs
 from hub_kernels import fp8_kernels, mxfp4_kernels
@@ -211,6 +212,36 @@ def test_fp8_models_generate_the_same_tokens(rank, group, tmp_path):
             tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         assert torch.equal(tokens, expected[rank])
         balancer.close()
+
+
+def fp4_experts(config: Any, seed: int) -> Any:
+    """Return experts of the library with random FP4 codes and ue8m0 scales."""
+    config.expert_dtype = "fp4"  # 5.17 reads it there
+    options = {} if OLD else {"expert_dtype": "fp4"}
+    experts = fp8.FP8Experts(config, block_size=(16, 16), scale_fmt="ue8m0", **options)
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in experts.named_parameters():
+        least, end = (118, 122) if "scale" in name else (0, 256)
+        codes = torch.randint(least, end, parameter.shape, generator=draw, dtype=torch.uint8)
+        parameter.data = codes.view(parameter.dtype)
+    return experts
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@on_ranks(2)
+def test_fp4_experts_of_fp8_models(rank, group, experts, tmp_path):
+    with quiet(), fp8_kernels(), torch.no_grad():
+        kind = saved(rank, tmp_path)
+        plain, model = (load(kind, tmp_path / "fp8", experts) for _ in range(2))
+        for each in (plain, model):
+            for number, layer in enumerate(each.model.layers):
+                layer.mlp.experts = fp4_experts(each.config, number)
+        expected = [outputs(plain, batch(r)) for r in range(2)][rank]
+        balancer = balance(model, group)
+        assert torch.equal(outputs(model, batch(rank)), expected)
+        assert rank or balancer.stats()["copies"]
+        unbalance(model)
+        assert_same_bits(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.skipif(OLD, reason="enable() needs transformers 5.22")
