@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,9 +38,17 @@ class ChosenGate(nn.Module):
 
 
 def build(
-    size: Size, rank: int, device: torch.device, variant: str, choices: Choices
+    size: Size,
+    rank: int,
+    device: torch.device,
+    variant: str,
+    choices: Choices,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
 ) -> WholeModel:
-    """Qwen3-MoE of transformers. Unmodified, every rank holds all experts."""
+    """Qwen3-MoE of transformers. Unmodified, every rank holds all experts.
+
+    prepare: changes the model before it is balanced.
+    """
     config = qwen3_config(
         size,
         vocab_size=VOCABULARY,
@@ -52,6 +61,7 @@ def build(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
         model = Qwen3MoeForCausalLM(config).to(dtype)
+    prepare(model)
     for layer in model.model.layers:
         layer.mlp.gate = ChosenGate(layer.mlp.gate, choices)
     balancer = None if variant == PLAIN else balance(model, policy=variant, timeout=120.0)

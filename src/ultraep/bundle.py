@@ -61,12 +61,31 @@ def stored_tensors(bundle: Bundle) -> list[torch.Tensor]:
     return flat_tensors({name: stack for name, stack in bundle.items() if not callable(stack)})
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of one-byte elements as uint8; torch cannot copy or compare all formats.
+
+    Wider elements stay as they are.
+    """
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def check_trainable(tensors: Mapping[str, Stack]) -> None:
+    """Refuse quantised tensors that require gradients: a gradient in their dtype is useless."""
+    for name, stack in tensors.items():
+        for tensor in tensors_of(stack):
+            if tensor.requires_grad and tensor.dtype.itemsize < 2:
+                raise ConfigError(
+                    f"{name!r} is {tensor.dtype} and requires gradients, but quantised tensors "
+                    "cannot be trained: call requires_grad_(False) on it"
+                )
+
+
 def check_repeatable(bundle: Bundle) -> None:
     """Refuse functions that return different values in two calls: replicas would differ."""
     for name, function in bundle.items():
         if callable(function):
             pairs = zip(tensors_of(function()), tensors_of(function()), strict=True)
-            if not all(torch.equal(first, second) for first, second in pairs):
+            if not all(torch.equal(as_bytes(first), as_bytes(second)) for first, second in pairs):
                 raise ConfigError(
                     f"the function for {name!r} returned different values in two calls; apply "
                     "weight dropout and other random state in the network, or once per step"
@@ -162,7 +181,7 @@ class Layout:
         device = device_of_bundle(tensors)
         row = torch.zeros(1, self.nbytes, dtype=torch.uint8, device=device)
         for name, view in self.views(row).items():
-            view[0].copy_(tensors[name][index].detach())
+            as_bytes(view[0]).copy_(as_bytes(tensors[name][index].detach()))
         return row[0]
 
 

@@ -97,7 +97,10 @@ def assert_same_gradients(balanced: Any, plain: Any, limit: float = 1e-5) -> Non
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+    if parameter.grad is not None:
+        return parameter.grad.clone()
+    dtype = parameter.dtype if parameter.dtype.itemsize > 1 else torch.float32  # FP8 has no `max`
+    return torch.zeros_like(parameter, dtype=dtype)
 
 
 def compare(

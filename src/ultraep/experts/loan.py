@@ -35,6 +35,7 @@ from ultraep.bundle import (
     Promise,
     Stack,
     check_repeatable,
+    check_trainable,
     flat_tensors,
     resolve,
     stacked_like,
@@ -144,6 +145,7 @@ class ExpertsFrom(HomeModule):
         if self.home_experts and key not in self._checked:
             row, tensors = rows.new_zeros(1, rows.shape[-1]), resolve(self.bundle)
             Layout.of(tensors, len(self.home_experts))
+            check_trainable(tensors)
             check_repeatable(self.bundle)
             run(self._network, row, [1] + [0] * (len(self.home_experts) - 1), tensors)
         self._checked.add(key)

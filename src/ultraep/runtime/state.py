@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ultraep.bundle import as_bytes
 from ultraep.comm import Message
 from ultraep.errors import ConfigError
 
@@ -21,8 +22,8 @@ def gather_experts(
 
     only: the rank that receives them, others get `[0, ...]`; None: all ranks.
     """
-    if stacked.dtype == torch.float8_e4m3fn:  # some backends cannot send it
-        return gather_experts(stacked.view(torch.uint8), balancer, only=only).view(stacked.dtype)
+    if stacked.dtype.itemsize == 1 and stacked.dtype != torch.uint8:  # cannot be sent everywhere
+        return gather_experts(as_bytes(stacked), balancer, only=only).view(stacked.dtype)
     topology, comm = balancer.topology, balancer.comm
     stacked = stacked.detach().contiguous()
     shape = stacked.shape[1:]

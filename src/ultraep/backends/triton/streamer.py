@@ -235,14 +235,18 @@ def chunks_for(length: int, nbytes: int, programs: int) -> int:
 
 
 def pointers(name: str, stack: Stack) -> tuple[int, ...]:
-    """Return the addresses that identify the tensors of the home experts."""
+    """Return the addresses that identify the tensors of the home experts, and their distance."""
+    distance = 0
     for tensor in tensors_of(stack):
-        if not tensor.is_contiguous():
+        expert = tensor
+        if isinstance(stack, torch.Tensor):
+            expert, distance = tensor[:1], tensor.stride(0)
+        if not expert.is_contiguous():
             raise ConfigError(
                 f"{name!r} must be contiguous, got shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())}; call .contiguous()"
             )
-    return tuple(tensor.data_ptr() for tensor in tensors_of(stack))
+    return distance, *(tensor.data_ptr() for tensor in tensors_of(stack))
 
 
 def addresses(stack: Stack) -> list[int]:

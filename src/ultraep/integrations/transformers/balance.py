@@ -7,6 +7,7 @@ unbalance(model)                       # all experts on every rank again
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
@@ -23,6 +24,13 @@ from ultraep.integrations.transformers.experts import (
     reunite,
     spread,
     stacked_tensors,
+)
+from ultraep.integrations.transformers.quantised import (
+    QUANTISED,
+    SUPPORTED,
+    FP8Experts,
+    check_fp8,
+    quantiser_of,
 )
 from ultraep.integrations.transformers.save import save_pretrained
 from ultraep.parallel.home import expert_parameters, mesh_of
@@ -136,6 +144,8 @@ def registered_experts(model: nn.Module) -> dict[str, Any]:
         return modules
     names = {type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()}
     reason = f"{', '.join(sorted(names))} cannot be balanced" if names else "it has no experts"
+    if quantiser_of(model) is not None:
+        reason += f"; it is quantised by {quantiser_of(model)}, and {SUPPORTED} can be balanced"
     raise ConfigError(
         f"{type(model).__name__} has no experts in the registry of transformers "
         f"(use_experts_implementation): {reason}"
@@ -145,6 +155,7 @@ def registered_experts(model: nn.Module) -> dict[str, Any]:
 def check_experts(model: nn.Module, modules: dict[str, Any], loaded: bool) -> None:
     """Raise if one of these modules cannot be balanced, naming it and the reason."""
     first_path: dict[int, str] = {}
+    check_formats(model, modules)
     for name, module in modules.items():
         if isinstance(module, BalancedExperts):
             raise ConfigError(f"{type(model).__name__} is already balanced: {name!r}")
@@ -162,17 +173,11 @@ def check_experts(model: nn.Module, modules: dict[str, Any], loaded: bool) -> No
 
 
 def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:
-    """Raise if a tensor is not stacked over experts, sharded, quantised, or has a gradient."""
+    """Raise if a tensor is not stacked over experts, sharded, or has a gradient."""
     if mesh_of(tensor) is not None:
         raise ConfigError(
             f"{path!r} is already a DTensor of ranks {mesh_of(tensor).mesh.tolist()}; balance the "
             "model before sharding it"
-        )
-    plain = type(tensor.data) is torch.Tensor
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not plain:
-        raise ConfigError(
-            f"{path!r} is quantised ({type(tensor.data).__name__}, {tensor.dtype}), and its scales "
-            "are unknown: use experts of 16 bits or more"
         )
     if not tensor.ndim or len(tensor) != experts:
         raise ConfigError(
@@ -180,6 +185,22 @@ def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:
         )
     if tensor.grad is not None:
         raise ConfigError(f"{path!r} has a gradient for all experts: call zero_grad() first")
+
+
+def check_formats(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Raise if experts are quantised in an unknown way, or if FP8 scales do not fit."""
+    for name, module in modules.items():
+        if isinstance(module, FP8Experts):
+            check_fp8(name, module)
+        tensors = {} if isinstance(module, QUANTISED) else stacked_tensors(module)
+        for key, tensor in tensors.items():
+            plain = type(tensor.data) is torch.Tensor or mesh_of(tensor) is not None
+            if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not plain:
+                raise ConfigError(
+                    f"'{name}.{key}' is quantised by {quantiser_of(model) or 'an unknown method'} "
+                    f"({type(tensor.data).__name__}, {tensor.dtype}), and its scales are unknown: "
+                    f"use {SUPPORTED}, or experts of 16 bits or more"
+                )
 
 
 def _check_adapters(model: nn.Module, name: str) -> None:

@@ -2,7 +2,8 @@
 
 Balancing changes the class of an experts module to a subclass of its own class and of
 `BalancedExperts`. Its parameters then hold the home experts of this rank and its forward runs the
-stages. The library's own functions still compute the experts, on home weights and on replicas.
+stages. The library's own functions still compute the experts, on home weights and on replicas,
+also if it has quantised them (`quantised.py`).
 
 Shapes: T tokens, K experts per token, E experts, n rows, D model width.
 """
@@ -23,6 +24,17 @@ from ultraep.comm import moved
 from ultraep.errors import ConfigError
 from ultraep.experts.loan import serve
 from ultraep.integrations.common import Overlay
+from ultraep.integrations.transformers.quantised import (
+    FP8Experts,
+    Mxfp4Experts,
+    fp8_product,
+    freeze_fp8,
+    memory_of,
+    mxfp4_choices,
+    mxfp4_network,
+    triton_tensors,
+    with_memory,
+)
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.parallel.home import HomeModule, mesh_of
@@ -33,8 +45,9 @@ GROUPED = "grouped_mm"  # the library's grouped matrix products
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Return whether the module is in the library's registry of experts."""
-    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+    """Return whether the module is in the library's registry of experts, or is MXFP4 experts."""
+    registered = hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+    return registered or isinstance(module, Mxfp4Experts)
 
 
 class BalancedExperts(HomeModule):
@@ -70,6 +83,7 @@ class BalancedExperts(HomeModule):
                 f"{', '.join(changed)} of {self.original_class.__name__} changed after balancing: "
                 "adapters of experts (LoRA) cannot be balanced; adapt other layers only"
             )
+        freeze_fp8(self)
         return own
 
     def readable_weights(self) -> Bundle | None:
@@ -82,25 +96,60 @@ class BalancedExperts(HomeModule):
         return [p for p in self._parameters.values() if p is not None]
 
 
+class BalancedMxfp4Experts(BalancedExperts):
+    """Home experts in MXFP4; the library passes its routing instead of expert ids."""
+
+    _rows: dict[str, torch.Tensor]  # memory of the Triton tensors
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, hidden_states: torch.Tensor, routing_data: Any, gather_idx: Any, scatter_idx: Any
+    ) -> torch.Tensor:
+        """Map `[T, D]` to `[T, D]`, as the library routes them."""
+        del scatter_idx  # the inverse of gather_idx
+        ids, gates = mxfp4_choices(routing_data, gather_idx)
+        y, self.last_plan = stages(self, self.bundle, hidden_states, ids, gates, mxfp4_network)
+        return y
+
+    @property
+    def bundle(self) -> dict[str, torch.Tensor]:
+        """The tensors of a replica: biases, and the memory of the Triton tensors."""
+        rows = {name: memory_of(tensor) for name, tensor in triton_tensors(self).items()}
+        for (
+            name,
+            memory,
+        ) in rows.items():  # the same tensor as before, so that it counts as unchanged
+            known = self._rows.get(name)
+            if known is None or known.data_ptr() != memory.data_ptr():
+                self._rows[name] = memory
+        return stacked_tensors(self) | {name: self._rows[name] for name in rows}
+
+
 def stages(
     experts: Any,
     bundle: Bundle,
     tokens: torch.Tensor,
     top_k_index: torch.Tensor,
     gates: torch.Tensor,
+    network: Any = None,
 ) -> tuple[torch.Tensor, AnyPlan]:
-    """Run the stages of a balanced module; return `[T, D]` outputs and the plan."""
+    """Run the stages of a balanced module; return `[T, D]` outputs and the plan.
+
+    network: maps (experts, rows, counts, tensors) to outputs; None: `compute`.
+    """
     balancer: Balancer = experts.balancer
     # The library marks padding by ids beyond the last expert.
     ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
-    layer = Layer(experts.layer_index, bundle, partial(serve, partial(compute, experts)))
-    return run_stages(balancer, layer, ids, gates, tokens)
+    run = partial(serve, partial(network or compute, experts))
+    return run_stages(balancer, Layer(experts.layer_index, bundle, run), ids, gates, tokens)
 
 
 def compute(
     experts: Any, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
 ) -> torch.Tensor:
     """Run the library's experts on `[n, D]` rows with these tensors, `counts` rows each."""
+    if isinstance(experts, FP8Experts):  # its kernels need contiguous tensors; one slot is
+        rows, tensors = rows.contiguous(), {n: t.contiguous() for n, t in tensors.items()}
     overlay = Overlay(experts, num_experts=len(counts), **tensors)
     if experts.config._experts_implementation == GROUPED:
         return grouped_mm(overlay, rows, counts)
@@ -128,6 +177,8 @@ def _product(
     experts: Any, name: str, rows: torch.Tensor, counts: list[int], ends: torch.Tensor
 ) -> torch.Tensor:
     """Multiply rows by the weights of their experts."""
+    if hasattr(experts, f"{name}_scale_inv"):
+        return fp8_product(experts, name, rows, counts, ends)
     bias = None
     if experts.has_bias:
         each = moved(torch.tensor(counts), rows.device)
@@ -159,8 +210,8 @@ def stacked_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 @cache
 def balanced_class(original: Any) -> type[BalancedExperts]:
     """Return the balanced subclass of a class of experts."""
-    bases = (BalancedExperts, original)
-    return type(f"Balanced{original.__name__}", bases, {"original_class": original})
+    base = BalancedMxfp4Experts if issubclass(original, Mxfp4Experts) else BalancedExperts
+    return type(f"Balanced{original.__name__}", (base, original), {"original_class": original})
 
 
 @torch.no_grad()
@@ -170,6 +221,10 @@ def spread(module: Any, balancer: Balancer) -> None:
     for tensor in stacked_tensors(module).values():
         if len(homes) < len(tensor):  # copies, which frees the other experts
             tensor.data = tensor.data[list(homes)]
+    if isinstance(module, Mxfp4Experts):
+        memory = {n: memory_of(t)[list(homes)] for n, t in triton_tensors(module).items()}
+        _set_memory(module, memory)
+        module._rows = {}
     original: Any = type(module)
     module.__class__ = balanced_class(original)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
@@ -181,10 +236,20 @@ def spread(module: Any, balancer: Balancer) -> None:
 @torch.no_grad()
 def reunite(module: Any) -> None:
     """Undo `spread`. Collective."""
-    for tensor in module.bundle.values():
+    if isinstance(module, Mxfp4Experts):
+        memory = {n: memory_of(t) for n, t in triton_tensors(module).items()}
+        _set_memory(module, {n: gather_experts(t, module.balancer) for n, t in memory.items()})
+        del module._rows
+    for tensor in stacked_tensors(module).values():
         tensor.data = gather_experts(tensor, module.balancer)
         tensor.grad = None
         tensor.__dict__.pop("expert_ranks", None)
     for name in ("home_experts", "stacked", "balancer", "last_plan", "layer_index", "ranks"):
         delattr(module, name)
     module.__class__ = module.original_class
+
+
+def _set_memory(module: Any, memory: dict[str, torch.Tensor]) -> None:
+    """Replace the memory of the Triton tensors of MXFP4 experts, if they are loaded."""
+    for name, value in with_memory(module, memory).items() if memory else ():
+        setattr(module, name, value)

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.integrations.transformers.balance import balance, balancers
+from ultraep.integrations.transformers.balance import balance, balancers, check_formats
 from ultraep.integrations.transformers.experts import balanced_experts, expert_owners
 from ultraep.runtime.connect import GroupOrName
 
@@ -68,6 +68,7 @@ def balanced_from_pretrained(
             raise FileError(
                 f"{path} has no safetensors of a whole model: load it, then call balance"
             )
+        check_formats(model, balanced_experts(model))  # some quantisers replace loaded weights
         undo.pop_all()
     return model
 

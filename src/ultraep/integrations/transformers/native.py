@@ -18,6 +18,7 @@ import torch
 from ultraep.errors import ConfigError
 from ultraep.integrations.library import OWN_EXPERT_PARALLELISM
 from ultraep.integrations.transformers.experts import stacked_tensors, stages
+from ultraep.integrations.transformers.quantised import freeze_fp8
 from ultraep.policies import get_policy
 from ultraep.runtime.balancer import Balancer
 
@@ -73,6 +74,7 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(module: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            freeze_fp8(module)
             tokens = len(inputs[0])  # before ranks with the same batch split it
             inputs, _ = self.transform_inputs_pre_forward(
                 module, inputs, {}, ep_mesh, tp_mesh=tp_mesh

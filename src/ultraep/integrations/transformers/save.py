@@ -20,7 +20,17 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ultraep.errors import ConfigError
-from ultraep.integrations.transformers.experts import BalancedExperts, expert_owners
+from ultraep.integrations.transformers.experts import (
+    BalancedExperts,
+    balanced_experts,
+    expert_owners,
+)
+from ultraep.integrations.transformers.quantised import (
+    METHODS,
+    Mxfp4Experts,
+    quantiser_of,
+    stored_mxfp4,
+)
 from ultraep.runtime.state import gather_experts
 
 State = dict[str, torch.Tensor]
@@ -53,18 +63,47 @@ def save_pretrained(
         raise ConfigError(
             f"save_pretrained of a balanced model does not support {', '.join(refused)}"
         )
+    quantiser = quantiser_of(model)
+    if quantiser not in (None, *METHODS):
+        raise ConfigError(
+            f"save_pretrained of a balanced model quantised by {quantiser} is not supported: call "
+            "unbalance first"
+        )
     limit, writer = _bytes_of(max_shard_size), None
     writes = model.should_save_on_this_rank(is_main_process)
     if writes:
-        plain(model, save_directory, state_dict={}, variant=variant)  # all but the weights
+        _save_all_but_weights(model, save_directory, variant)
         writer = ShardWriter(Path(save_directory), limit, variant)
     for piece in pieces_of(model, writes):
         if writer is not None:
             writer.add(revert_weight_conversion(model, piece) if save_original_format else piece)
+    for piece in mxfp4_pieces(model, writes):
+        if writer is not None:
+            writer.add(piece)
     if writer is not None:
         writer.close()
     if dist.is_initialized():
         dist.barrier()
+
+
+def _save_all_but_weights(model: Any, folder: str | Path, variant: str | None) -> None:
+    quantiser = model.__dict__.pop("hf_quantizer", None)  # it would write the weights of this rank
+    try:
+        type(model).save_pretrained(model, folder, state_dict={}, variant=variant)
+    finally:
+        if quantiser is not None:
+            model.hf_quantizer = quantiser
+
+
+def mxfp4_pieces(model: nn.Module, keep: bool) -> Iterator[State]:
+    """Yield blocks and scales of all MXFP4 experts, layer by layer, on the host. Collective."""
+    for name, experts in balanced_experts(model).items():
+        if isinstance(experts, Mxfp4Experts):
+            stored = {
+                f"{name}.{key}": _gathered(tensor, experts)
+                for key, tensor in stored_mxfp4(experts).items()
+            }
+            yield {key: tensor.cpu() for key, tensor in stored.items()} if keep else {}
 
 
 def pieces_of(model: nn.Module, keep: bool) -> Iterator[State]:

@@ -1,0 +1,443 @@
+"""Balanced models in FP8 and MXFP4 compute the bits of the unmodified models in the same format.
+
+The library's own Python runs, with stand-ins for the kernels that it downloads (hub_kernels.py).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
+
+import torch
+import torch.distributed as dist
+import transformers.integrations.finegrained_fp8 as fp8
+from equality import all_batches, assert_same_gradients, learn, quiet, under_torchrun
+from families import batch, build, outputs
+from hub_kernels import fp8_kernels, mxfp4_kernels
+from ranks import on_ranks
+from safetensors.torch import load_file, save_file
+from shared_peers import SharedPeers
+from transformers import FineGrainedFP8Config, Mxfp4Config
+
+from ultraep import ConfigError, PlanMismatch
+from ultraep.backends.triton.device import interpreted
+from ultraep.bundle import as_bytes
+from ultraep.integrations.transformers import (
+    balance,
+    balanced_experts,
+    balanced_from_pretrained,
+    balancers,
+    unbalance,
+)
+
+OLD = version("transformers") < "5.22"
+SIZES = {"moe_intermediate_size": 32, "intermediate_size": 32}
+DENSE = ["lm_head", "gate", "router"]
+
+
+def fp8_config(**options: Any) -> Any:
+    return FineGrainedFP8Config(
+        **{"weight_block_size": (16, 16), "modules_to_not_convert": DENSE, **options}
+    )
+
+
+def load(kind: Any, folder: Any, experts: str = "grouped_mm", **options: Any) -> Any:
+    return kind.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation=experts,
+        **options,
+    )
+
+
+def saved(rank: int, folder: Any, family: str = "qwen3_moe", config: Any = None) -> Any:
+    """Save a tiny model, and the same model in FP8; return its class."""
+    model = build(family, **SIZES)
+    if rank == 0:
+        model.save_pretrained(folder / "plain")
+        quantised = load(type(model), folder / "plain", quantization_config=config or fp8_config())
+        for name, parameter in quantised.named_parameters():
+            if "activation_scale" in name:  # the library leaves them uninitialised
+                scales = torch.linspace(0.01, 0.02, max(1, parameter.numel()))
+                parameter.data = scales.view(parameter.shape)
+        quantised.save_pretrained(folder / "fp8")
+    dist.barrier()
+    return type(model)
+
+
+def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    differ = [n for n in actual if not torch.equal(as_bytes(actual[n]), as_bytes(expected[n]))]
+    assert differ == []
+
+
+CASES = {  # options of `balance`, implementation
+    "grouped": ({}, "grouped_mm"),
+    "eager": ({}, "eager"),
+    "batched": ({"slots": 2}, "batched_mm"),
+    "two slots": ({"slots": 2}, "grouped_mm"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(2)
+def test_fp8_models_compute_the_same_bits(rank, group, case, tmp_path):
+    options, experts = CASES[case]
+    with quiet(), fp8_kernels():
+        kind = saved(rank, tmp_path)
+        plain, model = (load(kind, tmp_path / "fp8", experts).train() for _ in range(2))
+        if experts == "batched_mm":  # these kernels have no backward
+            plain, model = plain.requires_grad_(False), model.requires_grad_(False)
+        run = learn if experts != "batched_mm" else lambda m, ids: [outputs(m, i) for i in ids]
+        expected = run(plain, all_batches(group))[rank]
+        balancer = balance(model, group, **options)
+        (actual,) = run(model, [batch(rank)])
+        assert torch.equal(actual, expected)
+        if experts != "batched_mm":
+            assert_same_gradients(model, plain)
+        module = next(iter(balanced_experts(model).values()))
+        assert {t.dtype.itemsize for t in module.bundle.values()} == {1, 4}
+        assert not any(t.requires_grad or t.grad is not None for t in module.parameters())
+        assert rank or balancer.stats()["copies"]
+        balancer.close()
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_fp8_models_on_uneven_ranks_and_without_balancing(rank, group, tmp_path):
+    with quiet(), fp8_kernels():
+        kind = saved(rank, tmp_path, "mixtral")
+        plain, model = (load(kind, tmp_path / "fp8") for _ in range(2))
+        expected = [outputs(plain, batch(r)) for r in range(3)][rank]
+        balancer = balance(model, group, policy="none")
+        assert torch.equal(outputs(model, batch(rank)), expected)
+        unbalance(model)
+        balancer = balance(model, group)
+        assert torch.equal(outputs(model, batch(rank)), expected)
+        assert rank or balancer.stats()["copies"]
+        unbalance(model)
+        assert_same_bits(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+@on_ranks(2)
+def test_fp8_models_on_the_mapped_plane(rank, group, tmp_path):
+    with quiet(), fp8_kernels():
+        kind = saved(rank, tmp_path)
+        plain, model = (load(kind, tmp_path / "fp8") for _ in range(2))
+        expected = [outputs(plain, batch(r)) for r in range(2)][rank]
+        balancer = balance(model, group, data_plane="mapped", peers=SharedPeers(group), slots=2)
+        assert torch.equal(outputs(model, batch(rank)), expected)
+        assert balancer.stats()["copies"]
+        balancer.close()
+
+
+CONFIGS: dict[str, dict[str, Any]] = {"blocks": {}, "ue8m0 scales": {"scale_fmt": "ue8m0"}}
+if not OLD:  # 5.17 cannot save them
+    CONFIGS["static activation scales"] = {"activation_scheme": "static"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(n, marks=[pytest.mark.slow] if n != "blocks" else []) for n in CONFIGS],
+)
+@on_ranks(2)
+def test_fp8_checkpoints(rank, group, config, tmp_path):
+    """Save and load in FP8; quantise while loading; unbalance."""
+    experts = "eager" if "static" in config else "grouped_mm"
+    with quiet(), fp8_kernels():
+        settings = fp8_config(**CONFIGS[config])
+        kind = saved(rank, tmp_path, config=settings)
+        plain, model = (load(kind, tmp_path / "fp8", experts) for _ in range(2))
+        expected = [outputs(plain, batch(r)) for r in range(2)][rank]
+        balance(model, group)
+        if rank == 0:
+            plain.save_pretrained(tmp_path / "again")
+        model.save_pretrained(tmp_path / "balanced", max_shard_size="60KB")
+        options = {
+            "dtype": torch.float32,
+            "attn_implementation": "eager",
+            "experts_implementation": experts,
+        }
+        again = balanced_from_pretrained(tmp_path / "fp8", group, **options)
+        models = [model, again]
+        if "static" not in config:
+            models.append(
+                balanced_from_pretrained(
+                    tmp_path / "plain", group, quantization_config=settings, **options
+                )
+            )
+        for loaded in models:
+            assert_same_bits(loaded.state_dict(), model.state_dict())
+            assert torch.equal(outputs(loaded, batch(rank)), expected)
+            assert rank or balancers(loaded)[0].stats()["copies"]
+        for loaded in models:
+            unbalance(loaded)
+            assert_same_bits(loaded.state_dict(), plain.state_dict())
+        files = [
+            {
+                n: t
+                for f in (tmp_path / folder).glob("*.safetensors")
+                for n, t in load_file(f).items()
+            }
+            for folder in ("balanced", "again")
+        ]
+        assert_same_bits(*files)
+        configs = [
+            (tmp_path / folder / "config.json").read_text() for folder in ("balanced", "again")
+        ]
+        assert configs[0] == configs[1]
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_fp8_models_generate_the_same_tokens(rank, group, tmp_path):
+    with quiet(), fp8_kernels():
+        kind = saved(rank, tmp_path)
+        plain, model = (load(kind, tmp_path / "fp8") for _ in range(2))
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        prompts = [batch(r, rows=1, length=5) for r in range(2)]
+        expected = [
+            plain.generate(p, attention_mask=torch.ones_like(p), **options) for p in prompts
+        ]
+        balancer = balance(model, group)
+        with balancer.unchanged_weights():
+            prompt = prompts[rank]
+            tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert torch.equal(tokens, expected[rank])
+        balancer.close()
+
+
+def fp4_experts(config: Any, seed: int) -> Any:
+    """Return experts of the library with random FP4 codes and ue8m0 scales."""
+    config.expert_dtype = "fp4"  # 5.17 reads it there
+    options = {} if OLD else {"expert_dtype": "fp4"}
+    experts = fp8.FP8Experts(config, block_size=(16, 16), scale_fmt="ue8m0", **options)
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in experts.named_parameters():
+        least, end = (118, 122) if "scale" in name else (0, 256)
+        codes = torch.randint(least, end, parameter.shape, generator=draw, dtype=torch.uint8)
+        parameter.data = codes.view(parameter.dtype)
+    return experts
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@on_ranks(2)
+def test_fp4_experts_of_fp8_models(rank, group, experts, tmp_path):
+    with quiet(), fp8_kernels(), torch.no_grad():
+        kind = saved(rank, tmp_path)
+        plain, model = (load(kind, tmp_path / "fp8", experts) for _ in range(2))
+        for each in (plain, model):
+            for number, layer in enumerate(each.model.layers):
+                layer.mlp.experts = fp4_experts(each.config, number)
+        expected = [outputs(plain, batch(r)) for r in range(2)][rank]
+        balancer = balance(model, group)
+        assert torch.equal(outputs(model, batch(rank)), expected)
+        assert rank or balancer.stats()["copies"]
+        unbalance(model)
+        assert_same_bits(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.skipif(OLD, reason="enable() needs transformers 5.22")
+@on_ranks(2)
+def test_the_library_s_own_expert_parallelism_in_fp8(rank, group, tmp_path):
+    """Ranks have the same batch; FSDP2 refuses FP8 parameters, so there is tensor parallelism."""
+    from transformers.distributed import DistributedConfig
+
+    from ultraep.integrations.transformers import enable
+
+    with under_torchrun(rank, 2), fp8_kernels():
+        kind = saved(rank, tmp_path)
+        plain = load(kind, tmp_path / "fp8").train()
+        (expected,) = learn(plain, [batch(0)])
+        style = enable(slots=1)
+        try:
+            config = DistributedConfig(tp_size=2, tp_plan={}, ep_size=2)
+            model = load(kind, tmp_path / "fp8", distributed_config=config).train()
+        finally:
+            style.disable()
+        (actual,) = learn(model, [batch(0)])
+        assert torch.equal(actual, expected)
+        gradients = (m.model.embed_tokens.weight.grad for m in (model, plain))
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+        assert sum(b.stats()["copies"] for b in style.balancers.values())
+        for balancer in style.balancers.values():
+            balancer.close()
+
+
+# MXFP4
+
+
+def saved_mxfp4(rank: int, folder: Any) -> Any:
+    """Save a tiny gpt-oss with random experts in MXFP4; return its class."""
+    model = build("gpt_oss", intermediate_size=64)
+    if rank == 0:
+        model.config.quantization_config = {"quant_method": "mxfp4"}
+        model.save_pretrained(folder)
+        state = load_file(folder / "model.safetensors")
+        draw = torch.Generator().manual_seed(3)
+        for name in [n for n in state if n.endswith("_proj") and ".experts." in n]:
+            experts, columns, rows = state.pop(name).shape
+            shape = experts, rows, columns // 32
+            for end, kind, least, most in (("blocks", (16,), 0, 256), ("scales", (), 121, 125)):
+                state[f"{name}_{end}"] = torch.randint(
+                    least, most, (*shape, *kind), generator=draw, dtype=torch.uint8
+                )
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    return type(model)
+
+
+@on_ranks(1)
+def test_the_stand_in_multiplies_what_the_library_dequantises(rank, group, tmp_path):
+    with quiet(), mxfp4_kernels():
+        kind = saved_mxfp4(rank, tmp_path)
+        packed = load(kind, tmp_path)
+        plain = load(kind, tmp_path, quantization_config=Mxfp4Config(dequantize=True))
+        expected = outputs(plain.float(), batch(0))
+        torch.testing.assert_close(outputs(packed, batch(0)), expected, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(3)
+def test_mxfp4_models_compute_the_same_bits(rank, group, tmp_path):
+    with quiet(), mxfp4_kernels(), torch.no_grad():
+        kind = saved_mxfp4(rank, tmp_path)
+        plain, model = (load(kind, tmp_path) for _ in range(2))
+        expected = [outputs(plain, batch(r)) for r in range(3)][rank]
+        balancer = balance(model, group, slots=2, in_flight=2)  # a buffer for each layer
+        assert torch.equal(outputs(model, batch(rank)), expected)
+        module = next(iter(balanced_experts(model).values()))
+        kinds = {name: (t.dtype, len(t)) for name, t in module.bundle.items()}
+        assert (
+            kinds["down_proj"]
+            == kinds["gate_up_proj_scales"]
+            == (
+                torch.uint8,
+                len(module.home_experts),
+            )
+        )
+        assert rank or balancer.stats()["copies"]
+        with balancer.unchanged_weights():
+            outputs(model, batch(rank))
+            sent = balancer.stats()["weights_bytes_sent"]
+            assert torch.equal(outputs(model, batch(rank)), expected)
+            assert balancer.stats()["weights_bytes_sent"] == sent
+        unbalance(model)
+        assert torch.equal(outputs(model, batch(rank)), expected)
+
+
+@on_ranks(2)
+def test_mxfp4_checkpoints(rank, group, tmp_path):
+    with quiet(), mxfp4_kernels(), torch.no_grad():
+        kind = saved_mxfp4(rank, tmp_path)
+        plain = load(kind, tmp_path)
+        expected = [outputs(plain, batch(r)) for r in range(2)][rank]
+        model = balanced_from_pretrained(
+            tmp_path, group, dtype=torch.float32, attn_implementation="eager"
+        )
+        assert torch.equal(outputs(model, batch(rank)), expected)
+        model.save_pretrained(tmp_path / "balanced")
+        files = [load_file(f / "model.safetensors") for f in (tmp_path / "balanced", tmp_path)]
+        assert_same_bits(*files)
+        tokens = model.generate(batch(rank, rows=1), max_new_tokens=4, do_sample=False)
+        assert torch.equal(
+            tokens, plain.generate(batch(rank, rows=1), max_new_tokens=4, do_sample=False)
+        )
+        unbalance(model)
+        assert torch.equal(outputs(model, batch(rank)), expected)
+        dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+@on_ranks(2)
+def test_mxfp4_models_on_the_mapped_plane(rank, group, tmp_path):
+    with quiet(), mxfp4_kernels(), torch.no_grad():
+        kind = saved_mxfp4(rank, tmp_path)
+        plain, model = (load(kind, tmp_path) for _ in range(2))
+        expected = [outputs(plain, batch(r)) for r in range(2)][rank]
+        balancer = balance(model, group, data_plane="mapped", peers=SharedPeers(group))
+        assert torch.equal(outputs(model, batch(rank)), expected)
+        assert balancer.stats()["copies"]
+        balancer.close()
+
+
+# Refusals
+
+
+def fp8_model(folder: Any, experts: str = "grouped_mm", **options: Any) -> Any:
+    """Return a tiny FP8 model in this process."""
+    model = build("qwen3_moe", **SIZES)
+    model.save_pretrained(folder)
+    with fp8_kernels():
+        return load(type(model), folder, experts, quantization_config=fp8_config(**options))
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path):
+    with quiet():
+        model = fp8_model(tmp_path)
+        experts = model.model.layers[1].mlp.experts
+        experts.down_proj_scale_inv = torch.nn.Parameter(torch.ones(8, 2, 1), requires_grad=False)
+        with pytest.raises(ConfigError, match=r"down_proj_scale_inv' must be \[8, 2, 2\] for"):
+            balance(model, "alone")
+        assert not balanced_experts(model)
+
+
+@pytest.mark.parametrize(
+    ("experts", "options", "reason"),
+    [
+        ("deepgemm_megamoe", {}, "sends rows between ranks itself"),
+        ("grouped_mm", {"activation_scheme": "static"}, "'grouped_mm' of the library does not"),
+    ],
+)
+def test_implementations_that_cannot_be_used(experts, options, reason, tmp_path):
+    with quiet():
+        model = fp8_model(tmp_path, "eager", **options)
+        model.config._experts_implementation = experts
+        with pytest.raises(ConfigError, match=reason):
+            balance(model, "alone")
+
+
+def test_other_quantisers_are_named():
+    model = build("mixtral")
+    model.quantization_method = "torchao"
+    weight = model.model.layers[0].mlp.experts.down_proj
+    model.model.layers[0].mlp.experts.down_proj = torch.nn.Parameter(
+        weight.detach().to(torch.int8), requires_grad=False
+    )
+    with pytest.raises(ConfigError, match=r"is quantised by torchao .*use FineGrainedFP8Config"):
+        balance(model, "alone")
+    for layer in model.model.layers:
+        layer.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    model.quantization_method = "gptq"
+    with pytest.raises(ConfigError, match="quantised by gptq, and FineGrainedFP8Config and Mxfp4"):
+        balance(model, "alone")
+
+
+def test_a_quantiser_that_leaves_the_experts_alone(tmp_path):
+    model = build("mixtral")
+    model.quantization_method = "bitsandbytes"
+    expected = outputs(model, batch(0))
+    balance(model, "alone")
+    torch.testing.assert_close(outputs(model, batch(0)), expected)
+    with pytest.raises(ConfigError, match=r"quantised by bitsandbytes .* call unbalance first"):
+        model.save_pretrained(tmp_path)
+    unbalance(model)
+
+
+@on_ranks(2)
+def test_ranks_with_different_formats_are_refused(rank, group, tmp_path):
+    with quiet(), fp8_kernels():
+        kind = saved(rank, tmp_path)
+        model = load(kind, tmp_path / ["plain", "fp8"][rank])
+        balancer = balance(model, group)
+        with pytest.raises(PlanMismatch, match="gate_up_proj_scale_inv"):
+            outputs(model, batch(rank))
+        assert balancer.stats()["copies"] == 0
+        balancer.close()
