@@ -215,7 +215,7 @@ def serving(
         port = free.getsockname()[1]
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
-    command += ["--enable-expert-parallel", "--enforce-eager", "--max-model-len", str(MAX_PROMPT)]
+    command += ["--enable-expert-parallel", "--max-model-len", str(MAX_PROMPT)]
     command += ["--max-num-seqs", "4", "--max-num-batched-tokens", str(MAX_BATCH), *options]
     with log.open("w") as out:
         process = subprocess.Popen(
