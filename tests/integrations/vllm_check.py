@@ -134,7 +134,9 @@ def check_log(server: Server) -> None:
 def check_compiled(server: Server, *, loaded: bool = False) -> None:
     """Check that every rank runs compiled code, which allows no graph break."""
     text, what = server.log.read_text(), "load" if loaded else "saved"
-    ranks = {line.split(" pid=")[0] for line in text.splitlines() if re.search(COMPILED[what], line)}
+    ranks = {
+        line.split(" pid=")[0] for line in text.splitlines() if re.search(COMPILED[what], line)
+    }
     verb = "loaded from the cache" if loaded else "compiled"
     check(f"all ranks run {verb} code", len(ranks) == len(server.workers()), len(ranks))
 

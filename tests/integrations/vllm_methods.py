@@ -173,6 +173,7 @@ def accept_kernels() -> None:
     _custom_ops.gptq_marlin_repack = gptq_marlin_repack
     online_mxfp4.mxfp4_quantize = mxfp4_quantize
     torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign]
+    torch.accelerator.empty_cache = lambda: None  # type: ignore[assignment]
 
 
 def scaled_fp8_quant(
@@ -202,7 +203,7 @@ def gptq_marlin_repack(
 
 def mxfp4_quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bytes that depend on the values, in the shapes of MXFP4 data and scales."""
-    rows, width = values.shape
+    width = values.shape[1]
     data = (values * 255).to(torch.uint8)
     return data[:, : width // 2].contiguous(), data[:, : width // 32].contiguous()
 
@@ -312,7 +313,7 @@ def check_apply(layer: Any) -> None:
     (call,) = calls
     assert call.pop("w1") is layer.w13_weight
     assert call.pop("w2") is layer.w2_weight
-    assert call.keys() == {
+    assert call.keys() - {"shared_experts", "shared_experts_input"} == {
         "hidden_states",
         "topk_weights",
         "topk_ids",
@@ -320,8 +321,6 @@ def check_apply(layer: Any) -> None:
         "global_num_experts",
         "expert_map",
         "apply_router_weight_on_input",
-        "shared_experts",
-        "shared_experts_input",
     }
 
 
@@ -390,7 +389,9 @@ def check_settings_of_compilation(config: Any) -> dict[str, Any]:
     inside = graph.call_function(layer, (before, before, None, None, "layer", 0))
     graph.output(graph.call_function(torch.relu, (inside,)))
     _, pieces = split_graph(torch.fx.GraphModule(torch.nn.Module(), graph), ops)
-    targets = [[node.target for node in p.graph.graph.nodes if node.op == "call_function"] for p in pieces]
+    targets = [
+        [node.target for node in p.graph.graph.nodes if node.op == "call_function"] for p in pieces
+    ]
     assert [layer in piece for piece in targets] == [False, True, False]
     assert [piece.is_splitting_graph for piece in pieces] == [False, True, False]
     return {"pieces": len(pieces)}

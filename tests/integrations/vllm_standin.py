@@ -120,12 +120,9 @@ def rounded(rows: torch.Tensor, scale: torch.Tensor | None, config: Any) -> torc
     else:
         assert config.per_act_token_quant or config.block_shape, "scales of whole batches differ"
         scales = (groups.abs().amax(-1, keepdim=True) / limit).clamp_min(1e-10)
-    quantised = (groups / scales).clamp(-limit, limit)
-    if dtype == torch.int8:
-        quantised = quantised.round()
-    else:
-        quantised = quantised.float().to(dtype).double()
-    return (quantised * scales).flatten(-2)
+    values = (groups / scales).clamp(-limit, limit)
+    values = values.round() if dtype == torch.int8 else values.float().to(dtype).double()
+    return (values * scales).flatten(-2)
 
 
 def group_size(width: int, config: Any) -> int:

@@ -74,11 +74,7 @@ def vllm_experts(
     return outputs
 
 
-@vllm_experts.register_fake  # type: ignore[untyped-decorator]
-def _(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
-) -> torch.Tensor:
-    return torch.empty_like(x)
+vllm_experts.register_fake(lambda x, *_: torch.empty_like(x))
 
 
 class BalancedRows(RoutedExperts):  # type: ignore[misc]

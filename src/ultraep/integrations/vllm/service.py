@@ -121,7 +121,7 @@ class Service:
         return "none" if self._is_small(balancer) else None
 
     def _is_small(self, balancer: Balancer) -> bool:
-        """vLLM shares the token counts of all ranks before every forward pass."""
+        """VLLM shares the token counts of all ranks before every forward pass."""
         metadata = get_forward_context().dp_metadata
         assert metadata is not None, "data parallelism provides the token counts of all ranks"
         tokens = int(metadata.num_tokens_across_dp_cpu.sum())
