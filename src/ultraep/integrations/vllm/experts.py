@@ -64,7 +64,7 @@ def service_for(config: Any) -> Service | None:
     return _current
 
 
-@torch.library.custom_op("ultraep::vllm_experts", mutates_args=())  # type: ignore[untyped-decorator]
+@torch.library.custom_op("ultraep::vllm_experts", mutates_args=())
 def vllm_experts(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
 ) -> torch.Tensor:

@@ -64,7 +64,7 @@ def tensors_without_bundle(layer: Any) -> list[str]:
         elif not _is_shared(tensor, homes):
             if len(tensor) != homes:
                 reasons.append(f"{name} has shape {list(tensor.shape)} for {homes} experts")
-            elif not (_in_order(tensor).is_contiguous() or 0 in tensor.stride()):
+            elif not (tensor.permute(_order(tensor)).is_contiguous() or 0 in tensor.stride()):
                 reasons.append(f"{name} has gaps (strides {list(tensor.stride())})")
     return reasons
 
@@ -84,22 +84,16 @@ def _is_shared(tensor: torch.Tensor, homes: int) -> bool:
     return tensor.numel() == 1 and (not tensor.ndim or len(tensor) != homes)
 
 
-def _in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its dimensions in the order of their strides; experts stay first."""
-    return tensor.permute(_order(tensor))
-
-
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    dims = sorted(range(1, tensor.ndim), key=lambda dim: -tensor.stride(dim))
-    return (0, *dims)
+    """Return the dimensions from the largest stride to the smallest; experts stay first."""
+    strides = tensor.stride()
+    return (0, *sorted(range(1, tensor.ndim), key=lambda dim: -strides[dim]))
 
 
 def _carry(tensor: torch.Tensor, names: tuple[str, ...], homes: int) -> Carried:
-    values = tensor.detach()
-    if shared := _is_shared(tensor, homes):
-        order, stack = (), values.expand(homes, *values.shape)
-    else:
-        order, stack = _order(values), _in_order(values)
+    values, shared = tensor.detach(), _is_shared(tensor, homes)
+    order = _order(values)
+    stack = values.expand(homes, *values.shape) if shared else values.permute(order)
     stack = stack.contiguous()  # copies only values that the experts share
     if stack.is_floating_point() and stack.dtype.itemsize == 1:
         stack = stack.view(torch.uint8)
