@@ -130,7 +130,10 @@ def engine(**changes):
         ({"cudagraph_mode": "FULL"}, "cudagraph_mode FULL captures prefill batches"),
         ({"enable_sleep_mode": True}, "sleep mode unmaps the weights"),
         ({"lora_config": object()}, "LoRA (--enable-lora): replicas would lack the adapters"),
-        ({"speculative_config": SimpleNamespace(method="mtp")}, "speculative decoding (mtp): the"),
+        (
+            {"speculative_config": SimpleNamespace(method="mtp")},
+            "speculative decoding (mtp): draft",
+        ),
         *(
             ({"all2all_backend": backend}, f"--all2all-backend {backend}: {reason}")
             for backend, reason in BACKENDS.items()

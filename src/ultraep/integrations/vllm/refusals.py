@@ -88,8 +88,9 @@ def reasons_of_engine(config: Any) -> list[str]:
         "LoRA (--enable-lora): replicas would lack the adapters of their experts": (
             config.lora_config is not None
         ),
-        f"speculative decoding ({draft}): the draft model runs other batches than the ranks "
-        "agree on": speculative is not None and draft not in WITHOUT_DRAFT_MODEL,
+        f"speculative decoding ({draft}): draft models are not tested": (
+            speculative is not None and draft not in WITHOUT_DRAFT_MODEL
+        ),
         f"--all2all-backend {backend}: {BACKENDS.get(backend)}": backend in BACKENDS,
     }
     return [reason for reason, holds in conditions.items() if holds]
