@@ -11,21 +11,24 @@ from types import SimpleNamespace
 import numpy as np
 import prometheus_client
 import pytest
+import torch
 from vllm_engines import logged_by_plugin
 
 import ultraep
 from ultraep import ConfigError
+from ultraep.bundle import Layout
 from ultraep.integrations import vllm
 from ultraep.integrations.library import VLLM_LOGGER, Library
 from ultraep.integrations.vllm.counters import VARIABLE, ServingCounters, where_they_are
 from ultraep.integrations.vllm.refusals import (
-    BACKEND,
+    BACKENDS,
     least_tokens,
     reasons_of_engine,
     reasons_of_layer,
     rows_to_pay,
 )
 from ultraep.integrations.vllm.settings import ServingSettings, read_settings
+from ultraep.integrations.vllm.tensors import carry_experts, tensors_without_bundle
 from ultraep.microbatch import MicrobatchInfo
 
 MICROBATCH = MicrobatchInfo(layer=0, step=1)
@@ -99,15 +102,17 @@ def engine(**changes):
         "enable_eplb": False,
         "enable_elastic_ep": False,
         "use_ubatching": False,
-        "all2all_backend": BACKEND,
+        "all2all_backend": "allgather_reducescatter",
     }
-    model = {"enforce_eager": True, "enable_sleep_mode": False}
+    model = {"enable_sleep_mode": False}
     whole = {"lora_config": None, "speculative_config": None}
     parts = [
         SimpleNamespace(**{name: changes.get(name, value) for name, value in part.items()})
         for part in (parallel, model, whole)
     ]
     parts[2].parallel_config, parts[2].model_config, _ = parts
+    graphs = SimpleNamespace(name=changes.get("cudagraph_mode", "FULL_AND_PIECEWISE"))
+    parts[2].compilation_config = SimpleNamespace(cudagraph_mode=graphs)
     return parts[2]
 
 
@@ -121,14 +126,17 @@ def engine(**changes):
         ({"enable_expert_parallel": False}, "no --enable-expert-parallel"),
         ({"enable_eplb": True}, "EPLB (--enable-eplb) moves experts itself"),
         ({"enable_elastic_ep": True}, "elastic expert parallelism changes the ranks"),
-        ({"use_ubatching": True}, "dual batch overlap (--enable-dbo)"),
-        ({"enforce_eager": False}, "CUDA graphs and compiled layers"),
-        ({"enable_sleep_mode": True}, "sleep mode frees weights"),
-        ({"lora_config": object()}, "LoRA (--enable-lora) may change experts"),
-        ({"speculative_config": object()}, "speculative decoding uses a second model"),
+        ({"use_ubatching": True}, "dual batch overlap runs two batches of a layer at the same"),
+        ({"cudagraph_mode": "FULL"}, "cudagraph_mode FULL captures prefill batches"),
+        ({"enable_sleep_mode": True}, "sleep mode unmaps the weights"),
+        ({"lora_config": object()}, "LoRA (--enable-lora): replicas would lack the adapters"),
         (
-            {"all2all_backend": "deepep_low_latency"},
-            "--all2all-backend deepep_low_latency: use allga",
+            {"speculative_config": SimpleNamespace(method="mtp")},
+            "speculative decoding (mtp): draft",
+        ),
+        *(
+            ({"all2all_backend": backend}, f"--all2all-backend {backend}: {reason}")
+            for backend, reason in BACKENDS.items()
         ),
     ],
 )
@@ -138,48 +146,149 @@ def test_engines_that_are_not_balanced(changes, reason):
     assert message.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cudagraph_mode": "NONE"},
+        {"cudagraph_mode": "PIECEWISE"},
+        {"cudagraph_mode": "FULL_DECODE_ONLY"},
+        {"all2all_backend": "deepep_v2"},
+        {"all2all_backend": "flashinfer_nvlink_one_sided"},
+        {"speculative_config": SimpleNamespace(method="ngram")},
+    ],
+)
+def test_engines_that_are_balanced(changes):
+    assert reasons_of_engine(engine(**changes)) == []
+
+
 def test_all_reasons_are_listed():
-    config = engine(enable_eplb=True, enforce_eager=False, lora_config=object())
+    config = engine(enable_eplb=True, cudagraph_mode="FULL", lora_config=object())
     assert len(reasons_of_engine(config)) == 3
 
 
-def layer(
-    method="UnquantizedFusedMoEMethod",
-    kernel="CPUUnquantizedExperts",
-    tensors=("w13_weight", "w2_weight"),
-    shared=0,
-    places=(-1, -1, 0, 1),
-):
-    """Return a layer of vLLM with four experts, on rank 1 of 2."""
-    experts = type("ArmExperts", (type(kernel, (), {}),), {})()
-    return SimpleNamespace(
-        layer_name="layer",
-        quant_method=type(method, (), {"moe_kernel": SimpleNamespace(fused_experts=experts)})(),
-        expert_map_manager=SimpleNamespace(num_fused_shared_experts=shared),
-        named_parameters=lambda: [(name, None) for name in tensors],
-        moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(ep_rank=1)),
-        _expert_map=places,
-        local_num_experts=2,
-    )
+WEIGHTS = {"w13_weight": torch.zeros(2, 4, 3), "w2_weight": torch.zeros(2, 3, 2)}
+
+
+class Experts(torch.nn.Module):
+    """A layer of vLLM with four experts, on rank 1 of 2."""
+
+    def __init__(
+        self,
+        method="UnquantizedFusedMoEMethod",
+        kernel="CPUUnquantizedExperts",
+        monolithic=False,
+        state=None,
+        tensors=WEIGHTS,
+        attributes=None,
+        shared=0,
+        places=(-1, -1, 0, 1),
+    ):
+        super().__init__()
+        experts = type("ArmExperts", (type(kernel, (), {}),), {})() if kernel else None
+        vars(experts or self).update(state or {})
+        self.layer_name = "layer"
+        self.quant_method = type(method, (), {})()
+        self.quant_method.moe_kernel = SimpleNamespace(fused_experts=experts) if kernel else None
+        self.quant_method.is_monolithic = monolithic
+        self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=shared)
+        self.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(ep_rank=1))
+        self._expert_map, self.local_num_experts = places, 2
+        for name, tensor in tensors.items():
+            setattr(self, name, torch.nn.Parameter(tensor, requires_grad=False))
+        vars(self).update(attributes or {})
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"method": "Fp8MoEMethod"}, "layer is quantised by Fp8MoEMethod, and replicas may lack"),
-        ({"kernel": "MoonEPExperts"}, "layer runs on ArmExperts: use CPUUnquantized"),
-        ({"tensors": ("w13_weight", "w2_scale")}, "layer has unknown tensors: w2_scale$"),
+        ({"method": "Nvfp4OnlineMoEMethod"}, "layer is quantised by Nvfp4OnlineMoEMethod, which h"),
+        ({"kernel": None}, "layer has no modular kernel"),
+        ({"kernel": "MoonEPExperts"}, "layer runs on ArmExperts: use ArmCPUExpertsInt8, CPUExpe"),
+        ({"monolithic": True}, "layer runs on ArmExperts, which routes tokens itself"),
+        (
+            {"state": {"ab_strides1": torch.zeros(2)}},
+            "layer runs on ArmExperts, which keeps data of all its experts: ab_strides1$",
+        ),
+        (
+            {"attributes": {"workspace": torch.zeros(9)}},
+            "layer has tensors without a bundle: workspace is unknown$",
+        ),
+        (
+            {"tensors": {**WEIGHTS, "w2_scale": torch.zeros(4, 5)}},
+            r"layer has tensors without a bundle: w2_scale has shape \[4, 5\] for 2 experts$",
+        ),
+        (
+            {"tensors": {**WEIGHTS, "w2_scale": torch.zeros(2, 3, 8)[..., :5]}},
+            r"layer has tensors without a bundle: w2_scale has gaps \(strides \[24, 8, 1\]\)$",
+        ),
         ({"shared": 1}, "layer has 1 shared experts among the routed ones"),
         ({"places": (0, 1, -1, -1)}, "layer holds other experts than its placement says"),
     ],
 )
 def test_layers_that_are_not_balanced(changes, reason):
     homes = [0, 0, 1, 1]
-    assert reasons_of_layer(layer(), homes) == []
-    biased = ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "e_score_correction_bias")
-    assert reasons_of_layer(layer(tensors=biased), homes) == []
-    (message,) = reasons_of_layer(layer(**changes), homes)
+    assert reasons_of_layer(Experts(), homes) == []
+    router = {"e_score_correction_bias": torch.zeros(4)}
+    assert reasons_of_layer(Experts(tensors=WEIGHTS | router), homes) == []
+    (message,) = reasons_of_layer(Experts(**changes), homes)
     assert re.match(reason, message)
+
+
+def random_bytes(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 128, shape, dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int32]
+)
+@pytest.mark.parametrize("form", ["contiguous", "transposed", "one per expert", "expanded"])
+def test_replicas_have_the_bits_and_strides_of_their_expert(dtype, form):
+    size = dtype.itemsize
+    tensor = random_bytes(2, 6, 4 * size, seed=0).view(dtype)
+    if form == "transposed":
+        tensor = tensor.mT
+    elif form == "one per expert":
+        tensor = tensor[:, 0, 0].contiguous()
+    elif form == "expanded":
+        tensor = tensor[:1, 0, :1].expand(2, 1)
+    home = Experts(tensors=WEIGHTS | {"w13_scale": tensor})
+    (carried,) = [c for c in carry_experts(home).values() if "w13_scale" in c.names]
+    assert tensors_without_bundle(home) == []
+    bundle = {name: c.stack for name, c in carry_experts(home).items()}
+    layout = Layout.of(bundle, 2)
+    for expert in range(2):
+        row = layout.pack(bundle, expert)
+        replica = carried.restore(layout.views(row[None])["w13_scale"])
+        own = tensor[expert : expert + 1]
+        assert replica.dtype == dtype
+        assert replica.shape == own.shape
+        assert torch.equal(
+            replica.contiguous().view(torch.uint8), own.contiguous().view(torch.uint8)
+        )
+        assert form == "expanded" or replica.stride()[1:] == own.stride()[1:]
+
+
+def test_a_value_that_experts_share_travels_with_each():
+    scalar = torch.tensor(0.25)
+    home = Experts(tensors=WEIGHTS | {"w2_input_scale": scalar})
+    carried = carry_experts(home)["w2_input_scale"]
+    assert carried.stack.shape == (2,)
+    assert carried.restore(carried.stack[1:]).shape == ()
+    assert carried.restore(carried.stack[1:]) == 0.25
+
+
+def test_two_names_of_a_tensor_travel_once():
+    home = Experts()
+    home.w13_weight_packed = home.w13_weight
+    carried = carry_experts(home)
+    assert carried.keys() == {"w13_weight", "w2_weight"}
+    assert carried["w13_weight"].names == ("w13_weight", "w13_weight_packed")
+
+
+def test_plain_attributes_travel():
+    carried = carry_experts(Experts(attributes={"w13_input_scale": torch.tensor([1.0, 2.0])}))
+    assert carried["w13_input_scale"].stack.tolist() == [1, 2]
 
 
 def test_replicas_of_wider_dtypes_need_more_rows():

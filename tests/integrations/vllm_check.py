@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -20,19 +22,24 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from vllm_engines import (
+    FORMS,
     Server,
     logged_by_plugin,
     make_model,
     make_prompts,
+    quantise_experts,
     reference_answers,
     serving,
 )
+from vllm_standin import write_entry_point
 
 import ultraep
 from ultraep.integrations.library import VLLM
 
 PROMPTS = make_prompts()
 FAILED: list[str] = []
+# What vLLM logs on a rank when it has stored compiled code, or read it.
+COMPILED = "saved AOT compiled function|Directly load AOT compilation"
 TIE = 0.05  # lead in log probability below which half precision may choose either token
 
 
@@ -50,10 +57,17 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._reference: dict[tuple[str, str], tuple[list[list[int]], list[list[float]]]] = {}
+        os.environ["VLLM_CACHE_ROOT"] = str(folder / "cache")  # compiled code
 
     def model(self, family: str) -> Path:
+        """Return the folder of a model; names like `Qwen3Moe-int8` have quantised experts."""
         folder = self.folder / family
-        return folder if folder.exists() else make_model(family, folder)
+        if not folder.exists():
+            name, _, form = family.partition("-")
+            make_model(name, folder)
+            if form:
+                quantise_experts(folder, form)
+        return folder
 
     def reference(self, family: str, dtype: str) -> tuple[list[list[int]], list[list[float]]]:
         """Return tokens and leads of one process without settings of the plug-in."""
@@ -117,11 +131,19 @@ def check_log(server: Server) -> None:
     check("the log has one line", len(lines) == 1, lines[0] if lines else "none")
 
 
+def check_compiled(server: Server) -> None:
+    """Check that every rank runs compiled code, which allows no graph break."""
+    lines = [line for line in server.log.read_text().splitlines() if re.search(COMPILED, line)]
+    ranks = {line.split(" pid=")[0] for line in lines}
+    check("all ranks run compiled code", len(ranks) == len(server.workers()), len(ranks))
+
+
 def two_ranks(bench: Bench) -> None:
-    """Qwen3-MoE, float32, DP2, settings in the environment; 60 requests; a rank that dies."""
+    """Qwen3-MoE, float32, DP2, compiled, settings in the environment; a rank that dies; caches."""
     expected, _ = bench.reference("Qwen3Moe", "float32")
     options = "--data-parallel-size", "2", "--dtype", "float32"
     with bench.serving("Qwen3Moe", *options, variables={"ULTRAEP_SLOTS": "1"}) as server:
+        check_compiled(server)
         compare(server, expected)
         check_log(server)
         check_metrics(server, small_batches=True)
@@ -133,6 +155,45 @@ def two_ranks(bench: Bench) -> None:
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             server.complete(PROMPTS[3])
         check("all processes end after a rank died", server.ends(90))
+    speculation = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
+    for name, extra in (("again", ()), ("ngram", ("--speculative-config", speculation))):
+        print(f"  the same server, {name}")
+        variables = {"ULTRAEP_SLOTS": "1"}
+        with bench.serving("Qwen3Moe", *options, *extra, variables=variables) as server:
+            compare(server, expected)
+            check_log(server)
+
+
+def quantised(bench: Bench) -> None:
+    """INT8, INT4 and FP8 experts, float32 activations, DP2, compiled; stand-in for Triton."""
+    write_entry_point(bench.folder)
+    here = Path(__file__).parent
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(bench.folder), str(here)])
+    options = "--data-parallel-size", "2", "--dtype", "float32", "--moe-backend", "triton"
+    for form in FORMS:
+        print(f"  {form}")
+        family = f"Qwen3Moe-{form}"
+        model = bench.model(family)
+        expected, _, _ = reference_answers(model, "float32", PROMPTS, moe_backend="triton")
+        variables = {"ULTRAEP_SLOTS": "1", "ULTRAEP_MIN_ROWS": "4"}
+        with bench.serving(family, *options, variables=variables) as server:
+            check_compiled(server)
+            compare(server, expected)
+            check_log(server)
+            check_metrics(server, small_batches=True)
+    del os.environ["PYTHONPATH"]
+
+
+def methods(bench: Bench) -> None:
+    """Replicas of every quantisation method, CUDA graphs, recorded routes: one process."""
+    here = Path(__file__).parent / "vllm_methods.py"
+    done = subprocess.run([sys.executable, here], capture_output=True, text=True, timeout=600)
+    for line in done.stdout.splitlines():
+        if line.startswith("CASE "):
+            case = json.loads(line.removeprefix("CASE "))
+            figures = ", ".join(f"{v} {k}" for k, v in case.items() if isinstance(v, int))
+            check(case["name"], True, f"{case.get('kernel', '')} {figures}".strip())
+    check("all cases hold", done.returncode == 0, done.stderr[-1500:] if done.returncode else "")
 
 
 def four_ranks(bench: Bench) -> None:
@@ -156,6 +217,7 @@ def half_precision(bench: Bench) -> None:
         dtype = "float16"
     expected, leads = bench.reference("Qwen3Moe", dtype)
     options = "--data-parallel-size", "2", "--dtype", dtype, "--api-server-count", "1"
+    options += ("--enforce-eager",)
     trace = bench.folder / "trace"
     variables = {"ULTRAEP_SLOTS": "1", "ULTRAEP_MIN_ROWS": "1", "ULTRAEP_KEEP": "0"}
     variables["ULTRAEP_RECORD"] = str(trace)
@@ -182,11 +244,13 @@ def biases(bench: Bench) -> None:
 
 
 def refused(bench: Bench) -> None:
-    """Tensor-parallel ranks are not balanced, and the log says why; an invalid setting."""
+    """Compiled tensor-parallel ranks are not balanced, and the log says why; an invalid setting."""
     expected, _ = bench.reference("Qwen3Moe", "float32")
     os.environ["ULTRAEP_SLOTS"] = "1"
     model = bench.model("Qwen3Moe")
-    tokens, _, log = reference_answers(model, "float32", PROMPTS, tensor_parallel_size=2)
+    tokens, _, log = reference_answers(
+        model, "float32", PROMPTS, tensor_parallel_size=2, enforce_eager=False
+    )
     lines = [line.split("] ", 1)[-1] for line in log.splitlines() if "balances nothing" in line]
     check("the log says why TP2 is not balanced", len(lines) == 1, lines[0] if lines else "none")
     check("its tokens equal the tokens of one process", tokens == expected)
@@ -207,7 +271,8 @@ def lacks_bfloat16() -> bool:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    run.__name__: run for run in (two_ranks, four_ranks, half_precision, biases, refused)
+    run.__name__: run
+    for run in (methods, two_ranks, four_ranks, half_precision, biases, quantised, refused)
 }
 
 

@@ -94,6 +94,66 @@ def make_model(family: str, folder: Path) -> Path:
     return folder
 
 
+PER_CHANNEL = {"symmetric": True, "strategy": "channel", "dynamic": False}
+PER_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
+INT4_GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+FORMS: dict[str, dict[str, Any]] = {  # settings of compressed-tensors for the experts
+    "int8": {
+        "format": "int-quantized",
+        "weights": {"num_bits": 8, "type": "int", **PER_CHANNEL},
+        "input_activations": {"num_bits": 8, "type": "int", **PER_TOKEN},
+    },
+    "fp8": {
+        "format": "float-quantized",
+        "weights": {"num_bits": 8, "type": "float", **PER_CHANNEL},
+        "input_activations": {"num_bits": 8, "type": "float", **PER_TOKEN},
+    },
+    "int4": {"format": "pack-quantized", "weights": {**INT4_GROUP, "group_size": 32}},
+}
+
+
+def quantise_experts(folder: Path, form: str) -> None:
+    """Quantise the experts of a model to one of FORMS, in place."""
+    from safetensors.torch import load_file, save_file
+
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors.update(_quantised(name, tensors.pop(name), form))
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    group = {name: value for name, value in FORMS[form].items() if name != "format"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": FORMS[form]["format"],
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": {"targets": ["Linear"], **group}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _quantised(name: str, tensor: Any, form: str) -> dict[str, Any]:
+    """Return the tensors of a checkpoint for one `[N, K]` weight."""
+    import torch
+
+    if form == "int4":
+        groups = tensor.unflatten(1, (-1, FORMS[form]["weights"]["group_size"]))
+        scale = groups.abs().amax(2, keepdim=True) / 7
+        values = ((groups / scale).round().clamp(-8, 7) + 8).int().flatten(1)
+        packed = values.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)
+        return {
+            f"{name}_packed": packed.sum(2, dtype=torch.int32),
+            f"{name}_scale": scale.squeeze(2),
+            f"{name}_shape": torch.tensor(tensor.shape),
+        }
+    limit = 127 if form == "int8" else 448
+    scale = tensor.abs().amax(1, keepdim=True) / limit
+    values = (tensor / scale).clamp(-limit, limit)
+    data = values.round().char() if form == "int8" else values.to(torch.float8_e4m3fn)
+    return {name: data, f"{name}_scale": scale}
+
+
 def make_prompts() -> list[list[int]]:
     """Return prompts of many lengths, some longer than a batch, two with a common prefix."""
     lengths = (1, 2, 7, 30, 65, 130, 200)
@@ -134,12 +194,11 @@ def answer(job: dict[str, Any]) -> None:
     engine = LLM(
         job["model"],
         dtype=job["dtype"],
-        enforce_eager=True,
         max_model_len=MAX_PROMPT,
         max_num_seqs=4,
         max_num_batched_tokens=MAX_PROMPT,
         enable_prefix_caching=False,
-        **job["options"],
+        **{"enforce_eager": True, **job["options"]},
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
@@ -215,7 +274,7 @@ def serving(
         port = free.getsockname()[1]
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
-    command += ["--enable-expert-parallel", "--enforce-eager", "--max-model-len", str(MAX_PROMPT)]
+    command += ["--enable-expert-parallel", "--max-model-len", str(MAX_PROMPT)]
     command += ["--max-num-seqs", "4", "--max-num-batched-tokens", str(MAX_BATCH), *options]
     with log.open("w") as out:
         process = subprocess.Popen(

@@ -5,6 +5,7 @@ plug-in does nothing unless a setting is given.
 
 settings   settings from the environment or --additional-config
 refusals   engines, layers and batches that are not balanced, and why
+tensors    how the tensors of an expert travel, for every quantisation method
 counters   counters on vLLM's metrics page
 service    balancers and counters that the layers of a model share
 experts    the balanced layer; it and `service` import vLLM

@@ -1,7 +1,11 @@
 """Balanced experts for vLLM, on home weights and on replicas.
 
 vLLM looks up the class of a layer in a registry. The balanced class is a subclass of vLLM's, which
-keeps its loading, quantisation and kernels, and overrides only the forward pass.
+keeps its loading, quantisation and kernels, and overrides only the forward pass. It receives the
+logical ids of the router, so routes that vLLM records stay logical.
+
+On GPUs vLLM calls it inside of its opaque operation `vllm::moe_forward`. On CPUs the compiler
+traces it, and it calls an opaque operation of its own.
 
 Shapes: T tokens, K experts per token, A arrived rows, n of them, D model width.
 """
@@ -15,20 +19,22 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
     make_moe_prepare_and_finalize_no_dp_ep,
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from ultraep.comm import moved
 from ultraep.dispatch import Arrivals
 from ultraep.integrations.common import Overlay
-from ultraep.integrations.vllm.refusals import OF_ROUTER
 from ultraep.integrations.vllm.service import Service
 from ultraep.integrations.vllm.settings import read_settings
+from ultraep.integrations.vllm.tensors import Carried, carry_experts
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer, Replicas
 from ultraep.runtime.balancer import Balancer
@@ -58,6 +64,19 @@ def service_for(config: Any) -> Service | None:
     return _current
 
 
+@torch.library.custom_op("ultraep::vllm_experts", mutates_args=())
+def vllm_experts(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
+) -> torch.Tensor:
+    """Run the experts of a layer; the compiler does not look inside."""
+    layer = get_forward_context().no_compile_layers[layer_name].routed_experts
+    outputs: torch.Tensor = layer.run(x, topk_weights, topk_ids)
+    return outputs
+
+
+vllm_experts.register_fake(lambda x, *_: torch.empty_like(x))
+
+
 class BalancedRows(RoutedExperts):  # type: ignore[misc]
     """A mixin for vLLM's experts: home experts of this rank plus replicas for a batch.
 
@@ -68,6 +87,7 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
     balancer: Balancer | None = None
     layer_index: int
     last_plan: AnyPlan | None = None
+    _carried: dict[str, Carried] | None = None
 
     def __init__(self, *inputs: Any, **options: Any) -> None:
         super().__init__(*inputs, **options)
@@ -84,15 +104,31 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         shared_experts_input: torch.Tensor | None = None,
     ) -> Any:
         """Map `[T, D]` to `[T, D]`, with `[T, K]` gates and expert ids."""
-        if self.service is None or not self.service.ready:
+        if self.service is not None and torch.compiler.is_compiling():
+            # On CPUs, vLLM runs shared experts before the routed ones.
+            return vllm_experts(x, topk_weights, topk_ids, self.layer_name)
+        return self.run(x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> Any:
+        """Run a batch outside of compiled code, balanced or as vLLM does."""
+        if self.service is None or not self.service.ready or self.service.leaves(self):
             return super().forward_modular(
                 x, topk_weights, topk_ids, shared_experts, shared_experts_input
             )
+        if shared_experts is not None:  # runs only if vLLM leaves them to the kernel
+            shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
         return self._stages(x, topk_weights, topk_ids)
 
     def forward_monolithic(self, *inputs: Any, **options: Any) -> Any:
         """Run kernels that route by themselves, which are never balanced."""
-        if self.service is not None:
+        if self.service is not None and not torch.compiler.is_compiling():
             assert not self.service.ready, "layers whose kernels route by themselves are refused"
         return super().forward_monolithic(*inputs, **options)
 
@@ -105,9 +141,19 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         return outputs
 
     @property
+    def carried(self) -> dict[str, Carried]:
+        """The tensors of the experts as replicas hold them."""
+        if self._carried is None or any(
+            getattr(self, carried.names[0]) is not carried.tensor
+            for carried in self._carried.values()
+        ):
+            self._carried = carry_experts(self)
+        return self._carried
+
+    @property
     def bundle(self) -> dict[str, torch.Tensor]:
-        """The tensors of a replica: all parameters of an expert."""
-        return {name: t for name, t in self.named_parameters() if name not in OF_ROUTER}
+        """The tensors of a replica: all tensors of an expert."""
+        return {name: carried.stack for name, carried in self.carried.items()}
 
     def _serve(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
         """Return `[A, D]` outputs times gates, on home weights and on replicas."""
@@ -115,34 +161,37 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         memory = replicas.served_rows(arrivals.rows)
         outputs = torch.empty_like(arrivals.rows) if memory is None else memory
 
-        def serve(begin: int, end: int, counts: list[int], tensors: dict[str, Any]) -> None:
+        def serve(begin: int, end: int, counts: list[int], experts: Any) -> None:
             rows, gates = arrivals.rows[begin:end], arrivals.gates[begin:end]
-            outputs[begin:end] = self._compute(rows, gates, counts, tensors)
+            outputs[begin:end] = self._compute(rows, gates, counts, experts)
 
         if begins[homes]:
             counts = [end - begin for begin, end in pairwise(begins[: homes + 1])]
-            serve(0, begins[homes], counts, self.bundle)
+            serve(0, begins[homes], counts, self)
         for slot, (begin, end) in enumerate(pairwise(begins[homes:])):
             if begin < end:  # one by one: kernels assume contiguous experts
-                weights = {name: t[slot : slot + 1] for name, t in replicas.tensors().items()}
-                serve(begin, end, [end - begin], weights)
+                serve(begin, end, [end - begin], self.replica(replicas.tensors(), slot))
         return outputs
 
+    def replica(self, tensors: dict[str, torch.Tensor], slot: int) -> Overlay:
+        """Return this layer with the tensors of one slot."""
+        attributes = {}
+        for name, carried in self.carried.items():
+            restored = carried.restore(tensors[name][slot : slot + 1])
+            attributes.update(dict.fromkeys(carried.names, restored))
+        return Overlay(self, **attributes)
+
     def _compute(
-        self,
-        rows: torch.Tensor,
-        gates: torch.Tensor,
-        counts: list[int],
-        tensors: dict[str, torch.Tensor],
+        self, rows: torch.Tensor, gates: torch.Tensor, counts: list[int], experts: Any
     ) -> torch.Tensor:
-        """Run vLLM's kernel on `[n, D]` rows with these tensors, `counts` rows each."""
+        """Run vLLM's kernel on `[n, D]` rows, `counts` rows for each expert of this layer."""
         each = moved(torch.tensor(counts), rows.device)
         ids = torch.arange(len(counts), dtype=torch.int32, device=rows.device)
         ids = ids.repeat_interleave(each, output_size=len(rows))
-        outputs: torch.Tensor = self._kernel(tensors).apply(
+        outputs: torch.Tensor = self._kernel(experts).apply(
             hidden_states=rows.contiguous(),
-            w1=tensors["w13_weight"],
-            w2=tensors["w2_weight"],
+            w1=experts.w13_weight,
+            w2=experts.w2_weight,
             topk_weights=gates[:, None].contiguous(),
             topk_ids=ids[:, None].contiguous(),
             activation=self.activation,
@@ -152,14 +201,13 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         )
         return outputs
 
-    def _kernel(self, tensors: dict[str, torch.Tensor]) -> FusedMoEKernel:
-        """Return vLLM's kernel for these tensors; biases are part of its configuration."""
-        experts = self.quant_method.moe_kernel.fused_experts
-        if "w13_bias" in tensors:
-            experts = copy.copy(experts)
-            overlay = Overlay(self, **tensors)
-            experts.quant_config = self.quant_method.get_fused_moe_quant_config(overlay)
-        return FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(False), experts)
+    def _kernel(self, experts: Any) -> FusedMoEKernel:
+        """Return vLLM's kernel for these experts; its configuration holds scales and biases."""
+        kernel = self.quant_method.moe_kernel.fused_experts
+        if experts is not self:
+            config = self.quant_method.get_fused_moe_quant_config(experts)
+            kernel = with_quant_config(kernel, config)
+        return FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(False), kernel)
 
     def load_weights(self, *inputs: Any, **options: Any) -> Any:
         """Load weights like vLLM; existing replicas become invalid."""
@@ -176,3 +224,13 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
             self.balancer.weights_changed()
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+
+def with_quant_config(kernel: Any, config: Any) -> Any:
+    """Return the kernel, and the kernels that it chooses from, with this configuration."""
+    kernel = copy.copy(kernel)
+    kernel.quant_config = config
+    for name, value in vars(kernel).items():
+        if isinstance(value, FusedMoEExperts):
+            setattr(kernel, name, with_quant_config(value, config))
+    return kernel

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import cache, cached_property
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_ep_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
@@ -23,10 +25,13 @@ from ultraep.integrations.vllm.refusals import (
     reasons_of_layer,
     rows_to_pay,
 )
-from ultraep.integrations.vllm.settings import ServingSettings
+from ultraep.integrations.vllm.settings import KEY, ServingSettings
 from ultraep.runtime.balancer import Balancer
 
 counters_of_process = cache(ServingCounters)  # prometheus_client registers names once
+
+# vLLM's opaque operations around a layer. Graphs are captured between them, so the host may plan.
+SPLITTING_OPS = ("vllm::moe_forward", "vllm::moe_forward_shared")
 
 
 class Service:
@@ -40,6 +45,8 @@ class Service:
         self.layers: list[Any] = []
         self._balancers: dict[tuple[int, int], Balancer] = {}
         self._least: dict[Balancer, int] = {}
+        self._measured: set[str] = set()
+        adapt_compilation(config, settings)
 
     @cached_property
     def ready(self) -> bool:
@@ -74,8 +81,9 @@ class Service:
 
     def _balancer(self, layer: Any, group: Any) -> Balancer:
         settings, device = self.settings, layer.w2_weight.device.type
-        expert = [tensor[0] for tensor in layer.bundle.values()]
-        nbytes, parameters = sum(t.nbytes for t in expert), sum(t.numel() for t in expert)
+        moe, homes = layer.moe_config, layer.local_num_experts
+        parameters = moe.hidden_dim * moe.intermediate_size_per_partition * (moe.w13_num_shards + 1)
+        nbytes = Layout.of(layer.bundle, homes).nbytes
         rows = settings.min_rows or rows_to_pay(nbytes, parameters, device)
         balancer = Balancer(
             group.cpu_group if device == "cpu" else group.device_group,
@@ -94,15 +102,30 @@ class Service:
         self._least[balancer] = least_tokens(rows, balancer.comm.size, layer.top_k)
         return balancer
 
-    def policy(self, balancer: Balancer) -> str | None:
-        """Return "none" for a batch that is too small to balance, else None.
+    def leaves(self, layer: Any) -> bool:
+        """Return whether vLLM runs this batch of the layer itself.
 
-        vLLM shares the token counts of all ranks before every forward pass.
+        On GPUs it runs batches of full CUDA graphs, whose replays cannot plan on the host, and
+        batches too small to balance. It also runs the first batch of a layer, its profile run,
+        which sets the size of its workspaces. On CPUs vLLM has no all-to-all of its own.
         """
+        if layer.w2_weight.device.type == "cpu":
+            return False
+        first = layer.layer_name not in self._measured
+        self._measured.add(layer.layer_name)
+        full = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
+        return first or full or self._is_small(layer.balancer)
+
+    def policy(self, balancer: Balancer) -> str | None:
+        """Return "none" for a batch that is too small to balance, else None."""
+        return "none" if self._is_small(balancer) else None
+
+    def _is_small(self, balancer: Balancer) -> bool:
+        """VLLM shares the token counts of all ranks before every forward pass."""
         metadata = get_forward_context().dp_metadata
         assert metadata is not None, "data parallelism provides the token counts of all ranks"
         tokens = int(metadata.num_tokens_across_dp_cpu.sum())
-        return "none" if tokens < self._least[balancer] else None
+        return tokens < self._least[balancer]
 
     def __str__(self) -> str:
         balancer = self.layers[0].balancer
@@ -118,6 +141,17 @@ class Service:
             f"batches under {self._least[balancer]:,} tokens are not balanced, a replica serves "
             f"{config.min_tokens_per_replica:,} rows or more; {where_they_are()}"
         )
+
+
+def adapt_compilation(config: Any, settings: ServingSettings) -> None:
+    """Keep the layers out of captured graphs, and the settings in the key of compiled code."""
+    compilation = config.compilation_config
+    if compilation.splitting_ops:  # empty: nothing is captured in pieces
+        compilation.splitting_ops += [
+            op for op in SPLITTING_OPS if op not in compilation.splitting_ops
+        ]
+    if isinstance(config.additional_config, dict):
+        config.additional_config = {**config.additional_config, KEY: asdict(settings)}
 
 
 def homes_of(layer: Any) -> list[int]:

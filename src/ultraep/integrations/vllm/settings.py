@@ -1,6 +1,6 @@
 """Settings of the plug-in, from the environment or `--additional-config`.
 
-ULTRAEP_SLOTS=1 vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel --enforce-eager
+ULTRAEP_SLOTS=1 vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel
 vllm serve MODEL ... --additional-config '{"ultraep": {"slots": 1}}'
 """
 

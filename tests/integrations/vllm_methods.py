@@ -1,0 +1,480 @@
+"""Replicas of the experts of every quantisation method, in one process with real vLLM.
+
+For each case, vLLM creates two layers with other weights, converts them for a kernel, and the
+plug-in carries each expert of the first layer into a slot of the second one, as bytes. The replica
+must be the expert: the same weights and the same quantisation configuration, bit for bit, and
+nothing of the second layer. Where the kernel runs here, its outputs must be equal too.
+
+Prints one line of JSON per case; `make test-vllm` runs it (section `methods`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import vllm_standin
+from vllm_engines import ENVIRONMENT
+
+EXPERTS, HIDDEN, FFN = 4, 256, 128
+
+
+@dataclass
+class Case:
+    """A quantisation method of vLLM.
+
+    method: creates it from the configuration of a layer.   backend: value of `--moe-backend`.
+    computes: whether the kernel, or its stand-in, runs here.
+    """
+
+    method: Callable[[Any], Any]
+    backend: str = "triton"
+    computes: bool = False
+
+
+def cases() -> dict[str, Case]:
+    """Return all cases by name; imports vLLM."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from vllm.model_executor.layers.quantization import fp8, modelopt, mxfp4
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_mxfp4 as ct_mxfp4,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as ct_nvfp4,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as ct_fp8,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_int8 as ct_int8,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16 as ct_wna16,
+    )
+    from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
+    from vllm.model_executor.layers.quantization.online import int8 as online_int8
+    from vllm.model_executor.layers.quantization.online import mxfp4 as online_mxfp4
+    from vllm.model_executor.layers.quantization.online import mxfp8 as online_mxfp8
+    from vllm.model_executor.layers.quantization.quark import quark_moe
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
+
+    def fp8_method(scheme: str, block: list[int] | None) -> Callable[[Any], Any]:
+        config = fp8.Fp8Config(True, scheme, weight_block_size=block)
+        return lambda layer: fp8.Fp8MoEMethod(config, layer)
+
+    def integers(bits: int, **options: Any) -> QuantizationArgs:
+        return QuantizationArgs(num_bits=bits, type="int", **options)
+
+    def wna16(weights: QuantizationArgs) -> Callable[[Any], Any]:
+        return lambda layer: ct_wna16.CompressedTensorsWNA16MoEMethod(
+            weights, None, layer.moe_config
+        )
+
+    group = {"strategy": "group", "group_size": 128}
+    per_token = {"strategy": "token", "dynamic": True}
+    floats = {"num_bits": 8, "type": "float"}
+    nvfp4 = modelopt.ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True)
+    return {
+        "Fp8MoEMethod, blocks": Case(fp8_method("dynamic", [128, 128]), computes=True),
+        "Fp8MoEMethod, static": Case(fp8_method("static", None), computes=True),
+        "CompressedTensorsW8A8Fp8MoEMethod": Case(
+            lambda layer: ct_fp8.CompressedTensorsW8A8Fp8MoEMethod(
+                QuantizationArgs(**floats, strategy="channel"),
+                QuantizationArgs(**floats, **per_token),
+                layer.moe_config,
+            ),
+            computes=True,
+        ),
+        "CompressedTensorsW8A8Int8MoEMethod": Case(
+            lambda layer: ct_int8.CompressedTensorsW8A8Int8MoEMethod(
+                integers(8, strategy="channel"), integers(8, **per_token), layer.moe_config
+            ),
+            computes=True,
+        ),
+        "CompressedTensorsWNA16MoEMethod, int4": Case(wna16(integers(4, **group)), computes=True),
+        "CompressedTensorsWNA16MoEMethod, int4 with zero points": Case(
+            wna16(integers(4, symmetric=False, **group))
+        ),
+        "CompressedTensorsWNA16MoEMethod, int8": Case(wna16(integers(8, **group))),
+        "CompressedTensorsW4A4Nvfp4MoEMethod": Case(
+            lambda layer: ct_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod(layer.moe_config),
+            backend="cutlass",
+        ),
+        "CompressedTensorsW4A4Mxfp4MoEMethod": Case(
+            lambda layer: ct_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod(layer.moe_config)
+        ),
+        "ModelOptNvFp4FusedMoE": Case(
+            lambda layer: modelopt.ModelOptNvFp4FusedMoE(nvfp4, layer.moe_config),
+            backend="cutlass",
+        ),
+        "Mxfp4MoEMethod": Case(
+            lambda layer: mxfp4.Mxfp4MoEMethod(layer.moe_config), backend="marlin"
+        ),
+        "GptOssMxfp4MoEMethod": Case(
+            lambda layer: mxfp4.GptOssMxfp4MoEMethod(layer.moe_config), backend="marlin"
+        ),
+        "QuarkOCP_MX_MoEMethod": Case(
+            lambda layer: quark_moe.QuarkOCP_MX_MoEMethod(layer.moe_config, kMxfp4Static, None),
+            backend="marlin",
+        ),
+        "Fp8PerTensorOnlineMoEMethod": Case(
+            lambda layer: online_fp8.Fp8PerTensorOnlineMoEMethod(moe=layer.moe_config)
+        ),
+        "Fp8PerBlockOnlineMoEMethod": Case(
+            lambda layer: online_fp8.Fp8PerBlockOnlineMoEMethod(moe=layer.moe_config)
+        ),
+        "Fp8PtpcOnlineMoEMethod": Case(
+            lambda layer: online_fp8.Fp8PtpcOnlineMoEMethod(moe=layer.moe_config)
+        ),
+        "Int8OnlineMoEMethod": Case(
+            lambda layer: online_int8.Int8OnlineMoEMethod(moe=layer.moe_config)
+        ),
+        "Mxfp8OnlineMoEMethod": Case(
+            lambda layer: online_mxfp8.Mxfp8OnlineMoEMethod(moe=layer.moe_config),
+            backend="marlin",
+        ),
+        "Mxfp4OnlineMoEMethod": Case(
+            lambda layer: online_mxfp4.Mxfp4OnlineMoEMethod(moe=layer.moe_config),
+            backend="marlin",
+        ),
+    }
+
+
+def accept_kernels() -> None:
+    """Let vLLM choose kernels of GPUs here; they convert weights, but cannot run.
+
+    Compiled conversions are replaced by torch, with the same shapes and dtypes.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.experts import (
+        cutlass_moe,
+        deep_gemm_moe,
+        marlin_moe,
+    )
+    from vllm.model_executor.layers.quantization.online import mxfp4 as online_mxfp4
+
+    for cls in (
+        cutlass_moe.CutlassExpertsFp4,
+        cutlass_moe.CutlassExpertsMxfp4,
+        deep_gemm_moe.DeepGemmFP4Experts,
+        marlin_moe.MarlinExperts,
+    ):
+        cls._supports_current_device = staticmethod(lambda: True)
+        cls._supports_quant_scheme = staticmethod(lambda weight, activation: True)
+    _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+    _custom_ops.gptq_marlin_repack = gptq_marlin_repack
+    online_mxfp4.mxfp4_quantize = mxfp4_quantize
+    torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign]
+    torch.accelerator.empty_cache = lambda: None  # type: ignore[assignment]
+
+
+def scaled_fp8_quant(
+    values: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+    output: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix to FP8 with one scale, or one per row."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    if scale is None:
+        dims = 1 if use_per_token_if_dynamic else (0, 1)
+        scale = values.abs().amax(dims, keepdim=True).float() / limit
+        scale = scale if use_per_token_if_dynamic else scale.reshape(1)
+    quantised = (values / scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
+    return (quantised if output is None else output.copy_(quantised)), scale
+
+
+def gptq_marlin_repack(
+    b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
+) -> torch.Tensor:
+    """Return packed weights in the shape of Marlin's tiles; their order does not matter here."""
+    assert b_q_weight.dtype == torch.int32
+    assert b_q_weight.shape == (size_k * num_bits // 32, size_n)
+    return b_q_weight.T.reshape(size_k // 16, size_n * num_bits // 2).contiguous()
+
+
+def mxfp4_quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bytes that depend on the values, in the shapes of MXFP4 data and scales."""
+    width = values.shape[1]
+    data = (values * 255).to(torch.uint8)
+    return data[:, : width // 2].contiguous(), data[:, : width // 32].contiguous()
+
+
+def make_layer(case: Case, seed: int, config: Any) -> Any:
+    """Return a layer with random weights, converted for the kernel of the case."""
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+
+    config.kernel_config.moe_backend = case.backend
+    quantisation = SimpleNamespace(
+        get_quant_method=lambda layer, _: case.method(layer), online_quantization_config=None
+    )
+    runner = FusedMoEFactory(
+        num_experts=EXPERTS,
+        top_k=2,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        params_dtype=torch.float32,
+        quant_config=quantisation,
+        prefix=f"layers.{seed}.experts",
+    )
+    layer = runner.routed_experts
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in layer.named_parameters():
+        setattr(
+            layer, name, torch.nn.Parameter(random_like(parameter, generator), requires_grad=False)
+        )
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return random values of the same shape and dtype, positive, without NaN."""
+    values = torch.rand(tensor.shape, generator=generator) * 0.9 + 0.05
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+        return values.to(tensor.dtype)
+    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return values.to(tensor.dtype)
+    limit = torch.iinfo(torch.uint8).max if tensor.dtype.itemsize == 1 else 2**31
+    integers = torch.randint(0, limit // 2, tensor.shape, generator=generator)
+    if tensor.dtype.is_floating_point:
+        return integers.to(torch.uint8).view(tensor.dtype)
+    return integers.to(tensor.dtype)
+
+
+def check(case: Case, config: Any) -> dict[str, Any]:
+    """Return what was compared; raises AssertionError if a replica is not its expert."""
+    from ultraep.bundle import Layout
+    from ultraep.integrations.vllm.refusals import METHODS
+    from ultraep.integrations.vllm.tensors import tensors_without_bundle
+
+    home, other = (make_layer(case, seed, config) for seed in (1, 2))
+    assert {cls.__name__ for cls in type(home.quant_method).__mro__} & set(METHODS)
+    assert tensors_without_bundle(home) == []
+    layout = Layout.of(home.bundle, EXPERTS)
+    assert layout == Layout.of(other.bundle, EXPERTS)
+    replicas = []
+    for expert in range(EXPERTS):
+        row = layout.pack(home.bundle, expert)
+        replicas.append(other.replica(layout.views(row[None]), 0))
+    result = {"tensors": sorted(home.bundle), "bytes": layout.nbytes}
+    result["kernel"] = type(home.quant_method.moe_kernel.fused_experts).__name__
+    result["compared"] = sum(
+        check_replica(home, other, replica, expert) for expert, replica in enumerate(replicas)
+    )
+    check_apply(home)
+    if case.computes:
+        result["rows"] = sum(
+            check_outputs(home, other, replica, expert) for expert, replica in enumerate(replicas)
+        )
+    return result
+
+
+def check_replica(home: Any, other: Any, replica: Any, expert: int) -> int:
+    """Compare everything that a kernel reads; return the number of tensors."""
+    get_config = home.quant_method.get_fused_moe_quant_config
+    own = {"w1": home.w13_weight, "w2": home.w2_weight, **tensors_in(get_config(home))}
+    read = {"w1": replica.w13_weight, "w2": replica.w2_weight}
+    read |= tensors_in(other.quant_method.get_fused_moe_quant_config(replica))
+    foreign = {t.untyped_storage().data_ptr() for t in tensors_of(other)}
+    assert own.keys() == read.keys()
+    for name, tensor in own.items():
+        if tensor.ndim and len(tensor) == EXPERTS:
+            tensor = tensor[expert : expert + 1]
+            assert strides(read[name]) == strides(tensor), name
+        assert bits(read[name]) == bits(tensor), name
+        assert read[name].untyped_storage().data_ptr() not in foreign, name
+    return len(own)
+
+
+def check_apply(layer: Any) -> None:
+    """Check that the method passes nothing but `w13_weight` and `w2_weight` to its kernel."""
+    calls: list[dict[str, Any]] = []
+
+    class Recorder:
+        is_monolithic = False
+        fused_experts = layer.quant_method.moe_kernel.fused_experts
+
+        def apply(self, *inputs: Any, **options: Any) -> torch.Tensor:
+            names = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")
+            calls.append({**dict(zip(names, inputs, strict=False)), **options})
+            return torch.empty(0)
+
+    x, ids = torch.zeros(3, HIDDEN), torch.zeros(3, 2, dtype=torch.int32)
+    with mock.patch.object(layer.quant_method, "moe_kernel", Recorder()):
+        layer.quant_method.apply(layer, x, torch.ones(3, 2), ids, None, None)
+    (call,) = calls
+    assert call.pop("w1") is layer.w13_weight
+    assert call.pop("w2") is layer.w2_weight
+    assert call.keys() - {"shared_experts", "shared_experts_input"} == {
+        "hidden_states",
+        "topk_weights",
+        "topk_ids",
+        "activation",
+        "global_num_experts",
+        "expert_map",
+        "apply_router_weight_on_input",
+    }
+
+
+def check_outputs(home: Any, other: Any, replica: Any, expert: int) -> int:
+    """Compare outputs of an expert at home and in a slot of the other layer."""
+    generator = torch.Generator().manual_seed(expert)
+    rows = torch.randn(7, HIDDEN, generator=generator)
+    gates = torch.rand(7, generator=generator)
+    counts = [7 * (number == expert) for number in range(EXPERTS)]
+    at_home = home._compute(rows, gates, counts, home)
+    in_slot = other._compute(rows, gates, [7], replica)
+    assert bits(at_home) == bits(in_slot)
+    assert bits(in_slot) != bits(other._compute(rows, gates, counts, other))
+    return len(rows)
+
+
+def tensors_in(config: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return all tensors of a quantisation configuration, by path."""
+    found = {}
+    items = [(f.name, getattr(config, f.name)) for f in fields(config)]
+    for name, value in items:
+        if isinstance(value, torch.Tensor):
+            found[prefix + name] = value
+        elif is_dataclass(value):
+            found |= tensors_in(value, f"{prefix}{name}.")
+    return found
+
+
+def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
+    yield from layer.parameters()
+    yield from (t for t in vars(layer).values() if isinstance(t, torch.Tensor))
+
+
+def bits(tensor: torch.Tensor) -> tuple[list[int], str, bytes]:
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return list(tensor.shape), str(tensor.dtype), raw
+
+
+def strides(tensor: torch.Tensor) -> list[int]:
+    """Return the strides of dimensions with more than one element."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for size, stride in pairs if size > 1]
+
+
+def check_settings_of_compilation(config: Any) -> dict[str, Any]:
+    """Check that graphs are split at the layers and that settings are part of the cache key."""
+    import vllm.model_executor.layers.fused_moe.runner.moe_runner  # registers the operation
+    from vllm.compilation.backends import split_graph
+
+    from ultraep.integrations.vllm.service import adapt_compilation
+    from ultraep.integrations.vllm.settings import ServingSettings
+
+    del vllm
+    config.compilation_config.splitting_ops = ["vllm::unified_attention"]
+    keys = []
+    for slots in (1, 2, 1):
+        adapt_compilation(config, ServingSettings(slots=slots))
+        keys.append(str(config.additional_config))
+    assert keys[0] == keys[2] != keys[1]
+    ops = config.compilation_config.splitting_ops
+    assert len(ops) == len(set(ops)) == 3
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    before = graph.call_function(torch.relu, (x,))
+    layer = torch.ops.vllm.moe_forward.default
+    inside = graph.call_function(layer, (before, before, None, None, "layer", 0))
+    graph.output(graph.call_function(torch.relu, (inside,)))
+    _, pieces = split_graph(torch.fx.GraphModule(torch.nn.Module(), graph), ops)
+    targets = [
+        [node.target for node in p.graph.graph.nodes if node.op == "call_function"] for p in pieces
+    ]
+    assert [layer in piece for piece in targets] == [False, True, False]
+    assert [piece.is_splitting_graph for piece in pieces] == [False, True, False]
+    return {"pieces": len(pieces)}
+
+
+def check_batches_left_to_vllm(config: Any) -> dict[str, Any]:
+    """Check which batches of GPUs vLLM runs itself; CPU ranks have no all-to-all of vLLM."""
+    from vllm.config import CUDAGraphMode
+
+    from ultraep.integrations.vllm import service as module
+    from ultraep.integrations.vllm.settings import ServingSettings
+
+    service = module.Service(config, ServingSettings())
+    balancer = object()
+    service._least[balancer] = 100  # type: ignore[index]
+    checked = 0
+    for device in ("cuda", "cpu"):
+        weight = SimpleNamespace(device=SimpleNamespace(type=device))
+        layer = SimpleNamespace(w2_weight=weight, layer_name=device, balancer=balancer)
+        for number, (mode, tokens, left) in enumerate(
+            [
+                (CUDAGraphMode.NONE, 512, True),  # the profile run
+                (CUDAGraphMode.NONE, 512, False),
+                (CUDAGraphMode.PIECEWISE, 512, False),
+                (CUDAGraphMode.PIECEWISE, 99, True),
+                (CUDAGraphMode.FULL, 512, True),
+            ]
+        ):
+            counts = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([tokens - 9, 9]))
+            context = SimpleNamespace(cudagraph_runtime_mode=mode, dp_metadata=counts)
+            with mock.patch.object(module, "get_forward_context", lambda c=context: c):
+                assert service.leaves(layer) == (left and device == "cuda"), (device, number)
+            checked += 1
+    return {"batches": checked}
+
+
+def check_recorded_routes(config: Any) -> dict[str, Any]:
+    """Check that vLLM records the ids that the balanced layer receives, which are logical."""
+    layer_type = make_layer(cases()["Fp8MoEMethod, blocks"], 3, config)
+    runner = config.compilation_config.static_forward_context[layer_type.layer_name]
+    recorded: list[torch.Tensor] = []
+    runner.router.set_capture_fn(recorded.append)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, HIDDEN, generator=generator)
+    _, ids = runner.router.select_experts(x, torch.randn(9, EXPERTS, generator=generator))
+    assert torch.equal(recorded[0], ids)
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < EXPERTS
+    return {"rows": ids.numel()}
+
+
+def main() -> None:
+    """Run all checks; the first one that fails raises."""
+    os.environ.update(ENVIRONMENT, ULTRAEP_SLOTS="1")
+    vllm_standin.register()
+    accept_kernels()
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    from ultraep.integrations.vllm.experts import install
+
+    install()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, address, 0, "gloo")
+        initialize_model_parallel(1)
+    checks: dict[str, Callable[[Any], dict[str, Any]]] = {
+        name: partial(check, case) for name, case in cases().items()
+    }
+    checks["graphs are captured between layers"] = check_settings_of_compilation
+    checks["batches left to vLLM"] = check_batches_left_to_vllm
+    checks["recorded routes"] = check_recorded_routes
+    for name, run in checks.items():
+        config = VllmConfig()
+        config.model_config = SimpleNamespace(
+            quantization_config=None, hf_config=None, is_moe=True, dtype=torch.float32
+        )
+        with set_current_vllm_config(config):
+            result = run(config)
+        print("CASE", json.dumps({"name": name, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
