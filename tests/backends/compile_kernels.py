@@ -185,7 +185,7 @@ def launch_all(
     planner.plan(loads)
     sums = PlanSums(torch.zeros(8, dtype=torch.int64), topology.home_of_expert, ranks)
     plan = planner.plan_tensors
-    sums.add(plan.num_replicas, planner.rank_loads, plan.replicas, plan.quotas)
+    sums.add(plan.num_replicas, planner.rank_loads, plan.replicas, plan.quotas, planner.speeds)
     ring = PlanRing(2, loads.numel() + planner.result.numel(), torch.device("cpu"))
     ring.keep(0, loads, planner.result)
     rerouter.lines(loads, 0)

@@ -80,8 +80,8 @@ def routed_rows(header: Header, loads_NRE: Array) -> IntArray:
 def peaks(rows_NR: IntArray, speeds_NR: Array | None) -> IntArray:
     """[N] rows of the busiest rank. With speeds, the rows that take as long at the mean speed."""
     if speeds_NR is None:
-        busiest: IntArray = rows_NR.max(axis=1, initial=0)
-        return busiest
+        largest: IntArray = rows_NR.max(axis=1, initial=0)
+        return largest
     speeds = np.where(speeds_NR > 0, speeds_NR, 1).astype(np.float64)
     slowest = (rows_NR / speeds).max(axis=1, initial=0) * speeds.mean(axis=1)
     rounded: IntArray = np.rint(slowest).astype(np.int64)
