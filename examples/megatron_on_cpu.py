@@ -16,9 +16,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
-
-
 class CudaIsCpu(TorchFunctionMode):
     """Creates "cuda" tensors on the CPU and reports CUDA tensor types."""
 
@@ -28,8 +25,6 @@ class CudaIsCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is IS_CUDA:
-            return True
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(result, str):  # optimizers check it
             return result.replace("torch.", "torch.cuda.", 1)

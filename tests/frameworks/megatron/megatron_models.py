@@ -141,6 +141,7 @@ def make_layer(
 
     from ultraep.integrations.megatron import balanced
 
+    seed()
     torch.manual_seed(11)
     legacy = {"moe_use_legacy_grouped_gemm": True} if grouped else {}
     spec = get_moe_module_spec(

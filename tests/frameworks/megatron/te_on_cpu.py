@@ -25,6 +25,7 @@ import torch
 
 FOLDER = Path(__file__).parents[3] / "build" / "transformer-engine"
 BLOCK = 128
+EMPTY = torch.empty
 FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
@@ -57,20 +58,30 @@ def on_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     import transformer_engine.pytorch.cpp_extensions.gemm as gemm
     import transformer_engine.pytorch.module.base as base
     import transformer_engine.pytorch.quantization as quantization
+    import transformer_engine.pytorch.utils as utils
 
     replacements: list[tuple[Any, str, Any]] = [
         (gemm, "get_sm_count", lambda: 1),
         (gemm, "get_cublas_workspace", lambda *_: [torch.empty(1)]),
         (gemm, "_empty_tensor", lambda: torch.empty(0)),
-        (base.torch.cuda, "is_available", lambda: True),
+        (utils, "_empty_tensor", lambda: torch.empty(0)),
+        (torch.Tensor, "is_cuda", property(lambda tensor: True)),
+        (torch, "empty", empty_on_cpu),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (base, "nvtx_range_push", lambda *_: None),
         (base, "nvtx_range_pop", lambda *_: None),
         (quantization, "get_device_compute_capability", lambda: capability),
     ]
     with ExitStack() as undo:
         for module, name, replacement in replacements:
-            undo.enter_context(patch.object(module, name, replacement))
+            undo.enter_context(patch.object(module, name, replacement, create=True))
         yield
+
+
+def empty_on_cpu(*size: Any, **options: Any) -> torch.Tensor:
+    """`torch.empty` in backward, where torch suspends the mode of `megatron_on_cpu`."""
+    return EMPTY(*size, **options | {"device": "cpu"})
 
 
 class Compiled(types.ModuleType):

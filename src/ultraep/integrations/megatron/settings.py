@@ -63,12 +63,6 @@ def check_settings(config: Any) -> None:
         if value not in supported:
             allowed = " or ".join(repr(v) for v in supported if v is not None) or "None"
             raise ConfigError(f"{setting}={value!r} cannot be balanced, use {allowed}: {why}")
-    modules = getattr(config, "recompute_modules", None) or []
-    if "moe_act" in modules:
-        raise ConfigError(
-            f"recompute_modules={modules!r} cannot be balanced, use 'moe': 'moe_act' needs "
-            "Transformer Engine, which is not tested"
-        )
 
 
 def check_options(options: Iterable[str]) -> None:
