@@ -49,7 +49,7 @@ def install() -> None:
         import transformer_engine.common
 
         transformer_engine.common.load_framework_extension = lambda framework: None
-        import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine.pytorch
 
 
 @contextmanager
@@ -58,20 +58,21 @@ def on_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     import transformer_engine.pytorch.cpp_extensions.gemm as gemm
     import transformer_engine.pytorch.module.base as base
     import transformer_engine.pytorch.quantization as quantization
-    import transformer_engine.pytorch.utils as utils
 
     replacements: list[tuple[Any, str, Any]] = [
         (gemm, "get_sm_count", lambda: 1),
         (gemm, "get_cublas_workspace", lambda *_: [torch.empty(1)]),
-        (gemm, "_empty_tensor", lambda: torch.empty(0)),
-        (utils, "_empty_tensor", lambda: torch.empty(0)),
         (torch.Tensor, "is_cuda", property(lambda tensor: True)),
+        (torch.Tensor, "cuda", lambda tensor: tensor),
         (torch, "empty", empty_on_cpu),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (base, "nvtx_range_push", lambda *_: None),
         (base, "nvtx_range_pop", lambda *_: None),
         (quantization, "get_device_compute_capability", lambda: capability),
+        (quantization, "check_recipe_support", lambda recipe: None),
+        (quantization, "check_fp8_block_scaling_support", lambda: (True, "")),
+        (quantization, "check_fp8_support", lambda: (True, "")),
     ]
     with ExitStack() as undo:
         for module, name, replacement in replacements:
@@ -248,12 +249,12 @@ def split_quantize(
 
 
 def te_general_grouped_gemm(
-    A: list[Any],  # noqa: N803
+    A: list[Any],
     transa: bool,
-    B: list[Any],  # noqa: N803
+    B: list[Any],
     transb: bool,
-    D: list[torch.Tensor] | None,  # noqa: N803
-    D_type: Any,  # noqa: N803
+    D: list[torch.Tensor] | None,
+    D_type: Any,
     m_splits: list[int],
     bias: list[torch.Tensor],
     bias_type: Any,
@@ -261,7 +262,7 @@ def te_general_grouped_gemm(
     pre_gelu_out: list[torch.Tensor],
     grad: bool,
     workspace: list[torch.Tensor],
-    workspaceSize: int,  # noqa: N803
+    workspaceSize: int,
     accumulate: bool,
     use_split_accumulator: bool,
     math_sm_count: int,

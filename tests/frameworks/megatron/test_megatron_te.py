@@ -1,4 +1,4 @@
-"""TEGroupedMLP, balanced and unmodified: Transformer Engine's own Python, its compiled part on CPUs.
+"""TEGroupedMLP, balanced and unmodified, on Transformer Engine's own Python (`te_on_cpu.py`).
 
 Every gemm of the stand-in checks its arguments, and spare slots are further gemms.
 """
@@ -123,3 +123,33 @@ def test_fused_accumulation_needs_main_grad():
     layer = make_layer(te_settings(gradient_accumulation_fusion=True), {}, use_te=True)
     with pytest.raises(ConfigError, match="needs `main_grad`"):
         layer(rows_of_rank(torch.float32))
+
+
+@on_megatron(2, te=True, expert_model_parallel_size=2)
+def test_fp8_with_block_scales():
+    """Outputs are equal bit by bit; a replica quantised in an earlier step would show."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    fp8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "gradient_accumulation_fusion": True}
+    sizes = {"hidden_size": 128, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 128}
+    config = te_settings(torch.bfloat16, **fp8, **sizes)
+    results, layers = [], [make_layer(config, o, use_te=True) for o in (None, {"slots": 2})]
+    for layer in layers:
+        ddp, steps = Ddp(layer), []
+        for _ in range(3):
+            with te.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling()):
+                steps.append(ddp.step(torch.bfloat16, microbatches=2))
+            with torch.no_grad():  # weights change, so that stale caches differ
+                for parameter in layer.experts.parameters():
+                    parameter.mul_(-1)
+        results.append(steps)
+    caches = layers[1]._adapter._wide["linear_fc1"]._twin._fp8_workspaces
+    assert set(caches) == {f"weight{index}" for index in range(6)}  # and quantised weights
+    assert layers[1].balancer.stats()["copies"] > 0
+    for plain, ours in zip(*results, strict=True):
+        for name in plain:
+            if name.startswith("microbatch"):
+                assert torch.equal(plain[name], ours[name]), name
+        differences = {name: difference(plain[name], ours[name]) for name in plain}
+        assert max(differences.values()) < 0.1, differences  # columns are quantised in other blocks

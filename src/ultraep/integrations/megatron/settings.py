@@ -25,15 +25,17 @@ class Refused(NamedTuple):
     why: str
 
 
-IN_GRAPHS = "a balanced layer plans on the host, which a CUDA graph cannot capture"
+IN_GRAPHS = "experts read the row counts of a plan on the host, which a CUDA graph cannot capture"
 IN_PIECES = "it interleaves parts of a layer with another microbatch"
 QUANTISED = "replicas do not include the scales of an expert"
+# Scales of other recipes depend on earlier steps of the same gemm, or were not tested.
+FP8_RECIPES = ("blockwise",)
 OFFLOADED = "backward restores replicas from their home rank, not from the host"
 
 REFUSED = (
     Refused("expert_tensor_parallel_size", (None, 1), "each rank must hold whole experts"),
     Refused("moe_extended_tp", (False,), "each rank must hold whole experts"),
-    Refused("fp8", (None,), QUANTISED),
+    Refused("fp8_param", (False,), QUANTISED),
     Refused("fp4", (None,), QUANTISED),
     Refused(
         "moe_token_dispatcher_type",
@@ -44,6 +46,11 @@ REFUSED = (
     Refused("moe_shared_expert_overlap", (False,), "it runs inside the library's dispatcher"),
     Refused("overlap_moe_expert_parallel_comm", (False,), IN_PIECES),
     Refused("delay_wgrad_compute", (False,), IN_PIECES),
+    Refused("overlap_dispatch_backward_with_experts_wgrad", (False,), IN_PIECES),
+    Refused("moe_single_grouped_weight", (False,), "a replica is bound to a weight of its own"),
+    Refused("moe_single_grouped_bias", (False,), "a replica is bound to a bias of its own"),
+    Refused("moe_paged_stash", (False,), "it needs operations that hold their weights themselves"),
+    Refused("expert_gtp_weight_remat_size", (1,), "each rank must hold whole experts"),
     Refused("cuda_graph_impl", ("none",), IN_GRAPHS),
     Refused("enable_cuda_graph", (False,), IN_GRAPHS),
     Refused("external_cuda_graph", (False,), IN_GRAPHS),
@@ -63,6 +70,17 @@ def check_settings(config: Any) -> None:
         if value not in supported:
             allowed = " or ".join(repr(v) for v in supported if v is not None) or "None"
             raise ConfigError(f"{setting}={value!r} cannot be balanced, use {allowed}: {why}")
+    recipe = getattr(config, "fp8_recipe", None)
+    if getattr(config, "fp8", None) and recipe not in FP8_RECIPES:
+        raise ConfigError(
+            f"fp8_recipe={recipe!r} cannot be balanced, use 'blockwise': a replica must get the "
+            "scales of its home expert"
+        )
+    if getattr(config, "fp8", None) and pads(config):
+        raise ConfigError(
+            "moe_router_padding_for_quantization=True cannot be balanced with fp8, use False: "
+            "experts pad the rows of every slot"
+        )
 
 
 def check_options(options: Iterable[str]) -> None:
