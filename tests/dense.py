@@ -288,16 +288,18 @@ def on_every_rank(
     *,
     layer_options: Mapping[str, Any] | None = None,
     wrap: Callable[[Any], Any] = lambda comm: comm,
+    dispatcher: Callable[[Any], Any] = lambda comm: None,
     **balancer_options: Any,
 ) -> list[Any]:
     """Return the results of `work(layer, x, gradient)` on every rank.
 
-    wrap: may replace the communicator of a rank.
+    wrap: may replace the communicator of a rank.   dispatcher: returns the dispatcher of a rank.
     """
 
     def on_rank(comm: Any) -> Any:
         comm = wrap(comm)
-        balancer = Balancer(experts=example.experts, communicator=comm, **balancer_options)
+        options = {"dispatcher": dispatcher(comm), **balancer_options}
+        balancer = Balancer(experts=example.experts, communicator=comm, **options)
         x = example.inputs[comm.rank].clone().requires_grad_()
         layer = example.layer(balancer, **layer_options or {})
         return work(layer, x, example.gradients[comm.rank])

@@ -30,7 +30,7 @@ RINGS = [
         "workload",
     ],
     ["combine", "dispatch", "microbatch", "runtime"],
-    ["experts", "integrations", "layer", "metrics", "parallel", "routing"],
+    ["dispatchers", "experts", "integrations", "layer", "metrics", "parallel", "routing"],
     ["tools", "__main__"],
 ]
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ultraep.dispatch import Exchange
+from ultraep.dispatch import RowMover
 from ultraep.ops.modes import unseen
 from ultraep.ops.recompute import Gradients, first_order, save
 
 
-def combine(outputs_AD: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def combine(outputs_AD: torch.Tensor, mover: RowMover) -> torch.Tensor:
     """Return the `[T, D]` outputs of this rank's tokens. Padding contributes nothing."""
-    y_TD: torch.Tensor = _Combine.apply(outputs_AD, exchange)  # type: ignore[no-untyped-call]
+    y_TD: torch.Tensor = _Combine.apply(outputs_AD, mover)  # type: ignore[no-untyped-call]
     return y_TD
 
 
@@ -27,17 +27,17 @@ class _Combine(torch.autograd.Function):
     """Sends outputs to the tokens and, in backward, their gradients to the slots."""
 
     @staticmethod
-    def forward(ctx: Any, outputs_AD: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, outputs_AD: torch.Tensor, mover: RowMover) -> torch.Tensor:
         ctx.num_rows = len(outputs_AD)
-        save(ctx, exchange)  # unpacking this starts the recomputation of a checkpoint
+        save(ctx, mover)  # unpacking this starts the recomputation of a checkpoint
         with unseen():
-            y_TD, _ = exchange.to_tokens(outputs_AD, None)
+            y_TD, _ = mover.to_tokens(outputs_AD, None)
         return y_TD
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, exchange: Exchange, gradients: Gradients, _: Any) -> Gradients:
-        exchange.begin_backward()
+    def backward(ctx: Any, mover: RowMover, gradients: Gradients, _: Any) -> Gradients:
+        mover.begin_backward()
         assert gradients[0] is not None
-        d_outputs_AD, _ = exchange.to_slots(gradients[0], None)
+        d_outputs_AD, _ = mover.to_slots(gradients[0], None)
         return d_outputs_AD[: ctx.num_rows], None

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from families import batch, build, loss, outputs
+from permuting import Differentiable
 from shared_peers import SharedPeers
 
 from ultraep.integrations.transformers import balance
 from ultraep.integrations.transformers.experts import expert_owners
+from ultraep.runtime.connect import connect
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -108,16 +110,19 @@ def compare(
     policy: str = "ultraep",
     autocast: bool = False,
     mapped: bool = False,
+    dispatched: bool = False,
     limit: float = 1e-5,
     **options: Any,
 ) -> None:
     """Compare outputs and gradients of a balanced model with the unmodified model.
 
     recompute: "reentrant" or "not reentrant".   mapped: use the mapped data plane.
-    options: of `build`.
+    dispatched: rows travel through a dispatcher of another library.   options: of `build`.
     """
     plain, model = build(family, **options), build(family, **options)
     plane = {"data_plane": "mapped", "peers": SharedPeers(group)} if mapped else {}
+    if dispatched:
+        plane["dispatcher"] = Differentiable(connect(group, transport="sockets"))
     with quiet(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = learn(plain, all_batches(group))[rank]
         balancer = balance(model, group, slots=slots, policy=policy, **plane)

@@ -24,6 +24,7 @@ CASES = {  # ranks, families, options
     "grouped": (2, [*TWO, "deepseek_v3"], GROUPED),
     "batched": (2, TWO, {"experts": "batched_mm"}),
     "mapped": (2, TWO, GROUPED | {"mapped": True}),
+    "another dispatcher": (2, TWO, GROUPED | {"dispatched": True}),
     "without balancing": (2, TWO, {"policy": "none"}),
     "recompute": (2, TWO, GROUPED | {"recompute": "not reentrant"}),
     "bfloat16": (2, ["mixtral"], BFLOAT16),
@@ -31,6 +32,8 @@ CASES = {  # ranks, families, options
 }
 MORE_CASES = {
     "uneven": (3, TWO, {}),
+    "another dispatcher, uneven": (3, TWO, {"dispatched": True}),
+    "another dispatcher, mapped": (2, TWO, GROUPED | {"dispatched": True, "mapped": True}),
     "fewer experts than ranks": (4, ["mixtral"], {"num_local_experts": 3}),
     "bfloat16, grouped": (2, ["gpt_oss", "deepseek_v3"], GROUPED | BFLOAT16),
     "mixed precision, grouped": (2, ["qwen3_moe"], MIXED | GROUPED),

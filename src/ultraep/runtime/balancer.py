@@ -29,6 +29,7 @@ from ultraep.backends import compile_in_background
 from ultraep.bundle import Bundle, Promise
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
+from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError
 from ultraep.loads import count_loads
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
@@ -103,6 +104,8 @@ class Balancer:
     communicator, peers: in place of a group, for ranks that are not processes (`LocalGroup`), and
         for memory that they share (`LocalPeers`).
     share: the part of a GPU that this rank may use; None: all of it.
+    dispatcher: moves the rows in place of the data plane, for example through DeepEP; see
+        docs/dispatchers.md. None: the data plane moves them.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class Balancer:
         communicator: Communicator | None = None,
         peers: Peers | None = None,
         share: DeviceShare | None = None,
+        dispatcher: Dispatcher | None = None,
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
@@ -147,6 +151,7 @@ class Balancer:
             capacity=capacity,
             timeout=timeout,
             share=share,
+            dispatcher=dispatcher,
         )
         self._peers, own_ranks = peers, communicator is not None or peers is not None
         self.group = None if own_ranks and group is None else resolve_group(group)
@@ -207,8 +212,13 @@ class Balancer:
         return (
             f"Balancer(rank {self.rank} of {self.comm.size}, {topology.experts} experts, "
             f"{topology.slots} slots, policy {config.policy!r}, {self._pricing.describe(config)}, "
-            f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'})"
+            f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'}"
+            f"{self._rows_by()})"
         )
+
+    def _rows_by(self) -> str:
+        dispatcher = self.settings.dispatcher
+        return "" if dispatcher is None else f", rows by {type(dispatcher).__qualname__}"
 
     def __copy__(self) -> Self:
         """Return the balancer itself: copies of a module share it."""

@@ -21,15 +21,16 @@ from ultraep.bundle import Bundle
 from ultraep.combine import combine
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import Arrivals, Exchange, dispatch
+from ultraep.dispatch import Arrivals, Dispatcher, Exchange, dispatch
 from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
+from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
 from ultraep.runtime.history import History
-from ultraep.runtime.observe import Observer, staged
+from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.versions import Versions
@@ -54,6 +55,7 @@ class Shared:
     pricing: Pricing
     observers: list[Observer]
     history: History = field(default_factory=History)
+    dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
     # Replicas that hold slots in a backward pass, with the number of the pass.
     lent_in_backward: dict[AbstractContextManager[Any], int] = field(default_factory=dict)
 
@@ -103,7 +105,8 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         self._inputs, self._shared = inputs, shared
         self._loads: torch.Tensor | None = None
         self._plan: AnyPlanT | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: BaseExchange | None = None
+        self._dispatched: DispatchedRows | None = None
 
     @hidden
     @staged("loads")
@@ -131,16 +134,35 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @hidden
     @staged("reroute")
     def reroute(self) -> Exchange:
-        self._exchange = self._rows(self._after("plan", self._plan))
-        return self._exchange
+        exchange = self._exchange = self._rows(self._after("plan", self._plan))
+        dispatcher, tokens = self._shared.settings.dispatcher, self._inputs.tokens
+        if dispatcher is not None and tokens is not None:
+            self._dispatched = self._through(dispatcher, exchange, tokens)
+        return exchange
+
+    def _through(
+        self, dispatcher: Dispatcher, exchange: BaseExchange, tokens: torch.Tensor
+    ) -> DispatchedRows:
+        """Return the rows of this microbatch through a dispatcher; the first time, probe it."""
+        shared, layer = self._shared, self.info.layer
+        routes = slot_routes(exchange, shared.topology, shared.comm.rank)
+        if shared.settings.verify and not shared.dispatched_layers:
+            probe(dispatcher, routes, tokens, shared.comm)
+        first = layer not in shared.dispatched_layers
+        shared.dispatched_layers.add(layer)
+        return DispatchedRows(dispatcher, exchange, routes, first=first)
 
     def dispatch(self) -> Arrivals:
         inputs, exchange = self._inputs, self._after("reroute", self._exchange)
         if inputs.tokens is None or inputs.gates is None:
             raise ConfigError("dispatch() needs tokens and gates: pass both to Balancer.begin")
+        if self._dispatched is not None:
+            return self._dispatched.dispatch(inputs.tokens, inputs.gates, inputs.layer.pack)
         return dispatch(inputs.tokens, inputs.gates, exchange, inputs.layer.pack)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
+        if self._dispatched is not None:
+            return self._dispatched.combine(outputs_AD)
         return combine(outputs_AD, self._after("reroute", self._exchange))
 
     def _after(self, verb: str, result: T | None) -> T:
@@ -183,5 +205,5 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         """Return the replicas of a synthetic plan, to be timed; every number is used once."""
 
     @abstractmethod
-    def _rows(self, plan: AnyPlanT) -> Exchange:
+    def _rows(self, plan: AnyPlanT) -> BaseExchange:
         """Return the object that moves the rows of this microbatch."""

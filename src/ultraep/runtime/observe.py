@@ -100,6 +100,10 @@ class BaseExchange(ABC):
 
     offsets: torch.Tensor
 
+    @property
+    @abstractmethod
+    def slots(self) -> torch.Tensor: ...
+
     def __init__(self, info: MicrobatchInfo, observers: Sequence[Observer]) -> None:
         self.info, self.observers = info, observers
         self._serving = ""  # the stage of the experts, while it lasts
@@ -123,24 +127,38 @@ class BaseExchange(ABC):
         self._end("combine back")
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        back = self.info.in_backward
-        stage = "combine back" if back else "dispatch"
-        self._begin(stage)
+        self.leave_tokens()
         moved = self._to_slots(values_TD, scalars_TK)
-        self._end(stage)
-        self._serving = "experts back" if back else "experts"
-        self._begin(self._serving)
+        self.reach_slots()
         return moved
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+        self.leave_slots()
+        moved = self._to_tokens(rows_AD, scalars_A)
+        self.reach_tokens()
+        return moved
+
+    def leave_tokens(self) -> None:
+        """Report that rows, or gradients, are about to move to the slots."""
+        self._begin("combine back" if self.info.in_backward else "dispatch")
+
+    def reach_slots(self) -> None:
+        """Report that rows, or gradients, have moved to the slots; the experts begin."""
+        back = self.info.in_backward
+        self._end("combine back" if back else "dispatch")
+        self._serving = "experts back" if back else "experts"
+        self._begin(self._serving)
+
+    def leave_slots(self) -> None:
+        """Report that the experts have ended, and rows or gradients are about to move back."""
         if self._serving:
             self._end(self._serving)
         self._serving = ""
-        stage = "dispatch back" if self.info.in_backward else "combine"
-        self._begin(stage)
-        moved = self._to_tokens(rows_AD, scalars_A)
-        self._end(stage)
-        return moved
+        self._begin("dispatch back" if self.info.in_backward else "combine")
+
+    def reach_tokens(self) -> None:
+        """Report that rows, or gradients, have moved back to the tokens."""
+        self._end("dispatch back" if self.info.in_backward else "combine")
 
     def _begin(self, stage: str) -> None:
         for observer in self.observers:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from ultraep.backends import select
 from ultraep.config import check_choice, check_integer, check_timeout
+from ultraep.dispatch import Dispatcher
+from ultraep.errors import ConfigError
 from ultraep.hops import MODES
 from ultraep.runtime.capacity import AUTO, STATIC
 
@@ -45,6 +47,7 @@ class Settings:
     capacity: int | str = AUTO
     timeout: float | None = None
     share: DeviceShare | None = None
+    dispatcher: Dispatcher | None = None
 
     def __post_init__(self) -> None:
         if self.backend is not None:
@@ -58,11 +61,24 @@ class Settings:
         if self.capacity not in (AUTO, STATIC):
             check_integer(f"capacity, unless it is {AUTO!r} or {STATIC!r},", self.capacity, least=1)
         check_timeout(self.timeout)
+        _check_dispatcher(self.dispatcher)
 
     def compared(self) -> str:
         """Return the settings that must be equal on all ranks, as text."""
-        return ", ".join(
-            f"{field.name}={getattr(self, field.name)!r}"
+        compared = {
+            field.name: getattr(self, field.name)
             for field in fields(self)
             if field.name not in MAY_DIFFER
-        )
+        }
+        if self.dispatcher is not None:
+            compared["dispatcher"] = type(self.dispatcher).__qualname__
+        return ", ".join(f"{name}={value!r}" for name, value in compared.items())
+
+
+def _check_dispatcher(dispatcher: object) -> None:
+    for verb in ("dispatch", "combine"):
+        if dispatcher is not None and not callable(getattr(dispatcher, verb, None)):
+            raise ConfigError(
+                f"dispatcher= needs the methods dispatch and combine, but {dispatcher!r} has no "
+                f"{verb}(); see docs/dispatchers.md"
+            )

@@ -13,9 +13,12 @@ width.
 from __future__ import annotations
 
 import zlib
+from functools import cached_property
 
 import torch
+from torch.nn.functional import pad
 
+from ultraep.backends.triton.exchange import RowMap
 from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Peers
@@ -251,9 +254,20 @@ class MappedRows(BaseExchange):
         super().__init__(info, plane.shared.observers)
         self._plane, self._replicas = plane, replicas
         self._memory, self._routes, self._overflow = memory, routes, overflow
-        self._rows = memory.exchange.row_map()
-        self.slots, self._shape = routes.slots, routes.slots.shape
-        self.offsets = self._rows.offsets
+        self._shape = routes.slots.shape
+        if plane.shared.settings.dispatcher is None:
+            self.offsets = self._rows.offsets
+        else:  # `_rows` would fill them while it moves rows
+            counts = routes.receive_counts.sum(dim=0).cumsum(dim=0)
+            self.offsets = pad(counts, (1, 0)).to(torch.int32)
+
+    @cached_property
+    def _rows(self) -> RowMap:
+        return self._memory.exchange.row_map()
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._routes.slots
 
     @hidden
     def begins(self) -> list[int]:

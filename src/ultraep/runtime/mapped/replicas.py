@@ -110,7 +110,9 @@ class MappedReplicas(BaseReplicas):
         return self._tensors
 
     @hidden
-    def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor:
+    def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor | None:
+        if self._shared.settings.dispatcher is not None:
+            return None
         memory, width = self._memory, like_AD.shape[1]
         nbytes = memory.exchange.layout.served_bytes(width * like_AD.itemsize)
         region = memory.writable("served", nbytes)

@@ -30,11 +30,13 @@ class Workspace:
     """Memory for microbatches up to some number of tokens. Creating one is collective.
 
     never_full: whether no plan can give a rank more rows than fit.
+    dispatched: whether a dispatcher moves the rows, so that they need no memory here.
     """
 
     control: ControlPlane
     memory: MappedMemory
     never_full: bool
+    dispatched: bool = False
     layers: set[int] = field(default_factory=set)  # whose first plan the host has seen
     most_rows: int = 0  # that ever arrived, as far as the host knows
     _fetch: Fetch | None = None  # of fault counters, values of some steps ago
@@ -48,7 +50,7 @@ class Workspace:
 
     def check_rows(self, rows: int) -> None:
         """Raise if a rank cannot serve this many rows."""
-        if rows > self.memory.capacity:
+        if rows > self.memory.capacity and not self.dispatched:
             raise LoadError(
                 f"a plan with {rows} rows on one rank, but the buffers are for "
                 f"{self.memory.capacity}: pass a larger capacity= to the balancer"
@@ -64,6 +66,8 @@ class Workspace:
         memory.gradient_slots(
             {name: (shape, accumulator(dtype)) for name, shape, dtype in layout.parts}
         )
+        if self.dispatched:
+            return
         row_bytes = rows.shape[-1] * rows.itemsize
         memory.region("values", memory.exchange.layout.value_bytes(row_bytes))
         memory.region("served", memory.exchange.layout.served_bytes(row_bytes))
@@ -162,7 +166,12 @@ class Workspaces:
     def _can_grow(self) -> bool:
         """Whether ranks can allocate more rows together, now."""
         together = self.agreement is not None or self._alone
-        return self._shared.capacity.setting == AUTO and together and not self._capturing
+        grows = self._shared.capacity.setting == AUTO and not self._dispatched
+        return grows and together and not self._capturing
+
+    @property
+    def _dispatched(self) -> bool:
+        return self._shared.settings.dispatcher is not None
 
     @property
     def _alone(self) -> bool:
@@ -221,7 +230,8 @@ class Workspaces:
         never_full = capacity >= shared.topology.ranks * rows or (
             self._shared.capacity.proven and capacity >= rows
         )
-        self.all.append(Workspace(control, memory, never_full))
+        workspace = Workspace(control, memory, never_full or self._dispatched, self._dispatched)
+        self.all.append(workspace)
         return self.all[-1]
 
 

@@ -1,0 +1,146 @@
+"""Dispatchers of other libraries: DeepEP, HybridEP and NCCL EP move the rows to the slots.
+
+    from ultraep.dispatchers.deepep import DeepEP
+
+    balancer = Balancer(group, experts=256, slots=2, dispatcher=DeepEP(buffer))
+
+The modules of this package import no library: you pass the buffer that you created. To write a
+dispatcher for a library without autograd, derive from `RawDispatcher` and `LibraryRows`; otherwise
+implement `ultraep.dispatch.Dispatcher`. docs/dispatchers.md has an example of each.
+
+Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D model width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from ultraep.combine import combine
+from ultraep.dispatch import Moved, Pack, Received, SlotRoutes, send
+from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.ops.modes import unseen
+from ultraep.ops.products import accumulator
+
+Version = tuple[int, int]  # major, minor
+
+
+class LibraryRows(ABC):
+    """The rows of one microbatch in a library: it keeps the handle; see `RowMover`.
+
+    counts: [L] rows of each slot of this rank, as the library counted them in the first `to_slots`.
+    """
+
+    counts: Sequence[int] | torch.Tensor
+
+    @abstractmethod
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        """Return `[A, D]` rows and `[A]` scalars in slot order, without gaps.
+
+        The first call, in forward, has scalars and may have packed rows (uint8). The calls in
+        backward move gradients to the same rows, in the same order.
+        """
+
+    @abstractmethod
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+        """Return `[T, D]` the sum of the rows of each token, and `[T, K]` scalars if given."""
+
+    def begin_backward(self) -> None:  # noqa: B027 - most libraries have nothing to do
+        """Do nothing: the balancer is notified by its own marks."""
+
+
+class RawDispatcher(ABC):
+    """A dispatcher for a library without autograd: each direction is the gradient of the other.
+
+    It also works under activation checkpointing: backward uses the handle of the recomputed forward
+    pass. Gates travel in float32, or in float64 if the tokens are float64.
+    """
+
+    @abstractmethod
+    def begin(self, routes: SlotRoutes, width: int) -> LibraryRows:
+        """Return the mover of one microbatch, whose tokens have this width."""
+
+    def dispatch(
+        self,
+        tokens_TD: torch.Tensor,
+        gates_TK: torch.Tensor,
+        routes: SlotRoutes,
+        pack: Pack | None,
+    ) -> Received:
+        with unseen():
+            library_rows = self.begin(routes, tokens_TD.shape[1])
+        gates_TK = gates_TK.to(accumulator(tokens_TD.dtype))
+        rows_AD, gates_A, packed = send(tokens_TD, gates_TK, library_rows, pack)
+        return Received(rows_AD, gates_A, library_rows.counts, library_rows, packed)
+
+    def combine(self, outputs_AD: torch.Tensor, received: Received) -> torch.Tensor:
+        return combine(outputs_AD, received.state)
+
+
+def refuse_packed(name: str, pack: Pack | None) -> None:
+    """Raise if rows must be packed, for dispatchers that cannot send bytes."""
+    if pack is not None:
+        raise ConfigError(
+            f"{name} sends rows unpacked, but the experts are quantised and pack their rows; use a "
+            "dispatcher that sends packed rows, or experts that are not quantised"
+        )
+
+
+def split_packed(name: str, packed: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[T, D]` e4m3 codes and `[T, D / 128]` float32 scales of packed rows."""
+    if packed.shape[1] != width + width // 32 or width % 512:
+        raise ConfigError(
+            f"{name} sends FP8 rows with one float32 scale for 128 columns, got rows of width "
+            f"{width} in {packed.shape[1]} bytes; use quantised='fp8' and a width divisible by 512"
+        )
+    codes, scales = packed[:, :width], packed[:, width:]
+    return codes.contiguous().view(torch.float8_e4m3fn), scales.contiguous().view(torch.float32)
+
+
+def join_packed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return packed rows; the inverse of `split_packed`."""
+    return torch.cat([codes.view(torch.uint8), scales.contiguous().view(torch.uint8)], dim=1)
+
+
+def check_dtype(name: str, rows: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise if the library cannot move rows of this dtype."""
+    if rows.dtype not in dtypes:
+        listed = ", ".join(map(str, dtypes))
+        raise ConfigError(f"{name} moves rows of {listed}, got {rows.dtype}; cast the tokens")
+
+
+def check_library(
+    library: object, oldest: Version, below: Version, **arguments: Sequence[str]
+) -> None:
+    """Raise unless the library of an object has a supported version and takes these arguments.
+
+    arguments: names of the arguments that each method must have.
+    """
+    kind = type(library)
+    package = kind.__module__.partition(".")[0]
+    try:
+        installed = getattr(sys.modules.get(package), "__version__", None) or version(package)
+    except PackageNotFoundError:
+        installed = f"{package} of unknown version"
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    supported = f"{oldest[0]}.{oldest[1]} or newer, below {below[0]}.{below[1]}"
+    if not numbers or not oldest <= (int(numbers[1]), int(numbers[2])) < below:
+        raise BackendUnavailable(
+            f"{kind.__name__} needs {package} {supported}, but {installed} is installed; install a "
+            "supported version, or leave dispatcher= out"
+        )
+    for method, names in arguments.items():
+        function = getattr(library, method, None)
+        known = () if function is None else inspect.signature(function).parameters
+        missing = [name for name in names if name not in known]
+        if function is None or missing:
+            raise BackendUnavailable(
+                f"{kind.__name__}.{method} of {package} {installed} lacks "
+                f"{', '.join(missing) or 'everything'}; ultraep knows {package} {supported}"
+            )

@@ -1,0 +1,195 @@
+"""Rows through DeepEP: `ElasticBuffer` of version 2, and the older `Buffer`.
+
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8)
+    balancer = Balancer(group, experts=256, slots=2, dispatcher=DeepEP(buffer))
+
+The older buffer sends a token once to each rank, however many of its slots are there. Here, its
+rows are copied to the slots, and their outputs are summed before they are sent back.
+
+Shapes: T tokens, K experts per token, U received tokens, A arrived rows, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ultraep.dispatch import Moved, SlotRoutes
+from ultraep.dispatchers import (
+    LibraryRows,
+    RawDispatcher,
+    check_dtype,
+    check_library,
+    join_packed,
+    split_packed,
+)
+from ultraep.errors import LoadError
+from ultraep.ops.products import accumulator
+
+
+class DeepEP(RawDispatcher):
+    """Moves rows with a `deep_ep.ElasticBuffer` of DeepEP 2.
+
+    buffer: for the group of the balancer; `num_max_tokens_per_rank` must cover every microbatch.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+
+    def __init__(self, buffer: Any) -> None:
+        check_library(
+            buffer,
+            (2, 0),
+            (3, 0),
+            dispatch=("x", "topk_idx", "topk_weights", "num_experts", "handle", "do_expand"),
+            combine=("x", "handle", "topk_weights"),
+        )
+        self.buffer = buffer
+
+    def begin(self, routes: SlotRoutes, width: int) -> _ExpandedRows:
+        tokens, most = len(routes.slots), self.buffer.num_max_tokens_per_rank
+        if tokens > most:
+            raise LoadError(
+                f"{tokens} tokens in a microbatch, but the ElasticBuffer is for {most}: pass a "
+                "larger num_max_tokens_per_rank to the buffer"
+            )
+        return _ExpandedRows(self, routes, width)
+
+
+class _ExpandedRows(LibraryRows):
+    """The rows of one microbatch; the library delivers one row for each slot of a token."""
+
+    def __init__(self, dispatcher: DeepEP, routes: SlotRoutes, width: int) -> None:
+        self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
+        self._routes, self._width = routes, width
+        self._handle: Any = None
+
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        x = _library_rows("DeepEP", values_TD, self._width, self._dtypes)
+        first = self._handle is None
+        known = {"topk_idx": self._routes.slots} if first else {"handle": self._handle}
+        received, _, scalars_A, handle, _ = self._buffer.dispatch(
+            x,
+            topk_weights=None if scalars_TK is None else scalars_TK.contiguous(),
+            num_experts=self._routes.num_slots,
+            do_expand=True,
+            **known,
+        )
+        if first:
+            self._handle, self.counts = handle, handle.num_recv_tokens_per_expert_list
+        return _our_rows(received), scalars_A
+
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+        check_dtype("DeepEP", rows_AD, self._dtypes)
+        scalars_A = None if scalars_A is None else scalars_A.contiguous()
+        sums_TD, scalars_TK, _ = self._buffer.combine(
+            rows_AD.contiguous(), self._handle, topk_weights=scalars_A
+        )
+        return sums_TD, _without_padding(scalars_TK, self._routes)
+
+
+class DeepEPBuffer(RawDispatcher):
+    """Moves rows with a `deep_ep.Buffer`, of DeepEP 1 or 2, inside a node or between nodes.
+
+    buffer: for the group of the balancer.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+
+    def __init__(self, buffer: Any) -> None:
+        layout = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert")
+        check_library(
+            buffer,
+            (1, 0),
+            (3, 0),
+            get_dispatch_layout=("topk_idx", "num_experts"),
+            dispatch=("x", "handle", "topk_idx", "topk_weights", "is_token_in_rank", *layout),
+            combine=("x", "handle", "topk_weights"),
+        )
+        self.buffer = buffer
+
+    def begin(self, routes: SlotRoutes, width: int) -> _RowsOfTokens:
+        return _RowsOfTokens(self, routes, width)
+
+
+class _RowsOfTokens(LibraryRows):
+    """The rows of one microbatch; the library delivers each token once to this rank.
+
+    _local: [U, K] slot of this rank for each choice of a received token; -1: on another rank.
+    _order: [A] choice `token * K + k` of each row, in slot order.
+    """
+
+    def __init__(self, dispatcher: DeepEPBuffer, routes: SlotRoutes, width: int) -> None:
+        self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
+        self._routes, self._width = routes, width
+        self._handle: Any = None
+        self._local = self._order = self._token_of_row = routes.slots  # until rows have arrived
+
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        x = _library_rows("DeepEPBuffer", values_TD, self._width, self._dtypes)
+        if self._handle is not None:
+            received, *_ = self._buffer.dispatch(x, handle=self._handle)
+            return _our_rows(received).index_select(0, self._token_of_row), None
+        slots, gates_TK = self._routes.slots, scalars_TK
+        assert gates_TK is not None, "the first rows carry gates"
+        per_rank, per_rdma_rank, per_slot, in_rank, _ = self._buffer.get_dispatch_layout(
+            slots, self._routes.num_slots
+        )
+        received, local, gates_UK, self.counts, self._handle, _ = self._buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_slot,
+            topk_idx=slots,
+            topk_weights=gates_TK.contiguous(),
+        )
+        elsewhere = local.numel() - sum(self.counts)
+        self._local, self._order = local, local.flatten().argsort(stable=True)[elsewhere:]
+        self._token_of_row = self._order // local.shape[1]
+        rows_AD = _our_rows(received).index_select(0, self._token_of_row)
+        return rows_AD, gates_UK.flatten().index_select(0, self._order)
+
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+        check_dtype("DeepEPBuffer", rows_AD, self._dtypes)
+        scalars_UK = None
+        if scalars_A is not None:
+            scalars_UK = scalars_A.new_zeros(self._local.shape)
+            scalars_UK.view(-1)[self._order] = scalars_A[: len(self._order)]
+        sums_TD, scalars_TK, _ = self._buffer.combine(
+            self._sums(rows_AD), self._handle, topk_weights=scalars_UK
+        )
+        return sums_TD, _without_padding(scalars_TK, self._routes)
+
+    def _sums(self, rows_AD: torch.Tensor) -> torch.Tensor:
+        """Return [U, D] the sum of the rows of each received token, in router order."""
+        shape = len(self._local), rows_AD.shape[1]
+        sums = rows_AD.new_zeros(shape, dtype=accumulator(rows_AD.dtype))
+        if not len(self._order):
+            return sums.to(rows_AD.dtype)
+        positions = torch.zeros_like(self._local)
+        numbers = torch.arange(len(self._order), device=positions.device)
+        positions.view(-1)[self._order] = numbers
+        for local, position in zip(self._local.unbind(1), positions.unbind(1), strict=True):
+            sums += rows_AD.index_select(0, position).masked_fill_((local < 0)[:, None], 0)
+        return sums.to(rows_AD.dtype)
+
+
+def _library_rows(
+    name: str, values: torch.Tensor, width: int, dtypes: tuple[torch.dtype, ...]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return rows as DeepEP takes them: bfloat16, or FP8 codes with scales."""
+    if values.dtype == torch.uint8:
+        return split_packed(name, values, width)
+    check_dtype(name, values, dtypes)
+    return values.contiguous()
+
+
+def _our_rows(received: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return received rows, packed if they are FP8 with scales."""
+    return received if isinstance(received, torch.Tensor) else join_packed(*received)
+
+
+def _without_padding(scalars_TK: torch.Tensor | None, routes: SlotRoutes) -> torch.Tensor | None:
+    """Return scalars with zeros for padding, which the library leaves undefined."""
+    return None if scalars_TK is None else scalars_TK.masked_fill(routes.slots < 0, 0)

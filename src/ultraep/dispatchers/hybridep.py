@@ -1,0 +1,133 @@
+"""Rows through HybridEP, of DeepEP's branch `hybrid-ep`: RDMA once per node, NVLink inside.
+
+    buffer = deep_ep.HybridEPBuffer(group, hidden_dim=4096, max_num_of_tokens_per_rank=4096,
+                                    num_local_experts=128 // 8 + 2)
+    balancer = Balancer(group, experts=128, slots=2, dispatcher=HybridEP(buffer, tokens=4096))
+
+The library takes a dense map of tokens and experts, so a token can have each slot once. Handles are
+passed on as they are: their fields differ between versions.
+
+Shapes: T tokens, K experts per token, A arrived rows, S slots of all ranks, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from ultraep.config import check_integer
+from ultraep.dispatch import Moved, SlotRoutes
+from ultraep.dispatchers import (
+    LibraryRows,
+    RawDispatcher,
+    check_dtype,
+    check_library,
+    join_packed,
+    split_packed,
+)
+from ultraep.errors import ConfigError, LoadError
+
+CHUNK = 16  # tokens; the library needs multiples
+
+
+class HybridEP(RawDispatcher):
+    """Moves rows with a `deep_ep.HybridEPBuffer`.
+
+    buffer: for the group of the balancer.
+    tokens: the most tokens of a rank in a microbatch, a multiple of 16, the same on all ranks.
+        Smaller microbatches are padded, because the library needs equal numbers on all ranks.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+
+    def __init__(self, buffer: Any, *, tokens: int) -> None:
+        routing = ("routing_map", "probs", "scaling_factor", "num_permuted_tokens", "use_fp8")
+        check_library(
+            buffer,
+            (1, 2),
+            (3, 0),
+            dispatch_with_permute=("hidden", "num_of_experts_per_rank", "handle", *routing),
+            combine_with_unpermute=("hidden", "probs", "handle"),
+        )
+        check_integer("tokens", tokens, least=1)
+        if tokens % CHUNK:
+            raise ConfigError(f"tokens= must be a multiple of {CHUNK}, got {tokens}")
+        self.buffer, self.tokens = buffer, tokens
+
+    def begin(self, routes: SlotRoutes, width: int) -> _PermutedRows:
+        if len(routes.slots) > self.tokens:
+            raise LoadError(
+                f"{len(routes.slots)} tokens in a microbatch, but HybridEP(tokens={self.tokens}): "
+                "pass a larger number"
+            )
+        domain = self.buffer.num_of_hybrid_ep_ranks_per_nvlink_domain
+        if routes.slots_per_rank * domain % 4:
+            raise ConfigError(
+                f"HybridEP needs a multiple of 4 slots in an NVLink domain, got {domain} ranks x "
+                f"{routes.slots_per_rank} slots; change slots= of the balancer"
+            )
+        return _PermutedRows(self, routes, width)
+
+
+class _PermutedRows(LibraryRows):
+    """The rows of one microbatch. FP8 rows and bfloat16 gradients need different handles."""
+
+    def __init__(self, dispatcher: HybridEP, routes: SlotRoutes, width: int) -> None:
+        self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
+        self._routes, self._width = routes, width
+        self._missing = dispatcher.tokens - len(routes.slots)  # tokens to be padded
+        self._handles: dict[bool, Any] = {}  # by whether rows are FP8
+
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        fp8 = values_TD.dtype == torch.uint8
+        hidden, scales = self._padded(values_TD), None
+        if fp8:
+            codes, scales = split_packed("HybridEP", hidden, self._width)
+            hidden = codes.view(torch.uint8)
+        else:
+            check_dtype("HybridEP", hidden, self._dtypes)
+        known: dict[str, Any] = {"routing_map": self._routing_map()}
+        if fp8 in self._handles:
+            known = {"handle": self._handles[fp8], "num_permuted_tokens": sum(self.counts)}
+        received, scalars_A, scales, counts, handle = self._buffer.dispatch_with_permute(
+            hidden=hidden,
+            probs=None if scalars_TK is None else self._dense(scalars_TK),
+            scaling_factor=scales,
+            num_of_experts_per_rank=self._routes.slots_per_rank,
+            use_fp8=fp8,
+            **known,
+        )
+        if not self._handles:
+            self.counts = counts.tolist()
+        self._handles.setdefault(fp8, handle)
+        return join_packed(received, scales) if fp8 else received, scalars_A
+
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+        check_dtype("HybridEP", rows_AD, self._dtypes)
+        handle = next(iter(self._handles.values()))  # all of them have the same rows
+        probs = None if scalars_A is None else scalars_A.contiguous()
+        sums, dense, *_ = self._buffer.combine_with_unpermute(
+            hidden=rows_AD.contiguous(), probs=probs, handle=handle
+        )
+        slots = self._routes.slots
+        if scalars_A is None:
+            return sums[: len(slots)], None
+        scalars_TK = dense[: len(slots)].gather(1, slots.clamp(min=0))
+        return sums[: len(slots)], scalars_TK.masked_fill(slots < 0, 0)
+
+    def _padded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the rows of as many tokens as all ranks have."""
+        return pad(values, (0, 0, 0, self._missing)).contiguous()
+
+    def _routing_map(self) -> torch.Tensor:
+        return self._dense(torch.ones_like(self._routes.slots, dtype=torch.bool))
+
+    def _dense(self, choices_TK: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, S] a value for each slot of a token, zero elsewhere."""
+        slots, num_slots = self._routes.slots, self._routes.num_slots
+        dense = choices_TK.new_zeros(len(slots) + self._missing, num_slots + 1)
+        columns = slots.masked_fill(slots < 0, num_slots)  # padding goes to a column of its own
+        dense[: len(slots)].scatter_(1, columns, choices_TK)
+        return dense[:, :num_slots].contiguous()

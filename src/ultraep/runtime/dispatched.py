@@ -1,0 +1,261 @@
+"""The rows of one microbatch, moved by a dispatcher of another library.
+
+The data plane still counts, plans, replicates, reroutes and reduces. Marks at the four borders of
+the dispatcher tell observers where the stages begin and end, in forward and in backward:
+
+    tokens -> |leave_tokens| dispatch |reach_slots| -> experts
+           -> |leave_slots|  combine  |reach_tokens| -> outputs
+
+Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from ultraep.comm import Communicator, moved
+from ultraep.dispatch import Arrivals, Dispatcher, Pack, Received, SlotRoutes
+from ultraep.errors import CommunicationError, ConfigError
+from ultraep.ops.modes import hidden
+from ultraep.ops.recompute import Gradients, first_order, save
+from ultraep.runtime.observe import BaseExchange
+from ultraep.topology import Topology
+
+
+class DispatchedRows:
+    """Stages 5 and 7 of one microbatch through a dispatcher.
+
+    exchange: of the data plane; it has the slots of the rows.
+    first: whether this is the first microbatch of its layer; counts on a GPU are compared only
+        there, since that waits for the device.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, exchange: BaseExchange, routes: SlotRoutes, *, first: bool
+    ) -> None:
+        self._dispatcher, self._exchange, self._routes = dispatcher, exchange, routes
+        self._first = first
+        self._received: Received | None = None
+
+    def dispatch(
+        self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, pack: Pack | None
+    ) -> Arrivals:
+        exchange = self._exchange
+        tokens_TD, gates_TK = _mark(exchange, "reach_tokens", tokens_TD, gates_TK)
+        exchange.leave_tokens()
+        received = self._dispatcher.dispatch(tokens_TD, gates_TK, self._routes, pack)
+        problem = _delivery_problem(received, self._routes, tokens_TD, pack, wait=self._first)
+        if problem:
+            raise CommunicationError(f"{_name(self._dispatcher)} {problem}")
+        self._received = received
+        exchange.reach_slots()
+        rows_AD, gates_A = _mark(exchange, "leave_slots", received.rows, received.gates)
+        return Arrivals(rows_AD, gates_A, exchange, received.packed)
+
+    def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
+        exchange, received = self._exchange, self._received
+        if received is None:
+            raise ConfigError("call dispatch() before combine(), once for each microbatch")
+        if len(outputs_AD) != len(received.rows):
+            raise ConfigError(
+                f"combine() needs one output for each of the {len(received.rows)} rows of this "
+                f"microbatch, got {len(outputs_AD)}; pass the outputs of the same microbatch"
+            )
+        self._received = None  # a handle serves one microbatch
+        (outputs_AD,) = _mark(exchange, "reach_slots", outputs_AD)
+        exchange.leave_slots()
+        y_TD = self._dispatcher.combine(outputs_AD, received)
+        problem = _sums_problem(y_TD, self._routes, outputs_AD)
+        if problem:
+            raise CommunicationError(f"{_name(self._dispatcher)} {problem}")
+        exchange.reach_tokens()
+        (y_TD,) = _mark(exchange, "begin_backward leave_tokens", y_TD)
+        return y_TD
+
+
+def _name(dispatcher: Dispatcher) -> str:
+    return type(dispatcher).__qualname__
+
+
+@hidden
+def _delivery_problem(
+    received: Received,
+    routes: SlotRoutes,
+    tokens_TD: torch.Tensor,
+    pack: Pack | None,
+    *,
+    wait: bool,
+) -> str:
+    """Return how the received rows differ from the planned ones; empty if they do not.
+
+    wait: whether to compare counts that are on a GPU.
+    """
+    rows, gates, counts = received.rows, received.gates, received.counts
+    if rows.ndim != 2 or rows.shape[1] != tokens_TD.shape[1] or rows.dtype != tokens_TD.dtype:
+        return (
+            f"must deliver rows [A, {tokens_TD.shape[1]}] {tokens_TD.dtype}, got "
+            f"{list(rows.shape)} {rows.dtype}"
+        )
+    if gates.shape != rows.shape[:1]:
+        return f"must deliver a gate for each of {len(rows)} rows, got {list(gates.shape)}"
+    if pack is not None and (received.packed is None or len(received.packed) != len(rows)):
+        return f"delivered {len(rows)} rows without their bytes: return `packed`, or refuse `pack`"
+    if isinstance(counts, torch.Tensor):
+        if counts.is_cuda and not wait:
+            return ""
+        counts = counts.tolist()
+    delivered, planned = [int(count) for count in counts], routes.counts()
+    if len(delivered) != len(planned):
+        return f"must count the rows of {len(planned)} slots, got {len(delivered)} counts"
+    for slot, pair in enumerate(zip(delivered, planned, strict=True)):
+        if len(set(pair)) > 1:
+            return (
+                f"delivered {sum(delivered)} rows to rank {routes.rank}, the plan says "
+                f"{sum(planned)}; the first difference is slot {slot}: {pair[0]}, planned {pair[1]}"
+            )
+    if len(rows) < sum(planned):
+        return f"counted {sum(planned)} rows on rank {routes.rank}, but delivered {len(rows)}"
+    return ""
+
+
+def _sums_problem(y_TD: torch.Tensor, routes: SlotRoutes, outputs_AD: torch.Tensor) -> str:
+    """Return whether the result of `combine` has the wrong shape; empty if it does not."""
+    shape = [len(routes.slots), outputs_AD.shape[1]]
+    if list(y_TD.shape) == shape and y_TD.dtype == outputs_AD.dtype:
+        return ""
+    return (
+        f"must combine rows to {shape} {outputs_AD.dtype}, one for each token of this microbatch, "
+        f"got {list(y_TD.shape)} {y_TD.dtype}: is its handle from another microbatch?"
+    )
+
+
+@hidden
+@torch.no_grad()
+def probe(
+    dispatcher: Dispatcher, routes: SlotRoutes, tokens_TD: torch.Tensor, comm: Communicator
+) -> None:
+    """Send known rows through a dispatcher; raise on all ranks if one gets wrong rows. Collective.
+
+    The rows contain their own slot ids, and are combined with gates of 1 and 2. All numbers are
+    small integers, so that bfloat16 is exact.
+    """
+    gates_TK = 1 + torch.arange(routes.slots.shape[1], device=routes.slots.device) % 2
+    gates_TK = gates_TK.to(tokens_TD.dtype).expand_as(routes.slots)
+    sent_TD = _probe_rows(routes, tokens_TD)
+    received = dispatcher.dispatch(sent_TD, gates_TK, routes, None)
+    problem = _delivery_problem(received, routes, sent_TD, None, wait=True)
+    _raise_on_all_ranks(dispatcher, comm, problem or _misplaced(received.rows, routes))
+    outputs_AD = received.rows * received.gates[:, None].to(tokens_TD.dtype)
+    y_TD = dispatcher.combine(outputs_AD, received)
+    problem = _sums_problem(y_TD, routes, outputs_AD)
+    if not problem:
+        expected_TD = sent_TD * (gates_TK * (routes.slots >= 0)).sum(dim=1, keepdim=True)
+        wrong = (y_TD != expected_TD).any(dim=1).nonzero()
+        if len(wrong):
+            problem = (
+                f"returned wrong sums for {len(wrong)} of {len(y_TD)} tokens of rank "
+                f"{routes.rank}, first for token {int(wrong[0])}, in a probe: it loses, repeats or "
+                "mixes up rows"
+            )
+    _raise_on_all_ranks(dispatcher, comm, problem)
+
+
+def _raise_on_all_ranks(dispatcher: Dispatcher, comm: Communicator, problem: str) -> None:
+    """Raise on all ranks if one has a problem; collective."""
+    problems = [text for text in comm.gather_objects(problem) if text]
+    if problems:
+        raise CommunicationError(f"{_name(dispatcher)} {problems[0]}")
+
+
+DIGIT = 4  # base of the numbers in a probe: sums of 56 choices stay below 256
+
+
+def _digits(routes: SlotRoutes) -> int:
+    """Return the digits of a slot id, counted from 1."""
+    return max(1, math.ceil(math.log(routes.num_slots + 1, DIGIT)))
+
+
+def _probe_rows(routes: SlotRoutes, like_TD: torch.Tensor) -> torch.Tensor:
+    """Return [T, D] rows with the digits of their slot ids, their token and rank, cut at D."""
+    tokens = torch.arange(len(routes.slots), device=routes.slots.device)
+    numbers = torch.column_stack([routes.slots + 1, tokens, torch.full_like(tokens, routes.rank)])
+    places = DIGIT ** torch.arange(_digits(routes), device=tokens.device)
+    digits = (numbers[:, :, None].div(places, rounding_mode="floor") % DIGIT).flatten(1)
+    rows = torch.zeros_like(like_TD)
+    width = min(rows.shape[1], digits.shape[1])
+    rows[:, :width] = digits[:, :width].to(rows.dtype)
+    return rows
+
+
+def _misplaced(rows_AD: torch.Tensor, routes: SlotRoutes) -> str:
+    """Return which probe row is in a slot that its token did not choose; empty if none is."""
+    num_digits, top_k = _digits(routes), routes.slots.shape[1]
+    if rows_AD.shape[1] < top_k * num_digits:  # too narrow for all slot ids
+        return ""
+    counts, first = routes.counts(), routes.rank * routes.slots_per_rank
+    digits = rows_AD[: sum(counts), : top_k * num_digits].unflatten(1, (top_k, num_digits)).long()
+    chosen = (digits * DIGIT ** torch.arange(num_digits, device=digits.device)).sum(dim=2) - 1
+    slots = torch.arange(len(counts), device=digits.device) + first
+    slots = slots.repeat_interleave(torch.tensor(counts, device=digits.device))
+    wrong = (chosen != slots[:, None]).all(dim=1).nonzero()
+    if not len(wrong):
+        return ""
+    row = int(wrong[0])
+    return (
+        f"delivered a row to slot {int(slots[row])} that chose slots {chosen[row].tolist()}, in a "
+        "probe: rows must be ordered by slot"
+    )
+
+
+def slot_routes(exchange: BaseExchange, topology: Topology, rank: int) -> SlotRoutes:
+    """Return the slots of a microbatch, with ids as if all ranks had the same number of slots."""
+    first = topology.first_slot_of_rank
+    sizes, ids = np.diff(first), exchange.slots.to(torch.int64, copy=True)  # may be overwritten
+    width = int(sizes.max())
+    unused, offsets = width - int(sizes[rank]), exchange.offsets
+    if sizes.min() < width:
+        unused_before = moved(
+            torch.from_numpy(np.arange(len(sizes)) * width - first[:-1]), ids.device
+        )
+        ends = moved(torch.from_numpy(first[1:].copy()), ids.device)
+        rank_of_row = torch.bucketize(ids, ends, right=True)
+        ids = torch.where(ids < 0, ids, ids + unused_before[rank_of_row])
+        offsets = torch.cat([offsets, offsets[-1:].expand(unused)])
+
+    def begins() -> list[int]:
+        known = exchange.begins()
+        return known + known[-1:] * unused
+
+    return SlotRoutes(ids, offsets, begins, rank, topology.ranks, width)
+
+
+def _mark(exchange: BaseExchange, reports: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors; when their gradients arrive, call these methods of the exchange."""
+    marked: tuple[torch.Tensor, ...]
+    marked = _Mark.apply(exchange, reports, *tensors)  # type: ignore[no-untyped-call]
+    return marked
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: BaseExchange, reports: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        save(ctx, exchange)
+        ctx.reports = reports.split()
+        ctx.set_materialize_grads(False)
+        marked = tuple(tensor.view_as(tensor) for tensor in tensors)
+        required = zip(marked, ctx.needs_input_grad[2:], strict=True)
+        ctx.mark_non_differentiable(*[tensor for tensor, requires in required if not requires])
+        return marked
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, exchange: BaseExchange, gradients: Gradients, _: Any) -> Gradients:
+        for report in ctx.reports:
+            getattr(exchange, report)()
+        return None, None, *gradients

@@ -1,0 +1,585 @@
+"""Strict stand-ins for the compiled dispatchers of other libraries, on CPU ranks.
+
+Each class has the documented signature and row semantics of its library, and fails on any other
+call: wrong dtypes, tensors that are not contiguous, arguments that the adapters should not use,
+handles of another buffer or microbatch. Undefined memory is NaN. A token is sent once to each rank;
+`tokens_sent` counts these messages. Rows of an expert arrive in a shuffled order where the library
+promises none.
+
+wide: also accept float32 and float64, which the libraries do not, to compare results exactly.
+
+Signatures: DeepEP 2.1.0 and its branch hybrid-ep (1.2.1), torch 2.15.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+BF16, FP8, FLOAT, WIDE = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64
+
+
+def library(monkeypatch, name, version):
+    """Pretend that a version of a library is installed."""
+    module = ModuleType(name)
+    module.__version__ = version
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def require(condition, what):
+    if not condition:
+        raise AssertionError(f"outside of the documented call: {what}")
+
+
+class Links:
+    """Which tokens of this rank go to which ranks, and back. One message for a token and rank."""
+
+    def __init__(self, comm, topk_idx, experts):
+        self.comm, self.tokens = comm, len(topk_idx)
+        require(experts % comm.size == 0, "num_experts divides by the ranks")
+        require(topk_idx.dtype == torch.int64 and topk_idx.is_contiguous(), "topk_idx int64")
+        require(bool(((topk_idx >= -1) & (topk_idx < experts)).all()), "topk_idx in -1..E-1")
+        self.local = experts // comm.size
+        rank_of = topk_idx.div(self.local, rounding_mode="floor")
+        self.sent = [(rank_of == rank).any(dim=1).nonzero()[:, 0] for rank in range(comm.size)]
+        counts = torch.tensor([len(tokens) for tokens in self.sent])
+        self.counts, self.received = counts.tolist(), comm.all_gather(counts)[:, comm.rank].tolist()
+
+    def there(self, values):
+        """Return [U, ...] the values of the tokens that other ranks send to this one."""
+        require(len(values) == self.tokens, f"{self.tokens} tokens, as in the handle")
+        return self.comm.all_to_all(values[torch.cat(self.sent)], self.counts, self.received)
+
+    def back(self, values):
+        """Return [T, ...] the sums over ranks, in double precision."""
+        require(len(values) == sum(self.received), "one value for each received token")
+        returned = self.comm.all_to_all(values.contiguous(), self.received, self.counts)
+        sums = torch.zeros(self.tokens, *values.shape[1:], dtype=WIDE)
+        for tokens, part in zip(self.sent, returned.split(self.counts), strict=True):
+            sums[tokens] += part.to(WIDE)
+        return sums
+
+
+def by_expert(local_UK, shuffle=None):
+    """Return (token, choice) of each row of the local experts, in expert order, and counts."""
+    token, choice = (local_UK >= 0).nonzero(as_tuple=True)
+    expert = local_UK[token, choice]
+    order = torch.arange(len(expert)) if shuffle is None else shuffle(len(expert))
+    order = order[expert[order].argsort(stable=True)]
+    return token[order], choice[order], expert
+
+
+def check_rows(x, wide, *, pairs=True):
+    """Check rows that are sent, `x` or (codes, scales); return them as a list."""
+    rows, scales = x if isinstance(x, tuple) else (x, None)
+    require(rows.ndim == 2 and rows.is_contiguous(), "x is [num_tokens, hidden], contiguous")
+    require(rows.shape[1] * rows.itemsize % 16 == 0, "rows of a multiple of 16 bytes")
+    if scales is None:
+        require(rows.dtype == BF16 or (wide and rows.is_floating_point()), "x is bfloat16")
+        return [rows]
+    require(pairs and rows.dtype == FP8 and scales.dtype == FLOAT, "x is (e4m3, float32)")
+    require(rows.shape[1] % 128 == 0, "hidden divides by 128")
+    require(scales.shape == (len(rows), rows.shape[1] // 128), "scales [T, hidden // 128]")
+    return [rows, scales]
+
+
+def check_weights(weights, shape, wide):
+    require(tuple(weights.shape) == tuple(shape), f"weights {list(shape)}")
+    allowed = (FLOAT, WIDE) if wide else (FLOAT,)
+    require(weights.dtype in allowed and weights.is_contiguous(), "weights float32, contiguous")
+
+
+class Event:
+    """The event of a call that was not asynchronous: nothing may wait for it."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"outside of the documented call: event.{name} without async")
+
+
+class StandIn:
+    """Common parts: the communicator, the shuffled order of rows, and a count of messages."""
+
+    def __init__(self, comm, *, wide=False):
+        self.comm, self.wide, self.tokens_sent = comm, wide, 0
+        self._generator = torch.Generator().manual_seed(comm.rank)
+
+    def _shuffle(self, length):
+        return torch.randperm(length, generator=self._generator)
+
+
+# --- DeepEP 2 ---
+
+
+class EPHandle:
+    """The documented fields that a caller may read, and private ones."""
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+class ElasticBuffer(StandIn):
+    """deep_ep.ElasticBuffer: received rows are expanded, one for each local expert."""
+
+    __module__ = "deep_ep.buffers.elastic"
+
+    def __init__(self, comm, *, num_max_tokens_per_rank=64, wide=False):
+        super().__init__(comm, wide=wide)
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+
+    def dispatch(
+        self,
+        x,
+        topk_idx=None,
+        topk_weights=None,
+        cumulative_local_expert_recv_stats=None,
+        num_experts=None,
+        num_max_tokens_per_rank=None,
+        expert_alignment=None,
+        num_sms=0,
+        num_qps=0,
+        previous_event=None,
+        previous_event_before_epilogue=None,
+        async_with_compute_stream=False,
+        allocate_on_comm_stream=False,
+        handle=None,
+        do_handle_copy=True,
+        do_cpu_sync=None,
+        do_expand=False,
+        do_zero_padding=False,
+        use_tma_aligned_col_major_sf=False,
+    ):
+        unused = (cumulative_local_expert_recv_stats, num_max_tokens_per_rank, previous_event)
+        require(unused == (None,) * 3 and previous_event_before_epilogue is None, "options")
+        require(not async_with_compute_stream and not allocate_on_comm_stream, "streams")
+        require(
+            do_handle_copy and not use_tma_aligned_col_major_sf and not do_zero_padding, "flags"
+        )
+        require(do_expand and num_experts is not None, "do_expand and num_experts")
+        parts = check_rows(x, self.wide)
+        require(len(parts[0]) <= self.num_max_tokens_per_rank, "num_max_tokens_per_rank")
+        if handle is None:
+            handle = self._layout(topk_idx, num_experts, expert_alignment or 1)
+        else:
+            require(topk_idx is None and not do_cpu_sync, "topk_idx is None with a handle")
+            require(isinstance(handle, EPHandle) and handle._buffer is self, "own handle")
+            require(handle.do_expand and handle.num_experts == num_experts, "as in the handle")
+        self.tokens_sent += sum(handle._links.counts)
+        received = [self._expand(handle, handle._links.there(bits(part))) for part in parts]
+        received = [rows.view(part.dtype) for rows, part in zip(received, parts, strict=True)]
+        weights = None
+        if topk_weights is not None:
+            check_weights(topk_weights, handle.topk_idx.shape, self.wide)
+            arrived = handle._links.there(topk_weights)
+            weights = self._expand(handle, arrived[handle._token, handle._choice], chosen=True)
+        return unpair(received), None, weights, handle, Event()
+
+    def _layout(self, topk_idx, num_experts, alignment):
+        links = Links(self.comm, topk_idx, num_experts)
+        local = local_ids(links, topk_idx, self.comm.rank)
+        token, choice, expert = by_expert(local, self._shuffle)
+        counts = torch.bincount(expert, minlength=links.local)
+        padded = (counts + alignment - 1) // alignment * alignment
+        begins = padded.cumsum(0) - padded
+        position = begins.repeat_interleave(counts) + torch.arange(len(token))
+        position -= (counts.cumsum(0) - counts).repeat_interleave(counts)
+        return EPHandle(
+            do_expand=True,
+            num_experts=num_experts,
+            expert_alignment=alignment,
+            topk_idx=topk_idx.clone(),
+            num_recv_tokens_per_expert_list=padded.tolist(),
+            psum_num_recv_tokens_per_expert=(begins + counts).to(torch.int32),
+            num_recv_tokens=sum(links.received),
+            _buffer=self,
+            _links=links,
+            _token=token,
+            _choice=choice,
+            _position=position,
+            _rows=int(padded.sum()),
+        )
+
+    def _expand(self, handle, values, *, chosen=False):
+        """Return one row for each expert of a token, with undefined rows where they are padded."""
+        rows = values if chosen else values[handle._token]
+        shape = handle._rows, *rows.shape[1:]
+        expanded = (
+            torch.full(shape, 255, dtype=rows.dtype) if not chosen else undefined(rows, shape)
+        )
+        expanded[handle._position] = rows
+        return expanded
+
+    def combine(
+        self,
+        x,
+        handle,
+        topk_weights=None,
+        bias=None,
+        num_sms=0,
+        num_qps=0,
+        previous_event=None,
+        previous_event_before_epilogue=None,
+        async_with_compute_stream=False,
+        allocate_on_comm_stream=False,
+    ):
+        require(bias is None and previous_event is None, "options")
+        require(previous_event_before_epilogue is None, "options")
+        require(not async_with_compute_stream and not allocate_on_comm_stream, "streams")
+        (rows,) = check_rows(x, self.wide, pairs=False)
+        require(isinstance(handle, EPHandle) and handle._buffer is self, "own handle")
+        require(len(rows) == handle._rows, f"{handle._rows} rows of the handle, got {len(rows)}")
+        links, top_k = handle._links, handle.topk_idx.shape[1]
+        sums = torch.zeros(sum(links.received), rows.shape[1], dtype=WIDE)
+        sums.index_add_(0, handle._token, rows[handle._position].to(WIDE))
+        weights = None
+        if topk_weights is not None:
+            check_weights(topk_weights, [len(rows)], self.wide)
+            spread = torch.zeros(len(sums), top_k, dtype=topk_weights.dtype)
+            spread[handle._token, handle._choice] = topk_weights[handle._position]
+            weights = links.back(spread).to(topk_weights.dtype)
+            weights[handle.topk_idx < 0] = torch.nan
+        return links.back(sums.to(rows.dtype)).to(rows.dtype), weights, Event()
+
+
+def bits(tensor):
+    """Return rows as bytes, which communicators can send whatever the dtype is."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def unpair(parts):
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def undefined(like, shape):
+    return torch.full(shape, torch.nan, dtype=like.dtype)
+
+
+def local_ids(links, topk_idx, rank):
+    """Return [U, K] the local expert of each choice of the received tokens; -1: elsewhere."""
+    local = links.there(topk_idx) - rank * links.local
+    return local.masked_fill((local < 0) | (local >= links.local), -1)
+
+
+# --- DeepEP 1 ---
+
+
+class Buffer(StandIn):
+    """deep_ep.Buffer: each token arrives once, with the local experts among its choices."""
+
+    __module__ = "deep_ep.buffers.legacy"
+
+    def get_dispatch_layout(
+        self,
+        topk_idx,
+        num_experts,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        require(previous_event is None and not async_finish, "streams")
+        require(not allocate_on_comm_stream, "streams")
+        links = Links(self.comm, topk_idx, num_experts)
+        in_rank = torch.zeros(len(topk_idx), self.comm.size, dtype=torch.bool)
+        for rank, tokens in enumerate(links.sent):
+            in_rank[tokens, rank] = True
+        chosen = topk_idx[topk_idx >= 0]
+        per_expert = torch.bincount(chosen, minlength=num_experts).to(torch.int32)
+        return in_rank.sum(dim=0).to(torch.int32), None, per_expert, in_rank, Event()
+
+    def dispatch(
+        self,
+        x,
+        handle=None,
+        num_tokens_per_rank=None,
+        num_tokens_per_rdma_rank=None,
+        is_token_in_rank=None,
+        num_tokens_per_expert=None,
+        topk_idx=None,
+        topk_weights=None,
+        expert_alignment=1,
+        num_worst_tokens=0,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        require(previous_event is None and not async_finish, "streams")
+        require(not allocate_on_comm_stream and num_worst_tokens == 0, "streams")
+        parts = check_rows(x, self.wide)
+        if handle is not None:
+            require(topk_idx is None and topk_weights is None, "no topk with a handle")
+            links = opened(handle, self).links
+            self.tokens_sent += sum(links.counts)
+            received = [links.there(bits(part)).view(part.dtype) for part in parts]
+            return unpair(received), None, None, None, None, Event()
+        require(num_tokens_per_rdma_rank is None, "one node")
+        expected = self.get_dispatch_layout(topk_idx, len(num_tokens_per_expert))
+        given = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
+        for ours, theirs in zip((expected[0], expected[2], expected[3]), given, strict=True):
+            require(theirs.dtype == ours.dtype and torch.equal(theirs, ours), "the layout")
+        check_weights(topk_weights, topk_idx.shape, self.wide)
+        links = Links(self.comm, topk_idx, len(num_tokens_per_expert))
+        self.tokens_sent += sum(links.counts)
+        local = local_ids(links, topk_idx, self.comm.rank)
+        counts = torch.bincount(local[local >= 0], minlength=links.local)
+        padded = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
+        received = [links.there(bits(part)).view(part.dtype) for part in parts]
+        weights = links.there(topk_weights).masked_fill(local < 0, 0)
+        handle = sealed(self, links=links, ids=topk_idx)
+        return unpair(received), local, weights, padded.tolist(), handle, Event()
+
+    def combine(
+        self,
+        x,
+        handle,
+        topk_weights=None,
+        bias=None,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        require(bias is None and previous_event is None and not async_finish, "options")
+        (rows,) = check_rows(x, self.wide, pairs=False)
+        content = opened(handle, self)
+        weights = None
+        if topk_weights is not None:
+            check_weights(topk_weights, [len(rows), content.ids.shape[1]], self.wide)
+            weights = content.links.back(topk_weights).to(topk_weights.dtype)
+            weights[content.ids < 0] = torch.nan
+        return content.links.back(rows).to(rows.dtype), weights, Event()
+
+
+class SealedHandle(tuple):
+    """A handle, a tuple as in the library. Reading its fields fails: they differ by version."""
+
+    def __getitem__(self, index):
+        raise AssertionError("a handle was indexed")
+
+    def __iter__(self):
+        raise AssertionError("a handle was unpacked")
+
+    def __len__(self):
+        raise AssertionError("a handle was measured")
+
+
+def sealed(owner, **fields):
+    handle = SealedHandle()
+    handle.owner, handle.content = owner, type("Content", (), fields)
+    return handle
+
+
+def opened(handle, owner):
+    require(isinstance(handle, SealedHandle) and handle.owner is owner, "a handle of this buffer")
+    return handle.content
+
+
+# --- HybridEP ---
+
+
+class HybridEPBuffer(StandIn):
+    """deep_ep.HybridEPBuffer: dense routing maps, equal numbers of tokens on all ranks."""
+
+    __module__ = "deep_ep.hybrid_ep_buffer"
+
+    def __init__(self, comm, *, wide=False):
+        super().__init__(comm, wide=wide)
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = comm.size
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden,
+        topk_idx=None,
+        topk_weights=None,
+        num_of_experts_per_rank=None,
+        num_of_experts=None,
+        use_fp8=None,
+        routing_map=None,
+        probs=None,
+        scaling_factor=None,
+        num_permuted_tokens=None,
+        pad_multiple=None,
+        handle=None,
+        non_blocking=False,
+        fuse_permute_dispatch=False,
+        num_dispatched_tokens=None,
+        use_host_meta=None,
+    ):
+        require((num_dispatched_tokens, use_host_meta) == (None, None), "deprecated arguments")
+        require((topk_idx, topk_weights, num_of_experts) == (None,) * 3, "routing_map, not topk")
+        require(not fuse_permute_dispatch and not non_blocking and not pad_multiple, "flags")
+        require(hidden.is_contiguous() and hidden.ndim == 2, "hidden [T, D], contiguous")
+        if handle is None:
+            require(num_permuted_tokens is None, "blocking mode counts by itself")
+            handle = self._layout(hidden, routing_map, num_of_experts_per_rank, bool(use_fp8))
+        content = opened(handle, self)
+        require(content.shape == tuple(hidden.shape), f"rows {content.shape} of the handle")
+        if content.fp8:
+            require(hidden.dtype == torch.uint8 and hidden.shape[1] % 512 == 0, "FP8 rows, % 512")
+            require(scaling_factor is not None and scaling_factor.dtype == FLOAT, "scales")
+            require(scaling_factor.shape == (len(hidden), hidden.shape[1] // 128), "scales")
+            require(scaling_factor.is_contiguous(), "scales, contiguous")
+        else:
+            require(scaling_factor is None and hidden.shape[1] % 16 == 0, "rows % 16")
+            check_rows(hidden, self.wide)
+        count = len(content.token)
+        require(num_permuted_tokens in (None, count), f"{count} rows of the handle")
+        self.tokens_sent += sum(content.links.counts)
+        rows = content.links.there(bits(hidden))[content.token].view(hidden.dtype)
+        scales, weights = None, None
+        if content.fp8:
+            scales = content.links.there(scaling_factor)[content.token]
+        if probs is not None:
+            check_weights(probs, content.routing_map.shape, self.wide)
+            weights = content.links.there(probs)[content.token, content.column]
+        return rows, weights, scales, content.counts.clone(), handle
+
+    def _layout(self, hidden, routing_map, per_rank, fp8):
+        experts = per_rank * self.comm.size
+        require(routing_map.dtype == torch.bool and routing_map.is_contiguous(), "routing_map")
+        require(tuple(routing_map.shape) == (len(hidden), experts), "routing_map [T, E]")
+        tokens = self.comm.all_gather(torch.tensor([len(hidden)]))[:, 0]
+        require(len(tokens.unique()) == 1, f"equal numbers of tokens, got {tokens.tolist()}")
+        require(len(hidden) % 4 == 0 and experts % 4 == 0, "aligned tokens and experts")
+        ids = torch.arange(experts).expand_as(routing_map).masked_fill(~routing_map, -1)
+        links = Links(self.comm, ids.contiguous(), experts)
+        local = local_ids(links, ids.contiguous(), self.comm.rank)
+        token, column, expert = by_expert(local)
+        return sealed(
+            self,
+            links=links,
+            fp8=fp8,
+            shape=tuple(hidden.shape),
+            routing_map=routing_map.clone(),
+            token=token,
+            column=column,
+            counts=torch.bincount(expert, minlength=per_rank),
+        )
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden,
+        probs=None,
+        handle=None,
+        pad_multiple=None,
+        fuse_unpermute_combine=False,
+        num_dispatched_tokens=None,
+    ):
+        require(num_dispatched_tokens is None and not pad_multiple, "options")
+        require(not fuse_unpermute_combine, "options")
+        (rows,) = check_rows(hidden, self.wide, pairs=False)
+        content = opened(handle, self)
+        require(len(rows) == len(content.token), f"{len(content.token)} rows of the handle")
+        sums = torch.zeros(sum(content.links.received), rows.shape[1], dtype=WIDE)
+        sums.index_add_(0, content.token, rows.to(WIDE))
+        dense = None
+        if probs is not None:
+            check_weights(probs, [len(rows)], self.wide)
+            spread = torch.zeros(len(sums), content.routing_map.shape[1], dtype=probs.dtype)
+            spread[content.token, content.column] = probs
+            dense = content.links.back(spread).to(probs.dtype)
+            dense[~content.routing_map] = torch.nan
+        return content.links.back(sums.to(rows.dtype)).to(rows.dtype), dense
+
+
+# --- NCCL EP in torch ---
+
+
+class NcclEp(StandIn):
+    """torch._nccl_ep, the compiled extension, in the layout of experts."""
+
+    Layout = SimpleNamespace(FLAT="flat", EXPERT_MAJOR="expert_major")
+
+    def __init__(self, comm, *, wide=False):
+        super().__init__(comm, wide=wide)
+        self._NcclEpGroup = SimpleNamespace(create=self._create_group)
+        self._NcclEpHandle = SimpleNamespace(create=self._create_handle)
+
+    def _create_group(self, process_group, num_experts, max_dispatch, max_recv, max_token_bytes):
+        require(process_group is self.comm, "the group")
+        require(max_recv >= max_dispatch, "max_recv >= max_dispatch")
+        return sealed(
+            self,
+            num_experts=num_experts,
+            max_dispatch=max_dispatch,
+            max_recv=max_recv,
+            max_token_bytes=max_token_bytes,
+        )
+
+    def _create_handle(self, group, topk_idx, counts, layout):
+        group = opened(group, self)
+        require(layout == "expert_major", "layout")
+        require(len(topk_idx) <= group.max_dispatch, "max_dispatch_tokens_per_rank")
+        links = Links(self.comm, topk_idx, group.num_experts)
+        local = local_ids(links, topk_idx, self.comm.rank)
+        token, choice, expert = by_expert(local, self._shuffle)
+        require(len(token) <= group.max_recv, "overflow: NCCL EP would end the process")
+        if counts is not None:
+            require(counts.dtype == torch.int32 and counts.ndim == 1, "counts int32")
+            require(len(counts) >= links.local, "a count for each expert")
+            counts[: links.local] = torch.bincount(expert, minlength=links.local).to(torch.int32)
+        shape = topk_idx.shape
+        return sealed(self, links=links, token=token, choice=choice, group=group, shape=shape)
+
+    def _nccl_ep_dispatch(self, handle, tokens, weights, out_tokens, out_weights, out_idx):
+        content = opened(handle, self)
+        most = content.group.max_recv
+        check_rows(tokens, self.wide)
+        check_weights(weights, content.shape, self.wide)
+        require(tokens.shape[1] * tokens.itemsize <= content.group.max_token_bytes, "token bytes")
+        require(out_tokens.shape == (most, tokens.shape[1]), "out for max_recv rows")
+        require(out_tokens.dtype == tokens.dtype and out_tokens.is_contiguous(), "out like tokens")
+        require(out_weights.shape == (most,) and out_idx is None, "1D weights, no idx")
+        self.tokens_sent += sum(content.links.counts)
+        rows = content.links.there(bits(tokens))[content.token].view(tokens.dtype)
+        out_tokens[: len(rows)] = rows
+        out_weights[: len(rows)] = content.links.there(weights)[content.token, content.choice]
+        out_tokens[len(rows) :] = torch.nan  # undefined
+        out_weights[len(rows) :] = torch.nan
+
+    def _nccl_ep_combine(self, handle, rows, out):
+        content = opened(handle, self)
+        check_rows(rows, self.wide, pairs=False)
+        count = len(content.token)
+        require(count <= len(rows) <= content.group.max_recv, f"{count} rows of the handle")
+        require(out.shape == (content.links.tokens, rows.shape[1]), "out [T, H]")
+        sums = torch.zeros(sum(content.links.received), rows.shape[1], dtype=WIDE)
+        sums.index_add_(0, content.token, rows[:count].to(WIDE))
+        out.copy_(content.links.back(sums.to(rows.dtype)))
+
+
+class Routing(NamedTuple):
+    """Stands for the frozen record of torch."""
+
+    handle: object
+    topk_idx: torch.Tensor
+    layout: str
+
+
+class TokenSwitchNCCL:
+    """torch.distributed._token_switch.TokenSwitchNCCL, for torch before 2.14."""
+
+    __module__ = "torch_stand_in.distributed._token_switch"
+
+    def __init__(self, extension, num_experts, max_dispatch, max_recv, max_token_bytes):
+        sizes = num_experts, max_dispatch, max_recv, max_token_bytes
+        self._ep = extension
+        self._group = extension._NcclEpGroup.create(extension.comm, *sizes)
+
+    def create_routing(self, topk_idx, per_expert_token_counts=None, *, layout):
+        create = self._ep._NcclEpHandle.create
+        return Routing(
+            create(self._group, topk_idx, per_expert_token_counts, layout), topk_idx, layout
+        )
+
+    def dispatch(self, routing, tokens, topk_weights, max_recv_tokens=None, *, out=None):
+        require(max_recv_tokens is None and out is not None, "out=")
+        self._ep._nccl_ep_dispatch(routing.handle, tokens, topk_weights, *out)
+        return out
+
+    def combine(self, routing, expert_tokens, *, out=None):
+        require(out is not None, "out=")
+        self._ep._nccl_ep_combine(routing.handle, expert_tokens, out)
+        return out

@@ -1,0 +1,336 @@
+"""Dispatchers that deliver the wrong rows, and libraries that are not known, are refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dense import Example, on_every_rank
+from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, NcclEp, TokenSwitchNCCL, library
+from test_dispatchers import NAMES, dispatcher_of, one_pass
+
+from ultraep import Balancer
+from ultraep.dispatchers import refuse_packed
+from ultraep.dispatchers.deepep import DeepEP, DeepEPBuffer
+from ultraep.dispatchers.hybridep import HybridEP
+from ultraep.dispatchers.token_switch import TokenSwitch
+from ultraep.errors import (
+    BackendUnavailable,
+    CommunicationError,
+    ConfigError,
+    LoadError,
+    PlanMismatch,
+)
+from ultraep.microbatch import Layer
+from ultraep.runtime.local import LocalGroup
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXAMPLE = Example([8, 6], experts=4)
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch):
+    library(monkeypatch, "deep_ep", "2.1.0")
+    library(monkeypatch, "torch_stand_in", "2.15.0")
+
+
+class Broken:
+    """A dispatcher whose rows or sums are changed on one rank."""
+
+    def __init__(self, comm, change=None, change_sums=None):
+        self.inner, self.rank = dispatcher_of("DeepEP")(comm), comm.rank
+        self.change, self.change_sums = change, change_sums
+
+    def dispatch(self, tokens, gates, routes, pack):
+        received = self.inner.dispatch(tokens, gates, routes, pack)
+        return self.change(received) if self.change and self.rank == 1 else received
+
+    def combine(self, outputs, received):
+        y = self.inner.combine(outputs, received)
+        return self.change_sums(y) if self.change_sums and self.rank == 1 else y
+
+
+def changed(**fields):
+    return lambda received: replace(received, **{k: f(received) for k, f in fields.items()})
+
+
+def swapped_slots(received):
+    """Exchange the first and the last row."""
+    rows = received.rows.clone()
+    rows[[0, -1]] = rows[[-1, 0]]
+    return rows
+
+
+CHANGES = {
+    "loses a row": (
+        changed(counts=lambda r: [r.counts[0] - 1, *r.counts[1:]]),
+        r"Broken delivered \d+ rows to rank 1, the plan says \d+; the first difference is slot 0: "
+        r"\d+, planned \d+",
+    ),
+    "invents a row": (
+        changed(counts=lambda r: [*r.counts[:-1], r.counts[-1] + 1]),
+        r"Broken delivered \d+ rows to rank 1, the plan says \d+; the first difference is slot 3",
+    ),
+    "counts on the device": (
+        changed(counts=lambda r: torch.tensor(r.counts) + 1),
+        r"Broken delivered \d+ rows to rank 1, the plan says \d+",
+    ),
+    "counts experts, not slots": (
+        changed(counts=lambda r: r.counts[:2]),
+        r"Broken must count the rows of 4 slots, got 2 counts",
+    ),
+    "tensor too short": (
+        changed(rows=lambda r: r.rows[:-1], gates=lambda r: r.gates[:-1]),
+        r"Broken counted \d+ rows on rank 1, but delivered \d+",
+    ),
+    "no gates": (
+        changed(gates=lambda r: r.gates[:0]),
+        r"Broken must deliver a gate for each of \d+ rows, got \[0\]",
+    ),
+    "another dtype": (
+        changed(rows=lambda r: r.rows.float()),
+        r"Broken must deliver rows \[A, 16\] torch.float64, got \[\d+, 16\] torch.float32",
+    ),
+    "another order": (
+        changed(rows=swapped_slots),
+        r"Broken delivered a row to slot \d+ that chose slots \[\d+, \d+\], in a probe",
+    ),
+    "a row twice": (
+        changed(rows=lambda r: r.rows.index_copy(0, torch.tensor([0]), r.rows[1:2])),
+        r"Broken returned wrong sums for 1 of \d tokens of rank \d, first for token \d, in a probe",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_wrong_rows_are_refused_in_the_first_step(name):
+    """On all ranks, before any expert runs."""
+    change, message = CHANGES[name]
+
+    def refused(layer, x, gradient):
+        plan_only(layer, x)
+        layer.experts.forward = None  # experts must not run
+        with pytest.raises(CommunicationError, match=message):
+            layer(x)
+        return True
+
+    make = lambda comm: Broken(comm, change)  # noqa: E731
+    assert on_every_rank(EXAMPLE, refused, slots=2, dispatcher=make) == [True, True]
+
+
+def plan_only(layer, x):
+    """A microbatch without rows, which needs no dispatcher."""
+    microbatch = layer.balancer.begin(planned_layer(layer), layer.router(x).ids)
+    microbatch.count()
+    microbatch.plan()
+    assert (microbatch.reroute().slots >= 0).all()
+
+
+SUMS = {
+    "the sums of other tokens": (
+        lambda y: y.flip(0),
+        r"Broken returned wrong sums for \d of 6 tokens of rank 1, first for token \d, in a probe",
+    ),
+    "the handle of another microbatch": (
+        lambda y: y[:-1],
+        r"Broken must combine rows to \[6, 16\] torch.float64, one for each token of this "
+        r"microbatch, got \[5, 16\] torch.float64: is its handle from another microbatch\?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_wrong_sums_are_refused_in_the_first_step(name):
+    change, message = SUMS[name]
+
+    def refused(layer, x, gradient):
+        with pytest.raises(CommunicationError, match=message):
+            layer(x)
+        return True
+
+    make = lambda comm: Broken(comm, change_sums=change)  # noqa: E731
+    assert on_every_rank(EXAMPLE, refused, slots=2, dispatcher=make) == [True, True]
+
+
+def test_counts_are_compared_in_every_step():
+    """A dispatcher that loses rows later than in the first step."""
+
+    def second_step(layer, x, gradient):
+        one_pass(layer, x, gradient)
+        lose = changed(counts=lambda r: [count - 1 for count in r.counts])
+        dispatcher = layer.balancer.settings.dispatcher
+        dispatcher.change, dispatcher.rank = lose, 1  # on all ranks
+        with pytest.raises(CommunicationError, match=r"Broken delivered \d+ rows to rank"):
+            layer(x)
+        return True
+
+    assert on_every_rank(EXAMPLE, second_step, slots=2, dispatcher=Broken) == [True, True]
+
+
+def test_outputs_of_another_microbatch():
+    def mixed(layer, x, gradient):
+        balancer, (ids, gates, _) = layer.balancer, layer.router(x)
+        microbatches = []
+        for count in (len(x), len(x) - 2):
+            microbatch = balancer.begin(planned_layer(layer), ids[:count], gates[:count], x[:count])
+            microbatch.count()
+            microbatch.plan()
+            with microbatch.replicate() as replicas:
+                microbatch.reroute()
+                rows = microbatch.dispatch()
+                microbatches.append((microbatch, layer.experts(rows, replicas)))
+        (first, own), (second, other) = microbatches
+        with pytest.raises(ConfigError, match=r"each of the \d+ rows of this microbatch, got \d+"):
+            first.combine(other)
+        first.combine(own)
+        with pytest.raises(ConfigError, match=r"call dispatch\(\) before combine\(\)"):
+            first.combine(own)
+        second.combine(other)
+
+    options = {"slots": 2, "in_flight": 2}
+    on_every_rank(EXAMPLE, mixed, dispatcher=dispatcher_of("DeepEP"), **options)
+
+
+def planned_layer(layer):
+    return Layer(layer.layer_index, layer.experts.bundle, layer.experts)
+
+
+def test_not_a_dispatcher():
+    with pytest.raises(ConfigError, match=r"needs the methods dispatch and combine, but .* has no"):
+        Balancer("alone", experts=4, dispatcher=object())
+
+
+def test_ranks_with_different_dispatchers():
+    def mixed(comm):
+        name = NAMES[comm.rank]
+        with pytest.raises(PlanMismatch, match=r"dispatcher='DeepEP'.*dispatcher='DeepEPBuffer'"):
+            Balancer(experts=4, communicator=comm, dispatcher=dispatcher_of(name)(comm))
+
+    LocalGroup(2).run(mixed)
+
+
+def test_a_dispatcher_without_packed_rows_refuses_them():
+    refuse_packed("Flex", None)
+    with pytest.raises(ConfigError, match="Flex sends rows unpacked, but the experts are quant"):
+        refuse_packed("Flex", lambda rows: rows)
+
+
+def first_step_of(example, message, error, *, make, **options):
+    """Check that the first step raises this error on all ranks."""
+
+    def refused(layer, x, gradient):
+        with pytest.raises(error, match=message):
+            layer(x)
+        return True
+
+    ranks = on_every_rank(example, refused, slots=2, dispatcher=make, **options)
+    assert ranks == [True] * example.ranks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_another_dtype(name):
+    message = rf"{name} moves rows of torch.bfloat16, got torch.float64; cast the tokens"
+    first_step_of(EXAMPLE, message, ConfigError, make=dispatcher_of(name, wide=False))
+
+
+@pytest.mark.parametrize("name", ["DeepEP", "HybridEP"])
+def test_too_many_tokens(name):
+    example = Example([70, 70], experts=4)
+    message = r"70 tokens in a microbatch, but .*(64|tokens=32)\)?: pass a larger"
+    first_step_of(example, message, LoadError, make=dispatcher_of(name))
+
+
+def test_more_rows_than_a_switch_receives():
+    def make(comm):
+        switch = TokenSwitchNCCL(NcclEp(comm, wide=True), 8, 5, 5, 128)
+        return TokenSwitch(switch, num_experts=8, max_recv_tokens=5)
+
+    message = r"a plan with \d+ rows on rank \d, but max_recv_tokens is 5: create the TokenSwitch"
+    first_step_of(EXAMPLE, message, LoadError, make=make)
+
+
+def test_a_switch_for_experts_instead_of_slots():
+    message = r"TokenSwitch\(num_experts=4\), but 2 ranks have 8 slots; create the TokenSwitchNCCL"
+    make = dispatcher_of("TokenSwitch", slots_per_rank=2)
+    first_step_of(EXAMPLE, message, ConfigError, make=make)
+
+
+@pytest.mark.parametrize("name", ["DeepEP", "DeepEPBuffer", "HybridEP"])
+@pytest.mark.parametrize("form", ["fp8_rows", "fp8"])
+def test_scales_that_the_library_cannot_send(name, form):
+    example = Example([8, 6], experts=4, hidden=256, dtype=torch.bfloat16)
+    message = (
+        rf"{name} sends FP8 rows with one float32 scale for 128 columns, got rows of width 256"
+    )
+    options = {"layer_options": {"quantised": form}, "make": dispatcher_of(name, wide=False)}
+    first_step_of(example, message, ConfigError, **options)
+
+
+def test_a_token_that_has_a_slot_twice():
+    """A dense routing map cannot hold it, so HybridEP would lose a row."""
+    ids = [torch.tensor([[0, 0]] * count) for count in EXAMPLE.tokens]
+    message = r"HybridEP delivered \d+ rows to rank \d, the plan says \d+"
+    example = replace(EXAMPLE, ids=ids)
+    first_step_of(example, message, CommunicationError, make=dispatcher_of("HybridEP"))
+
+
+def test_slots_that_hybridep_cannot_serve():
+    message = r"HybridEP needs a multiple of 4 slots in an NVLink domain, got 2 ranks x 5 slots"
+    example = replace(EXAMPLE, experts=6)
+    first_step_of(example, message, ConfigError, make=dispatcher_of("HybridEP"))
+
+
+# Libraries.
+
+
+class Comm:
+    rank, size = 0, 1
+
+
+CONSTRUCTORS = {
+    "DeepEP": lambda: DeepEP(ElasticBuffer(Comm)),
+    "DeepEPBuffer": lambda: DeepEPBuffer(Buffer(Comm)),
+    "HybridEP": lambda: HybridEP(HybridEPBuffer(Comm), tokens=16),
+    "TokenSwitch": lambda: TokenSwitch(
+        TokenSwitchNCCL(NcclEp(Comm), 4, 8, 8, 16), num_experts=4, max_recv_tokens=8
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("version", ["9.0.0", "0.1", "nightly"])
+def test_an_unknown_version(name, version, monkeypatch):
+    for package in ("deep_ep", "torch_stand_in"):
+        library(monkeypatch, package, version)
+    message = rf"needs \w+ [\d.]+ or newer, below [\d.]+, but {version} is installed"
+    with pytest.raises(BackendUnavailable, match=message):
+        CONSTRUCTORS[name]()
+
+
+def test_a_library_without_a_version(monkeypatch):
+    library(monkeypatch, "deep_ep", None)
+    with pytest.raises(BackendUnavailable, match=r"but deep_ep of unknown version is installed"):
+        CONSTRUCTORS["DeepEP"]()
+
+
+def test_a_missing_argument(monkeypatch):
+    """A version that is known by its number, but has another signature."""
+    monkeypatch.setattr(ElasticBuffer, "dispatch", lambda self, x, topk_idx, handle: None)
+    message = (
+        r"ElasticBuffer.dispatch of deep_ep 2.1.0 lacks topk_weights, num_experts, do_expand; "
+        r"ultraep knows deep_ep 2.0 or newer, below 3.0"
+    )
+    with pytest.raises(BackendUnavailable, match=message):
+        CONSTRUCTORS["DeepEP"]()
+
+
+def test_a_missing_method(monkeypatch):
+    monkeypatch.delattr(HybridEPBuffer, "combine_with_unpermute")
+    with pytest.raises(BackendUnavailable, match=r"HybridEPBuffer.combine_with_unpermute of deep"):
+        CONSTRUCTORS["HybridEP"]()
+
+
+@pytest.mark.parametrize("tokens", [0, 17, "many"])
+def test_tokens_of_hybridep(tokens):
+    with pytest.raises(ConfigError, match=r"tokens"):
+        HybridEP(HybridEPBuffer(Comm), tokens=tokens)

@@ -1,0 +1,369 @@
+"""A balanced layer through the dispatchers of other libraries equals the layer of the data plane.
+
+The compiled parts of the libraries are strict stand-ins (stand_ins.py).
+"""
+
+import threading
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from dense import (
+    Example,
+    assert_close,
+    assert_same_tensors,
+    gradients_of,
+    on_every_rank,
+    with_network,
+)
+from permuting import Differentiable
+from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, NcclEp, TokenSwitchNCCL, library
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ultraep import LocalGroup
+from ultraep.dispatch import SlotRoutes
+from ultraep.dispatchers.deepep import DeepEP, DeepEPBuffer
+from ultraep.dispatchers.hybridep import HybridEP
+from ultraep.dispatchers.token_switch import TokenSwitch
+from ultraep.topology import even_homes
+
+pytestmark = pytest.mark.usefixtures("one_thread", "libraries")
+
+EXAMPLE = Example([30, 20, 0, 25], experts=8, bias=True)
+NAMES = ("DeepEP", "DeepEPBuffer", "HybridEP", "TokenSwitch")
+AUTOGRAD = "a dispatcher with autograd of its own"
+ROWS = 400  # more than arrive at a rank
+
+each_library = pytest.mark.parametrize("name", NAMES)
+every_dispatcher = pytest.mark.parametrize("name", [*NAMES, AUTOGRAD])
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:]]
+one_of_each_kind = pytest.mark.parametrize("name", [NAMES[0], AUTOGRAD, *REST])
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """Pretend that the libraries are installed."""
+    library(monkeypatch, "deep_ep", "2.1.0")
+    library(monkeypatch, "torch_stand_in", "2.15.0")
+
+
+def dispatcher_of(name, *, wide=True, slots_per_rank=4, row_bytes=16 * 8):
+    """Return a function that makes the dispatcher of a rank."""
+
+    def make(comm):
+        if name == AUTOGRAD:
+            return Differentiable(comm)
+        if name == "DeepEP":
+            dispatcher = DeepEP(ElasticBuffer(comm, wide=wide))
+        elif name == "DeepEPBuffer":
+            dispatcher = DeepEPBuffer(Buffer(comm, wide=wide))
+        elif name == "HybridEP":
+            dispatcher = HybridEP(HybridEPBuffer(comm, wide=wide), tokens=32)
+        else:
+            sizes = comm.size * slots_per_rank, 64, ROWS, row_bytes
+            switch = TokenSwitchNCCL(NcclEp(comm, wide=wide), *sizes)
+            dispatcher = TokenSwitch(switch, num_experts=sizes[0], max_recv_tokens=ROWS)
+        if wide:
+            dispatcher.dtypes = (*dispatcher.dtypes, torch.float32, torch.float64)
+        return dispatcher
+
+    return make
+
+
+def one_pass(layer, x, gradient):
+    y = layer(x)
+    y.backward(gradient)
+    assert layer.balancer.config.policy == "none" or layer.last_plan.num_replicas > 0
+    return {"y": y.detach(), **gradients_of(layer, x)}
+
+
+def through_network(layer, x, gradient):
+    """The same experts as `ExpertsFrom`."""
+    return one_pass(with_network(layer), x, gradient)
+
+
+def fixed(example, ids):
+    """Return the example with these ids, and gates that are trained directly."""
+    return replace(example, ids=ids)
+
+
+def padded_ids(example, seed=0):
+    """Skewed ids of all tokens, with padding: some choices, whole tokens, a whole rank."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = []
+    for rank, tokens in enumerate(example.tokens):
+        scores = torch.rand(tokens, example.experts, generator=draw) * 4
+        chosen = (scores - torch.arange(example.experts)).topk(example.top_k).indices
+        chosen[torch.rand(chosen.shape, generator=draw) < 0.2] = -1
+        chosen[:3] = -1
+        ids.append(chosen if rank != 1 else torch.full_like(chosen, -1))
+    return ids
+
+
+@every_dispatcher
+@pytest.mark.parametrize("work", [one_pass, through_network])
+def test_equal_to_the_data_plane(name, work):
+    """Outputs and all gradients, with biases and a rank without tokens."""
+    ours = on_every_rank(EXAMPLE, work, slots=2)
+    theirs = on_every_rank(EXAMPLE, work, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+
+
+@every_dispatcher
+def test_padding(name):
+    example = fixed(EXAMPLE, padded_ids(EXAMPLE))
+    ours = on_every_rank(example, one_pass, slots=2)
+    theirs = on_every_rank(example, one_pass, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+
+
+@every_dispatcher
+def test_single_precision(name):
+    example = replace(EXAMPLE, dtype=torch.float32, top_k=3)
+    ours = on_every_rank(example, one_pass, slots=2)
+    theirs = on_every_rank(example, one_pass, slots=2, dispatcher=dispatcher_of(name))
+    assert_close_tensors(theirs, ours, 1e-5)
+
+
+def assert_close_tensors(actual, expected, tolerance):
+    for own, others in zip(actual, expected, strict=True):
+        assert own.keys() == others.keys()
+        for name, tensor in others.items():
+            assert_close(own[name], tensor, name, tolerance)
+
+
+@each_library
+def test_bfloat16_as_the_libraries_take_it(name):
+    """Nothing but documented dtypes; gradients of gates are exact to single precision."""
+    example = fixed(replace(EXAMPLE, dtype=torch.bfloat16), padded_ids(EXAMPLE))
+    ours = on_every_rank(example, one_pass, slots=2)
+    make = dispatcher_of(name, wide=False, row_bytes=32)
+    assert_close_tensors(on_every_rank(example, one_pass, slots=2, dispatcher=make), ours, 2e-2)
+
+
+@each_library
+def test_gates_travel_in_single_precision(name):
+    """There and back, beside bfloat16 rows, without rounding; padding yields zeros."""
+    slots = [torch.tensor([[0, 3], [2, -1], [1, 0], [-1, -1]]), torch.tensor([[3, 2]])]
+    counts = [[2, 1], [2, 2]]
+
+    def there_and_back(comm):
+        dispatcher = dispatcher_of(name, wide=False, slots_per_rank=2, row_bytes=32)(comm)
+        begins = [0, *accumulate(counts[comm.rank])]
+        offsets, own = torch.tensor(begins, dtype=torch.int32), slots[comm.rank]
+        rows = dispatcher.begin(SlotRoutes(own, offsets, lambda: begins, comm.rank, 2, 2), 16)
+        gates = torch.randn(own.shape, generator=torch.Generator().manual_seed(comm.rank))
+        arrived, scalars = rows.to_slots(torch.ones(len(own), 16, dtype=torch.bfloat16), gates)
+        assert list(rows.counts) == counts[comm.rank]
+        sums, back = rows.to_tokens(arrived, scalars)
+        assert back.dtype == torch.float32
+        assert torch.equal(back, gates * (own >= 0))
+        assert torch.equal(sums[:, 0], (own >= 0).sum(dim=1).to(torch.bfloat16))
+
+    LocalGroup(2).run(there_and_back)
+
+
+@pytest.mark.skipif(find_spec("torch.distributed._token_switch") is None, reason="torch < 2.14")
+def test_the_switch_of_torch(monkeypatch):
+    """The Python file of torch with a stand-in for its compiled extension."""
+    from torch.distributed._token_switch import TokenSwitchNCCL as TheirSwitch
+
+    extensions = threading.local()  # ranks are threads
+    monkeypatch.setattr("torch.distributed._token_switch._import_nccl_ep", lambda: extensions.own)
+
+    def make(comm):
+        extensions.own = NcclEp(comm, wide=True)
+        switch = TheirSwitch(comm, 16, 64, ROWS, 128)
+        dispatcher = TokenSwitch(switch, num_experts=16, max_recv_tokens=ROWS)
+        dispatcher.dtypes = (torch.float64,)
+        return dispatcher
+
+    ours = on_every_rank(EXAMPLE, one_pass, slots=2)
+    assert_same_tensors(on_every_rank(EXAMPLE, one_pass, slots=2, dispatcher=make), ours)
+
+
+@every_dispatcher
+def test_ranks_with_different_numbers_of_home_experts(name):
+    """Slot ids are those of the rank with the most slots; the others have unused ones."""
+    example = fixed(replace(EXAMPLE, experts=10), padded_ids(replace(EXAMPLE, experts=10)))
+    options = {"slots": 2, "homes": [0, 0, 0, 0, 1, 1, 3, 3, 3, 3]}
+    ours = on_every_rank(example, one_pass, **options)
+    make = dispatcher_of(name, slots_per_rank=6)
+    assert_same_tensors(on_every_rank(example, one_pass, dispatcher=make, **options), ours)
+    assert even_homes(10, 4) != options["homes"]
+
+
+@every_dispatcher
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute(name, reentrant):
+    """Backward uses the handle of the recomputed pass, whose rows arrive in another order."""
+
+    def recomputed(layer, x, gradient):
+        y = checkpoint(layer, x, use_reentrant=reentrant)
+        y.backward(gradient)
+        return {"y": y.detach(), **gradients_of(layer, x)}
+
+    ours = on_every_rank(EXAMPLE, one_pass, slots=2)
+    theirs = on_every_rank(EXAMPLE, recomputed, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+
+
+@every_dispatcher
+@pytest.mark.parametrize("reverse", [False, True])
+def test_microbatches_in_flight(name, reverse):
+    """Two forward passes with other tokens, then both backward passes, in any order."""
+
+    def both(layer, x, gradient):
+        xs = [x, x.detach().flip(0).mul(0.5).requires_grad_()]
+        ys = [layer(one) for one in xs]
+        for y in reversed(ys) if reverse else ys:
+            y.backward(gradient)
+        return {"y": ys[1].detach(), "x1": xs[1].grad, **gradients_of(layer, x)}
+
+    ours = on_every_rank(EXAMPLE, both, slots=2, in_flight=2)
+    theirs = on_every_rank(EXAMPLE, both, slots=2, in_flight=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+
+
+@each_library
+def test_fp8_rows_pass_with_their_scales(name):
+    """Bit for bit as without balancing, and as the bytes that the data plane delivers."""
+    example = Example([6, 5], experts=4, hidden=512, ffn=64, dtype=torch.bfloat16)
+    options = {"slots": 2, "layer_options": {"quantised": "fp8", "bitwise": True}}
+    make = dispatcher_of(name, wide=False, row_bytes=1024)
+    runs = {
+        policy: on_every_rank(example, packed_pass, dispatcher=make, policy=policy, **options)
+        for policy in ("ultraep", "none")
+    }
+    ours = on_every_rank(example, packed_pass, **options)
+    for balanced, plain, built_in in zip(runs["ultraep"], runs["none"], ours, strict=True):
+        assert torch.equal(balanced["y"], plain["y"])
+        assert balanced["packed"] == built_in["packed"]
+        for key in balanced.keys() - {"packed", "y"}:
+            assert_close(balanced[key], built_in[key], key)
+
+
+def packed_pass(layer, x, gradient):
+    """A pass that also returns the packed rows of each slot, in any order."""
+    seen = []
+    layer.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    y = layer(x)
+    y.backward(gradient)
+    packed = [sorted(bytes(row) for row in slot.numpy()) for slot in rows_by_slot(seen[0])]
+    return {"y": y.detach(), "packed": packed, **gradients_of(layer, x)}
+
+
+def rows_by_slot(arrivals):
+    begins = arrivals.begins()
+    return arrivals.packed[: begins[-1]].split([e - b for b, e in pairwise(begins)])
+
+
+@each_library
+def test_a_token_is_sent_once_to_each_rank(name):
+    """The dispatcher sees slot ids, so rows of one token for several slots travel together."""
+    example = replace(EXAMPLE, top_k=4, skew=0.0)
+    dispatchers = {}
+
+    def make(comm):
+        dispatchers[comm.rank] = dispatcher_of(name)(comm)
+        return dispatchers[comm.rank]
+
+    def forward(layer, x, gradient):
+        with torch.no_grad():
+            layer(x)
+        return layer.last_plan.total
+
+    options = {"slots": 2, "verify": False}  # without the rows of the probe
+    total = on_every_rank(example, forward, dispatcher=make, **options)[0]
+    libraries = [getattr(d, "buffer", None) or d.switch._ep for d in dispatchers.values()]
+    assert 0 < sum(one.tokens_sent for one in libraries) < total
+
+
+@one_of_each_kind
+def test_stages_are_timed(name):
+    """Observers see the same stages as with the rows of the data plane, each ended once."""
+
+    class Stages:
+        def __init__(self):
+            self.events = []
+
+        def begin(self, stage, microbatch):
+            self.events.append(("begin", stage))
+
+        def end(self, stage, microbatch):
+            self.events.append(("end", stage))
+
+        def planned(self, *_):
+            pass
+
+        def sent(self, *_):
+            pass
+
+    def observed(layer, x, gradient):
+        stages = Stages()
+        layer.balancer.observe(stages)
+        one_pass(layer, x, gradient)
+        return stages.events
+
+    ours = on_every_rank(EXAMPLE, observed, slots=2)
+    assert on_every_rank(EXAMPLE, observed, slots=2, dispatcher=dispatcher_of(name)) == ours
+
+
+@one_of_each_kind
+def test_selective_checkpointing(name):
+    """A dispatch mode may keep the results of ops; the ops of a dispatcher are hidden from it."""
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def selective(layer, x, gradient):
+        y = checkpoint(with_network(layer), x, use_reentrant=False, context_fn=contexts)
+        y.backward(gradient)
+        return {"y": y.detach(), **gradients_of(layer, x)}
+
+    ours = on_every_rank(EXAMPLE, one_pass, slots=2)
+    theirs = on_every_rank(EXAMPLE, selective, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+
+
+@one_of_each_kind
+@pytest.mark.parametrize("frozen", ["experts", "tokens", "router", "all but the experts"])
+def test_frozen_tensors(name, frozen):
+    def work(layer, x, gradient):
+        layer.experts.requires_grad_(frozen != "experts")
+        layer.router.requires_grad_(frozen not in ("router", "all but the experts"))
+        x.requires_grad_(frozen not in ("tokens", "all but the experts"))
+        return one_pass(layer, x, gradient)
+
+    ours = on_every_rank(EXAMPLE, work, slots=2)
+    theirs = on_every_rank(EXAMPLE, work, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+    assert ("experts.down_proj" in ours[0]) == (frozen != "experts")
+
+
+@one_of_each_kind
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_inference(name, context):
+    def forward(layer, x, gradient):
+        with context():
+            return {"y": layer(x)}
+
+    ours = on_every_rank(EXAMPLE, forward, slots=2)
+    theirs = on_every_rank(EXAMPLE, forward, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, ours)
+
+
+def test_several_layers_share_a_dispatcher():
+    """Two layers with different hot experts, one after the other."""
+
+    def work(layer, x, gradient):
+        other = with_network(replace(EXAMPLE, skew=-1.5).layer(layer.balancer))
+        y = x + layer(x)
+        (y + other(y)).backward(gradient)
+        assert "rows by DeepEP)" in repr(layer.balancer) or not layer.balancer.settings.dispatcher
+        return gradients_of(layer, x)
+
+    ours = on_every_rank(EXAMPLE, work, slots=2, in_flight=2)
+    theirs = on_every_rank(EXAMPLE, work, slots=2, in_flight=2, dispatcher=dispatcher_of("DeepEP"))
+    assert_same_tensors(theirs, ours)

@@ -1,0 +1,85 @@
+"""Rows of one rank through a dispatcher on a GPU, on both data planes."""
+
+import pytest
+import torch
+from dense import Example, assert_close, gradients_of
+
+from ultraep import Balancer
+from ultraep.dispatch import Received
+from ultraep.dispatchers import LibraryRows, RawDispatcher
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda")
+
+
+class SortedRows(LibraryRows):
+    """Sorts rows by slot; counts stay on the device."""
+
+    def __init__(self, routes):
+        self.shape, slots = routes.slots.shape, routes.slots.flatten()
+        self.order = slots.argsort(stable=True)
+        self.counts = torch.bincount(slots, minlength=routes.slots_per_rank)
+
+    def to_slots(self, values, scalars):
+        rows = values[self.order // self.shape[1]]
+        return rows, None if scalars is None else scalars.flatten()[self.order]
+
+    def to_tokens(self, rows, scalars):
+        sums = rows.new_zeros(self.shape[0], rows.shape[1])
+        sums.index_add_(0, self.order // self.shape[1], rows)
+        if scalars is None:
+            return sums, None
+        back = torch.empty_like(scalars).index_copy_(0, self.order, scalars)
+        return sums, back.view(self.shape)
+
+
+class Raw(RawDispatcher):
+    def begin(self, routes, width):
+        return SortedRows(routes)
+
+
+class Differentiable:
+    """The same rows, with autograd of its own."""
+
+    def dispatch(self, tokens, gates, routes, pack):
+        sorted_rows = SortedRows(routes)
+        rows, row_gates = sorted_rows.to_slots(tokens, gates)
+        return Received(rows, row_gates, sorted_rows.counts, sorted_rows)
+
+    def combine(self, outputs, received):
+        shape, token_of_row = received.state.shape, received.state.order // received.state.shape[1]
+        return outputs.new_zeros(shape[0], outputs.shape[1]).index_add(0, token_of_row, outputs)
+
+
+def one_pass(plane, dispatcher, example):
+    """Output and gradients of the second of two steps, and the regions for rows."""
+    options = {"data_plane": plane, "dispatcher": dispatcher}
+    balancer = Balancer("alone", experts=example.experts, slots=1, **options)
+    layer = example.layer(balancer, device=CUDA)
+    x = example.inputs[0].to(CUDA, copy=True).requires_grad_()
+    layer(x)
+    y = layer(x)
+    y.backward(example.gradients[0].to(y))
+    balancer.check()
+    names = set()
+    if plane == "mapped":
+        workspaces = balancer.plane(CUDA).workspaces.all
+        names = {name for workspace in workspaces for name, _ in workspace.memory._regions}
+    balancer.close()
+    return {"y": y.detach(), **gradients_of(layer, x)}, names & {"values", "served"}
+
+
+@pytest.mark.parametrize("dispatcher", [Raw(), Differentiable()], ids=["raw", "autograd"])
+@pytest.mark.parametrize("plane", ["mapped", "messages"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_equal_to_the_data_plane(plane, dispatcher, dtype):
+    example = Example([100], hidden=64, ffn=48, dtype=dtype)
+    actual, rows = one_pass(plane, dispatcher, example)
+    expected, _ = one_pass(plane, None, example)
+    assert not rows
+    for name, tensor in expected.items():
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        assert_close(actual[name], tensor, name, tolerance)
