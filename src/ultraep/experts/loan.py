@@ -57,7 +57,7 @@ class Fused(NamedTuple):
         of replicas are then added to the `main_grad` of the owners, and `grad` has no values.
     """
 
-    owners: Mapping[str, Sequence[nn.Parameter]] = {}
+    owners: Mapping[str, Sequence[Any]] = {}
 
 
 def serve(
@@ -166,7 +166,7 @@ class _Loan:
     ) -> None:
         self.replicas, self.homes = replicas, homes
         self._owners = {} if fused is None else fused.owners
-        self._fused: dict[str, list[torch.Tensor]] = {}  # tensors of all slots with `main_grad`
+        self._fused: dict[str, list[Any]] = {}  # tensors of all slots with `main_grad`
         self._gradient_slots: dict[str, torch.Tensor] | None = None
         self.scaling: ModuleType = plain
         if replicas.kernels:

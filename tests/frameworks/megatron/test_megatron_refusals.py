@@ -44,10 +44,10 @@ def test_unsupported_experts_settings_and_options():
     for name, spec in experts.items():
         assert name in message_of(BalancedMoELayer, config, MoESubmodules(experts=spec))
     spec = get_moe_module_spec(use_te=False, num_experts=8)
-    flex = SimpleNamespace(**(vars(config) | {"moe_token_dispatcher_type": "flex"}))
+    graphs = SimpleNamespace(**(vars(config) | {"cuda_graph_impl": "local"}))
     _, submodules = parts_of(spec)
-    for arguments in ((balanced, spec, flex), (BalancedMoELayer, flex, submodules)):
-        assert "moe_token_dispatcher_type" in message_of(*arguments)
+    for arguments in ((balanced, spec, graphs), (BalancedMoELayer, graphs, submodules)):
+        assert "cuda_graph_impl" in message_of(*arguments)
     assert "homes" in message_of(balanced, spec, config, homes=[0])
     linear_spec = ModuleSpec(module=torch.nn.Linear)
     assert "no MoELayer" in message_of(balanced, linear_spec, config)

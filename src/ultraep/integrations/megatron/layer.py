@@ -34,6 +34,7 @@ from ultraep.integrations.megatron.experts import (
     parts_of,
     wait_for_weights,
 )
+from ultraep.integrations.megatron.flex import FlexDispatcher
 from ultraep.integrations.megatron.settings import check_options, check_settings, choices, pads
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
@@ -69,6 +70,9 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
         check_options(options)
         check_spec(submodules.experts, config)
         pg_collection = pg_collection or get_default_pg_collection()
+        if config.moe_token_dispatcher_type == "flex":
+            homes = config.num_moe_experts // pg_collection.ep.size()
+            options["dispatcher"] = FlexDispatcher(config, pg_collection, homes + slots)
         balancer = shared_balancer(
             pg_collection.ep, config.num_moe_experts, slots=slots, policy=policy, **options
         )
@@ -161,7 +165,8 @@ def _replaced(part: Any, config: Any, options: dict[str, Any], layers: list[Any]
         layers.append(part)
         if isinstance(part, ModuleSpec):
             return replace(part, module=BalancedMoELayer, params={**part.params, **options})
-        return partial(BalancedMoELayer, *part.args, **part.keywords, **options)
+        layer: Any = BalancedMoELayer
+        return partial(layer, *part.args, **part.keywords, **options)
     if not is_dataclass(part) or isinstance(part, type):
         return part
     changed = {

@@ -38,11 +38,11 @@ REFUSED = (
     Refused("fp8_param", (False,), QUANTISED),
     Refused("fp4", (None,), QUANTISED),
     Refused(
-        "moe_token_dispatcher_type",
-        ("allgather", "alltoall"),
-        "fused dispatchers (DeepEP, HybridEP) send rows themselves",
+        "moe_flex_dispatcher_backend",
+        ("deepep", "hybridep"),
+        "NCCL EP binds its buffers to the experts of the model",
     ),
-    Refused("moe_enable_deepep", (False,), "a fused dispatcher sends rows itself"),
+    Refused("moe_permute_fusion", (False,), "it needs kernels that were not tested"),
     Refused("moe_shared_expert_overlap", (False,), "it runs inside the library's dispatcher"),
     Refused("overlap_moe_expert_parallel_comm", (False,), IN_PIECES),
     Refused("delay_wgrad_compute", (False,), IN_PIECES),
@@ -76,7 +76,9 @@ def check_settings(config: Any) -> None:
             f"fp8_recipe={recipe!r} cannot be balanced, use 'blockwise': a replica must get the "
             "scales of its home expert"
         )
-    if getattr(config, "fp8", None) and pads(config):
+    if getattr(config, "fp8", None) and getattr(
+        config, "moe_router_padding_for_quantization", False
+    ):
         raise ConfigError(
             "moe_router_padding_for_quantization=True cannot be balanced with fp8, use False: "
             "experts pad the rows of every slot"
@@ -96,7 +98,9 @@ def check_options(options: Iterable[str]) -> None:
 def pads(config: Any) -> bool:
     """Return whether routers pad experts with tokens of probability 0."""
     names = ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization")
-    return any(getattr(config, name, False) for name in names)
+    # DeepEP does not send choices of probability 0.
+    flex = getattr(config, "moe_token_dispatcher_type", None) == "flex"
+    return flex or any(getattr(config, name, False) for name in names)
 
 
 def choices(probs_TE: torch.Tensor, map_TE: torch.Tensor, top_k: int, *, padded: bool) -> Routing:
