@@ -70,7 +70,7 @@ def read(folder, options):
 
 def tensors_of(model):
     state = model.state_dict().items()
-    return {name: tensor.clone() for name, tensor in state if isinstance(tensor, torch.Tensor)}
+    return {name: t.detach().numpy().copy() for name, t in state if isinstance(t, torch.Tensor)}
 
 
 def test_one_rank_loads_a_checkpoint_of_two_balanced_ranks(tmp_path):
@@ -83,4 +83,4 @@ def test_one_rank_loads_a_checkpoint_of_two_balanced_ranks(tmp_path):
             if end:
                 index, _, rest = end.partition(".")
                 name = f"{begin}local_experts.{int(index) + 4 * rank}.{rest}"
-            assert torch.equal(whole[name], tensor), name
+            assert (whole[name] == tensor).all(), name
