@@ -28,6 +28,7 @@ from whole_models import (
 )
 
 from ultraep.integrations.megatron import balanced, balancers
+from ultraep.integrations.megatron.experts import parts_of
 
 
 def configured(size: Size, *, on_card: bool) -> Any:
@@ -81,7 +82,7 @@ def build(
     config = configured(size, on_card=device.type == "cuda")
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     for layer in spec.layer_specs:
-        layer.submodules.mlp.submodules.router = chosen_router(choices)
+        parts_of(layer.submodules.mlp)[1].router = chosen_router(choices)
     if variant != PLAIN:
         spec = balanced(spec, config, policy=variant, timeout=120.0)
     length = size.sequence_length

@@ -1,4 +1,4 @@
-"""Run Megatron-Core 0.16 without a GPU: replaces the CUDA functions that it calls.
+"""Run Megatron-Core without a GPU: replaces the CUDA functions that it calls.
 
     with on_cpu(): ...          # around all uses of Megatron-Core
 

@@ -11,13 +11,18 @@ from ultraep.integrations.megatron.settings import REFUSED, check_options, check
 BAD = {
     "expert_tensor_parallel_size": 2,
     "moe_extended_tp": True,
-    "fp8": "hybrid",
+    "fp8_param": True,
     "fp4": "e2m1",
-    "moe_token_dispatcher_type": "flex",
-    "moe_enable_deepep": True,
+    "moe_flex_dispatcher_backend": "ncclep",
+    "moe_permute_fusion": True,
     "moe_shared_expert_overlap": True,
     "overlap_moe_expert_parallel_comm": True,
     "delay_wgrad_compute": True,
+    "overlap_dispatch_backward_with_experts_wgrad": True,
+    "moe_single_grouped_weight": True,
+    "moe_single_grouped_bias": True,
+    "moe_paged_stash": True,
+    "expert_gtp_weight_remat_size": 2,
     "cuda_graph_impl": "local",
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
@@ -35,11 +40,14 @@ def test_a_setting_is_refused_by_name_and_value(setting):
         check_settings(config)
 
 
-def test_recompute_of_activations_is_refused():
-    check_settings(SimpleNamespace(num_moe_experts=8, recompute_modules=["core_attn", "moe"]))
-    config = SimpleNamespace(num_moe_experts=8, recompute_modules=["moe_act"])
-    with pytest.raises(ConfigError, match=r"recompute_modules=\['moe_act'\] cannot be balanced"):
-        check_settings(config)
+def test_recipes_of_fp8():
+    fp8 = {"num_moe_experts": 8, "fp8": "e4m3"}
+    check_settings(SimpleNamespace(**fp8, fp8_recipe="blockwise"))
+    with pytest.raises(ConfigError, match="fp8_recipe='delayed' cannot be balanced"):
+        check_settings(SimpleNamespace(**fp8, fp8_recipe="delayed"))
+    padded = {"fp8_recipe": "blockwise", "moe_router_padding_for_quantization": True}
+    with pytest.raises(ConfigError, match="moe_router_padding_for_quantization=True cannot be"):
+        check_settings(SimpleNamespace(**fp8, **padded))
 
 
 def test_no_experts_are_refused():

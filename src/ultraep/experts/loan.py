@@ -4,8 +4,8 @@
 
 `network(rows, counts, tensors)` gets `[n, D]` rows, the number of rows of each expert, and the
 tensors of these experts by name; it returns `[n, D]`. It runs twice: on the rows of the home slots
-with the home weights, and on the remaining rows with the replicas in the spare slots. Two autograd
-functions enclose the network:
+with the home weights, and on the remaining rows with the replicas in the spare slots. With `Fused`
+it runs once, on all rows with the tensors of all slots. Two autograd functions enclose the network:
 
     forward     _Borrow -> network -> _GiveBack      inside the caller's `with` block
     backward    _GiveBack refills the slots, _Borrow reduces the gradients of replicas into the
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -52,25 +52,39 @@ from ultraep.parallel.home import HomeModule
 Network: TypeAlias = Callable[[torch.Tensor, list[int], dict[str, Any]], torch.Tensor]
 
 
+class Fused(NamedTuple):
+    """Runs the network once, with one tensor per slot: home experts first, then spare slots.
+
+    owners: parameters of the home experts, by name, if the network itself adds the gradients of
+        these tensors to `main_grad`, as Transformer Engine does for Megatron-Core. The gradients
+        of replicas are then added to the `main_grad` of the owners, and `grad` has no values.
+    """
+
+    owners: Mapping[str, Sequence[Any]] = {}
+
+
 def serve(
     network: Network,
     arrivals: Arrivals,
     replicas: Replicas,
     weights: Sequence[torch.Tensor] | None = None,
+    fused: Fused | None = None,
 ) -> torch.Tensor:
     """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas.
 
     weights: all tensors of the home experts, in place of those in the bundle.
+    fused: how to run the network once instead of twice.
     """
     homes = resolve(replicas.bundle)
     if weights is not None:
         homes = stacked_like(homes, iter(weights))
-    loan = _Loan(arrivals.begins(), replicas, homes)
+    loan = _Loan(arrivals.begins(), replicas, homes, fused)
     borrowed = _Borrow.apply(loan, arrivals.rows, *loan.flat)  # type: ignore[no-untyped-call]
+    parts = len(loan.parts)
     outputs = [
         run(network, rows, counts, weights)
         for rows, counts, weights in zip(
-            borrowed[:2], loan.counts, loan.by_name(borrowed[2:]), strict=True
+            borrowed[:parts], loan.counts, loan.weights(borrowed[parts:]), strict=True
         )
     ]
     if any(o.requires_grad for o in outputs) and not any(b.requires_grad for b in borrowed):
@@ -170,21 +184,39 @@ class ExpertsFrom(HomeModule):
 class _Loan:
     """The rows of one microbatch, with home weights and replicas."""
 
-    def __init__(self, begins: list[int], replicas: Replicas, homes: Mapping[str, Stack]) -> None:
+    def __init__(
+        self,
+        begins: list[int],
+        replicas: Replicas,
+        homes: Mapping[str, Stack],
+        fused: Fused | None,
+    ) -> None:
         self.replicas, self.homes = replicas, homes
+        self._owners = {} if fused is None else fused.owners
+        self._fused: dict[str, list[Any]] = {}  # tensors of all slots with `main_grad`
+        self._gradient_slots: dict[str, torch.Tensor] | None = None
         self.scaling: ModuleType = plain
         if replicas.kernels:
             from ultraep.backends.triton import products
 
             self.scaling = products
         self.flat = flat_tensors(homes)
+        pairs = [
+            (tensor, owner)
+            for name, owners in self._owners.items()
+            for tensor, owner in zip(homes[name], owners, strict=True)
+        ]
+        self._owner_of = {id(tensor): owner for tensor, owner in pairs}
         self.learning = [
             name for name, stack in homes.items() if any(t.requires_grad for t in tensors_of(stack))
         ]
         counts = [end - begin for begin, end in pairwise(begins)]
-        self.counts = counts[: replicas.num_homes], counts[replicas.num_homes :]
-        end_of_homes = begins[replicas.num_homes]
-        self.parts = slice(0, end_of_homes), slice(end_of_homes, begins[-1])
+        homes_end = begins[replicas.num_homes]
+        self.counts = [counts[: replicas.num_homes], counts[replicas.num_homes :]]
+        self.parts = [slice(0, homes_end), slice(homes_end, begins[-1])]
+        self._together = fused is not None
+        if self._together:
+            self.counts, self.parts = [counts], [slice(0, begins[-1])]
         self._addresses: list[int] = []
         self._open = False  # whether backward holds the slots
         # A dispatch mode may keep views of the slots and use them after they were overwritten.
@@ -206,6 +238,18 @@ class _Loan:
         # `.data` has its own version counter: autograd must not see that the slots are refilled.
         return {name: slots[name].data for name in self.homes}
 
+    def weights(self, borrowed: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
+        """Return the tensors for each run of the network, by name."""
+        homes, replicas = self.by_name(borrowed)
+        if not self._together:
+            return [homes, replicas]
+        for name in self._owners:  # autograd must not make gradients for these slots
+            replicas[name] = [slot.detach() for slot in replicas[name]]
+        together = {name: [*homes[name], *replicas[name]] for name in homes}
+        self._fused = {name: together[name] for name in self._owners}
+        self._lend_main_grads_of_homes()
+        return [together]
+
     def by_name(self, tensors: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return tensors of home experts and of replicas by name, in the form of the bundle."""
         flat, replicas = iter(tensors), {}
@@ -220,23 +264,43 @@ class _Loan:
         """Stage 8: return the home gradients plus the gradients of all replicas."""
         own, of_replicas = gradients[: len(self.flat)], gradients[len(self.flat) :]
         sums = [self._writable(g, tensor) for g, tensor in zip(own, self.flat, strict=True)]
-        required = [
+        if self.replicas.possible:
+            homes, _ = self.by_name([*sums, *(None for _ in self.homes)])
+            homes |= {name: [p.main_grad for p in owners] for name, owners in self._owners.items()}
+            slots = self._gradient_slots or self.replicas.gradient_slots(self._gradient_specs())
+            for name, gradient in zip(self.homes, of_replicas, strict=True):
+                if name in slots and name not in self._owners:
+                    slots[name].zero_() if gradient is None else slots[name].copy_(gradient)
+            self.replicas.reduce({name: homes[name] for name in self.learning})
+            self.replicas.reduced()
+        for owner in self._owner_of.values():  # DDP must not add the gradient without values
+            owner.grad_added_to_main_grad = True
+        return [
             total if tensor.requires_grad else None
             for total, tensor in zip(sums, self.flat, strict=True)
         ]
-        if not self.replicas.possible:
-            return required
-        homes, _ = self.by_name([*sums, *(None for _ in self.homes)])
-        weights = self.replicas.tensors()
-        slots = self.replicas.gradient_slots(
-            {n: (tuple(weights[n].shape[1:]), weights[n].dtype) for n in self.learning}
-        )
-        for name, gradient in zip(self.homes, of_replicas, strict=True):
-            if name in slots:
-                slots[name].zero_() if gradient is None else slots[name].copy_(gradient)
-        self.replicas.reduce({name: homes[name] for name in self.learning})
-        self.replicas.reduced()
-        return required
+
+    def _gradient_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the gradients of replicas."""
+        like = self.replicas.tensors() | {n: o[0].main_grad[None] for n, o in self._owners.items()}
+        return {name: (tuple(like[name].shape[1:]), like[name].dtype) for name in self.learning}
+
+    def _lend_main_grads_of_homes(self) -> None:
+        for name, owners in self._owners.items():
+            for tensor, owner in zip(self._fused[name], owners, strict=False):
+                tensor.main_grad = owner.main_grad
+                tensor.overwrite_main_grad = getattr(owner, "overwrite_main_grad", False)
+
+    def _lend_main_grads(self) -> None:
+        """Let the network add gradients of replicas to cleared memory."""
+        self._lend_main_grads_of_homes()
+        self._gradient_slots = self.replicas.gradient_slots(self._gradient_specs())
+        for name, tensors in self._fused.items():
+            gradients = self._gradient_slots[name]
+            if self.replicas.possible:
+                gradients.zero_()
+            for slot, gradient in zip(tensors[self.replicas.num_homes :], gradients, strict=True):
+                slot.main_grad = gradient
 
     def enter(self) -> None:
         """Take the slots again for backward."""
@@ -245,6 +309,8 @@ class _Loan:
         Variable._execution_engine.queue_callback(self.leave)
         if not self._private:
             self.slot_tensors()
+        if self._owners:
+            self._lend_main_grads()
 
     def leave(self) -> None:
         """Give the slots back; idempotent."""
@@ -254,7 +320,10 @@ class _Loan:
 
     def _writable(self, gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
         """Return a gradient in its own memory: autograd may use one tensor twice."""
-        if gradient is None:
+        owner = self._owner_of.get(id(tensor))
+        if owner is not None and not getattr(owner, "zero_out_wgrad", False):
+            return torch.empty_like(tensor)
+        if gradient is None or owner is not None:
             return torch.zeros_like(tensor)
         if not self.replicas.possible:
             return gradient
@@ -283,12 +352,12 @@ class _Borrow(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, loan: _Loan, gradients: Gradients, _: Any) -> Gradients:
         d_homes: list[torch.Tensor | None] = [None] * len(loan.flat)
-        d_rows_AD = None
+        d_rows_AD, parts = None, len(loan.parts)
         with unseen():
             if loan.learning:
-                d_homes = loan.reduce(gradients[2:])
+                d_homes = loan.reduce(gradients[parts:])
             if ctx.needs_input_grad[1]:
-                d_rows_AD = _joined(loan, gradients[:2], ctx.like)
+                d_rows_AD = _joined(loan, gradients[:parts], ctx.like)
         loan.leave()
         return None, d_rows_AD, *d_homes
 
@@ -300,7 +369,7 @@ class _GiveBack(torch.autograd.Function):
     def forward(
         ctx: Any, loan: _Loan, gates_A: torch.Tensor, *inputs: torch.Tensor
     ) -> torch.Tensor:
-        outputs = inputs[:2]
+        outputs = inputs[: len(loan.parts)]
         save(ctx, loan, gates_A, *outputs)
         with unseen():
             like = outputs[0].new_empty(()).expand(len(gates_A), outputs[0].shape[1])
@@ -317,7 +386,8 @@ class _GiveBack(torch.autograd.Function):
     ) -> Gradients:
         (d_served,), (gates_A, *outputs) = gradients, saved
         assert d_served is not None
-        if any(ctx.needs_input_grad[4:]):  # else nothing needs the weights
+        d_borrowed = ctx.needs_input_grad[2 + len(loan.parts) :]
+        if any(d_borrowed):  # else nothing needs the weights
             loan.enter()
         d_outputs, d_gates_A = [], torch.zeros_like(gates_A)
         for part, output in zip(loan.parts, outputs, strict=True):
@@ -325,7 +395,12 @@ class _GiveBack(torch.autograd.Function):
                 d_served[part], output, gates_A[part], d_gates_A[part]
             )
             d_outputs.append(d_output)
-        return None, d_gates_A, *d_outputs, *(None for _ in ctx.needs_input_grad[4:])
+        return (
+            None,
+            d_gates_A,
+            *d_outputs,
+            *(None for _ in ctx.needs_input_grad[2 + len(loan.parts) :]),
+        )
 
 
 def _joined(loan: _Loan, parts: Gradients, like_AD: torch.Tensor) -> torch.Tensor:

@@ -50,14 +50,17 @@ class Library:
     def supported(self) -> str:
         """Return the supported versions as text.
 
-        >>> TORCHTITAN.supported(), TRANSFORMERS.supported()
-        ('0.3.x', '5.17 to 5.x')
+        >>> TORCHTITAN.supported(), TRANSFORMERS.supported(), MEGATRON.supported()
+        ('0.3.x', '5.17 to 5.x', '0.16 to 0.19')
         """
-        (major, minor), (next_major, _) = self.oldest, self.below
-        return f"{major}.{minor} to {major}.x" if next_major > major else f"{major}.{minor}.x"
+        (major, minor), (next_major, next_minor) = self.oldest, self.below
+        if next_major > major:
+            return f"{major}.{minor} to {major}.x"
+        newest = next_minor - 1
+        return f"{major}.{minor}.x" if newest == minor else f"{major}.{minor} to {major}.{newest}"
 
 
-MEGATRON = Library("Megatron-Core", ("megatron-core",), "megatron", oldest=(0, 16), below=(0, 17))
+MEGATRON = Library("Megatron-Core", ("megatron-core",), "megatron", oldest=(0, 16), below=(0, 20))
 TORCHTITAN = Library("torchtitan", ("torchtitan",), "torchtitan", oldest=(0, 3), below=(0, 4))
 TRANSFORMERS = Library(
     "transformers", ("transformers",), "transformers", oldest=(5, 17), below=(6, 0)

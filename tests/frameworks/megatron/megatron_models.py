@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling small functions takes seconds
 
+import te_on_cpu
 import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron_on_cpu import on_cpu
-from ranks import shared_pool
+from ranks import RankPool, shared_pool
 
 from ultraep import NothingToBalance
 
 HIDDEN, EXPERTS, TOP_K, VOCABULARY, LENGTH, ROWS = 32, 8, 2, 64, 16, 2
 LIMIT = 60.0  # seconds per test
+VERSION = tuple(int(number) for number in version("megatron-core").split(".")[:2])
 
 
-def on_megatron(size: int, **parallel: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+@functools.cache
+def te_pool() -> RankPool:
+    """Return processes that import Transformer Engine before Megatron-Core."""
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def on_megatron(
+    size: int, *, te: bool = False, **parallel: int
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Turn a function into a test that runs on `size` ranks, in the groups of Megatron-Core.
 
-    parallel: arguments of `initialize_model_parallel`.
+    te: with Transformer Engine, see `te_on_cpu.py`.   parallel: of `initialize_model_parallel`.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(body)
         def test(**arguments: Any) -> list[Any] | None:
             name = body.__module__, body.__name__
-            results = shared_pool().run(size, run_body, *name, parallel, arguments, timeout=LIMIT)
+            pool = te_pool() if te else shared_pool()
+            run = te_run_body if te else run_body
+            results = pool.run(size, run, *name, parallel, arguments, timeout=LIMIT)
             return results if any(result is not None for result in results) else None
 
         return test
 
     return decorate
+
+
+def te_run_body(rank: int, group: Any, *args: Any) -> Any:
+    te_on_cpu.install()
+    with te_on_cpu.on_device():
+        return run_body(rank, group, *args)
 
 
 def run_body(
@@ -58,10 +80,20 @@ def run_body(
             try:
                 return getattr(import_module(module), name).__wrapped__(**arguments)
             finally:
-                moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # sized by layers
+                forget_metrics(moe_utils)
                 moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
                 random.get_cuda_rng_tracker().reset()
                 parallel_state.destroy_model_parallel()
+
+
+def forget_metrics(moe_utils: Any) -> None:
+    """Clear the metrics of the library, which are sized by the number of layers."""
+    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):  # until 0.17
+        moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
+    else:
+        from megatron.core.transformer.moe import moe_logging
+
+        moe_logging.destroy_moe_metrics_tracker()
 
 
 def seed() -> None:
@@ -100,23 +132,27 @@ def settings(**changes: Any) -> Any:
     return TransformerConfig(**(defaults | changes))
 
 
-def make_layer(config: Any, options: dict[str, Any] | None, *, grouped: bool = False) -> Any:
+def make_layer(
+    config: Any, options: dict[str, Any] | None, *, grouped: bool = False, use_te: bool = False
+) -> Any:
     """Return a MoE layer. options: of a balanced layer; None: the library's own layer."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.spec_utils import build_module
 
     from ultraep.integrations.megatron import balanced
 
+    seed()
     torch.manual_seed(11)
+    legacy = {"moe_use_legacy_grouped_gemm": True} if grouped else {}
     spec = get_moe_module_spec(
-        use_te=False,
+        use_te=use_te,
         num_experts=config.num_moe_experts,
-        moe_grouped_gemm=grouped,
-        moe_use_legacy_grouped_gemm=grouped,
+        moe_grouped_gemm=grouped or use_te,
+        **legacy,
     )
     if options is not None:
         spec = balanced(spec, config, **options)
-    layer = build_module(spec, config=config)
+    layer = spec(config=config) if callable(spec) else build_module(spec, config=config)
     layer.set_layer_number(1)
     skew(layer)
     return layer

@@ -69,7 +69,8 @@ def read(folder, options):
 
 
 def tensors_of(model):
-    return {name: tensor for name, tensor in model.state_dict().items() if tensor is not None}
+    state = model.state_dict().items()
+    return {name: t.detach().numpy().copy() for name, t in state if isinstance(t, torch.Tensor)}
 
 
 def test_one_rank_loads_a_checkpoint_of_two_balanced_ranks(tmp_path):
@@ -82,4 +83,4 @@ def test_one_rank_loads_a_checkpoint_of_two_balanced_ranks(tmp_path):
             if end:
                 index, _, rest = end.partition(".")
                 name = f"{begin}local_experts.{int(index) + 4 * rank}.{rest}"
-            assert torch.equal(whole[name], tensor), name
+            assert (whole[name] == tensor).all(), name

@@ -1,12 +1,13 @@
 """Outputs and gradients of a balanced MoE layer equal the results of Megatron-Core's layer."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from megatron_models import HIDDEN, difference, make_layer, on_megatron, seed, settings
+from megatron_models import HIDDEN, VERSION, difference, make_layer, on_megatron, seed, settings
 
 ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 DROPPED = {"moe_expert_capacity_factor": 0.8}
@@ -65,14 +66,15 @@ def grouped_products(rows, weights, counts, trans_b):
 
 def compare(changes, options, dtype=torch.float32, grouped=False):
     """Return the differences of a balanced layer from the library's, by name, and its replicas."""
-    from megatron.core.transformer.moe import grouped_gemm_util
-
-    stand_in = SimpleNamespace(ops=SimpleNamespace(gmm=grouped_products))
     config = settings(params_dtype=dtype, bf16=grouped, moe_grouped_gemm=grouped, **changes)
-    with (
-        patch.object(grouped_gemm_util, "grouped_gemm", stand_in),
-        patch.object(grouped_gemm_util, "ops", stand_in.ops, create=True),
-    ):
+    with ExitStack() as stack:
+        if grouped:
+            from megatron.core.transformer.moe import grouped_gemm_util
+
+            stand_in = SimpleNamespace(ops=SimpleNamespace(gmm=grouped_products))
+            stack.enter_context(patch.object(grouped_gemm_util, "grouped_gemm", stand_in))
+            ops = patch.object(grouped_gemm_util, "ops", stand_in.ops, create=True)
+            stack.enter_context(ops)
         layers = [make_layer(config, choice, grouped=grouped) for choice in (None, options)]
         plain, ours = (forward_backward(layer, dtype) for layer in layers)
     assert plain.keys() == ours.keys()
@@ -134,6 +136,7 @@ def test_double_precision():
     assert max(routed.values()) < 1e-7, routed
 
 
+@pytest.mark.skipif(VERSION >= (0, 17), reason="0.17 and later have no GroupedMLP")
 @pytest.mark.parametrize("case", ["allgather", "gelu", "padded", "recompute"])
 @pytest.mark.parametrize("slots", [1, 2])
 @on_megatron(2, expert_model_parallel_size=2)

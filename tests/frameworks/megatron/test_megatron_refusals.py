@@ -32,6 +32,7 @@ def test_unsupported_experts_settings_and_options():
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from ultraep.integrations.megatron import BalancedMoELayer, balanced
+    from ultraep.integrations.megatron.experts import parts_of
 
     config = settings()
     linear = MLPSubmodules(linear_fc1=torch.nn.Linear, linear_fc2=torch.nn.Linear)
@@ -43,9 +44,10 @@ def test_unsupported_experts_settings_and_options():
     for name, spec in experts.items():
         assert name in message_of(BalancedMoELayer, config, MoESubmodules(experts=spec))
     spec = get_moe_module_spec(use_te=False, num_experts=8)
-    flex = SimpleNamespace(**(vars(config) | {"moe_token_dispatcher_type": "flex"}))
-    for arguments in ((balanced, spec, flex), (BalancedMoELayer, flex, spec.submodules)):
-        assert "moe_token_dispatcher_type" in message_of(*arguments)
+    graphs = SimpleNamespace(**(vars(config) | {"cuda_graph_impl": "local"}))
+    _, submodules = parts_of(spec)
+    for arguments in ((balanced, spec, graphs), (BalancedMoELayer, graphs, submodules)):
+        assert "cuda_graph_impl" in message_of(*arguments)
     assert "homes" in message_of(balanced, spec, config, homes=[0])
     linear_spec = ModuleSpec(module=torch.nn.Linear)
     assert "no MoELayer" in message_of(balanced, linear_spec, config)

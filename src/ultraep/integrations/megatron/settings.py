@@ -25,25 +25,32 @@ class Refused(NamedTuple):
     why: str
 
 
-IN_GRAPHS = "a balanced layer plans on the host, which a CUDA graph cannot capture"
+IN_GRAPHS = "experts read the row counts of a plan on the host, which a CUDA graph cannot capture"
 IN_PIECES = "it interleaves parts of a layer with another microbatch"
 QUANTISED = "replicas do not include the scales of an expert"
+# Scales of other recipes depend on earlier steps of the same gemm, or were not tested.
+FP8_RECIPES = ("blockwise",)
 OFFLOADED = "backward restores replicas from their home rank, not from the host"
 
 REFUSED = (
     Refused("expert_tensor_parallel_size", (None, 1), "each rank must hold whole experts"),
     Refused("moe_extended_tp", (False,), "each rank must hold whole experts"),
-    Refused("fp8", (None,), QUANTISED),
+    Refused("fp8_param", (False,), QUANTISED),
     Refused("fp4", (None,), QUANTISED),
     Refused(
-        "moe_token_dispatcher_type",
-        ("allgather", "alltoall"),
-        "fused dispatchers (DeepEP, HybridEP) send rows themselves",
+        "moe_flex_dispatcher_backend",
+        ("deepep", "hybridep"),
+        "NCCL EP binds its buffers to the experts of the model",
     ),
-    Refused("moe_enable_deepep", (False,), "a fused dispatcher sends rows itself"),
+    Refused("moe_permute_fusion", (False,), "it needs kernels that were not tested"),
     Refused("moe_shared_expert_overlap", (False,), "it runs inside the library's dispatcher"),
     Refused("overlap_moe_expert_parallel_comm", (False,), IN_PIECES),
     Refused("delay_wgrad_compute", (False,), IN_PIECES),
+    Refused("overlap_dispatch_backward_with_experts_wgrad", (False,), IN_PIECES),
+    Refused("moe_single_grouped_weight", (False,), "a replica is bound to a weight of its own"),
+    Refused("moe_single_grouped_bias", (False,), "a replica is bound to a bias of its own"),
+    Refused("moe_paged_stash", (False,), "it needs operations that hold their weights themselves"),
+    Refused("expert_gtp_weight_remat_size", (1,), "each rank must hold whole experts"),
     Refused("cuda_graph_impl", ("none",), IN_GRAPHS),
     Refused("enable_cuda_graph", (False,), IN_GRAPHS),
     Refused("external_cuda_graph", (False,), IN_GRAPHS),
@@ -63,11 +70,18 @@ def check_settings(config: Any) -> None:
         if value not in supported:
             allowed = " or ".join(repr(v) for v in supported if v is not None) or "None"
             raise ConfigError(f"{setting}={value!r} cannot be balanced, use {allowed}: {why}")
-    modules = getattr(config, "recompute_modules", None) or []
-    if "moe_act" in modules:
+    recipe = getattr(config, "fp8_recipe", None)
+    if getattr(config, "fp8", None) and recipe not in FP8_RECIPES:
         raise ConfigError(
-            f"recompute_modules={modules!r} cannot be balanced, use 'moe': 'moe_act' needs "
-            "Transformer Engine, which is not tested"
+            f"fp8_recipe={recipe!r} cannot be balanced, use 'blockwise': a replica must get the "
+            "scales of its home expert"
+        )
+    if getattr(config, "fp8", None) and getattr(
+        config, "moe_router_padding_for_quantization", False
+    ):
+        raise ConfigError(
+            "moe_router_padding_for_quantization=True cannot be balanced with fp8, use False: "
+            "experts pad the rows of every slot"
         )
 
 
@@ -84,7 +98,9 @@ def check_options(options: Iterable[str]) -> None:
 def pads(config: Any) -> bool:
     """Return whether routers pad experts with tokens of probability 0."""
     names = ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization")
-    return any(getattr(config, name, False) for name in names)
+    # DeepEP does not send choices of probability 0.
+    flex = getattr(config, "moe_token_dispatcher_type", None) == "flex"
+    return flex or any(getattr(config, name, False) for name in names)
 
 
 def choices(probs_TE: torch.Tensor, map_TE: torch.Tensor, top_k: int, *, padded: bool) -> Routing:
