@@ -15,10 +15,12 @@ QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 # vLLM has an environment of its own: it wants other versions than we do.
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
+ENGINE := build/transformer-engine
+ENGINE_VERSION := 2.20.2
 TRITON_VERSION := 3.6.0
 TRITON := build/triton-$(TRITON_VERSION)
 
-.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron test-vllm test-triton lint types docs dist bench paper format clean
+.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton lint types docs dist bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
@@ -28,7 +30,7 @@ help:
 	@echo "make test-failed  the tests that failed in the last run, one at a time"
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (three minutes)"
-	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (ten minutes)"
+	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (40 minutes)"
 	@echo "make test-triton  set up, then compile all kernels with the oldest Triton that is supported (a minute)"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
@@ -60,6 +62,12 @@ test-all: $(READY)
 # Each framework wants torch for itself; two side by side, since neither keeps two cores busy.
 test-frameworks: $(FRAMEWORKS)
 	@$(MAKE) --no-print-directory -j 2 test-torchtitan test-megatron
+
+test-megatron: optional-transformer-engine
+
+# Its tests skip where it cannot be installed.
+optional-transformer-engine: $(FRAMEWORKS)
+	-@$(MAKE) --no-print-directory $(ENGINE)/.ready
 
 test-torchtitan test-megatron: $(FRAMEWORKS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/$(@:test-%=%)
@@ -117,6 +125,11 @@ $(VENV)/.docs: $(READY)
 $(FRAMEWORKS): $(READY)
 	@echo "Adding torchtitan and Megatron-Core to $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,megatron,torchtitan]'
+	@touch $@
+
+# Only its Python is used; the tests have a stand-in for the compiled part.
+$(ENGINE)/.ready: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(ENGINE) transformer-engine==$(ENGINE_VERSION)
 	@touch $@
 
 $(TRITON)/.ready: $(READY)
