@@ -50,7 +50,8 @@ API = {
     "layers": (
         "Layers and balancers",
         "ultraep",
-        "BalancedMoE Balancer Router Routing Experts ExpertsFrom serve gather_experts LocalGroup",
+        "BalancedMoE Balancer Router Routing Experts ExpertsFrom serve gather_experts "
+        "reorder_experts LocalGroup",
     ),
     "errors": (
         "Errors",

@@ -13,7 +13,7 @@ from ultraep.integrations import library
 from ultraep.integrations.library import MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM
 
 VERSIONS = [  # refused, accepted
-    (MEGATRON, ["0.15.3", "0.17.0rc1", "1.16.0"], ["0.16.0", "0.16.1", "0.16.1rc2+local"]),
+    (MEGATRON, ["0.15.3", "0.20.0rc1", "1.16.0"], ["0.16.1", "0.16.1rc2+local", "0.19.2"]),
     (TORCHTITAN, ["0.2.2", "0.4.0", "1.0.0.dev1"], ["0.3.0", "0.3.1"]),
     (TRANSFORMERS, ["4.57.1", "5.3.0", "6.0.0.dev0"], ["5.17.0", "5.22.1"]),
     (VLLM, ["0.31.2", "0.33.0rc1", "1.0"], ["0.32.0", "0.32.1", "0.32.0+cpu"]),

@@ -346,6 +346,7 @@ def test_settings_and_calls_that_cannot_be_foreseen():
         x = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
         with pytest.raises(ConfigError, match=r"foreseen with policy 'ultraep', not with 'none'"):
             model.layers[0](x, policy="none")
+        comm.all_gather(torch.zeros(1))
         torch.optim.SGD(model.layers[0].parameters(), lr=0.0).step()
         comm.all_gather(torch.zeros(1))  # threads count the steps of all ranks
         with pytest.raises(ConfigError, match=r"call foresee\(\) after optimizer.step\(\)"):
