@@ -36,7 +36,7 @@ def drawn_like(routes, experts):
 
 
 @pytest.mark.parametrize(
-    "family", [*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+    "family", [*USUAL, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 )
 def test_routes_of_a_family_are_recorded_and_replayed(family):
     with quiet():

@@ -100,7 +100,7 @@ ADAPTED = {
     "a tensor for each expert": per_expert,
     "functions": by_function,
 }
-slow = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ slow = pytest.mark.slow
     [
         ("experts", "aot_eager"),
         ("experts of a network", "aot_eager"),
-        *(pytest.param(adapted, "eager", marks=slow) for adapted in ADAPTED),
+        *(pytest.param(adapted, "eager", marks=long) for adapted in ADAPTED),
         *(pytest.param(adapted, "aot_eager", marks=slow) for adapted in list(ADAPTED)[2:]),
     ],
 )
@@ -222,7 +222,7 @@ CONTEXTS = {
     ("contexts", "inside"),
     [
         ("all again", True),
-        *(pytest.param(contexts, False, marks=slow) for contexts in CONTEXTS),
+        *(pytest.param(contexts, False, marks=long) for contexts in CONTEXTS),
         *(pytest.param(contexts, True, marks=slow) for contexts in list(CONTEXTS)[1:]),
     ],
 )
