@@ -54,7 +54,7 @@ class RoutedLayer(NamedTuple):
 
 
 def routed_layers(model: nn.Module) -> list[RoutedLayer]:
-    """Return the routed layers of a model in the order of its modules; raise if there are none."""
+    """Return the routed layers of a model, in the order of its modules; raise if it has none."""
     layers = []
     for name, module in model.named_modules():
         if isinstance(module, BalancedMoE):

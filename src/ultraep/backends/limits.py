@@ -16,7 +16,7 @@ NO_SPEEDS: IntArray = np.empty(0, dtype=np.int64)
 
 @lru_cache(maxsize=256)
 def as_array(speeds: tuple[int, ...]) -> IntArray:
-    """Return the speeds as an array, which nobody may change."""
+    """Return the speeds as a read-only array."""
     return np.array(speeds, dtype=np.int64)
 
 

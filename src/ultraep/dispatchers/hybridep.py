@@ -118,7 +118,7 @@ class _PermutedRows(LibraryRows):
         return sums[: len(slots)], scalars_TK.masked_fill(slots < 0, 0)
 
     def _padded(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the rows of as many tokens as all ranks have."""
+        """Return rows for the tokens of all ranks."""
         return pad(values, (0, 0, 0, self._missing)).contiguous()
 
     def _routing_map(self) -> torch.Tensor:

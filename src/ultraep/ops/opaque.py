@@ -139,7 +139,7 @@ def _routed_backward(
     weights: list[torch.Tensor],
     learns: list[bool],
 ) -> list[torch.Tensor]:
-    """Return the gradients of those of tokens, gates and weights that require one."""
+    """Return the gradients of tokens, gates and weights, where one is required."""
     del gates, weights  # they only determine the shapes of the results
     recorded: _Recorded = state_of(label)
     inputs = [t for t, learn in zip(recorded.inputs, learns, strict=True) if learn]

@@ -1,7 +1,7 @@
 """The rows of one microbatch, moved by a dispatcher of another library.
 
 The data plane still counts, plans, replicates, reroutes and reduces. Marks at the four borders of
-the dispatcher tell observers where the stages begin and end, in forward and in backward:
+the dispatcher show observers where the stages begin and end, in forward and in backward:
 
     tokens -> |leave_tokens| dispatch |reach_slots| -> experts
            -> |leave_slots|  combine  |reach_tokens| -> outputs

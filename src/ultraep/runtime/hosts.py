@@ -27,7 +27,7 @@ FABRIC_READY = 3  # state of a GPU that has joined its fabric
 class Host(NamedTuple):
     """Where a rank runs; ranks with equal hosts share memory and process ids.
 
-    fabric: identifies the NVLink fabric that maps memory between hosts; empty: there is none.
+    fabric: identifies the NVLink fabric that maps memory between hosts, or is empty.
     obstacle: why a fabric that is there cannot be used.
     """
 
@@ -126,7 +126,7 @@ def obstacles(hosts: Sequence[Host]) -> list[str]:
 
 
 class _FabricInfo(ctypes.Structure):
-    """What the driver tells of a GPU's fabric: `nvmlGpuFabricInfo_t`."""
+    """The fabric of a GPU, as the driver reports it: `nvmlGpuFabricInfo_t`."""
 
     _fields_ = (
         ("cluster", ctypes.c_ubyte * 16),

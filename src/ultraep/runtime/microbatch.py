@@ -229,7 +229,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
 
 
 def _sent_ahead(foreseen: Foreseen) -> Any:
-    """Return replicas of the layer whose weights are on their way; None: there are none."""
+    """Return replicas of the layer whose weights are on their way, or None."""
     if foreseen.ahead is not None:
         return foreseen.ahead
     last = None if foreseen.last is None else foreseen.last()

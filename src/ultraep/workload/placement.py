@@ -32,7 +32,7 @@ def place_experts(history_SE: IntArray, ranks: int, domain: int | None = None) -
             f"{experts} experts cannot be placed evenly on {ranks} ranks in domains of {domain}"
         )
     totals = np.maximum(history_SE.sum(axis=1, keepdims=True), 1)
-    shares = history_SE / totals  # every microbatch counts alike
+    shares = history_SE / totals  # every microbatch has the same weight
     together_EE = shares.T @ shares
     order = []
     for of_domain in _groups(together_EE, np.arange(experts), ranks // domain):

@@ -5,8 +5,8 @@ token crosses once to every domain that serves it, with the slots and gates of i
 and the rank that receives it spreads it inside of its domain like a token of its own. On the way
 back, the rows of a token are summed inside of the domain, and the sum crosses.
 
-`counts` tells how many tokens cross before the plan is known, because a row stays in the domain of
-its expert's home whichever replica serves it.
+A row stays in the domain of its expert's home, whichever replica serves it. So `Domains.counts`
+knows how many tokens cross before the plan is made.
 
 Shapes: T tokens of this rank, K experts per token, X of its tokens that cross, counted for every
 domain, T' its tokens and those that arrive, R ranks, D domains.

@@ -4,8 +4,8 @@ Loads are gathered, planned and rerouted as by messages, so the host knows the p
 domain (`inside.py`), replicas, their gradients and rows move through mapped memory, or by messages
 between CPU ranks. Between domains every token travels once (`crossing.py`).
 
-Shapes: T tokens of this rank, K experts per token, T' its tokens and those of other domains, N = T'
-* K, A arrived rows, D model width.
+Shapes: T tokens of this rank, K experts per token, T' its tokens and the tokens that arrive from
+other domains, A arrived rows, D model width.
 """
 
 from __future__ import annotations

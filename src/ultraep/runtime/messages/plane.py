@@ -220,7 +220,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         return None
 
     def _counted(self, records: Records) -> None:
-        """Take what else the records of all ranks tell."""
+        """Use other fields of the records of all ranks."""
 
     def own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return [E] the loads of this rank, and whether its ids are invalid.
