@@ -124,7 +124,8 @@ def test_a_compiled_block_equals_eager(rank, group, adapted, backend):
         weight.grad = None
     actual = one_pass(whole_graph(block, backend), block, rank)
     assert_same_tensors([actual], [expected])
-    assert all(torch.equal(w.grad, gradient) for w, gradient in zip(weights, outside, strict=True))
+    for weight, gradient in zip(weights, outside, strict=True):
+        assert_close(weight.grad, gradient)
     assert num_graphs() == 1
     assert not counters["graph_break"]
     assert block.layer.last_plan.num_replicas > 0
@@ -294,7 +295,7 @@ def test_without_gradients(rank, group):
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             y = compiled(x)
-        assert torch.equal(y, expected)
+        assert_close(y, expected)
         assert not y.requires_grad
         assert y.is_inference() == (mode is torch.inference_mode)
     assert len(recompute._states) == before
@@ -309,9 +310,10 @@ def test_options_of_a_call(rank, group):
     expected, expected_routing = layer(x, with_routing=True)
     y, routing = compiled(x, with_routing=True)
     assert isinstance(routing, Routing)
-    assert all(map(torch.equal, (y, *routing), (expected, *expected_routing)))
+    for actual, tensor in zip((y, *routing), (expected, *expected_routing), strict=True):
+        assert_close(actual, tensor, tolerance=1e-12)
     assert layer.last_plan.num_replicas > 0
-    assert torch.equal(compiled(x, policy="none"), layer(x, policy="none"))
+    assert_close(compiled(x, policy="none"), layer(x, policy="none"))
     compiled(x, policy="none")
     assert layer.last_plan.num_replicas == 0
 
@@ -389,7 +391,8 @@ def test_quantised_experts(rank, group):
     block = block_on(rank, Balancer(group, experts=8), example, quantised="fp8")
     expected = one_pass(block, block, rank, example)
     actual = one_pass(whole_graph(block), block, rank, example)
-    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    for name, tensor in expected.items():
+        assert_close(actual[name], tensor, name, 5e-3)  # a rounded row may differ by one bit
 
 
 @slow
