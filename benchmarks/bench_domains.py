@@ -38,7 +38,7 @@ from layers import (
     BEFORE,
     STEP,
     FixedRouter,
-    check_close,
+    check_variants,
     drawn_weights,
     layer_with_weights,
     on_ranks,
@@ -59,7 +59,6 @@ VARIANTS = {  # policy, data plane
     "hybrid, none": ("none", HYBRID),
     "hybrid": ("ultraep", HYBRID),
 }
-FIRST = next(iter(VARIANTS))
 CROSSING = Metric("crossing_bytes", "MB", "MB crossing", ".3f")
 SPEED_UP = Metric("speed_up_over_messages", "ratio", "over messages", ".3f")
 BLOCKS = Metric("busiest_domain_in_blocks", "ratio", "blocks", ".3f")
@@ -154,15 +153,7 @@ class Variants:
 
     def check(self) -> None:
         """Compare outputs and gradients of all variants with the first."""
-        wanted = self._results(FIRST)
-        for name in VARIANTS:
-            for what, tensor in self._results(name).items():
-                check_close(f"{what} of {name}", tensor, wanted[what])
-
-    def _results(self, name: str) -> dict[str, torch.Tensor]:
-        results = {"outputs": self.step(name).detach(), "gradients of tokens": self.x.grad}
-        results |= {f"gradients of {n}": weight.grad for n, weight in self.weights.items()}
-        return {what: tensor.clone() for what, tensor in results.items() if tensor is not None}
+        check_variants(list(VARIANTS), self.step, self.x, self.weights)
 
     def crossing(self, name: str) -> float:
         """Return the bytes that all ranks send to other domains in one step."""

@@ -33,7 +33,7 @@ from layers import (
     BEFORE,
     COPIES,
     FixedRouter,
-    check_close,
+    check_variants,
     drawn_weights,
     layer_with_weights,
     on_ranks,
@@ -169,15 +169,7 @@ class Variants:
 
     def check(self) -> None:
         """Compare outputs and gradients of all variants with `none`."""
-        wanted = self._results(NONE)
-        for name in self.layers:
-            for what, tensor in self._results(name).items():
-                check_close(f"{what} of {name}", tensor, wanted[what])
-
-    def _results(self, name: str) -> dict[str, torch.Tensor]:
-        results = {"outputs": self.step(name).detach(), "gradients of tokens": self.x.grad}
-        results |= {f"gradients of {n}": weight.grad for n, weight in self.weights.items()}
-        return {what: tensor.clone() for what, tensor in results.items() if tensor is not None}
+        check_variants([NONE, *self.layers], self.step, self.x, self.weights)
 
     def close(self) -> None:
         for layer in self.layers.values():

@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,28 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """Norm of the difference, relative to the norm of the expected tensor."""
     got, want = got.detach().double(), want.detach().double()
     return float((got - want).norm() / want.norm())
+
+
+def check_variants(
+    names: Sequence[str],
+    step: Callable[[str], torch.Tensor],
+    x: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+) -> None:
+    """Raise if outputs or gradients of a variant differ from the first.
+
+    step: runs a variant and returns its outputs; x: the tokens, whose gradients it computes.
+    """
+
+    def results_of(name: str) -> dict[str, torch.Tensor]:
+        results = {"outputs": step(name).detach(), "gradients of tokens": x.grad}
+        results |= {f"gradients of {n}": weight.grad for n, weight in weights.items()}
+        return {what: tensor.clone() for what, tensor in results.items() if tensor is not None}
+
+    wanted = results_of(names[0])
+    for name in names[1:]:
+        for what, tensor in results_of(name).items():
+            check_close(f"{what} of {name}", tensor, wanted[what])
 
 
 def check_close(what: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:
