@@ -7,9 +7,10 @@ Every rank is a process, as in `bench_ranks_gpu.py`. A step is several MoE layer
 and backward, without attention between them. `plain` plans and replicates in every layer;
 `foreseen` calls `Balancer.foresee` before the first layer. Both have the same plans, and their
 gradients must be equal bit for bit. Exposed is what the main stream, or the thread of a CPU rank,
-spends in the stages plan, verify and replicate, in backward too, plus the call of `foresee`: the
-mean over ranks, per layer. Waiting for replicas counts. The share is of the layer: step time over
-layers.
+spends in the stages plan, verify and replicate, in backward too, plus what it spends in `foresee`:
+the mean over ranks, per layer. Waiting for replicas counts. The share is of the layer: step time
+over layers. `call` is the time of the host in `foresee`; on a GPU the stream has work meanwhile, as
+it has in training.
 
 Shapes: T tokens of a rank.
 """
@@ -49,8 +50,10 @@ from ultraep.runtime.clocks import TIMED
 PLAIN, FORESEEN = "plain", "foreseen"
 EXPOSED = ("plan", "verify", "replicate", "weights again")
 CORES = replace(TOY, model="two cores", hidden=256, ffn=512, all_tokens=(512,), rounds=5, steps=2)
+BUSY = 50_000_000  # cycles that the GPU is busy when `foresee` is called: about 25 ms
 STEP = Metric("step_time_p50", "ms", "step ms", ".3f")
 FORESEE = Metric("foresee_time", "ms", "foresee ms", ".3f")
+CALL = Metric("foresee_call_time", "ms", "call ms", ".3f")
 PER_LAYER = Metric("exposed_per_layer", "ms", "exposed ms", ".4f")
 SHARE = Metric("exposed_share_of_layer", "share", "of layer", ".4f")
 
@@ -136,15 +139,15 @@ def on_rank(rank: int, size: Size, cuda: bool, layers: int) -> dict[str, Any]:
         "replicas": fmean(float(plan.num_replicas) for plan in plans),
     }
     for name, seconds in times.items():
-        exposed, foresee = exposed_ms(model, name, size.steps * (TIMED if cuda else 1), device)
-        facts[name] = {"step": 1e3 * median(seconds), "exposed": exposed, "foresee": foresee}
+        own = exposed_ms(model, name, size.steps * (TIMED if cuda else 1), device)
+        facts[name] = {"step": 1e3 * median(seconds), **own}
     model.balancer.close()
     return facts
 
 
-def exposed_ms(model: Model, name: str, steps: int, device: torch.device) -> tuple[float, float]:
-    """Exposed milliseconds per layer, and those of a call of `foresee`, the mean over ranks."""
-    foresee = foresee_ms(model, device) if name == FORESEEN else 0.0
+def exposed_ms(model: Model, name: str, steps: int, device: torch.device) -> dict[str, float]:
+    """Exposed milliseconds per layer, the mean over ranks, and those of a call of `foresee`."""
+    foresee, call = foresee_ms(model, device) if name == FORESEEN else (0.0, 0.0)
     model.balancer.reset_stats()
     for _ in range(steps):
         dist.barrier()
@@ -153,27 +156,27 @@ def exposed_ms(model: Model, name: str, steps: int, device: torch.device) -> tup
     stages = 1e3 * sum(seconds.get(stage, 0.0) for stage in EXPOSED) / steps
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (stages + foresee) / len(model.layers))
-    return fmean(of_ranks), foresee
+    return {"exposed": fmean(of_ranks), "foresee": foresee, "call": call}
 
 
-def foresee_ms(model: Model, device: torch.device) -> float:
-    """Milliseconds of `foresee`: of its kernels on a GPU, else of the call."""
-    taken: list[float] = []
+def foresee_ms(model: Model, device: torch.device) -> tuple[float, float]:
+    """Milliseconds that the main stream and the host spend in `foresee`; on a CPU, they are one."""
+    streams, hosts = [], []
     for _ in range(3):
         dist.barrier()
         if device.type == "cuda":
+            torch.cuda._sleep(BUSY)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            model.balancer.foresee(model.routes)
+        started = time.perf_counter()
+        model.balancer.foresee(model.routes)
+        hosts.append(1e3 * (time.perf_counter() - started))
+        if device.type == "cuda":
             end.record()
             torch.cuda.synchronize()
-            taken.append(begin.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            model.balancer.foresee(model.routes)
-            taken.append(1e3 * (time.perf_counter() - started))
+            streams.append(begin.elapsed_time(end))
         model.balancer.foresee(None)
-    return median(taken)
+    return median(streams or hosts), median(hosts)
 
 
 def lines_of(size: Size, layers: int, facts: dict[str, Any]) -> list[Line]:
@@ -183,6 +186,7 @@ def lines_of(size: Size, layers: int, facts: dict[str, Any]) -> list[Line]:
         values = {
             STEP: own["step"],
             FORESEE: own["foresee"],
+            CALL: own["call"],
             PER_LAYER: own["exposed"],
             SHARE: own["exposed"] / (own["step"] / layers),
             BEFORE: facts["before"],

@@ -2,8 +2,8 @@
 
     foresee     loads of all layers in one collective, all plans, replicas of the first layer
     layer l     compares its loads with the foreseen ones, takes its plan and its replicas;
-                replicas of layer l + 1 travel while its experts compute
-    backward    replicas of layer l - 1 travel while layer l computes
+                replicas of layer l + 1 travel beside its experts (messages) or after them (kernels)
+    backward    the same for replicas of layer l - 1
 
 A step stays here until its backward pass, because activation checkpointing begins its layers again.
 """
@@ -48,7 +48,7 @@ class Foresight:
         """Forget all steps, and return slots whose layers will not begin."""
         for foreseen in self._last():
             if foreseen.ahead is not None:
-                foreseen.ahead.__exit__(None, None, None)
+                foreseen.ahead.give_back()
         self._steps.clear()
 
     def add(

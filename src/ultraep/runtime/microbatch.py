@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -60,7 +59,7 @@ class Shared:
     history: History = field(default_factory=History)
     dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
     # Replicas that hold slots in a backward pass, with the number of the pass.
-    lent_in_backward: dict[AbstractContextManager[Any], int] = field(default_factory=dict)
+    lent_in_backward: dict[Any, int] = field(default_factory=dict)
 
     def unobserved(self) -> Shared:
         """Return the same parts without observers, for synthetic microbatches."""

@@ -28,6 +28,8 @@ class BaseReplicas(ABC):
     backward pass that raises does not return its slots; the next microbatch to need slots does.
     """
 
+    beside_experts = True  # whether the next replicas may travel while experts compute
+
     def __init__(self, shared: Shared, info: MicrobatchInfo, bundle: Bundle) -> None:
         self.info, self.bundle, self.observers = info, bundle, shared.observers
         self._shared, self._lent = shared, shared.lent_in_backward
@@ -72,7 +74,7 @@ class BaseReplicas(ABC):
         """
         current = backward_pass()
         for replicas in [other for other, number in self._lent.items() if number != current]:
-            replicas.__exit__(None, None, None)
+            replicas.give_back()
         with ExitStack() as loan:
             self._fill(loan, ahead=ahead)
             self._loan = loan.pop_all()
@@ -80,6 +82,12 @@ class BaseReplicas(ABC):
             self._lent[self] = current
 
     def __exit__(self, *error: object) -> None:
+        self.give_back()
+        if not self.beside_experts and self._foreseen is not None and not any(error):
+            _send_next(self._foreseen, self.info)
+
+    def give_back(self) -> None:
+        """Return the slots."""
         assert self._loan is not None, "left a block that was not entered"
         self._lent.pop(self, None)
         self._loan.close()
@@ -93,7 +101,7 @@ class BaseReplicas(ABC):
                 f"the replicas of {self} are in their slots only inside their `with` block"
             )
         tensors = self._slot_tensors()
-        if self._foreseen is not None:
+        if self.beside_experts and self._foreseen is not None:
             _send_next(self._foreseen, self.info)
         return tensors
 
@@ -118,7 +126,7 @@ class BaseReplicas(ABC):
 
 
 def _send_next(foreseen: Foreseen, info: MicrobatchInfo) -> None:
-    """Begin to send the replicas of the layer that follows, while this one computes.
+    """Begin to send the replicas of the layer that follows.
 
     In backward, it is the layer before. If it was not recomputed itself, its forward pass has left
     replicas; a recomputed layer expects that the layer before is recomputed, too.

@@ -30,6 +30,7 @@ class MappedReplicas(BaseReplicas):
     """
 
     kernels = True
+    beside_experts = False  # its programs wait for other ranks and would slow down the products
 
     def __init__(
         self,
@@ -51,10 +52,10 @@ class MappedReplicas(BaseReplicas):
         self._sending: dict[str, Stack] = {}  # kept alive while kernels may read them
         self._gradients: dict[str, GradientSlots] = {}
 
-    def __exit__(self, *error: object) -> None:
+    def give_back(self) -> None:
         if self._sending:  # a failed pass did not wait for the slots
             self.tensors()
-        super().__exit__(*error)
+        super().give_back()
 
     def begin_again(self) -> None:
         """Begin to fill the slots for backward, if forward used them."""

@@ -69,9 +69,9 @@ class MessageReplicas(BaseReplicas):
         self._arrive: Callable[[], None] | None = None  # waits for weights that were sent ahead
         self._gradients: tuple[Layout, torch.Tensor] | None = None
 
-    def __exit__(self, *error: object) -> None:
+    def give_back(self) -> None:
         self._wait()  # before others use the buffer
-        super().__exit__(*error)
+        super().give_back()
 
     def _fill(self, loan: ExitStack, *, ahead: bool) -> None:
         tensors = resolve(self.bundle)
