@@ -3,19 +3,24 @@
     python benchmarks/bench_domains.py                     # 2 x 2 CPU processes
     python benchmarks/bench_domains.py --mbit 500,2000     # on two simulated hosts (needs root)
     python benchmarks/bench_domains.py --cuda              # 2 x 4 processes on one GPU (CUDA MPS)
+    python benchmarks/bench_domains.py --cuda --toy        # the same in Triton's interpreter
     python benchmarks/bench_domains.py --routing FILE      # imbalance between domains, no layer
     python benchmarks/bench_domains.py --toy               # tiny, for CI
 
 In every domain one rank is hot. Outputs and gradients of all variants are compared with the
 unbalanced layer over messages before the timing. `crossing` counts the bytes that a step sends
 between domains: rows of tokens, and of their gradients, with gates and slots. Variants alternate;
-times are medians over rounds of the slowest rank.
+times are medians over rounds of the slowest rank. A load that takes longer than `Size.limit`
+seconds ends the run.
+
+On one GPU, messages travel through the memory of the host.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -45,14 +50,17 @@ from layers import (
     slowest,
 )
 from load_cases import HotRank, Shape, ids_with
-from mps import device_of_rank, report_of_ranks
-from timing import in_turns, on_gpu
+from mps import ThroughHost, device_of_rank, report_of_ranks
+from shared_peers import SharedPeers
+from timing import in_turns, on_gpu, print_progress
 
 import ultraep
 from ultraep.arrays import IntArray
+from ultraep.runtime.connect import connect
 from ultraep.workload.placement import place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"
+TIMEOUT = 60.0  # seconds to wait for a rank
 VARIANTS = {  # policy, data plane
     "messages, none": ("none", MESSAGES),
     "messages": ("ultraep", MESSAGES),
@@ -74,10 +82,24 @@ class Size(Shape):
     ratios: tuple[float, ...] = (1.0, 1.5, 2.0)  # imbalance inside of each domain
     rounds: int = 7
     steps: int = 2
+    limit: float = 1800.0  # seconds of one load
+    kernels: bool = False  # mapped memory inside of a domain; without a GPU, by the interpreter
 
 
 CPU = Size(ranks=4, domain=2, hidden=512, ffn=128, experts=32, top_k=8, tokens=512)
-GPU = Size(ranks=8, domain=4, hidden=4096, ffn=1536, experts=128, top_k=8, tokens=2048)
+GPU = Size(
+    ranks=8,
+    domain=4,
+    hidden=4096,
+    ffn=1536,
+    experts=128,
+    top_k=8,
+    tokens=1024,
+    rounds=5,
+    steps=1,
+    limit=90.0,  # the first load compiles kernels
+    kernels=True,
+)
 TOY = replace(CPU, hidden=32, ffn=16, experts=8, top_k=4, tokens=32, ratios=(1.5,), rounds=1)
 
 
@@ -114,13 +136,20 @@ class Variants:
 
     def _layer(self, name: str) -> ultraep.BalancedMoE:
         policy, plane = VARIANTS[name]
+        ranks: dict[str, Any] = {"group": dist.group.WORLD}
+        if self.device.type == "cuda":
+            ranks = {"communicator": ThroughHost(connect(dist.group.WORLD, timeout=TIMEOUT))}
+        elif self.size.kernels and plane == HYBRID:
+            first = self.rank - self.rank % self.size.domain
+            inside = range(first, first + self.size.domain)
+            ranks["peers"] = SharedPeers(dist.new_group(inside, use_local_synchronization=True))
         balancer = ultraep.Balancer(
-            dist.group.WORLD,
+            **ranks,
             experts=self.size.experts,
             domain=self.size.domain,
             policy=policy,
             data_plane=plane,
-            timeout=120.0,
+            timeout=TIMEOUT,
         )
         self.counters[name] = CrossingCounter(balancer.comm, self.size.domain)
         return layer_with_weights(balancer, self.router, self.weights, None)
@@ -173,6 +202,7 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
     """Measure all loads in one process."""
     variants, cases = Variants(size, rank, device_of_rank(cuda=cuda)), []
     for ratio in size.ratios:
+        faulthandler.dump_traceback_later(size.limit, exit=True)
         variants.route(ratio)
         for name in VARIANTS:
             variants.step(name)  # allocates memory, measures rates
@@ -185,6 +215,10 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
             return elapsed
 
         seconds_of = in_turns(list(VARIANTS), size.rounds, seconds, warmup=1)
+        faulthandler.cancel_dump_traceback_later()
+        if rank == 0:
+            medians = {name: f"{median(times) * 1e3:.1f} ms" for name, times in seconds_of.items()}
+            print_progress(f"imbalance {ratio:g}: {medians}")
         hosts = {name: plan.to_host() for name, plan in plans.items() if plan is not None}
         cases.append(
             {
@@ -310,7 +344,7 @@ def main(argv: Sequence[str]) -> None:
     if options.mbit and (obstacle := simulated_hosts.obstacle()):
         raise SystemExit(f"--mbit: hosts cannot be simulated here: {obstacle}")
     cuda = options.cuda and on_gpu(toy=options.toy)
-    size = TOY if options.toy else GPU if cuda else CPU
+    size = replace(TOY, kernels=options.cuda) if options.toy else GPU if cuda else CPU
     if options.quick:
         size = replace(size, ratios=(1.5,), rounds=3)
     runs: dict[str, Callable[[], Any]] = {

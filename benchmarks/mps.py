@@ -12,11 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from harness import Report
+
+from ultraep.comm import Communicator, Message, Peers
 
 CONTROL = "nvidia-cuda-mps-control"
 LIMIT = 60  # seconds for a command of the daemon, or for one process
@@ -43,6 +46,81 @@ def device_of_rank(*, cuda: bool) -> torch.device:
         return torch.device("cpu")
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
+
+
+class ThroughHost:
+    """Messages of a GPU through pinned memory of the host: gloo cannot send all GPU tensors."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.rank, self.size, self.timeout = comm.rank, comm.size, comm.timeout
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._comm.all_gather(_on_host(tensor)).to(tensor.device)
+
+    def all_to_all(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        arrived = self._comm.all_to_all(_on_host(rows), send_counts, receive_counts)
+        return arrived.to(rows.device)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        arrived = _like(receives)
+        self._comm.exchange([Message(m.peer, _on_host(m.tensor)) for m in sends], arrived)
+        _copy(arrived, receives)
+
+    def begin_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Callable[[], None]:
+        arrived = _like(receives)
+        wait = self._comm.begin_exchange(
+            [Message(m.peer, _on_host(m.tensor)) for m in sends], arrived
+        )
+
+        def copy_arrived() -> None:
+            wait()
+            _copy(arrived, receives)
+
+        return copy_arrived
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._comm.gather_objects(value)
+
+    def hosts(self) -> Communicator | None:
+        return self._comm.hosts()
+
+    def part(self, size: int) -> Communicator:
+        return ThroughHost(self._comm.part(size))
+
+    def peers(self, device: torch.device) -> Peers:
+        return self._comm.peers(device)
+
+    def close(self) -> None:
+        self._comm.close()
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host; waits for the current stream."""
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu":
+        return tensor
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    staged.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return staged
+
+
+def _like(messages: Sequence[Message]) -> list[Message]:
+    """Return messages on the host into which others can be received."""
+    return [
+        Message(peer, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+        for peer, tensor in messages
+    ]
+
+
+def _copy(arrived: Sequence[Message], targets: Sequence[Message]) -> None:
+    for source, target in zip(arrived, targets, strict=True):
+        target.tensor.detach().copy_(source.tensor)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 
 from ultraep.arrays import PADDING, IntArray
 from ultraep.backends import select
+from ultraep.comm import moved
 from ultraep.errors import LoadError
 from ultraep.loads import flat_ids
 from ultraep.plan import Plan
@@ -37,9 +38,10 @@ class Routes:
     @cached_property
     def slots(self) -> torch.Tensor:
         """[T, K] global slot of every routed row, for other dispatchers; -1: padding."""
-        in_order = np.arange(len(self.rows_of_slot)).repeat(self.rows_of_slot)
+        counts = moved(torch.from_numpy(self.rows_of_slot), self.order.device)
+        numbers = torch.arange(len(counts), device=self.order.device)
         slots = torch.full((self.num_rows,), PADDING, device=self.order.device)
-        slots[self.order] = torch.from_numpy(in_order).to(slots.device)
+        slots[self.order] = numbers.repeat_interleave(counts, output_size=len(self.order))
         return slots.reshape(self.shape)
 
     @cached_property

@@ -5,7 +5,7 @@ Shapes: T' tokens of a rank, with those that arrive from other domains; K expert
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve
 from ultraep.microbatch import MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.reroute import Routes
-from ultraep.runtime.agreement import Place, Point
 from ultraep.runtime.messages.plane import RowMessages
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
@@ -34,14 +33,15 @@ class Size(NamedTuple):
 class Inside(Protocol):
     """Moves replicas and rows between the ranks of a domain. Plans and slots are its own."""
 
-    def fit(self, size: Size) -> None:
-        """Allocate memory for microbatches of this size; collective in the domain."""
+    def fit(self, size: Size) -> Any:
+        """Return memory for a microbatch of this size; collective if it is allocated."""
 
     def prepare(self, size: Size, rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate all memory that microbatches like this need; collective in the domain."""
 
     def replicas(
         self,
+        memory: Any,
         info: MicrobatchInfo,
         plan: Plan,
         bundle: Bundle,
@@ -51,14 +51,22 @@ class Inside(Protocol):
         """Return the replicas of a plan; versions: of the weights of all ranks."""
 
     def trial(
-        self, info: MicrobatchInfo, plan: Plan, bundle: Bundle, number: int, device: torch.device
+        self,
+        memory: Any,
+        info: MicrobatchInfo,
+        plan: Plan,
+        bundle: Bundle,
+        number: int,
+        device: torch.device,
     ) -> Replicas:
         """Return the replicas of a synthetic plan, to be timed; every number is used once."""
 
-    def rows(self, info: MicrobatchInfo, routes: Routes, slots: torch.Tensor) -> BaseExchange:
+    def rows(
+        self, memory: Any, info: MicrobatchInfo, routes: Routes, slots: torch.Tensor
+    ) -> BaseExchange:
         """Return the exchange of the rows with these `[T', K]` slots, which no observer sees."""
 
-    def at_backward(self, info: MicrobatchInfo, replicas: Replicas | None) -> None:
+    def at_backward(self, replicas: Replicas | None) -> None:
         """Called when backward begins, before its first row moves."""
 
     @property
@@ -88,30 +96,38 @@ class MessagesInside:
 
     def replicas(
         self,
+        memory: None,
         info: MicrobatchInfo,
         plan: Plan,
         bundle: Bundle,
         versions: IntArray,
         device: torch.device,
     ) -> MessageReplicas:
+        del memory
         return MessageReplicas(self._shared, self._pool, info, plan, bundle, versions, device)
 
     def trial(
-        self, info: MicrobatchInfo, plan: Plan, bundle: Bundle, number: int, device: torch.device
+        self,
+        memory: None,
+        info: MicrobatchInfo,
+        plan: Plan,
+        bundle: Bundle,
+        number: int,
+        device: torch.device,
     ) -> MessageReplicas:
+        del memory
         versions = np.full(plan.topology.ranks, number)  # no slot holds this version
         shared = self._shared.unobserved()
         return MessageReplicas(shared, self._pool, info, plan, bundle, versions, device)
 
-    def rows(self, info: MicrobatchInfo, routes: Routes, slots: torch.Tensor) -> RowMessages:
-        del slots
+    def rows(
+        self, memory: None, info: MicrobatchInfo, routes: Routes, slots: torch.Tensor
+    ) -> RowMessages:
+        del memory, slots
         return RowMessages(routes, self._shared.unobserved(), info)
 
-    def at_backward(self, info: MicrobatchInfo, replicas: Replicas | None) -> None:
-        del replicas
-        if self._shared.settings.verify:
-            place = Place(Point.BACKWARD, info.layer, info.step)
-            self._shared.agreement.compare(place, torch.device("cpu"))
+    def at_backward(self, replicas: Replicas | None) -> None:
+        """Do nothing: replicas are sent again when the experts need them."""
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,6 @@ from ultraep.errors import LoadError
 from ultraep.microbatch import MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.reroute import Routes
-from ultraep.runtime.agreement import Place, Point
 from ultraep.runtime.control import DeviceRoutes
 from ultraep.runtime.hybrid.inside import Size
 from ultraep.runtime.mapped.memory import MappedMemory
@@ -32,7 +31,7 @@ class MappedInside:
         self._observed, self._shared, self._peers = shared, shared.unobserved(), peers
         self._memories: list[MappedMemory] = []
 
-    def fit(self, size: Size) -> None:
+    def fit(self, size: Size) -> MappedMemory:
         capacity = self._shared.settings.capacity
         if capacity != AUTO and size.rows > int(capacity):
             raise LoadError(
@@ -41,6 +40,7 @@ class MappedInside:
             )
         if not any(_fits(memory, size) for memory in self._memories[-1:]):
             self._allocate(size)
+        return self._memories[-1]
 
     @torch.inference_mode(False)
     def _allocate(self, size: Size) -> None:
@@ -63,11 +63,11 @@ class MappedInside:
         )
 
     def prepare(self, size: Size, rows: torch.Tensor, bundle: Bundle) -> None:
-        self.fit(size)
-        self._memories[-1].prepare(resolve(bundle), rows)
+        self.fit(size).prepare(resolve(bundle), rows)
 
     def replicas(
         self,
+        memory: MappedMemory,
         info: MicrobatchInfo,
         plan: Plan,
         bundle: Bundle,
@@ -75,38 +75,43 @@ class MappedInside:
         device: torch.device,
     ) -> MappedReplicas:
         numbers = torch.from_numpy(np.array([even(int(v)) for v in versions], np.int32))
-        return self._replicas(self._observed, info, plan, bundle, moved(numbers, device))
+        return self._replicas(self._observed, memory, info, plan, bundle, moved(numbers, device))
 
     def trial(
-        self, info: MicrobatchInfo, plan: Plan, bundle: Bundle, number: int, device: torch.device
+        self,
+        memory: MappedMemory,
+        info: MicrobatchInfo,
+        plan: Plan,
+        bundle: Bundle,
+        number: int,
+        device: torch.device,
     ) -> MappedReplicas:
         del number
         no_versions = torch.zeros(plan.topology.ranks, dtype=torch.int32, device=device)
         info.in_backward = True  # its replicas are not reported
-        return self._replicas(self._shared, info, plan, bundle, no_versions)
+        return self._replicas(self._shared, memory, info, plan, bundle, no_versions)
 
     def _replicas(
         self,
         shared: Shared,
+        memory: MappedMemory,
         info: MicrobatchInfo,
         plan: Plan,
         bundle: Bundle,
         versions: torch.Tensor,
     ) -> MappedReplicas:
-        memory = self._memories[-1]
         table = np.full((memory.streamer.copies, 3), PADDING, np.int32)
         table[: plan.num_replicas] = plan.replicas
         replicas = moved(torch.from_numpy(table), versions.device)
         return MappedReplicas(shared, memory, info, replicas, bundle, versions)
 
-    def rows(self, info: MicrobatchInfo, routes: Routes, slots: torch.Tensor) -> MappedRows:
-        memory, on_device = self._memories[-1], device_routes(routes, slots)
+    def rows(
+        self, memory: MappedMemory, info: MicrobatchInfo, routes: Routes, slots: torch.Tensor
+    ) -> MappedRows:
+        on_device = device_routes(routes, slots)
         return MappedRows(info, [], memory, on_device, None, lambda _: None)  # see `at_backward`
 
-    def at_backward(self, info: MicrobatchInfo, replicas: Replicas | None) -> None:
-        if self._shared.settings.verify:
-            place = Place(Point.BACKWARD, info.layer, info.step)
-            self._shared.agreement.compare(place, self._peers.device)
+    def at_backward(self, replicas: Replicas | None) -> None:
         if isinstance(replicas, MappedReplicas):
             replicas.begin_again()
 

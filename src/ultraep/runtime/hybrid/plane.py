@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from ultraep.errors import ConfigError, LoadError
 from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.reroute import Routes, routes_of, rows_received
-from ultraep.runtime.agreement import Records
+from ultraep.runtime.agreement import Agreement, Point, Records
 from ultraep.runtime.hybrid.crossing import Crossing, Domains
 from ultraep.runtime.hybrid.inside import Inside, MessagesInside, Size
 from ultraep.runtime.messages.plane import MessagesMicrobatch, MessagesPlane
@@ -54,6 +54,13 @@ class HybridPlane(MessagesPlane):
 
             self.inside = MappedInside(self.of_domain, peers)
         self._domains: Domains | None = None
+        self._hosts = shared.comm.hosts() or shared.comm
+        self._agreement = shared.agreement.over(self._hosts)
+
+    def verifier(self, device: torch.device) -> tuple[Agreement, torch.device]:
+        """Hosts compare plans and positions by messages that wait for no device."""
+        del device
+        return self._agreement, torch.device("cpu")
 
     def begin(self, inputs: Inputs) -> HybridMicrobatch:
         self.kernels = self._kernels_for(inputs.ids)
@@ -90,6 +97,8 @@ class HybridPlane(MessagesPlane):
     def close(self) -> None:
         self.inside.close()
         self.of_domain.comm.close()
+        if self._hosts is not self.shared.comm:
+            self._hosts.close()
 
 
 class HybridMicrobatch(MessagesMicrobatch):
@@ -99,6 +108,7 @@ class HybridMicrobatch(MessagesMicrobatch):
     # From `count`:
     _crossing_counts: IntArray  # [R, D] tokens of every rank that each domain serves
     _most_tokens: int  # of a rank in this domain, with those that arrive
+    _memory: Any  # of the domain
     # From `plan`:
     _own_plan: Plan  # of this domain
     _own_replicas: Replicas | None = None
@@ -117,7 +127,7 @@ class HybridMicrobatch(MessagesMicrobatch):
 
     def _fit(self, rows: int) -> None:
         top_k = self._inputs.ids.shape[1]
-        self._plane.inside.fit(Size(self._most_tokens, top_k, rows))
+        self._memory = self._plane.inside.fit(Size(self._most_tokens, top_k, rows))
 
     def _make_plan(self, config: BalanceConfig) -> Plan:
         plan = super()._make_plan(config)
@@ -131,12 +141,13 @@ class HybridMicrobatch(MessagesMicrobatch):
         versions = self._versions[plane.domain * size :][:size]
         bundle, device = self._inputs.layer.bundle, self._inputs.ids.device
         self._own_replicas = plane.inside.replicas(
-            self.info, self._own_plan, bundle, versions, device
+            self._memory, self.info, self._own_plan, bundle, versions, device
         )
         return self._own_replicas
 
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
         return self._plane.inside.trial(
+            self._memory,
             MicrobatchInfo(NO_LAYER, self.info.step),
             plan.of_domain(self._plane.domain),
             bundle,
@@ -153,10 +164,16 @@ class HybridMicrobatch(MessagesMicrobatch):
 
         def rows_inside(local: torch.Tensor) -> BaseExchange:
             routes = routes_inside(own, domains.place, local)
-            return plane.inside.rows(self.info, routes, local)
+            return plane.inside.rows(self._memory, self.info, routes, local)
 
         begins = [0, *accumulate(rows_received(own, domains.place).sum(axis=0).tolist())]
-        at_backward = partial(plane.inside.at_backward, self.info, self._own_replicas)
+
+        def at_backward() -> None:
+            if shared.settings.verify:
+                agreement, device = plane.verifier(slots.device)
+                agreement.compare(self._place(Point.BACKWARD), device)
+            plane.inside.at_backward(self._own_replicas)
+
         return HybridRows(self.info, shared, crossing, rows_inside, at_backward, slots, begins)
 
 

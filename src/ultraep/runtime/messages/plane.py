@@ -29,7 +29,7 @@ from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Repli
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Place, Point, Records, short_digest
+from ultraep.runtime.agreement import Agreement, Place, Point, Records, short_digest
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared, not_foreseen
@@ -102,6 +102,10 @@ class MessagesPlane:
         layout = Layout.of(tensors, len(self.topology.home_experts(self.shared.comm.rank)))
         with self.pool.lend(layout, device_of_bundle(tensors), "prepare()"):
             self.kernels = self._kernels_for(ids)
+
+    def verifier(self, device: torch.device) -> tuple[Agreement, torch.device]:
+        """Return what compares plans, and the device of its messages."""
+        return self.shared.agreement, device
 
     promised = None
 
@@ -284,9 +288,10 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
     @staged("verify")
     def _verify(self, plan: Plan) -> None:
-        self._shared.agreement.compare(
+        agreement, device = self._plane.verifier(self._inputs.ids.device)
+        agreement.compare(
             self._place(Point.PLAN),
-            self._inputs.ids.device,
+            device,
             digest=short_digest(plan.replicas, plan.quotas),
             description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
         )

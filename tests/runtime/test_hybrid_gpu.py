@@ -1,0 +1,136 @@
+"""The hybrid plane on a GPU: processes that share the device, in two domains.
+
+Inside of a domain they map each other's memory; between domains messages travel through the host.
+"""
+
+import os
+
+import pytest
+import torch
+from dense import Example, assert_close, dense, gradients_of
+from gpu_ranks import hybrid, messages, processes
+from torch.utils.checkpoint import checkpoint
+
+from ultraep import CommunicationError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda")
+LIMIT = 240.0  # seconds of one test
+PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture
+def four():
+    """New processes for every test: torch's symmetric memory remembers groups by their names."""
+    with processes(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def eight():
+    with processes(8) as pool:
+        yield pool
+
+
+def example_of(tokens, dtype, **options):
+    sizes = {"experts": 16, "hidden": 64, "ffn": 48, "top_k": 4, "skew": 2.0}
+    return Example(tokens=tokens, dtype=dtype, **sizes | options)
+
+
+def one_pass(layer, example, rank, device=CUDA, *, again=False):
+    """Output and all gradients of one pass, on the host; again: backward recomputes the layer."""
+    layer.zero_grad()
+    x = example.inputs[rank].to(device, copy=True).requires_grad_()
+    y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+    y.backward(example.gradients[rank].to(y))
+    layer.balancer.check()
+    actual = {"y": y.detach(), **gradients_of(layer, x)}
+    return {name: tensor.cpu() for name, tensor in actual.items()}
+
+
+def assert_alike(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_close(actual[name], tensor, name, PRECISION[tensor.dtype])
+
+
+def both_planes(rank, group, domain, tokens, dtype, device=CUDA, make=hybrid):
+    """Compare passes of both planes; return the output and the number of replicas."""
+    example = example_of(tokens, dtype)
+    options = {"experts": 16, "slots": 2, "domain": domain}
+    by_messages = messages(group, **options)
+    expected = one_pass(example.layer(by_messages, device=device), example, rank, device)
+    by_messages.close()
+    balancer = make(group, **options)
+    layer = example.layer(balancer, device=device)
+    for again in (False, True):
+        actual = one_pass(layer, example, rank, device, again=again)
+        assert_alike(actual, expected)
+    copies = layer.last_plan.to_host().num_replicas
+    balancer.close()
+    return actual["y"], copies
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_two_domains_of_two(four, dtype):
+    tokens = [60, 50, 0, 40]
+    results = four.run(4, both_planes, 2, tokens, dtype, timeout=LIMIT)
+    expected = dense(example_of(tokens, dtype)).output
+    assert_close(torch.cat([y for y, _ in results]), expected, tolerance=PRECISION[dtype])
+    assert results[0][1] > 0
+
+
+def test_two_domains_of_four(eight):
+    tokens = [60, 50, 0, 40, 30, 20, 70, 10]
+    results = eight.run(8, both_planes, 4, tokens, torch.bfloat16, timeout=LIMIT)
+    expected = dense(example_of(tokens, torch.bfloat16)).output
+    assert_close(torch.cat([y for y, _ in results]), expected, tolerance=3e-2)
+
+
+def grown(rank, group, device=CUDA, make=hybrid):
+    """Compare both planes for microbatches of growing size, three of them in flight."""
+    example = example_of([120] * 4, torch.float32)
+    sizes = [(8, 5, 3, 1), (9, 30, 0, 40), (120, 0, 60, 120), (20, 20, 20, 20)]
+    actual = []
+    for of_plane in (make, messages):
+        balancer = of_plane(group, experts=16, slots=2, domain=2, in_flight=3)
+        layer = example.layer(balancer, device=device)
+        xs = [example.inputs[rank][: size[rank]].to(device).requires_grad_() for size in sizes]
+        ys = [layer(x) for x in xs[:3]]
+        for x, y in zip(xs[2::-1], ys[::-1], strict=True):
+            y.backward(example.gradients[rank][: len(x)].to(device))
+        with balancer.unchanged_weights(), torch.no_grad():
+            ys += [layer(xs[3]) for _ in range(2)]  # replicas stay in their slots
+        balancer.check()
+        passed = {f"y {n}": y.detach().cpu() for n, y in enumerate(ys)}
+        passed |= {f"x {n}": x.grad.cpu() for n, x in enumerate(xs[:3])}
+        actual.append(passed | {name: p.grad.cpu() for name, p in layer.named_parameters()})
+        balancer.close()
+    assert_alike(*actual)
+
+
+def test_memory_grows_with_microbatches_in_flight(four):
+    four.run(4, grown, timeout=LIMIT)
+
+
+def leaves(rank, group, lost, device=CUDA, make=hybrid):
+    example = example_of([20] * 4, torch.float32)
+    layer = example.layer(make(group, experts=16, slots=2, domain=2), device=device)
+    x = example.inputs[rank].to(device)
+    layer(x)
+    if rank == lost:
+        os._exit(1)
+    try:
+        layer(x)
+    except CommunicationError as error:
+        return str(error)
+    return "not noticed"
+
+
+def test_a_lost_rank_of_another_domain_is_named(four):
+    outcomes = four.outcomes(4, leaves, 3, timeout=LIMIT)
+    errors = [outcome.value for outcome in outcomes if outcome.rank != 3]
+    assert all("rank 3" in error for error in errors), errors
