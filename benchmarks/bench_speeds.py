@@ -3,26 +3,33 @@
     python benchmarks/bench_speeds.py               # two and four CPU processes, one core slowed
     python benchmarks/bench_speeds.py --only equal  # 10,000 microbatches of equal ranks
     python benchmarks/bench_speeds.py --gpu         # eight processes on one GPU, with CUDA MPS
+    python benchmarks/bench_speeds.py --gpu --slow stream
     python benchmarks/bench_speeds.py --toy         # two CPU processes, tiny, for CI
 
 `straggler`: a process with a lower priority competes for the core of the last rank. On a GPU, the
-last rank has a smaller share of the multiprocessors. Ranks learn their speeds with `speeds="auto"`.
-Then three variants alternate: equal rows, the learnt speeds, and fixed speeds that follow from the
-measured time per row of every rank. The last one is the ideal split. At the end the competing
-process ends, and the ranks forget their speeds. `equal` counts how often the speeds of equal ranks
-change. `cost` is the time that learning adds to a microbatch of one rank, without the others.
+last rank has a smaller share of the multiprocessors (`--slow share`), or a thread of the rank runs
+products on another stream (`--slow stream`). Ranks learn their speeds with `speeds="auto"`. Then
+three variants alternate: equal rows, the learnt speeds, and fixed speeds that follow from the
+measured time per row of every rank. The last one is the ideal split. At the end the cause ends, if
+it can, and the ranks forget their speeds. `probe`, on a GPU: the multiprocessors of every rank,
+products on all ranks at once, and barriers through mapped memory. Every phase prints its name, and
+a rank that exceeds the limit of a phase prints its stack and ends the run. `equal` counts how often
+the speeds of equal ranks change. `cost` is the time that learning adds to a microbatch of one rank,
+without the others.
 
 Shapes: T tokens of a rank, R ranks.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -33,8 +40,8 @@ import torch.distributed as dist
 from harness import Line, Metric, Report, comma_list, options_parser
 from layers import FixedRouter, drawn_weights, layer_with_weights, on_ranks, slowest
 from load_cases import HotRank, Shape, ids_with
-from mps import device_of_rank, report_of_ranks
-from timing import in_turns
+from mps import device_of_rank, phase, report_of_ranks
+from timing import in_turns, print_progress
 
 import ultraep
 from ultraep import BalanceConfig, Plan
@@ -51,7 +58,14 @@ MICROBATCHES = Metric("microbatches", "microbatches", "microbatches", ".0f")
 CHANGES = Metric("changes_of_speeds", "changes", "changes", ".0f")
 COST = Metric("time_of_learning", "us", "us per microbatch", ".2f")
 SHARE = Metric("share_of_a_step", "share", "of a step", ".5f")
-SECTIONS = ("straggler", "equal", "cost")
+PRODUCT = Metric("product_time_p50", "ms", "product ms", ".2f")
+SMS = Metric("multiprocessors", "multiprocessors", "multiprocessors", ".0f")
+BARRIER = Metric("barrier_time", "us", "barrier us", ".1f")
+SECTIONS = ("probe", "straggler", "equal", "cost")
+USUAL, USUAL_GPU = SECTIONS[1:], SECTIONS[:2]
+CORE, SHARED, STREAM = "core", "share", "stream"  # where the last rank is slowed
+SIDE, PRODUCTS, BARRIERS = 4096, 10, 200  # of the probe
+SPARE = 20.0  # seconds to end all processes
 COMPETE = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True:\n    pass"
 
 
@@ -66,6 +80,7 @@ class Size(Shape):
     tokens: int = 256
     ranks: int = 2
     ratio: float = 1.3  # imbalance of the loads
+    slow: str = CORE
     nice: int = 6  # of the competing process
     percentage: int = 9  # of the multiprocessors, for the last rank; the others have an equal share
     most: int = 400  # microbatches until speeds must be found, and forgotten
@@ -75,7 +90,17 @@ class Size(Shape):
 
 
 CPU_SIZES = (Size(), Size(ranks=4, hidden=256, tokens=128, nice=3))
-CARD = Size(hidden=4096, ffn=1536, experts=128, top_k=8, tokens=4096, ranks=8, rounds=11)
+CARD = Size(
+    hidden=4096,
+    ffn=1536,
+    experts=128,
+    top_k=8,
+    tokens=4096,
+    ranks=8,
+    rounds=11,
+    slow=SHARED,
+)
+LIMIT = 190.0  # seconds of a run on a GPU
 TOY = Size(hidden=16, ffn=16, tokens=32, most=3, rounds=1, steps=1, quiet=3)
 
 
@@ -139,45 +164,157 @@ class Variants:
 
 
 @contextmanager
-def competing(here: bool, nice: int) -> Iterator[None]:
-    """Start a process that competes for the core of this rank, if it is the slow one."""
-    command = [sys.executable, "-c", COMPETE, str(nice)]
-    process = subprocess.Popen(command) if here else None
+def slowed(size: Size, here: bool) -> Iterator[None]:
+    """Slow this rank down, if it is the slow one and its share of a GPU does not do so already."""
+    ends = []
+    if here and size.slow == CORE:
+        process = subprocess.Popen([sys.executable, "-c", COMPETE, str(size.nice)])
+        ends += [process.kill, process.wait]
+    if here and size.slow == STREAM:
+        stop = threading.Event()
+        thread = threading.Thread(target=run_products, args=(stop,), daemon=True)
+        thread.start()
+        ends += [stop.set, thread.join]
     dist.barrier()
     try:
         yield
     finally:
-        if process is not None:
-            process.kill()
-            process.wait()
+        for end in ends:
+            end()
         dist.barrier()
 
 
-def straggler_on_rank(rank: int, size: Size, cuda: bool) -> dict[str, Any]:
-    last = rank == size.ranks - 1
-    if cuda and last:  # before this process opens the GPU
+def run_products(stop: threading.Event) -> None:
+    """Run products on a stream of their own, half of the time."""
+    side = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
+    product, done = torch.empty_like(side), torch.cuda.Event(blocking=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        while not stop.is_set():
+            begin = time.perf_counter()
+            torch.mm(side, side, out=product)
+            done.record()
+            done.synchronize()
+            time.sleep(time.perf_counter() - begin)
+
+
+class Phases:
+    """Names and limits the phases of one rank; see `mps.phase`. CPUs have no limits."""
+
+    def __init__(self, rank: int, end: float | None) -> None:
+        self.rank, self.end = rank, end
+
+    def __call__(self, what: str, seconds: float = 60.0) -> AbstractContextManager[None]:
+        if self.end is None:
+            return nullcontext()
+        return phase(f"rank {self.rank}: {what}", seconds, self.end)
+
+
+def open_device(rank: int, size: Size, cuda: bool) -> torch.device:
+    if cuda and size.slow == SHARED and rank == size.ranks - 1:  # before it opens the GPU
         os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(size.percentage)
-    variants = Variants(size, rank, device_of_rank(cuda=cuda))
-    variants.add(ROWS, None)
-    balancer = variants.add(LEARNT, "auto")
+    device = device_of_rank(cuda=cuda)
+    torch.ones(1, device=device).item()
+    return device
+
+
+def gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def probe_on_rank(rank: int, size: Size, cuda: bool, end: float | None) -> dict[str, Any]:
+    from ultraep.backends.triton.signals import Signals
+    from ultraep.runtime.mapped.peers import SymmetricPeers
+
+    phases = Phases(rank, end)
+    with phases("open the GPU"):
+        device = open_device(rank, size, cuda)
+        sms = gathered(torch.cuda.get_device_properties(device).multi_processor_count)
+        say(rank, f"multiprocessors of the ranks: {sms}")
+    with phases("products and barriers of the hosts", 30), slowed(size, rank == size.ranks - 1):
+        side = torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16)
+        seconds = []
+        for _ in range(5):
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(PRODUCTS):
+                torch.mm(side, side)
+            torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - begin) / PRODUCTS)
+        products = gathered(1e3 * median(seconds))
+        say(rank, f"milliseconds of a product on every rank: {[round(ms, 2) for ms in products]}")
+    with phases("mapped memory", 30):
+        assert dist.group.WORLD is not None
+        peers = SymmetricPeers(dist.group.WORLD, device)
+        signals = Signals(peers, slots=1, buffers=1, timeout=10.0)
+    with phases("barriers of the GPUs", 30):
+        signals.barrier("rows")  # compiles the kernel
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(BARRIERS):
+            signals.barrier("rows")
+        torch.cuda.synchronize()
+        barrier = 1e6 * (time.perf_counter() - begin) / BARRIERS
+        signals.check()
+        say(rank, f"microseconds of a barrier of the GPUs: {barrier:.1f}")
+    return {"sms": sms, "products": products, "barrier": barrier}
+
+
+def say(rank: int, text: str) -> None:
+    if rank == 0:
+        print_progress(text)
+
+
+def probe(report: Report, size: Size, *, cuda: bool, end: float | None) -> None:
+    if not cuda:
+        raise SystemExit("the section probe needs --gpu")
+    facts = on_ranks(size.ranks, probe_on_rank, size, cuda, end)
+    pairs = zip(facts["sms"], facts["products"], strict=True)
+    lines = [
+        Line({"rank": rank}, {SMS: sms, PRODUCT: ms, BARRIER: facts["barrier"]})
+        for rank, (sms, ms) in enumerate(pairs)
+    ]
+    report.add(f"EP{size.ranks}, the last rank is slow by {size.slow}: products, barriers", lines)
+
+
+def straggler_on_rank(rank: int, size: Size, cuda: bool, end: float | None) -> dict[str, Any]:
+    last, phases = rank == size.ranks - 1, Phases(rank, end)
+    with phases("open the device"):
+        variants = Variants(size, rank, open_device(rank, size, cuda))
+        balancer = variants.add(LEARNT, "auto")
+        variants.add(ROWS, None)
     facts: dict[str, Any] = {}
-    with competing(last and not cuda, size.nice):
-        facts["found"] = variants.until(LEARNT, lambda: bool(balancer.speeds))
-        for _ in range(2 * BLOCK if size.most > BLOCK else 1):
-            variants.step(LEARNT)
-        facts["learnt"] = balancer.speeds or (1000,) * size.ranks
-        facts["measured"] = variants.measured(ROWS)
-        variants.add(IDEAL, facts["measured"])
-        names = [ROWS, LEARNT, IDEAL]
-        seconds = in_turns(names, size.rounds, variants.seconds)
-        facts["seconds"] = seconds
-    facts["forgotten"] = variants.until(LEARNT, lambda: not balancer.speeds)
+    with phases("first step"):
+        variants.step(LEARNT)
+        variants.step(ROWS)
+        torch.cuda.synchronize() if cuda else None
+    with slowed(size, last):
+        with phases("learn", 90):
+            facts["found"] = 1 + variants.until(LEARNT, lambda: bool(balancer.speeds))
+            say(rank, f"after {facts['found']} microbatches: {balancer.speeds or 'equal speeds'}")
+        with phases("learn more"):
+            for _ in range(2 * BLOCK if size.most > BLOCK else 1):
+                variants.step(LEARNT)
+            facts["learnt"] = balancer.speeds or (1000,) * size.ranks
+        with phases("measure the time per row"):
+            facts["measured"] = variants.measured(ROWS)
+            say(rank, f"learnt {facts['learnt']}, by time per row {facts['measured']}")
+            variants.add(IDEAL, facts["measured"])
+        with phases("compare"):
+            facts["seconds"] = in_turns([ROWS, LEARNT, IDEAL], size.rounds, variants.seconds)
+            ms = {name: round(1e3 * median(times), 2) for name, times in facts["seconds"].items()}
+            say(rank, f"milliseconds {ms}")
+    if size.slow != SHARED:
+        with phases("forget", 90):
+            facts["forgotten"] = variants.until(LEARNT, lambda: not balancer.speeds)
     variants.close()
     return facts
 
 
-def straggler(report: Report, size: Size, *, cuda: bool) -> None:
-    facts = on_ranks(size.ranks, straggler_on_rank, size, cuda)
+def straggler(report: Report, size: Size, *, cuda: bool, end: float | None) -> None:
+    facts = on_ranks(size.ranks, straggler_on_rank, size, cuda, end)
     seconds: dict[str, list[float]] = facts["seconds"]
     slowest_speed = {ROWS: 1000, LEARNT: min(facts["learnt"]), IDEAL: min(facts["measured"])}
     lines = [
@@ -193,12 +330,10 @@ def straggler(report: Report, size: Size, *, cuda: bool) -> None:
         for name, times in seconds.items()
     ]
     report.add(f"EP{size.ranks}, the last rank is slow: {size.about}, {size.tokens} tokens", lines)
-    ends = {"found after": facts["found"]}
-    if not cuda:  # the share of a GPU stays
-        ends["forgotten after"] = facts["forgotten"]
     lines = [
-        Line({"ranks": size.ranks, "speeds are": name}, {MICROBATCHES: count})
-        for name, count in ends.items()
+        Line({"ranks": size.ranks, "speeds are": f"{name} after"}, {MICROBATCHES: facts[name]})
+        for name in ("found", "forgotten")
+        if name in facts
     ]
     report.add(f"EP{size.ranks}, learning", lines)
 
@@ -221,16 +356,17 @@ def equal_on_rank(rank: int, size: Size, cuda: bool) -> dict[str, Any]:
     return {"changes": changes, "seconds": seconds}
 
 
-def equal(report: Report, size: Size, *, cuda: bool) -> None:
+def equal(report: Report, size: Size, *, cuda: bool, end: float | None) -> None:
+    del end
     sized = size if cuda else replace(size, hidden=size.hidden // 4, ffn=size.ffn // 4)
     facts = on_ranks(sized.ranks, equal_on_rank, sized, cuda)
     values = {MICROBATCHES: sized.quiet, CHANGES: facts["changes"], MS: 1e3 * facts["seconds"]}
     report.add(f"EP{size.ranks}, equal ranks: {sized.about}", [Line({"variant": LEARNT}, values)])
 
 
-def cost(report: Report, size: Size, *, cuda: bool) -> None:
+def cost(report: Report, size: Size, *, cuda: bool, end: float | None) -> None:
     """Time the hooks of a microbatch on one core, with the plans of several group sizes."""
-    del cuda
+    del cuda, end
     lines = []
     for ranks, experts in ((8, 64), (64, 256)):
         topology = ultraep.Topology(ranks=ranks, experts=experts)
@@ -262,29 +398,41 @@ def hooks_seconds(plan: Plan, calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
+RUN = {"probe": probe, "straggler": straggler, "equal": equal, "cost": cost}
+
+
 def main(argv: Sequence[str]) -> None:
     parser = options_parser(__doc__)
     only = comma_list(SECTIONS)
-    text = f"sections to run: {', '.join(SECTIONS)} (default: all; with --gpu the first)"
+    text = f"sections to run: {', '.join(SECTIONS)} (default: {', '.join(USUAL)}; with --gpu " + (
+        f"{', '.join(USUAL_GPU)})"
+    )
     parser.add_argument("--only", type=only, metavar="A,B", help=text)
     parser.add_argument("--gpu", action="store_true", help="eight processes on one GPU")
-    text = "multiprocessors of the last rank with --gpu, in per cent of all (default: 9)"
+    text = "how the last rank is slowed with --gpu: fewer multiprocessors, or another stream"
+    parser.add_argument("--slow", choices=(SHARED, STREAM), default=SHARED, help=text)
+    text = "multiprocessors of the last rank with --slow share, in per cent of all (default: 9)"
     parser.add_argument("--percentage", type=int, default=CARD.percentage, help=text)
+    text = f"seconds of a run with --gpu (default: {LIMIT:.0f})"
+    parser.add_argument("--limit", type=float, default=LIMIT, help=text)
     parser.add_argument("--ranks", type=int, help="only this number of ranks")
     options = parser.parse_args(argv[1:])
-    card = replace(CARD, percentage=options.percentage)
+    cuda = options.gpu and not options.toy
+    card = replace(CARD, percentage=options.percentage, slow=options.slow)
     every = [TOY] if options.toy else [card] if options.gpu else CPU_SIZES
     sizes = [size for size in every if options.ranks in (None, size.ranks)]
-    names = options.only or (SECTIONS[:1] if options.gpu else SECTIONS)
-    cuda = options.gpu and not options.toy
+    names = options.only or (USUAL_GPU if options.gpu and not options.toy else USUAL)
+    end = time.time() + options.limit if cuda else None
+    if cuda:  # also if processes cannot be ended
+        faulthandler.dump_traceback_later(options.limit + SPARE, exit=True)
     with report_of_ranks("speeds", argv, sizes[0].ranks, cuda=cuda) as report:
         for name in names:
             report.section = name
             for size in sizes[: None if name == "straggler" else 1]:
-                {"straggler": straggler, "equal": equal, "cost": cost}[name](
-                    report, size, cuda=cuda
-                )
+                RUN[name](report, size, cuda=cuda, end=end)
+                sys.stdout.flush()
                 report.write(options.json)
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -7,22 +7,26 @@ use gloo and map each other's memory.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from harness import Report
+from timing import print_progress
 
 from ultraep.comm import Communicator, Message, Peers
 
 CONTROL = "nvidia-cuda-mps-control"
 LIMIT = 60  # seconds for a command of the daemon, or for one process
+CLOSING = 10  # seconds until the daemon ends processes that are still connected
 TRIES = 3
 
 
@@ -124,6 +128,21 @@ def _copy(arrived: Sequence[Message], targets: Sequence[Message]) -> None:
 
 
 @contextmanager
+def phase(what: str, seconds: float, end: float) -> Iterator[None]:
+    """Print what this process does. If it takes too long, print all stacks and end the process.
+
+    seconds: the most it may take.   end: of the whole run, by `time.time()`.
+    """
+    print_progress(what)
+    limit = max(1.0, min(seconds, end - time.time()))
+    faulthandler.dump_traceback_later(limit, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
 def shared_card(ranks: int) -> Iterator[None]:
     """Let processes started in this block share the GPU; the daemon stops after the block."""
     if shutil.which(CONTROL) is None:
@@ -146,7 +165,7 @@ def shared_card(ranks: int) -> Iterator[None]:
             os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
             yield
         finally:
-            _send_command("quit")
+            _send_command(f"quit -t {CLOSING}")
             os.environ.clear()
             os.environ.update(before)
 

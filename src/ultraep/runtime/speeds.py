@@ -34,7 +34,7 @@ from ultraep.runtime.versions import count_optimizer_steps, optimizer_steps
 BLOCK = 32  # microbatches; speeds change at most once in a block
 AGREEING = 4  # blocks in a row that show a change
 FEWEST, KEPT = 5, 16  # blocks from which the noise is estimated
-SAMPLES = 4  # of a block that counts, at least
+SAMPLES = 3  # of a block that counts, at least
 CUT = 8  # an eighth of the samples of a block is left out at each end
 CHANGE, OF_NOISE = 20, 3  # least change of a speed: in thousandths, and as a multiple of the noise
 # Time that a plan loses to the ideal split, in millionths: to leave equal speeds, to adjust unequal

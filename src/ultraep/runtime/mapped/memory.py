@@ -51,6 +51,8 @@ class MappedMemory:
         timeout = settings.timeout or shared.comm.timeout
         self.signals = Signals(own, slots=topology.slots, buffers=self.buffers, timeout=timeout)
         moving, self._pulling, self.beside = _programs(own.device, self.sms, share.budget)
+        # A chunk is complete when as many programs have written as the receiver expects.
+        moving = min(shared.comm.gather_objects(moving))
         self.streamer = Streamer(self.signals, topology, relay=settings.relay, programs=moving)
         layout = RegionLayout(
             first_slot_of_rank=topology.first_slot_of_rank,
