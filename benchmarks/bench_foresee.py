@@ -204,6 +204,8 @@ def main(argv: Sequence[str]) -> None:
     cuda = torch.cuda.is_available() and not options.toy
     size = TOY if options.toy else MODELS["qwen"] if cuda else CORES
     size = replace(size, loads=(HotRank(2.0 if cuda else 1.5),))
+    if options.quick:
+        size = replace(size, rounds=min(size.rounds, 5), steps=min(size.steps, 2))
     with report_of_ranks("foresee", argv, size.ranks, cuda=cuda) as report:
         for tokens in size.all_tokens[: 1 if options.quick else None]:
             case = replace(size, tokens=tokens)
