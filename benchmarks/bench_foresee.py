@@ -17,6 +17,7 @@ Shapes: T tokens of a rank.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from layers import (
 )
 from load_cases import HotRank, ids_with
 from mps import device_of_rank, report_of_ranks
-from timing import in_turns
+from timing import in_turns, print_progress
 
 import ultraep
 from ultraep import BalanceConfig
@@ -50,6 +51,7 @@ from ultraep.runtime.clocks import TIMED
 PLAIN, FORESEEN = "plain", "foreseen"
 EXPOSED = ("plan", "verify", "replicate", "weights again")
 CORES = replace(TOY, model="two cores", hidden=256, ffn=512, all_tokens=(512,), rounds=5, steps=2)
+LIMIT = 150  # seconds of one case; then every rank prints its stack and ends
 BUSY = 50_000_000  # cycles that the GPU is busy when `foresee` is called: about 25 ms
 STEP = Metric("step_time_p50", "ms", "step ms", ".3f")
 FORESEE = Metric("foresee_time", "ms", "foresee ms", ".3f")
@@ -119,6 +121,8 @@ def on_rank(rank: int, size: Size, cuda: bool, layers: int) -> dict[str, Any]:
     """Time both variants in turn, then their stages, in one process."""
     device = device_of_rank(cuda=cuda)
     model = model_of(size, rank, device, layers)
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    say(rank, "first step")
     model.step(PLAIN)  # allocates memory, measures rates
     if not model.balancer.foresee(model.routes):
         raise Mismatch("nothing was foreseen after a first step")
@@ -126,6 +130,7 @@ def on_rank(rank: int, size: Size, cuda: bool, layers: int) -> dict[str, Any]:
     wanted = model.gradients(PLAIN)
     if not all(map(torch.equal, model.gradients(FORESEEN), wanted)):
         raise Mismatch("foreseen routes change the gradients")
+    say(rank, "time steps")
     times = in_turns(
         [PLAIN, FORESEEN],
         size.rounds,
@@ -139,10 +144,17 @@ def on_rank(rank: int, size: Size, cuda: bool, layers: int) -> dict[str, Any]:
         "replicas": fmean(float(plan.num_replicas) for plan in plans),
     }
     for name, seconds in times.items():
+        say(rank, f"time the stages: {name}")
         own = exposed_ms(model, name, size.steps * (TIMED if cuda else 1), device)
         facts[name] = {"step": 1e3 * median(seconds), **own}
     model.balancer.close()
+    faulthandler.cancel_dump_traceback_later()
     return facts
+
+
+def say(rank: int, text: str) -> None:
+    if rank == 0:
+        print_progress(text)
 
 
 def exposed_ms(model: Model, name: str, steps: int, device: torch.device) -> dict[str, float]:

@@ -24,6 +24,8 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from ultraep.integrations.torchtitan import balancers
 
+LONGEST = 512  # tokens of a sequence, by the positions of the tiny model
+
 
 class ChosenRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
     """The framework's router, with the choices of `choices` where there are any."""
@@ -71,8 +73,9 @@ def build(
         )
         # Without the update of router biases, every step has the same routing.
         config.model_spec = replace(config.model_spec, model=model, post_optimizer_build_fn=None)
-        config.training.seq_len = size.sequence_length
-        config.training.local_batch_size = size.tokens // size.sequence_length
+        length = min(size.sequence_length, LONGEST)
+        config.training.seq_len = length
+        config.training.local_batch_size = size.tokens // length
         config.activation_checkpoint = None
         config.optimizer = default_adamw(lr=0.0)
         config.metrics.log_freq = 1 << 30

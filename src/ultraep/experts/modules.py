@@ -308,7 +308,7 @@ class _TwoProducts(torch.autograd.Function):
             d_rows_AD = products.multiply_transposed(
                 d_up, gate_up[0], out=replicas.served_rows(ctx.like), beside=beside
             )
-        d_stacked = sums.reduced() if sums is not None else [None] * len(stacked)
+            d_stacked = sums.reduced() if sums is not None else [None] * len(stacked)
         return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, None, *d_stacked
 
 
