@@ -10,7 +10,8 @@ gradients must be equal bit for bit. Exposed is what the main stream, or the thr
 spends in the stages plan, verify and replicate, in backward too, plus what it spends in `foresee`:
 the mean over ranks, per layer. Waiting for replicas counts. The share is of the layer: step time
 over layers. `call` is the time of the host in `foresee`; on a GPU the stream has work meanwhile, as
-it has in training.
+it has in training. What the main stream spends in `foresee` includes the plans, so they count twice
+in `exposed`.
 
 Shapes: T tokens of a rank.
 """
@@ -172,7 +173,10 @@ def exposed_ms(model: Model, name: str, steps: int, device: torch.device) -> dic
 
 
 def foresee_ms(model: Model, device: torch.device) -> tuple[float, float]:
-    """Milliseconds that the main stream and the host spend in `foresee`; on a CPU, they are one."""
+    """Milliseconds that the main stream and the host spend in `foresee`; on a CPU, they are one.
+
+    Of the stream, the rank that waits least for the others counts.
+    """
     streams, hosts = [], []
     for _ in range(3):
         dist.barrier()
@@ -188,7 +192,9 @@ def foresee_ms(model: Model, device: torch.device) -> tuple[float, float]:
             torch.cuda.synchronize()
             streams.append(begin.elapsed_time(end))
         model.balancer.foresee(None)
-    return median(streams or hosts), median(hosts)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, streams or hosts)
+    return median(min(same) for same in zip(*of_ranks, strict=True)), median(hosts)
 
 
 def lines_of(size: Size, layers: int, facts: dict[str, Any]) -> list[Line]:

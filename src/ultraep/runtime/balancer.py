@@ -336,7 +336,7 @@ class Balancer:
             padding. None: drop a step whose layers will not all begin.
         recompute: the layers begin in backward, the last one first, by activation checkpointing.
 
-        Replicas of the next layer then travel while a layer computes, which needs in_flight >= 2.
+        Replicas of the next layer then travel before it begins, which needs in_flight >= 2.
         Plans and gradients are the same as without. The layers must get these ids, and weights must
         not change before backward has ended; other loads are refused on all ranks.
         Return False if nothing was planned: the first step of a layer measures rates and allocates
@@ -359,10 +359,16 @@ class Balancer:
         readers = [_reader(reader) for reader in self._readers]
         versioned = self._versions.promise > 0  # otherwise every step sends its weights again
         device = next(iter(self._carriers)) if refusal is not None else routes[0].device
+        carrier = self._carrier(device)
         nothing = torch.zeros(0, 1, dtype=torch.int64, device=device)
         inputs = [
             Inputs(
-                MicrobatchInfo(index, self._steps + 1, recomputed=recompute),
+                MicrobatchInfo(
+                    index,
+                    self._steps + 1,
+                    recomputed=recompute,
+                    timed=carrier.clock.times(self._steps + 1 + index),
+                ),
                 Layer(index, read() or {} if versioned else {}),
                 self.config,
                 nothing if refusal is not None else routes[index],
@@ -372,7 +378,7 @@ class Balancer:
             )
             for index, read in enumerate(readers)
         ]
-        layers = self._carrier(device).plane.foresee(inputs, refusal)
+        layers = carrier.plane.foresee(inputs, refusal)
         if layers:
             self._foresight.add(layers, readers, recompute=recompute)
         return bool(layers)
