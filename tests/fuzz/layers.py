@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ranks import everywhere
+from ranks import everywhere, shared_pool
 
 from ultraep import BalanceConfig, Balancer, Rates
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
-from test_random_layers import assert_dense, drawn, mapped, one_pass, over_messages  # noqa: E402
+from test_random_layers import assert_dense, drawn, mapped, one_pass, over_messages
 
 PROCESSES, MAPPED = 25, 200  # one of so many layers runs in processes, in shared memory
 
@@ -28,11 +28,12 @@ def drawn_layer(seed: int, number: int, most_ranks: int) -> tuple[Any, dict[str,
     rng = np.random.default_rng([seed, number, 1])
     rates = Rates(row=int(rng.choice([1, 10**6])), copy=int(rng.choice([0, 10, 10**7])))
     speeds = [int(speed) for speed in rng.choice([500, 900, 1000], example.ranks)]
+    policy = options.pop("policy")
     options["config"] = BalanceConfig(
-        policy=options.pop("policy"),
+        policy=policy,
         tolerance=float(rng.choice([0.0, 0.0, 0.1, 1.0])),
         min_tokens_per_replica=int(rng.choice([1, 1, 3])),
-        max_replicas=[None, None, 1][rng.integers(3)],
+        max_replicas=[None, None, 1][rng.integers(3)] if policy == "ultraep" else None,
         locality=bool(rng.integers(2)),
         objective="time",
         rates=rates,
@@ -52,8 +53,6 @@ def check_layer(seed: int, number: int, counts: Counter[str]) -> None:
         plane = "processes"
     example, options, again = drawn_layer(seed, number, 3 if plane == "mapped memory" else 4)
     if plane == "mapped memory":
-        from ranks import shared_pool
-
         options["domain"] = example.ranks  # its ranks map each other's memory
         results = shared_pool().run(example.ranks, mapped, example, options, again)
     elif plane == "processes":
@@ -61,7 +60,6 @@ def check_layer(seed: int, number: int, counts: Counter[str]) -> None:
         results = everywhere(transport, example.ranks, in_process, example, options, again)
     else:
         results = over_messages(example, options, again)
-    options["homes"] = options.get("homes")
     assert_dense(example, options, results)
     counts[plane] += 1
 

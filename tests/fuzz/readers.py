@@ -74,7 +74,22 @@ READERS = (
     *("tools/inspect/checkpoint.py", "tools/inspect/texts.py", "tools/view/api.py"),
     *("tools/view/server.py", "tools/view/traces.py", "tools/view/table.py"),
 )
-WORDS = ("", "-1", "0", "1", "2", "3", "0.5", "nan", "inf", "1e9", "x", "none,,eplb", "\x00", "ä" * 9)
+WORDS = (
+    "",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3",
+    "0.5",
+    "nan",
+    "inf",
+    "1e9",
+    "x",
+    "none,,eplb",
+    "\x00",
+    "ä" * 9,
+)
 LARGE = ("4294967296", "9" * 30, "1e400", "-9223372036854775809")
 SMALL = Topology(ranks=2, experts=4, slots=1)
 
@@ -274,7 +289,9 @@ def of_texts() -> list[Target]:
     }
     return [
         Target(
-            f"text {name}", [text.encode() for text in texts], lambda data, read=read: read(words(data))
+            f"text {name}",
+            [text.encode() for text in texts],
+            lambda data, read=read: read(words(data)),
         )
         for name, (read, texts) in readers.items()
     ]
@@ -318,17 +335,29 @@ def read_token(text: str) -> None:
 def of_arrays() -> list[Target]:
     loads = [[3, 1, 0, 9], [2, 0, 5, 40]]
     valid: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-        "ids": (lambda ids, experts: ultraep.count_loads(ids, experts), {"ids": [[0, 1], [3, -1]], "experts": 4}),
+        "ids": (
+            lambda ids, experts: ultraep.count_loads(ids, experts),
+            {"ids": [[0, 1], [3, -1]], "experts": 4},
+        ),
         "loads": (plan_loads, {"loads": loads, "history": [[1, 2, 3, 4]], "policy": "eplb"}),
         "replicas": (use_replicas, {"loads": loads, "placed": [[0, 1, 2], [3, 0, 12]]}),
         "routes": (
             use_routes,
-            {"routes": [[[[0, 1]], [[2, 3]]], [[[1, 1]]]], "mask": [[1, 1], [0, 1]], "lengths": [2, 1]},
+            {
+                "routes": [[[[0, 1]], [[2, 3]]], [[[1, 1]]]],
+                "mask": [[1, 1], [0, 1]],
+                "lengths": [2, 1],
+            },
         ),
         "routes of vLLM": (routes_of_vllm, {"routes": [[[0, 1], [2, 3]]], "layers": [0, 1]}),
     }
     return [
-        Target(f"arrays {name}", [json.dumps(values).encode()], partial(call_with_json, use), json_in_place)
+        Target(
+            f"arrays {name}",
+            [json.dumps(values).encode()],
+            partial(call_with_json, use),
+            json_in_place,
+        )
         for name, (use, values) in valid.items()
     ]
 
@@ -452,7 +481,9 @@ def of_messages() -> Target:
             wires[1]._outboxes[0].put(VERBS[0], data)
             at = wires[0]._inboxes[1]._at + HEADER
             memory = memoryview(files.control).cast("q")
-            memory[at : at + 4] = memoryview(np.array([verb, left, size, generation])).cast("B").cast("q")
+            memory[at : at + 4] = (
+                memoryview(np.array([verb, left, size, generation])).cast("B").cast("q")
+            )
             memory.release()
             target = torch.empty(expected, dtype=torch.uint8)
             wires[0].move(VERBS[0], {}, {1: deque([target])})
