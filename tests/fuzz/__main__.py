@@ -10,7 +10,10 @@ build/fuzz. The exit code is 1 if there are any.
 from __future__ import annotations
 
 import argparse
+import logging
+import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
+from threading import Event
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is first imported
 os.environ["ULTRAEP_RATES"] = "row=1000000,copy=1,each=0,layer=0"  # the same plans everywhere
@@ -39,11 +43,14 @@ MOST_SHOWN = 20  # findings of a kind
 Step = Callable[[int], Finding | None]
 
 
+stopped = Event()  # by SIGTERM or Ctrl-C: the log tells how far the run came
+
+
 def numbers(most: int | None, seconds: float | None) -> Iterator[int]:
-    """Yield 0, 1, ... up to a count, or until the time is over."""
-    end = None if seconds is None else time.monotonic() + seconds
+    """Yield 0, 1, ... up to a count, until the time is over, or until the run is stopped."""
+    end = math.inf if seconds is None else time.monotonic() + seconds
     for number in count():
-        if number == most or (end is not None and time.monotonic() >= end):
+        if number == most or time.monotonic() >= end or stopped.is_set():
             return
         yield number
 
@@ -218,6 +225,9 @@ def main() -> None:
     quick_interpreter.install()
     wait_until_compiled()
     torch.set_num_threads(1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    logging.getLogger("ultraep").setLevel(logging.ERROR)  # some policies ignore speeds
     warnings.simplefilter("ignore", NothingToBalance)  # some layers have no slots
     sys.exit(run(options) > 0)
 
