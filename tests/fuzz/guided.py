@@ -41,9 +41,10 @@ class TooSlow(BaseException):
 
 
 class Coverage:
-    """Pairs of successive lines of the package that were executed."""
+    """Pairs of successive lines of the files in a folder that were executed."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: str = PACKAGE) -> None:
+        self._root = root
         self.pairs: set[tuple[int, int, int]] = set()
         self.lines: set[tuple[str, int]] = set()
         self._new = False
@@ -61,7 +62,7 @@ class Coverage:
 
     def _enter(self, frame: FrameType, _event: str, _value: Any) -> Any:
         code, pairs = frame.f_code, self.pairs
-        if not code.co_filename.startswith(PACKAGE):
+        if not code.co_filename.startswith(self._root):
             return None
         number, previous = id(code), 0
 
