@@ -75,13 +75,14 @@ OF_RANK = {
     "gathers": Quantity("gathers at start", "", 0, "each compares one thing"),
     "received": Quantity("bytes gathered at start", "KB", 1, "a record of every rank"),
     "private": Quantity("private memory of the balancer and a step", "MB", 1, "loads of all ranks"),
-    "shared": Quantity("shared memory of a rank", "MB", 1, "a segment for each peer"),
+    "shared": Quantity("shared memory, by rank", "MB", 1, "a segment for each peer"),
+    "mapped": Quantity("shared memory that a rank touches", "MB", 1, "its own segments"),
 }
 OF_PLAN = {
     "plan": Quantity("time of a plan", "ms", 2, "[ranks, experts] loads are read", counted=False),
     "memory": Quantity("peak memory of a plan", "MB", 2, "a copy of the loads"),
     "record": Quantity("record of a rank", "KB", 1, "its load of every expert"),
-    "buffers": Quantity("mapped buffers of a rank", "MB", 2, "loads of all ranks"),
+    "buffers": Quantity("mapped buffers of a rank", "MB", 0, "its rows and slots"),
 }
 
 
@@ -95,7 +96,7 @@ class Scale:
 
 SCALES = {
     "toy": Scale((2, 4), (8, 16)),
-    "quick": Scale((8, 16), (64, 256)),
+    "quick": Scale((4, 16), (64, 256)),
     "full": Scale((8, 16, 32, 64), (64, 128, 256, 512, 1024)),
 }
 
@@ -108,6 +109,7 @@ def ranks(bench: Bench) -> None:
     needed = max(bench.scale.ranks) * MEMORY_OF_RANK
     if free_memory() < needed:
         raise Mismatch(f"{max(bench.scale.ranks)} ranks need {needed >> 20} MB of free memory")
+    on_ranks(2, rank_of, time.time(), "shared")  # starts the fork server
     for transport in ("shared", "sockets"):
         measured = [on_ranks(size, rank_of, time.time(), transport) for size in bench.scale.ranks]
         show(bench, f"ranks over {transport}", OF_RANK, bench.scale.ranks, measured)
@@ -137,7 +139,7 @@ def rank_of(_rank: int, started: float, transport: str) -> dict[str, float]:
     layer = BalancedMoE.swiglu(HIDDEN, FFN, experts, TOP_K, balancer=balancer)
     numbers["step"] = statistics.median(step_of(layer) for _ in range(STEPS)) * 1e3
     numbers["private"] = (memory()["private"] - private) / 1e6
-    numbers["shared"] = memory()["shared"] / 1e6
+    numbers |= {name: memory()[name] / 1e6 for name in ("shared", "mapped")}
     dist.barrier()
     balancer.close()
     gathered: list[Any] = [None] * size
@@ -158,24 +160,25 @@ def step_of(layer: BalancedMoE) -> float:
 
 
 def memory() -> dict[str, float]:
-    """Bytes of this process: private pages, and its share of shared memory."""
-    sizes = {}
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-        for line in file:
-            name, *rest = line.split()
-            if len(rest) == 2 and rest[1] == "kB":
-                sizes[name.rstrip(":")] = int(rest[0]) * 1024.0
+    """Bytes of this process: private pages, its share of shared memory, and all that it maps."""
+    sizes = sizes_in("/proc/self/smaps_rollup") | sizes_in("/proc/self/status")
     return {
         "private": sizes["Private_Clean"] + sizes["Private_Dirty"],
         "shared": sizes["Pss_Shmem"],
+        "mapped": sizes["RssShmem"],
     }
+
+
+def sizes_in(path: str) -> dict[str, int]:
+    """Return the bytes by name in a file of the kernel."""
+    with open(path, encoding="ascii") as file:
+        words = [line.split() for line in file]
+    return {name.rstrip(":"): int(size[0]) * 1024 for name, *size in words if size[1:] == ["kB"]}
 
 
 def free_memory() -> int:
     """Bytes that processes can still allocate."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        sizes = dict(line.split(":") for line in file)
-    return int(sizes["MemAvailable"].split()[0]) * 1024
+    return sizes_in("/proc/meminfo")["MemAvailable"]
 
 
 def count_sockets() -> int:
