@@ -219,13 +219,17 @@ class BalancedMoE(nn.Module):
         home_experts = topology.home_experts(self.balancer.rank).tolist()
         own = dict(state)
         for name in [name for name in state if name.startswith("experts.")]:
-            if len(state[name]) != topology.experts:
+            shape = list(state[name].shape)
+            if shape[:1] != [topology.experts]:
                 raise ConfigError(
-                    f"{name!r} has {len(state[name])} experts, but the layer has "
-                    f"{topology.experts}; load the state of a layer of the same size"
+                    f"{name!r} has the shape {shape}, but the layer has {topology.experts} experts;"
+                    " load the state of a layer of the same size"
                 )
             own[name] = state[name][home_experts]
-        self.load_state_dict(own)
+        try:
+            self.load_state_dict(own)
+        except RuntimeError as error:  # names or shapes of another layer
+            raise ConfigError(" ".join(str(error).split())) from None
 
 
 class SwiGLU(nn.Module):

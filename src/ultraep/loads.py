@@ -11,8 +11,9 @@ import numpy as np
 
 from ultraep.arrays import PADDING, IntArray
 from ultraep.backends import select
+from ultraep.config import check_integer
 from ultraep.errors import LoadError
-from ultraep.topology import Topology
+from ultraep.topology import MAX_EXPERTS, Topology
 
 MAX_TOTAL = 2**31 - 1  # so that devices count the same microbatch exactly in 32 bits
 
@@ -23,6 +24,7 @@ def count_loads(ids: Any, experts: int, *, backend: str | None = None) -> IntArr
     >>> count_loads([[0, 1], [1, 3]], experts=4)
     array([1, 2, 0, 1])
     """
+    check_integer("experts", experts, least=1, most=MAX_EXPERTS)
     engine = select(backend, device_of(ids))
     flat = flat_ids(ids, engine.DEVICE)
     counts: IntArray

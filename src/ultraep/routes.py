@@ -179,6 +179,8 @@ def from_vllm(routed_experts: Any, layers: Sequence[int]) -> torch.Tensor:
         raise ConfigError(
             "the output has no routed_experts: start vLLM with enable_return_routed_experts=True"
         )
+    if not layers or min(layers) < 0:
+        raise LoadError(f"layers must be the numbers of the routed layers, got {list(layers)}")
     routes = torch.from_numpy(routed_experts.astype("int16"))
     if routes.ndim != 3 or max(layers) >= routes.shape[1]:
         raise LoadError(
@@ -217,6 +219,7 @@ def packed_routes(sequences: Sequence[torch.Tensor], lengths: Sequence[int]) -> 
     """
     if len(lengths) != len(sequences):
         raise LoadError(f"{len(sequences)} sequences, but {len(lengths)} lengths")
+    _check_lengths(sequences, lengths)
     total = sum(lengths)
     return _placed(sequences, list(torch.arange(total).split(list(lengths))), total)
 
@@ -225,19 +228,24 @@ def _placed(
     sequences: Sequence[torch.Tensor], positions: Sequence[torch.Tensor], tokens: int
 ) -> torch.Tensor:
     """Return `[L, tokens, K]` with each sequence at its positions."""
+    _check_lengths(sequences, [len(places) for places in positions])
+    placed = torch.full((tokens, *sequences[0].shape[1:]), PADDING, dtype=torch.int32)
+    for routes, places in zip(sequences, positions, strict=True):
+        placed[places[: len(routes)]] = routes.to(placed)
+    return placed.transpose(0, 1).contiguous()
+
+
+def _check_lengths(sequences: Sequence[torch.Tensor], lengths: Sequence[int]) -> None:
+    """Raise unless the sequences are of one model and have the routes of that many tokens."""
     shapes = {tuple(sequence.shape[1:]) for sequence in sequences}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise LoadError(f"routes must be [tokens, layers, K] of one model, got {sorted(shapes)}")
-    layers, top_k = shapes.pop()
-    placed = torch.full((tokens, layers, top_k), PADDING, dtype=torch.int32)
-    for number, (routes, places) in enumerate(zip(sequences, positions, strict=True)):
-        if len(places) - len(routes) not in (0, 1):
+    for number, (routes, tokens) in enumerate(zip(sequences, lengths, strict=True)):
+        if tokens < 0 or tokens - len(routes) not in (0, 1):
             raise LoadError(
-                f"sequence {number} has {len(places)} tokens, but the routes of {len(routes)}: "
+                f"sequence {number} has {tokens} tokens, but the routes of {len(routes)}: "
                 "routes must be those of all tokens, or of all but the last"
             )
-        placed[places[: len(routes)]] = routes.to(placed)
-    return placed.transpose(0, 1).contiguous()
 
 
 # Replaying.

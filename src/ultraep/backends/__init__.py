@@ -85,7 +85,7 @@ def select(name: str | None = None, device: str = "cpu") -> ModuleType:
         name = backend_for(device).name
         if name == "cpu" and not PLANNER.ready():
             name = "reference"
-    return _named(name)
+    return _named(str(name))
 
 
 @cache

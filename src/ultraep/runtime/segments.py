@@ -55,7 +55,8 @@ class Files:
         try:
             if founder:
                 os.posix_fallocate(self._lock, 0, size)
-            self.control = _map(self._lock, size)
+            # The first segments of all pairs are in it: a rank touches only the pages of its own.
+            self.control = mmap.mmap(self._lock, size, flags=mmap.MAP_SHARED)
         except OSError:
             self.close()
             raise

@@ -158,6 +158,8 @@ class _Inbox(_Pair):
         if header.generation != self._generation:
             self._segment = _bytes_of(self._files.open(f"{self._name}-{header.generation}"))
             self._generation = header.generation
+        if header.size > len(self._segment):
+            raise OSError(f"{header.size} bytes in a segment of {len(self._segment)}")
         whole = header.size == header.left
         (target if whole else target[: header.size]).copy_(self._segment[: header.size])
         self._pieces += 1
@@ -280,6 +282,9 @@ class Wire:
 
     def _compare(self, verb: str, peer: int, header: _Header, size: int) -> None:
         """Fail if another message has arrived than this rank expects."""
+        verb_exists = 0 <= header.verb < len(VERBS)
+        if not verb_exists or not min(header.left, 1) <= header.size <= header.left:
+            self._fail(verb, peer, f"rank {peer} sent a damaged header, {tuple(header)}")
         if VERBS[header.verb] != verb:
             self._fail(verb, peer, f"rank {peer} is at {VERBS[header.verb]} instead")
         if header.left != size:

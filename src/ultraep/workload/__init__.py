@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
-from ultraep.workload.files import loads_of_windows, read_loads, read_routing
+from ultraep.loads import MAX_TOTAL
+from ultraep.workload.files import MOST_NUMBERS, loads_of_windows, read_loads, read_routing
 
 __all__ = [
     "loads_of_windows",
@@ -190,6 +191,11 @@ def _check(ranks: int, experts: int, top_k: int, tokens: int, seed: int = 0) -> 
         )
     if not 1 <= top_k <= experts:
         raise ConfigError(f"top_k must lie between 1 and {experts} experts, got {top_k}")
+    if ranks * experts > MOST_NUMBERS or ranks * tokens * top_k > MAX_TOTAL:
+        raise ConfigError(
+            f"loads have at most {MOST_NUMBERS:,} numbers and {MAX_TOTAL:,} rows, got {ranks} ranks"
+            f" of {experts} experts with {tokens} tokens each"
+        )
     if seed < 0:
         raise ConfigError(f"seed must not be negative, got {seed}")
     return np.random.default_rng(seed)

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ultraep.config import MOST_DIGITS
 from ultraep.errors import CommunicationError, ConfigError, UltraEPError
 
 GRACE = 3.0  # seconds for a rank to close its files
@@ -58,7 +59,8 @@ class RankPlace:
 
 def _number(variable: str, least: int) -> int:
     text = os.environ[variable]
-    if not text.isdecimal() or not least <= int(text) < MOST_RANKS:
+    digits = text.isdecimal() and len(text) <= MOST_DIGITS
+    if not digits or not least <= int(text) < MOST_RANKS:
         raise ConfigError(
             f"the environment variable {variable} must lie between {least} and {MOST_RANKS - 1}, "
             f"got {text!r}"

@@ -1,0 +1,275 @@
+"""How do start-up, memory and messages grow with the number of ranks?
+
+    python benchmarks/bench_scale.py            # up to 64 gloo ranks here, plans up to EP1024
+    python benchmarks/bench_scale.py --toy      # tiny, for CI
+
+`ranks` starts processes with a tiny layer on one machine, forked from one that has imported torch.
+A rank counts what it adds to that process: private memory, shared memory, sockets, threads, and the
+gathers of its set-up. All ranks share the cores, so only counts and bytes scale as on a cluster.
+`plans` plans EP ranks with two experts each in one process, and allocates the buffers of one rank.
+
+`growth` is the exponent from the first to the last size: 1 is proportional to the ranks, 2 to their
+square. `must` is the exponent that cannot be avoided; the notes below a table say why. The script
+fails if a number that does not depend on the speed of the machine grows faster.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+import time
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_memory import Contender, on_host
+from card import Size
+from harness import ANY, CPU, Bench, Line, Metric, Mismatch, main
+from layers import on_ranks
+
+import ultraep
+from ultraep import BalanceConfig, BalancedMoE, Balancer, Topology, workload
+from ultraep.backends import wait_until_compiled
+from ultraep.runtime.agreement import FIELDS
+from ultraep.runtime.torch_dist import BytesCommunicator
+
+# In the fork server, so that ranks share the planner with it, and the pages of Python objects,
+# which a collection of garbage would copy.
+wait_until_compiled()
+gc.freeze()
+
+HIDDEN, FFN, TOKENS, TOP_K, HOMES = 16, 16, 8, 2, 2
+MEMORY_OF_RANK = 150 << 20  # bytes that must be free for each rank
+STEPS = 3
+NOISE = 0.35  # of a growth that was measured
+GROWTH = Metric("growth", "exponent", "growth", "+.2f")
+MUST = Metric("must", "exponent", "must", ".0f")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A measured number, its unit, the growth it must have, and why.
+
+    counted: the number does not depend on the speed of the machine.
+    """
+
+    name: str
+    unit: str
+    must: int
+    why: str
+    counted: bool = True
+
+
+OF_RANK = {
+    "start": Quantity("start of processes and group", "s", 2, "all pairs connect", counted=False),
+    "balancer": Quantity("start of the balancer", "s", 2, "all ranks gather", counted=False),
+    "step": Quantity("step", "ms", 2, "all ranks share the cores", counted=False),
+    "sockets": Quantity("sockets of the group", "", 1, "gloo connects all pairs"),
+    "own sockets": Quantity("sockets of the balancer", "", 0, "it uses those of the group"),
+    "threads": Quantity("threads of the balancer", "", 0, "one thread answers other ranks"),
+    "gathers": Quantity("gathers at start", "", 0, "each compares one thing"),
+    "received": Quantity("bytes gathered at start", "KB", 1, "a record of every rank"),
+    "private": Quantity("private memory of the balancer and a step", "MB", 1, "loads of all ranks"),
+    "shared": Quantity("shared memory, by rank", "MB", 1, "a segment for each peer"),
+    "mapped": Quantity("shared memory that a rank touches", "MB", 1, "its own segments"),
+}
+OF_PLAN = {
+    "plan": Quantity("time of a plan", "ms", 2, "[ranks, experts] loads are read", counted=False),
+    "memory": Quantity("peak memory of a plan", "MB", 2, "a copy of the loads"),
+    "record": Quantity("record of a rank", "KB", 1, "its load of every expert"),
+    "buffers": Quantity("mapped buffers of a rank", "MB", 0, "its rows and slots"),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Numbers of ranks in processes, and of planned ranks in one process."""
+
+    ranks: tuple[int, ...]
+    planned: tuple[int, ...]
+
+
+SCALES = {
+    "toy": Scale((2, 4), (8, 16)),
+    "quick": Scale((4, 16), (64, 256)),
+    "full": Scale((8, 16, 32, 64), (64, 128, 256, 512, 1024)),
+}
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+def ranks(bench: Bench) -> None:
+    """Start ever more ranks, over shared memory and over sockets."""
+    needed = max(bench.scale.ranks) * MEMORY_OF_RANK
+    if free_memory() < needed:
+        raise Mismatch(f"{max(bench.scale.ranks)} ranks need {needed >> 20} MB of free memory")
+    on_ranks(2, rank_of, time.time(), "shared")  # starts the fork server
+    for transport in ("shared", "sockets"):
+        measured = [on_ranks(size, rank_of, time.time(), transport) for size in bench.scale.ranks]
+        show(bench, f"ranks over {transport}", OF_RANK, bench.scale.ranks, measured)
+
+
+def rank_of(_rank: int, started: float, transport: str) -> dict[str, float]:
+    """Measure one rank; return the means over all ranks, and the maximum of times."""
+    numbers = {"start": time.time() - started}
+    private, sockets, threads = memory()["private"], count_sockets(), count_threads()
+    gathers: list[int] = []
+    gather = BytesCommunicator._gather
+
+    def counted(self: Any, verb: str, tensor: torch.Tensor) -> torch.Tensor:
+        gathers.append(self.size * tensor.nbytes)
+        return gather(self, verb, tensor)
+
+    BytesCommunicator._gather = counted  # type: ignore[method-assign]
+    begin = time.perf_counter()
+    experts, size = HOMES * dist.get_world_size(), dist.get_world_size()
+    balancer = Balancer(
+        experts=experts, transport=transport, config=BalanceConfig(objective="balance")
+    )
+    numbers["balancer"] = time.perf_counter() - begin
+    numbers |= {"gathers": len(gathers), "received": sum(gathers) / 1e3}
+    numbers |= {"sockets": sockets, "own sockets": count_sockets() - sockets}
+    numbers["threads"] = count_threads() - threads
+    layer = BalancedMoE.swiglu(HIDDEN, FFN, experts, TOP_K, balancer=balancer)
+    numbers["step"] = statistics.median(step_of(layer) for _ in range(STEPS)) * 1e3
+    numbers["private"] = (memory()["private"] - private) / 1e6
+    numbers |= {name: memory()[name] / 1e6 for name in ("shared", "mapped")}
+    dist.barrier()
+    balancer.close()
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, numbers)
+    return {
+        name: (max if name in ("start", "balancer", "step") else statistics.fmean)(
+            [other[name] for other in gathered]
+        )
+        for name in numbers
+    }
+
+
+def step_of(layer: BalancedMoE) -> float:
+    begin = time.perf_counter()
+    x = torch.ones(TOKENS, HIDDEN, requires_grad=True)
+    layer(x).sum().backward()
+    return time.perf_counter() - begin
+
+
+def memory() -> dict[str, float]:
+    """Bytes of this process: private pages, its share of shared memory, and all that it maps."""
+    sizes = sizes_in("/proc/self/smaps_rollup") | sizes_in("/proc/self/status")
+    return {
+        "private": sizes["Private_Clean"] + sizes["Private_Dirty"],
+        "shared": sizes["Pss_Shmem"],
+        "mapped": sizes["RssShmem"],
+    }
+
+
+def sizes_in(path: str) -> dict[str, int]:
+    """Return the bytes by name in a file of the kernel."""
+    with open(path, encoding="ascii") as file:
+        words = [line.split() for line in file]
+    return {name.rstrip(":"): int(size[0]) * 1024 for name, *size in words if size[1:] == ["kB"]}
+
+
+def free_memory() -> int:
+    """Bytes that processes can still allocate."""
+    return sizes_in("/proc/meminfo")["MemAvailable"]
+
+
+def count_sockets() -> int:
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+
+def plans(bench: Bench) -> None:
+    """Plan ever more ranks in one process."""
+    measured = [plan_of(size) for size in bench.scale.planned]
+    show(bench, "plans in one process", OF_PLAN, bench.scale.planned, measured)
+
+
+def plan_of(ranks: int) -> dict[str, float]:
+    experts = HOMES * ranks
+    loads = workload.zipf(ranks, experts, ratio=2.0, top_k=TOP_K, tokens=512, shuffled=True)
+    topology = Topology(ranks=ranks, experts=experts, slots=1)
+    seconds = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        plan = ultraep.plan(loads, topology)
+        seconds.append(time.perf_counter() - begin)
+    plan.check(loads)
+    tracemalloc.start()
+    ultraep.plan(loads, topology)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    size = Size(
+        model="scale",
+        hidden=HIDDEN,
+        ffn=FFN,
+        experts=experts,
+        top_k=TOP_K,
+        tokens=TOKENS,
+        ranks=ranks,
+    )
+    nbytes_of, _ = on_host(size, Contender("ultraep, 1 slot", "ultraep", 1, "auto"), "auto")
+    kept = nbytes_of.pop("kept")  # for backward
+    assert kept
+    return {
+        "plan": statistics.median(seconds) * 1e3,
+        "memory": peak / 1e6,
+        "record": (len(FIELDS) + experts) * 8 / 1e3,
+        "buffers": sum(nbytes_of.values()) / 1e6,
+    }
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def show(
+    bench: Bench,
+    title: str,
+    quantities: dict[str, Quantity],
+    sizes: Sequence[int],
+    measured: Sequence[dict[str, float]],
+) -> None:
+    """Print one line per quantity; raise if a counted one grows faster than it must."""
+    lines, faster = [], []
+    for name, quantity in quantities.items():
+        case = {"quantity": f"{quantity.name}{quantity.unit and ', '}{quantity.unit}"}
+        values: dict[Metric, float | None] = {
+            Metric(f"at_{size}_ranks", "as named", str(size), ".3f"): numbers[name]
+            for size, numbers in zip(sizes, measured, strict=True)
+        }
+        growth = growth_of(sizes, [numbers[name] for numbers in measured])
+        lines.append(Line(case, values | {GROWTH: growth, MUST: quantity.must}))
+        if quantity.counted and growth is not None and growth > quantity.must + NOISE:
+            faster.append(f"{quantity.name}: {growth:.2f}, must {quantity.must}")
+    bench.table(title, lines, section=title.replace(" ", "_"))
+    for quantity in quantities.values():
+        bench.report.note(f"{quantity.name}: must {quantity.must}, {quantity.why}")
+    if faster and not bench.options.toy:
+        raise Mismatch(f"grows faster than it must: {'; '.join(faster)}")
+
+
+def growth_of(sizes: Sequence[int], values: Sequence[float]) -> float | None:
+    """Return the exponent of the growth from the first to the last size; None from zero."""
+    if values[0] <= 0 or values[-1] <= 0:
+        return None
+    return math.log(values[-1] / values[0]) / math.log(sizes[-1] / sizes[0])
+
+
+SECTIONS = {"ranks": ranks, "plans": plans}
+
+if __name__ == "__main__":
+    main("scale", __doc__, SECTIONS, SCALES, needs={"ranks": CPU, "plans": ANY})
