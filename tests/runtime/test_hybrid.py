@@ -38,13 +38,33 @@ def in_domains(seed, ranks):
 
 
 def over_messages(example, options, again):
-    def work(comm):
+    """Run a layer; also check that no token crosses twice, in every microbatch and direction."""
+
+    def work(local):
+        comm = CountingCommunicator(local, options["domain"])
         balancer = Balancer(
             experts=example.experts, communicator=comm, data_plane="hybrid", **options
         )
-        return one_pass(balancer, example, again)
+        return one_pass(balancer, example, again), [rows for rows, _ in comm.crossed]
 
-    return LocalGroup(example.ranks).run(work)
+    results = LocalGroup(example.ranks).run(work)
+    own = fewest_crossing(example, options)
+    for rank, (_, crossed) in enumerate(results):
+        assert len(crossed) == (6 if again else 4)  # dispatch, combine, and backward
+        assert crossed[0::2] == [own[rank]] * len(crossed[0::2])
+    totals = np.sum([crossed for _, crossed in results], axis=0)
+    assert (totals == sum(own)).all()  # sums return the way that tokens came
+    return [result for result, _ in results]
+
+
+def fewest_crossing(example, options):
+    """Return the fewest rows that each rank must send to other domains."""
+    domains = np.array(options["homes"]) // options["domain"]
+    layer, fewest = example.twin(), []
+    for rank, x in enumerate(example.inputs):
+        own, (ids, _) = rank // options["domain"], layer.route(x)
+        fewest.append(sum(len(set(domains[row].tolist()) - {own}) for row in ids.numpy()))
+    return fewest
 
 
 def mapped_inside(rank, group, example, options, again):
