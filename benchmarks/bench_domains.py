@@ -86,7 +86,16 @@ class Size(Shape):
     kernels: bool = False  # mapped memory inside of a domain; without a GPU, by the interpreter
 
 
-CPU = Size(ranks=4, domain=2, hidden=512, ffn=128, experts=32, top_k=8, tokens=512)
+CPU = Size(
+    ranks=4,
+    domain=2,
+    hidden=512,
+    ffn=128,
+    experts=32,
+    top_k=8,
+    tokens=512,
+    ratios=(1.0, 1.5, 1.8),  # two ranks: less than 2
+)
 GPU = Size(
     ranks=8,
     domain=4,

@@ -11,13 +11,14 @@ from ranks import PATIENCE, QUICK, on_ranks, shared_pool
 from shared_peers import SharedPeers
 from test_random_layers import drawn, one_pass
 
-from ultraep import Balancer, CommunicationError, ConfigError, LocalGroup, Topology
+from ultraep import Balancer, CommunicationError, ConfigError, LoadError, LocalGroup, Topology
 from ultraep.backends.triton.device import interpreted
 from ultraep.runtime import balancer as balancer_module
 from ultraep.runtime.hosts import Host, fast_links
 from ultraep.runtime.local import LocalCommunicator
 
 pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # some have no slots
+only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 BLOCK = 20  # layers of one test
 BLOCKS = 10
 FAST = {"objective": "balance"}
@@ -38,19 +39,40 @@ def in_domains(seed, ranks):
 
 
 def over_messages(example, options, again):
-    def work(comm):
+    """Run a layer; also check that no token crosses twice, in every microbatch and direction."""
+
+    def work(local):
+        comm = CountingCommunicator(local, options["domain"])
         balancer = Balancer(
             experts=example.experts, communicator=comm, data_plane="hybrid", **options
         )
-        return one_pass(balancer, example, again)
+        return one_pass(balancer, example, again), [rows for rows, _ in comm.crossed]
 
-    return LocalGroup(example.ranks).run(work)
+    results = LocalGroup(example.ranks).run(work)
+    own = fewest_crossing(example, options)
+    for rank, (_, crossed) in enumerate(results):
+        assert len(crossed) == (6 if again else 4)  # dispatch, combine, and backward
+        assert crossed[0::2] == [own[rank]] * len(crossed[0::2])
+    totals = np.sum([crossed for _, crossed in results], axis=0)
+    assert (totals == sum(own)).all()  # sums return the way that tokens came
+    return [result for result, _ in results]
 
 
-def mapped_inside(rank, group, example, options, again):
-    first = rank - rank % options["domain"]
+def fewest_crossing(example, options):
+    """Return the fewest rows that each rank must send to other domains."""
+    domains = np.array(options["homes"]) // options["domain"]
+    layer, fewest = example.twin(), []
+    for rank, x in enumerate(example.inputs):
+        own, (ids, _) = rank // options["domain"], layer.route(x)
+        fewest.append(sum(len(set(domains[row].tolist()) - {own}) for row in ids.numpy()))
+    return fewest
+
+
+def balancer_of(group, example, options):
+    """A rank that maps the memory of its domain."""
+    first = group.rank() - group.rank() % options["domain"]
     inside = dist.new_group(range(first, first + options["domain"]), use_local_synchronization=True)
-    balancer = Balancer(
+    return Balancer(
         group,
         experts=example.experts,
         data_plane="hybrid",
@@ -58,6 +80,10 @@ def mapped_inside(rank, group, example, options, again):
         timeout=PATIENCE,
         **options,
     )
+
+
+def mapped_inside(rank, group, example, options, again):
+    balancer = balancer_of(group, example, options)
     actual = one_pass(balancer, example, again)
     balancer.check()
     balancer.close()
@@ -83,7 +109,7 @@ def test_random_layers_with_messages_inside(first, count):
         assert_dense(example, options, over_messages(example, options, again))
 
 
-@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+@only_interpreted
 @pytest.mark.parametrize(
     ("first", "count"),
     [
@@ -96,6 +122,100 @@ def test_random_layers_with_mapped_memory_inside(first, count):
         example, options, again = in_domains(seed, ranks=4)
         actual = shared_pool().run(example.ranks, mapped_inside, example, options, again)
         assert_dense(example, options, actual)
+
+
+def static_example(seed):
+    """Draw a layer over two domains of two ranks, with a slot for every home expert."""
+    rng = np.random.default_rng(seed)
+    tokens = [int(n) for n in rng.integers(0, 9, 4)]
+    example = Example(tokens, experts=8, top_k=3, hidden=8, ffn=4, skew=2.0, seed=seed)
+    options = {"slots": 2, "domain": 2, "in_flight": int(rng.integers(1, 3))}
+    options |= {"homes": [0, 0, 1, 1, 2, 2, 3, 3], "verify": bool(rng.integers(2))}
+    return example, options | {"capacity": "static"}, bool(rng.integers(2))
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        pytest.param(0, 1, id="some", marks=pytest.mark.slow),
+        *(pytest.param(b * 5, 5, marks=pytest.mark.long) for b in (0, 1)),
+    ],
+)
+def test_random_layers_with_a_static_capacity(first, count):
+    for seed in range(first, first + count):
+        example, options, again = static_example(seed)
+        actual = shared_pool().run(4, mapped_inside, example, options, again)
+        assert_dense(example, options, actual)
+
+
+def calls_of_a_pass(rank, group, verify):
+    """Return what a rank sends between domains in a pass, and in a pass with other routes."""
+    example, options, _ = static_example(3)
+    balancer = balancer_of(group, example, options | {"verify": verify, "tokens": 8})
+    layer, calls = example.layer(balancer), []
+    record_calls(balancer.comm, calls)
+    passes = []
+    for shift in (0.0, 3.0, -3.0):
+        calls.clear()
+        x = (example.inputs[rank] + shift).requires_grad_()
+        layer(x).sum().backward()
+        passes.append((list(calls), layer.last_plan.to_host().digest()))
+    balancer.check()
+    balancer.close()
+    return passes
+
+
+def record_calls(comm, calls):
+    """Note all messages of a communicator: the verb and the numbers of rows."""
+
+    def recorded(verb, call):
+        def wrapped(tensor, *counts):
+            calls.append((verb, tuple(tensor.shape), *map(tuple, counts)))
+            return call(tensor, *counts)
+
+        return wrapped
+
+    for verb in ("all_gather", "all_to_all"):
+        setattr(comm, verb, recorded(verb, getattr(comm, verb)))
+
+
+@only_interpreted
+def test_with_a_static_capacity_sizes_do_not_depend_on_the_loads():
+    results = shared_pool().run(4, calls_of_a_pass, False)
+    for rank, passes in enumerate(results):
+        (first, one), (second, other), (third, _) = passes
+        assert len({one, other}) == 2  # other loads, other plans
+        assert first[-5:] == second == third  # the first pass also allocates memory
+        gathered, *moved = second
+        assert gathered == ("all_gather", (8,))  # loads, on the device; no sizes, no plans
+        sent = [0, 0, 0, 0]
+        sent[(rank + 2) % 4] = 8
+        assert [call[0] for call in moved] == ["all_to_all"] * 4
+        assert {call[2:] for call in moved} == {(tuple(sent), tuple(sent))}
+
+
+def overflows(rank, group):
+    example, options, _ = static_example(3)
+    balancer = balancer_of(group, example, options | {"capacity": 2, "tokens": 8})
+    y = example.layer(balancer)(example.inputs[rank])
+    lost = bool(y.isnan().any()) or not len(y)
+    try:
+        balancer.check()
+    except LoadError as error:
+        return lost, str(error)
+    return lost, ""
+
+
+@only_interpreted
+@pytest.mark.slow
+def test_rows_beyond_a_fixed_capacity_are_noticed():
+    results = shared_pool().run(4, overflows)
+    assert all(lost for lost, _ in results)  # on all ranks, since rows of all ranks are missing
+    errors = {rank: error for rank, (_, error) in enumerate(results) if error}
+    assert errors
+    for rank, error in errors.items():
+        assert f"rows for rank {rank}, but its buffers are for 2: pass a larger capacity=" in error
 
 
 class CountingCommunicator(LocalCommunicator):

@@ -1,7 +1,8 @@
 """Capacity: the rows that a rank can serve in a microbatch, where memory has a fixed size.
 
 static     the mean of all ranks, so at most the rows that a rank can have itself; refused where a
-           plan could exceed the mean (docs/plan.md has the proof)
+           plan could exceed the mean (docs/plan.md has the proof). With several domains, the mean
+           of the busiest domain, which may get all rows
 auto       the same where the proof holds; otherwise twice as much at first. It grows before a rank
            comes close to it
 a number   that number
@@ -42,15 +43,18 @@ class Capacity:
     config: BalanceConfig
 
     def __post_init__(self) -> None:
-        if self.setting == STATIC and not self.proven:
+        if self.setting == STATIC and self._obstacle:
             raise ConfigError(
                 f"capacity='static' is the mean, and plans may exceed it: {self._obstacle}"
             )
 
     @property
     def proven(self) -> bool:
-        """Whether no plan exceeds the mean, rounded up, whatever the loads are."""
-        return not self._obstacle
+        """Whether no plan exceeds the mean, rounded up, whatever the loads are.
+
+        With several domains it is the mean of the busiest one, which is proven for "static" only.
+        """
+        return not self._obstacle and (self.setting == STATIC or self.topology.num_domains == 1)
 
     @cached_property
     def _obstacle(self) -> str:
@@ -59,14 +63,13 @@ class Capacity:
         for name, needed in PROVEN.items():
             if getattr(config, name) != needed:
                 return f"{name}={getattr(config, name)!r}, it needs {needed!r}"
-        if topology.num_domains > 1:
-            return f"{topology.num_domains} domains of {topology.domain_size} ranks, it needs 1"
         if config.speeds == AUTO or config.speeds_for(topology.ranks):
             return f"speeds={config.speeds!r}, it needs equal speeds"
         homes, ranks, slots = int(topology.homes_per_rank.max()), topology.ranks, topology.slots
-        if ranks > 1 and slots < homes:
+        several = topology.domain_size > 1
+        if several and slots < homes:
             return f"{slots} slots, it needs {homes}, the most home experts of a rank"
-        if ranks > 1 and config.replica_limit < ranks * slots:
+        if several and config.replica_limit < ranks * slots:
             return f"max_replicas={config.max_replicas}, it needs {ranks * slots}"
         return ""
 
@@ -77,8 +80,9 @@ class Capacity:
         """
         if not isinstance(self.setting, str):
             return self.setting
-        if self.setting == STATIC or (self.proven and most <= rows):
-            return rows
+        proven = rows * self.topology.num_domains
+        if self.setting == STATIC or (self.proven and most <= proven):
+            return proven
         return max(2 * rows, most + most // 2)
 
     def suffices(self, allocated: int, most: int) -> bool:
@@ -89,7 +93,8 @@ class Capacity:
 
     def check(self, plan: Plan) -> None:
         """Raise if a plan exceeds a static capacity."""
-        mean, most = -(-plan.total // plan.topology.ranks), int(plan.rank_loads.max())
+        size, most = plan.topology.domain_size, int(plan.rank_loads.max())
+        mean = -(-int(plan.rank_loads.reshape(-1, size).sum(axis=1).max()) // size)
         if self.setting == STATIC and most > mean:
             rank = int(plan.rank_loads.argmax())
             raise LoadError(

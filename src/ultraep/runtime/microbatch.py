@@ -56,6 +56,7 @@ class Shared:
     pricing: Pricing
     speeds: Speeds
     observers: list[Observer]
+    first_rank: int = 0  # number of rank 0 of the topology, for errors
     history: History = field(default_factory=History)
     dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
     # Replicas that hold slots in a backward pass, with the number of the pass.

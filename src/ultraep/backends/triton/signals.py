@@ -40,10 +40,14 @@ class Signals:
     """Signal words of all ranks: one channel per barrier and per buffer of spare slots.
 
     timeout: seconds after which a waiting rank gives up and names the rank it waited for.
+    first_rank: number of rank 0 in errors.
     """
 
-    def __init__(self, peers: Peers, *, slots: int, buffers: int, timeout: float) -> None:
+    def __init__(
+        self, peers: Peers, *, slots: int, buffers: int, timeout: float, first_rank: int = 0
+    ) -> None:
         self.peers, self.slots, self.timeout = peers, slots, timeout
+        self._first_rank = first_rank
         channels = len(BARRIERS) + buffers
         self._flags = self.channel(channels)
         self._of_buffers = self._flags + len(BARRIERS) * peers.size
@@ -128,14 +132,15 @@ class Signals:
         fault = int(self.words[signals.FAULT.value])
         if fault:
             stage, peer = divmod(fault - 1, signals.RANKS.value)
+            peer, own = peer + self._first_rank, self.peers.rank + self._first_rank
             if stage == MISMATCH:
                 raise PlanMismatch(
                     f"ranks disagree about the weights or inputs: rank {peer} differs "
-                    f"(detected by rank {self.peers.rank}); create the group again"
+                    f"(detected by rank {own}); create the group again"
                 )
             raise CommunicationError(
                 f"rank {peer} did not arrive within {self.timeout:g} s at stage {STAGES[stage]!r} "
-                f"(detected by rank {self.peers.rank}); create the group again"
+                f"(detected by rank {own}); create the group again"
             )
 
 

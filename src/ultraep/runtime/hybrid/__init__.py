@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ultraep.comm import Communicator, Peers
+from ultraep.config import AUTO
 from ultraep.runtime import mapped
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
 
@@ -38,16 +40,25 @@ def _of_messages(site: Site) -> bool:
 
 def _connect(site: Site) -> Callable[[Shared], DataPlane]:
     """Connect the ranks of this rank's domain; collective."""
-    from ultraep.runtime.hybrid.plane import HybridPlane
-
     for domain in range(site.topology.num_domains):
         site.topology.of_domain(domain)  # raises if a domain has too few experts
     inside = site.comm.part(site.topology.domain_size)
     if _of_messages(site):
-        return partial(HybridPlane, inside=inside)
+        return partial(_make, inside=inside, peers=None)
     peers = site.peers or inside.peers(site.device)
     peers.allocate("probe", 64)
-    return partial(HybridPlane, inside=inside, peers=peers)
+    return partial(_make, inside=inside, peers=peers)
+
+
+def _make(shared: Shared, inside: Communicator, peers: Peers | None) -> DataPlane:
+    """Return the plane of this rank; with a fixed capacity, no stage waits for the host."""
+    if peers is None or shared.capacity.setting == AUTO:
+        from ultraep.runtime.hybrid.plane import HybridPlane
+
+        return HybridPlane(shared, inside, peers)
+    from ultraep.runtime.hybrid.static import StaticPlane  # imports triton
+
+    return StaticPlane(shared, inside, peers)
 
 
 PLANE = PlaneKind(
@@ -56,4 +67,5 @@ PLANE = PlaneKind(
     _obstacle,
     _passed_over,
     reason="fast links join the ranks of each domain",
+    captures=True,
 )

@@ -11,8 +11,6 @@ import torch
 from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle, resolve
 from ultraep.comm import Peers, moved
-from ultraep.config import AUTO
-from ultraep.errors import LoadError
 from ultraep.microbatch import MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.reroute import Routes
@@ -32,12 +30,6 @@ class MappedInside:
         self._memories: list[MappedMemory] = []
 
     def fit(self, size: Size) -> MappedMemory:
-        capacity = self._shared.settings.capacity
-        if capacity != AUTO and size.rows > int(capacity):
-            raise LoadError(
-                f"a plan with {size.rows} rows on one rank, but capacity={capacity}: pass a larger "
-                f"one to the balancer, or {AUTO!r}"
-            )
         if not any(_fits(memory, size) for memory in self._memories[-1:]):
             self._allocate(size)
         return self._memories[-1]
@@ -50,7 +42,6 @@ class MappedInside:
         rows = max(size.rows, tokens * size.top_k)
         if last is not None:
             tokens, rows = max(tokens, last.tokens), max(rows, last.capacity)
-        capacity = shared.settings.capacity
         self._memories.append(
             MappedMemory(
                 self._peers,
@@ -58,7 +49,7 @@ class MappedInside:
                 name=f"memory {len(self._memories)}",
                 tokens=1 << (tokens - 1).bit_length(),
                 top_k=size.top_k,
-                capacity=rows + rows // 2 if capacity == AUTO else int(capacity),
+                capacity=rows + rows // 2,
             )
         )
 
@@ -100,9 +91,7 @@ class MappedInside:
         bundle: Bundle,
         versions: torch.Tensor,
     ) -> MappedReplicas:
-        table = np.full((memory.streamer.copies, 3), PADDING, np.int32)
-        table[: plan.num_replicas] = plan.replicas
-        replicas = moved(torch.from_numpy(table), versions.device)
+        replicas = replica_table(plan, versions.device)
         return MappedReplicas(shared, memory, info, replicas, bundle, versions)
 
     def rows(
@@ -131,6 +120,13 @@ class MappedInside:
 def _fits(memory: MappedMemory, size: Size) -> bool:
     enough = size.tokens <= memory.tokens and size.rows <= memory.capacity
     return enough and size.top_k == memory.top_k
+
+
+def replica_table(plan: Plan, device: torch.device) -> torch.Tensor:
+    """Return [C, 3] the replicas of a plan as kernels read them, padded to the most possible."""
+    table = np.full((plan.topology.ranks * plan.topology.slots, 3), PADDING, np.int32)
+    table[: plan.num_replicas] = plan.replicas
+    return moved(torch.from_numpy(table), device)
 
 
 def device_routes(routes: Routes, slots: torch.Tensor) -> DeviceRoutes:

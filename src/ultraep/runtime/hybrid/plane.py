@@ -24,6 +24,7 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import ConfigError, LoadError
 from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
+from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.reroute import Routes, routes_of, rows_received
 from ultraep.runtime.agreement import Agreement, Point, Records
@@ -45,9 +46,7 @@ class HybridPlane(MessagesPlane):
     def __init__(self, shared: Shared, inside: Communicator, peers: Peers | None = None) -> None:
         super().__init__(shared)
         self.domain = shared.comm.rank // shared.topology.domain_size
-        self.of_domain = replace(
-            shared, comm=inside, topology=shared.topology.of_domain(self.domain)
-        )
+        self.of_domain = of_own_domain(shared, inside)
         self.inside: Inside = MessagesInside(self.of_domain, self.pool)
         if peers is not None:
             from ultraep.runtime.hybrid.mapped_inside import MappedInside  # imports triton
@@ -68,10 +67,7 @@ class HybridPlane(MessagesPlane):
 
     def foresee(self, inputs: Sequence[Inputs], refusal: LoadError | None) -> list[Foreseen]:
         del inputs, refusal
-        raise ConfigError(
-            "foresee() is not possible on the data plane 'hybrid': pass data_plane='messages', or "
-            "do without it"
-        )
+        raise not_foreseeable()
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate memory as if every token had experts in all domains."""
@@ -167,6 +163,7 @@ class HybridMicrobatch(MessagesMicrobatch):
             return plane.inside.rows(self._memory, self.info, routes, local)
 
         begins = [0, *accumulate(rows_received(own, domains.place).sum(axis=0).tolist())]
+        offsets = moved(torch.tensor(begins, dtype=torch.int32), slots.device)
 
         def at_backward() -> None:
             if shared.settings.verify:
@@ -174,7 +171,24 @@ class HybridMicrobatch(MessagesMicrobatch):
                 agreement.compare(self._place(Point.BACKWARD), device)
             plane.inside.at_backward(self._own_replicas)
 
-        return HybridRows(self.info, shared, crossing, rows_inside, at_backward, slots, begins)
+        rows = HybridRows(self.info, shared, crossing, rows_inside, at_backward, slots, offsets)
+        rows.known_begins = begins
+        return rows
+
+
+def of_own_domain(shared: Shared, inside: Communicator) -> Shared:
+    """Return the parts of a balancer for the ranks of one domain."""
+    domain = shared.comm.rank // shared.topology.domain_size
+    topology, first = shared.topology.of_domain(domain), domain * shared.topology.domain_size
+    return replace(shared, comm=inside, topology=topology, first_rank=first)
+
+
+def not_foreseeable() -> ConfigError:
+    """Return the error of `foresee`."""
+    return ConfigError(
+        "foresee() is not possible on the data plane 'hybrid': pass data_plane='messages', or do "
+        "without it"
+    )
 
 
 def routes_inside(plan: Plan, place: int, slots: torch.Tensor) -> Routes:
@@ -192,8 +206,10 @@ class HybridRows(BaseExchange):
     """Moves rows between tokens and slots, through the domain of the slots.
 
     rows_inside: returns the exchange inside of this domain for [T', K] slots.
-    at_backward: called when backward begins.   begins: first row of each slot of this rank.
+    at_backward: called when backward begins.   offsets: first row of each slot of this rank.
     """
+
+    known_begins: list[int] | None = None  # `offsets`, if the host knows them
 
     def __init__(
         self,
@@ -203,11 +219,10 @@ class HybridRows(BaseExchange):
         rows_inside: Callable[[torch.Tensor], BaseExchange],
         at_backward: Callable[[], None],
         slots: torch.Tensor,
-        begins: list[int],
+        offsets: torch.Tensor,
     ) -> None:
         super().__init__(info, shared.observers)
-        self._slots, self._crossing, self._begins = slots, crossing, begins
-        self.offsets = moved(torch.tensor(begins, dtype=torch.int32), slots.device)
+        self._slots, self._crossing, self.offsets = slots, crossing, offsets
         self._rows_inside, self._begin_inside = rows_inside, at_backward
         self._inside: BaseExchange | None = None
 
@@ -215,8 +230,9 @@ class HybridRows(BaseExchange):
     def slots(self) -> torch.Tensor:
         return self._slots
 
+    @hidden
     def begins(self) -> list[int]:
-        return self._begins
+        return self.offsets.tolist() if self.known_begins is None else self.known_begins
 
     def _dispatched(self) -> BaseExchange:
         assert self._inside is not None, "rows move to the slots first"

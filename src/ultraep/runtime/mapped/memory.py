@@ -49,7 +49,14 @@ class MappedMemory:
         self.sms = share.sms or multiprocessors(own.device)
         self.overlap = Overlap(own.device, share.stream)
         timeout = settings.timeout or shared.comm.timeout
-        self.signals = Signals(own, slots=topology.slots, buffers=self.buffers, timeout=timeout)
+        self._first_rank = shared.first_rank
+        self.signals = Signals(
+            own,
+            slots=topology.slots,
+            buffers=self.buffers,
+            timeout=timeout,
+            first_rank=shared.first_rank,
+        )
         moving, self._pulling, self.beside = _programs(own.device, self.sms, share.budget)
         # A chunk is complete when as many programs have written as the receiver expects.
         moving = min(shared.comm.gather_objects(moving))
@@ -260,8 +267,9 @@ class MappedMemory:
         times, most = self.exchange.faults.tolist()
         if times:
             self.exchange.faults.zero_()
+            rank = self._first_rank + self.peers.rank
             raise LoadError(
-                f"{most} rows for rank {self.peers.rank}, but its buffers are for {self.capacity}: "
+                f"{most} rows for rank {rank}, but its buffers are for {self.capacity}: "
                 f"pass a larger capacity= (this happened {times} times; the outputs of those "
                 "microbatches contain NaN)"
             )

@@ -47,11 +47,14 @@ logger = logging.getLogger(__name__)
 
 
 class MappedPlane:
-    """One rank of a group of GPUs that map each other's memory; see `DataPlane`."""
+    """One rank of a group of GPUs that map each other's memory; see `DataPlane`.
+
+    inside: the ranks that map each other's memory, if these are not all.
+    """
 
     name = "mapped"
 
-    def __init__(self, shared: Shared, peers: Peers) -> None:
+    def __init__(self, shared: Shared, peers: Peers, inside: Shared | None = None) -> None:
         _check_current(peers.device)
         self.shared, self.topology, self.device = shared, shared.topology, peers.device
         with torch.inference_mode(False):
@@ -59,8 +62,12 @@ class MappedPlane:
         self.promise()
         self._peers, self._hosts = peers, shared.comm.hosts()
         agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
-        self.workspaces = Workspaces(shared, peers, agreement)
-        if shared.speeds.learns and peers.rank == 0 and not (agreement and shared.settings.verify):
+        self.workspaces = Workspaces(shared, peers, agreement, inside or shared)
+        if (
+            shared.speeds.learns
+            and shared.comm.rank == 0
+            and not (agreement and shared.settings.verify)
+        ):
             logger.warning(
                 "speeds='auto' learns nothing: the hosts exchange no records; it needs verify=True"
             )
@@ -241,10 +248,16 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         digest = zlib.crc32(f"layer {info.layer}: {own}".encode()) >> 1
         counts, weights = workspace.control.count(inputs.ids.contiguous()), self._weights_promise()
         self._versions = weights.versions
-        loads = workspace.memory.share_loads(counts, digest, weights)
+        loads = self._gather_loads(counts, digest, weights)
         if inputs.foreseen is not None:
             self._differs = plane.compare_loads(info.layer, loads, inputs.foreseen)
         return loads
+
+    def _gather_loads(
+        self, counts_E: torch.Tensor, digest: int, weights: WeightVersion
+    ) -> torch.Tensor:
+        """Return [R, E] the loads of all ranks; compares digests and gathers versions."""
+        return self._workspace.memory.share_loads(counts_E, digest, weights)
 
     def _weights_promise(self) -> WeightVersion:
         """Return the promise of this rank about its weights; in a graph, the device reads it."""

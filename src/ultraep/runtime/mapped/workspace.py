@@ -33,6 +33,7 @@ class Workspace:
 
     control: ControlPlane
     memory: MappedMemory
+    tokens: int  # of a rank
     never_full: bool
     dispatched: bool = False
     layers: set[int] = field(default_factory=set)  # whose first plan the host has seen
@@ -40,7 +41,7 @@ class Workspace:
     _fetch: Fetch | None = None  # of fault counters, values of some steps ago
 
     def fits(self, tokens: int, top_k: int) -> bool:
-        return top_k == self.memory.top_k and tokens <= self.memory.tokens
+        return top_k == self.memory.top_k and tokens <= self.tokens
 
     def overflow(self, plan: DevicePlan) -> torch.Tensor | None:
         """Whether the plan gives some rank more rows than fit, on the device; None: impossible."""
@@ -80,10 +81,14 @@ class Workspaces:
     """The workspaces of one rank; the last one is the largest.
 
     agreement: of hosts whose messages wait for no device; None: hosts cannot exchange messages.
+    inside: the ranks that map each other's memory; they take in the tokens of the other ranks.
     """
 
-    def __init__(self, shared: Shared, peers: Peers, agreement: Agreement | None) -> None:
+    def __init__(
+        self, shared: Shared, peers: Peers, agreement: Agreement | None, inside: Shared
+    ) -> None:
         self._shared, self._peers, self.agreement = shared, peers, agreement
+        self._inside, self._domains = inside, shared.topology.ranks // inside.topology.ranks
         self.all: list[Workspace] = []
         self._most_rows = 0  # that any rank was planned to serve, as far as all ranks know
 
@@ -116,7 +121,7 @@ class Workspaces:
             if error:
                 raise error
             workspace = self._fitting(tokens, top_k) or self._create_alone(tokens, top_k)
-            return workspace, workspace.memory.tokens
+            return workspace, workspace.tokens
         records = self.agreement.gather_loads(
             place,
             torch.zeros(self._shared.topology.experts, dtype=torch.int64),
@@ -154,7 +159,7 @@ class Workspaces:
         if rows <= workspace.memory.capacity or not self._can_grow:
             return None
         self._most_rows = max(self._most_rows, rows)
-        return self.for_tokens(workspace.memory.tokens, workspace.memory.top_k)
+        return self.for_tokens(workspace.tokens, workspace.memory.top_k)
 
     @property
     def _can_grow(self) -> bool:
@@ -187,7 +192,7 @@ class Workspaces:
     def _create_alone(self, tokens: int, top_k: int) -> Workspace:
         """Create the first workspace, or any of a single rank: no exchange is necessary."""
         if self._capturing or (self.all and not self._alone):
-            sizes = ", ".join(f"{w.memory.tokens} x {w.memory.top_k}" for w in self.all)
+            sizes = ", ".join(f"{w.tokens} x {w.memory.top_k}" for w in self.all)
             raise LoadError(
                 f"{tokens} tokens x {top_k} choices, but there is memory for {sizes or 'none'}, "
                 "and it cannot grow here: run such a step before, outside of a graph, or pass "
@@ -200,31 +205,33 @@ class Workspaces:
         """Create a workspace; collective. Microbatches that have begun keep theirs."""
         shared, peers = self._shared, self._peers
         tokens = max(1, tokens, shared.settings.tokens or 1)
-        largest = max((w.memory.tokens for w in self.all if w.memory.top_k == top_k), default=0)
+        largest = max((w.tokens for w in self.all if w.memory.top_k == top_k), default=0)
         if self.all and tokens > largest:  # and somewhat more: it would grow again
             largest = 1 << (tokens - 1).bit_length()
         tokens = max(tokens, largest)
         rows = tokens * top_k
-        capacity = self._shared.capacity.rows_for(rows, self._most_rows)
+        capacity = shared.capacity.rows_for(rows, self._most_rows)
         control = ControlPlane(
             shared.topology,
             device_config(shared.config),
             rows=rows,
-            rank=peers.rank,
+            rank=shared.comm.rank,
             device=peers.device,
         )
         memory = MappedMemory(
             peers,
-            shared,
+            self._inside,
             name=f"workspace {len(self.all)}",
-            tokens=tokens,
+            tokens=tokens * self._domains,
             top_k=top_k,
             capacity=capacity,
         )
         never_full = capacity >= shared.topology.ranks * rows or (
-            self._shared.capacity.proven and capacity >= rows
+            shared.capacity.proven and capacity >= rows * shared.topology.num_domains
         )
-        workspace = Workspace(control, memory, never_full or self._dispatched, self._dispatched)
+        workspace = Workspace(
+            control, memory, tokens, never_full or self._dispatched, self._dispatched
+        )
         self.all.append(workspace)
         return self.all[-1]
 
