@@ -14,7 +14,6 @@ BAD = {
     "fp8_param": True,
     "fp4": "e2m1",
     "moe_flex_dispatcher_backend": "ncclep",
-    "moe_permute_fusion": True,
     "moe_shared_expert_overlap": True,
     "overlap_moe_expert_parallel_comm": True,
     "delay_wgrad_compute": True,

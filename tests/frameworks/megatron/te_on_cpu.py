@@ -3,7 +3,7 @@
 `install()` imports the Python of Transformer Engine from `FOLDER` with a stand-in for the compiled
 module `transformer_engine_torch`. It implements what GroupedLinear needs, with the documented
 arguments: grouped gemms, quantisation (128x128 and 1x128 blocks; tensors), and padding of rows.
-Everything else raises NotImplementedError when it is called.
+Everything else raises NotImplementedError when it is called. Triton kernels are interpreted.
 
     make build/transformer-engine/.ready
 """
@@ -40,6 +40,7 @@ def install() -> None:
     assert "megatron.core" not in sys.modules, "Megatron-Core was imported without it"
     sys.path.insert(0, str(FOLDER))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not load libraries
+    os.environ["TRITON_INTERPRET"] = "1"  # its permutations are Triton kernels
     compiled = sys.modules["transformer_engine_torch"] = Compiled("transformer_engine_torch")
     compiled.__dict__.update(ENUMS, **FUNCTIONS)
     name = "transformer_engine.pytorch.onnx_extensions"  # needs packages that are not installed
@@ -50,6 +51,17 @@ def install() -> None:
 
         transformer_engine.common.load_framework_extension = lambda framework: None
         import transformer_engine.pytorch
+    fix_block_sizes()
+
+
+def fix_block_sizes() -> None:
+    """Run the kernels that permute rows with one block size: tuning needs a GPU."""
+    import transformer_engine.common.triton.permutation as kernels
+    from triton.runtime.autotuner import Autotuner
+
+    for kernel in vars(kernels).values():
+        if isinstance(kernel, Autotuner):
+            kernel.configs = kernel.configs[:1]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import stand_ins
+import te_on_cpu
 import torch
 from megatron_models import difference, make_layer, on_megatron, seed, settings
 
@@ -63,6 +64,24 @@ def forward_backward(layer, microbatches=2):
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
 @on_megatron(2, expert_model_parallel_size=2)
 def test_outputs_and_gradients(backend):
+    compare(backend)
+
+
+@pytest.mark.skipif(not te_on_cpu.available(), reason="make build/transformer-engine/.ready")
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+@on_megatron(2, te=True, expert_model_parallel_size=2)
+def test_fused_permutations(backend):
+    """DeepEP permutes rows by slot with the kernels of Transformer Engine."""
+    import transformer_engine.pytorch.triton.permutation as kernels
+
+    name = "permute_with_mask_map"
+    with patch.object(kernels, name, wraps=getattr(kernels, name)) as permute:
+        compare(backend, moe_permute_fusion=True)
+    assert permute.called == (backend == "deepep")
+
+
+def compare(backend, **changes):
+    """Compare a balanced layer over a flex dispatcher with the library's own layer."""
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
     library = ModuleType("deep_ep")
@@ -74,7 +93,7 @@ def test_outputs_and_gradients(backend):
     names += ["hybrid_ep_dispatch", "hybrid_ep_combine"]
     present = {name: getattr(a2a, name) for name in names if hasattr(token_dispatcher, name)}
     with patch.multiple(token_dispatcher, **present):
-        config = settings(**FLEX, moe_flex_dispatcher_backend=backend)
+        config = settings(**FLEX, moe_flex_dispatcher_backend=backend, **changes)
         ours = make_layer(config, {"slots": 2})
         expected, actual = forward_backward(plain), forward_backward(ours)
     differences = {name: difference(expected[name], actual[name]) for name in expected}

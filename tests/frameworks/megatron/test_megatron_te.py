@@ -20,6 +20,7 @@ CASES = {
         "recompute_granularity": "selective",
         "recompute_modules": ["moe_act"],
     },
+    "fused permutations": {"moe_permute_fusion": True},
     "one expert a rank": {
         "moe_router_topk": 1,
         "moe_router_pre_softmax": True,

@@ -42,7 +42,6 @@ REFUSED = (
         ("deepep", "hybridep"),
         "NCCL EP binds its buffers to the experts of the model",
     ),
-    Refused("moe_permute_fusion", (False,), "it needs kernels that were not tested"),
     Refused("moe_shared_expert_overlap", (False,), "it runs inside the library's dispatcher"),
     Refused("overlap_moe_expert_parallel_comm", (False,), IN_PIECES),
     Refused("delay_wgrad_compute", (False,), IN_PIECES),
