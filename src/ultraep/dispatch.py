@@ -100,6 +100,7 @@ class Dispatcher(Protocol):
     """Moves the rows of all microbatches of a rank, in place of the data plane.
 
     Both methods are collective and differentiable. The balancer compares the counts with its plan.
+    A method `check_slots(ranks, slots_per_rank)` is optional: the balancer calls it when created.
     For a library without autograd, derive from `ultraep.dispatchers.RawDispatcher`.
     """
 

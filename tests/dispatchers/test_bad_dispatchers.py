@@ -249,10 +249,30 @@ def test_more_rows_than_a_switch_receives():
     first_step_of(EXAMPLE, message, LoadError, make=make)
 
 
-def test_a_switch_for_experts_instead_of_slots():
-    message = r"TokenSwitch\(num_experts=4\), but 2 ranks have 8 slots; create the TokenSwitchNCCL"
-    make = dispatcher_of("TokenSwitch", slots_per_rank=2)
-    first_step_of(EXAMPLE, message, ConfigError, make=make)
+SLOTS = {
+    "a switch for experts instead of slots": (
+        dispatcher_of("TokenSwitch", slots_per_rank=2),
+        4,
+        r"TokenSwitch\(num_experts=4\), but 2 ranks have 8 slots; create the TokenSwitchNCCL for 8",
+    ),
+    "slots that HybridEP cannot serve": (
+        dispatcher_of("HybridEP"),
+        6,
+        r"HybridEP needs a multiple of 4 slots in an NVLink domain, got 2 ranks x 5 slots; change",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_slots_are_checked_when_the_balancer_is_created(name):
+    make, experts, message = SLOTS[name]
+
+    def refused(comm):
+        with pytest.raises(ConfigError, match=message):
+            Balancer(experts=experts, slots=2, communicator=comm, dispatcher=make(comm))
+        return True
+
+    assert LocalGroup(2).run(refused) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["DeepEP", "DeepEPBuffer", "HybridEP"])
@@ -272,12 +292,6 @@ def test_a_token_that_has_a_slot_twice():
     message = r"HybridEP delivered \d+ rows to rank \d, the plan says \d+"
     example = replace(EXAMPLE, ids=ids)
     first_step_of(example, message, CommunicationError, make=dispatcher_of("HybridEP"))
-
-
-def test_slots_that_hybridep_cannot_serve():
-    message = r"HybridEP needs a multiple of 4 slots in an NVLink domain, got 2 ranks x 5 slots"
-    example = replace(EXAMPLE, experts=6)
-    first_step_of(example, message, ConfigError, make=dispatcher_of("HybridEP"))
 
 
 # Libraries.

@@ -14,7 +14,9 @@ BAD = {
     "fp8_param": True,
     "fp4": "e2m1",
     "moe_flex_dispatcher_backend": "ncclep",
-    "moe_permute_fusion": True,
+    "quant_recipe": "of modules",
+    "transformer_impl": "inference_optimized",
+    "moe_expert_rank_capacity_factor": 1.5,
     "moe_shared_expert_overlap": True,
     "overlap_moe_expert_parallel_comm": True,
     "delay_wgrad_compute": True,
@@ -42,9 +44,12 @@ def test_a_setting_is_refused_by_name_and_value(setting):
 
 def test_recipes_of_fp8():
     fp8 = {"num_moe_experts": 8, "fp8": "e4m3"}
-    check_settings(SimpleNamespace(**fp8, fp8_recipe="blockwise"))
-    with pytest.raises(ConfigError, match="fp8_recipe='delayed' cannot be balanced"):
-        check_settings(SimpleNamespace(**fp8, fp8_recipe="delayed"))
+    for recipe in ("blockwise", "mxfp8"):
+        check_settings(SimpleNamespace(**fp8, fp8_recipe=recipe))
+    for recipe in ("delayed", "tensorwise", "custom"):
+        message = f"fp8_recipe='{recipe}' cannot be balanced, use 'blockwise' or 'mxfp8': scales"
+        with pytest.raises(ConfigError, match=message):
+            check_settings(SimpleNamespace(**fp8, fp8_recipe=recipe))
     padded = {"fp8_recipe": "blockwise", "moe_router_padding_for_quantization": True}
     with pytest.raises(ConfigError, match="moe_router_padding_for_quantization=True cannot be"):
         check_settings(SimpleNamespace(**fp8, **padded))

@@ -62,6 +62,9 @@ class RawDispatcher(ABC):
     pass. Gates travel in float32, or in float64 if the tokens are float64.
     """
 
+    def check_slots(self, ranks: int, slots_per_rank: int) -> None:  # noqa: B027
+        """Raise if the library cannot serve this number of slots; called by the balancer."""
+
     @abstractmethod
     def begin(self, routes: SlotRoutes, width: int) -> LibraryRows:
         """Return the mover of one microbatch, whose tokens have this width."""

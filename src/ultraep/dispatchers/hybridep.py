@@ -56,19 +56,25 @@ class HybridEP(RawDispatcher):
             raise ConfigError(f"tokens= must be a multiple of {CHUNK}, got {tokens}")
         self.buffer, self.tokens = buffer, tokens
 
+    def check_slots(self, ranks: int, slots_per_rank: int) -> None:  # noqa: ARG002
+        check_slots(self.buffer.num_of_hybrid_ep_ranks_per_nvlink_domain, slots_per_rank)
+
     def begin(self, routes: SlotRoutes, width: int) -> _PermutedRows:
         if len(routes.slots) > self.tokens:
             raise LoadError(
                 f"{len(routes.slots)} tokens in a microbatch, but HybridEP(tokens={self.tokens}): "
                 "pass a larger number"
             )
-        domain = self.buffer.num_of_hybrid_ep_ranks_per_nvlink_domain
-        if routes.slots_per_rank * domain % 4:
-            raise ConfigError(
-                f"HybridEP needs a multiple of 4 slots in an NVLink domain, got {domain} ranks x "
-                f"{routes.slots_per_rank} slots; change slots= of the balancer"
-            )
         return _PermutedRows(self, routes, width)
+
+
+def check_slots(ranks: int, slots_per_rank: int) -> None:
+    """Raise unless the gates of a token, of these ranks of an NVLink domain, fill 16-byte words."""
+    if ranks * slots_per_rank % 4:
+        raise ConfigError(
+            f"HybridEP needs a multiple of 4 slots in an NVLink domain, got {ranks} ranks x "
+            f"{slots_per_rank} slots; change slots= of the balancer"
+        )
 
 
 class _PermutedRows(LibraryRows):

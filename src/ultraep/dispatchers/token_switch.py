@@ -49,13 +49,16 @@ class TokenSwitch(RawDispatcher):
         check_integer("max_recv_tokens", max_recv_tokens, least=1)
         self.switch, self.num_experts, self.max_recv_tokens = switch, num_experts, max_recv_tokens
 
+    def check_slots(self, ranks: int, slots_per_rank: int) -> None:
+        slots = ranks * slots_per_rank
+        if slots != self.num_experts:
+            raise ConfigError(
+                f"TokenSwitch(num_experts={self.num_experts}), but {ranks} ranks have {slots} "
+                f"slots; create the TokenSwitchNCCL for {slots}"
+            )
+
     def begin(self, routes: SlotRoutes, width: int) -> _SwitchedRows:
         del width
-        if routes.num_slots != self.num_experts:
-            raise ConfigError(
-                f"TokenSwitch(num_experts={self.num_experts}), but {routes.ranks} ranks have "
-                f"{routes.num_slots} slots; create the TokenSwitchNCCL for {routes.num_slots}"
-            )
         rows = routes.begins()[-1]
         if rows > self.max_recv_tokens:
             raise LoadError(

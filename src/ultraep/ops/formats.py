@@ -1,4 +1,4 @@
-"""FP8 formats: how weights and rows are quantised and dequantised.
+"""Quantised formats: how weights and rows are quantised and dequantised.
 
 An e4m3 number has three mantissa bits: its error is at most 2^-4 of itself, and 2^-10 of the scale
 for small numbers. Groups of numbers share a scale. Scales computed here are powers of two, so that
@@ -8,12 +8,14 @@ that hardly any precision is lost, and where scales do not change, partial sums 
 
     quantise, dequantise    weights: e4m3 codes and scales, two tensors
     pack, unpack            rows: the codes of a row, then its scales, as bytes that can be sent
+    WEIGHT_ONLY             formats of checkpoints whose weights are only dequantised
 
 Shapes: A rows, N and K of a weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +85,11 @@ FORMATS = {
 
 def format_named(name: str) -> Format:
     """Return the format of that name."""
+    if name in WEIGHT_ONLY:
+        raise ConfigError(
+            f"format {name!r} is for weights only; use ExpertsFrom with weight_only({name!r}), or "
+            f"choose from {', '.join(FORMATS)}"
+        )
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}; choose from {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -181,3 +188,53 @@ def _spread(factors: torch.Tensor, height: int, width: int, shape: torch.Size) -
 
 def _pieces(number: int, size: int) -> int:
     return -(-number // size)
+
+
+# Weight-only formats: two codes share a byte, the low one first; groups of columns share a scale.
+
+
+@dataclass(frozen=True)
+class WeightOnly:
+    """A format of checkpoints.
+
+    parts: the tensors of a weight, codes first.
+    numbers: returns the `[..., N, K]` numbers that the codes stand for, without scales.
+    """
+
+    parts: tuple[str, ...]
+    numbers: Callable[[torch.Tensor], torch.Tensor]
+
+    def dequantise(self, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return weights `[..., N, K]`, rounded once if the dtype cannot hold them."""
+        numbers, scales = self.numbers(parts["proj"]), parts["scales"]
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.view(torch.uint8)
+        if numbers.shape[:-1] != scales.shape[:-1] or numbers.shape[-1] % scales.shape[-1]:
+            raise ConfigError(
+                f"weights {list(numbers.shape)} need scales for each row and for groups of equal "
+                f"width, got {list(scales.shape)}"
+            )
+        width = numbers.shape[-1] // scales.shape[-1]
+        if "zeros" in parts:
+            numbers = numbers - _spread(parts["zeros"], 1, width, numbers.shape)
+        if "scale" in parts:
+            scales = scales.float() * parts["scale"][..., None, None]
+        return _dequantise(numbers, scales, 1, width, dtype)
+
+
+def _codes(packed: torch.Tensor) -> torch.Tensor:
+    packed = packed.view(torch.uint8)
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def _e2m1(packed: torch.Tensor) -> torch.Tensor:
+    magnitudes = packed.new_tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32)
+    return torch.cat([magnitudes, -magnitudes])[_codes(packed).int()]
+
+
+WEIGHT_ONLY = {
+    "mxfp4": WeightOnly(("proj", "scales"), _e2m1),  # scales: ue8m0
+    "nvfp4": WeightOnly(("proj", "scales", "scale"), _e2m1),  # scales: e4m3; scale: one float32
+    "int8": WeightOnly(("proj", "scales"), lambda codes: codes),
+    "int4": WeightOnly(("proj", "scales", "zeros"), lambda packed: _codes(packed).to(torch.int8)),
+}

@@ -60,7 +60,7 @@ from ultraep.runtime.observe import Observer, Sink
 from ultraep.runtime.pricing import Pricing, from_environment, needs_rates
 from ultraep.runtime.recording import Recording, open_recorder, recording_setting
 from ultraep.runtime.replays import ReplayedPlans
-from ultraep.runtime.settings import DeviceShare, Settings
+from ultraep.runtime.settings import DeviceShare, Settings, check_slots
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
@@ -206,6 +206,7 @@ class Balancer:
             if topology.keywords["domain"] is None:
                 topology = partial(topology, domain=self._links.domain)
             self.topology = topology(ranks=self.comm.size)
+            check_slots(settings.dispatcher, self.topology)
             if self.config.speeds != AUTO:
                 self.config.speeds_for(self.topology.ranks)  # raises if their number is wrong
             elif isinstance(self.comm, SilentCommunicator):

@@ -11,6 +11,7 @@ from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError
 from ultraep.hops import MODES
 from ultraep.runtime.capacity import STATIC
+from ultraep.topology import Topology
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,13 @@ class Settings:
         if self.dispatcher is not None:
             compared["dispatcher"] = type(self.dispatcher).__qualname__
         return ", ".join(f"{name}={value!r}" for name, value in compared.items())
+
+
+def check_slots(dispatcher: object, topology: Topology) -> None:
+    """Raise if a dispatcher has a method `check_slots` that refuses the slots of these ranks."""
+    check = getattr(dispatcher, "check_slots", None)
+    if check is not None:
+        check(topology.ranks, int(topology.homes_per_rank.max()) + topology.slots)
 
 
 def _check_dispatcher(dispatcher: object) -> None:

@@ -2,8 +2,8 @@
 
 `install()` imports the Python of Transformer Engine from `FOLDER` with a stand-in for the compiled
 module `transformer_engine_torch`. It implements what GroupedLinear needs, with the documented
-arguments: grouped gemms, quantisation (128x128 and 1x128 blocks; tensors), and padding of rows.
-Everything else raises NotImplementedError when it is called.
+arguments: grouped gemms, quantisation (128x128 and 1x128 blocks; MXFP8), and padding of rows.
+Everything else raises NotImplementedError when it is called. Triton kernels are interpreted.
 
     make build/transformer-engine/.ready
 """
@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 FOLDER = Path(__file__).parents[3] / "build" / "transformer-engine"
-BLOCK = 128
+BLOCK, MX_BLOCK = 128, 32
 EMPTY = torch.empty
 FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
@@ -40,6 +40,7 @@ def install() -> None:
     assert "megatron.core" not in sys.modules, "Megatron-Core was imported without it"
     sys.path.insert(0, str(FOLDER))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not load libraries
+    os.environ["TRITON_INTERPRET"] = "1"  # its permutations are Triton kernels
     compiled = sys.modules["transformer_engine_torch"] = Compiled("transformer_engine_torch")
     compiled.__dict__.update(ENUMS, **FUNCTIONS)
     name = "transformer_engine.pytorch.onnx_extensions"  # needs packages that are not installed
@@ -50,12 +51,24 @@ def install() -> None:
 
         transformer_engine.common.load_framework_extension = lambda framework: None
         import transformer_engine.pytorch
+    fix_block_sizes()
+
+
+def fix_block_sizes() -> None:
+    """Run the kernels that permute rows with one block size: tuning needs a GPU."""
+    import transformer_engine.common.triton.permutation as kernels
+    from triton.runtime.autotuner import Autotuner
+
+    for kernel in vars(kernels).values():
+        if isinstance(kernel, Autotuner):
+            kernel.configs = kernel.configs[:1]
 
 
 @contextmanager
 def on_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """Let Transformer Engine believe that it runs on a GPU."""
     import transformer_engine.pytorch.cpp_extensions.gemm as gemm
+    import transformer_engine.pytorch.distributed as distributed
     import transformer_engine.pytorch.module.base as base
     import transformer_engine.pytorch.quantization as quantization
 
@@ -67,12 +80,15 @@ def on_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         (torch, "empty", empty_on_cpu),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (distributed, "_get_cuda_rng_state", lambda **_: torch.get_rng_state()),
+        (distributed, "_set_cuda_rng_state", lambda state, **_: torch.set_rng_state(state)),
         (base, "nvtx_range_push", lambda *_: None),
         (base, "nvtx_range_pop", lambda *_: None),
         (quantization, "get_device_compute_capability", lambda: capability),
         (quantization, "check_recipe_support", lambda recipe: None),
         (quantization, "check_fp8_block_scaling_support", lambda: (True, "")),
         (quantization, "check_fp8_support", lambda: (True, "")),
+        (quantization, "check_mxfp8_support", lambda: (True, "")),
     ]
     with ExitStack() as undo:
         for module, name, replacement in replacements:
@@ -161,26 +177,41 @@ def dequantized(data: torch.Tensor, scale_inv: torch.Tensor, rows: int, columns:
     return data.view(dtype).double() * scales[:height, :width]
 
 
-def tiles_of(quantizer: Any, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of a tile of rowwise data."""
+def is_mxfp8(quantizer: Any) -> bool:
+    return type(quantizer).__name__ == "MXFP8Quantizer"
+
+
+def tiles_of(quantizer: Any, shape: tuple[int, ...], *, columnwise: bool) -> tuple[int, int]:
+    """Return the shape of a tile. Columnwise data is transposed, except MXFP8."""
     kind = type(quantizer).__name__
     if kind == "Float8BlockQuantizer":
         return (BLOCK, BLOCK) if quantizer.block_scaling_dim == 2 else (1, BLOCK)
     if kind == "Float8CurrentScalingQuantizer":
         return max(1, shape[0]), max(1, shape[1])
+    if is_mxfp8(quantizer):
+        return (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK)
     raise NotImplementedError(f"{kind} is not part of the stand-in")
 
 
 class Data:
     """The bytes of a quantised tensor of two dimensions in one direction, with its scales."""
 
-    def __init__(self, values: torch.Tensor, quantizer: Any) -> None:
-        self.rows, self.columns = tiles_of(quantizer, tuple(values.shape))
-        self.data, self.scale_inv = quantized(values, self.rows, self.columns, quantizer)
-        self.dtype = fp8_dtype(quantizer)
+    def __init__(self, values: torch.Tensor, quantizer: Any, *, columnwise: bool) -> None:
+        if columnwise and not is_mxfp8(quantizer):
+            values = values.T.contiguous()
+        tiles = tiles_of(quantizer, tuple(values.shape), columnwise=columnwise)
+        self.data, self.scale_inv = quantized(values, *tiles, quantizer)
+        if is_mxfp8(quantizer):
+            assert not any(size % MX_BLOCK for size in values.shape), "multiples of 32"
+            shape = quantizer.get_scale_shape(values.shape, columnwise)
+            self.scale_inv = e8m0(self.scale_inv, shape)
 
-    def values(self) -> torch.Tensor:
-        return dequantized(self.data, self.scale_inv, self.rows, self.columns, self.dtype)
+
+def e8m0(scale_inv: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return powers of two as exponents of one byte, padded to this shape."""
+    exponents = torch.zeros(shape, dtype=torch.uint8)
+    exponents[: scale_inv.shape[0], : scale_inv.shape[1]] = scale_inv.log2() + 127
+    return exponents
 
 
 def quantize(
@@ -190,8 +221,8 @@ def quantize(
     assert noop is None
     assert tensor.is_contiguous()
     values = tensor.detach().reshape(-1, tensor.shape[-1])
-    rowwise = Data(values, quantizer) if quantizer.rowwise_usage else None
-    columnwise = Data(values.T.contiguous(), quantizer) if quantizer.columnwise_usage else None
+    rowwise = Data(values, quantizer, columnwise=False) if quantizer.rowwise_usage else None
+    columnwise = Data(values, quantizer, columnwise=True) if quantizer.columnwise_usage else None
     if output is None:
         return stored(tensor, quantizer, rowwise, columnwise)
     for name, data in (("rowwise", rowwise), ("columnwise", columnwise)):
@@ -204,9 +235,11 @@ def quantize(
 def stored(tensor: torch.Tensor, quantizer: Any, rowwise: Any, columnwise: Any) -> Any:
     """Return the library's own class for quantised data."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
         Float8BlockwiseQTensorStorage,
     )
+    from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
 
     fields = {
         "rowwise_data": rowwise and rowwise.data,
@@ -215,11 +248,16 @@ def stored(tensor: torch.Tensor, quantizer: Any, rowwise: Any, columnwise: Any) 
         "columnwise_scale_inv": columnwise and columnwise.scale_inv,
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
-        "is_2D_scaled": quantizer.block_scaling_dim == 2,
     }
+    if is_mxfp8(quantizer):
+        fields |= {"with_gemm_swizzled_scales": False}
+        storage, whole = MXFP8TensorStorage, MXFP8Tensor
+    else:
+        fields |= {"is_2D_scaled": quantizer.block_scaling_dim == 2}
+        storage, whole = Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor
     if quantizer.internal:
-        return Float8BlockwiseQTensorStorage(**fields, fake_dtype=tensor.dtype)
-    return Float8BlockwiseQTensor(shape=tensor.shape, dtype=tensor.dtype, **fields)
+        return storage(**fields, fake_dtype=tensor.dtype)
+    return whole(shape=tensor.shape, dtype=tensor.dtype, **fields)
 
 
 def values_of(operand: Any, *, columnwise: bool) -> torch.Tensor:
@@ -230,7 +268,12 @@ def values_of(operand: Any, *, columnwise: bool) -> torch.Tensor:
     data, scales = (getattr(operand, f"_{side}_{part}") for part in ("data", "scale_inv"))
     assert data is not None, f"a gemm needs {side} data that was not made"
     quantizer = operand._quantizer
-    return dequantized(data, scales, *tiles_of(quantizer, data.shape), fp8_dtype(quantizer))
+    tiles = tiles_of(quantizer, data.shape, columnwise=columnwise)
+    if not is_mxfp8(quantizer):
+        return dequantized(data, scales, *tiles, fp8_dtype(quantizer))
+    scales = torch.exp2(scales.double() - 127)
+    values = dequantized(data, scales, *tiles, fp8_dtype(quantizer))
+    return values.T if columnwise else values
 
 
 def split_quantize(

@@ -1,13 +1,17 @@
 """The flex token dispatcher of Megatron-Core with slot ids, on stand-ins for its libraries."""
 
 import sys
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import stand_ins
+import te_on_cpu
 import torch
 from megatron_models import difference, make_layer, on_megatron, seed, settings
+
+from ultraep import ConfigError
 
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 
@@ -63,23 +67,56 @@ def forward_backward(layer, microbatches=2):
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
 @on_megatron(2, expert_model_parallel_size=2)
 def test_outputs_and_gradients(backend):
+    compare(backend)
+
+
+@pytest.mark.skipif(not te_on_cpu.available(), reason="make build/transformer-engine/.ready")
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+@on_megatron(2, te=True, expert_model_parallel_size=2)
+def test_fused_permutations(backend):
+    """DeepEP permutes rows by slot with the kernels of Transformer Engine."""
+    import transformer_engine.pytorch.triton.permutation as kernels
+
+    name = "permute_with_mask_map"
+    with patch.object(kernels, name, wraps=getattr(kernels, name)) as permute:
+        compare(backend, moe_permute_fusion=True)
+    assert permute.called == (backend == "deepep")
+
+
+@on_megatron(2, expert_model_parallel_size=2)
+def test_slots_that_hybridep_cannot_serve():
+    """Refused when the layer is built."""
+    config = settings(**FLEX, moe_flex_dispatcher_backend="hybridep", num_moe_experts=6)
+    with libraries(), pytest.raises(ConfigError, match=r"of 4 slots .*got 2 ranks x 5 slots"):
+        make_layer(config, {"slots": 2})
+
+
+def compare(backend, **changes):
+    """Compare a balanced layer over a flex dispatcher with the library's own layer."""
+    plain = make_layer(settings(moe_router_dtype="fp32"), None)
+    with libraries():
+        config = settings(**FLEX, moe_flex_dispatcher_backend=backend, **changes)
+        ours = make_layer(config, {"slots": 2})
+        expected, actual = forward_backward(plain), forward_backward(ours)
+    differences = {name: difference(expected[name], actual[name]) for name in expected}
+    assert ours.balancer.stats()["copies"] > 0
+    assert max(differences.values()) < 1e-5, differences
+
+
+@contextmanager
+def libraries():
+    """Let Megatron-Core use the stand-ins."""
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
     library = ModuleType("deep_ep")
     library.Buffer, library.HybridEPBuffer = Buffer, HybridEPBuffer
-    plain = make_layer(settings(moe_router_dtype="fp32"), None)
     with patch.dict(sys.modules, {"deep_ep": library, "deep_ep.utils": deep_ep_utils()}):
         a2a = reloaded(fused_a2a)
     names = ["fused_dispatch", "fused_combine", "set_deepep_num_sms"]
     names += ["hybrid_ep_dispatch", "hybrid_ep_combine"]
     present = {name: getattr(a2a, name) for name in names if hasattr(token_dispatcher, name)}
     with patch.multiple(token_dispatcher, **present):
-        config = settings(**FLEX, moe_flex_dispatcher_backend=backend)
-        ours = make_layer(config, {"slots": 2})
-        expected, actual = forward_backward(plain), forward_backward(ours)
-    differences = {name: difference(expected[name], actual[name]) for name in expected}
-    assert ours.balancer.stats()["copies"] > 0
-    assert max(differences.values()) < 1e-5, differences
+        yield
 
 
 def deep_ep_utils():

@@ -20,6 +20,7 @@ CASES = {
         "recompute_granularity": "selective",
         "recompute_modules": ["moe_act"],
     },
+    "fused permutations": {"moe_permute_fusion": True},
     "one expert a rank": {
         "moe_router_topk": 1,
         "moe_router_pre_softmax": True,
@@ -125,20 +126,25 @@ def test_fused_accumulation_needs_main_grad():
         layer(rows_of_rank(torch.float32))
 
 
+@pytest.mark.parametrize("recompute", [None, "moe", "moe_act"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 @on_megatron(2, te=True, expert_model_parallel_size=2)
-def test_fp8_with_block_scales():
+def test_fp8(recipe, recompute):
     """Outputs are equal bit by bit; a replica quantised in an earlier step would show."""
     import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8BlockScaling
+    from transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling
 
-    fp8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "gradient_accumulation_fusion": True}
+    of_te = Float8BlockScaling() if recipe == "blockwise" else MXFP8BlockScaling()
+    fp8 = {"fp8": "e4m3", "fp8_recipe": recipe, "gradient_accumulation_fusion": True}
+    if recompute:
+        fp8 |= {"recompute_granularity": "selective", "recompute_modules": [recompute]}
     sizes = {"hidden_size": 128, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 128}
     config = te_settings(torch.bfloat16, **fp8, **sizes)
     results, layers = [], [make_layer(config, o, use_te=True) for o in (None, {"slots": 2})]
     for layer in layers:
         ddp, steps = Ddp(layer), []
         for _ in range(3):
-            with te.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling()):
+            with te.fp8_autocast(enabled=True, fp8_recipe=of_te):
                 steps.append(ddp.step(torch.bfloat16, microbatches=2))
             with torch.no_grad():  # weights change, so that stale caches differ
                 for parameter in layer.experts.parameters():

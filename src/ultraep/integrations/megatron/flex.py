@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 
 from ultraep.dispatch import Pack, Received, SlotRoutes
 from ultraep.dispatchers import refuse_packed
+from ultraep.dispatchers.hybridep import check_slots
 from ultraep.integrations.common import Overlay
 
 
@@ -36,6 +37,10 @@ class FlexDispatcher:
 
     def __repr__(self) -> str:
         return f"FlexDispatcher({self.backend})"  # layers with the same options share a balancer
+
+    def check_slots(self, ranks: int, slots_per_rank: int) -> None:
+        if self.backend == "hybridep":
+            check_slots(ranks, slots_per_rank)
 
     def dispatch(
         self,

@@ -26,23 +26,29 @@ class Refused(NamedTuple):
 
 
 IN_GRAPHS = "experts read the row counts of a plan on the host, which a CUDA graph cannot capture"
+SPLIT_ROWS = "scales that depend on all rows of an expert change when replicas serve some of them"
 IN_PIECES = "it interleaves parts of a layer with another microbatch"
-QUANTISED = "replicas do not include the scales of an expert"
-# Scales of other recipes depend on earlier steps of the same gemm, or were not tested.
-FP8_RECIPES = ("blockwise",)
+# The scales of their rows depend on single rows, not on all rows of a gemm or on earlier steps.
+FP8_RECIPES = ("blockwise", "mxfp8")
 OFFLOADED = "backward restores replicas from their home rank, not from the host"
 
 REFUSED = (
     Refused("expert_tensor_parallel_size", (None, 1), "each rank must hold whole experts"),
     Refused("moe_extended_tp", (False,), "each rank must hold whole experts"),
-    Refused("fp8_param", (False,), QUANTISED),
-    Refused("fp4", (None,), QUANTISED),
+    Refused("fp8_param", (False,), "weights must be plain tensors, which each slot quantises"),
+    Refused("fp4", (None,), SPLIT_ROWS),
+    Refused("quant_recipe", (None,), "recipes of single modules cannot be checked"),
+    Refused(
+        "transformer_impl",
+        ("transformer_engine", "local"),
+        "its experts choose the dispatcher themselves",
+    ),
     Refused(
         "moe_flex_dispatcher_backend",
         ("deepep", "hybridep"),
         "NCCL EP binds its buffers to the experts of the model",
     ),
-    Refused("moe_permute_fusion", (False,), "it needs kernels that were not tested"),
+    Refused("moe_expert_rank_capacity_factor", (None,), "it drops rows after planning"),
     Refused("moe_shared_expert_overlap", (False,), "it runs inside the library's dispatcher"),
     Refused("overlap_moe_expert_parallel_comm", (False,), IN_PIECES),
     Refused("delay_wgrad_compute", (False,), IN_PIECES),
@@ -56,7 +62,7 @@ REFUSED = (
     Refused("external_cuda_graph", (False,), IN_GRAPHS),
     Refused("cpu_offloading", (False,), OFFLOADED),
     Refused("fine_grained_activation_offloading", (False,), OFFLOADED),
-    Refused("moe_latent_size", (None,), "it needs Transformer Engine, which is not tested"),
+    Refused("moe_latent_size", (None,), "its projections were not tested"),
 )
 SET_BY_MEGATRON = ("group", "experts", "homes", "domain", "communicator", "peers")
 
@@ -73,8 +79,7 @@ def check_settings(config: Any) -> None:
     recipe = getattr(config, "fp8_recipe", None)
     if getattr(config, "fp8", None) and recipe not in FP8_RECIPES:
         raise ConfigError(
-            f"fp8_recipe={recipe!r} cannot be balanced, use 'blockwise': a replica must get the "
-            "scales of its home expert"
+            f"fp8_recipe={recipe!r} cannot be balanced, use 'blockwise' or 'mxfp8': {SPLIT_ROWS}"
         )
     if getattr(config, "fp8", None) and getattr(
         config, "moe_router_padding_for_quantization", False

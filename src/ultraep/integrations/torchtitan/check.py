@@ -18,7 +18,8 @@ from ultraep.runtime.balancer import Balancer
 
 ROUTED = "RoutedExperts"
 ALL_TO_ALL, DEEPEP = "AllToAllTokenDispatcher", "DeepEPTokenDispatcher"
-DISPATCHERS = (ALL_TO_ALL, DEEPEP, "HybridEPTokenDispatcher")
+HYBRIDEP = "HybridEPTokenDispatcher"
+DISPATCHERS = (ALL_TO_ALL, DEEPEP, HYBRIDEP)
 EXPERTS = ("GroupedExperts", "GptOssGroupedExperts")
 SET_BY_TORCHTITAN = (
     "group",

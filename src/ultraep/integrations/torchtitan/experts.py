@@ -23,10 +23,11 @@ from torchtitan.models.common.moe import RoutedExperts
 from ultraep.comm import moved
 from ultraep.dispatch import Pack, Received, SlotRoutes
 from ultraep.dispatchers import refuse_packed
+from ultraep.dispatchers.hybridep import check_slots
 from ultraep.errors import ConfigError
 from ultraep.experts.loan import serve
 from ultraep.integrations.common import shared_balancer
-from ultraep.integrations.torchtitan.check import ALL_TO_ALL, DEEPEP
+from ultraep.integrations.torchtitan.check import ALL_TO_ALL, DEEPEP, HYBRIDEP
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.ops.opaque import handle_of, routed_experts
@@ -128,6 +129,10 @@ class FrameworkDispatcher:
     def __repr__(self) -> str:  # layers with equal dispatchers share a balancer
         library = self._library
         return f"{type(library).__name__}({library.num_experts}, top_k={library.top_k})"
+
+    def check_slots(self, ranks: int, slots_per_rank: int) -> None:
+        if type(self._library).__name__ == HYBRIDEP:
+            check_slots(ranks, slots_per_rank)
 
     def dispatch(
         self,
