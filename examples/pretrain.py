@@ -3,7 +3,8 @@
     python examples/pretrain.py --config examples/pretrain.toml
     torchrun --nproc-per-node 4 examples/pretrain.py --config examples/pretrain.toml
     torchrun --nproc-per-node 2 examples/pretrain.py --config examples/pretrain.toml --resume
-    torchrun --nproc-per-node 4 --max-restarts 3 examples/pretrain.py --elastic
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 \\
+        --max-restarts 3 examples/pretrain.py --elastic
 
 A script to copy. The eight places that use ultraep are numbered, `# ultraep 1` to 8; the layer
 itself is in `Block` of `ultraep.tools.tiny.model`. Settings are in pretrain_settings.py; text,
@@ -34,6 +35,7 @@ from pretrain_parts import (
     Stop,
     Windows,
     checkpoint_of,
+    check_store,
     checkpoints,
     connected,
     naming,
@@ -339,6 +341,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = read_settings(args.config, [*args.set, *changes])
         settings.check(size)
+        if args.elastic:
+            check_store()
     except ultraep.UltraEPError as error:
         if rank == 0:  # the same on all ranks
             print(f"pretrain: {error}", file=sys.stderr)

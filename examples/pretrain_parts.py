@@ -87,6 +87,15 @@ def write_whole(content: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def check_store() -> None:
+    """Refuse a store that outlives the ranks: restarted ranks would read old addresses there."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            "--elastic: torchrun shares its store with the ranks, so restarted ranks cannot "
+            "connect; use torchrun --standalone, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove what a rank was writing when it was killed; no other run may use the folder."""
     for path in folder.glob(".*"):

@@ -31,6 +31,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS, EVERY = 2, 2  # steps between checkpoints
 LIMIT = 120.0  # seconds per attempt; reached only by a job that hangs
 NAME = "ULTRAEP_TEST_RESTARTS"  # environment variable that marks all processes of a run
+ENVIRONMENT = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see docs/reliability.md
+    "PYTHONDONTWRITEBYTECODE": "",  # without bytecode, every attempt compiles torch again
+    "OMP_NUM_THREADS": "1",
+}
 PRETRAIN = {
     "model.hidden": 16,
     "model.ffn": 32,
@@ -267,7 +272,9 @@ def torchrun(name: str, folder: Path, steps: int, kills: list[Kill]) -> None:
     command += ["--steps", str(steps), "--kills", json.dumps(kills)]
     with (folder / "output").open("w") as output:
         limit = LIMIT * (len(kills) + 1)
-        done = subprocess.run(command, stdout=output, stderr=output, timeout=limit)
+        done = subprocess.run(
+            command, stdout=output, stderr=output, timeout=limit, env=os.environ | ENVIRONMENT
+        )
     assert done.returncode == 0, (folder / "output").read_text()[-4000:]
 
 
