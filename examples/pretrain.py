@@ -3,8 +3,7 @@
     python examples/pretrain.py --config examples/pretrain.toml
     torchrun --nproc-per-node 4 examples/pretrain.py --config examples/pretrain.toml
     torchrun --nproc-per-node 2 examples/pretrain.py --config examples/pretrain.toml --resume
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 \\
-        --max-restarts 3 examples/pretrain.py --elastic
+    torchrun --standalone --max-restarts 3 examples/pretrain.py --elastic  # see README.md
 
 A script to copy. The eight places that use ultraep are numbered, `# ultraep 1` to 8; the layer
 itself is in `Block` of `ultraep.tools.tiny.model`. Settings are in pretrain_settings.py; text,
@@ -34,8 +33,8 @@ from pretrain_parts import (
     Scalars,
     Stop,
     Windows,
-    checkpoint_of,
     check_store,
+    checkpoint_of,
     checkpoints,
     connected,
     naming,
