@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import uuid
+import zipfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -228,18 +229,20 @@ def torchtitan(victim: Victim, folder: Path, steps: int) -> None:
 
 
 class Job(NamedTuple):
-    """A training: one rank of it, who writes its checkpoints, how often, and its leftovers."""
+    """A training: one rank of it, how many ranks write its checkpoints, and how they look."""
 
     run: Callable[[Victim, Path, int], None]
     writers: int
-    saves: int
-    unfinished: str  # files that only a killed rank leaves, below its folder
+    saves: int  # calls of `torch.save` for a checkpoint, at least
+    checkpoints: str  # below its folder
+    last: str  # the part that is written last; "": a checkpoint is one file
+    unfinished: str  # what only a killed rank leaves
 
 
 JOBS = {
-    "pretrain": Job(pretrain, 1, 1, ".*.tmp"),
-    "trainer": Job(trainer, 2, 3, ".unfinished"),
-    "torchtitan": Job(torchtitan, 2, 3, "*.tmp"),
+    "pretrain": Job(pretrain, 1, 1, "step-*.pt", "", ".*.tmp"),
+    "trainer": Job(trainer, 2, 3, "checkpoint-*", "trainer_state.json", ".unfinished"),
+    "torchtitan": Job(torchtitan, 2, 3, "checkpoint/step-*", ".metadata", "*.tmp"),
 }
 
 
@@ -316,11 +319,20 @@ def attempts(
     left = [name for name in shared if any(pid in name.split("-") for pid in pids)]
     left += [str(path) for path in (folder / "run").rglob(JOBS[name].unfinished)]
     assert left == []
+    checkpoints = list((folder / "run").glob(JOBS[name].checkpoints))
+    assert checkpoints
+    for path in checkpoints:
+        assert (path / JOBS[name].last).exists() if JOBS[name].last else is_whole(path), path
     losses = []
     for attempt in range(len(kills) + 1):
         lines = map(str.split, (folder / f"losses-{attempt}").read_text().splitlines())
         losses.append({int(step): float.fromhex(loss) for step, loss in lines})
     return losses
+
+
+def is_whole(path: Path) -> bool:
+    with zipfile.ZipFile(path) as file:  # the format of `torch.save`
+        return file.testzip() is None
 
 
 def processes(mark: str) -> list[int]:
