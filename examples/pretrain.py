@@ -3,6 +3,7 @@
     python examples/pretrain.py --config examples/pretrain.toml
     torchrun --nproc-per-node 4 examples/pretrain.py --config examples/pretrain.toml
     torchrun --nproc-per-node 2 examples/pretrain.py --config examples/pretrain.toml --resume
+    torchrun --standalone --max-restarts 3 examples/pretrain.py --elastic  # see README.md
 
 A script to copy. The eight places that use ultraep are numbered, `# ultraep 1` to 8; the layer
 itself is in `Block` of `ultraep.tools.tiny.model`. Settings are in pretrain_settings.py; text,
@@ -32,12 +33,14 @@ from pretrain_parts import (
     Scalars,
     Stop,
     Windows,
+    check_store,
     checkpoint_of,
     checkpoints,
     connected,
     naming,
     own_gpu,
     read_text,
+    remove_unfinished,
     rng_state,
     set_rng_state,
     trace_folder,
@@ -280,6 +283,8 @@ def run(settings: Settings, resume: str | None) -> None:
         for rank, known in enumerate(training.everyone((settings, text.digest, start))):
             if known != (settings, text.digest, start):
                 raise ultraep.ConfigError(f"rank {rank} has other settings, text or checkpoint")
+        if training.rank == 0:
+            remove_unfinished(Path(files.folder))
         if saved:
             training.load(saved)
         del saved  # closes the file
@@ -319,6 +324,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="continue from this checkpoint (default: the last in checkpoints.folder)",
     )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="continue from the last checkpoint if there is one, for torchrun --max-restarts",
+    )
     parser.add_argument("--no-tensorboard", action="store_true", help="do not write curves")
     return parser.parse_args(argv)
 
@@ -330,10 +340,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = read_settings(args.config, [*args.set, *changes])
         settings.check(size)
+        if args.elastic:
+            check_store()
     except ultraep.UltraEPError as error:
         if rank == 0:  # the same on all ranks
             print(f"pretrain: {error}", file=sys.stderr)
         return 2
+    if args.elastic and args.resume is None and checkpoints(Path(settings.checkpoints.folder)):
+        args.resume = ""
     with process_group(BACKENDS[settings.parallel.device]):
         try:
             run(settings, args.resume)

@@ -24,7 +24,7 @@ from library_text import library_bytes
 from pretrain_settings import Settings
 
 from ultraep.errors import CommunicationError, ConfigError, FileError
-from ultraep.files.writing import whole_file
+from ultraep.files.writing import is_unfinished, whole_file, write_text
 
 SETTLE = 0.2  # seconds until all connections have noticed a dead rank
 
@@ -85,6 +85,22 @@ def write_whole(content: dict[str, Any], path: Path) -> None:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def check_store() -> None:
+    """Refuse a store that outlives the ranks: restarted ranks would read old addresses there."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            "--elastic: torchrun shares its store with the ranks, so restarted ranks cannot "
+            "connect; use torchrun --standalone, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a rank was writing when it was killed; no other run may use the folder."""
+    for path in folder.glob(".*"):
+        if is_unfinished(path.name):
+            path.unlink()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -216,7 +232,7 @@ class Scalars:
         path = folder / "scalars.jsonl"
         lines = path.read_text().splitlines(keepends=True) if start and path.exists() else []
         whole = (line for line in lines if line.endswith("\n"))
-        path.write_text("".join(line for line in whole if json.loads(line)["step"] <= start))
+        write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= start))
         self.file = stack.enter_context(path.open("a"))
         self.curves = curves(folder, start, stack) if settings.logging.tensorboard else None
 

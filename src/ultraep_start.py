@@ -3,6 +3,8 @@
 This module is outside the package, because importing any part of the package imports NumPy.
 """
 
+from __future__ import annotations
+
 import signal
 import sys
 from typing import Any
@@ -40,8 +42,12 @@ class _Interrupts:
 def main() -> None:
     """Run the command line; the entry point."""
     with _Interrupts():
-        from ultraep.tools.cli import main as run
-
+        try:
+            from ultraep.tools.cli import main as run
+        except ImportError as error:
+            if sys.version_info >= (3, 11):  # noqa: UP036  the package refuses older ones
+                raise
+            sys.exit(f"ultraep: {error}")
         run()
 
 

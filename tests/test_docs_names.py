@@ -36,6 +36,7 @@ CALL_OR_SNAKE = re.compile(r"([A-Za-z_]\w*)\(.*\)|([a-z]+(?:_[a-z]+)+)")
 CLASS = re.compile(r"([A-Z][a-z]+(?:[A-Z][a-z]*)+|[A-Z]\w+Error)(?:(?::| \.\.\.).*)?")
 OPTION = re.compile(r"--[a-z][a-z-]*")
 OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir", "--shm-size", "--durations", "--help"}
+OTHER_PROGRAMS |= {"--max-restarts", "--require-hashes"}
 # Files that a user or a run creates.
 CREATED = re.compile(
     r"(.*/)?(run|loads|routing|out|my|plan|model|result|scalars|report|header|FILE|\d+)\.\w+"

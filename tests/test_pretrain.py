@@ -232,6 +232,23 @@ def test_one_process_with_text_of_its_own(pretrain, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_elastic_continues_from_the_last_whole_checkpoint(pretrain, tmp_path, monkeypatch, capsys):
+    (tmp_path / ".0123.tmp").write_bytes(b"half of a checkpoint")
+    run = [*options(tmp_path, checkpoints__keep=9), "--elastic"]
+    assert pretrain.main([*run, "--set", "training.steps=3"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step-00000002.pt", "step-00000003.pt", "scalars.jsonl")
+    }
+    assert pretrain.main([*run, "--set", "training.steps=4"]) == 0
+    assert list(scalars(tmp_path)) == [1, 2, 3, 4]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    capsys.readouterr()
+    assert pretrain.main(run) == 2
+    message = capsys.readouterr().err
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in message
+    assert message.count("\n") == 1
+
+
 def test_an_epoch_reads_every_window_once(pretrain):
     parts, settings = import_module("pretrain_parts"), import_module("pretrain_settings")
     changes = ["training.length=4", "data.held_out=5", "evaluation.windows=100"]

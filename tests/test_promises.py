@@ -4,11 +4,13 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import ultraep
+from ultraep.supported import PYTHON, TORCH
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "ultraep"
@@ -16,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Each ring may import itself and the rings before it, also under TYPE_CHECKING.
 RINGS = [
-    ["arrays", "bundle", "comm", "config", "errors", "files", "topology"],
+    ["arrays", "bundle", "comm", "config", "errors", "files", "supported", "topology"],
     [
         "backends",
         "hops",
@@ -143,6 +145,51 @@ assert plan.imbalance == 1.0
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     code = f"import sys, ultraep; assert not {OPTIONAL} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_older_versions_are_refused_in_one_line():
+    """Older Pythons are simulated: some of the package would not even compile there."""
+    code = "import sys; sys.version_info = (3, 10, 13, 'final', 0); import {}; {}"
+    expected = (
+        "ultraep needs Python 3.11 or newer, this is Python 3.10.13: create the environment with "
+        "a newer Python"
+    )
+    for module, call, start in (
+        ("ultraep", "", "ultraep.errors.BackendUnavailable: "),
+        ("ultraep_start", "ultraep_start.main()", "ultraep: "),
+    ):
+        done = run_code(code.format(module, call))
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == start + expected
+    assert done.stderr.count("\n") == 1
+    code = """
+import torch
+torch.__version__ = "2.10.1+cpu"
+import ultraep, numpy
+ultraep.plan(numpy.array([[9, 0], [9, 0]]), ultraep.Topology(ranks=2, experts=2))
+{}
+"""
+    for use in ("ultraep.Balancer", "import ultraep.runtime.local"):
+        done = run_code(code.format(use))
+        assert done.stderr.splitlines()[-1] == (
+            "ultraep.errors.BackendUnavailable: ultraep needs torch 2.11 or newer, "
+            "torch 2.10.1+cpu is installed: pip install 'torch>=2.11'"
+        )
+
+
+def test_the_versions_are_those_of_the_package_metadata():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name, version in (("Python", PYTHON), ("torch", TORCH)):
+        number = ".".join(map(str, version))
+        assert f">={number}" in (project["requires-python"], *project["dependencies"]) or (
+            f"{name}>={number}" in project["dependencies"]
+        )
+
+
+def run_code(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_no_broad_except():

@@ -32,7 +32,7 @@ CONTENTS = {
         *("docs/layer", "docs/routes", "docs/cost", "docs/seam", "docs/data-plane", "docs/gpus"),
         "docs/with-ddp-fsdp-dcp",
         *("docs/metrics", "docs/traces", "docs/view", "docs/inspect", "docs/serving"),
-        *("docs/simulator", "docs/troubleshooting"),
+        *("docs/simulator", "docs/reliability", "docs/troubleshooting"),
     ],
     FRAMEWORKS: [],  # all pages of docs/integrations
     "How it works": ["docs/story", "docs/plan", "docs/numerics", "docs/control-plane"],

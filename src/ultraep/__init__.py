@@ -23,6 +23,9 @@ them over the ranks of a `Balancer`. The data planes in `runtime/` run them: `me
     2.00 -> 1.00
 """
 
+from ultraep.supported import check_torch  # first: it refuses an older Python
+
+# isort: split
 from typing import TYPE_CHECKING, Any
 
 from ultraep import workload
@@ -117,4 +120,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ultraep' has no attribute {name!r}")
     import importlib
 
+    check_torch()
     return getattr(importlib.import_module(_LAZY[name]), name)

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ultraep.supported import check_torch
+
+check_torch()  # here: whatever runs on ranks imports this module
+
 
 class Message(NamedTuple):
     """A contiguous tensor to send to a peer, or to receive from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import redirect_stdout
 
 import pytest
@@ -25,6 +26,7 @@ from families import VOCABULARY, batch, build, outputs
 from peft import LoraConfig, get_peft_model
 from ranks import on_ranks, shared_pool
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from ultraep import ConfigError, parallel
 from ultraep.integrations.transformers import (
@@ -115,6 +117,41 @@ def test_trainer_has_the_losses_of_one_process_and_resumes(tmp_path):
     for own_losses, own_norms in shared_pool().run(2, train_on_ranks, tmp_path / "ranks"):
         assert own_losses == pytest.approx(losses, rel=1e-5)
         assert own_norms == pytest.approx(norms, rel=1e-5)
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_whole_or_missing(rank, group, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    with under_torchrun(rank, group.size()):
+        model = build("mixtral")
+        balance(model, group)
+        trainer = BalancedTrainer(
+            model=model,
+            args=arguments(tmp_path, 4, **options),
+            train_dataset=samples(),
+            eval_dataset=samples()[:8],
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "_save_rng_state", raise_full_disk)
+            with pytest.raises(OSError, match="No space"):
+                trainer.train()
+        assert get_last_checkpoint(str(tmp_path)) is None
+        assert (tmp_path / ".unfinished" / "checkpoint-2").is_dir()
+        dist.barrier()
+        trainer.train()
+        best = trainer.state.best_model_checkpoint
+        if rank == 0:
+            names = sorted(path.name for path in tmp_path.iterdir())
+            assert names == ["checkpoint-4", "checkpoint-6"]
+            assert best in [str(tmp_path / name) for name in names]
+            saved = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+            assert saved["best_model_checkpoint"] == best
+        dist.barrier()
+
+
+def raise_full_disk(folder):
+    raise OSError(28, "No space left on device")
 
 
 @on_ranks(2)

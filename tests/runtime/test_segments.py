@@ -173,15 +173,31 @@ def die_together(rank, group):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_a_killed_group_leaves_no_files():
+    with RankPool(2) as pool:
+        assert {o.kind for o in pool.outcomes(2, die_together)} == {"lost"}
+        assert leftovers(pool.pids) == []
+
+
+def die_while_connecting(rank, group):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments.SharedFile, "remove_name", lambda file: kill_after(dist.barrier))
+        connect(group, transport="shared")
+
+
+def kill_after(wait):
+    wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def start_again(rank, group):
     connect(group, transport="auto").close()
 
 
-def test_the_next_start_removes_files_of_a_killed_group():
+def test_the_next_start_removes_the_file_of_a_group_that_was_killed_while_connecting():
     with RankPool(2) as pool:
-        assert {o.kind for o in pool.outcomes(2, die_together)} == {"lost"}
-        left = leftovers(pool.pids)
-        assert len(left) == 2, left
+        assert {o.kind for o in pool.outcomes(2, die_while_connecting)} == {"lost"}
+        assert len(leftovers(pool.pids)) == 1
         pool.run(2, start_again)
         assert leftovers(pool.pids) == []
 
@@ -196,6 +212,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def shared_file(prefix: str, *, founder: bool) -> segments.SharedFile:
+    return segments.SharedFile(prefix, 4096, limit=1 << 18, founder=founder)
+
+
 def test_files_of_running_groups_and_strangers_stay(folder):
     strangers = [
         "ultraep-*-control",
@@ -204,14 +224,13 @@ def test_files_of_running_groups_and_strangers_stay(folder):
         "ultraep-notes-control",
         "ultraep-x-00000000-control",
         "other-1-00000000-control",
-        "ultraep-7-abcdef01-0-1-1",  # without a control file: nothing says that it is dead
+        "ultraep-7-abcdef01-0-1-1",  # of no group
     ]
     for name in strangers:
         (folder / name).touch()
     (folder / "ultraep-5-00000000-control").symlink_to(folder / "ultraep-notes-control")
     strangers.append("ultraep-5-00000000-control")
-    alive = segments.Files(segments.new_prefix(), 4096, founder=True)
-    assert alive.make("0-1-1", 4096, above=0)
+    alive = shared_file(segments.new_prefix(), founder=True)
     before = names(folder)
     segments.sweep()
     assert names(folder) == before
@@ -220,6 +239,7 @@ def test_files_of_running_groups_and_strangers_stay(folder):
 
 
 def test_only_files_of_the_dead_group_are_removed(folder):
+    """Earlier versions named their segments, too."""
     prefix = "ultraep-1-00000000"
     for name in ("control", "0-1-1", "1-0-2"):
         (folder / f"{prefix}-{name}").touch()
@@ -228,17 +248,35 @@ def test_only_files_of_the_dead_group_are_removed(folder):
     assert names(folder) == [f"{prefix}0-1-0-1"]
 
 
-def test_the_last_rank_removes_unread_messages(folder):
+def test_segments_of_all_pairs_and_sizes_are_apart(folder):
     prefix = segments.new_prefix()
-    first = segments.Files(prefix, 4096, founder=True)
-    second = segments.Files(prefix, 4096, founder=False)
-    first.make("0-1-1", 4096, above=0)[:4] = b"last"
-    first.close()
-    segments.sweep()
-    assert second.open("0-1-1")[:4] == b"last"
-    second.make("1-0-1", 4096, above=0)
-    second.close()
+    first = shared_file(prefix, founder=True)
+    second = shared_file(prefix, founder=False)
+    first.remove_name()
     assert names(folder) == []
+    places = [(pair, 1 << power) for pair in range(4) for power in (16, 17, 18)]
+    for number, (pair, size) in enumerate(places):
+        first.allocate(pair, size, above=0)[:] = bytes([number + 1]) * size
+    first.control[:] = b"c" * 4096
+    first.close()  # the others can still read
+    for number, (pair, size) in enumerate(places):
+        assert second.segment(pair, size)[:] == bytes([number + 1]) * size
+    second.close()
+
+
+def test_a_larger_segment_frees_the_smaller_one():
+    assert shared_pool().run(2, grow, [1 << power for power in range(16, 23)]) == [True] * 2
+
+
+def grow(rank, group, sizes):
+    """Return whether the file has the pages of the last segments only."""
+    comm = connect(group, transport="shared")
+    for size in sizes:
+        comm.all_gather(torch.zeros(size, dtype=torch.uint8))
+    allocated = os.fstat(comm._wire._file._descriptor).st_blocks * 512
+    dist.barrier()
+    comm.close()
+    return allocated <= wire.control_bytes(2) + 2 * sizes[-1] + MB
 
 
 def test_a_control_file_removed_before_its_lock_is_created_again(folder, monkeypatch):
@@ -250,9 +288,9 @@ def test_a_control_file_removed_before_its_lock_is_created_again(folder, monkeyp
         lock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", too_late)
-    files = segments.Files(prefix, 4096, founder=True)
-    segments.Files(prefix, 4096, founder=False).close()
-    files.close()
+    file = shared_file(prefix, founder=True)
+    shared_file(prefix, founder=False).close()
+    file.close()
     assert names(folder) == []
 
 

@@ -1,9 +1,12 @@
-"""Files in shared memory that the ranks of one group map, and their removal.
+"""The file in shared memory that the ranks of one group map.
 
-All files of a group share a prefix, and one of them is its control file. Every rank holds a shared
-lock on the control file while it lives; the kernel releases it however the rank ends. A process
-that can lock it exclusively knows that the whole group is gone, in whatever container it ran. The
-last rank that closes, or the next group that starts, then removes the files of that group.
+It begins with the control words and the first segments. Larger segments are parts of the same
+sparse file: a rank allocates the pages of one when it needs it. As soon as all ranks have opened
+the file, it loses its name, so the kernel frees it with the last rank, however the ranks end.
+
+Only a group that is killed while it connects leaves a file. Every rank holds a shared lock on the
+file. A process that can lock it exclusively knows that the whole group is gone, in whatever
+container it ran; the next group that starts removes it.
 
 `multiprocessing.shared_memory` and torch's shared tensors do not replace this: neither reserves its
 pages (a full /dev/shm crashes the first write), and neither removes the files of a killed group.
@@ -44,31 +47,43 @@ def sweep() -> None:
             _remove_abandoned(path)
 
 
-class Files:
-    """The files of one group, opened by one of its ranks. Errors are `OSError`."""
+class SharedFile:
+    """The file of one group, opened by one of its ranks. Errors are `OSError`."""
 
-    def __init__(self, prefix: str, size: int, *, founder: bool) -> None:
-        """The founder creates the control file of `size` bytes; the others open it after that."""
-        self.limit = sys.maxsize  # bytes of a file; a power of two
-        self._prefix, self._warned = prefix, False
-        self._lock = _hold(f"{prefix}-control", founder)
+    def __init__(self, prefix: str, size: int, limit: int, *, founder: bool) -> None:
+        """The founder creates the file; the others open it after that.
+
+        size: bytes of the control part.
+        limit: bytes of the largest segment, a power of two, the same on all ranks.
+        """
+        self.limit = limit  # halved when memory is short
+        self._stride = 2 * limit  # the segments of a pair: sizes are powers of two
+        self._first = -(-size // self._stride) * self._stride
+        self._path, self._warned = f"{prefix}-control", False
+        self._descriptor = _hold(self._path, founder)
         try:
             if founder:
-                os.posix_fallocate(self._lock, 0, size)
+                os.posix_fallocate(self._descriptor, 0, size)
             # The first segments of all pairs are in it: a rank touches only the pages of its own.
-            self.control = mmap.mmap(self._lock, size, flags=mmap.MAP_SHARED)
+            self.control = self._map(0, size, populate=False)
         except OSError:
             self.close()
             raise
 
-    def make(self, name: str, size: int, *, above: int) -> mmap.mmap | None:
-        """Create a file of `size` bytes, or of fewer if memory is short; None: at most `above`.
+    def remove_name(self) -> None:
+        """Remove the file from the folder; call it when all ranks have opened the file."""
+        _unlink(self._path)
 
-        Sizes are powers of two.
+    def allocate(self, pair: int, size: int, *, above: int) -> mmap.mmap | None:
+        """Allocate a segment of `size` bytes, or fewer if memory is short; None: at most `above`.
+
+        Sizes are powers of two. A pair uses each size once.
         """
         while (nbytes := min(size, self.limit)) > above:
             try:
-                return _create(f"{self._prefix}-{name}", nbytes)
+                # Reserve the pages now: a full folder is an error here, and a crash at a write.
+                os.posix_fallocate(self._descriptor, self._begin(pair, nbytes), nbytes)
+                return self.segment(pair, nbytes)
             except OSError as error:
                 if not self._warned:
                     logger.warning(
@@ -82,27 +97,26 @@ class Files:
                 self._warned, self.limit = True, nbytes // 2
         return None
 
-    def open(self, name: str) -> mmap.mmap:
-        """Map a file that another rank created for this one."""
-        path = f"{self._prefix}-{name}"
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            memory = _map(descriptor, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
-        # Both ends have mapped it. Without a name, it disappears with them, however they end.
-        _unlink(path)
-        return memory
+    def segment(self, pair: int, size: int) -> mmap.mmap:
+        """Map a segment that this rank or the sender allocated."""
+        return self._map(self._begin(pair, size), size)
 
     def close(self) -> None:
-        """Release the files. The last rank removes them."""
-        fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child may hold the descriptor, too
-        os.close(self._lock)
-        _remove_abandoned(f"{self._prefix}-control")
+        """Close the file; what is mapped stays mapped."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may have it open, too
+        os.close(self._descriptor)
+        _remove_abandoned(self._path)
+
+    def _begin(self, pair: int, size: int) -> int:
+        return self._first + pair * self._stride + size  # no two powers of two overlap
+
+    def _map(self, begin: int, size: int, *, populate: bool = True) -> mmap.mmap:
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        return mmap.mmap(self._descriptor, size, flags=flags, offset=begin)
 
 
 def _hold(path: str, founder: bool) -> int:
-    """Open the control file and take a shared lock."""
+    """Open the file and take a shared lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if founder else 0), 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -111,9 +125,9 @@ def _hold(path: str, founder: bool) -> int:
         os.close(descriptor)  # removed by a sweep in between
 
 
-def _remove_abandoned(control: str) -> None:
+def _remove_abandoned(path: str) -> None:
     try:
-        descriptor = os.open(control, os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # removed by another process, of another user, or not ours
         return
     try:
@@ -121,30 +135,13 @@ def _remove_abandoned(control: str) -> None:
     except BlockingIOError:  # a rank is alive
         return
     else:
-        prefix = control.removesuffix("control")
-        for path in glob.glob(f"{glob.escape(prefix)}*"):
-            if path != control:
-                _unlink(path)
-        _unlink(control)  # last: if this process is killed before, the next sweep finds it
+        # Earlier versions kept more files, and the name of this one while the group lived.
+        for segment in glob.glob(f"{glob.escape(path.removesuffix('control'))}*"):
+            if segment != path:
+                _unlink(segment)
+        _unlink(path)  # last: if this process is killed before, the next sweep finds it
     finally:
         os.close(descriptor)
-
-
-def _create(path: str, size: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        # Reserve the pages now: a full folder is an error here, and a crash at the first write.
-        os.posix_fallocate(descriptor, 0, size)
-        return _map(descriptor, size)
-    except OSError:
-        _unlink(path)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def _unlink(path: str) -> None:

@@ -2,7 +2,7 @@
 
 Why not gloo's sockets: with them a layer takes 4 to 9 % longer (benchmarks/bench_layer.py), and
 gloo never names a rank that died. The process group is used once, to set up. wire.py moves the
-messages, segments.py owns the files.
+messages, segments.py owns the file.
 """
 
 from __future__ import annotations
@@ -140,23 +140,25 @@ def connect_shared(
         if obstacle:
             logger.info("no shared memory: %s", obstacle)
             return None
-        files = _open_files(setup, prefix, undo)
-        files.limit = wire.largest_segment(setup.size, hosts[0].free)
-        joined = wire.Wire(setup.rank, setup.size, timeout, files)
+        limit = wire.largest_segment(setup.size, hosts[0].free)
+        file = _open_file(setup, prefix, limit, undo)
+        joined = wire.Wire(setup.rank, setup.size, timeout, file)
         setup.gather_objects(None)  # no rank starts or leaves before all have joined
         undo.pop_all()
     return SharedMemoryCommunicator(group, joined, connect)
 
 
-def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> segments.Files:
-    """Rank 0 creates the control file, then the others open it; an error is raised on all ranks."""
+def _open_file(
+    setup: TorchDistCommunicator, prefix: str, limit: int, undo: ExitStack
+) -> segments.SharedFile:
+    """Rank 0 creates the file, then the others open it; an error is raised on all ranks."""
     size = wire.control_bytes(setup.size)
     for founder in (True, False):
         failure = None
         if founder == (setup.rank == 0):
             try:
-                opened = segments.Files(prefix, size, founder=founder)
-                files = undo.enter_context(closing(opened))
+                opened = segments.SharedFile(prefix, size, limit, founder=founder)
+                file = undo.enter_context(closing(opened))
             except OSError as error:
                 failure = f"rank {setup.rank}: {error}"
         failures = [text for text in setup.gather_objects(failure) if text]
@@ -165,7 +167,8 @@ def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> s
                 f"cannot create a control file of {size:,} bytes in {segments.FOLDER}: "
                 f"{'; '.join(failures)}"
             )
-    return files
+    file.remove_name()
+    return file
 
 
 def _this_memory(rank: int) -> _Memory:

@@ -1,13 +1,13 @@
 """Messages between the processes of one host, through mapped memory. See shared_memory.py.
 
-All ranks map one control file. It begins with 64-bit words, each of which has one writer:
+All ranks map one file. It begins with 64-bit words, each of which has one writer:
 
     per rank          pid, state, culprit
     per ordered pair  arrived and header of the piece (by the sender); released (by the receiver)
 
-Each ordered pair has a segment for the bytes, at first a small one at the end of the control file.
-For a message that does not fit, the sender makes a larger one, the next generation. If memory is
-short, the message travels in pieces. A piece is sent like this:
+Each ordered pair has a segment for the bytes, at first a small one after the control words. For a
+message that does not fit, the sender allocates a larger one. If memory is short, the message
+travels in pieces. A piece is sent like this:
 
     sender    waits until released == pieces sent; copies the bytes into the segment; writes the
               header; then increments `arrived`
@@ -32,7 +32,7 @@ import torch
 
 from ultraep.backends.cpu.fence import fence
 from ultraep.errors import CommunicationError
-from ultraep.runtime.segments import Files
+from ultraep.runtime.segments import SharedFile
 
 VERBS = ("all_gather", "all_to_all", "exchange", "gather_objects")
 LINE = 8  # words of a cache line; no two writers share one
@@ -54,7 +54,7 @@ Queues = dict[int, deque[torch.Tensor]]  # bytes to send to, or to receive from,
 
 
 def control_bytes(size: int) -> int:
-    """Return the size of the control file of a group."""
+    """Return the size of the control part of a group's file."""
     return _words(size) * 8 + size**2 * FIRST
 
 
@@ -79,11 +79,11 @@ class _Header(NamedTuple):
     verb: int
     left: int  # bytes of the message that were not sent before
     size: int  # of this piece
-    generation: int  # of the segment that holds it
+    segment: int  # bytes of the segment that holds it
 
 
 class _Words:
-    """Fenced access to the 64-bit words of the control file."""
+    """Fenced access to the 64-bit control words."""
 
     def __init__(self, block: mmap.mmap) -> None:
         self._words = memoryview(block).cast("q")
@@ -110,12 +110,16 @@ class _Words:
 class _Pair:
     """An ordered pair of ranks, as either end has it."""
 
-    def __init__(self, files: Files, size: int, source: int, target: int) -> None:
-        pair = source * size + target
-        self._files, self._name = files, f"{source}-{target}"
-        self._words, self._at = _Words(files.control), (size + 2 * pair) * LINE
-        self._segment = _bytes_of(files.control, _words(size) * 8 + pair * FIRST, FIRST)
-        self._generation = self._pieces = 0  # pieces that were sent, or read
+    def __init__(self, file: SharedFile, size: int, source: int, target: int) -> None:
+        self._file, self._pair = file, source * size + target
+        self._words, self._at = _Words(file.control), (size + 2 * self._pair) * LINE
+        begin = _words(size) * 8 + self._pair * FIRST
+        self._segment = _bytes_of(file.control, begin, FIRST)
+        self._memory: mmap.mmap | None = None  # of a later segment
+        self._pieces = 0  # that were sent, or read
+
+    def _use(self, memory: mmap.mmap) -> None:
+        self._memory, self._segment = memory, _bytes_of(memory)
 
 
 class _Outbox(_Pair):
@@ -131,17 +135,19 @@ class _Outbox(_Pair):
             self._grow(left)
             size = min(left, len(self._segment))
         self._segment[:size].copy_(data if size == left else data[:size])
-        header = _Header(VERBS.index(verb), left, size, self._generation)
+        header = _Header(VERBS.index(verb), left, size, len(self._segment))
         self._words.write_header(self._at + HEADER, header)
         self._pieces += 1
         self._words[self._at + ARRIVED] = self._pieces
         return None if size == left else data[size:]
 
     def _grow(self, nbytes: int) -> None:
-        size, generation = max(SMALLEST, 1 << (nbytes - 1).bit_length()), self._generation + 1
-        memory = self._files.make(f"{self._name}-{generation}", size, above=len(self._segment))
+        size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
+        memory = self._file.allocate(self._pair, size, above=len(self._segment))
         if memory is not None:
-            self._generation, self._segment = generation, _bytes_of(memory)
+            if self._memory is not None:
+                self._memory.madvise(mmap.MADV_REMOVE)  # free the pages: the receiver read all
+            self._use(memory)
 
 
 class _Inbox(_Pair):
@@ -155,9 +161,8 @@ class _Inbox(_Pair):
 
     def take(self, header: _Header, target: torch.Tensor) -> torch.Tensor | None:
         """Copy the piece to the target; return the rest of the target, if any."""
-        if header.generation != self._generation:
-            self._segment = _bytes_of(self._files.open(f"{self._name}-{header.generation}"))
-            self._generation = header.generation
+        if header.segment != len(self._segment):
+            self._use(self._file.segment(self._pair, header.segment))
         if header.size > len(self._segment):
             raise OSError(f"{header.size} bytes in a segment of {len(self._segment)}")
         whole = header.size == header.left
@@ -200,15 +205,15 @@ class _Backoff:
 class Wire:
     """Sends and receives the messages of one rank."""
 
-    def __init__(self, rank: int, size: int, timeout: float, files: Files) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, file: SharedFile) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        self._files, self._pid = files, os.getpid()
-        self._words = _Words(files.control)
+        self._file, self._pid = file, os.getpid()
+        self._words = _Words(file.control)
         self._words[rank * LINE + PID] = self._pid
         self._words[rank * LINE + STATE] = RUNNING
         peers = [peer for peer in range(size) if peer != rank]
-        self._outboxes = {peer: _Outbox(files, size, rank, peer) for peer in peers}
-        self._inboxes = {peer: _Inbox(files, size, peer, rank) for peer in peers}
+        self._outboxes = {peer: _Outbox(file, size, rank, peer) for peer in peers}
+        self._inboxes = {peer: _Inbox(file, size, peer, rank) for peer in peers}
 
     def move(self, verb: str, outgoing: Queues, incoming: Queues) -> None:
         """Send and receive everything; empties the queues."""
@@ -235,7 +240,7 @@ class Wire:
         if os.getpid() != self._pid:  # a forked child: everything belongs to its parent
             return
         self._leave(CLOSED, self.rank)
-        self._files.close()
+        self._file.close()
         self._outboxes.clear()
         self._inboxes.clear()
 

@@ -7,6 +7,8 @@ checkpoints that load on any number of ranks.
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import rotate_checkpoints
 
 from ultraep.errors import ConfigError
 from ultraep.integrations.transformers.experts import balanced_experts
@@ -25,7 +28,8 @@ from ultraep.parallel.wrapped import leave_out_experts
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-STATE, SCHEDULER = "sharded_state", "scheduler.pt"
+STATE, SCHEDULER, TRAINER_STATE = "sharded_state", "scheduler.pt", "trainer_state.json"
+UNFINISHED = ".unfinished"  # folder for a checkpoint until all ranks have written it
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
@@ -36,6 +40,7 @@ class BalancedTraining(_Base):  # type: ignore[misc]
     """
 
     dp_replicas: ProcessGroup | None = None
+    _saving = False
 
     def __init__(self, *inputs: Any, **options: Any) -> None:
         super().__init__(*inputs, **options)
@@ -62,6 +67,42 @@ class BalancedTraining(_Base):  # type: ignore[misc]
         elif isinstance(self.model, PreTrainedModel):  # adapters have no experts to save
             self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint and name it when all ranks have written: it is whole or missing."""
+        if self.args.push_to_hub:  # uploads the folder in the background
+            super()._save_checkpoint(model, trial)
+            return
+        folder = Path(self._get_output_dir(trial))
+        if self.args.should_save:  # a killed run may have left one
+            shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+        _barrier()
+        self._saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving = False
+        _barrier()
+        self._finish_checkpoint(folder, f"checkpoint-{self.state.global_step}")
+        _barrier()
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder: str = super()._get_output_dir(trial)
+        return os.path.join(folder, UNFINISHED) if self._saving else folder
+
+    def _finish_checkpoint(self, folder: Path, name: str) -> None:
+        unfinished, state = folder / UNFINISHED / name, self.state
+        if state.best_model_checkpoint == str(unfinished):
+            state.best_model_checkpoint = str(folder / name)
+        if not self.args.should_save:
+            return
+        state.save_to_json(str(unfinished / TRAINER_STATE))
+        if (folder / name).exists():  # of an earlier run
+            (folder / name).rename(folder / UNFINISHED / f"old-{name}")
+        unfinished.rename(folder / name)
+        shutil.rmtree(folder / UNFINISHED)
+        limit, best = self.args.save_total_limit, state.best_model_checkpoint
+        rotate_checkpoints(str(folder), limit, best, use_mtime=True)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save({"training": self._state()}, checkpoint_id=Path(output_dir) / STATE)
         if self.args.should_save:
@@ -83,11 +124,15 @@ class BalancedTraining(_Base):  # type: ignore[misc]
 
     def _load(self, folder: str, state: ShardedState) -> None:
         load({"training": state}, checkpoint_id=Path(folder) / STATE)
-        if dist.is_initialized():
-            dist.barrier()
+        _barrier()
 
     def _state(self) -> ShardedState:
         return ShardedState(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 class BalancedTrainer(BalancedTraining, Trainer):  # type: ignore[misc]

@@ -1,0 +1,17 @@
+"""torchtitan resumes under torchrun's elastic restart with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import pytest
+from restarts import check
+
+
+def test_a_training_resumes_after_two_kills():
+    """One rank is killed in a step, one in the middle of writing a checkpoint."""
+    report = check("torchtitan", 129, 2, steps=6)
+    assert {kill.save >= 0 for kill in report.kills} == {True, False}
+
+
+@pytest.mark.long
+def test_a_training_resumes_after_twenty_kills():
+    check("torchtitan", 0, 20)
