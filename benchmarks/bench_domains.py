@@ -78,6 +78,8 @@ class Size(Shape):
 
 CPU = Size(ranks=4, domain=2, hidden=512, ffn=128, experts=32, top_k=8, tokens=512)
 GPU = Size(ranks=8, domain=4, hidden=4096, ffn=1536, experts=128, top_k=8, tokens=2048)
+# Little work per row, so that a network of 20 to 200 Mbit/s is what limits a step.
+HOSTS = replace(CPU, ffn=32, tokens=256, ratios=(1.0, 2.0), rounds=5, steps=1)
 TOY = replace(CPU, hidden=32, ffn=16, experts=8, top_k=4, tokens=32, ratios=(1.5,), rounds=1)
 
 
@@ -310,7 +312,7 @@ def main(argv: Sequence[str]) -> None:
     if options.mbit and (obstacle := simulated_hosts.obstacle()):
         raise SystemExit(f"--mbit: hosts cannot be simulated here: {obstacle}")
     cuda = options.cuda and on_gpu(toy=options.toy)
-    size = TOY if options.toy else GPU if cuda else CPU
+    size = TOY if options.toy else GPU if cuda else HOSTS if options.mbit else CPU
     if options.quick:
         size = replace(size, ratios=(1.5,), rounds=3)
     runs: dict[str, Callable[[], Any]] = {
