@@ -49,8 +49,7 @@ from mps import device_of_rank, report_of_ranks
 from timing import in_turns, on_gpu
 
 import ultraep
-from ultraep.arrays import IntArray
-from ultraep.workload.placement import place_experts
+from ultraep.workload.placement import busiest_domain, place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"
 VARIANTS = {  # policy, data plane
@@ -237,16 +236,11 @@ def between_domains(path: Path, tokens: int = 2048) -> list[Line]:
             batches = ids[: len(ids) // tokens * tokens, layer].reshape(-1, tokens * ids.shape[2])
             loads = np.stack([np.bincount(batch, minlength=experts) for batch in batches])
             first, second = np.array_split(loads, 2)
-            blocks.append(busiest(second, np.arange(experts), domains))
-            placed.append(busiest(second, place_experts(first, domains, 1), domains))
+            blocks.append(busiest_domain(second, np.arange(experts), domains))
+            placed.append(busiest_domain(second, place_experts(first, domains, 1), domains))
         case = {"tokens": tokens, "domains": domains, "order of tokens": order}
         lines.append(Line(case, {BLOCKS: float(np.mean(blocks)), PLACED: float(np.mean(placed))}))
     return lines
-
-
-def busiest(loads_SE: IntArray, order: IntArray, domains: int) -> float:
-    loads = loads_SE[:, order].reshape(len(loads_SE), domains, -1).sum(axis=2)
-    return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
 
 
 # -- simulated hosts ---------------------------------------------------------------------------
