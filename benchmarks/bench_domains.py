@@ -75,10 +75,13 @@ class Size(Shape):
     steps: int = 2
 
 
-CPU = Size(ranks=4, domain=2, hidden=512, ffn=128, experts=32, top_k=8, tokens=512)
+CPU_RATIOS = (1.0, 1.5, 1.8)  # top-4 of 16 experts on two ranks cannot reach 2
+CPU = Size(
+    ranks=4, domain=2, hidden=512, ffn=128, experts=32, top_k=8, tokens=512, ratios=CPU_RATIOS
+)
 GPU = Size(ranks=8, domain=4, hidden=4096, ffn=1536, experts=128, top_k=8, tokens=2048)
 # Little work per row, so that a network of 20 to 200 Mbit/s is what limits a step.
-HOSTS = replace(CPU, ffn=32, tokens=256, ratios=(1.0, 2.0), rounds=5, steps=1)
+HOSTS = replace(CPU, ffn=32, tokens=256, ratios=(1.0, 1.5), rounds=5, steps=1)
 TOY = replace(CPU, hidden=32, ffn=16, experts=8, top_k=4, tokens=32, ratios=(1.5,), rounds=1)
 
 

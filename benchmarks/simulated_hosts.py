@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ def hosts(count: int, mbit: int) -> Iterator[list[SimulatedHost]]:
     """Yield hosts that send at most this many megabits per second each; removed at the end."""
     prefix = f"uep{os.getpid()}"
     bridge = f"{prefix}br"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # removes the hosts, too
     simulated = [SimulatedHost(f"{prefix}h{n}", f"10.77.0.{n + 1}") for n in range(count)]
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")

@@ -76,8 +76,9 @@ def show(advice: Advice, scenario: Scenario, heading: str, terminal: Terminal) -
         if advice.verdict != DOES_NOT_PAY:
             mark = "recommended: the fewest slots close to the best"
         terminal.print_faint(f"Throughput relative to forced balance; * {mark}.\n")
-    terminal.print(planes_table(advice, scenario))
-    terminal.print_faint("Milliseconds of all layers with experts; * most tokens per second.\n")
+    terminal.print(planes_table(advice))
+    per = f"Milliseconds per {scenario.job.unit}, over all layers with experts"
+    terminal.print_faint(f"{per}; * most tokens per second.\n")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -121,11 +122,10 @@ def _share(setting: Option, advice: Advice) -> Text:
     return Text(f"*{share}", "bold") if setting == advice.option else Text(share)
 
 
-def planes_table(advice: Advice, scenario: Scenario) -> Grid:
+def planes_table(advice: Advice) -> Grid:
     """Return the times of all data planes; mark the one with the most tokens per second."""
-    unit = scenario.job.unit
-    headers = ["data plane", "rows that cross\nper token", f"ms per {unit}\nwithout balancing"]
-    grid = make_grid([*headers, f"ms per {unit}\nbalanced", "tokens/s\nper device"])
+    headers = ["data plane", "rows that cross\nper token", "ms without\nbalancing"]
+    grid = make_grid([*headers, "ms\nbalanced", "tokens/s\nper device"])
     for plane in advice.planes:
         best = plane == _fastest(advice)
         name = f"{'*' if best else ''}{plane.plane}, EP{plane.ranks}"
@@ -150,7 +150,7 @@ def _planes(advice: Advice) -> Iterator[str]:
         for plane in advice.planes
         if plane != best and not plane.obstacle
     ]
-    over = f": tokens per second over {', '.join(others)}" if others else ""
+    over = f": {' and '.join(others)}" if others else ""
     yield f"{best.plane}, EP{best.ranks}, is the fastest{over}"
     for plane in advice.planes:
         if plane.obstacle:

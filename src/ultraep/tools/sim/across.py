@@ -85,6 +85,9 @@ def _plane_time(scenario: Scenario, name: str, balanced: Contender, processes: i
         return PlaneTime(name, scenario.ranks, reason)
     chosen = replace(scenario, data_plane=name)
     none, own = simulate(chosen, [UNBALANCED, balanced], processes=processes)
+    if own.out_of_memory:
+        text = f"out of memory in {own.out_of_memory:.0%} of the {scenario.job.units}"
+        return PlaneTime(name, scenario.ranks, text)
     return PlaneTime(
         name,
         scenario.ranks,
