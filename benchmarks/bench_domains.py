@@ -55,9 +55,8 @@ from shared_peers import SharedPeers
 from timing import in_turns, on_gpu, print_progress
 
 import ultraep
-from ultraep.arrays import IntArray
 from ultraep.runtime.connect import connect
-from ultraep.workload.placement import place_experts
+from ultraep.workload.placement import busiest_domain, place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"
 TIMEOUT = 60.0  # seconds to wait for a rank
@@ -109,6 +108,8 @@ GPU = Size(
     limit=90.0,  # the first load compiles kernels
     kernels=True,
 )
+# Little work per row, so that a network of 20 to 200 Mbit/s is what limits a step.
+HOSTS = replace(CPU, ffn=32, tokens=256, ratios=(1.0, 1.5), rounds=5, steps=1)
 TOY = replace(CPU, hidden=32, ffn=16, experts=8, top_k=4, tokens=32, ratios=(1.5,), rounds=1)
 
 
@@ -278,16 +279,11 @@ def between_domains(path: Path, tokens: int = 2048) -> list[Line]:
             batches = ids[: len(ids) // tokens * tokens, layer].reshape(-1, tokens * ids.shape[2])
             loads = np.stack([np.bincount(batch, minlength=experts) for batch in batches])
             first, second = np.array_split(loads, 2)
-            blocks.append(busiest(second, np.arange(experts), domains))
-            placed.append(busiest(second, place_experts(first, domains, 1), domains))
+            blocks.append(busiest_domain(second, np.arange(experts), domains))
+            placed.append(busiest_domain(second, place_experts(first, domains, 1), domains))
         case = {"tokens": tokens, "domains": domains, "order of tokens": order}
         lines.append(Line(case, {BLOCKS: float(np.mean(blocks)), PLACED: float(np.mean(placed))}))
     return lines
-
-
-def busiest(loads_SE: IntArray, order: IntArray, domains: int) -> float:
-    loads = loads_SE[:, order].reshape(len(loads_SE), domains, -1).sum(axis=2)
-    return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
 
 
 # -- simulated hosts ---------------------------------------------------------------------------
@@ -353,7 +349,9 @@ def main(argv: Sequence[str]) -> None:
     if options.mbit and (obstacle := simulated_hosts.obstacle()):
         raise SystemExit(f"--mbit: hosts cannot be simulated here: {obstacle}")
     cuda = options.cuda and on_gpu(toy=options.toy)
-    size = replace(TOY, kernels=options.cuda) if options.toy else GPU if cuda else CPU
+    size = GPU if cuda else HOSTS if options.mbit else CPU
+    if options.toy:
+        size = replace(TOY, kernels=options.cuda)
     if options.quick:
         size = replace(size, ratios=(1.5,), rounds=3)
     runs: dict[str, Callable[[], Any]] = {

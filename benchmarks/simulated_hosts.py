@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 COMMANDS = ("ip", "tc", "unshare")
 LINK = "eth0"  # the name of the network device inside of a host
-BURST = "256kb"
+BURST_SECONDS, LEAST_BURST = 0.002, 32_000  # bytes; more would let short messages pass unlimited
+# Only the rate shall limit messages: no pacing by BBR, no slow start after each computation.
+TCP_SETTINGS = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ def hosts(count: int, mbit: int) -> Iterator[list[SimulatedHost]]:
     """Yield hosts that send at most this many megabits per second each; removed at the end."""
     prefix = f"uep{os.getpid()}"
     bridge = f"{prefix}br"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # removes the hosts, too
     simulated = [SimulatedHost(f"{prefix}h{n}", f"10.77.0.{n + 1}") for n in range(count)]
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")
@@ -56,12 +61,17 @@ def hosts(count: int, mbit: int) -> Iterator[list[SimulatedHost]]:
             _run(*inside, "addr", "add", f"{host.address}/24", "dev", LINK)
             _run(*inside, "link", "set", LINK, "up")
             _run(*inside, "link", "set", "lo", "up")
-            rate = ("rate", f"{mbit}mbit", "burst", BURST, "latency", "100ms")
+            burst = max(LEAST_BURST, int(mbit * 1e6 / 8 * BURST_SECONDS))
+            rate = ("rate", f"{mbit}mbit", "burst", str(burst), "latency", "2s")  # no loss
             _run("tc", "-n", host.name, "qdisc", "add", "dev", LINK, "root", "tbf", *rate)
+            for name, value in TCP_SETTINGS.items():
+                _run(*host.command(["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}"]))
         yield simulated
     finally:
-        for host in simulated:
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+        for number, host in enumerate(simulated):
+            # A namespace keeps its devices for a while after its end; the next hosts need the name.
+            for name in (["link", "del", f"{prefix}v{number}"], ["netns", "del", host.name]):
+                subprocess.run(["ip", *name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 

@@ -40,6 +40,18 @@ def place_experts(history_SE: IntArray, ranks: int, domain: int | None = None) -
     return np.concatenate(order)
 
 
+def busiest_domain(loads_SE: IntArray, order: IntArray, domains: int) -> float:
+    """Return the rows of the busiest domain over the mean domain, mean over microbatches.
+
+    order: the experts domain by domain, equally many in each.
+
+    >>> busiest_domain(np.array([[9, 9, 1, 1]]), np.array([0, 1, 2, 3]), domains=2)
+    1.8
+    """
+    loads_SD = loads_SE[:, order].reshape(len(loads_SE), domains, -1).sum(axis=2)
+    return float((loads_SD.max(axis=1) / np.maximum(loads_SD.mean(axis=1), 1e-9)).mean())
+
+
 def _groups(together_EE: Floats, experts: IntArray, count: int) -> list[IntArray]:
     """Split experts into groups of equal size with a small sum of squared loads."""
     products = together_EE[np.ix_(experts, experts)]

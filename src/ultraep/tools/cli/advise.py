@@ -13,22 +13,18 @@ from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import scenario as scenarios
 from ultraep.tools.cli.terminal import Grid, Terminal, make_grid, progress
 from ultraep.tools.report.words import counted
-from ultraep.tools.sim.advise import (
-    CLEAR_GAIN,
-    DOES_NOT_PAY,
-    PROBE_TOKENS,
-    TOLERANCES,
-    Advice,
-    BreakEven,
-    Option,
-)
+from ultraep.tools.sim.across import BetweenDomains, PlaneTime
+from ultraep.tools.sim.advise import CLEAR_GAIN, DOES_NOT_PAY, TOLERANCES, Advice, Option
 from ultraep.tools.sim.advise import advise as make_advice
+from ultraep.tools.sim.gains import PROBE_TOKENS, BreakEven
+from ultraep.tools.sim.planes import AUTO
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving
 
 EXAMPLE = (
     "Example: ultraep advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --imbalance 1.6\n\n"
     "Example: ultraep advise --trace routing.npz --cluster h200-nvl8 --model gpt-oss-20b --ep 8\n\n"
+    "Example: ultraep advise --cluster h200-nvl8 --model gpt-oss-120b --ep 16 --imbalance 2\n\n"
     "Example: ultraep advise --prefill stem --imbalance 3 --tokens 4096 --json"
 )
 STEPS = 2
@@ -49,8 +45,8 @@ def command(options: AdviseOptions) -> None:
     """Recommend settings for a cluster before you rent it: does balancing pay there?
 
     Simulates several numbers of spare slots (and tolerances, with --objective balance) on the same
-    loads. Prints the gain of the best settings, the tokens per rank from which they pay, their
-    memory and the reasons.
+    loads. Prints the gain of the best settings, the time of every data plane, the tokens per rank
+    from which balancing pays, its memory and the reasons.
     """
     scenario = scenarios.make_scenario(options, steps=STEPS)
     if isinstance(scenario.job, Serving):
@@ -80,6 +76,9 @@ def show(advice: Advice, scenario: Scenario, heading: str, terminal: Terminal) -
         if advice.verdict != DOES_NOT_PAY:
             mark = "recommended: the fewest slots close to the best"
         terminal.print_faint(f"Throughput relative to forced balance; * {mark}.\n")
+    terminal.print(planes_table(advice))
+    per = f"Milliseconds per {scenario.job.unit}, over all layers with experts"
+    terminal.print_faint(f"{per}; * most tokens per second.\n")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -123,6 +122,55 @@ def _share(setting: Option, advice: Advice) -> Text:
     return Text(f"*{share}", "bold") if setting == advice.option else Text(share)
 
 
+def planes_table(advice: Advice) -> Grid:
+    """Return the times of all data planes; mark the one with the most tokens per second."""
+    headers = ["data plane", "rows that cross\nper token", "ms without\nbalancing"]
+    grid = make_grid([*headers, "ms\nbalanced", "tokens/s\nper device"])
+    for plane in advice.planes:
+        best = plane == _fastest(advice)
+        name = f"{'*' if best else ''}{plane.plane}, EP{plane.ranks}"
+        numbers = [f"{plane.crossing:.2f}"]
+        numbers += [f"{1e3 * plane.unbalanced_seconds:,.1f}", f"{1e3 * plane.seconds:,.1f}"]
+        numbers += [f"{plane.tokens_per_second:,.0f}"]
+        if plane.obstacle:
+            numbers = ["not possible", "", "", ""]
+        grid.add_row(Text(name, "bold" if best else ""), *numbers)
+    return grid
+
+
+def _fastest(advice: Advice) -> PlaneTime:
+    return max(advice.planes, key=lambda plane: plane.tokens_per_second)
+
+
+def _planes(advice: Advice) -> Iterator[str]:
+    """Yield what the comparison of the data planes says, and why some are not possible."""
+    best = _fastest(advice)
+    others = [
+        f"{best.tokens_per_second / plane.tokens_per_second:.2f}x {plane.plane}, EP{plane.ranks}"
+        for plane in advice.planes
+        if plane != best and not plane.obstacle
+    ]
+    over = f": {' and '.join(others)}" if others else ""
+    yield f"{best.plane}, EP{best.ranks}, is the fastest{over}"
+    for plane in advice.planes:
+        if plane.obstacle:
+            yield f"{plane.plane}, EP{plane.ranks}, is not possible: {plane.obstacle}"
+
+
+def _between(between: BetweenDomains) -> str:
+    """Return the imbalance between domains, and the forecast of a placement."""
+    text = (
+        f"replicas do not leave their domain: the busiest of {between.domains} has "
+        f"{between.busiest:.2f} times the mean rows"
+    )
+    if between.placed is None or between.gain is None:
+        return f"{text}; pass --trace to see what `ultraep trace place` would give"
+    return (
+        f"{text} in the second half of the trace, {between.placed:.2f} with experts placed by the "
+        f"first half (`ultraep trace place`): {between.gain:.3f}x the throughput"
+    )
+
+
 def _details(advice: Advice, scenario: Scenario) -> Iterator[tuple[str, str]]:
     """Yield name and text of every detail and reason."""
     best, gain, memory = advice.option, advice.gain, advice.memory
@@ -151,6 +199,10 @@ def _details(advice: Advice, scenario: Scenario) -> Iterator[tuple[str, str]]:
         slots = f"{memory.slots / GB:.2f} GB for {counted(best.slots, 'spare slot')}"
         needs += f", {memory.balanced / GB:,.1f} GB with it"
     yield "Memory", f"{slots}; {needs}, of {memory.device / GB:g} GB"
+    for number, text in enumerate(_planes(advice)):
+        yield "" if number else "Data plane", text
+    if advice.between is not None:
+        yield "Domains", _between(advice.between)
     for number, reason in enumerate(advice.reasons):
         yield "" if number else "Why", reason
     yield "Lost to ideal", advice.remainder
@@ -171,6 +223,8 @@ def _settings(advice: Advice, scenario: Scenario) -> str:
         return "no spare slots; leave balancing off"
     size = scenario.topology.domain_size
     domain = f", domain={size}" if size < scenario.ranks else ""
+    if scenario.data_plane != AUTO:
+        domain += f', data_plane="{scenario.data_plane}"'
     if scenario.objective == "time":  # the default of a balancer
         return f"slots={advice.slots}{domain}"
     config = f'ultraep.BalanceConfig(objective="balance", tolerance={advice.tolerance:g})'

@@ -173,6 +173,11 @@ class ScenarioOptions(Options):
         "Ranks joined by the fast link; replicas stay in the domain of their home.",
         "of the cluster",
     )
+    data_plane: str = option(
+        "How rows and weights move. auto: mapped in one fast-link domain, hybrid in several.",
+        default="auto",
+        metavar="auto|mapped|hybrid|messages",
+    )
     objective: str | None = option(
         "Goal of ultraep's plans. time: make only replicas that pay; balance: meet the tolerance.",
         "time; balance with --prefill",

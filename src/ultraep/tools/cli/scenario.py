@@ -47,6 +47,7 @@ def make_scenario(options: ScenarioOptions, *, steps: int = 8, **balance: Any) -
         job=_job(options, steps),
         ranks=options.ep,
         domain=options.domain,
+        data_plane=options.data_plane,
         objective=objective,
         plan_rates=None if options.rates is None else Rates.from_text(options.rates),
         **balance,
@@ -93,7 +94,8 @@ def describe(scenario: Scenario, *, imbalance: float | None = None, slots: bool 
         domains = f"fast-link domains of {topology.domain_size}"
     setup = (
         f"{scenario.model.title} on {scenario.cluster.name}: "
-        f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}"
+        f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}, "
+        f"data plane {scenario.plane.name}"
     )
     if slots:
         setup += f", {counted(scenario.slots, 'spare slot')}"

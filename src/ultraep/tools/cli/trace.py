@@ -13,7 +13,6 @@ import typer
 from rich.text import Text
 
 from ultraep import __version__
-from ultraep.arrays import IntArray
 from ultraep.config import NOMINAL_SPEED, Rates
 from ultraep.errors import ConfigError
 from ultraep.files.writing import check_targets, is_stream, write_text
@@ -26,7 +25,7 @@ from ultraep.tools.report.words import counted
 from ultraep.trace.export import timeline_of, write_csv, write_timeline
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import Replayed, cases, differing, replayed
-from ultraep.workload.placement import place_experts
+from ultraep.workload.placement import busiest_domain, place_experts
 
 DIFFERS = 1  # exit code of a replay that differs from the recorded plans
 MB = 1e6
@@ -338,7 +337,7 @@ def place(options: PlaceOptions) -> None:
         orders[str(layer)] = place_experts(history, ranks, domain).tolist()
         first, second = np.array_split(history, 2)
         recorded, placed = trace.topology.experts_by_rank, place_experts(first, ranks, domain)
-        ratios = [_busiest_domain(second, order, ranks // domain) for order in (recorded, placed)]
+        ratios = [busiest_domain(second, order, ranks // domain) for order in (recorded, placed)]
         forecast.append([layer, *ratios])
     placed_by = f"ultraep {__version__}"
     record = {"placed_by": placed_by, "ranks": ranks, "domain": domain, "orders": orders}
@@ -353,12 +352,6 @@ def place(options: PlaceOptions) -> None:
     terminal.print(make_grid(PLACE_HEADERS, rows))
     if options.out is not None and not is_stream(options.out):
         print(f"{plain(str(options.out))}: {counted(len(orders), 'layer')}")
-
-
-def _busiest_domain(loads_SE: IntArray, order: IntArray, domains: int) -> float:
-    """Return the mean over microbatches of the busiest domain over the mean domain."""
-    loads = loads_SE[:, order].reshape(len(loads_SE), domains, -1).sum(axis=2)
-    return float((loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1e-9)).mean())
 
 
 # -- export --------------------------------------------------------------------------------------

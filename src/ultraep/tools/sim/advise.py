@@ -2,9 +2,8 @@
 
 All settings run on the same loads, next to no balancing and forced balance. The best settings run
 again with other seeds, which gives the range of the gain, and with few and many tokens per rank,
-which gives the break-even. Plans by time need no tolerance.
-
-Shapes: S microbatches.
+which gives the break-even (gains.py). They also run on every data plane (across.py). Plans by time
+need no tolerance.
 """
 
 from __future__ import annotations
@@ -12,27 +11,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from ultraep.errors import ConfigError
-from ultraep.tools.sim.run import Report, Result, simulate, time_layer
+from ultraep.tools.sim.across import (
+    BetweenDomains,
+    PlaneTime,
+    compare_planes,
+    imbalance_between,
+    num_compared,
+)
+from ultraep.tools.sim.gains import (
+    PROBE_TOKENS,
+    SEEDS,
+    UNBALANCED,
+    BreakEven,
+    Curve,
+    Gain,
+    break_even,
+    gain_of,
+    gains_by_tokens,
+    gains_of_seeds,
+)
+from ultraep.tools.sim.run import Report, Result, simulate
 from ultraep.tools.sim.runtime import Contender
 from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.serving import Serving
-from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import Skew, fit_skew, mean_imbalance
-from ultraep.topology import Topology
+from ultraep.tools.sim.workload import Skew
 from ultraep.trace.schema import FORWARD
 
-Curve = tuple[tuple[int, float], ...]  # tokens per rank and microbatch, gain
-
-NONE, IDEAL = Contender("none", "none", slots=0), Contender("ideal", "ideal", slots=0)
+IDEAL = Contender("ideal", "ideal", slots=0)
 MAX_SLOTS = 4
 TOLERANCES = (0.0, 0.01, 0.02, 0.05)
 NEAR = 0.005  # share of the best throughput that fewer slots may cost
-SEEDS = 3  # runs of a drawn workload
-PROBE_TOKENS = tuple(2**power for power in range(6, 15))
-PROBE_MICROBATCHES = 8
 
 PAYS, PAYS_A_LITTLE, DOES_NOT_PAY = "pays", "pays a little", "does not pay"
 CLEAR_GAIN = 1.05  # at the low end of the range: balancing pays
@@ -58,26 +65,6 @@ class Option:
     imbalance: float
     memory: float  # bytes of the busiest device
     out_of_memory: float  # share of the microbatches
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Throughput over no balancing. The range covers microbatches and seeds."""
-
-    overall: float
-    low: float
-    high: float
-    microbatches: tuple[float, float]  # 10th and 90th percentile
-    draws: tuple[float, ...]  # one per seed; a recorded trace has one
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """Tokens per rank and microbatch from which a gain is reached."""
-
-    gain: float
-    tokens: float | None  # None: the most tokens tried do not reach the gain
-    always: bool  # `tokens` are the fewest that were tried
 
 
 @dataclass(frozen=True)
@@ -113,6 +100,7 @@ class Advice:
         None if no rank can hold a replica.
     curve: gain by tokens per rank and microbatch.
     exposed, saved: seconds of a microbatch that balancing adds and saves.
+    planes: the times of all data planes.   between: None in one fast-link domain.
     """
 
     verdict: str
@@ -132,6 +120,8 @@ class Advice:
     saved: float
     remainder: str
     slow_rank: SlowRank | None = None
+    planes: tuple[PlaneTime, ...] = ()
+    between: BetweenDomains | None = None
     reasons: tuple[str, ...] = ()
 
 
@@ -148,11 +138,11 @@ def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = No
     ]
     seeds = SEEDS - 1 if isinstance(scenario.workload, Skew) else 0
     done = len(tried) + 2
-    total = done + 2 * seeds + len(PROBE_TOKENS)
+    total = done + 2 * seeds + len(PROBE_TOKENS) + num_compared(scenario)
     progress = report or (lambda *_: None)
     none, *balanced, ideal = simulate(
         scenario,
-        [NONE, *tried, IDEAL],
+        [UNBALANCED, *tried, IDEAL],
         processes=processes,
         report=lambda layers, all_layers: progress(done * layers // all_layers, total),
     )
@@ -161,19 +151,26 @@ def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = No
         for contender, result in zip(tried, balanced, strict=True)
     )
     best = choose(options, none.out_of_memory)
+    contender = UNBALANCED if best is None else tried[options.index(best)]
+    planes = []
+    for plane in compare_planes(scenario, contender, processes):
+        planes.append(plane)
+        progress(done + len(planes), total)
+    across = tuple(planes), imbalance_between(scenario, contender, processes)
     if best is None:
-        return _advice(scenario, (none, none, ideal), options, None, (1.0,), ())
+        return _advice(scenario, (none, none, ideal), options, None, (1.0,), (), across)
+    done += len(planes)
     index = options.index(best)
     gains, curve = [best.gain], []
-    for gain in _gains_of_seeds(scenario, tried[index], processes):
+    for gain in gains_of_seeds(scenario, tried[index], processes):
         gains.append(gain)
         progress(done + 2 * (len(gains) - 1), total)
-    for point in _gains_by_tokens(scenario, tried[index]):
+    for point in gains_by_tokens(scenario, tried[index]):
         curve.append(point)
         progress(done + 2 * seeds + len(curve), total)
     results = (none, balanced[index], ideal)
     slow_rank = _slow_rank(scenario, tried[index], balanced[index], processes)
-    return _advice(scenario, results, options, best, tuple(gains), tuple(curve), slow_rank)
+    return _advice(scenario, results, options, best, tuple(gains), tuple(curve), across, slow_rank)
 
 
 def _slow_rank(
@@ -241,82 +238,6 @@ def choose(options: tuple[Option, ...], none_out_of_memory: float) -> Option | N
     return max(equal, key=lambda option: (round(option.share, 6), option.tolerance))
 
 
-# -- gain ----------------------------------------------------------------------------------------
-
-
-def _gain(scenario: Scenario, none: Result, balanced: Result, draws: tuple[float, ...]) -> Gain:
-    """Return the gain and its range over microbatches and seeds.
-
-    The gains of microbatches are ratios of their seconds, scaled so that their mean is the overall
-    gain, which pipelines and queues make a little smaller.
-    """
-    overall = balanced.throughput / none.throughput
-    plain = scenario.job.plain_seconds(scenario.costs, scenario.ranks)
-    none_S, own_S = none.by_microbatch + plain, balanced.by_microbatch + plain
-    gain_S = (none_S / own_S) * (overall * own_S.mean() / none_S.mean())
-    low, high = (float(value) for value in np.percentile(gain_S, (10, 90)))
-    gains = (overall, low, high, *draws)
-    return Gain(overall, min(gains), max(gains), (low, high), draws)
-
-
-def _gains_of_seeds(scenario: Scenario, balanced: Contender, processes: int) -> Iterator[float]:
-    """Yield the gain on loads of other seeds. A recorded trace has none."""
-    skew, model, job = scenario.workload, scenario.model, scenario.job
-    if not isinstance(skew, Skew):
-        return
-    topology, layers = Topology(ranks=scenario.ranks, experts=model.experts), model.expert_layers
-    imbalance = mean_imbalance(skew, topology, layers)
-    lengths = {"topic_length": skew.topic_length, "drift_length": skew.drift_length}
-    for number in range(1, SEEDS):
-        seed, drawn_job = skew.seed + number, job
-        if isinstance(job, Serving):  # other arrivals, too
-            drawn_job = replace(job, seed=job.seed + number)
-        try:
-            drawn = fit_skew(
-                imbalance, topology, model.top_k, layers, noise=skew.noise, seed=seed, **lengths
-            )
-        except ConfigError:  # this seed cannot quite reach the imbalance
-            drawn = replace(skew, seed=seed)
-        other = replace(scenario, workload=drawn, job=drawn_job)
-        none, own = simulate(other, [NONE, balanced], processes=processes)
-        yield own.throughput / none.throughput
-
-
-def _gains_by_tokens(scenario: Scenario, balanced: Contender) -> Iterator[tuple[int, float]]:
-    """Yield tokens per rank and the gain with them, on few microbatches."""
-    for tokens in PROBE_TOKENS:
-        job = replace(scenario.job, tokens=tokens)
-        if isinstance(job, Training):
-            microbatches = max(PROBE_MICROBATCHES // job.groups, 1)
-            short: Training | Serving = replace(job, steps=1, microbatches=microbatches)
-        else:
-            short = replace(job, iterations=PROBE_MICROBATCHES)
-        probe = replace(scenario, job=short, interval=1)
-        times = [time_layer(probe, [NONE, balanced], n) for n in scenario.model.expert_layers]
-        none, own = (
-            sum(float((t.forward_seconds + t.backward_seconds).mean()) for t in layers)
-            for layers in zip(*times, strict=True)
-        )
-        plain = job.plain_seconds(scenario.costs, scenario.ranks)
-        yield tokens, (none + plain) / (own + plain)
-
-
-def break_even(curve: Curve, gain: float) -> BreakEven:
-    """Return the tokens from which a gain is reached and kept, between the points of a curve.
-
-    >>> break_even(((64, 0.75), (256, 1.25)), 1.0)
-    BreakEven(gain=1.0, tokens=128.0, always=False)
-    """
-    below = [index for index, (_, reached) in enumerate(curve) if reached < gain]
-    if not below:
-        return BreakEven(gain, float(curve[0][0]), always=True)
-    if below[-1] == len(curve) - 1:
-        return BreakEven(gain, None, always=False)
-    (few, less), (many, more) = curve[below[-1] : below[-1] + 2]
-    part = (gain - less) / (more - less)
-    return BreakEven(gain, float(few * (many / few) ** part), always=False)
-
-
 # -- advice --------------------------------------------------------------------------------------
 
 
@@ -327,6 +248,7 @@ def _advice(
     best: Option | None,
     draws: tuple[float, ...],
     curve: Curve,
+    across: tuple[tuple[PlaneTime, ...], BetweenDomains | None],
     slow_rank: SlowRank | None = None,
 ) -> Advice:
     """Return the advice. results: without balancing, with the best option, and ideal."""
@@ -342,7 +264,7 @@ def _advice(
         balanced_out_of_memory=balanced.out_of_memory,
         avoids_out_of_memory=none.out_of_memory > 0 and not balanced.out_of_memory,
     )
-    gain = _gain(scenario, none, balanced, draws)
+    gain = gain_of(scenario, none, balanced, draws)
     verdict = verdict_of(gain.overall, gain.low, avoids_out_of_memory=memory.avoids_out_of_memory)
     advised = best if verdict != DOES_NOT_PAY else None
     before, after, least = (seconds_by_stage(result) for result in results)
@@ -363,6 +285,8 @@ def _advice(
         curve=curve,
         memory=memory,
         slow_rank=slow_rank,
+        planes=across[0],
+        between=across[1],
         exposed=sum(after[name] for name in EXPOSED),
         saved=sum(before[name] - after[name] for name in SHORTENED),
         remainder=f"{_ms(sum(left.values()))} per {scenario.job.unit}, of which "

@@ -60,6 +60,7 @@ class MeasuredRates:
     reroute_us: float
     hop_us: float
     framework: float  # slowdown of everything except experts and messages
+    host_us: float = 0.0  # launches after the host has waited for the device
 
 
 @cache
@@ -165,6 +166,10 @@ class Costs:
     def reroute(self, rows: float) -> float:
         """Return the seconds to assign a slot to every row of a rank."""
         return self.rates.reroute_us * MICRO * rows / CONTROL_ROWS
+
+    def host(self) -> float:
+        """Return the seconds that a device waits for a host that has waited for its loads."""
+        return self.rates.host_us * MICRO
 
     def hop(self) -> float:
         """Return the fixed seconds of one relay hop."""

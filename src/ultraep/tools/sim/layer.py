@@ -3,9 +3,9 @@
 Stages follow each other as in the runtime (`runtime/overlap.py`). All ranks synchronise at
 dispatch and at combine, so these stages, and the experts between them, take as long as the busiest
 rank. Weights of replicas share the ports with dispatched rows or precede them. Gradients of
-replicas overlap the last product of the experts, or attention.
+replicas overlap the last product of the experts, or attention. With messages nothing overlaps.
 
-Shapes: S microbatches, R ranks, E experts, C replicas.
+Shapes: S microbatches, R ranks, E experts, C replicas, D fast-link domains.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ultraep.config import NOMINAL_SPEED
 from ultraep.tools.sim.cluster import GIGA, MICRO
 from ultraep.tools.sim.costs import Costs, FloatArray
 from ultraep.tools.sim.model import GRADIENT_BYTES, ROW_BYTES
+from ultraep.tools.sim.planes import PLANES, Plane, served_shares
 from ultraep.tools.sim.planning import Replicas, sum_by_home
 from ultraep.tools.sim.runtime import Runtime
 from ultraep.topology import Topology
@@ -64,6 +65,7 @@ class LayerClock:
     training: bool = True
     speeds: tuple[int, ...] = ()  # of every rank, in thousandths of the nominal speed; (): equal
     even: bool = False  # loads stand for a balance by speeds, though they are equal
+    plane: Plane = PLANES["mapped"]
 
     @cached_property
     def _speeds_R(self) -> FloatArray:
@@ -93,7 +95,7 @@ class LayerClock:
 
     def by_rank(self, replicas: Replicas) -> dict[str, FloatArray]:
         """[S, R] busy seconds of each rank, for the stages in which ranks differ."""
-        busy_SR = self._ports(np.maximum(replicas.rank_loads, self.rows))
+        busy_SR = self._ports(replicas)
         experts_SR = self._experts(replicas, backward=False)
         times = {"dispatch": busy_SR, "experts": experts_SR, "combine": busy_SR}
         if self.training:
@@ -107,17 +109,18 @@ class LayerClock:
         exchange_S = self._exchange(replicas)
         weights_S = np.zeros_like(exchange_S)
         reroute_S = np.zeros_like(exchange_S)
-        loads = plan = 0.0
+        plan = 0.0
+        loads = self.costs.host() if self.plane.host_waits else 0.0
         if runtime.relay != "nothing":
             measured = runtime.plan_us is None
             plan = (runtime.layer_us + (runtime.plan_us or 0.0)) * MICRO
             plan += costs.plan(ranks) if measured else 0.0
             reroute_S += max(costs.reroute(self.rows), costs.schedule(ranks) if measured else 0.0)
             if runtime.streams or runtime.plan_us != 0:
-                loads = costs.loads(self.rows, ranks, self.topology.num_domains)
+                loads += costs.loads(self.rows, ranks, self.topology.num_domains)
         if runtime.streams:
             weights_S = self._weights(replicas)
-            if not runtime.overlaps_dispatch:  # the transfer of weights hides rerouting
+            if not self._overlaps_dispatch:  # the transfer of weights hides rerouting
                 reroute_S = np.maximum(reroute_S - weights_S, 0.0)
         attention = costs.attention(self.tokens, self.context) / self._slowest
         return {
@@ -133,17 +136,53 @@ class LayerClock:
 
     def _exchange(self, replicas: Replicas) -> FloatArray:
         """[S] seconds to send rows to the ranks that serve them, or back: the busiest port."""
-        # No rank sends more than the mean, so the busiest port is a receiver.
-        return self._ports(replicas.rank_loads.max(axis=1))
+        seconds_S: FloatArray = self._ports(replicas).max(axis=1)
+        return seconds_S
 
-    def _ports(self, rows: Any, weight_bytes: Any = 0.0) -> FloatArray:
+    def _ports(self, replicas: Replicas, sent: Any = 0.0, received: Any = 0.0) -> FloatArray:
+        """[S, R] seconds of every rank's port to exchange rows, beside these bytes of weights."""
+        if self.plane.crosses_once:
+            return self._ports_by_domain(replicas, np.maximum(sent, received))
+        seconds_SR: FloatArray = np.maximum(
+            self._port(self.rows, sent), self._port(replicas.rank_loads, received)
+        )
+        return seconds_SR
+
+    def _port(self, rows: Any, weight_bytes: Any) -> FloatArray:
         """Return the seconds of ports that send or receive these rows and weights."""
         topology = self.topology
-        size = ROW_BYTES * self.costs.model.width * rows
+        size = self._row_bytes * rows
         outside = size * (1 - topology.domain_size / topology.ranks)
         inside = size * (topology.domain_size - 1) / topology.ranks
         seconds = self.costs.on_links(inside + weight_bytes, outside)
         return seconds + self.costs.latency(topology.num_domains)
+
+    def _ports_by_domain(self, replicas: Replicas, weight_bytes: Any) -> FloatArray:
+        """Like `_ports`; tokens cross to the other domains, then rows are spread inside of each.
+
+        Weights need only the link inside, so they move while tokens cross.
+        """
+        costs, size, domains = self.costs, self.topology.domain_size, self.topology.num_domains
+        served_SD = served_shares(replicas.loads, self.topology, costs.model.top_k)
+        received_SD = (domains - 1) * served_SD
+        sent_SD = served_SD.sum(axis=1, keepdims=True) - served_SD
+        tokens_SR = self.tokens * np.repeat(np.maximum(sent_SD, received_SD), size, axis=1)
+        crossing_SR = costs.on_links(0.0, tokens_SR * self._row_bytes) + costs.latency(domains)
+        loads_SR = replicas.rank_loads
+        mean_SD = loads_SR.reshape(-1, domains, size).mean(axis=2)
+        rows_SR = np.maximum(loads_SR, np.repeat(mean_SD, size, axis=1)) * (size - 1) / size
+        link_SR = costs.on_links(rows_SR * self._row_bytes) + costs.latency(1)
+        with_weights_SR = costs.on_links(rows_SR * self._row_bytes + weight_bytes)
+        seconds_SR: FloatArray = np.maximum(crossing_SR + link_SR, with_weights_SR)
+        return seconds_SR
+
+    @property
+    def _row_bytes(self) -> int:
+        return ROW_BYTES * self.costs.model.width
+
+    @property
+    def _overlaps_dispatch(self) -> bool:
+        return self.runtime.overlaps_dispatch and self.plane.overlaps
 
     def _experts(self, replicas: Replicas, *, backward: bool) -> FloatArray:
         """[S, R] seconds of every rank's slots, one after the other, and of moving its rows."""
@@ -163,12 +202,10 @@ class LayerClock:
         received_SR = replicas.received()
         size = float(self.costs.model.slot_bytes(training=False))
         start_S = hops_S * self.costs.hop()
-        if not self.runtime.overlaps_dispatch:
+        if not self._overlaps_dispatch:
             busiest_S = np.maximum(sent_SR.max(axis=1), received_SR.max(axis=1)) * size
             return self.costs.on_links(busiest_S) + start_S
-        out_SR = self._ports(self.rows, sent_SR * size)
-        in_SR = self._ports(replicas.rank_loads, received_SR * size)
-        both_S = np.maximum(out_SR, in_SR).max(axis=1)
+        both_S = self._ports(replicas, sent_SR * size, received_SR * size).max(axis=1)
         late_S: FloatArray = np.maximum(both_S + start_S - self._exchange(replicas), 0.0)
         return late_S
 
@@ -205,6 +242,7 @@ class LayerClock:
         sends_again = runtime.streams and not (runtime.reuses_weights and self.recompute)
         again_S = self._weights(replicas) if sends_again else 0 * exchange_S
         hiding_S = attention_S if runtime.reduce_under == "attention" else LAST_PRODUCT * experts_S
+        hiding_S = hiding_S if self.plane.overlaps else 0 * hiding_S
         exposed_S = np.maximum(self._reduce(replicas) - hiding_S, 0.0)
         times = {
             "attention back": attention_S,

@@ -45,6 +45,14 @@ class Replicas:
         return cls(topology, microbatch_C, expert_C, host_C, rows_C, at_home_SE)
 
     @cached_property
+    def loads(self) -> IntArray:
+        """[S, E] rows of every expert, at home and at replicas."""
+        place_C = self.microbatch * self.topology.experts + self.expert
+        away = np.bincount(place_C, weights=self.rows, minlength=self.at_home.size)
+        summed: IntArray = self.at_home + away.reshape(self.at_home.shape).astype(np.int64)
+        return summed
+
+    @cached_property
     def rank_loads(self) -> IntArray:
         """[S, R] rows that every rank serves."""
         return self.sum_by_rank(self.at_home, self.rows)

@@ -125,6 +125,7 @@ def plan_and_clock(
             training=job.trains,
             speeds=scenario.cluster.speeds_of(scenario.ranks),
             even=contender.policy == IDEAL,
+            plane=scenario.plane,
         )
         yield clock, replicas
 

@@ -11,6 +11,7 @@ from ultraep.loads import MAX_TOTAL
 from ultraep.tools.sim.cluster import Cluster
 from ultraep.tools.sim.costs import Costs, MeasuredRates, measured_rates, rates_by
 from ultraep.tools.sim.model import Model
+from ultraep.tools.sim.planes import AUTO, Plane, plane_for
 from ultraep.tools.sim.presets import check_range
 from ultraep.tools.sim.serving import Serving
 from ultraep.tools.sim.training import Training, stage_of_layer
@@ -52,6 +53,7 @@ class Scenario:
     tolerance: float = 0.01
     interval: int = 100  # microbatches for which policies that use past loads keep a placement
     domain: int | None = None  # None: from the cluster
+    data_plane: str = AUTO  # "auto": mapped in one fast-link domain, otherwise hybrid
     rates: MeasuredRates = field(default_factory=measured_rates)
     objective: str = "balance"  # of ultraep's plans: "time" or "balance"
     plan_rates: Rates | None = None  # for the objective "time"; None: from cluster and model
@@ -85,7 +87,7 @@ class Scenario:
                 f"{cluster.name}: use more ranks{', a pipeline or groups' if trains else ''}"
             )
         stage_of_layer(model, self.job.pipeline)
-        _ = self.config, self.topology  # both validate their settings
+        _ = self.config, self.plane  # both validate their settings
 
     @property
     def devices(self) -> int:
@@ -101,6 +103,7 @@ class Scenario:
             "job": self.job.name,
             "devices": self.devices,
             "domain": self.topology.domain_size,
+            "data_plane": self.plane.name,
             "objective": self.objective,
         }
 
@@ -111,6 +114,11 @@ class Scenario:
         return Topology(
             ranks=self.ranks, experts=self.model.experts, slots=self.slots, domain=domain
         )
+
+    @property
+    def plane(self) -> Plane:
+        """How rows and weights move."""
+        return plane_for(self.data_plane, self.topology)
 
     @property
     def config(self) -> BalanceConfig:
