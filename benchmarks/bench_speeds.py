@@ -14,8 +14,8 @@ measured time per row of every rank. The last one is the ideal split. At the end
 it can, and the ranks forget their speeds. `probe`, on a GPU: the multiprocessors of every rank,
 products on all ranks at once, and barriers through mapped memory. Every phase prints its name, and
 a rank that exceeds the limit of a phase prints its stack and ends the run. `equal` counts how often
-the speeds of equal ranks change. `cost` is the time that learning adds to a microbatch of one rank,
-without the others.
+the speeds of equal ranks change; they are not bound to cores, so other programs slow down both.
+`cost` is the CPU time of learning in a microbatch, beside the time of the step in the same run.
 
 Shapes: T tokens of a rank, R ranks.
 """
@@ -56,12 +56,15 @@ GAIN = Metric("gain_over_equal_rows", "ratio", "over equal rows", ".3f")
 SPEED = Metric("speed_of_the_slowest_rank", "thousandths", "slowest rank", ".0f")
 MICROBATCHES = Metric("microbatches", "microbatches", "microbatches", ".0f")
 CHANGES = Metric("changes_of_speeds", "changes", "changes", ".0f")
+P99 = Metric("step_time_p99", "ms", "p99 ms", ".1f")
+MINUTES = Metric("duration", "minutes", "minutes", ".1f")
 COST = Metric("time_of_learning", "us", "us per microbatch", ".2f")
 SHARE = Metric("share_of_a_step", "share", "of a step", ".5f")
 PRODUCT = Metric("product_time_p50", "ms", "product ms", ".2f")
 SMS = Metric("multiprocessors", "multiprocessors", "multiprocessors", ".0f")
 BARRIER = Metric("barrier_time", "us", "barrier us", ".1f")
 SECTIONS = ("probe", "straggler", "equal", "cost")
+HOOKS = ("report", "gathered", "applied", "planned", "took", "passed")
 USUAL, USUAL_GPU = SECTIONS[1:], SECTIONS[:2]
 CORE, SHARED, STREAM = "core", "share", "stream"  # where the last rank is slowed
 SIDE, PRODUCTS, BARRIERS = 4096, 10, 200  # of the probe
@@ -73,12 +76,13 @@ COMPETE = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True:\n    pass"
 class Size(Shape):
     """A layer, how one rank is slowed down, and how long the ranks learn."""
 
-    hidden: int = 512
-    ffn: int = 512
+    hidden: int = 1024
+    ffn: int = 1024
     experts: int = 16
     top_k: int = 2
-    tokens: int = 256
+    tokens: int = 512
     ranks: int = 2
+    layers: int = 1
     ratio: float = 1.3  # imbalance of the loads
     slow: str = CORE
     nice: int = 6  # of the competing process
@@ -89,7 +93,7 @@ class Size(Shape):
     quiet: int = 10_000  # microbatches of equal ranks
 
 
-CPU_SIZES = (Size(), Size(ranks=4, hidden=256, tokens=128, nice=3))
+CPU_SIZES = (Size(), Size(ranks=4, hidden=512, tokens=256, nice=3))
 CARD = Size(
     hidden=4096,
     ffn=1536,
@@ -97,7 +101,9 @@ CARD = Size(
     top_k=8,
     tokens=4096,
     ranks=8,
-    rounds=11,
+    layers=6,
+    rounds=7,
+    steps=2,
     slow=SHARED,
 )
 LIMIT = 190.0  # seconds of a run on a GPU
@@ -119,21 +125,24 @@ class Variants:
         homes = size.experts // size.ranks
         home_experts = list(range(rank * homes, (rank + 1) * homes))
         self.weights = drawn_weights(size, home_experts, device, self.dtype)
-        self.layers: dict[str, ultraep.BalancedMoE] = {}
+        self.layers: dict[str, list[ultraep.BalancedMoE]] = {}
 
     def add(self, name: str, speeds: tuple[int, ...] | str | None) -> ultraep.Balancer:
         config = BalanceConfig(objective="balance", speeds=speeds)
         balancer = ultraep.Balancer(
             dist.group.WORLD, experts=self.size.experts, slots=2, config=config, timeout=120.0
         )
-        self.layers[name] = layer_with_weights(balancer, self.router, self.weights)
+        self.layers[name] = [  # of one model; they share their weights
+            layer_with_weights(balancer, self.router, self.weights) for _ in range(self.size.layers)
+        ]
         return balancer
 
     @torch.no_grad()
     def step(self, name: str) -> None:
-        layer = self.layers[name]
-        with layer.balancer.unchanged_weights():
-            layer(self.x)
+        layers = self.layers[name]
+        with layers[0].balancer.unchanged_weights():
+            for layer in layers:
+                layer(self.x)
 
     def until(self, name: str, done: Callable[[], bool]) -> int:
         """Run steps until all ranks are `done`, or the most that the size allows."""
@@ -145,7 +154,7 @@ class Variants:
 
     def measured(self, name: str) -> tuple[int, ...]:
         """Return the speed of every rank from its time per row, in thousandths of the fastest."""
-        layer = self.layers[name]
+        layer = self.layers[name][0]
         layer.balancer.reset_stats()
         for _ in range(BLOCK):
             self.step(name)
@@ -159,7 +168,7 @@ class Variants:
         return slowest(lambda: self.step(name), self.size.steps, self.device)[0]
 
     def close(self) -> None:
-        for layer in self.layers.values():
+        for layer, *_ in self.layers.values():
             layer.balancer.close()
 
 
@@ -329,7 +338,8 @@ def straggler(report: Report, size: Size, *, cuda: bool, end: float | None) -> N
         )
         for name, times in seconds.items()
     ]
-    report.add(f"EP{size.ranks}, the last rank is slow: {size.about}, {size.tokens} tokens", lines)
+    model = f"{size.about}, {size.tokens} tokens, layers {size.layers}"
+    report.add(f"EP{size.ranks}, the last rank is slow: {model}", lines)
     lines = [
         Line({"ranks": size.ranks, "speeds are": f"{name} after"}, {MICROBATCHES: facts[name]})
         for name in ("found", "forgotten")
@@ -342,41 +352,89 @@ def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     return median(time / other for time, other in zip(times, others, strict=True))
 
 
-def equal_on_rank(rank: int, size: Size, cuda: bool) -> dict[str, Any]:
+def equal_on_rank(rank: int, size: Size, cuda: bool, cores: set[int]) -> dict[str, Any]:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # ranks of fixed cores differ while other programs run
     variants = Variants(size, rank, device_of_rank(cuda=cuda))
-    balancer, changes = variants.add(LEARNT, "auto"), 0
+    balancer, changes, seconds = variants.add(LEARNT, "auto"), 0, []
     last: tuple[int, ...] = ()
-    begin = time.perf_counter()
-    for _ in range(size.quiet):
-        variants.step(LEARNT)
-        changes += balancer.speeds != last
-        last = balancer.speeds
-    seconds = (time.perf_counter() - begin) / size.quiet
+    with timed_hooks() as hooks:
+        for _ in range(size.quiet):
+            begin = time.perf_counter()
+            variants.step(LEARNT)
+            seconds.append(time.perf_counter() - begin)
+            changes += balancer.speeds != last
+            last = balancer.speeds
+    measured = balancer.measured_speeds or (1000,)
     variants.close()
-    return {"changes": changes, "seconds": seconds}
+    return {"changes": changes, "seconds": seconds, "hooks": hooks, "measured": min(measured)}
+
+
+@contextmanager
+def timed_hooks() -> Iterator[list[float]]:
+    """Collect the CPU seconds of this thread in the methods of `Speeds` that a microbatch calls."""
+    seconds: list[float] = []
+    methods = {name: getattr(Speeds, name) for name in HOOKS}
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return method(*args)
+            finally:
+                seconds.append(time.thread_time() - begin)
+
+        return call
+
+    try:
+        for name, method in methods.items():
+            setattr(Speeds, name, timed(method))
+        yield seconds
+    finally:
+        for name, method in methods.items():
+            setattr(Speeds, name, method)
 
 
 def equal(report: Report, size: Size, *, cuda: bool, end: float | None) -> None:
     del end
-    sized = size if cuda else replace(size, hidden=size.hidden // 4, ffn=size.ffn // 4)
-    facts = on_ranks(sized.ranks, equal_on_rank, sized, cuda)
-    values = {MICROBATCHES: sized.quiet, CHANGES: facts["changes"], MS: 1e3 * facts["seconds"]}
-    report.add(f"EP{size.ranks}, equal ranks: {sized.about}", [Line({"variant": LEARNT}, values)])
+    sized = (
+        size
+        if cuda
+        else replace(size, hidden=size.hidden // 8, ffn=size.ffn // 8, tokens=size.tokens // 2)
+    )
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    facts = on_ranks(sized.ranks, equal_on_rank, sized, cuda, cores)
+    p50, p99 = (1e3 * float(value) for value in np.percentile(facts["seconds"], (50, 99)))
+    values = {
+        MICROBATCHES: sized.quiet,
+        MINUTES: sum(facts["seconds"]) / 60,
+        MS: p50,
+        P99: p99,
+        CHANGES: facts["changes"],
+        SPEED: facts["measured"],
+    }
+    title = f"EP{size.ranks}, equal ranks: {sized.about}"
+    report.add(title, [Line({"variant": LEARNT}, values)])
+    us = 1e6 * sum(facts["hooks"]) / sized.quiet
+    report.add(f"{title}, cost", [Line({"variant": LEARNT}, {COST: us, SHARE: us / 1e3 / p50})])
 
 
 def cost(report: Report, size: Size, *, cuda: bool, end: float | None) -> None:
-    """Time the hooks of a microbatch on one core, with the plans of several group sizes."""
-    del cuda, end
+    """Time learning in a layer of the size of `straggler`, and the hooks with larger plans."""
+    del end
+    short = replace(size, quiet=min(size.quiet, 10 * BLOCK))
+    facts = on_ranks(short.ranks, equal_on_rank, short, cuda, set(range(os.cpu_count() or 1)))
+    us, ms = 1e6 * sum(facts["hooks"]) / short.quiet, 1e3 * median(facts["seconds"])
+    line = Line({"ranks": size.ranks, "experts": size.experts}, {COST: us, SHARE: us / 1e3 / ms})
+    report.add(f"learning: {size.about}, {size.tokens} tokens; a step takes {ms:.1f} ms", [line])
     lines = []
     for ranks, experts in ((8, 64), (64, 256)):
         topology = ultraep.Topology(ranks=ranks, experts=experts)
         shape = replace(size, ranks=ranks, experts=experts, tokens=8 * experts, top_k=8)
         plan = ultraep.plan(HotRank(1.5).draw(shape), topology, BalanceConfig(objective="balance"))
-        calls = 200 if size.quiet > 100 else 2
-        us = 1e6 * hooks_seconds(plan, calls)
-        values = {COST: us, SHARE: us / 1e4}
-        lines.append(Line({"ranks": ranks, "experts": experts}, values))
-    report.add("learning, per microbatch; share of a step of 10 ms", lines)
+        us = 1e6 * hooks_seconds(plan, 400 if size.quiet > 100 else 2)
+        lines.append(Line({"ranks": ranks, "experts": experts}, {COST: us}))
+    report.add("learning, with plans of larger groups", lines)
 
 
 def hooks_seconds(plan: Plan, calls: int) -> float:
@@ -388,14 +446,15 @@ def hooks_seconds(plan: Plan, calls: int) -> float:
     speeds = Speeds(BalanceConfig(speeds="auto"), ranks, 0, pricing)
     paces = np.full(ranks, 10**6)
     infos = [MicrobatchInfo(0, step) for step in range(calls)]
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for info in infos:
         speeds.report(info)
         speeds.gathered(info, paces)
         speeds.applied(BalanceConfig(speeds="auto"))
         speeds.planned(info, plan)
         speeds.took(info, "experts", 1e-3)
-    return (time.perf_counter() - begin) / calls
+        speeds.passed(info, 0.0)
+    return (time.thread_time() - begin) / calls
 
 
 RUN = {"probe": probe, "straggler": straggler, "equal": equal, "cost": cost}

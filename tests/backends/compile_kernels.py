@@ -173,7 +173,8 @@ def launch_all(
         BalanceConfig(tolerance=tolerance, speeds=tuple(speeds) or None),
     )
     limits = Limits.of(topology, config)._replace(rates=(row, 0, 0, 0))
-    planner = Planner(limits, locality=config.locality, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    planner = Planner(limits, locality=config.locality, device=device, learnt=not speeds)
     counter = Counter(experts, rows, torch.device("cpu"))
     rerouter = Rerouter(planner, counter)
     loads = torch.zeros(ranks, experts, dtype=torch.int32)
@@ -182,6 +183,8 @@ def launch_all(
     slots_of_rows, order, positions = torch.zeros(3, rows, dtype=torch.int32)
     chosen = torch.zeros(rows, experts, dtype=torch.bool)
     counter.count(ids)
+    planner.plan(loads)
+    planner._capturing = lambda: True
     planner.plan(loads)
     sums = PlanSums(torch.zeros(8, dtype=torch.int64), topology.home_of_expert, ranks)
     plan = planner.plan_tensors

@@ -23,7 +23,7 @@ import torch
 from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
 from ultraep.backends.limits import Limits
-from ultraep.config import BalanceConfig
+from ultraep.config import AUTO, BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import MAX_TOTAL
 from ultraep.plan import Plan
@@ -50,7 +50,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """A plan on the device. After the last replica, entries are -1, or 0 rows."""
+    """A plan on the device. After the last replica, entries are -1, or 0 rows.
+
+    config: speeds="auto" means those that the device held when it planned.
+    """
 
     topology: Topology
     config: BalanceConfig
@@ -66,6 +69,7 @@ class DevicePlan:
     split = _Part()  # [C, R] the quotas by source rank
     rank_loads = _Part()  # [R] rows that every rank serves
     slot_of_copy = _Part()  # [C] slot of each replica, counted over all ranks
+    held_speeds = _Part()  # [R] speeds of a captured plan, if they are learnt
 
     def copied(self) -> DevicePlan:
         """Return the plan in its own memory, which the next plan does not overwrite."""
@@ -93,7 +97,10 @@ class DevicePlan:
             place, shape = self.places[name]
             return result[place].reshape(shape)
 
-        end = int(part("num_replicas")[0])
+        config, end = self.config, int(part("num_replicas")[0])
+        if config.speeds == AUTO:
+            config = replace(config, speeds=tuple(part("held_speeds").tolist()))
+            config = replace(config, speeds=config.speeds_for(self.topology.ranks) or None)
         arrays: list[IntArray] = [
             self.loads.cpu().numpy().astype(np.int64) if loads is None else loads,
             part("replicas")[:end],
@@ -101,7 +108,7 @@ class DevicePlan:
             part("split")[:end],
             part("rank_loads"),
         ]
-        return Plan(self.topology, self.config, *map(frozen, arrays))
+        return Plan(self.topology, config, *map(frozen, arrays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,7 @@ class ControlPlane:
 
     rows: the most routed rows (tokens times choices) of this rank in one microbatch.
     config: with the policy "ultraep" or "none".
+    learnt: whether graphs plan with the speeds that were last passed to `hold`.
     device: None: the current GPU, or the CPU with Triton's interpreter.
     `faults`: [3] faults that the device has counted since the last `check`.
     """
@@ -132,6 +140,7 @@ class ControlPlane:
         *,
         rows: int,
         rank: int = 0,
+        learnt: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         config = config or BalanceConfig()
@@ -150,7 +159,11 @@ class ControlPlane:
         if config.policy == "none":
             limits = limits._replace(max_replicas=0)
         timed = (config.objective, config.policy) == ("time", "ultraep") and topology.can_replicate
-        self._planner = Planner(limits, locality=config.locality, device=self.device, timed=timed)
+        self._planner = Planner(
+            limits, locality=config.locality, device=self.device, timed=timed, learnt=learnt
+        )
+        self._learnt = learnt
+        self._held: tuple[int, ...] = ()
         self._counter = Counter(topology.experts, rows, self.device)
         self._rerouter = Rerouter(self._planner, self._counter)
         self.faults = torch.zeros(3, dtype=torch.int32, device=self.device)
@@ -167,7 +180,7 @@ class ControlPlane:
     def use(self, config: BalanceConfig) -> bool:
         """Use this config from now on and return True, if only rates or speeds differ.
 
-        A captured graph keeps its rates and speeds.
+        A captured graph keeps its rates, and its speeds unless they are learnt.
         """
         if config is not self.config:
             last = self.config
@@ -177,6 +190,13 @@ class ControlPlane:
             limits = Limits.of(self.topology, config)
             self._planner.use(limits.rates, tuple(limits.speeds.tolist()))
         return True
+
+    def hold(self, speeds: tuple[int, ...]) -> None:
+        """Make graphs plan with these speeds from now on, if they are learnt; (): equal."""
+        if self._learnt and speeds != self._held:
+            self._held = speeds
+            with self._here():
+                self._planner.hold(speeds)
 
     def count(self, ids: torch.Tensor) -> torch.Tensor:
         """Stage 1: [E] rows of every expert among the `[T, K]` ids; -1 is padding."""
@@ -211,7 +231,7 @@ class ControlPlane:
         p.result.zero_()
         p.plan_tensors.replicas.fill_(-1)
         p.plan_tensors.slot_of_copy.fill_(-1)
-        for (place, _), values in zip(p.places.values(), columns, strict=True):
+        for (place, _), values in zip(p.places.values(), columns, strict=False):
             p.result[place][: values.size].copy_(
                 torch.from_numpy(values.reshape(-1).astype(np.int32))
             )
@@ -225,7 +245,7 @@ class ControlPlane:
         self._plan = replace(
             self._device_plan(self._adopted_loads),
             config=plan.config,
-            speeds=p.on_device(plan.speeds) if plan.speeds else None,
+            speeds=p.speeds_on_device(plan.speeds) if plan.speeds else None,
         )
         return self._plan
 
@@ -298,9 +318,11 @@ class ControlPlane:
             raise LoadError(f"since the last check on rank {self.rank}: {'; '.join(faults)}")
 
     def _device_plan(self, loads: torch.Tensor) -> DevicePlan:
-        p = self._planner
-        held, result = p.expert_of_slot, p.result
-        return DevicePlan(self.topology, self.config, loads, held, result, p.places, p.speeds)
+        p, config, speeds = self._planner, self.config, self._planner.speeds
+        if p.captured_speeds is not None:
+            config, speeds = replace(config, speeds=AUTO), p.captured_speeds
+        slots = p.expert_of_slot
+        return DevicePlan(self.topology, config, loads, slots, p.result, p.places, speeds)
 
     def _last_plan(self) -> DevicePlan:
         if self._plan is None:

@@ -56,7 +56,7 @@ class ReplayedPlans:
 
         ranks, copies = topology.ranks, max(1, topology.ranks * topology.slots)
         self._loads = ranks * topology.experts
-        numbers = self._loads + ranks + copies * (5 + ranks) + 4 * 6  # each padded to four
+        numbers = self._loads + 2 * ranks + copies * (5 + ranks) + 4 * 7  # each padded to four
         places = min(MOST, max(FEWEST, MEMORY // (4 * numbers)))
         self.ring = PlanRing(places, numbers, device)
         self.ring.state[1].fill_(NO_STEP)

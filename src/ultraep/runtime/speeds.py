@@ -3,12 +3,15 @@
 Every rank divides the time of stage 6 by the time that the measured rates predict for its groups of
 rows, and averages this *pace* over a block of microbatches. The record of loads carries the pace to
 all ranks. All ranks compute the speeds from the same integers, and use them from the same
-microbatch on. The speed of a rank changes only if several blocks agree and the change exceeds the
-noise; plans use it only if that saves time.
+microbatch on.
+
+Other programs slow a rank down for seconds, so its blocks are not independent. The median pace of
+the blocks of several seconds is a *span*. The speed of a rank changes only if several spans in a
+row agree and the change exceeds the noise between spans; plans use it only if that saves time.
 
 Microbatches are counted in the first layer, so one count is one pass through the model.
 
-Shapes: R ranks.
+Shapes: R ranks, E experts, G groups of rows.
 """
 
 from __future__ import annotations
@@ -18,23 +21,26 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median_high
+from time import monotonic
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.config import AUTO, NOMINAL_SPEED, PARTS, BalanceConfig
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.reroute import rows_received
 from ultraep.runtime.history import REMEMBERED
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.versions import count_optimizer_steps, optimizer_steps
 
-BLOCK = 32  # microbatches; speeds change at most once in a block
-AGREEING = 4  # blocks in a row that show a change
-FEWEST, KEPT = 5, 16  # blocks from which the noise is estimated
-SAMPLES = 3  # of a block that counts, at least
+BLOCK = 32  # microbatches
+SPAN = 5.0  # seconds, at least, and at least a block; speeds change at most once in a span
+AGREEING = 4  # spans in a row that show a change
+FEWEST, KEPT = 5, 16  # spans from which the noise is estimated
+SAMPLES, ENOUGH = 3, 16  # of a block that counts, at least; about as many are taken
 CUT = 8  # an eighth of the samples of a block is left out at each end
 CHANGE, OF_NOISE = 20, 3  # least change of a speed: in thousandths, and as a multiple of the noise
 # Time that a plan loses to the ideal split, in millionths: to leave equal speeds, to adjust unequal
@@ -96,8 +102,11 @@ class Speeds:
         self._first: int | None = None  # the first layer
         self._count, self._pace = 0, 0  # microbatches so far; millionths in the last block
         self._samples: list[float] = []
+        self._seen, self._stride = 0, 1  # timed in this block; one in how many is a sample
         self._sampled = self._ended = self._due = False
-        self._blocks: deque[Numbers] = deque(maxlen=KEPT)  # paces of all ranks
+        self._begin, self._lasted = 0.0, False  # of the span; whether it has lasted long enough
+        self._blocks: list[Numbers] = []  # paces of all ranks, in this span
+        self._spans: deque[Numbers] = deque(maxlen=KEPT)
         self._predicted: WeakKeyDictionary[MicrobatchInfo, float] = WeakKeyDictionary()
         self._seconds: WeakKeyDictionary[MicrobatchInfo, float] = WeakKeyDictionary()
         self._configs: dict[tuple[BalanceConfig, Numbers], BalanceConfig] = {}
@@ -112,7 +121,7 @@ class Speeds:
         return self._configs[key]
 
     def report(self, info: MicrobatchInfo) -> int:
-        """Return twice the pace of this rank, plus 1 if plans may change now.
+        """Return 4 times the pace, plus 2 if the span is long enough, plus 1 if plans may change.
 
         For the record of this microbatch; call once for each of them.
         """
@@ -124,44 +133,56 @@ class Speeds:
         self._first = info.layer if self._first is None else self._first
         if info.layer != self._first:
             return 0
+        self._begin = self._begin or monotonic()
         self._count += 1
         if self._count % BLOCK == 0:
             self._pace, self._samples = round(PARTS * trimmed_mean(self._samples)), []
-            self._ended = self._due = True
+            self._seen, self._stride = 0, self._seen // ENOUGH | 1  # odd: all layers get their turn
+            self._lasted, self._ended = monotonic() - self._begin >= SPAN, True
         if self._count == SILENT and not self._sampled:
             logger.warning(
                 "speeds='auto' learns nothing: rank %d has timed no experts; it needs layers with "
                 "`serve`, and rows that the balancer dispatches",
                 self._rank,
             )
-        return 2 * self._pace + safe
+        return 4 * self._pace + 2 * self._lasted + safe
 
     def gathered(self, info: MicrobatchInfo, reports_R: IntArray) -> None:
         """Choose the speeds from this microbatch on, by the reports of all ranks."""
-        if not self._due or info.recomputed or info.layer != self._first:
+        if not self.learns or info.recomputed or info.layer != self._first:
             return
-        paces = tuple((reports_R // 2).tolist())
-        if self._ended and all(paces):
-            self._blocks.append(paces)
-        self._ended = False
-        if len(self._blocks) < FEWEST or not (reports_R % 2).all():
+        if self._ended:
+            self._ended = False
+            self._end_block(tuple((reports_R // 4).tolist()), bool((reports_R // 2 % 2).all()))
+        if not self._due or len(self._spans) < FEWEST or not (reports_R % 2).all():
             return
         self._due = False
-        self.measured = updated(self.measured or (NOMINAL_SPEED,) * len(paces), self._blocks)
+        self.measured = updated(self.measured or (NOMINAL_SPEED,) * len(reports_R), self._spans)
         chosen = next_speeds(self.current, self.measured)
         if chosen != self.current and self._rank == 0:
             logger.info("speeds from microbatch %d on: %s", info.step, describe(chosen))
         self.current = chosen
 
+    def _end_block(self, paces: Numbers, lasted: bool) -> None:
+        """Add a block to the span, which ends if it has `lasted` long enough on all ranks."""
+        if all(paces):
+            self._blocks.append(paces)
+        if lasted and self._blocks:
+            self._spans.append(tuple(map(median_high, zip(*self._blocks, strict=True))))
+            self._blocks, self._begin, self._due = [], monotonic(), True
+
     # As a sink of the clocks:
 
     def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
         if microbatch.timed and not microbatch.recomputed:
-            rows_L = rows_received(plan, self._rank).sum(axis=0)
-            self._predicted[microbatch] = self._pricing.seconds(microbatch.layer, rows_L)
+            self._seen += 1
+            if self._seen % self._stride == 0:
+                rows_G = rows_of_groups(plan, self._rank)
+                self._predicted[microbatch] = self._pricing.seconds(microbatch.layer, rows_G)
 
     def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
-        if stage == "experts":  # in several parts if other stages interrupt it
+        if stage == "experts" and microbatch in self._predicted:
+            # In several parts if other stages interrupt it.
             self._seconds[microbatch] = self._seconds.get(microbatch, 0.0) + seconds
 
     def sent(self, _: MicrobatchInfo, _what: str, _nbytes: int, _copies: int) -> None:
@@ -173,6 +194,14 @@ class Speeds:
         if predicted > 0 and seconds > 0:
             self._samples.append(seconds / predicted)
             self._sampled = True
+
+
+def rows_of_groups(plan: Plan, rank: int) -> IntArray:
+    """Return [G] the rows of the home experts and of the replicas of a rank."""
+    experts, hosts, _slots = plan.replicas.T
+    rows_E = plan.loads.sum(axis=0)
+    np.subtract.at(rows_E, experts, plan.quotas)
+    return np.concatenate((rows_E[plan.topology.home_experts(rank)], plan.quotas[hosts == rank]))
 
 
 def trimmed_mean(samples: Sequence[float]) -> float:
@@ -193,13 +222,13 @@ def relative_speeds(paces: Numbers) -> Numbers:
     return tuple(min(max(NOMINAL_SPEED * median // pace, LEAST), MOST) for pace in paces)
 
 
-def noise(blocks: Sequence[Numbers]) -> int:
-    """Return the typical change of a pace from block to block, in thousandths.
+def noise(spans: Sequence[Numbers]) -> int:
+    """Return the typical change of a pace from span to span, in thousandths.
 
     Paces are compared with their mean, so that changes of all ranks together do not count.
     """
-    ranks = len(blocks[0])
-    shares = [[NOMINAL_SPEED * ranks * pace // sum(paces) for pace in paces] for paces in blocks]
+    ranks = len(spans[0])
+    shares = [[NOMINAL_SPEED * ranks * pace // sum(paces) for pace in paces] for paces in spans]
     steps = [
         abs(share - last)
         for before, after in pairwise(shares)
@@ -208,10 +237,10 @@ def noise(blocks: Sequence[Numbers]) -> int:
     return sorted(steps)[len(steps) // 2] * ranks // (ranks - 1)
 
 
-def updated(speeds: Numbers, blocks: Sequence[Numbers]) -> Numbers:
-    """Return the speeds, changed where the last blocks agree that they are different."""
-    recent = [relative_speeds(paces) for paces in list(blocks)[-AGREEING:]]
-    least = max(CHANGE, OF_NOISE * noise(blocks))
+def updated(speeds: Numbers, spans: Sequence[Numbers]) -> Numbers:
+    """Return the speeds, changed where the last spans agree that they are different."""
+    recent = [relative_speeds(paces) for paces in list(spans)[-AGREEING:]]
+    least = max(CHANGE, OF_NOISE * noise(spans))
     changed = []
     for speed, values in zip(speeds, zip(*recent, strict=True), strict=True):
         margin = speed * least // NOMINAL_SPEED

@@ -19,10 +19,11 @@ from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.kernels.search import PlanOut
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
-from ultraep.config import NO_RATES, rungs_of
+from ultraep.config import NO_RATES, NOMINAL_SPEED, rungs_of
 from ultraep.errors import ConfigError
 
 INT = torch.int32
+BEFORE = int(state.BEFORE_SPEEDS.value)
 MAX_TILE = 1 << 14  # padded home experts times padded ranks of a domain, in one program
 
 
@@ -33,10 +34,17 @@ class Planner:
     overwrites the results; rows behind the last replica are -1 or 0.
     `places`: slice and shape of each result in `result`.
     timed: whether `use` may set rates later, though `limits` has none.
+    learnt: whether graphs plan with the speeds that were last passed to `hold`.
     """
 
     def __init__(
-        self, limits: Limits, *, locality: bool, device: torch.device, timed: bool = False
+        self,
+        limits: Limits,
+        *,
+        locality: bool,
+        device: torch.device,
+        timed: bool = False,
+        learnt: bool = False,
     ) -> None:
         experts_by_rank, first_of_rank, domain, slots = limits[:4]
         self.ranks, self.experts = len(first_of_rank) - 1, len(experts_by_rank)
@@ -57,6 +65,7 @@ class Planner:
         self.tolerances = torch.tensor(tolerances, dtype=INT, device=device)
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
         self.use(limits.rates, tuple(limits.speeds.tolist()))
+        self._held = self._speeds_on_device(()).clone() if learnt else None
 
     def use(self, rates: tuple[int, int, int, int], speeds: tuple[int, ...] = ()) -> None:
         """Plan with these rates and speeds from now on; captured graphs keep theirs.
@@ -64,14 +73,40 @@ class Planner:
         speeds: of all ranks; (): equal.
         """
         self.rates, self.timed = self.on_device(rates), self.num_attempts > 0 and rates != NO_RATES
-        self.speeds = self.on_device(speeds) if speeds else None
-        self.shape = self._shape._replace(SPEEDS=bool(speeds))
-        self.tried = self._wide_tried if speeds else self._tried
+        self.speeds = self.speeds_on_device(speeds) if speeds else None
+        self._choose(bool(speeds), self.speeds)
+
+    def hold(self, speeds: tuple[int, ...]) -> None:
+        """Make captured graphs plan with these speeds, in the order of the current stream."""
+        assert self._held is not None, "speeds are not learnt"
+        self._held.copy_(self._speeds_on_device(speeds))
+
+    @property
+    def captured_speeds(self) -> torch.Tensor | None:
+        """[R] the speeds of a plan that is being captured; None: the speeds of `use`."""
+        return self._held[BEFORE:] if self._held is not None and self._capturing() else None
+
+    def _choose(self, unequal: bool, speeds: torch.Tensor | None) -> None:
+        """Choose the kernels for equal or unequal speeds."""
+        self.shape = self._shape._replace(SPEEDS=unequal)
+        self.tried = self._wide_tried if unequal else self._tried
         # Arguments that all first attempts take, in their order.
         self.settings = (
             *(self.domains, self.domain, self.slots, self.min_tokens, self.limit),
-            self.speeds,
+            speeds,
         )
+
+    def speeds_on_device(self, speeds: tuple[int, ...]) -> torch.Tensor:
+        """[R] speeds of all ranks; (): equal."""
+        return self._speeds_on_device(speeds)[BEFORE:]
+
+    def _speeds_on_device(self, speeds: tuple[int, ...]) -> torch.Tensor:
+        """Return the speeds behind the number that `planned_elsewhere` reads."""
+        kind = state.UNEQUAL if speeds else state.EQUAL
+        return self.on_device((kind.value, 0, *(speeds or self.ranks * (NOMINAL_SPEED,))))
+
+    def _capturing(self) -> bool:
+        return self.home.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def on_device(self, numbers: tuple[int, ...]) -> torch.Tensor:
         """Return 64-bit numbers on the device, without a copy from the host."""
@@ -80,7 +115,7 @@ class Planner:
             known = torch.empty(len(numbers), dtype=torch.int64, device=self.home.device)
             for index, number in enumerate(numbers):
                 known[index].fill_(number)
-            if not (known.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if not self._capturing():
                 self._known[numbers] = known  # a captured fill runs only at replay
         return known
 
@@ -170,6 +205,7 @@ class Planner:
             "replicas": (copies, 3),
             "slot_of_copy": (copies,),
             "split": (copies, self.ranks),
+            "held_speeds": (self.ranks,),  # of a captured plan
         }
         self.places, end = {}, 0
         for name, shape in shapes.items():
@@ -178,7 +214,7 @@ class Planner:
             end += cdiv(size, 4) * 4  # aligned to 16 bytes
         self.result = numbers(end)
         results = {name: self.result[at].view(shape) for name, (at, shape) in self.places.items()}
-        self.rank_loads = results.pop("rank_loads")
+        self.rank_loads, self._used_speeds = results.pop("rank_loads"), results.pop("held_speeds")
         self.plan_tensors = Plan(**results)
         self.plan_tensors.replicas.fill_(-1)
         self.plan_tensors.slot_of_copy.fill_(-1)
@@ -216,6 +252,17 @@ class Planner:
 
     def place(self) -> None:
         """Place the replicas of every domain, and sum what every rank serves."""
+        speeds, unequal = self.captured_speeds, self.shape.SPEEDS
+        if speeds is None:
+            self._place()
+            return
+        self._used_speeds.copy_(speeds)
+        for kind in (False, True):  # one of them leaves the plan to the other
+            self._choose(kind, speeds)
+            self._place()
+        self._choose(unequal, self.speeds)
+
+    def _place(self) -> None:
         if self.by_groups:
             self._first_by_groups()
         if self.timed:

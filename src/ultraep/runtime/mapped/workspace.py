@@ -136,6 +136,8 @@ class Workspaces:
             raise error
         self.agreement.compare_inputs(records, signature)
         self._shared.speeds.gathered(info, records.column("pace"))
+        for workspace in self.all:
+            workspace.control.hold(self._shared.speeds.current)
         self._most_rows = max(self._most_rows, int(records.column("rows").max()))
         most_tokens = int(records.column("tokens").max())
         return self.for_tokens(most_tokens, top_k), most_tokens
@@ -216,8 +218,10 @@ class Workspaces:
             device_config(shared.config),
             rows=rows,
             rank=shared.comm.rank,
+            learnt=shared.speeds.learns,
             device=peers.device,
         )
+        control.hold(shared.speeds.current)
         memory = MappedMemory(
             peers,
             self._inside,

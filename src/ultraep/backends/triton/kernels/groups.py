@@ -49,6 +49,9 @@ def first_by_groups(
     SHAPE: tl.constexpr,
 ):
     """Program d: the attempt of the first heuristic at domain d; see `first_try`."""
+    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
+        if state.planned_elsewhere(speeds, SHAPE):
+            return
     domain = tl.program_id(0)
     problem = Problem(ranks, slots, min_tokens, limit, speeds)
     threshold, own_mean = thresholds_of(home, domain, domains, parts, problem, SHAPE)

@@ -97,6 +97,9 @@ def first_try(
     attempt_loads = [[[3, 6], [6, 3]]]
     facts = [[6, 1, 6, 1, 1, 1, 6, 1, 1, 1]]
     """
+    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
+        if state.planned_elsewhere(speeds, SHAPE):
+            return
     domain = tl.program_id(0)
     member = tl.program_id(1) + BY_GROUPS
     rank = tl.arange(0, SHAPE.G)

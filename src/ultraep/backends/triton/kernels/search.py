@@ -364,6 +364,9 @@ def search(
     planned_loads = [4, 5]
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
+    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
+        if state.planned_elsewhere(speeds, SHAPE):
+            return
     domain = tl.program_id(0)
     problem = Problem(ranks, slots, min_tokens, limit, speeds)
     tried = state.at_domain(tried, domain, problem, SHAPE)

@@ -35,6 +35,8 @@ THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
 PARTS = tl.constexpr(1000000)  # of a threshold over a speed: one row
 UNITS_PER_ROW = tl.constexpr(1000)  # of a threshold
 MAX_THRESHOLD = tl.constexpr(2**31 * 100000)
+BEFORE_SPEEDS = tl.constexpr(2)  # numbers; the first one is 0 if the speeds are equal
+EQUAL, UNEQUAL = tl.constexpr(0), tl.constexpr(1)
 
 
 class Problem(NamedTuple):
@@ -44,7 +46,7 @@ class Problem(NamedTuple):
     slots: Any
     min_tokens: Any
     limit: Any  # most replicas in the domain
-    speeds: Any  # [D, ranks] or None
+    speeds: Any  # [D, ranks] or None; see `planned_elsewhere`
 
 
 class Shape(NamedTuple):
@@ -156,6 +158,19 @@ def free_of(work, SHAPE: tl.constexpr):
 def rank_loads_of(home_HG):
     """[G] rows of every rank without replicas."""
     return tl.sum(tl.maximum(home_HG, 0), 0)
+
+
+@triton.jit
+def planned_elsewhere(speeds, SHAPE: tl.constexpr):
+    """Whether the plan is left to the kernel for the other kind of speeds, equal or unequal.
+
+    The kind is stored before the speeds. A graph captures both kernels, so it may change.
+    """
+    kind = tl.load(speeds - BEFORE_SPEEDS)
+    if SHAPE.SPEEDS:
+        return kind == EQUAL
+    else:  # noqa: RET505 - without `else`, Triton compiles both
+        return kind != EQUAL
 
 
 @triton.jit
