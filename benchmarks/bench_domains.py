@@ -29,7 +29,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import simulated_hosts
 import torch
 import torch.distributed as dist
 from harness import Line, Metric, Report, options_parser
@@ -50,6 +49,7 @@ from timing import in_turns, on_gpu
 
 import ultraep
 from ultraep.arrays import IntArray
+from ultraep.tools.launch import simulated_hosts
 from ultraep.workload.placement import place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"
