@@ -180,7 +180,8 @@ class Agreement:
         try:
             gathered = self._comm.all_gather(record)
         except CommunicationError as error:
-            raise CommunicationError(f"at {place}: {error}") from error
+            error.at(place)
+            raise
         if meanwhile is not None:
             meanwhile(gathered[:, loads_of(self._experts)])
         words = gathered.cpu().numpy()

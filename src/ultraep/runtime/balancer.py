@@ -31,7 +31,7 @@ from ultraep.bundle import Bundle, Promise
 from ultraep.comm import Communicator, Peers
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
-from ultraep.errors import ConfigError
+from ultraep.errors import CommunicationError, ConfigError
 from ultraep.loads import count_loads
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
 from ultraep.ops.modes import hidden, refuse_transforms
@@ -195,7 +195,7 @@ class Balancer:
     ) -> None:
         """Connect to the other ranks and compare settings with them; collective."""
         settings = self.settings
-        with ExitStack() as undo:
+        with _errors_at("the creation of the balancer"), ExitStack() as undo:
             peers = self._peers
             if communicator is None and self.group is None and peers is not None:
                 communicator = SilentCommunicator(peers.rank, peers.size)
@@ -389,11 +389,11 @@ class Balancer:
         return self._carriers[device]
 
     def _make_carrier(self, device: torch.device) -> _Carrier:
-        compare_places = partial(
-            self._agreement.compare, Place(Point.PLANE, 0, self._steps), device
-        )
+        place = Place(Point.PLANE, 0, self._steps)
+        compare_places = partial(self._agreement.compare, place, device)
         site = Site(self.comm, self.topology, self._links, device, self._peers)
-        choice = choose(self.settings.data_plane, site, compare_places)
+        with _errors_at(place):
+            choice = choose(self.settings.data_plane, site, compare_places)
         clock = self._clock(device, captures=choice.kind.captures)
         observers = [clock, *self._observers]
         shared = Shared(
@@ -527,6 +527,16 @@ class Balancer:
         for carrier in self._carriers.values():
             carrier.plane.close()
         self.comm.close()
+
+
+@contextmanager
+def _errors_at(place: object) -> Iterator[None]:
+    """Name a place of the program in errors of communication."""
+    try:
+        yield
+    except CommunicationError as error:
+        error.at(place)
+        raise
 
 
 def _reader(method: WeakMethod[ReadWeights] | None) -> ReadWeights:

@@ -13,9 +13,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +30,13 @@ from ultraep.runtime.connect import connect
 from ultraep.tools.launch.simulated_hosts import LINK, SimulatedHost
 from ultraep.tools.soak.faults import DISKS, PLANNER, Injector
 from ultraep.tools.soak.peers import SharedPeers
-from ultraep.tools.soak.schedule import PLANES, Fault
+from ultraep.tools.soak.schedule import OF_KERNELS, Fault
 from ultraep.tools.soak.training import RATES, Case, Training, Watch, WrongNumber
 
 JOIN = 120.0  # seconds for all ranks to join; a busy machine is slow to start processes
+SERVER, PRELOAD = "ULTRAEP_SOAK_SERVER", "ULTRAEP_SOAK_PRELOAD"  # environment variables
 ACKNOWLEDGED = 30.0  # seconds for the supervisor to act
-MAPPED_STEPS, STEPS = 3, 4
-STEADY_RANKS = 4
+FEW_STEPS, STEPS = 3, 4  # few: kernels run in Triton's interpreter
 
 torch.set_num_threads(1)
 
@@ -45,6 +46,7 @@ class Job:
     """The work of one rank.
 
     fault: None: run without faults until the supervisor says stop, and report resources.
+    planes: of runs without faults, in turns.
     folder: of the run.   disk: that a fault breaks.   host: where the rank runs; None: here.
     timeout: of the balancer, in seconds.   limit: seconds after which a run has hung.
     """
@@ -58,6 +60,7 @@ class Job:
     timeout: float
     limit: float
     host: SimulatedHost | None = None
+    planes: tuple[str, ...] = ()
     device: str = "cpu"
 
 
@@ -160,7 +163,7 @@ def _threads(job: Job, fault: Fault, pipe: Connection) -> None:
             report.push(_Forward(comm.rank, send))
             case = case_of(fault)
             injector = Injector(fault, comm.rank, lambda: send(Fired(comm.rank)), job.disk)
-            balancer = Balancer(communicator=comm, **balancer_options(case, fault))
+            balancer = Balancer(communicator=comm, **balancer_options(case))
             injector.attach(balancer)
             Training(case, balancer, injector).run()
 
@@ -223,7 +226,7 @@ def _store_of_rank_0(job: Job, limit: timedelta) -> Any:
 
 def case_of(fault: Fault) -> Case:
     """Return the model and sizes of the run that a fault hits."""
-    steps = MAPPED_STEPS if fault.plane == "mapped" else STEPS
+    steps = FEW_STEPS if fault.plane in OF_KERNELS else STEPS
     case = Case(fault.ranks, fault.seed, steps)
     if fault.kind == "planner":
         object.__setattr__(case, "policy", PLANNER)
@@ -232,7 +235,7 @@ def case_of(fault: Fault) -> Case:
     return case
 
 
-def balancer_options(case: Case, fault: Fault | None) -> dict[str, Any]:
+def balancer_options(case: Case) -> dict[str, Any]:
     """Return the options of the balancer beside its group and data plane."""
     options = {
         "experts": case.experts,
@@ -240,8 +243,6 @@ def balancer_options(case: Case, fault: Fault | None) -> dict[str, Any]:
         "config": case.config,
         **case.options,
     }
-    if fault is not None and fault.kind == "device" and fault.plane == "shared":
-        options["backend"] = "triton"
     return options
 
 
@@ -250,12 +251,14 @@ def make_balancer(
     group: dist.ProcessGroup, job: Job, case: Case, plane: str, fault: Fault | None
 ) -> Iterator[Balancer]:
     """Yield a balancer of this plane; close it if nothing failed."""
-    options = balancer_options(case, fault) | {"timeout": job.timeout}
+    options = balancer_options(case) | {"timeout": job.timeout}
     with ExitStack() as stack:
         if plane in ("shared", "sockets"):
             options |= {"transport": plane, "data_plane": "messages"}
         elif plane == "hybrid":
             options |= {"data_plane": "hybrid", "domain": 2}
+        elif plane == "kernels":
+            options |= {"data_plane": "messages", "backend": "triton"}
         elif plane == "mapped":
             # Not closed after an error, as a program would not.
             peers = SharedPeers(connect(group, timeout=job.timeout))
@@ -275,12 +278,11 @@ def _steady(job: Job, pipe: Connection) -> None:
     """Train one random case after the other on all planes, until the supervisor says stop."""
     with _Report(job.rank, pipe.send):
         group = join(job)
-        planes = [plane for plane in PLANES if plane != "hosts"]
         number, begin, going = 0, time.monotonic(), True
         while going:
             number += 1
-            plane = planes[number % len(planes)]
-            steps = MAPPED_STEPS if plane == "mapped" else STEPS
+            plane = job.planes[number % len(job.planes)]
+            steps = FEW_STEPS if plane in OF_KERNELS else STEPS
             case = Case(job.size, job.seed * 7919 + number, steps)
             if plane == "in-process":
                 _all_threads(case, job.timeout)
@@ -297,7 +299,7 @@ def _steady(job: Job, pipe: Connection) -> None:
 
 def _all_threads(case: Case, timeout: float) -> None:
     def work(comm: Any) -> None:
-        balancer = Balancer(communicator=comm, **balancer_options(case, None))
+        balancer = Balancer(communicator=comm, **balancer_options(case))
         Training(case, balancer, Watch()).run()
         balancer.close()
 
@@ -330,7 +332,26 @@ def shared_files(pids: list[int]) -> list[str]:
     return [name for name in names if any(mark in name for mark in marks)]
 
 
-if os.environ.get("ULTRAEP_SOAK_SERVER"):  # warm up what all ranks need
+def warm_server() -> None:
+    """Import and load in the server what all ranks need. No backward: its threads cannot fork."""
     os.environ.setdefault("ULTRAEP_RATES", RATES)
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        import_module("ultraep.runtime.shared_memory")
+        import_module("ultraep.runtime.hybrid.plane")
+        import_module("ultraep.runtime.mapped.plane")  # needs triton
+    for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
+        module, _, function = name.partition(":")
+        getattr(import_module(module), function)() if function else import_module(module)
     warm_up(None)
-    gc.freeze()
+    case = Case(1, 0)
+    training = Training(case, Balancer("alone", **balancer_options(case)), Watch())
+    with torch.no_grad():
+        for layer in training.layers:
+            layer(case.batch(0)[0][0])
+    gc.collect()
+    gc.freeze()  # ranks do not scan the modules
+
+
+if os.environ.get(SERVER):
+    warm_server()

@@ -6,6 +6,7 @@ it has hung, which is a failure of the run.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import queue
@@ -30,7 +31,7 @@ from ultraep.errors import ConfigError
 from ultraep.tools.launch import simulated_hosts
 from ultraep.tools.launch.simulated_hosts import SimulatedHost
 from ultraep.tools.soak.outcomes import RankEnd, Row, classify
-from ultraep.tools.soak.schedule import PLANES, Fault
+from ultraep.tools.soak.schedule import OF_KERNELS, Fault
 
 MODULE = "ultraep.tools.soak.rank"
 DISKS = ("full disk", "read-only disk")
@@ -38,6 +39,7 @@ DISK_BYTES = "512k"
 SPARE = 60.0  # seconds beyond all timeouts of a run, after which it has hung
 MBIT = 1000
 HOST_PAIRS = 3
+STEADY_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,13 @@ class Settings:
     """Settings of a campaign.
 
     timeout: of the balancers, in seconds.   jobs: runs at the same time.
+    preload: MODULE or MODULE:FUNCTION that the server imports, or calls, before ranks start.
     """
 
     timeout: float = 6.0
     jobs: int = 6
     device: str = "cpu"
+    preload: str = ""
 
     @property
     def limit(self) -> float:
@@ -57,31 +61,25 @@ class Settings:
         return 6 * self.timeout + SPARE
 
 
-def obstacles(device: str) -> dict[str, str]:
-    """Return the planes that cannot be used here, with the reason."""
-    from ultraep.backends import BACKENDS
-
-    missing = {}
-    triton = next(backend for backend in BACKENDS if backend.name == "triton")
-    if reason := _no_interpreter(triton.obstacle, device):
-        missing["mapped"] = reason
+def obstacles(device: str, preload: str) -> dict[str, str]:
+    """Return the planes that a campaign leaves out here, with the reason."""
+    left_out = {}
+    if importlib.util.find_spec("triton") is None:
+        left_out |= dict.fromkeys(OF_KERNELS, "triton is not installed")
+    elif device == "cpu" and not preload:
+        reason = "kernels take a minute per run in Triton's interpreter; name the planes to add them"
+        left_out |= dict.fromkeys(OF_KERNELS, reason)
+    if device == "cuda":
+        left_out["in-process"] = "ranks on a GPU are processes"
     if reason := simulated_hosts.obstacle():
-        missing["hosts"] = reason
-    return missing
-
-
-def _no_interpreter(obstacle: str, device: str) -> str:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "triton is not installed"
-    return obstacle if device == "cuda" else ""
+        left_out["hosts"] = reason
+    return left_out
 
 
 class Server:
     """Forks processes that have imported torch and the library."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, preload: str = "") -> None:
         if sys.platform != "linux":
             raise ConfigError("ultraep soak needs Linux: it forks ranks and reads /proc")
         self._context = multiprocessing.get_context("forkserver")
@@ -90,6 +88,7 @@ class Server:
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
             "ULTRAEP_SOAK_SERVER": "1",
+            "ULTRAEP_SOAK_PRELOAD": preload,
         }
         own |= {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         own |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if device == "cuda" else {}
@@ -163,6 +162,7 @@ class Run:
                 self.settings.timeout,
                 self.settings.limit,
                 host,
+                (),
                 self.settings.device,
             )
             self.ranks.append(Rank(*self.server.start(job), rank))
@@ -288,7 +288,7 @@ class Campaign:
     """
 
     def __init__(self, settings: Settings, logs: Path | None = None) -> None:
-        self.settings, self.server, self._logs = settings, Server(settings.device), logs
+        self.settings, self.server, self._logs = settings, Server(settings.device, settings.preload), logs
         self._hosts: queue.SimpleQueue[list[SimulatedHost]] = queue.SimpleQueue()
         self._undo = ExitStack()
 
@@ -338,7 +338,9 @@ class Campaign:
 class Steady:
     """A group of ranks that train without faults while a campaign runs; their resources."""
 
-    def __init__(self, server: Server, settings: Settings, seed: int, size: int) -> None:
+    def __init__(
+        self, server: Server, settings: Settings, seed: int, planes: Sequence[str]
+    ) -> None:
         from ultraep.tools.soak.rank import Job
 
         self.folder = Path(tempfile.mkdtemp(prefix="ultraep-soak-"))
@@ -346,8 +348,19 @@ class Steady:
         self.ends: dict[int, RankEnd] = {}
         self._limit = settings.limit
         jobs = [
-            Job(None, seed, rank, size, self.folder, self.folder, 10 * settings.timeout, 1e6)
-            for rank in range(size)
+            Job(
+                None,
+                seed,
+                rank,
+                STEADY_RANKS,
+                self.folder,
+                self.folder,
+                10 * settings.timeout,
+                1e6,
+                planes=tuple(plane for plane in planes if plane != "hosts"),
+                device=settings.device,
+            )
+            for rank in range(STEADY_RANKS)
         ]
         self.ranks = [Rank(*server.start(job), job.rank) for job in jobs]
         self._thread = threading.Thread(target=self._collect, daemon=True)
@@ -388,8 +401,3 @@ class Steady:
             self.ends.setdefault(rank.rank, lost)
         shutil.rmtree(self.folder, ignore_errors=True)
         return [self.ends[rank.rank] for rank in self.ranks]
-
-
-def usable_planes(device: str) -> list[str]:
-    """Return the planes that can be used here."""
-    return [plane for plane in PLANES if plane not in obstacles(device)]

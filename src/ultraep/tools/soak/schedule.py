@@ -31,12 +31,14 @@ MOST_RANKS, MOST_MICROBATCHES, MOST_DELAY = 64, 10_000, 3600.0
 PLANES = {
     "shared": (2, 3, 4),  # messages through shared memory
     "sockets": (2, 3, 4),  # messages of torch.distributed
-    "mapped": (2, 3),  # mapped memory, kernels in Triton's interpreter
+    "kernels": (2, 3),  # messages, planned by Triton kernels
+    "mapped": (2, 3),  # mapped memory
     "hybrid": (4,),  # two domains of two ranks
     "hosts": (2, 4),  # two network namespaces
     "in-process": (2, 3, 4),  # ranks are threads
 }
-PROCESSES = ("shared", "sockets", "hybrid", "mapped", "hosts")
+OF_KERNELS = ("kernels", "mapped")
+PROCESSES = ("shared", "sockets", "hybrid", "hosts", *OF_KERNELS)
 ANYWHERE = (*PROCESSES, "in-process")
 OVER_MESSAGES = ("shared", "sockets", "hybrid", "in-process")
 # Stages of one microbatch that every rank of every plane passes.
@@ -71,7 +73,7 @@ KINDS = {
     "clock": Kind(ANYWHERE, EVERY),
     "lost messages": Kind(("hosts",), EVERY),
     "delayed messages": Kind(("hosts",), EVERY, (SHORT,)),
-    "device": Kind(("mapped", "shared"), ("router",)),
+    "device": Kind(OF_KERNELS, ("router",)),
 }
 STAGE_NAMES = (*STAGES, "router", "trace", "checkpoint")
 

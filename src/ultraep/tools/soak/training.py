@@ -272,6 +272,7 @@ class Training:
         loss = loss_of(x, target)
         # A rank without tokens takes part in backward as well.
         loss.backward()
+        self.balancer.check()  # a device notes errors; they reach the host later
         found = {"loss": loss.detach(), **self.gradients()}
         found = {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
         self.optimizer.step()
@@ -284,7 +285,6 @@ class Training:
             expected = twin.step(step, self.rank)
             compare(step, self.rank, self.step(step), expected)
             self.watch.after_step(step, self)
-        self.balancer.check()
 
 
 def compare(step: int, rank: int, actual: Tensors, expected: Tensors) -> None:
