@@ -150,7 +150,8 @@ class Agreement:
         if records.words[:, REFUSED].any():
             refused = np.flatnonzero(records.column("refused")).tolist()
             raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
-        self._compare_digests("the weights or inputs", records, signature)
+        place = Place(*records.words[0, PLACE].tolist())
+        self._compare_digests(f"the weights or inputs at {place}", records, signature)
 
     def compare(
         self, place: Place, device: torch.device, *, digest: int = 0, description: str = ""

@@ -28,6 +28,7 @@ from ultraep.runtime.torch_dist import (
     Connect,
     Pieces,
     TorchDistCommunicator,
+    rank_names,
     timeout_of,
 )
 
@@ -142,7 +143,7 @@ def connect_shared(
             return None
         files = _open_files(setup, prefix, undo)
         files.limit = wire.largest_segment(setup.size, hosts[0].free)
-        joined = wire.Wire(setup.rank, setup.size, timeout, files)
+        joined = wire.Wire(setup.rank, setup.size, timeout, files, rank_names(group))
         setup.gather_objects(None)  # no rank starts or leaves before all have joined
         undo.pop_all()
     return SharedMemoryCommunicator(group, joined, connect)

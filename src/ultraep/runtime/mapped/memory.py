@@ -131,7 +131,11 @@ class MappedMemory:
                 f"no memory is allocated for '{name} of {nbytes} bytes', and it cannot be "
                 "allocated in a graph: run such a step before the capture, or call `prepare`"
             )
-        region = self.peers.allocate(f"{name} of {nbytes} bytes", nbytes)
+        try:
+            region = self.peers.allocate(f"{name} of {nbytes} bytes", nbytes)
+        except CommunicationError as error:
+            error.at(f"the allocation of memory for {name!r}")
+            raise
         self._regions[name, nbytes] = region
         return region
 

@@ -39,9 +39,7 @@ class SoakOptions(cli.Options):
         "Inject the faults in this file instead of drawing them.", metavar="FILE"
     )
     save_schedule: Path | None = option("Write the faults to a schedule file.", metavar="FILE")
-    only: str | None = option(
-        "Run only the faults with these numbers.", "all", metavar="N,N-N,..."
-    )
+    only: str | None = option("Run only the faults with these numbers.", "all", metavar="N,N-N,...")
     kinds: str | None = option("Inject only faults of these kinds.", "all", metavar="NAME,...")
     planes: str | None = option(
         "Run only on these data planes.", "all that are possible and fast here", metavar="NAME,..."
@@ -80,7 +78,9 @@ def command(options: SoakOptions) -> None:
         raise ConfigError(f"--jobs must be at least 1, got {options.jobs}")
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"--minutes must be positive, got {options.minutes}")
-    check_targets((options.json, "benchmark"), (options.save_schedule, "schedule"), force=options.force)
+    check_targets(
+        (options.json, "benchmark"), (options.save_schedule, "schedule"), force=options.force
+    )
     from ultraep.tools.soak.outcomes import FAILURES
     from ultraep.tools.soak.run import Campaign
 
@@ -239,7 +239,9 @@ def _report(
         again = f"--schedule {options.schedule}" if options.schedule else f"--seed {options.seed}"
         most = max(row.fault.number for row in failures) + 1
         count_ = "" if options.schedule else f" --faults {max(most, options.faults or 0)}"
-        terminal.print(f"repeat with: ultraep soak {again}{count_} --only {numbers}", soft_wrap=True)
+        terminal.print(
+            f"repeat with: ultraep soak {again}{count_} --only {numbers}", soft_wrap=True
+        )
 
 
 def _write(path: Path, rows: list[Row]) -> None:

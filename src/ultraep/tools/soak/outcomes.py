@@ -20,16 +20,17 @@ from itertools import combinations
 from statistics import median
 from typing import Any, NamedTuple
 
-from ultraep.runtime.agreement import NAMES
-from ultraep.tools.soak.schedule import STAGE_NAMES, Fault
+from ultraep.tools.soak.schedule import Fault
 
 SURVIVED, STOPPED, UNNAMED, HANG = "survived", "stopped", "unnamed", "hang"
 WRONG, LEAK, NOT_INJECTED = "wrong number", "leak", "not injected"
 OUTCOMES = (SURVIVED, STOPPED, NOT_INJECTED, UNNAMED, HANG, WRONG, LEAK)
 FAILURES = (UNNAMED, HANG, WRONG, LEAK)
-# Names of stages and of points of the program, as errors spell them. "router" and "checkpoint" are
-# steps of the user's program, so no error of the library names them.
-STAGES = re.compile("|".join(re.escape(name) for name in (*STAGE_NAMES, *NAMES)))
+# Stages and points of the program, as errors spell them.
+STAGES = re.compile(
+    r"of layer \d+ \(step \d+\)|stage '[a-z ]+'|the creation of the balancer|"
+    r"the allocation of memory for '\w+'"
+)
 RANKS = re.compile(r"\branks? \[?(\d+(?:(?:, | and )\d+)*)")
 STORE = "store of the process group does not respond (rank 0"
 # A resource leaks if its trend over the run exceeds this, in its own unit.
@@ -100,9 +101,7 @@ def _unnamed(fault: Fault, end: RankEnd) -> str:
     if end.error == "InjectedError" and end.rank == fault.rank:
         return ""  # the user's own error, with its traceback
     named = {
-        int(number)
-        for ranks in RANKS.findall(end.message)
-        for number in re.findall(r"\d+", ranks)
+        int(number) for ranks in RANKS.findall(end.message) for number in re.findall(r"\d+", ranks)
     }
     culprits = culprits_of(fault, end.rank)
     if not named & culprits and not (STORE in end.message and 0 in culprits):

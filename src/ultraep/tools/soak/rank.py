@@ -14,76 +14,31 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ultraep import Balancer, LocalGroup, NothingToBalance
+from ultraep import Balancer, LocalGroup
 from ultraep.runtime.balancer import warm_up
 from ultraep.runtime.connect import connect
-from ultraep.tools.launch.simulated_hosts import LINK, SimulatedHost
+from ultraep.runtime.hosts import this_host
+from ultraep.tools.launch.simulated_hosts import LINK
 from ultraep.tools.soak.faults import DISKS, PLANNER, Injector
+from ultraep.tools.soak.jobs import PRELOAD, SERVER, Ended, Fired, Job, Sample, shared_files
 from ultraep.tools.soak.peers import SharedPeers
 from ultraep.tools.soak.schedule import OF_KERNELS, Fault
-from ultraep.tools.soak.training import RATES, Case, Training, Watch, WrongNumber
+from ultraep.tools.soak.training import RATES, Case, Training, Watch
 
 JOIN = 120.0  # seconds for all ranks to join; a busy machine is slow to start processes
-SERVER, PRELOAD = "ULTRAEP_SOAK_SERVER", "ULTRAEP_SOAK_PRELOAD"  # environment variables
 ACKNOWLEDGED = 30.0  # seconds for the supervisor to act
 FEW_STEPS, STEPS = 3, 4  # few: kernels run in Triton's interpreter
 
 torch.set_num_threads(1)
-
-
-@dataclass(frozen=True)
-class Job:
-    """The work of one rank.
-
-    fault: None: run without faults until the supervisor says stop, and report resources.
-    planes: of runs without faults, in turns.
-    folder: of the run.   disk: that a fault breaks.   host: where the rank runs; None: here.
-    timeout: of the balancer, in seconds.   limit: seconds after which a run has hung.
-    """
-
-    fault: Fault | None
-    seed: int
-    rank: int
-    size: int
-    folder: Path
-    disk: Path
-    timeout: float
-    limit: float
-    host: SimulatedHost | None = None
-    planes: tuple[str, ...] = ()
-    device: str = "cpu"
-
-
-class Fired(NamedTuple):
-    """The fault happens now."""
-
-    rank: int
-
-
-class Ended(NamedTuple):
-    """The end of the work of a rank. An empty `error` means that all numbers were right."""
-
-    rank: int
-    error: str = ""
-    message: str = ""
-
-
-class Sample(NamedTuple):
-    """The resources of a rank after one run without faults."""
-
-    rank: int
-    seconds: float
-    resources: dict[str, float]
 
 
 def run_rank(job: Job, pipe: Connection) -> None:
@@ -96,6 +51,7 @@ def run_rank(job: Job, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if job.host is None else LINK
     if job.host is not None:
         job.host.enter()
+        this_host.cache_clear()  # the server may have asked
     warnings.simplefilter("ignore")
     with ExitStack() as stack:
         stack.callback(_leave)
@@ -230,6 +186,8 @@ def case_of(fault: Fault) -> Case:
     case = Case(fault.ranks, fault.seed, steps)
     if fault.kind == "planner":
         object.__setattr__(case, "policy", PLANNER)
+    if fault.kind == "device":  # recomputed ids would be right
+        object.__setattr__(case, "recompute", False)
     if fault.kind == "network":
         object.__setattr__(case, "own_network", True)
     return case
@@ -308,9 +266,7 @@ def _all_threads(case: Case, timeout: float) -> None:
 
 def resources() -> dict[str, float]:
     """Return what this process holds: memory in MiB, and numbers of things."""
-    status = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-    )
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     pid = os.getpid()
     children = Path(f"/proc/self/task/{pid}/children").read_text().split()
     held = {
@@ -323,13 +279,6 @@ def resources() -> dict[str, float]:
     if torch.cuda.is_initialized():
         held["gpu"] = torch.cuda.memory_reserved() / (1 << 20)
     return held
-
-
-def shared_files(pids: list[int]) -> list[str]:
-    """Return the files in shared memory that these processes made."""
-    marks = [f"-{pid}-" for pid in pids]
-    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return [name for name in names if any(mark in name for mark in marks)]
 
 
 def warm_server() -> None:

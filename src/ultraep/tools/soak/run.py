@@ -19,8 +19,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
@@ -30,12 +30,22 @@ from typing import Any
 from ultraep.errors import ConfigError
 from ultraep.tools.launch import simulated_hosts
 from ultraep.tools.launch.simulated_hosts import SimulatedHost
+from ultraep.tools.soak.jobs import (
+    MODULE,
+    PRELOAD,
+    SERVER,
+    Fired,
+    Job,
+    Sample,
+    run_job,
+    shared_files,
+)
 from ultraep.tools.soak.outcomes import RankEnd, Row, classify
 from ultraep.tools.soak.schedule import OF_KERNELS, Fault
 
-MODULE = "ultraep.tools.soak.rank"
 DISKS = ("full disk", "read-only disk")
 DISK_BYTES = "512k"
+SWEEP = 0.5  # seconds in which another group may remove the files of a dead one
 SPARE = 60.0  # seconds beyond all timeouts of a run, after which it has hung
 MBIT = 1000
 HOST_PAIRS = 3
@@ -67,7 +77,9 @@ def obstacles(device: str, preload: str) -> dict[str, str]:
     if importlib.util.find_spec("triton") is None:
         left_out |= dict.fromkeys(OF_KERNELS, "triton is not installed")
     elif device == "cpu" and not preload:
-        reason = "kernels take a minute per run in Triton's interpreter; name the planes to add them"
+        reason = (
+            "kernels take a minute per run in Triton's interpreter; name the planes to add them"
+        )
         left_out |= dict.fromkeys(OF_KERNELS, reason)
     if device == "cuda":
         left_out["in-process"] = "ranks on a GPU are processes"
@@ -87,8 +99,8 @@ class Server:
         own = {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
-            "ULTRAEP_SOAK_SERVER": "1",
-            "ULTRAEP_SOAK_PRELOAD": preload,
+            SERVER: "1",
+            PRELOAD: preload,
         }
         own |= {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         own |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if device == "cuda" else {}
@@ -100,11 +112,9 @@ class Server:
             os.environ.clear()
             os.environ.update(before)
 
-    def start(self, job: Any) -> tuple[BaseProcess, connection.Connection]:
-        from ultraep.tools.soak.rank import run_rank
-
+    def start(self, job: Job) -> tuple[BaseProcess, connection.Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=run_rank, args=(job, theirs), daemon=True)
+        process = self._context.Process(target=run_job, args=(job, theirs), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -142,13 +152,13 @@ class Run:
         outcome, detail = classify(
             self.fault, [*self.ends.values()], fired=self.fired, left=self._left_behind()
         )
-        errors = {end.rank: f"{end.error}: {end.message}" for end in self.ends.values() if end.error}
+        errors = {
+            end.rank: f"{end.error}: {end.message}" for end in self.ends.values() if end.error
+        }
         seconds = round(time.monotonic() - begin, 2)
         return Row(self.fault, outcome, detail, seconds, dict(sorted(errors.items())))
 
     def _start(self, disk: Path) -> None:
-        from ultraep.tools.soak.rank import Job
-
         fault, size = self.fault, self.fault.ranks
         for rank in range(1 if fault.plane == "in-process" else size):
             host = self.hosts[rank * 2 // size] if self.hosts else None
@@ -182,8 +192,6 @@ class Run:
         self._finish(deadline)
 
     def _received(self, rank: Rank, message: Any) -> None:
-        from ultraep.tools.soak.rank import Fired
-
         if isinstance(message, Fired):
             self.fired = True
             self._take_part(rank)
@@ -240,9 +248,9 @@ class Run:
         return RankEnd(rank, "ProcessEnded", f"exit code {code} {''.join(last)}")
 
     def _left_behind(self) -> list[str]:
-        from ultraep.tools.soak.rank import shared_files
-
         pids = [rank.process.pid for rank in self.ranks if rank.process.pid is not None]
+        if shared_files(pids):
+            time.sleep(SWEEP)
         left = [f"/dev/shm/{name}" for name in shared_files(pids)]
         return left + [f"process {pid}" for pid in _members(pids)]
 
@@ -263,7 +271,11 @@ def _members(sessions: list[int]) -> list[int]:
 def _disk(folder: Path, *, small: bool) -> Iterator[Path]:
     """Yield a directory; with `small`, a small file system of its own where that is permitted."""
     folder.mkdir()
-    mounted = small and os.geteuid() == 0 and _mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "soak", folder)
+    mounted = (
+        small
+        and os.geteuid() == 0
+        and _mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "soak", folder)
+    )
     try:
         yield folder
     finally:
@@ -288,7 +300,11 @@ class Campaign:
     """
 
     def __init__(self, settings: Settings, logs: Path | None = None) -> None:
-        self.settings, self.server, self._logs = settings, Server(settings.device, settings.preload), logs
+        self.settings, self.server, self._logs = (
+            settings,
+            Server(settings.device, settings.preload),
+            logs,
+        )
         self._hosts: queue.SimpleQueue[list[SimulatedHost]] = queue.SimpleQueue()
         self._undo = ExitStack()
 
@@ -341,8 +357,6 @@ class Steady:
     def __init__(
         self, server: Server, settings: Settings, seed: int, planes: Sequence[str]
     ) -> None:
-        from ultraep.tools.soak.rank import Job
-
         self.folder = Path(tempfile.mkdtemp(prefix="ultraep-soak-"))
         self.samples: dict[int, list[tuple[float, dict[str, float]]]] = defaultdict(list)
         self.ends: dict[int, RankEnd] = {}
@@ -367,8 +381,6 @@ class Steady:
         self._thread.start()
 
     def _collect(self) -> None:
-        from ultraep.tools.soak.rank import Sample
-
         pending = {rank.pipe: rank for rank in self.ranks}
         while pending:
             for pipe in connection.wait(list(pending)):

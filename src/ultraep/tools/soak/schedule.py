@@ -4,7 +4,7 @@ A fault is drawn from the seed of the campaign and its number alone, so a campai
 and each of its faults by itself. A schedule file holds one fault per line:
 
     {"version": 1, "seed": 7, "faults": [
-    {"number": 0, "kind": "kill", "rank": 1, "stage": "dispatch", "microbatch": 3, "delay": 0.0, ...}
+    {"number": 0, "kind": "kill", "rank": 1, "stage": "dispatch", "microbatch": 3, ...}
     ]}
 """
 
@@ -107,7 +107,9 @@ class Fault:
         )
 
 
-def draw_fault(seed: int, number: int, timeout: float, planes: Sequence[str], kinds: Sequence[str]) -> Fault:
+def draw_fault(
+    seed: int, number: int, timeout: float, planes: Sequence[str], kinds: Sequence[str]
+) -> Fault:
     """Draw a fault. The kinds take turns; everything else is random."""
     rng = np.random.default_rng([seed, number])
     name = kinds[number % len(kinds)]
@@ -161,7 +163,9 @@ def read_schedule(path: str | Path) -> tuple[int, list[Fault]]:
             f"version {VERSION}"
         )
     if not 1 <= len(content["faults"]) <= MOST_FAULTS:
-        raise FileError(f"{path}: {len(content['faults'])} faults, but 1..{MOST_FAULTS} are possible")
+        raise FileError(
+            f"{path}: {len(content['faults'])} faults, but 1..{MOST_FAULTS} are possible"
+        )
     seed = content.get("seed")
     if type(seed) is not int or seed < 0:
         raise FileError(f"{path}: seed must be an integer of at least 0, got {seed!r}")
@@ -201,7 +205,9 @@ def _check(where: str, fault: Fault) -> None:
     if fault.plane not in KINDS[fault.kind].planes:
         raise FileError(f"{where}: {fault.kind!r} is not possible on the plane {fault.plane!r}")
     if fault.plane == "hybrid" and fault.ranks % 2:
-        raise FileError(f"{where}: the plane 'hybrid' needs an even number of ranks, got {fault.ranks}")
+        raise FileError(
+            f"{where}: the plane 'hybrid' needs an even number of ranks, got {fault.ranks}"
+        )
     for name, number, least, most in (
         ("ranks", fault.ranks, 2, MOST_RANKS),
         ("rank", fault.rank, 0, fault.ranks - 1),

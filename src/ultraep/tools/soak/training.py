@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ultraep import BalancedMoE, Balancer, ExpertsFrom, Router, Routing, Topology
 from ultraep.config import BalanceConfig
+from ultraep.errors import CommunicationError
 
 HIDDEN = 8
 TOLERANCE = 1e-11  # of float64, relative to the largest value; a run has several steps
@@ -199,9 +200,9 @@ class Watch:
         """Called with the ids of every microbatch."""
         return ids
 
-    def network(self, rows: torch.Tensor) -> torch.Tensor:
-        """Called with the rows of every expert network of the user."""
-        return rows
+    def network(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Called with the outputs of every expert network of the user."""
+        return outputs
 
     def after_step(self, step: int, training: Training) -> None:
         """Called after every step."""
@@ -213,6 +214,7 @@ class Training:
     def __init__(self, case: Case, balancer: Balancer, watch: Watch, device: str = "cpu") -> None:
         self.case, self.balancer, self.watch = case, balancer, watch
         self.rank, self.device = balancer.rank, torch.device(device)
+        self.confirms = balancer.settings.data_plane == "mapped"
         self.layers = nn.ModuleList(self._layer(weights) for weights in case.weights())
         self.layers.to(self.device)
         self.optimizer = torch.optim.SGD(self.layers.parameters(), RATE)
@@ -244,10 +246,10 @@ class Training:
         self, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
     ) -> torch.Tensor:
         """Run the experts one after the other."""
-        rows = self.watch.network(rows)
         stacks = tensors["gate_up_proj"], tensors["down_proj"]
         parts = zip(rows.split(counts), *stacks, strict=True)
-        return torch.cat([swiglu(part, up, down) for part, up, down in parts])
+        outputs = torch.cat([swiglu(part, up, down) for part, up, down in parts])
+        return self.watch.network(outputs)
 
     def gradients(self) -> Tensors:
         """Return the gradients of this rank by the names of the twin."""
@@ -272,11 +274,21 @@ class Training:
         loss = loss_of(x, target)
         # A rank without tokens takes part in backward as well.
         loss.backward()
-        self.balancer.check()  # a device notes errors; they reach the host later
+        self._confirm(step)
         found = {"loss": loss.detach(), **self.gradients()}
         found = {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
         self.optimizer.step()
         return found
+
+    def _confirm(self, step: int) -> None:
+        """Raise errors that a device has noted on any rank: they reach its host late."""
+        self.balancer.check()
+        if self.confirms:
+            try:
+                self.balancer.comm.gather_objects(None)
+            except CommunicationError as error:
+                error.at(f"stage 'check' of step {step}")
+                raise
 
     def run(self) -> None:
         """Train all steps; raise `WrongNumber` where the twin differs."""
