@@ -19,6 +19,7 @@ import torch
 from ultraep.dispatch import Moved
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
+from ultraep.runtime.flight import note_failure
 
 Later: TypeAlias = Callable[[], int]  # yields a number once a device has produced it
 P = ParamSpec("P")
@@ -81,14 +82,34 @@ def staged(
             stage = backward if backward is not None and info.in_backward else forward
             for observer in observers:
                 observer.begin(stage, info)
-            result = verb(self, *args, **kwargs)
+            result = noted(self, *args, **kwargs)
             for observer in observers:
                 observer.end(stage, info)
             return result
 
+        noted = notes_failures(verb)
         return observed
 
     return decorate
+
+
+def notes_failures(
+    verb: Callable[Concatenate[Self, P], T],
+) -> Callable[Concatenate[Self, P], T]:
+    """Write what the flight recorder has if the method raises."""
+
+    @wraps(verb)
+    def noted(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        done = False
+        try:
+            result = verb(self, *args, **kwargs)
+            done = True
+        finally:
+            if not done:
+                note_failure(self.observers)
+        return result
+
+    return noted
 
 
 class BaseExchange(ABC):
@@ -120,18 +141,21 @@ class BaseExchange(ABC):
     @abstractmethod
     def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved: ...
 
+    @notes_failures
     def begin_backward(self) -> None:
         self.info.in_backward, self.info.start_time = True, time.time()
         self._begin("combine back")
         self._at_backward()
         self._end("combine back")
 
+    @notes_failures
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         self.leave_tokens()
         moved = self._to_slots(values_TD, scalars_TK)
         self.reach_slots()
         return moved
 
+    @notes_failures
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         self.leave_slots()
         moved = self._to_tokens(rows_AD, scalars_A)
