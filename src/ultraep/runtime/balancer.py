@@ -52,6 +52,7 @@ from ultraep.runtime.connect import (
     resolve_group,
     warn_if_idle,
 )
+from ultraep.runtime.flight import note_failure
 from ultraep.runtime.foresight import Foresight, invalid
 from ultraep.runtime.foresight import begin as begin_foreseen
 from ultraep.runtime.mapped.peers import SilentCommunicator
@@ -181,6 +182,9 @@ class Balancer:
         self._versions, self._stats = Versions(), Stats()
         self._observers: list[Observer] = []
         self._sinks: list[Sink] = [self._stats]  # of all clocks
+        if self.flight is not None:
+            self._observers.append(self.flight)
+            self._sinks.append(self.flight)
         if self._recording is not None:
             self._sinks.append(self._recording)
         if self._speeds.learns:
@@ -226,6 +230,7 @@ class Balancer:
             )
             sizes = self.topology.experts, self.topology.num_domains
             self._agreement = Agreement(self.comm, repr(compared), *sizes)
+            self.flight = self._agreement.open_flight()
             self.recorder = open_recorder(record, self.comm, self.topology, self.config, settings)
             undo.pop_all()
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
@@ -515,11 +520,20 @@ class Balancer:
         Such errors are a lost rank, more rows than the capacity, and invalid ids. `count` checks
         without waiting; call this after the replay of a graph.
         """
-        for carrier in self._carriers.values():
-            carrier.plane.check()
+        with ExitStack() as failing:
+            failing.push(self._note_failure)
+            for carrier in self._carriers.values():
+                carrier.plane.check()
+
+    def _note_failure(self, _type: object, error: BaseException | None, _trace: object) -> bool:
+        if error is not None:
+            note_failure(self._observers, error)
+        return False
 
     def close(self) -> None:
         """Write the rest of the trace; free memory and the resources of the communicator."""
+        if self.flight is not None:
+            self.flight.close()
         for carrier in self._carriers.values():
             carrier.clock.finish()
         if self.recorder is not None:

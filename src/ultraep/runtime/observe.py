@@ -21,6 +21,7 @@ from ultraep.dispatch import Moved
 from ultraep.errors import CommunicationError
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
+from ultraep.runtime.flight import note_failure
 
 Later: TypeAlias = Callable[[], int]  # yields a number once a device has produced it
 P = ParamSpec("P")
@@ -84,7 +85,7 @@ def staged(
             for observer in observers:
                 observer.begin(stage, info)
             try:
-                result = verb(self, *args, **kwargs)
+                result = noted(self, *args, **kwargs)
             except CommunicationError as error:
                 error.at(place_of(stage, info))
                 raise
@@ -92,6 +93,7 @@ def staged(
                 observer.end(stage, info)
             return result
 
+        noted = notes_failures(verb)
         return observed
 
     return decorate
@@ -100,6 +102,25 @@ def staged(
 def place_of(stage: str, microbatch: MicrobatchInfo) -> str:
     """Return the place of a stage in the program, for errors."""
     return f"stage {stage!r} of layer {microbatch.layer} (step {microbatch.step})"
+
+
+def notes_failures(
+    verb: Callable[Concatenate[Self, P], T],
+) -> Callable[Concatenate[Self, P], T]:
+    """Write what the flight recorder has if the method raises."""
+
+    @wraps(verb)
+    def noted(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        done = False
+        try:
+            result = verb(self, *args, **kwargs)
+            done = True
+        finally:
+            if not done:
+                note_failure(self.observers)
+        return result
+
+    return noted
 
 
 class BaseExchange(ABC):
@@ -132,6 +153,7 @@ class BaseExchange(ABC):
     @abstractmethod
     def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved: ...
 
+    @notes_failures
     def begin_backward(self) -> None:
         self.info.in_backward, self.info.start_time = True, time.time()
         self._begin("combine back")
@@ -139,6 +161,7 @@ class BaseExchange(ABC):
             self._at_backward()
         self._end("combine back")
 
+    @notes_failures
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         self.leave_tokens()
         with self._named():
@@ -146,6 +169,7 @@ class BaseExchange(ABC):
         self.reach_slots()
         return moved
 
+    @notes_failures
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         self.leave_slots()
         with self._named():

@@ -17,6 +17,7 @@ from ultraep.bundle import Bundle
 from ultraep.errors import SlotError
 from ultraep.microbatch import Foreseen, MicrobatchInfo
 from ultraep.ops.modes import hidden
+from ultraep.runtime.flight import note_failure
 from ultraep.runtime.microbatch import NO_PASS, Shared, backward_pass
 from ultraep.runtime.observe import Later, staged
 
@@ -81,6 +82,8 @@ class BaseReplicas(ABC):
 
     def __exit__(self, *error: object) -> None:
         assert self._loan is not None, "left a block that was not entered"
+        if isinstance(error[1], BaseException):
+            note_failure(self.observers, error[1])
         self._lent.pop(self, None)
         self._loan.close()
         self._loan, self.begun = None, False

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ultraep.comm import Message
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
+from ultraep.runtime.flight import watch
 from ultraep.runtime.hosts import Host, this_host
 from ultraep.runtime.torch_dist import (
     BytesCommunicator,
@@ -52,6 +53,7 @@ class SharedMemoryCommunicator(BytesCommunicator):
         # Also at exit. The wire does not refer to the communicator, so it can be collected.
         self._release = weakref.finalize(self, self._wire.close)
         self._sockets: TorchDistCommunicator | None = None
+        watch(joined.has_failed)
 
     def hosts(self) -> Self:
         """Return itself: its messages wait for no device."""

@@ -37,6 +37,7 @@ from torch.distributed import distributed_c10d
 
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
+from ultraep.runtime.flight import write_for_others
 from ultraep.runtime.mapped.peers import mapped_by
 
 # torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
@@ -309,6 +310,7 @@ class _Answering:
             while not self.closed.wait(POLL):
                 if store.check([f"question/{self.rank}"]):
                     store.set(f"answer/{self.rank}", f"{self.calls} {self.waited():.3f}")
+                    write_for_others()
                     return
         except RuntimeError:  # the store is gone, so no rank can ask any more
             return

@@ -230,6 +230,10 @@ class Wire:
             if not done:
                 self.abort()
 
+    def has_failed(self) -> bool:
+        """Whether a rank has failed; may be called by any thread."""
+        return bool(self._inboxes) and FAILED in map(self._state, range(self.size))
+
     def abort(self) -> None:
         self._leave(FAILED, self.rank)
 

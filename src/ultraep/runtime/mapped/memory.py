@@ -19,7 +19,7 @@ from ultraep.backends.triton.signals import Signals, WeightVersion
 from ultraep.backends.triton.streamer import Contents, Streamer, pull
 from ultraep.bundle import Layout, Stack
 from ultraep.comm import Peers, Region
-from ultraep.errors import LoadError
+from ultraep.errors import CommunicationError, LoadError
 from ultraep.microbatch import TensorSpecs
 from ultraep.ops.products import accumulator
 from ultraep.runtime.mapped.peers import NamedPeers

@@ -91,7 +91,7 @@ def command(options: SoakOptions) -> None:
     rows: list[Row] = []
     with Campaign(settings, options.logs) as campaign:
         steady = None if options.no_steady else _steady(campaign, settings, options.seed, planes)
-        _run(campaign, faults, until, options, rows)
+        _run(campaign, faults, until, rows)
         problems = [] if steady is None else _end(steady, terminal)
     failures = [row for row in rows if row.outcome in FAILURES]
     _report(terminal, rows, failures, time.monotonic() - begin, options)
@@ -181,7 +181,6 @@ def _run(
     campaign: Campaign,
     faults: Iterator[Fault] | list[Fault],
     until: float,
-    options: SoakOptions,
     rows: list[Row],
 ) -> None:
     """Run all faults, adding to `rows`; Ctrl-C ends the campaign early."""

@@ -195,13 +195,12 @@ def case_of(fault: Fault) -> Case:
 
 def balancer_options(case: Case) -> dict[str, Any]:
     """Return the options of the balancer beside its group and data plane."""
-    options = {
+    return {
         "experts": case.experts,
         "homes": case.homes,
         "config": case.config,
         **case.options,
     }
-    return options
 
 
 @contextmanager
