@@ -279,10 +279,11 @@ class TorchDistCommunicator(BytesCommunicator):
     def _hang_up(self) -> None:
         """Close the connections of gloo: an operation that timed out would keep the process alive.
 
-        A receive that times out closes the connections to all ranks; `abort` does not.
+        A receive that times out closes the connections to all ranks; `abort` does not. A receive
+        from a rank that has left fails at once and closes nothing, so it is tried with all ranks.
         """
-        if self._over_gloo and self.size > 1:
-            peer = dist.get_global_rank(self._group, (self.rank + 1) % self.size)
+        for step in range(1, self.size if self._over_gloo else 1):
+            peer = dist.get_global_rank(self._group, (self.rank + step) % self.size)
             nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
             with suppress(RuntimeError):
                 work = dist.irecv(nothing, peer, self._group, HANG_UP)

@@ -234,7 +234,7 @@ class Crash:
         listed = " ".join(" ".join(groups) for groups in NAMED.findall(errors))
         named = {int(number) for number in re.findall(r"\d+", listed)}
         missing = set(self.missing)
-        return sorted(own or (missing & named) or missing) or self.behind
+        return sorted(own or (missing & named) or missing) or self.behind or sorted(named)
 
     @property
     def behind(self) -> list[int]:

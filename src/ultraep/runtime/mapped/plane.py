@@ -181,7 +181,7 @@ class MappedPlane:
             raise
 
     def _ask_hosts(self, error: CommunicationError) -> None:
-        """Raise with what the hosts know: a rank that did not arrive may have waited for another."""
+        """Raise with what the hosts know: a rank that is late may have waited for another."""
         if self._hosts is not None:
             try:
                 self._hosts.gather_objects(None)

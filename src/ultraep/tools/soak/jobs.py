@@ -13,6 +13,7 @@ from ultraep.tools.launch.simulated_hosts import SimulatedHost
 from ultraep.tools.soak.schedule import Fault
 
 MODULE = "ultraep.tools.soak.rank"  # imports torch; the server imports it once
+FLIGHT = "flight"  # directory of the flight recorder, in the directory of a run
 SERVER, PRELOAD = "ULTRAEP_SOAK_SERVER", "ULTRAEP_SOAK_PRELOAD"  # environment variables
 
 

@@ -3,12 +3,13 @@
     survived      all numbers are right
     stopped       every rank that could report an error named the rank of the fault and a stage
     unnamed       a rank stopped with an error that does not name both
+    unexplained   `ultraep trace crash` does not name the rank that was killed or stopped
     hang          a rank did not end by itself
     wrong number  a loss or gradient differs from the twin
     leak          shared memory or processes were left behind, or resources grow over time
     not injected  the run ended before the stage of the fault began
 
-Failures are unnamed, hang, wrong number and leak.
+Failures are unnamed, unexplained, hang, wrong number and leak.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ultraep.errors import FileError
 from ultraep.tools.soak.schedule import Fault
+from ultraep.trace.crash import crash_folders, read_crash
 
 SURVIVED, STOPPED, UNNAMED, HANG = "survived", "stopped", "unnamed", "hang"
-WRONG, LEAK, NOT_INJECTED = "wrong number", "leak", "not injected"
-OUTCOMES = (SURVIVED, STOPPED, NOT_INJECTED, UNNAMED, HANG, WRONG, LEAK)
-FAILURES = (UNNAMED, HANG, WRONG, LEAK)
+WRONG, LEAK, NOT_INJECTED, UNEXPLAINED = "wrong number", "leak", "not injected", "unexplained"
+FAILURES = (UNNAMED, UNEXPLAINED, HANG, WRONG, LEAK)
+OUTCOMES = (SURVIVED, STOPPED, NOT_INJECTED, *FAILURES)
+EXPLAINED = ("kill", "stop")  # faults whose rank the flight recorder must name
 # Stages and points of the program, as errors spell them.
 STAGES = re.compile(
     r"of layer \d+ \(step \d+\)|stage '[a-z ]+'|the creation of the balancer|"
-    r"the allocation of memory for '\w+'"
+    r"the allocation of memory for '[a-z0-9 ]+'"
 )
 RANKS = re.compile(r"\branks? \[?(\d+(?:(?:, | and )\d+)*)")
 STORE = "store of the process group does not respond (rank 0"
@@ -65,6 +70,7 @@ class Row:
     detail: str = ""
     seconds: float = 0.0
     errors: dict[int, str] = field(default_factory=dict)
+    explanation: str = ""
 
 
 def classify(
@@ -107,6 +113,18 @@ def _unnamed(fault: Fault, end: RankEnd) -> str:
     if not named & culprits and not (STORE in end.message and 0 in culprits):
         return f"rank {', '.join(map(str, sorted(culprits)))}"
     return "" if STAGES.search(end.message) else "a stage"
+
+
+def explain(fault: Fault, folder: Path) -> tuple[str, str]:
+    """Return the explanation of the flight recorder, and what is wrong with it."""
+    try:
+        crash = read_crash(crash_folders(folder)[0])
+    except (FileError, IndexError) as error:
+        return "", f"no flight files: {error}" if fault.kind in EXPLAINED else ""
+    explanation = crash.explain()
+    if fault.kind in EXPLAINED and crash.culprits != [fault.rank]:
+        return explanation, f"the flight recorder names ranks {crash.culprits}: {explanation}"
+    return explanation, ""
 
 
 def culprits_of(fault: Fault, observer: int) -> set[int]:
@@ -163,4 +181,6 @@ def as_record(row: Row) -> dict[str, Any]:
     record: dict[str, Any] = {**vars(row.fault), "outcome": row.outcome, "seconds": row.seconds}
     if row.errors:
         record["errors"] = row.errors
+    if row.explanation:
+        record["explanation"] = row.explanation
     return record | ({"detail": row.detail} if row.detail else {})

@@ -29,7 +29,7 @@ from ultraep.runtime.connect import connect
 from ultraep.runtime.hosts import this_host
 from ultraep.tools.launch.simulated_hosts import LINK
 from ultraep.tools.soak.faults import DISKS, PLANNER, Injector
-from ultraep.tools.soak.jobs import PRELOAD, SERVER, Ended, Fired, Job, Sample, shared_files
+from ultraep.tools.soak.jobs import FLIGHT, PRELOAD, SERVER, Ended, Fired, Job, Sample, shared_files
 from ultraep.tools.soak.peers import SharedPeers
 from ultraep.tools.soak.schedule import OF_KERNELS, Fault
 from ultraep.tools.soak.training import RATES, Case, Training, Watch
@@ -47,11 +47,12 @@ def run_rank(job: Job, pipe: Connection) -> None:
     log = (job.folder / f"rank{job.rank}.log").open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    faulthandler.dump_traceback_later(job.limit - 2, file=log)
+    faulthandler.dump_traceback_later(job.limit - 15, file=log)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if job.host is None else LINK
     if job.host is not None:
         job.host.enter()
         this_host.cache_clear()  # the server may have asked
+    os.environ["ULTRAEP_FLIGHT"] = str(job.folder / FLIGHT)
     warnings.simplefilter("ignore")
     with ExitStack() as stack:
         stack.callback(_leave)
@@ -70,7 +71,6 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     atexit._run_exitfuncs()  # forked processes do not run them
-    faulthandler.cancel_dump_traceback_later()
 
 
 class _Report:
@@ -283,6 +283,7 @@ def resources() -> dict[str, float]:
 def warm_server() -> None:
     """Import and load in the server what all ranks need. No backward: its threads cannot fork."""
     os.environ.setdefault("ULTRAEP_RATES", RATES)
+    os.environ["ULTRAEP_FLIGHT"] = "off"  # its thread would not survive a fork
     with warnings.catch_warnings(), suppress(ImportError):
         warnings.simplefilter("ignore")
         import_module("ultraep.runtime.shared_memory")

@@ -31,6 +31,7 @@ from ultraep.errors import ConfigError
 from ultraep.tools.launch import simulated_hosts
 from ultraep.tools.launch.simulated_hosts import SimulatedHost
 from ultraep.tools.soak.jobs import (
+    FLIGHT,
     MODULE,
     PRELOAD,
     SERVER,
@@ -40,7 +41,7 @@ from ultraep.tools.soak.jobs import (
     run_job,
     shared_files,
 )
-from ultraep.tools.soak.outcomes import RankEnd, Row, classify
+from ultraep.tools.soak.outcomes import STOPPED, UNEXPLAINED, RankEnd, Row, classify, explain
 from ultraep.tools.soak.schedule import OF_KERNELS, Fault
 
 DISKS = ("full disk", "read-only disk")
@@ -152,11 +153,16 @@ class Run:
         outcome, detail = classify(
             self.fault, [*self.ends.values()], fired=self.fired, left=self._left_behind()
         )
+        explanation = ""
+        if outcome == STOPPED:
+            explanation, problem = explain(self.fault, self.folder / FLIGHT)
+            if problem:
+                outcome, detail = UNEXPLAINED, problem
         errors = {
             end.rank: f"{end.error}: {end.message}" for end in self.ends.values() if end.error
         }
         seconds = round(time.monotonic() - begin, 2)
-        return Row(self.fault, outcome, detail, seconds, dict(sorted(errors.items())))
+        return Row(self.fault, outcome, detail, seconds, dict(sorted(errors.items())), explanation)
 
     def _start(self, disk: Path) -> None:
         fault, size = self.fault, self.fault.ranks
