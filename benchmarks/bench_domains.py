@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import simulated_hosts
 import torch
 import torch.distributed as dist
 from harness import Line, Metric, Report, options_parser
@@ -56,6 +56,7 @@ from timing import in_turns, on_gpu, print_progress
 
 import ultraep
 from ultraep.runtime.connect import connect
+from ultraep.tools.launch import simulated_hosts
 from ultraep.workload.placement import busiest_domain, place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"
@@ -348,6 +349,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if options.mbit and (obstacle := simulated_hosts.obstacle()):
         raise SystemExit(f"--mbit: hosts cannot be simulated here: {obstacle}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # removes simulated hosts
     cuda = options.cuda and on_gpu(toy=options.toy)
     size = GPU if cuda else HOSTS if options.mbit else CPU
     if options.toy:

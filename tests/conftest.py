@@ -3,8 +3,11 @@
 Without a GPU, kernels run in Triton's interpreter.
 """
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,10 @@ if not torch.cuda.is_available():
 # Rates that are measured differ from run to run, and plans with them. These are fixed, and replicas
 # cost next to nothing: tests plan with the default objective and get the same plans everywhere.
 os.environ["ULTRAEP_RATES"] = "row=1000000,copy=1,each=0,layer=0"
+
+if "ULTRAEP_FLIGHT" not in os.environ:  # many tests end ranks with errors
+    os.environ["ULTRAEP_FLIGHT"] = tempfile.mkdtemp(prefix="ultraep-tests-flight-")
+    atexit.register(shutil.rmtree, os.environ["ULTRAEP_FLIGHT"], ignore_errors=True)
 
 pytest_plugins = ["inspect_models"]  # fixtures
 ROOT = Path(__file__).parent.parent

@@ -51,6 +51,11 @@ class SlotError(UltraEPError):
 class CommunicationError(UltraEPError):
     """A rank failed, died or timed out. The message names the rank if it is known."""
 
+    def at(self, place: object) -> None:
+        """Put the place of the program first in the message, unless it names a place already."""
+        if not str(self).startswith("at "):
+            self.args = (f"at {place}: {self}",)
+
 
 class BackendUnavailable(UltraEPError, ImportError):
     """A backend or library is not installed, or its version is not supported."""

@@ -52,6 +52,7 @@ class MicrobatchInfo:
     in_backward: bool = False
     start_time: float = 0.0  # Unix time when forward, or backward, began
     timed: bool = True  # whether the data plane measures its stages
+    flight_pass: int = -1  # number of its current pass in the flight recorder
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -115,7 +115,7 @@ SCENARIOS = {
     save_alone: PLACES
     + "ranks [0, 2] are at the loads of layer 0 (step 5); "
     + "ranks [1] are at the full state of layer 0 (step 4)",
-    evaluate: r"ranks disagree about the weights or inputs: "
+    evaluate: r"ranks disagree about the weights or inputs at the loads of layer 0 \(step 5\): "
     r"ranks \[0, 2\] have .* with gradient.*; "
     r"ranks \[1\] have ((?!gradient).)*",
     take_another_policy: r"ranks disagree about the plan of layer 0 \(step 5\): "

@@ -31,6 +31,7 @@ MARKS = {
     "trace": b"header.npy",
     "placement": b'{"placed_by": "ultraep',
     "benchmark": b'[\n{"benchmark":',
+    "schedule": b'"faults": [',
 }
 Target = tuple[str | Path | None, str]  # a file, and the kind of output for it
 

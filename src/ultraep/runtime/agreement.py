@@ -33,6 +33,8 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.comm import Communicator, moved
 from ultraep.errors import CommunicationError, PlanMismatch
+from ultraep.runtime.flight import Flight, flight_of
+from ultraep.trace.crash import MEETINGS
 
 FIELDS = (
     *("balancer", "point", "layer", "step", "digest"),
@@ -58,6 +60,9 @@ NAMES = (  # of the points
     *("the loads", "the loads, recomputed in backward,", "the plan", "the backward pass"),
     *("the full state", "the choice of a data plane", "the measurement of rates"),
     "the foreseen routes",
+)
+MEETING_OF: dict[int, str] = dict(  # in the flight recorder; the other points are inside of stages
+    zip((Point.STATE, Point.PLANE, Point.RATES, Point.FORESEEN), MEETINGS, strict=True)
 )
 
 
@@ -111,12 +116,20 @@ class Agreement:
         _compare("the settings", every, every)
         # Balancers with equal settings differ by the token of rank 0.
         self._balancer = short_digest(settings.encode(), gathered[0][1].encode())
+        self.flight: Flight | None = None
+
+    def open_flight(self) -> Flight | None:
+        """Open and return the flight recorder of this rank; None: it is switched off."""
+        self.flight = flight_of(self._balancer, self._comm.rank, self._comm.size)
+        return self.flight
 
     def over(self, comm: Communicator) -> Agreement:
         """Return an agreement with the same settings over another communicator; collective."""
         if comm is self._comm:
             return self
-        return Agreement(comm, self._settings, self._experts, self._domains)
+        other = Agreement(comm, self._settings, self._experts, self._domains)
+        other.flight = self.flight
+        return other
 
     def gather_loads(
         self,
@@ -150,7 +163,8 @@ class Agreement:
         if records.words[:, REFUSED].any():
             refused = np.flatnonzero(records.column("refused")).tolist()
             raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
-        self._compare_digests("the weights or inputs", records, signature)
+        place = Place(*records.words[0, PLACE].tolist())
+        self._compare_digests(f"the weights or inputs at {place}", records, signature)
 
     def compare(
         self, place: Place, device: torch.device, *, digest: int = 0, description: str = ""
@@ -177,10 +191,18 @@ class Agreement:
         record: torch.Tensor,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
+        met = None
+        if self.flight is not None and place.point in MEETING_OF:
+            met = self.flight.meet(MEETING_OF[place.point], place.layer, place.step)
         try:
             gathered = self._comm.all_gather(record)
         except CommunicationError as error:
-            raise CommunicationError(f"at {place}: {error}") from error
+            if met is not None and self.flight is not None:
+                self.flight.failed(error)
+            error.at(place)
+            raise
+        if met is not None:
+            met()
         if meanwhile is not None:
             meanwhile(gathered[:, loads_of(self._experts)])
         words = gathered.cpu().numpy()

@@ -31,7 +31,7 @@ from ultraep.bundle import Bundle, Promise
 from ultraep.comm import Communicator, Peers
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
-from ultraep.errors import ConfigError
+from ultraep.errors import CommunicationError, ConfigError
 from ultraep.loads import count_loads
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
 from ultraep.ops.modes import hidden, refuse_transforms
@@ -52,6 +52,7 @@ from ultraep.runtime.connect import (
     resolve_group,
     warn_if_idle,
 )
+from ultraep.runtime.flight import note_failure
 from ultraep.runtime.foresight import Foresight, invalid
 from ultraep.runtime.foresight import begin as begin_foreseen
 from ultraep.runtime.mapped.peers import SilentCommunicator
@@ -181,6 +182,9 @@ class Balancer:
         self._versions, self._stats = Versions(), Stats()
         self._observers: list[Observer] = []
         self._sinks: list[Sink] = [self._stats]  # of all clocks
+        if self.flight is not None:
+            self._observers.append(self.flight)
+            self._sinks.append(self.flight)
         if self._recording is not None:
             self._sinks.append(self._recording)
         if self._speeds.learns:
@@ -195,7 +199,7 @@ class Balancer:
     ) -> None:
         """Connect to the other ranks and compare settings with them; collective."""
         settings = self.settings
-        with ExitStack() as undo:
+        with _errors_at("the creation of the balancer"), ExitStack() as undo:
             peers = self._peers
             if communicator is None and self.group is None and peers is not None:
                 communicator = SilentCommunicator(peers.rank, peers.size)
@@ -227,6 +231,7 @@ class Balancer:
             )
             sizes = self.topology.experts, self.topology.num_domains
             self._agreement = Agreement(self.comm, repr(compared), *sizes)
+            self.flight = self._agreement.open_flight()
             self.recorder = open_recorder(record, self.comm, self.topology, self.config, settings)
             undo.pop_all()
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
@@ -396,11 +401,11 @@ class Balancer:
         return self._carriers[device]
 
     def _make_carrier(self, device: torch.device) -> _Carrier:
-        compare_places = partial(
-            self._agreement.compare, Place(Point.PLANE, 0, self._steps), device
-        )
+        place = Place(Point.PLANE, 0, self._steps)
+        compare_places = partial(self._agreement.compare, place, device)
         site = Site(self.comm, self.topology, self._links, device, self._peers)
-        choice = choose(self.settings.data_plane, site, compare_places)
+        with _errors_at(place):
+            choice = choose(self.settings.data_plane, site, compare_places)
         clock = self._clock(device, captures=choice.kind.captures)
         observers = [clock, *self._observers]
         shared = Shared(
@@ -522,11 +527,20 @@ class Balancer:
         Such errors are a lost rank, more rows than the capacity, and invalid ids. `count` checks
         without waiting; call this after the replay of a graph.
         """
-        for carrier in self._carriers.values():
-            carrier.plane.check()
+        with ExitStack() as failing:
+            failing.push(self._note_failure)
+            for carrier in self._carriers.values():
+                carrier.plane.check()
+
+    def _note_failure(self, _type: object, error: BaseException | None, _trace: object) -> bool:
+        if error is not None:
+            note_failure(self._observers, error)
+        return False
 
     def close(self) -> None:
         """Write the rest of the trace; free memory and the resources of the communicator."""
+        if self.flight is not None:
+            self.flight.close()
         for carrier in self._carriers.values():
             carrier.clock.finish()
         if self.recorder is not None:
@@ -534,6 +548,16 @@ class Balancer:
         for carrier in self._carriers.values():
             carrier.plane.close()
         self.comm.close()
+
+
+@contextmanager
+def _errors_at(place: object) -> Iterator[None]:
+    """Name a place of the program in errors of communication."""
+    try:
+        yield
+    except CommunicationError as error:
+        error.at(place)
+        raise
 
 
 def _reader(method: WeakMethod[ReadWeights] | None) -> ReadWeights:

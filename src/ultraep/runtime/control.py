@@ -309,9 +309,9 @@ class ControlPlane:
         counts = self.faults.tolist()
         self.faults.zero_()
         meanings = (
-            f"ids must lie in 0..{self.topology.experts - 1}",
-            f"loads are negative, or add up to more than {MAX_TOTAL}",
-            "experts have another number of rows than in the plan",
+            f"ids must lie in 0..{self.topology.experts - 1} (stage 'loads')",
+            f"loads are negative, or add up to more than {MAX_TOTAL} (stage 'plan')",
+            "experts have another number of rows than in the plan (stage 'reroute')",
         )
         faults = [f"{n} {meaning}" for n, meaning in zip(counts, meanings, strict=True) if n]
         if faults:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -50,7 +50,7 @@ def this_host() -> Host:
         place.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         place.append(str(SHARED.stat().st_dev))
         place.append(os.readlink("/proc/self/ns/pid"))
-    return Host(platform.node(), tuple(place))
+    return Host(socket.gethostname(), tuple(place))
 
 
 def this_gpu_host() -> Host:

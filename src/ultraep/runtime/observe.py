@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from ultraep.dispatch import Moved
+from ultraep.errors import CommunicationError
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
+from ultraep.runtime.flight import note_failure
 
 Later: TypeAlias = Callable[[], int]  # yields a number once a device has produced it
 P = ParamSpec("P")
@@ -81,14 +84,43 @@ def staged(
             stage = backward if backward is not None and info.in_backward else forward
             for observer in observers:
                 observer.begin(stage, info)
-            result = verb(self, *args, **kwargs)
+            try:
+                result = noted(self, *args, **kwargs)
+            except CommunicationError as error:
+                error.at(place_of(stage, info))
+                raise
             for observer in observers:
                 observer.end(stage, info)
             return result
 
+        noted = notes_failures(verb)
         return observed
 
     return decorate
+
+
+def place_of(stage: str, microbatch: MicrobatchInfo) -> str:
+    """Return the place of a stage in the program, for errors."""
+    return f"stage {stage!r} of layer {microbatch.layer} (step {microbatch.step})"
+
+
+def notes_failures(
+    verb: Callable[Concatenate[Self, P], T],
+) -> Callable[Concatenate[Self, P], T]:
+    """Write what the flight recorder has if the method raises."""
+
+    @wraps(verb)
+    def noted(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        done = False
+        try:
+            result = verb(self, *args, **kwargs)
+            done = True
+        finally:
+            if not done:
+                note_failure(self.observers)
+        return result
+
+    return noted
 
 
 class BaseExchange(ABC):
@@ -106,6 +138,7 @@ class BaseExchange(ABC):
 
     def __init__(self, info: MicrobatchInfo, observers: Sequence[Observer]) -> None:
         self.info, self.observers = info, observers
+        self._stage = ""  # that began last
         self._serving = ""  # the stage of the experts, while it lasts
 
     @abstractmethod
@@ -120,21 +153,27 @@ class BaseExchange(ABC):
     @abstractmethod
     def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved: ...
 
+    @notes_failures
     def begin_backward(self) -> None:
         self.info.in_backward, self.info.start_time = True, time.time()
         self._begin("combine back")
-        self._at_backward()
+        with self._named():
+            self._at_backward()
         self._end("combine back")
 
+    @notes_failures
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         self.leave_tokens()
-        moved = self._to_slots(values_TD, scalars_TK)
+        with self._named():
+            moved = self._to_slots(values_TD, scalars_TK)
         self.reach_slots()
         return moved
 
+    @notes_failures
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         self.leave_slots()
-        moved = self._to_tokens(rows_AD, scalars_A)
+        with self._named():
+            moved = self._to_tokens(rows_AD, scalars_A)
         self.reach_tokens()
         return moved
 
@@ -160,7 +199,17 @@ class BaseExchange(ABC):
         """Report that rows, or gradients, have moved back to the tokens."""
         self._end("dispatch back" if self.info.in_backward else "combine")
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the current stage in errors of communication."""
+        try:
+            yield
+        except CommunicationError as error:
+            error.at(place_of(self._stage, self.info))
+            raise
+
     def _begin(self, stage: str) -> None:
+        self._stage = stage
         for observer in self.observers:
             observer.begin(stage, self.info)
 

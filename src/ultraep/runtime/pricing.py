@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from ultraep.arrays import IntArray
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
-from ultraep.errors import ConfigError
+from ultraep.errors import CommunicationError, ConfigError
 from ultraep.microbatch import Inputs
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.rates import LayerShape, PriceList, Trial, measure
@@ -83,8 +83,13 @@ class Pricing:
         """Measure the rates of the layer, unless a layer of its shape was measured; collective."""
         layer, shape = inputs.info.layer, LayerShape.of(inputs)
         if shape not in self._of_shape:
-            self._agreement.compare(Place(Point.RATES, layer, inputs.info.step), inputs.ids.device)
-            prices = measure(inputs, trial, shape, self._topology, self._comm)
+            place = Place(Point.RATES, layer, inputs.info.step)
+            self._agreement.compare(place, inputs.ids.device)
+            try:
+                prices = measure(inputs, trial, shape, self._topology, self._comm)
+            except CommunicationError as error:
+                error.at(place)
+                raise
             logger.info("rates of layer %d and all layers of its shape: %s", layer, prices)
             self._of_shape[shape] = prices
         self._of_layer[layer] = self._of_shape[shape]

@@ -17,6 +17,7 @@ from ultraep.bundle import Bundle
 from ultraep.errors import SlotError
 from ultraep.microbatch import Foreseen, MicrobatchInfo
 from ultraep.ops.modes import hidden
+from ultraep.runtime.flight import note_failure
 from ultraep.runtime.microbatch import NO_PASS, Shared, backward_pass
 from ultraep.runtime.observe import Later, staged
 
@@ -82,6 +83,8 @@ class BaseReplicas(ABC):
             self._lent[self] = current
 
     def __exit__(self, *error: object) -> None:
+        if isinstance(error[1], BaseException):
+            note_failure(self.observers, error[1])
         self.give_back()
         if not self.beside_experts and self._foreseen is not None and not any(error):
             _send_next(self._foreseen, self.info)

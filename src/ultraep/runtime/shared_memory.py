@@ -22,12 +22,14 @@ import torch.distributed as dist
 from ultraep.comm import Message
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
+from ultraep.runtime.flight import watch
 from ultraep.runtime.hosts import Host, this_host
 from ultraep.runtime.torch_dist import (
     BytesCommunicator,
     Connect,
     Pieces,
     TorchDistCommunicator,
+    rank_names,
     timeout_of,
 )
 
@@ -51,6 +53,7 @@ class SharedMemoryCommunicator(BytesCommunicator):
         # Also at exit. The wire does not refer to the communicator, so it can be collected.
         self._release = weakref.finalize(self, self._wire.close)
         self._sockets: TorchDistCommunicator | None = None
+        watch(joined.has_failed)
 
     def hosts(self) -> Self:
         """Return itself: its messages wait for no device."""
@@ -142,7 +145,7 @@ def connect_shared(
             return None
         limit = wire.largest_segment(setup.size, hosts[0].free)
         file = _open_file(setup, prefix, limit, undo)
-        joined = wire.Wire(setup.rank, setup.size, timeout, file)
+        joined = wire.Wire(setup.rank, setup.size, timeout, file, rank_names(group))
         setup.gather_objects(None)  # no rank starts or leaves before all have joined
         undo.pop_all()
     return SharedMemoryCommunicator(group, joined, connect)

@@ -5,10 +5,11 @@ Tensors travel as bytes: nothing is summed on the way, and gloo does not support
 gloo reports that a connection closed or timed out, but not which rank caused it. So every rank runs
 a thread that polls the store of the process group twice a second (`RollCall`). A rank that fails
 writes a question there. The threads of the other ranks answer with the number of collective calls
-that their rank has entered:
+that their rank has entered, and the seconds since it entered the last one:
 
     no answer                 the rank died, is stopped, left, or has not joined yet
     fewer calls than here     the rank is alive, and has not reached this call
+    as many calls             the rank has reached this call, perhaps too late
 
 The first rank to find the cause stores it, so that later failures report the same cause.
 """
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from torch.distributed import distributed_c10d
 
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
+from ultraep.runtime.flight import write_for_others
 from ultraep.runtime.mapped.peers import mapped_by
 
 # torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
@@ -168,6 +170,7 @@ class TorchDistCommunicator(BytesCommunicator):
         self._group = group
         self._timeout, self._connect = timeout, connect
         self._over_gloo = "cpu:" in dist.get_backend_config(group)
+        self._names = rank_names(group)
         self._roll_call = RollCall(group, self.rank, self.size)
         # NCCL connects in the first call, which all ranks must join; some may skip an exchange.
         self.gather_objects(None)
@@ -244,7 +247,7 @@ class TorchDistCommunicator(BytesCommunicator):
             return
         for work, op in zip(works, ops, strict=True):
             peer = dist.get_group_rank(self._group, op.peer)
-            with self._named(f"exchange with rank {peer}", collective=False):
+            with self._named(f"exchange with {self._names[peer]}", collective=False):
                 self._wait(work, op.tensor.device, deadline)
 
     def _deadline(self) -> float | None:
@@ -269,17 +272,18 @@ class TorchDistCommunicator(BytesCommunicator):
             symptom = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0]
             symptom = symptom.partition(". This is typically")[0]
             raise CommunicationError(
-                f"{verb}: {missing}{'; ' * bool(missing)}noticed by rank {self.rank} of "
+                f"{verb}: {missing}{'; ' * bool(missing)}noticed by {self._names[self.rank]} of "
                 f"{self.size}: {symptom}"
             ) from error
 
     def _hang_up(self) -> None:
         """Close the connections of gloo: an operation that timed out would keep the process alive.
 
-        A receive that times out closes the connections to all ranks; `abort` does not.
+        A receive that times out closes the connections to all ranks; `abort` does not. A receive
+        from a rank that has left fails at once and closes nothing, so it is tried with all ranks.
         """
-        if self._over_gloo and self.size > 1:
-            peer = dist.get_global_rank(self._group, (self.rank + 1) % self.size)
+        for step in range(1, self.size if self._over_gloo else 1):
+            peer = dist.get_global_rank(self._group, (self.rank + step) % self.size)
             nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
             with suppress(RuntimeError):
                 work = dist.irecv(nothing, peer, self._group, HANG_UP)
@@ -294,24 +298,37 @@ class _Answering:
     store: Any
     rank: int
     calls: int = 0
+    entered: float = 0.0  # when the last call began
     closed: threading.Event = field(default_factory=threading.Event)
+
+    def waited(self) -> float:
+        """Seconds since the last collective call began."""
+        return time.monotonic() - self.entered
 
     def run(self) -> None:
         try:
             store = self.store.clone()  # a separate connection: other threads may block theirs
             while not self.closed.wait(POLL):
                 if store.check([f"question/{self.rank}"]):
-                    store.set(f"answer/{self.rank}", str(self.calls))
+                    store.set(f"answer/{self.rank}", f"{self.calls} {self.waited():.3f}")
+                    write_for_others()
                     return
         except RuntimeError:  # the store is gone, so no rank can ask any more
             return
+
+
+class _Answer(NamedTuple):
+    """The collective calls of a rank, and the seconds since the last one began."""
+
+    calls: int
+    waited: float
 
 
 class RollCall:
     """Finds the missing ranks after a failure."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._names = rank, size, rank_names(group)
         number = next(_numbers[tuple(dist.get_process_group_ranks(group))])
         store = distributed_c10d._get_process_group_store(group)
         prefix = f"ultraep/{number}"
@@ -325,6 +342,7 @@ class RollCall:
     def enter(self) -> None:
         """Count a collective call."""
         self._answering.calls += 1
+        self._answering.entered = time.monotonic()
 
     def missing(self) -> str:
         """Return which ranks are missing; empty if none is. May take some seconds."""
@@ -345,33 +363,58 @@ class RollCall:
         except RuntimeError:
             return
 
-    def _answers(self) -> dict[int, int]:
-        """Return the collective calls of the ranks that answer in time."""
+    def _answers(self) -> dict[int, _Answer]:
+        """Return the answers of the ranks that answer in time."""
         waiting = [rank for rank in range(self._size) if rank != self._rank]
         for rank in waiting:
             self._store.set(f"question/{rank}", "")
-        answers: dict[int, int] = {}
+        answers: dict[int, _Answer] = {}
         until = time.monotonic() + GRACE
         while waiting and time.monotonic() < until:
             for rank in [rank for rank in waiting if self._store.check([f"answer/{rank}"])]:
-                answers[rank] = int(self._store.get(f"answer/{rank}"))
+                calls, waited = self._store.get(f"answer/{rank}").decode().split()
+                answers[rank] = _Answer(int(calls), float(waited))
                 waiting.remove(rank)
             time.sleep(PAUSE)
         return answers
 
-    def _cause(self, answers: dict[int, int]) -> str:
+    def _cause(self, answers: dict[int, _Answer]) -> str:
         gone = [rank for rank in range(self._size) if rank not in (self._rank, *answers)]
-        behind = [rank for rank, calls in answers.items() if calls < self._answering.calls]
+        behind = [rank for rank, other in answers.items() if other.calls < self._answering.calls]
         parts = []
         if gone:
-            parts.append(f"no response from {_listed(gone)} (died, stopped, left or not there yet)")
+            parts.append(
+                f"no response from {self._listed(gone)} (died, stopped, left or not there yet)"
+            )
         if behind:
-            parts.append(f"{_listed(behind)} did not reach this call")
+            parts.append(f"{self._listed(behind)} did not reach this call")
+        if not parts:
+            parts = self._last_to_enter(answers)
         return "; ".join(parts)
 
+    def _last_to_enter(self, answers: dict[int, _Answer]) -> list[str]:
+        """Name the rank that entered this call last, if it made the others wait."""
+        own = self._answering.waited()
+        rank, last = min(answers.items(), key=lambda item: item[1].waited, default=(0, None))
+        if last is None or own - last.waited < own / 2:
+            return []
+        late = own - last.waited
+        return [
+            f"{self._names[rank]} entered this call {late:.1f} s after {self._names[self._rank]}"
+        ]
 
-def _listed(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    def _listed(self, ranks: list[int]) -> str:
+        plural = "s" * (len(ranks) > 1)
+        names = (self._names[rank].removeprefix("rank ") for rank in ranks)
+        return f"rank{plural} {', '.join(names)}"
+
+
+def rank_names(group: dist.ProcessGroup) -> list[str]:
+    """Return the names of all ranks of a group; they include global ranks that differ."""
+    return [
+        f"rank {rank}" if rank == everywhere else f"rank {rank} (global rank {everywhere})"
+        for rank, everywhere in enumerate(dist.get_process_group_ranks(group))
+    ]
 
 
 def _end(thread: threading.Thread, closed: threading.Event) -> None:

@@ -26,6 +26,7 @@ import mmap
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -203,10 +204,12 @@ class _Backoff:
 
 
 class Wire:
-    """Sends and receives the messages of one rank."""
+    """Sends and receives the messages of one rank. `names`: of all ranks, for errors."""
 
-    def __init__(self, rank: int, size: int, timeout: float, file: SharedFile) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
+    def __init__(
+        self, rank: int, size: int, timeout: float, file: SharedFile, names: Sequence[str]
+    ) -> None:
+        self.rank, self.size, self.timeout, self._names = rank, size, timeout, names
         self._file, self._pid = file, os.getpid()
         self._words = _Words(file.control)
         self._words[rank * LINE + PID] = self._pid
@@ -218,7 +221,9 @@ class Wire:
     def move(self, verb: str, outgoing: Queues, incoming: Queues) -> None:
         """Send and receive everything; empties the queues."""
         if self._state(self.rank) != RUNNING:
-            raise CommunicationError(f"{verb}: rank {self.rank} has closed, or failed before")
+            raise CommunicationError(
+                f"{verb}: {self._names[self.rank]} has closed, or failed before"
+            )
         done = False
         try:
             backoff = _Backoff()
@@ -231,6 +236,10 @@ class Wire:
         finally:
             if not done:
                 self.abort()
+
+    def has_failed(self) -> bool:
+        """Whether a rank has failed; may be called by any thread."""
+        return bool(self._inboxes) and FAILED in map(self._state, range(self.size))
 
     def abort(self) -> None:
         self._leave(FAILED, self.rank)
@@ -258,12 +267,12 @@ class Wire:
         for rank in range(self.size):
             pid = self._words[rank * LINE + PID]
             if self._state(rank) == RUNNING and not _alive(pid) and self._state(rank) == RUNNING:
-                return rank, f"rank {rank} (process {pid}) died"
+                return rank, f"{self._names[rank]} (process {pid}) died"
         for rank in range(self.size):
             if self._state(rank) == FAILED:
                 culprit = self._words[rank * LINE + CULPRIT]
-                because = "" if culprit == rank else f", because of rank {culprit}"
-                return culprit, f"rank {rank} gave up{because}"
+                because = "" if culprit == rank else f", because of {self._names[culprit]}"
+                return culprit, f"{self._names[rank]} gave up{because}"
         return None
 
     def _push(self, verb: str, outgoing: Queues) -> bool:
@@ -281,7 +290,7 @@ class Wire:
             try:
                 rest = inbox.take(header, target)
             except OSError as error:
-                self._fail(verb, peer, f"no message of rank {peer}: {error}")
+                self._fail(verb, peer, f"no message of {self._names[peer]}: {error}")
             _advance(incoming, peer, rest)
         return bool(ready)
 
@@ -289,11 +298,12 @@ class Wire:
         """Fail if another message has arrived than this rank expects."""
         verb_exists = 0 <= header.verb < len(VERBS)
         if not verb_exists or not min(header.left, 1) <= header.size <= header.left:
-            self._fail(verb, peer, f"rank {peer} sent a damaged header, {tuple(header)}")
+            self._fail(verb, peer, f"{self._names[peer]} sent a damaged header, {tuple(header)}")
         if VERBS[header.verb] != verb:
-            self._fail(verb, peer, f"rank {peer} is at {VERBS[header.verb]} instead")
+            self._fail(verb, peer, f"{self._names[peer]} is at {VERBS[header.verb]} instead")
         if header.left != size:
-            self._fail(verb, peer, f"rank {peer} sent {header.left} bytes, {size} were expected")
+            sent = f"{self._names[peer]} sent {header.left} bytes"
+            self._fail(verb, peer, f"{sent}, {size} were expected")
 
     def _look(self, verb: str, outgoing: Queues, incoming: Queues, waited: float) -> None:
         """Fail if a rank is lost, or if the timeout has passed."""
@@ -306,14 +316,15 @@ class Wire:
             sent = peer not in outgoing or self._outboxes[peer].free()
             came = peer not in incoming or self._inboxes[peer].arrived()
             if not (sent and came):
-                self._fail(verb, peer, f"rank {peer} has closed")
+                self._fail(verb, peer, f"{self._names[peer]} has closed")
         if waited > self.timeout:
-            names = ", ".join(map(str, peers))
-            self._fail(verb, peers[0], f"no progress in {self.timeout:g} s with rank {names}")
+            names = ", ".join(self._names[peer] for peer in peers)
+            self._fail(verb, peers[0], f"no progress in {self.timeout:g} s with {names}")
 
     def _fail(self, verb: str, culprit: int, what: str) -> NoReturn:
         self._leave(FAILED, culprit)
-        raise CommunicationError(f"{verb}: {what}; noticed by rank {self.rank} of {self.size}")
+        noticed = f"noticed by {self._names[self.rank]} of {self.size}"
+        raise CommunicationError(f"{verb}: {what}; {noticed}")
 
 
 def _advance(queues: Queues, peer: int, rest: torch.Tensor | None) -> None:

@@ -28,7 +28,7 @@ from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Peers, moved
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
-from ultraep.errors import ConfigError, LoadError, UltraEPError
+from ultraep.errors import CommunicationError, ConfigError, LoadError, UltraEPError
 from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
@@ -180,8 +180,20 @@ class MappedPlane:
 
     def check(self) -> None:
         self._raise_unforeseen()
-        for workspace in self.workspaces.all:
-            workspace.check()
+        try:
+            for workspace in self.workspaces.all:
+                workspace.check()
+        except CommunicationError as error:
+            self._ask_hosts(error)
+            raise
+
+    def _ask_hosts(self, error: CommunicationError) -> None:
+        """Raise with what the hosts know: a rank that is late may have waited for another."""
+        if self._hosts is not None:
+            try:
+                self._hosts.gather_objects(None)
+            except CommunicationError as cause:
+                raise CommunicationError(f"{error}; {cause}") from error
 
     def close(self) -> None:
         self.workspaces.all.clear()

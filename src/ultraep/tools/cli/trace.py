@@ -1,4 +1,4 @@
-"""`ultraep trace info | replay | place | export`: summaries, other plans, homes, conversion."""
+"""`ultraep trace info | replay | place | export | crash`: summaries, plans, homes, crashes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ultraep import __version__
 from ultraep.config import NOMINAL_SPEED, Rates
-from ultraep.errors import ConfigError
+from ultraep.errors import ConfigError, FileError
 from ultraep.files.writing import check_targets, is_stream, write_text
 from ultraep.policies import get_policy
 from ultraep.tools.cli import options as cli
@@ -22,6 +22,7 @@ from ultraep.tools.cli import render
 from ultraep.tools.cli.options import option, split_numbers
 from ultraep.tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
 from ultraep.tools.report.words import counted
+from ultraep.trace.crash import MOST_CRASHES, Crash, crash_folders, default_folder, read_crash
 from ultraep.trace.export import timeline_of, write_csv, write_timeline
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import Replayed, cases, differing, replayed
@@ -37,11 +38,12 @@ REPLAY_HEADERS = (
     *("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst"),
     *("bound\nmean", "replicas\nmean", "remote\nmean"),
 )
+CRASH_COLUMNS = ("rank", "state", "layer", "step", "kind", "stage", "open", "since", "error")
 PLACE_HEADERS = ("layer", "busiest domain\nas recorded", "busiest domain\nplaced")
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Summarise a trace of a run, plan it again, place experts by it, convert it.",
+    help="Summarise, replan or convert a trace of a run; explain a crash or a hang.",
     epilog="Record with ULTRAEP_TRACE=FOLDER or Balancer(..., record=FOLDER), then: "
     "ultraep trace info FOLDER",
 )
@@ -387,3 +389,59 @@ def export(options: ExportOptions) -> None:
     for target, _ in targets:
         if target is not None and not is_stream(target):
             print(f"{plain(str(target))}: {counted(len(trace), 'record')}")
+
+
+# -- crash ---------------------------------------------------------------------------------------
+
+
+class CrashOptions(cli.Options):
+    folder: Path | None = cli.argument(
+        "Folder with the flight files of one crash or of several. Default: the folder in "
+        "ULTRAEP_FLIGHT, otherwise the one in the temporary directory.",
+        "[FOLDER]",
+        default=None,
+    )
+    table: bool = cli.switch("Also print a table with one line per rank.", "--table")
+    as_json: bool = cli.json_option()
+
+
+@app.command("crash", epilog="Example: ultraep trace crash flight/ --table")
+@cli.with_options
+def crash(options: CrashOptions) -> None:
+    """Explain a crash or a hang: which ranks wait where and for whom, which ranks are missing.
+
+    Ranks write flight files when an error ends them and on SIGUSR1. The newest crash comes first.
+    """
+    folder = options.folder or default_folder()
+    folders = crash_folders(folder)
+    if not folders:
+        raise FileError(f"{folder}: no flight files (rank-00000.json, ...) here or one level below")
+    crashes = [read_crash(each) for each in folders[:MOST_CRASHES]]
+    if options.as_json:
+        print(json.dumps([_crash_record(each) for each in crashes], indent=2))
+        return
+    terminal = Terminal()
+    for each in crashes:
+        terminal.print(Text(f"{each.folder}: {each.explain()}\n"))
+        if options.table:
+            rows = [[_cell(row.get(name, "")) for name in CRASH_COLUMNS] for row in each.rows()]
+            terminal.print(make_grid(CRASH_COLUMNS, rows))
+    if len(folders) > MOST_CRASHES:
+        terminal.print_faint(f"{len(folders) - MOST_CRASHES} older crashes: name their folder")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _crash_record(crash: Crash) -> dict[str, Any]:
+    return {
+        "folder": str(crash.folder),
+        "ranks": crash.ranks,
+        "written": crash.written,
+        "missing": crash.missing,
+        "damaged": {str(rank): text for rank, text in crash.damaged.items()},
+        "culprits": crash.culprits,
+        "explanation": crash.explain(),
+        "by_rank": crash.rows(),
+    }

@@ -6,11 +6,11 @@ address, so its processes share no memory with other hosts as far as the library
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
-import signal
+import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,19 +20,35 @@ LINK = "eth0"  # the name of the network device inside of a host
 BURST_SECONDS, LEAST_BURST = 0.002, 32_000  # bytes; more would let short messages pass unlimited
 # Only the rate shall limit messages: no pacing by BBR, no slow start after each computation.
 TCP_SETTINGS = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+NETWORK, HOSTNAME = 0x40000000, 0x04000000  # kinds of namespaces, for setns and unshare
 
 
 @dataclass(frozen=True)
 class SimulatedHost:
-    """One host: its name and address."""
+    """One host: its name, its address, and the end of its network cable outside."""
 
     name: str
     address: str
+    cable: str
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Return the command that runs `argv` on this host."""
         named = ["sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *argv]
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", *named]
+
+    def enter(self) -> None:
+        """Move this process to the host. Call it before the process starts threads."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/var/run/netns/{self.name}") as namespace:
+            moved = libc.setns(namespace.fileno(), NETWORK) == 0 and libc.unshare(HOSTNAME) == 0
+        if not moved:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), self.name)
+        socket.sethostname(self.name)
+
+    def connect(self, connected: bool) -> None:
+        """Plug the network cable in, or out: then all messages are lost."""
+        _run("ip", "link", "set", self.cable, "up" if connected else "down")
 
 
 def obstacle() -> str:
@@ -44,17 +60,21 @@ def obstacle() -> str:
 
 
 @contextmanager
-def hosts(count: int, mbit: int) -> Iterator[list[SimulatedHost]]:
-    """Yield hosts that send at most this many megabits per second each; removed at the end."""
-    prefix = f"uep{os.getpid()}"
+def hosts(count: int, mbit: int, label: str = "") -> Iterator[list[SimulatedHost]]:
+    """Yield hosts that send at most this many megabits per second each; removed at the end.
+
+    label: a letter or digit, to tell several groups of hosts of this process apart.
+    """
+    prefix = f"uep{os.getpid()}{label}"
     bridge = f"{prefix}br"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # removes the hosts, too
-    simulated = [SimulatedHost(f"{prefix}h{n}", f"10.77.0.{n + 1}") for n in range(count)]
+    simulated = [
+        SimulatedHost(f"{prefix}h{n}", f"10.77.0.{n + 1}", f"{prefix}v{n}") for n in range(count)
+    ]
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")
         _run("ip", "link", "set", bridge, "up")
-        for number, host in enumerate(simulated):
-            outer, inside = f"{prefix}v{number}", ("ip", "-n", host.name)
+        for host in simulated:
+            outer, inside = host.cable, ("ip", "-n", host.name)
             _run("ip", "netns", "add", host.name)
             _run("ip", "link", "add", outer, "type", "veth", "peer", LINK, "netns", host.name)
             _run("ip", "link", "set", outer, "master", bridge, "up")

@@ -1,0 +1,466 @@
+"""Flight files: what the ranks of a crashed or hanging run did last, and who waits for whom.
+
+Every rank writes `rank-00000.json`, `rank-00001.json`, ... into one folder (`runtime/flight.py`). A
+file has the last passes of its rank: a pass is the forward or the backward pass of one microbatch
+through one layer, or another meeting of all ranks, such as the measurement of rates. All ranks run
+the same passes in the same order, so passes with the same number belong together.
+
+    crash = read_crash("flight/2f8a...")
+    crash.explain()          one paragraph: who was where, who is missing, whose digests differ
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ultraep.errors import FileError
+from ultraep.files.reading import read_text, reading
+from ultraep.trace.schema import BACKWARD, FORWARD, MOST_RANKS
+
+VARIABLE = "ULTRAEP_FLIGHT"  # environment variable: the folder of all flight files, or "off"
+OFF = "off"
+FORMAT, VERSION = "ultraep-flight", 1
+RANK_FILE = re.compile(r"rank-(\d{5})\.json")
+MEETINGS = ("full state", "data plane", "rates", "foresee")  # of all ranks, outside of a pass
+KINDS = ("forward", "backward", "recomputed forward", "meeting")
+STAGES = FORWARD + BACKWARD + MEETINGS
+ORDER = {stage: place for part in (FORWARD, BACKWARD, MEETINGS) for place, stage in enumerate(part)}
+# Stages in which a rank only computes. In all others it may wait for other ranks.
+COMPUTING = ("plan", "reroute", "experts", "recompute", "experts back")
+FOLLOWING = ("CommunicationError", "PlanMismatch")  # errors of a rank that others have caused
+ERROR, OTHERS, SIGNAL = "error", "another rank failed", "SIGUSR1"  # reasons to write a file
+MOST_FILE = 4 << 20  # bytes
+MOST_PASSES, MOST_ERRORS = 1 << 16, 64
+MOST_CRASHES = 16  # in one folder
+SHOWN = 200  # characters of an error, and of a frame of a stack
+# Ranks that an error of communication names as its cause.
+NAMED = re.compile(
+    r"rank (\d+) \(process \d+\) died|because of rank (\d+)|rank (\d+) has closed"
+    r"|no response from ranks? ([\d, ]+)|no progress in \S+ s with rank ([\d, ]+)"
+    r"|ranks? ([\d, ]+) did not reach|for rank (\d+)"
+)
+FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')  # as faulthandler writes it
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def default_folder() -> Path:
+    """Return the folder of all flight files: by the environment, or in the temporary directory."""
+    named = os.environ.get(VARIABLE, "").strip()
+    if named and named.lower() != OFF:
+        return Path(named)
+    return Path(tempfile.gettempdir()) / f"ultraep-flight-{os.getuid()}"
+
+
+class Pass(NamedTuple):
+    """One pass of one rank, with the names of the columns in a file.
+
+    number: counted from 1, equal on all ranks.   kind: one of `KINDS`.
+    stage, open: the last stage, and whether it has not ended.
+    began, since: seconds from the begin of the pass, and from its last event, to the writing.
+    loads, plan: digests, equal on all ranks; 0: unknown.
+    """
+
+    number: int
+    layer: int
+    step: int
+    kind: str
+    stage: str
+    open: bool
+    began: float
+    since: float
+    loads: int
+    plan: int
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Orders the positions of ranks in the program."""
+        return self.number, ORDER[self.stage], not self.open
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank may be waiting for others."""
+        return self.open and self.stage not in COMPUTING
+
+    def __str__(self) -> str:
+        kind = "" if self.kind == KINDS[-1] else f", {self.kind}"
+        return f"{self.stage!r} of layer {self.layer} (step {self.step}{kind})"
+
+
+@dataclass(frozen=True)
+class FlightFile:
+    """The file of one rank.
+
+    balancer: identifies the group of ranks.   global_rank: of torch.distributed; -1: unknown.
+    reason: why the file was written.   written: Unix time.
+    errors: of this rank, the oldest first.   stack: of its main thread, if a signal asked for it.
+    """
+
+    balancer: str
+    rank: int
+    ranks: int
+    global_rank: int
+    host: str
+    pid: int
+    reason: str
+    written: float
+    errors: tuple[str, ...]
+    stack: str
+    passes: tuple[Pass, ...]
+
+    @property
+    def last(self) -> Pass | None:
+        """The pass with the last event; None: no microbatch has begun."""
+        return min(self.passes, key=lambda each: (each.since, -each.number), default=None)
+
+    @property
+    def own_error(self) -> str:
+        """The first error that no other rank has caused; empty: none."""
+        own = (error for error in self.errors if not error.startswith(FOLLOWING))
+        return next(own, "")
+
+    def as_json(self) -> str:
+        """Return the content of the file."""
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        record |= {"format": FORMAT, "version": VERSION, "columns": Pass._fields}
+        return json.dumps(record)
+
+
+def read_flight(path: str | Path) -> FlightFile:
+    """Return a flight file; raise FileError if it is damaged or something else."""
+    with reading(path, "a flight file"):
+        record = json.loads(read_text(path, most=MOST_FILE))
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise FileError(f"{path}: not a flight file of ultraep")
+        if record.get("version") != VERSION:
+            raise FileError(
+                f"{path}: version {record.get('version')!r} of flight files, this program reads "
+                f"{VERSION}; read it with the version of ultraep that wrote it"
+            )
+        return _checked(record)
+
+
+def _checked(record: Mapping[str, Any]) -> FlightFile:
+    """Return the record of a file; raise ValueError or KeyError if it is damaged."""
+    ranks, rows, errors = record["ranks"], record["passes"], record["errors"]
+    _demand(record["columns"] == list(Pass._fields), "other columns than expected")
+    _demand(_is_integer(ranks, 1, MOST_RANKS), f"ranks={ranks!r}")
+    _demand(_is_integer(record["rank"], 0, ranks - 1), f"rank={record['rank']!r} of {ranks}")
+    for name in ("global_rank", "pid"):
+        _demand(_is_integer(record[name], -1, 1 << 40), f"{name}={record[name]!r}")
+    for name in ("balancer", "host", "reason", "stack"):
+        _demand(isinstance(record[name], str), f"{name}={record[name]!r}")
+    _demand(_is_seconds(record["written"]), f"written={record['written']!r}")
+    _demand(isinstance(errors, list) and len(errors) <= MOST_ERRORS, "its errors are no list")
+    _demand(all(isinstance(error, str) for error in errors), "its errors are no texts")
+    _demand(isinstance(rows, list) and len(rows) <= MOST_PASSES, "its passes are no list")
+    values = {field.name: record[field.name] for field in fields(FlightFile)}
+    return FlightFile(
+        **values | {"errors": tuple(errors), "passes": tuple(_pass(row) for row in rows)}
+    )
+
+
+def _pass(row: Any) -> Pass:
+    _demand(isinstance(row, list) and len(row) == len(Pass._fields), f"pass {row!r:.80}")
+    own = Pass(*row)
+    numbers = (own.number, own.layer, own.step, own.loads, own.plan)
+    valid = (
+        all(_is_integer(number, -(1 << 63), 1 << 63) for number in numbers)
+        and own.kind in KINDS
+        and own.stage in STAGES
+        and isinstance(own.open, bool)
+        and _is_seconds(own.began)
+        and _is_seconds(own.since)
+    )
+    _demand(valid, f"pass {row!r:.80}")
+    return own
+
+
+def _demand(valid: bool, what: str) -> None:
+    if not valid:
+        raise ValueError(f"invalid: {what}")
+
+
+def _is_integer(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+# -- all ranks -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Crash:
+    """The flight files of the ranks of one balancer.
+
+    flights: by rank.   damaged: what is wrong with files that cannot be used, by rank.
+    """
+
+    folder: Path
+    ranks: int
+    flights: Mapping[int, FlightFile]
+    damaged: Mapping[int, str]
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without a file."""
+        return [r for r in range(self.ranks) if r not in self.flights and r not in self.damaged]
+
+    @property
+    def written(self) -> float:
+        """Unix time of the newest file."""
+        return max(flight.written for flight in self.flights.values())
+
+    @property
+    def culprits(self) -> list[int]:
+        """Ranks that the others wait for: missing, failed by themselves, or behind all others.
+
+        A launcher may have ended some missing ranks after the first one. So if the errors of other
+        ranks name missing ranks, these count.
+        """
+        own = {rank for rank, flight in self.flights.items() if flight.own_error}
+        errors = " ".join(error for flight in self.flights.values() for error in flight.errors)
+        listed = " ".join(" ".join(groups) for groups in NAMED.findall(errors))
+        named = {int(number) for number in re.findall(r"\d+", listed)}
+        missing = set(self.missing)
+        return sorted(own or (missing & named) or missing) or self.behind or sorted(named)
+
+    @property
+    def behind(self) -> list[int]:
+        """Ranks that have come less far than others."""
+        places = {r: f.last.place if f.last else (0, 0, 0) for r, f in self.flights.items()}
+        if len(set(places.values())) < 2:
+            return []
+        first = min(places.values())
+        return [rank for rank, place in places.items() if place == first]
+
+    def explain(self) -> str:
+        """Return one paragraph: who was where, who is missing, whose digests differ."""
+        sentences = [
+            f"{_files(len(self.flights))} of {_ranks(range(self.ranks))} of balancer "
+            f"{next(iter(self.flights.values())).balancer}.",
+            *self._absent(),
+            *self._failed(),
+            *self._positions(),
+            *self._verdict(),
+            *self._paths(),
+            *self._digests(),
+        ]
+        return " ".join(sentences)
+
+    def _absent(self) -> list[str]:
+        sentences = []
+        if self.missing:
+            asked = {flight.reason for flight in self.flights.values()} == {SIGNAL}
+            sentences.append(
+                f"{_subject(self.missing)} left no file: {'not signalled, ' * asked}killed, "
+                "stopped, or on a host whose files are in another folder."
+            )
+        for rank, reason in self.damaged.items():
+            sentences.append(f"The file of rank {rank} cannot be used: {reason}.")
+        return sentences
+
+    def _failed(self) -> list[str]:
+        own = {rank: flight.own_error for rank, flight in sorted(self.flights.items())}
+        return [
+            f"{_subject(ranks)} raised {_short(error)}." for error, ranks in _grouped(own) if error
+        ]
+
+    def _positions(self) -> list[str]:
+        """Return where each rank is, the ranks that are behind last."""
+        at = {
+            rank: (flight.last.place, f"{_doing(flight)} {flight.last}")
+            for rank, flight in sorted(self.flights.items())
+            if flight.last is not None
+        }
+        sentences = []
+        for (_, doing), ranks in sorted(_grouped(at), reverse=True):
+            flights = [self.flights[rank] for rank in ranks]
+            seconds = max(flight.last.since for flight in flights if flight.last is not None)
+            when = f"{seconds:.1f} s before" if doing.startswith("had") else f"for {seconds:.1f} s"
+            sentences.append(f"{_subject(ranks)} {doing} {when}{_ending(flights)}.")
+        idle = [rank for rank, flight in sorted(self.flights.items()) if flight.last is None]
+        if idle:
+            sentences.append(f"{_subject(idle)} had not begun a microbatch.")
+        return sentences
+
+    def _verdict(self) -> list[str]:
+        """Return who is waited for."""
+        culprits = self.culprits
+        others = [
+            rank
+            for rank, flight in sorted(self.flights.items())
+            if rank not in culprits and flight.last is not None and flight.last.waits
+        ]
+        if culprits and others:
+            verb = "waits" if len(others) == 1 else "wait"
+            return [f"So {_subject(others, 'r')} {verb} for {_subject(culprits, 'r')}."]
+        if not culprits and len(others) > 1:
+            return ["No rank is behind: a message between them did not arrive."]
+        return []
+
+    def _paths(self) -> list[str]:
+        """Return the first pass in which ranks did different things."""
+        same: dict[int, dict[int, tuple[int, int, str]]] = {}
+        for rank, flight in sorted(self.flights.items()):
+            for each in flight.passes:
+                same.setdefault(each.number, {})[rank] = (each.layer, each.step, each.kind)
+        for number, by_rank in sorted(same.items()):
+            groups = _grouped(by_rank)
+            if len(groups) > 1:
+                listed = "; ".join(
+                    f"{_subject(ranks, 'r')}: layer {layer}, step {step}, {kind}"
+                    for (layer, step, kind), ranks in groups
+                )
+                return [f"Ranks took different paths from pass {number} on ({listed})."]
+        return []
+
+    def _digests(self) -> list[str]:
+        """Return the first microbatch whose loads or plans differ, or how many are equal."""
+        shared: dict[tuple[int, int], dict[str, dict[int, int]]] = {}
+        for rank, flight in sorted(self.flights.items()):
+            for each in flight.passes:
+                digests = shared.setdefault((each.step, each.layer), {"loads": {}, "plans": {}})
+                for name, digest in (("loads", each.loads), ("plans", each.plan)):
+                    if digest:
+                        digests[name][rank] = digest
+        compared = 0
+        for (step, layer), by_name in sorted(shared.items()):
+            compared += len(by_name["plans"]) > 1
+            for name, by_rank in by_name.items():
+                groups = _grouped(by_rank)
+                if len(groups) > 1:
+                    listed = " and ".join(_subject(ranks, "r") for _, ranks in groups)
+                    return [f"The {name} of layer {layer} (step {step}) differ between {listed}."]
+        if compared:
+            return [f"Loads and plans of the {compared} microbatches that ranks share are equal."]
+        return []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a record for each rank, for tables and JSON."""
+        rows = []
+        for rank in range(self.ranks):
+            flight, row = self.flights.get(rank), dict[str, Any](rank=rank, state="no file")
+            if rank in self.damaged:
+                row["state"] = self.damaged[rank]
+            if flight is not None:
+                last = flight.last
+                row |= {"state": flight.reason, "host": flight.host, "pid": flight.pid}
+                row |= {"error": flight.own_error or next(iter(flight.errors), "")}
+                row |= {"global_rank": flight.global_rank, "passes": len(flight.passes)}
+                row |= {} if last is None else last._asdict()
+                row["frames"] = _frames(flight.stack)
+            rows.append(row | {"culprit": rank in self.culprits})
+        return rows
+
+
+def crash_folders(folder: str | Path) -> list[Path]:
+    """Return the folder itself if it has flight files, then those below it, the newest first."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileError(f"{folder}: not a folder; name the folder of flight files")
+    with reading(folder):
+        candidates = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
+    times = {path: max((f.stat().st_mtime for f in _files_in(path)), default=0.0)
+             for path in candidates}  # fmt: skip
+    return sorted((path for path in candidates if times[path]), key=times.__getitem__, reverse=True)
+
+
+def read_crash(folder: str | Path) -> Crash:
+    """Join the flight files of a folder; files that cannot be used are named, not fatal."""
+    flights, damaged = dict[int, FlightFile](), dict[int, str]()
+    for path in _files_in(Path(folder)):
+        rank = int(path.name[5:10])
+        try:
+            flight = read_flight(path)
+            if flight.rank != rank:
+                raise FileError(f"{path}: written by rank {flight.rank}")
+            flights[rank] = flight
+        except FileError as error:
+            damaged[rank] = str(error).removeprefix(f"{path}: ")
+    newest = max(flights.values(), key=lambda flight: flight.written, default=None)
+    if newest is None:
+        problem = f": {next(iter(damaged.values()))}" if damaged else ""
+        raise FileError(f"{folder}: no flight file that can be read{problem}")
+    for rank in [r for r, f in flights.items() if f.balancer != newest.balancer]:
+        damaged[rank] = f"it belongs to balancer {flights.pop(rank).balancer}"
+    ranks = newest.ranks
+    beyond = [rank for rank in damaged if rank >= ranks]
+    kept = {rank: text for rank, text in sorted(damaged.items()) if rank not in beyond}
+    return Crash(Path(folder), ranks, flights, kept)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    with reading(folder):
+        return sorted(path for path in folder.iterdir() if RANK_FILE.fullmatch(path.name))
+
+
+def _grouped(by_rank: Mapping[int, Key]) -> list[tuple[Key, list[int]]]:
+    """Return the ranks that share each value."""
+    groups: dict[Key, list[int]] = {}
+    for rank, value in by_rank.items():
+        groups.setdefault(value, []).append(rank)
+    return list(groups.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
+
+
+def _files(count: int) -> str:
+    return f"Flight file{'s' * (count != 1)} of {count}"
+
+
+def _subject(ranks: Iterable[int], first: str = "R") -> str:
+    """Return the ranks in words, with ranges.
+
+    >>> _subject([0, 1, 2, 5], "r"), _subject([3])
+    ('ranks 0-2 and 5', 'Rank 3')
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    parts = [f"{s[0]}-{s[-1]}" if len(s) > 2 else " and ".join(map(str, s)) for s in spans]
+    listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    return f"{first}ank{'s' * (sum(map(len, spans)) > 1)} {listed}"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
+
+
+def _doing(flight: FlightFile) -> str:
+    assert flight.last is not None
+    if not flight.last.open:
+        return "had left"
+    return "waited in" if flight.last.waits and not flight.own_error else "stayed in"
+
+
+def _ending(flights: Sequence[FlightFile]) -> str:
+    """Return the first error of these ranks that others caused, and the innermost frame."""
+    following = next((f.errors[0] for f in flights if f.errors and not f.own_error), "")
+    frames = next((frames for f in flights if (frames := _frames(f.stack))), [])
+    parts = [f" and stopped with {_short(following)}"] if following else []
+    if frames:
+        parts.append(f", with the main thread at {frames[0]}")
+    return "".join(parts)
+
+
+def _frames(stack: str) -> list[str]:
+    """Return the frames of a stack that faulthandler wrote, the innermost first."""
+    return [_short(f"{path}:{line} in {name}") for path, line, name in FRAME.findall(stack)]
