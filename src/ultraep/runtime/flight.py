@@ -119,7 +119,7 @@ class Flight:
         at = number % PASSES * WIDTH
         if words[at] == number and not words[at + PLAN] and isinstance(plan, Plan):
             words[at + LOADS] = digest_of(plan.loads)
-            words[at + PLAN] = digest_of(plan.replicas) ^ digest_of(plan.quotas)
+            words[at + PLAN] = digest_of(plan.replicas) ^ digest_of(plan.quotas) or 1
 
     def sent(self, *_: object) -> None:
         """Nothing to store."""
