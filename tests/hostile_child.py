@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from damage import claim_zeros, damaged
+from fuzz.guided import GIGABYTE, SECONDS, TooSlow, limit_memory, too_slow
 from inspect_models import TEXTS, save_model, save_tokenizer
 from traces import plan_for, record
 from typer.testing import CliRunner
@@ -39,9 +39,7 @@ from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import SUMMARIES
 
 DATA = Path(load_cluster.__code__.co_filename).parent / "data"
-GIGABYTE = 1 << 30
 PIECES = ("rank-00000/000000.npz", "rank-00001/000000.npz")
-SECONDS = 10
 SIMULATE = ("simulate", "--ep", 8, "--steps", 1, "--microbatches", 1, "--policy", "none")
 SIMULATE += ("--processes", 1, "--cluster", "h200-nvl8", "--model", "gpt-oss-20b")
 INSPECT = ("--tokens", 16, "--window", 16, "--layers", 0, "--ep", 2, "--policy", "none")
@@ -150,7 +148,7 @@ def outcome_of_function(read, path):
         read(path)
     except UltraEPError as error:
         return _refusal(f"ultraep: {error}\n")
-    except Exception:  # noqa: BLE001  any other exception is a failure
+    except (Exception, TooSlow):  # noqa: BLE001  any other exception is a failure
         return traceback.format_exc()
     return "fine"
 
@@ -238,7 +236,7 @@ def main(root, first, last):
     read_by = commands(folder, out)
     for name, read in read_by.items():  # imports and compiles everything before the limit
         report(-1, name, outcome(read, folder / name))
-    _limit_memory()
+    limit_memory()
     work = [(0, name, damage) for name, damage in BOMBS]
     slow = [n for n, read in read_by.items() if isinstance(read, list) and read[0][0] != "plan"]
     names = slow + 2 * sorted(read_by.keys() - set(slow))
@@ -267,17 +265,6 @@ def report(number, name, words):
     print(json.dumps([number, name, words]), flush=True)
 
 
-def _limit_memory():
-    """Allow one gigabyte more than the libraries use."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        taken = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (taken + GIGABYTE, resource.RLIM_INFINITY))
-
-
-def _too_slow(*_):
-    raise TimeoutError(f"more than {SECONDS} s")
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGALRM, _too_slow)
+    signal.signal(signal.SIGALRM, too_slow)
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

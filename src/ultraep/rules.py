@@ -61,13 +61,15 @@ def check_replicas(
     _fail_at(step == 0, placed_C3, "duplicate", "is the second replica of its expert there")
     _fail_at(step < 0, placed_C3, "order", "must come after the replica that follows it")
     _fail_at(quotas < 1, placed_C3, "quota", "serves no rows")
+    loads_E = loads_RE.sum(axis=0)
+    _fail_at(quotas > loads_E[experts], placed_C3, "quota", "serves more rows than its expert has")
     served = np.zeros(topology.experts, dtype=np.int64)
     np.add.at(served, experts, quotas)
-    for expert in np.flatnonzero(served > loads_RE.sum(axis=0))[:1]:
+    for expert in np.flatnonzero(served > loads_E)[:1]:
         raise PlanError(
             "quota",
             f"replicas of expert {expert} serve {served[expert]} rows, but its load is "
-            f"{loads_RE[:, expert].sum()}",
+            f"{loads_E[expert]}",
         )
     if limited:
         size = topology.domain_size

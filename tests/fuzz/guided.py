@@ -155,7 +155,7 @@ class Target:
 
 def outcome(read: Callable[[], Any]) -> str:
     """Return "read", "refused", or the description of a failure."""
-    signal.signal(signal.SIGALRM, _too_slow)
+    signal.signal(signal.SIGALRM, too_slow)
     signal.alarm(SECONDS)
     try:
         read()
@@ -171,7 +171,7 @@ def outcome(read: Callable[[], Any]) -> str:
     return "read"
 
 
-def _too_slow(*_: object) -> None:
+def too_slow(*_: object) -> None:
     raise TooSlow(f"more than {SECONDS} s")
 
 

@@ -92,6 +92,8 @@ WORDS = (
 )
 LARGE = ("4294967296", "9" * 30, "1e400", "-9223372036854775809")
 SMALL = Topology(ranks=2, experts=4, slots=1)
+PLACED = [[0, 1, 2], [3, 0, 12], [3, 2, 7]]  # expert, host, quota
+WIDE = Topology(ranks=4, experts=4, slots=1)
 
 
 def targets(folder: Path) -> list[Target]:
@@ -340,7 +342,7 @@ def of_arrays() -> list[Target]:
             {"ids": [[0, 1], [3, -1]], "experts": 4},
         ),
         "loads": (plan_loads, {"loads": loads, "history": [[1, 2, 3, 4]], "policy": "eplb"}),
-        "replicas": (use_replicas, {"loads": loads, "placed": [[0, 1, 2], [3, 0, 12]]}),
+        "replicas": (use_replicas, {"loads": loads + loads, "placed": PLACED}),
         "routes": (
             use_routes,
             {
@@ -378,7 +380,7 @@ def use_replicas(loads: Any, placed: Any) -> None:
         placed_C3 = np.array(placed, dtype=np.int64).reshape(-1, 3)
     except (ValueError, TypeError, OverflowError):
         raise LoadError("not an array of integers") from None  # the type of the argument
-    plan = plan_from_replicas(loads, SMALL, BalanceConfig(), placed_C3)
+    plan = plan_from_replicas(loads, WIDE, BalanceConfig(), placed_C3)
     plan.check(plan.loads)
 
 

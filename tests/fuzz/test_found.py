@@ -7,14 +7,18 @@ import torch
 import ultraep
 from fuzz.readers import of_messages
 from ultraep import (
+    BalanceConfig,
     BalancedMoE,
     Balancer,
     CommunicationError,
     ConfigError,
     LoadError,
     LocalGroup,
+    PlanError,
+    Topology,
     workload,
 )
+from ultraep.plan import plan_from_replicas
 from ultraep.routes import from_vllm, packed_routes
 from ultraep.runtime.settings import Settings
 from ultraep.tools.launch.processes import RankPlace
@@ -69,6 +73,19 @@ def test_a_rank_with_too_many_digits(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK must lie between"):
         RankPlace.of_torchrun()
+
+
+def test_a_launcher_with_too_many_digits(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "7" * 9999)
+    with pytest.raises(ConfigError, match="the launcher started"):
+        Balancer(experts=4)
+
+
+def test_quotas_whose_sum_overflows():
+    topology, loads = Topology(ranks=4, experts=4), np.full((4, 4), 5)
+    placed = np.array([[0, 1, 2**62], [0, 2, 2**62]])
+    with pytest.raises(PlanError, match="serves more rows than its expert has"):
+        plan_from_replicas(loads, topology, BalanceConfig(), placed)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def resolve_group(group: Any) -> ProcessGroup | None:
         return dist.group.WORLD
     if group is None:
         started = os.environ.get("WORLD_SIZE", "1")
-        if started.isdecimal() and int(started) > 1:
+        if started.isdecimal() and started.lstrip("0") not in ("", "1"):
             raise ConfigError(
                 f"the launcher started {started} processes, but torch.distributed is not "
                 "initialised: call torch.distributed.init_process_group() first, or pass "
