@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers, moved
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
-from ultraep.errors import ConfigError, LoadError
+from ultraep.errors import CommunicationError, ConfigError, LoadError
 from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
@@ -180,7 +180,29 @@ def of_own_domain(shared: Shared, inside: Communicator) -> Shared:
     """Return the parts of a balancer for the ranks of one domain."""
     domain = shared.comm.rank // shared.topology.domain_size
     topology, first = shared.topology.of_domain(domain), domain * shared.topology.domain_size
-    return replace(shared, comm=inside, topology=topology, first_rank=first)
+    comm = cast(Communicator, DomainCommunicator(inside, first))
+    return replace(shared, comm=comm, topology=topology, first_rank=first)
+
+
+class DomainCommunicator:
+    """The communicator of a domain; its errors say which ranks it counts."""
+
+    def __init__(self, comm: Communicator, first: int) -> None:
+        self._comm = comm
+        self._ranks = f"among ranks {first} to {first + comm.size - 1}, counted from 0"
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self._comm, name)
+        if not callable(verb):
+            return verb
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return verb(*args, **kwargs)
+            except CommunicationError as error:
+                raise CommunicationError(f"{self._ranks}: {error}") from error
+
+        return named
 
 
 def not_foreseeable() -> ConfigError:
