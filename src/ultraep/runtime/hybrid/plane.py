@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ultraep.arrays import PADDING, IntArray
@@ -217,11 +218,18 @@ def routes_inside(plan: Plan, place: int, slots: torch.Tensor) -> Routes:
     """Return the routes of [T', K] rows to slots of their domain, by the plan of the domain."""
     flat = slots.reshape(-1)
     last = int(plan.topology.first_slot_of_rank[-1])
-    order = torch.where(flat == PADDING, last, flat).argsort(stable=True)
+    order = _stable_order(torch.where(flat == PADDING, last, flat), last)
     sent = int(plan.loads[place].sum())
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(len(order), device=order.device).clamp_(max=max(0, sent - 1))
+    numbers = torch.arange(len(order), device=order.device).clamp_(max=max(0, sent - 1))
+    positions = torch.empty_like(order).scatter_(0, order, numbers)
     return routes_of(plan, place, slots.shape, order[:sent], positions)
+
+
+def _stable_order(slots: torch.Tensor, most: int) -> torch.Tensor:
+    """Return the order of slots up to `most`; equal ones keep theirs."""
+    if slots.device.type != "cpu" or most >= 1 << 15:
+        return slots.argsort(stable=True)
+    return torch.from_numpy(slots.numpy().astype(np.int16).argsort(kind="stable"))  # radix sort
 
 
 class HybridRows(BaseExchange):
