@@ -41,7 +41,9 @@ class Routes:
         counts = moved(torch.from_numpy(self.rows_of_slot), self.order.device)
         numbers = torch.arange(len(counts), device=self.order.device)
         slots = torch.full((self.num_rows,), PADDING, device=self.order.device)
-        slots[self.order] = numbers.repeat_interleave(counts, output_size=len(self.order))
+        slots.scatter_(
+            0, self.order, numbers.repeat_interleave(counts, output_size=len(self.order))
+        )
         return slots.reshape(self.shape)
 
     @cached_property
@@ -63,6 +65,13 @@ class Routes:
         """[N] whether a row is padding."""
         padding = torch.ones(self.num_rows, dtype=torch.bool, device=self.order.device)
         return padding.index_fill_(0, self.order, False)
+
+    @cached_property
+    def bags(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of all rows without padding, by token, and where those of each token begin."""
+        kept = ~self.padding
+        counts = kept.view(self.shape).sum(dim=-1)
+        return self.positions.masked_select(kept), counts.cumsum(0) - counts
 
     @property
     def num_rows(self) -> int:

@@ -112,6 +112,20 @@ def test_equal_to_the_data_plane(name, work):
     assert_same_tensors(theirs, ours)
 
 
+@one_of_each_kind
+def test_rows_of_several_domains(name):
+    """The dispatcher moves rows between all ranks; replicas stay inside of their domains."""
+
+    def work(layer, x, gradient):
+        assert layer.balancer.plane("cpu").name == "hybrid"
+        return one_pass(layer, x, gradient)
+
+    ours = on_every_rank(EXAMPLE, one_pass, slots=2, domain=2)
+    options = {"slots": 2, "domain": 2, "data_plane": "hybrid"}
+    theirs = on_every_rank(EXAMPLE, work, dispatcher=dispatcher_of(name), **options)
+    assert_same_tensors(theirs, ours)
+
+
 @every_dispatcher
 def test_padding(name):
     example = fixed(EXAMPLE, padded_ids(EXAMPLE))

@@ -3,6 +3,8 @@
 200 of each with `pytest -m long tests/runtime/test_hybrid.py`; some of them otherwise.
 """
 
+import platform
+
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -11,11 +13,21 @@ from ranks import PATIENCE, QUICK, on_ranks, shared_pool
 from shared_peers import SharedPeers
 from test_random_layers import drawn, one_pass
 
-from ultraep import Balancer, CommunicationError, ConfigError, LoadError, LocalGroup, Topology
+from ultraep import (
+    Balancer,
+    CommunicationError,
+    ConfigError,
+    LoadError,
+    LocalGroup,
+    Topology,
+    UltraEPError,
+)
 from ultraep.backends.triton.device import interpreted
 from ultraep.runtime import balancer as balancer_module
 from ultraep.runtime.hosts import Host, fast_links
+from ultraep.runtime.hybrid.plane import DomainCommunicator
 from ultraep.runtime.local import LocalCommunicator
+from ultraep.runtime.mapped.peers import together
 
 pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # some have no slots
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
@@ -268,7 +280,7 @@ def test_a_token_crosses_once_to_every_domain_that_serves_it(seed):
 
 def test_auto_uses_domains_of_hosts(monkeypatch):
     hosts = [Host("one", ()), Host("one", ()), Host("two", ()), Host("two", ())]
-    monkeypatch.setattr(balancer_module, "find_fast_links", lambda _: fast_links(hosts))
+    monkeypatch.setattr(balancer_module, "find_fast_links", lambda *_: fast_links(hosts))
     example = Example([5, 5, 5, 5], experts=8, top_k=2, hidden=8, ffn=4, seed=1)
 
     def work(comm):
@@ -296,6 +308,88 @@ def test_hybrid_needs_domains():
 
     with pytest.raises(ConfigError, match="all 4 ranks are in one domain: pass domain="):
         LocalGroup(4).run(work)
+
+
+def errors_of(work, ranks=4):
+    """Return the message that all ranks raise."""
+
+    def caught(comm):
+        with pytest.raises(UltraEPError) as error:
+            work(comm)
+        return str(error.value)
+
+    (message,) = set(LocalGroup(ranks).run(caught))
+    return message
+
+
+def test_domains_that_differ_are_refused_on_all_ranks():
+    def work(comm):
+        Balancer(experts=8, communicator=comm, domain=4 if comm.rank == 3 else 2)
+
+    message, host = errors_of(work), platform.node()
+    assert f"ranks disagree about their domains: rank 0: {host} with domain=2" in message
+    assert f"rank 3: {host} with domain=4; pass the same on all" in message
+
+
+def test_a_domain_that_does_not_divide_the_group_is_refused_with_a_map():
+    message = errors_of(lambda comm: Balancer(experts=8, communicator=comm, domain=3))
+    assert "4 ranks do not divide by a domain of 3 (rank 0: " in message
+    assert f"rank 3: {platform.node()})" in message
+
+
+def test_ranks_on_different_devices_are_refused_with_a_map():
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm, domain=2, data_plane="hybrid")
+        balancer._agreement.compare = lambda *_: None  # it sends a tensor of that device
+        balancer.plane("meta" if comm.rank == 1 else "cpu")
+
+    message, host = errors_of(work), platform.node()
+    assert f"rank 0: cpu on {host}, domain 0; rank 1: meta on {host}, domain 0" in message
+
+
+def test_an_obstacle_of_one_rank_is_shown_with_a_map(monkeypatch):
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm, domain=2, data_plane="hybrid")
+        balancer.plane("cpu")
+
+    monkeypatch.setattr(LocalCommunicator, "part", refused)
+    message = errors_of(work)
+    assert "data_plane='hybrid' is not possible: rank 2: no peer access (rank 0: cpu on" in message
+    assert message.endswith("domain 1)")
+
+
+def refused(comm, size):
+    if comm.rank == 2:
+        raise ConfigError("no peer access")
+    return comm
+
+
+def test_memory_that_one_rank_cannot_map_is_an_error_on_all():
+    def work(comm):
+        def act():
+            if comm.rank == 1:
+                raise RuntimeError("CUDA error: out of memory\nmore lines")
+            return "mapped"
+
+        assert together(comm, "share", lambda: "mapped") == "mapped"
+        together(comm, "share 64 bytes", act)
+
+    message = errors_of(work, ranks=3)
+    expected = "rank 1 of 3 cannot share 64 bytes with its peers: CUDA error: out of memory"
+    assert message == expected
+
+
+def test_errors_inside_of_a_domain_say_which_ranks_it_has():
+    class Failing:
+        rank, size = 1, 2
+
+        def exchange(self):
+            raise CommunicationError("exchange: rank 0 died")
+
+    comm = DomainCommunicator(Failing(), 4)
+    assert (comm.rank, comm.size) == (1, 2)
+    with pytest.raises(CommunicationError, match="among ranks 4 to 5, counted from 0: exchange: "):
+        comm.exchange()
 
 
 def test_a_domain_without_experts_is_refused():

@@ -213,7 +213,7 @@ class Balancer:
             self.comm = communicator or undo.enter_context(
                 closing(connect(self.group, transport=settings.transport, timeout=settings.timeout))
             )
-            self._links = find_fast_links(self.comm)
+            self._links = find_fast_links(self.comm, topology.keywords["domain"])
             if topology.keywords["domain"] is None:
                 topology = partial(topology, domain=self._links.domain)
             self.topology = topology(ranks=self.comm.size)

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch.distributed as dist
@@ -119,15 +119,37 @@ def connect(
     return TorchDistCommunicator(group, timeout, connect)
 
 
-def find_fast_links(comm: Communicator) -> FastLinks:
-    """Find out which ranks fast links join; collective."""
-    hosts: list[Host] = comm.gather_objects(this_host())
+def find_fast_links(comm: Communicator, domain: int | None = None) -> FastLinks:
+    """Find out which ranks fast links join; collective.
+
+    domain: that the user chose; raises on all ranks if it differs, or does not divide the group.
+    """
+    gathered: list[tuple[Host, int | None]] = comm.gather_objects((this_host(), domain))
+    hosts, domains = [host for host, _ in gathered], [chosen for _, chosen in gathered]
+    _check_domains(domains, hosts)
     if len({host.domain for host in hosts}) > 1:  # a fabric may join them
         hosts = comm.gather_objects(this_gpu_host())
         links = fast_links(hosts)
         if comm.rank == 0:
             logger.info("%s; pass domain= to choose otherwise", links.reason)
     return fast_links(hosts)
+
+
+def _check_domains(domains: Sequence[int | None], hosts: Sequence[Host]) -> None:
+    """Raise with the host of every rank if these ranks cannot form domains as they were told to."""
+    size, chosen = len(domains), set(domains)
+    places = [f"rank {rank}: {host.name}" for rank, host in enumerate(hosts)]
+    if len(chosen) > 1:
+        listed = "; ".join(
+            f"{place} with domain={domain}" for place, domain in zip(places, domains, strict=True)
+        )
+        raise PlanMismatch(f"ranks disagree about their domains: {listed}; pass the same on all")
+    (domain,) = chosen
+    if isinstance(domain, int) and 1 <= domain <= size and size % domain:
+        raise ConfigError(
+            f"the domain must divide the ranks: {size} ranks do not divide by a domain of {domain} "
+            f"({'; '.join(places)})"
+        )
 
 
 def plane_kinds(name: str) -> tuple[PlaneKind, ...]:
@@ -169,7 +191,10 @@ def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
             logger.info("data plane of %d ranks: %s (%s)", size, kind.name, choice.reason)
             return choice
         if name != AUTO:
-            raise ConfigError(f"data_plane={name!r} is not possible: {'; '.join(obstacles)}")
+            where = site.links.map(site.topology.domain_size, _devices_of(site))
+            raise ConfigError(
+                f"data_plane={name!r} is not possible: {'; '.join(obstacles)} ({where})"
+            )
         reason = obstacles[0]
         logger.warning(
             "data plane of %d ranks: not %s, because %s; pass data_plane='messages' to request "
@@ -179,6 +204,12 @@ def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
             reason,
         )
     raise AssertionError("the last data plane serves every group")
+
+
+def _devices_of(site: Site) -> list[str]:
+    """Return the device of the tokens of every rank; collective."""
+    devices: list[str] = site.comm.gather_objects(str(site.device))
+    return devices
 
 
 def _try(kind: PlaneKind, site: Site) -> tuple[Callable[[Shared], DataPlane] | None, list[str]]:
@@ -192,8 +223,9 @@ def _try(kind: PlaneKind, site: Site) -> tuple[Callable[[Shared], DataPlane] | N
                 obstacle = str(error)
         gathered = list(enumerate(site.comm.gather_objects((site.device.type, obstacle))))
         if len({device for _, (device, _) in gathered}) > 1:
-            listed = "; ".join(f"rank {rank} has {device}" for rank, (device, _) in gathered)
-            raise PlanMismatch(f"ranks disagree about the device of their tokens: {listed}")
+            devices = [device for _, (device, _) in gathered]
+            where = site.links.map(site.topology.domain_size, devices)
+            raise PlanMismatch(f"ranks disagree about the device of their tokens: {where}")
         obstacles = [f"rank {rank}: {text}" for rank, (_, text) in gathered if text]
         if obstacles:
             return None, obstacles

@@ -72,22 +72,34 @@ class FastLinks(NamedTuple):
     """Which ranks of a group fast links join.
 
     groups: number of such groups of ranks.   domain: consecutive ranks of each, or all ranks if
-        groups differ in size or order.   reason: in words.
+        groups differ in size or order.   reason: in words.   hosts: of the ranks.
     """
 
     groups: int
     domain: int
     reason: str
+    hosts: tuple[str, ...] = ()
+
+    def map(self, domain: int, devices: Sequence[str] = ()) -> str:
+        """Return host, device and domain of every rank, with domains of this many ranks."""
+        parts = []
+        for rank, host in enumerate(self.hosts):
+            device = f"{devices[rank]} on " if devices else ""
+            parts.append(f"rank {rank}: {device}{host}, domain {rank // domain}")
+        return "; ".join(parts)
 
 
 def fast_links(hosts: Sequence[Host]) -> FastLinks:
     """Find the domains of ranks on these hosts.
 
     >>> one, two = Host("one", ()), Host("two", ())
-    >>> fast_links([one, one, two, two])
-    FastLinks(groups=2, domain=2, reason='2 domains of 2 ranks: one; two')
-    >>> fast_links([one, two, one, two])
-    FastLinks(groups=2, domain=4, reason='one domain: the ranks of one are not consecutive')
+    >>> links = fast_links([one, one, two, two])
+    >>> links.groups, links.domain, links.reason
+    (2, 2, '2 domains of 2 ranks: one; two')
+    >>> links.map(2)
+    'rank 0: one, domain 0; rank 1: one, domain 0; rank 2: two, domain 1; rank 3: two, domain 1'
+    >>> fast_links([one, two, one, two]).reason
+    'one domain: the ranks of one are not consecutive'
     """
     blocks = [list(block) for _, block in groupby(hosts, key=lambda host: host.domain)]
     times = Counter(block[0].domain for block in blocks)
@@ -106,7 +118,7 @@ def fast_links(hosts: Sequence[Host]) -> FastLinks:
     else:
         domain = len(blocks[0])
         reason = f"{len(blocks)} domains of {domain} ranks: {'; '.join(names)}"
-    return FastLinks(len(times), domain, reason)
+    return FastLinks(len(times), domain, reason, tuple(host.name for host in hosts))
 
 
 def obstacles(hosts: Sequence[Host]) -> list[str]:

@@ -98,20 +98,28 @@ class Crossing:
         """[X, 2] domain and token."""
         return self._domains.crossing(self._of_slots, sum(self._sent))
 
+    @cached_property
+    def _tokens_that_cross(self) -> torch.Tensor:
+        """[X]."""
+        return self._pairs[:, 1].contiguous()
+
+    def _leaving(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [value.index_select(0, self._tokens_that_cross) for value in values]
+
     def to_domains(self, *values: torch.Tensor) -> list[torch.Tensor]:
         """Return [T', ...] of each [T, ...]: own tokens, then those that arrive."""
-        return self._with_arrived(values, [value[self._pairs[:, 1]] for value in values])
+        return self._with_arrived(values, self._leaving(values))
 
     def to_domains_first(self, *values: torch.Tensor) -> list[torch.Tensor]:
         """Like `to_domains`; return also the [T', K] slots in this domain, counted from its first.
 
         They are the last of the result.
         """
-        pairs, domains = self._pairs, self._domains
+        domains = self._domains
         local = domains.local(self._slots, self._of_slots, domains.numbers[domains.own])
-        token = pairs[:, 1]
-        leaving = domains.local(self._slots[token], self._of_slots[token], pairs[:, :1])
-        return self._with_arrived([*values, local], [*(v[token] for v in values), leaving])
+        slots, of_slots = self._leaving([self._slots, self._of_slots])
+        leaving = domains.local(slots, of_slots, self._pairs[:, :1])
+        return self._with_arrived([*values, local], [*self._leaving(values), leaving])
 
     def _with_arrived(
         self, own: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
@@ -131,7 +139,8 @@ class Crossing:
     def _added(self, own: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
         total = own.to(accumulator(own.dtype))
         total = total.clone() if total is own else total
-        parts = zip(self._pairs[:, 1].split(self._sent), arrived.split(self._sent), strict=True)
+        tokens = self._tokens_that_cross.split(self._sent)
+        parts = zip(tokens, arrived.split(self._sent), strict=True)
         for token, part in parts:  # a token occurs once in each part, so the order is fixed
             total.index_add_(0, token, part.to(total.dtype))
         return total.to(own.dtype)
@@ -140,15 +149,12 @@ class Crossing:
         self, values: Sequence[torch.Tensor], sent: list[int], received: list[int]
     ) -> list[torch.Tensor]:
         """Send [X, ...] tensors in one message to every domain; return those that arrive."""
+        if len(values) == 1:
+            return [self._comm.all_to_all(values[0].contiguous(), sent, received)]
         rows = [_as_bytes(value) for value in values]
         arrived = self._comm.all_to_all(torch.cat(rows, dim=1), sent, received)
         parts = arrived.split([row.shape[1] for row in rows], dim=1)
-        return [
-            part.clone(memory_format=torch.contiguous_format)
-            .view(value.dtype)
-            .view(len(part), *value.shape[1:])
-            for part, value in zip(parts, values, strict=True)
-        ]
+        return [_as_values(part, value) for part, value in zip(parts, values, strict=True)]
 
 
 class PaddedCrossing(Crossing):
@@ -190,6 +196,14 @@ def _at_place(numbers_D: IntArray, place: int, size: int) -> list[int]:
     of_ranks[:, place] = numbers_D
     result: list[int] = of_ranks.reshape(-1).tolist()
     return result
+
+
+def _as_values(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return [X, ...] of [X, bytes], as one value of packed rows; a view if it is aligned."""
+    size = like.itemsize
+    if part.storage_offset() % size or part.stride(0) % size:
+        part = part.clone(memory_format=torch.contiguous_format)
+    return part.view(like.dtype).unflatten(1, like.shape[1:])
 
 
 def _as_bytes(value: torch.Tensor) -> torch.Tensor:

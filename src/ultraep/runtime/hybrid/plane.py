@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers, moved
 from ultraep.dispatch import Moved
-from ultraep.errors import ConfigError, LoadError
+from ultraep.errors import CommunicationError, ConfigError, LoadError
 from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
@@ -178,7 +179,29 @@ def of_own_domain(shared: Shared, inside: Communicator) -> Shared:
     """Return the parts of a balancer for the ranks of one domain."""
     domain = shared.comm.rank // shared.topology.domain_size
     topology, first = shared.topology.of_domain(domain), domain * shared.topology.domain_size
-    return replace(shared, comm=inside, topology=topology, first_rank=first)
+    comm = cast(Communicator, DomainCommunicator(inside, first))
+    return replace(shared, comm=comm, topology=topology, first_rank=first)
+
+
+class DomainCommunicator:
+    """The communicator of a domain; its errors say which ranks it counts."""
+
+    def __init__(self, comm: Communicator, first: int) -> None:
+        self._comm = comm
+        self._ranks = f"among ranks {first} to {first + comm.size - 1}, counted from 0"
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self._comm, name)
+        if not callable(verb):
+            return verb
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return verb(*args, **kwargs)
+            except CommunicationError as error:
+                raise CommunicationError(f"{self._ranks}: {error}") from error
+
+        return named
 
 
 def not_foreseeable() -> ConfigError:
@@ -193,11 +216,18 @@ def routes_inside(plan: Plan, place: int, slots: torch.Tensor) -> Routes:
     """Return the routes of [T', K] rows to slots of their domain, by the plan of the domain."""
     flat = slots.reshape(-1)
     last = int(plan.topology.first_slot_of_rank[-1])
-    order = torch.where(flat == PADDING, last, flat).argsort(stable=True)
+    order = _stable_order(torch.where(flat == PADDING, last, flat), last)
     sent = int(plan.loads[place].sum())
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(len(order), device=order.device).clamp_(max=max(0, sent - 1))
+    numbers = torch.arange(len(order), device=order.device).clamp_(max=max(0, sent - 1))
+    positions = torch.empty_like(order).scatter_(0, order, numbers)
     return routes_of(plan, place, slots.shape, order[:sent], positions)
+
+
+def _stable_order(slots: torch.Tensor, most: int) -> torch.Tensor:
+    """Return the order of slots up to `most`; equal ones keep theirs."""
+    if slots.device.type != "cpu" or most >= 1 << 15:
+        return slots.argsort(stable=True)
+    return torch.from_numpy(slots.numpy().astype(np.int16).argsort(kind="stable"))  # radix sort
 
 
 class HybridRows(BaseExchange):

@@ -7,6 +7,8 @@ balancers = [Balancer(peers=group.of(rank), ...) for rank in range(8)]
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,15 +109,11 @@ class SymmetricPeers:
                 for rank, (other, size) in enumerate(sizes)
             )
             raise ConfigError(f"ranks allocate different memory: {listed}")
+        empty = partial(symmetric_memory.empty, nbytes, dtype=torch.uint8, device=self.device)
+        what = f"share {nbytes} bytes for {name!r}"
         with torch.cuda.device(self.device), torch.inference_mode(False):
-            try:
-                local = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
-                handle = symmetric_memory.rendezvous(local, self.group)
-            except RuntimeError as error:
-                raise CommunicationError(
-                    f"rank {self.rank} of {self.size} cannot share {nbytes} bytes for {name!r} "
-                    f"with its peers: {error}"
-                ) from error
+            local = together(self, what, empty)
+            handle = together(self, what, partial(symmetric_memory.rendezvous, local, self.group))
             local.zero_()
             torch.cuda.synchronize()
             addresses = torch.tensor(list(handle.buffer_ptrs), device=self.device)
@@ -132,6 +130,23 @@ class SymmetricPeers:
     def close(self) -> None:
         """Free the memory; the group stays."""
         self._regions.clear()
+
+
+def together(peers: SymmetricPeers, what: str, act: Callable[[], Any]) -> Any:
+    """Return the result of `act`; if it fails on any rank, raise on all of them."""
+    result, failure = None, ""
+    try:
+        result = act()
+    except RuntimeError as error:
+        failure = str(error).partition("\n")[0] or repr(error)
+    failures = [
+        f"rank {rank} of {peers.size} cannot {what} with its peers: {text}"
+        for rank, text in enumerate(peers.gather_objects(failure))
+        if text
+    ]
+    if failures:
+        raise CommunicationError("; ".join(failures))
+    return result
 
 
 def mapped_by(group: ProcessGroup, device: torch.device) -> Peers:
