@@ -77,7 +77,7 @@ class Size(Shape):
     """A layer, how one rank is slowed down, and how long the ranks learn."""
 
     hidden: int = 1024
-    ffn: int = 1024
+    ffn: int = 512
     experts: int = 16
     top_k: int = 2
     tokens: int = 512
@@ -88,12 +88,12 @@ class Size(Shape):
     nice: int = 6  # of the competing process
     percentage: int = 9  # of the multiprocessors, for the last rank; the others have an equal share
     most: int = 400  # microbatches until speeds must be found, and forgotten
-    rounds: int = 15
-    steps: int = 5  # timed together
+    rounds: int = 9
+    steps: int = 3  # timed together
     quiet: int = 10_000  # microbatches of equal ranks
 
 
-CPU_SIZES = (Size(), Size(ranks=4, hidden=512, tokens=256, nice=3))
+CPU_SIZES = (Size(), Size(ranks=4, tokens=256, nice=3))
 CARD = Size(
     hidden=4096,
     ffn=1536,

@@ -3,6 +3,8 @@
 `test_triton.py` also runs on a GPU and covers the other inputs.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +116,30 @@ def test_a_graph_makes_new_plans_of_new_inputs():
         step.assert_same(actual, expected)
         digests.add(expected.digest())
     assert len(digests) == 6
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+def test_a_graph_plans_with_the_speeds_that_the_device_holds(topology, config):
+    """New speeds, equal or not, take effect in the next replay, bit for bit."""
+    control = ControlPlane(topology, config, rows=0, learnt=True, device=CUDA)
+    loads = torch.zeros(topology.ranks, topology.experts, dtype=torch.int64, device=CUDA)
+    control.plan(loads)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = control.plan(loads)
+    rng, slow = np.random.default_rng(0), tuple([800] + [1000] * (topology.ranks - 1))
+    for seed in range(12):
+        drawn = tuple(rng.integers(700, 1300, topology.ranks).tolist())
+        speeds = ((), slow, drawn)[seed % 3]
+        numbers = random_loads(topology, seed)
+        loads.copy_(torch.tensor(numbers))
+        control.hold(speeds)
+        graph.replay()
+        expected = ultraep.plan(numbers, topology, replace(config, speeds=speeds or None))
+        assert_same_plan(plan.to_host(), expected)
+    control.check()
 
 
 def test_a_running_step_allocates_nothing():

@@ -35,6 +35,7 @@ from ultraep import (
 from ultraep.backends.triton import rerouter, streamer
 from ultraep.backends.triton.device import interpreted
 from ultraep.ops.formats import FORMATS
+from ultraep.runtime.mapped import memory as mapped_memory
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
@@ -236,6 +237,18 @@ def test_only_required_gradients_are_computed():
     actual = assert_as_on_host(infer, single([5, 6], bias=True), slots=2)
     assert torch.equal(actual[0]["without gradients"], actual[0]["in inference mode"])
     assert "router.weight" not in actual[0]
+
+
+def pass_with_other_programs(balancer, example):
+    """One pass of ranks whose GPUs would have different numbers of multiprocessors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapped_memory, "_programs", lambda *_: (2 - balancer.rank, 2, 1))
+        return one_pass(balancer, example)
+
+
+def test_ranks_with_different_multiprocessors_move_weights_together():
+    actual = assert_as_on_host(pass_with_other_programs, single([20, 20], experts=4, skew=0.3))
+    assert len(actual[0]["replicas"])
 
 
 def adopt(balancer, example):

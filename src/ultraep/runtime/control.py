@@ -321,6 +321,8 @@ class ControlPlane:
         p, config, speeds = self._planner, self.config, self._planner.speeds
         if p.captured_speeds is not None:
             config, speeds = replace(config, speeds=AUTO), p.captured_speeds
+        elif self._learnt and speeds is None:  # as in a graph, for which kernels are compiled
+            speeds = p.speeds_on_device(())
         slots = p.expert_of_slot
         return DevicePlan(self.topology, config, loads, slots, p.result, p.places, speeds)
 

@@ -38,9 +38,9 @@ from ultraep.runtime.versions import count_optimizer_steps, optimizer_steps
 
 BLOCK = 32  # microbatches
 SPAN = 5.0  # seconds, at least, and at least a block; speeds change at most once in a span
-AGREEING = 4  # spans in a row that show a change
+AGREEING = 5  # spans in a row that show a change
 FEWEST, KEPT = 5, 16  # spans from which the noise is estimated
-SAMPLES, ENOUGH = 3, 16  # of a block that counts, at least; about as many are taken
+SAMPLES, ENOUGH = 3, 32  # of a block that counts, at least; about as many are taken
 CUT = 8  # an eighth of the samples of a block is left out at each end
 CHANGE, OF_NOISE = 20, 3  # least change of a speed: in thousandths, and as a multiple of the noise
 # Time that a plan loses to the ideal split, in millionths: to leave equal speeds, to adjust unequal

@@ -66,6 +66,7 @@ class Planner:
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
         self.use(limits.rates, tuple(limits.speeds.tolist()))
         self._held = self._speeds_on_device(()).clone() if learnt else None
+        self._prepared: set[bool] = set()  # with rates, without
 
     def use(self, rates: tuple[int, int, int, int], speeds: tuple[int, ...] = ()) -> None:
         """Plan with these rates and speeds from now on; captured graphs keep theirs.
@@ -252,12 +253,19 @@ class Planner:
 
     def place(self) -> None:
         """Place the replicas of every domain, and sum what every rank serves."""
-        speeds, unequal = self.captured_speeds, self.shape.SPEEDS
-        if speeds is None:
+        if self._held is not None and (self._capturing() or self.timed not in self._prepared):
+            # Also before the capture, which must not load kernels.
+            self._prepared.add(self.timed)
+            self._place_with_held_speeds()
+        if self.captured_speeds is None:
             self._place()
-            return
+
+    def _place_with_held_speeds(self) -> None:
+        """Launch the kernels for equal and for unequal speeds; one leaves the plan to the other."""
+        assert self._held is not None
+        speeds, unequal = self._held[BEFORE:], self.shape.SPEEDS
         self._used_speeds.copy_(speeds)
-        for kind in (False, True):  # one of them leaves the plan to the other
+        for kind in (False, True):
             self._choose(kind, speeds)
             self._place()
         self._choose(unequal, self.speeds)
