@@ -209,7 +209,7 @@ def make_balancer(
 ) -> Iterator[Balancer]:
     """Yield a balancer of this plane; close it if nothing failed."""
     options = balancer_options(case) | {"timeout": job.timeout}
-    with ExitStack() as stack:
+    with ExitStack() as closing:
         if plane in ("shared", "sockets"):
             options |= {"transport": plane, "data_plane": "messages"}
         elif plane == "hybrid":
@@ -217,15 +217,16 @@ def make_balancer(
         elif plane == "kernels":
             options |= {"data_plane": "messages", "backend": "triton"}
         elif plane == "mapped":
-            # Not closed after an error, as a program would not.
-            peers = SharedPeers(connect(group, timeout=job.timeout))
-            options |= {"data_plane": "mapped", "peers": peers}
+            comm = connect(group, timeout=job.timeout)
+            closing.callback(comm.close)
+            options |= {"data_plane": "mapped", "peers": SharedPeers(comm)}
         if fault is not None and fault.kind in DISKS and fault.stage == "trace":
             options["record"] = job.disk / "trace"
         balancer = Balancer(group, **options)
+        closing.callback(balancer.close)
+        undo = closing.pop_all()  # after an error nothing is closed, as in most programs
         yield balancer
-        balancer.close()
-        stack.pop_all()
+        undo.close()
 
 
 # -- runs without faults -------------------------------------------------------------------------
