@@ -8,6 +8,8 @@ from traces import TOPOLOGY, plan_for, record
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Recorder, read_trace
+from ultraep.microbatch import MicrobatchInfo
+from ultraep.runtime.flight import Flight
 from ultraep.trace import VERSION
 
 from . import commands
@@ -169,3 +171,39 @@ def test_place(tmp_path):
     shown("place", run, "--out", target)  # its own file is replaced
     target.write_text("{}")
     assert_one_line(invoke("place", run, "--out", target), "is not a placement file")
+
+
+# -- crash ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crashed(tmp_path, monkeypatch):
+    """Rank 0 of two waits for rank 1, which left no file."""
+    monkeypatch.setenv("ULTRAEP_FLIGHT", str(tmp_path / "flight"))
+    flight, info = Flight("ab12", 0, 2), MicrobatchInfo(4, 9)
+    flight.begin("dispatch", info)
+    flight.write("error")
+    flight.close()
+    return tmp_path / "flight"
+
+
+def test_crash(crashed):
+    for words in ([crashed], [crashed / "ab12"], []):  # without a folder: by the environment
+        text = " ".join(shown("crash", *words).split())
+        assert "Rank 1 left no file" in text
+        assert "Rank 0 waited in 'dispatch' of layer 4 (step 9, forward) for" in text
+        assert "So rank 0 waits for rank 1." in text
+    rows = [line.split() for line in shown("crash", crashed, "--table").splitlines()[-2:]]
+    assert rows[0][:6] == ["0", "error", "4", "9", "forward", "dispatch"]
+    assert rows[1] == ["1", "no", "file"]
+
+
+def test_crash_as_json(crashed):
+    (record,) = json.loads(shown("crash", crashed, "--json"))
+    assert (record["ranks"], record["missing"], record["culprits"]) == (2, [1], [1])
+    assert record["by_rank"][0]["stage"] == "dispatch"
+
+
+def test_crash_without_files(tmp_path):
+    assert_one_line(invoke("crash", tmp_path), "no flight files (rank-00000.json, ...)")
+    assert_one_line(invoke("crash", tmp_path / "nothing"), "not a folder")

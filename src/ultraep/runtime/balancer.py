@@ -52,6 +52,7 @@ from ultraep.runtime.connect import (
     resolve_group,
     warn_if_idle,
 )
+from ultraep.runtime.failsafe import SPEEDS, FailSafe, GuardedSink
 from ultraep.runtime.flight import note_failure
 from ultraep.runtime.foresight import Foresight, invalid
 from ultraep.runtime.foresight import begin as begin_foreseen
@@ -61,7 +62,7 @@ from ultraep.runtime.observe import Observer, Sink
 from ultraep.runtime.pricing import Pricing, from_environment, needs_rates
 from ultraep.runtime.recording import Recording, open_recorder, recording_setting
 from ultraep.runtime.replays import ReplayedPlans
-from ultraep.runtime.settings import DeviceShare, Settings
+from ultraep.runtime.settings import RAISE, UNBALANCED, DeviceShare, Settings
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
@@ -117,6 +118,9 @@ class Balancer:
     share: the part of a GPU that this rank may use; None: all of it.
     dispatcher: moves the rows in place of the data plane, for example through DeepEP; see
         docs/dispatchers.md. None: the data plane moves them.
+    on_error: "unbalanced": if planning, measuring rates, learning speeds or recording fails on a
+        rank, all ranks run that microbatch without replicas, and `stats()["failed"]` counts it.
+        "raise": the error ends the run. Errors of communication always do; docs/failures.md.
     """
 
     def __init__(
@@ -144,6 +148,7 @@ class Balancer:
         peers: Peers | None = None,
         share: DeviceShare | None = None,
         dispatcher: Dispatcher | None = None,
+        on_error: str = RAISE,
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
@@ -163,6 +168,7 @@ class Balancer:
             timeout=timeout,
             share=share,
             dispatcher=dispatcher,
+            on_error=on_error,
         )
         self._peers, own_ranks = peers, communicator is not None or peers is not None
         self.group = None if own_ranks and group is None else resolve_group(group)
@@ -185,10 +191,11 @@ class Balancer:
         if self.flight is not None:
             self._observers.append(self.flight)
             self._sinks.append(self.flight)
+        self._fail_safe = FailSafe(self.rank, self._stats, active=on_error == UNBALANCED)
         if self._recording is not None:
-            self._sinks.append(self._recording)
+            self._sinks.append(GuardedSink(self._recording, self._fail_safe))
         if self._speeds.learns:
-            self._sinks.append(self._speeds)
+            self._sinks.append(GuardedSink(self._speeds, self._fail_safe, SPEEDS))
         self._carriers: dict[torch.device, _Carrier] = {}
 
     def _join(
@@ -278,6 +285,11 @@ class Balancer:
     def measured_speeds(self) -> tuple[int, ...]:
         """Speeds in thousandths of the median rank, as measured last; (): not measured."""
         return self._speeds.measured
+
+    @property
+    def failed_microbatches(self) -> int:
+        """Microbatches that ran without replicas because planning failed; see `on_error`."""
+        return self._fail_safe.microbatches
 
     def register_layer(self, weights: ReadWeights | None = None) -> int:
         """Return the number of a new layer; all ranks create their layers in the same order.
@@ -411,6 +423,7 @@ class Balancer:
             self._versions,
             self._pricing,
             self._speeds,
+            self._fail_safe,
             observers,
         )
         return _Carrier(choice, choice.make(shared), clock, observers)

@@ -60,6 +60,7 @@ NUMBER, LAYER, STEP, KIND, STAGE, OPEN, AROUND, BEGAN, CHANGED, LOADS, PLAN, WID
 FORWARD_PASS, BACKWARD_PASS, RECOMPUTED_PASS, MEETING = range(len(KINDS))
 INDEX = {stage: index for index, stage in enumerate(STAGES)}
 MOST_ERRORS = 8  # in a file: the first and the last ones
+REPEATED = 1.0  # seconds in which the same error is not written again
 POLL = 1.0  # seconds between two looks for failed ranks
 STACK_PAUSE = 0.05  # seconds in which a stack arrives
 MOST_STACK = 1 << 16  # bytes
@@ -79,6 +80,7 @@ class Flight:
         self._number = 0
         self.errors: list[str] = []
         self._noted_at = -1  # the last event before the last error
+        self._written_at = 0.0
         self._lock = threading.Lock()
         _flights[id(self)] = self
         _listen()
@@ -119,7 +121,7 @@ class Flight:
         at = number % PASSES * WIDTH
         if words[at] == number and not words[at + PLAN] and isinstance(plan, Plan):
             words[at + LOADS] = digest_of(plan.loads)
-            words[at + PLAN] = digest_of(plan.replicas) ^ digest_of(plan.quotas)
+            words[at + PLAN] = digest_of(plan.replicas) ^ digest_of(plan.quotas) or 1
 
     def sent(self, *_: object) -> None:
         """Nothing to store."""
@@ -150,8 +152,10 @@ class Flight:
         last_event = max(self._words[CHANGED::WIDTH])
         if error is None or last_event == self._noted_at:
             return
-        self._noted_at = last_event
-        self.errors.append(f"{type(error).__name__}: {error}")
+        self._noted_at, text = last_event, f"{type(error).__name__}: {error}"
+        if self.errors[-1:] == [text] and time.monotonic() < self._written_at + REPEATED:
+            return
+        self.errors.append(text)
         if len(self.errors) > MOST_ERRORS:
             del self.errors[MOST_ERRORS // 2]
         self.write(ERROR)
@@ -162,6 +166,7 @@ class Flight:
             try:
                 path = _folder(self._balancer) / f"rank-{self._rank:05d}.json"
                 write_text(path, self._file(reason, stack).as_json())
+                self._written_at = time.monotonic()
             except (FileError, OSError) as error:
                 logger.warning("rank %d: no flight file: %s", self._rank, error)
                 return None
@@ -228,6 +233,13 @@ def note_failure(observers: Iterable[object], error: BaseException | None = None
     for observer in observers:
         if isinstance(observer, Flight):
             observer.failed(error or sys.exception())
+
+
+def note_plan(observers: Iterable[object], microbatch: MicrobatchInfo, plan: Any) -> None:
+    """Note a plan before ranks compare their plans."""
+    for observer in observers:
+        if isinstance(observer, Flight):
+            observer.planned(microbatch, plan)
 
 
 def digest_of(values: IntArray) -> int:

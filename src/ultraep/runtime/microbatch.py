@@ -17,18 +17,21 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
+from ultraep.arrays import IntArray
 from ultraep.bundle import Bundle
 from ultraep.combine import combine
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Dispatcher, Exchange, dispatch
-from ultraep.errors import ConfigError, LoadError
+from ultraep.errors import ConfigError, LoadError, PlanMismatch
 from ultraep.microbatch import AnyPlan, DataPlane, Foreseen, Inputs, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
-from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.agreement import Agreement, Failures, Place, Point
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
+from ultraep.runtime.failsafe import SPEEDS, FailSafe, unbalanced_plan
+from ultraep.runtime.flight import note_plan
 from ultraep.runtime.history import History
 from ultraep.runtime.hosts import FastLinks
 from ultraep.runtime.observe import BaseExchange, Observer, staged
@@ -56,6 +59,7 @@ class Shared:
     versions: Versions
     pricing: Pricing
     speeds: Speeds
+    fail_safe: FailSafe
     observers: list[Observer]
     history: History = field(default_factory=History)
     dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
@@ -112,6 +116,8 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         self._plan: AnyPlanT | None = None
         self._exchange: BaseExchange | None = None
         self._dispatched: DispatchedRows | None = None
+        self._failures = Failures([], 0)  # that ranks reported with their loads
+        self._speeds_before = shared.speeds.current
 
     @hidden
     @staged("loads")
@@ -122,13 +128,46 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @hidden
     def plan(self) -> AnyPlanT:
         self._after("count", self._loads)
-        foreseen = self._inputs.foreseen
-        plan = self._plan = self._plan_now() if foreseen is None else self._take(foreseen.plan)
+        foreseen, safe = self._inputs.foreseen, self._shared.fail_safe
+        if foreseen is None and safe.active:
+            plan = self._plan_safely()
+        else:
+            plan = self._plan_now() if foreseen is None else self._take(foreseen.plan)
+            note_plan(self.observers, self.info, plan)
+            if self._shared.settings.verify and foreseen is None:
+                self._verify(plan)
+        plan = self._plan = self._settled(plan)
         for observer in self.observers:
             observer.planned(self.info, plan)
-        if self._shared.settings.verify and foreseen is None:
-            self._verify(plan)
         return plan
+
+    def _plan_safely(self) -> AnyPlanT:
+        """Return the plan; if a rank has failed, all ranks return one without replicas."""
+        safe, info, failures, plan = self._shared.fail_safe, self.info, self._failures, None
+        again = info.recomputed and safe.remembers(info.layer)
+        again = again and safe.was_unbalanced(info.layer, self._loads_on_host())
+        if not again and not failures.ranks:
+            with safe.holding():
+                plan = self._plan_now()
+                note_plan(self.observers, info, plan)
+            failures = self._verify(plan)
+        if plan is not None and not failures.ranks:
+            return plan
+        if failures.ranks and info.recomputed:
+            safe.raise_held()
+            raise PlanMismatch(
+                f"ranks {failures.ranks} cannot plan layer {info.layer} (step {info.step}) again: "
+                "backward needs the plan of the forward pass; the log of these ranks says why"
+            )
+        if failures.what & SPEEDS:
+            self._shared.speeds.stop(self._speeds_before)
+        loads = self._loads_on_host()
+        if not again:
+            safe.agreed(info, failures.ranks, loads)
+        config = self._inputs.config
+        plan = unbalanced_plan(loads, self._shared.topology, config)
+        self._shared.capacity.check(plan)
+        return self._use(plan)
 
     def _plan_now(self) -> AnyPlanT:
         pricing = self._shared.pricing
@@ -212,8 +251,26 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         return plan
 
     @staged("verify")
-    def _verify(self, plan: AnyPlanT) -> None:
-        """Raise if ranks have different plans."""
+    def _verify(self, plan: AnyPlanT | None) -> Failures:
+        """Raise if ranks have different plans; return the ranks that have failed.
+
+        plan: None if this rank has failed.
+        """
+        if plan is None:
+            self._shared.fail_safe.raise_held()
+        return Failures([], 0)
+
+    def _settled(self, plan: AnyPlanT) -> AnyPlanT:
+        """Return a plan that all ranks have, once there is memory for it; may be collective."""
+        return plan
+
+    @abstractmethod
+    def _loads_on_host(self) -> IntArray:
+        """Return [R, E] the loads of all ranks; may wait for a device."""
+
+    @abstractmethod
+    def _use(self, plan: Plan) -> AnyPlanT:
+        """Return a plan that was made on the host, ready for the stages after this one."""
 
     @abstractmethod
     def _replicas(self, plan: AnyPlanT) -> Replicas:

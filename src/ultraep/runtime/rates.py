@@ -32,9 +32,11 @@ from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, tensors_of
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
 from ultraep.dispatch import Arrivals
+from ultraep.errors import ConfigError
 from ultraep.microbatch import Inputs, Replicas
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan, plan_from_replicas
+from ultraep.runtime.failsafe import Caught
 from ultraep.topology import Topology
 
 Trial: TypeAlias = Callable[[Plan, Bundle, int], Replicas]  # replicas of a synthetic plan
@@ -59,6 +61,7 @@ class Timings(NamedTuple):
     one: list[float]  # with one replica of a few bytes
     small: list[float]  # with one replica of a few bytes from every rank
     whole: list[float]  # the same with the experts of the layer
+    failure: str = ""  # why this rank could not time its network
 
 
 @dataclass(frozen=True)
@@ -133,17 +136,29 @@ def measure(
                 seconds.append(time.perf_counter() - begin)
         return seconds[1:]
 
+    own_failure, network = Caught(), list[float]()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         without = _without_replicas(replicas_of(placed[:0], bundle), shape.layout, device)
+        with own_failure:  # the other ranks wait for this one in what follows
+            network = _network(inputs, without)
         timings = Timings(
             min(without.num_homes, MOST_HOMES),
-            _network(inputs, without),
+            network,
             idle=filling(placed[:0], few_bytes),
             one=filling(placed[:1], few_bytes),
             small=filling(placed, few_bytes),
             whole=filling(placed, bundle),
+            failure=own_failure.text,
         )
-    return price_list(comm.gather_objects(timings), len(placed), shape)
+    gathered = comm.gather_objects(timings)
+    own_failure.raise_again()
+    for rank, of_rank in enumerate(gathered):
+        if of_rank.failure:
+            raise ConfigError(
+                f"rates cannot be measured, rank {rank} raised {of_rank.failure}; mend the network "
+                "of the layer, or pass BalanceConfig(rates=...)"
+            )
+    return price_list(gathered, len(placed), shape)
 
 
 def price_list(ranks: Sequence[Timings], replicas: int, shape: LayerShape) -> PriceList:

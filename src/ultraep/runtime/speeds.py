@@ -138,7 +138,7 @@ class Speeds:
 
     def gathered(self, info: MicrobatchInfo, reports_R: IntArray) -> None:
         """Choose the speeds from this microbatch on, by the reports of all ranks."""
-        if not self._due or info.recomputed or info.layer != self._first:
+        if not self.learns or not self._due or info.recomputed or info.layer != self._first:
             return
         paces = tuple((reports_R // 2).tolist())
         if self._ended and all(paces):
@@ -152,6 +152,10 @@ class Speeds:
         if chosen != self.current and self._rank == 0:
             logger.info("speeds from microbatch %d on: %s", info.step, describe(chosen))
         self.current = chosen
+
+    def stop(self, current: Numbers) -> None:
+        """Learn nothing any more, and use these speeds; after a failure, on all ranks together."""
+        self.learns, self.current = False, current
 
     # As a sink of the clocks:
 

@@ -35,7 +35,8 @@ STAGES = FORWARD + BACKWARD + MEETINGS
 ORDER = {stage: place for part in (FORWARD, BACKWARD, MEETINGS) for place, stage in enumerate(part)}
 # Stages in which a rank only computes. In all others it may wait for other ranks.
 COMPUTING = ("plan", "reroute", "experts", "recompute", "experts back")
-FOLLOWING = ("CommunicationError", "PlanMismatch")  # errors of a rank that others have caused
+MISMATCH = "PlanMismatch"
+FOLLOWING = ("CommunicationError", MISMATCH)  # errors of a rank that others have caused
 ERROR, OTHERS, SIGNAL = "error", "another rank failed", "SIGUSR1"  # reasons to write a file
 MOST_FILE = 4 << 20  # bytes
 MOST_PASSES, MOST_ERRORS = 1 << 16, 64
@@ -306,7 +307,8 @@ class Crash:
         if culprits and others:
             verb = "waits" if len(others) == 1 else "wait"
             return [f"So {_subject(others, 'r')} {verb} for {_subject(culprits, 'r')}."]
-        if not culprits and len(others) > 1:
+        differ = any(e.startswith(MISMATCH) for f in self.flights.values() for e in f.errors)
+        if not culprits and len(others) > 1 and not differ:
             return ["No rank is behind: a message between them did not arrive."]
         return []
 
@@ -344,7 +346,8 @@ class Crash:
                     listed = " and ".join(_subject(ranks, "r") for _, ranks in groups)
                     return [f"The {name} of layer {layer} (step {step}) differ between {listed}."]
         if compared:
-            return [f"Loads and plans of the {compared} microbatches that ranks share are equal."]
+            what = f"{compared} microbatch{'es' * (compared > 1)}"
+            return [f"Loads and plans are equal in the {what} that ranks share."]
         return []
 
     def rows(self) -> list[dict[str, Any]]:
@@ -434,7 +437,8 @@ def _subject(ranks: Iterable[int], first: str = "R") -> str:
             spans[-1].append(rank)
         else:
             spans.append([rank])
-    parts = [f"{s[0]}-{s[-1]}" if len(s) > 2 else " and ".join(map(str, s)) for s in spans]
+    runs = [[f"{s[0]}-{s[-1]}"] if len(s) > 2 else list(map(str, s)) for s in spans]
+    parts = [part for run in runs for part in run]
     listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
     return f"{first}ank{'s' * (sum(map(len, spans)) > 1)} {listed}"
 

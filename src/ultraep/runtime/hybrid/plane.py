@@ -20,7 +20,6 @@ import torch
 from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers, moved
-from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import ConfigError, LoadError
 from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
@@ -119,8 +118,7 @@ class HybridMicrobatch(MessagesMicrobatch):
         top_k = self._inputs.ids.shape[1]
         self._plane.inside.fit(Size(self._most_tokens, top_k, rows))
 
-    def _make_plan(self, config: BalanceConfig) -> Plan:
-        plan = super()._make_plan(config)
+    def _settled(self, plan: Plan) -> Plan:
         self._own_plan = plan.of_domain(self._plane.domain)
         self._fit(int(self._own_plan.rank_loads.max()))
         return plan

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from ultraep.arrays import IntArray
 from ultraep.backends.triton.exchange import RowMap
 from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
@@ -34,7 +35,7 @@ from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.runtime.agreement import Place, Point
+from ultraep.runtime.agreement import Failures, Place, Point, short_digest
 from ultraep.runtime.control import DevicePlan, DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
@@ -211,6 +212,8 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         super().__init__(inputs, plane.shared)
         self._plane = plane
         self._last_replicas: Any = None
+        self._on_host = False  # whether the host plans
+        self._host_plan: Plan | None = None  # if it was not made on the device
         self._differs: torch.Tensor | None = None  # [R] whether loads are not the foreseen ones
 
     def foreseen(self, workspace: Workspace, tokens: int, numbers: torch.Tensor) -> Foreseen:
@@ -242,6 +245,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             workspace, self._most_tokens = workspaces.for_microbatch(
                 inputs.ids, place, own, info, refusal
             )
+            self._failures = workspaces.failures
             workspace.poll()
         except UltraEPError:
             # Another rank may have received the loads of an earlier layer before this one.
@@ -298,13 +302,48 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
                 f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
                 f"the device plans {control.config.policy!r}"
             )
-        numbers = loads.cpu().numpy().astype("int64")
-        past = self._shared.history.note(self.info, numbers.sum(axis=0)).before
-        host_plan = make_plan(numbers, plane.topology, config, history=past)
+        self._on_host, past = True, self._past_loads
+        host_plan = make_plan(self._loads_on_host(), plane.topology, config, history=past)
         host_plan.check_limits()
         self._shared.capacity.check(host_plan)
-        adopted = control.adopt(host_plan)
-        return self._in_fitting_workspace(adopted, int(host_plan.rank_loads.max())).copied()
+        return self._use(host_plan)
+
+    def _loads_on_host(self) -> IntArray:
+        assert self._loads is not None
+        return self._loads.cpu().numpy().astype("int64")
+
+    @cached_property
+    def _past_loads(self) -> IntArray:
+        """[E] the loads of the layer before this microbatch, which is noted in the history."""
+        loads_E = self._loads_on_host().sum(axis=0)
+        return self._shared.history.note(self.info, loads_E).before
+
+    def _use(self, plan: Plan) -> DevicePlan:
+        self._host_plan = plan
+        if self._on_host:
+            _ = self._past_loads  # in the history of all ranks, also if this rank has failed
+        return self._current().control.adopt(plan).copied()
+
+    @staged("verify")
+    def _verify(self, plan: DevicePlan | None) -> Failures:
+        """Compare plans of the host if errors are held; kernels make the same plan on all ranks."""
+        safe, agreement = self._shared.fail_safe, self._plane.workspaces.agreement
+        if self._shared.pricing.failed is self.info:  # on all ranks together
+            return Failures([self._shared.comm.rank], safe.mark)
+        if not (safe.active and self._on_host and agreement is not None):
+            if plan is None:
+                safe.raise_held()
+            return Failures([], 0)
+        host_plan = None if plan is None else self._host_plan
+        digest = 0 if host_plan is None else short_digest(host_plan.replicas, host_plan.quotas)
+        place = self._place(Point.PLAN)
+        return agreement.compare(place, torch.device("cpu"), digest=digest, failed=safe.mark)
+
+    def _settled(self, plan: DevicePlan) -> DevicePlan:
+        if self._host_plan is None:
+            return plan
+        fitting = self._in_fitting_workspace(plan, int(self._host_plan.rank_loads.max()))
+        return plan if fitting is plan else fitting.copied()
 
     def _in_fitting_workspace(self, plan: DevicePlan, most_rows: int) -> DevicePlan:
         """Return the plan; if a rank serves more rows than fit, move to a larger workspace first.

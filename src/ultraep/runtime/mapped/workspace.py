@@ -16,8 +16,9 @@ from ultraep.comm import Peers
 from ultraep.config import AUTO
 from ultraep.errors import LoadError
 from ultraep.microbatch import MicrobatchInfo
-from ultraep.runtime.agreement import Agreement, Place
+from ultraep.runtime.agreement import Agreement, Failures, Place
 from ultraep.runtime.control import ControlPlane, DevicePlan, device_config
+from ultraep.runtime.failsafe import SPEEDS
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.streams import Fetch, capturing
@@ -85,6 +86,7 @@ class Workspaces:
     def __init__(self, shared: Shared, peers: Peers, agreement: Agreement | None) -> None:
         self._shared, self._peers, self.agreement = shared, peers, agreement
         self.all: list[Workspace] = []
+        self.failures = Failures([], 0)  # that ranks reported with their last records
         self._most_rows = 0  # that any rank was planned to serve, as far as all ranks know
 
     @property
@@ -115,6 +117,8 @@ class Workspaces:
         if self.agreement is None or not exchanges or self._alone or self._capturing:
             if error:
                 raise error
+            mark = self._shared.fail_safe.mark if self._alone else 0
+            self.failures = Failures([0] if mark else [], mark)
             workspace = self._fitting(tokens, top_k) or self._create_alone(tokens, top_k)
             return workspace, workspace.memory.tokens
         records = self.agreement.gather_loads(
@@ -125,12 +129,15 @@ class Workspaces:
             refused=int(error is not None),
             tokens=tokens,
             rows=max((workspace.most_rows for workspace in self.all), default=0),
-            pace=self._shared.speeds.report(info),
+            pace=self._shared.fail_safe.attempt(SPEEDS, self._shared.speeds.report, info),
+            failed=0 if info.recomputed else self._shared.fail_safe.mark,
         )
         if error:
             raise error
         self.agreement.compare_inputs(records, signature)
-        self._shared.speeds.gathered(info, records.column("pace"))
+        self.failures = records.failures
+        if not self.failures.ranks:
+            self._shared.speeds.gathered(info, records.column("pace"))
         self._most_rows = max(self._most_rows, int(records.column("rows").max()))
         most_tokens = int(records.column("tokens").max())
         return self.for_tokens(most_tokens, top_k), most_tokens

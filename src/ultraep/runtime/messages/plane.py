@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Repli
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Place, Point, Records, short_digest
+from ultraep.runtime.agreement import Failures, Place, Point, Records, short_digest
+from ultraep.runtime.failsafe import SPEEDS
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared, not_foreseen
@@ -82,18 +84,26 @@ class MessagesPlane:
             torch.cat([loads, loads.new_tensor(versions)[:, None]], 1)
         )
         numbers = gathered.cpu().numpy()
-        layers = [
-            microbatch.foreseen(gathered[:, index, :-1], numbers[:, index])
-            for index, microbatch in enumerate(microbatches)
-        ]
+        layers: list[Foreseen] = []
+        with shared.fail_safe.holding():
+            layers = [
+                microbatch.foreseen(gathered[:, index, :-1], numbers[:, index])
+                for index, microbatch in enumerate(microbatches)
+            ]
         if shared.settings.verify:
             plans = [layer.plan for layer in layers]
-            shared.agreement.compare(
+            failures = shared.agreement.compare(
                 place,
                 gathered.device,
                 digest=short_digest(*(part for p in plans for part in (p.replicas, p.quotas))),
                 description=f"{[plan.num_replicas for plan in plans]} replicas",
+                failed=shared.fail_safe.mark,
             )
+            if failures.ranks:
+                shared.fail_safe.count(
+                    "layers are not foreseen and plan themselves", failures.ranks
+                )
+                return []
         return layers
 
     def prepare(self, ids: torch.Tensor, _rows: torch.Tensor, bundle: Bundle) -> None:
@@ -186,14 +196,18 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             version=version,
             refused=refused,
             tokens=len(inputs.ids),
-            pace=shared.speeds.report(self.info),
+            pace=shared.fail_safe.attempt(SPEEDS, shared.speeds.report, self.info),
+            failed=0 if self.info.recomputed else shared.fail_safe.mark,
             crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
             meanwhile=self._work_ahead if ahead and isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[shared.comm.rank]:
             self.refuse()
         shared.agreement.compare_inputs(records, own)
-        shared.speeds.gathered(self.info, records.column("pace"))
+        self._failures = records.failures
+        if not self._failures.ranks:
+            with shared.fail_safe.holding(SPEEDS):
+                shared.speeds.gathered(self.info, records.column("pace"))
         self._host_loads, self._versions = records.loads, records.column("version")
         if foreseen is not None:
             differs = (records.loads != foreseen.loads).any(axis=1)
@@ -261,7 +275,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     @staged("plan")
     def _make_plan(self, config: BalanceConfig) -> Plan:
         plane, loads, kernels = self._plane, self._host_loads, self._kernels
-        past = self._shared.history.note(self.info, loads.sum(axis=0)).before
+        past = self._past_loads
         plane.last_config[self.info.layer] = config
         if kernels is not None and kernels.control.use(config):
             plan = self._plan_of_device(kernels, config, loads)
@@ -274,6 +288,21 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         self._shared.capacity.check(plan)
         return plan
 
+    def _loads_on_host(self) -> IntArray:
+        return self._host_loads
+
+    @cached_property
+    def _past_loads(self) -> IntArray:
+        """[E] the loads of the layer before this microbatch, which is noted in the history."""
+        return self._shared.history.note(self.info, self._host_loads.sum(axis=0)).before
+
+    @staged("plan")
+    def _use(self, plan: Plan) -> Plan:
+        self._ahead, _ = None, self._past_loads
+        if self._kernels is not None:
+            self._kernels.planned = None
+        return plan
+
     def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, loads: IntArray) -> Plan:
         ahead = self._ahead
         if ahead is not None and ahead.config == config and kernels.planned is self.info:
@@ -283,12 +312,17 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         return kernels.control.plan(self._loads).to_host(loads)
 
     @staged("verify")
-    def _verify(self, plan: Plan) -> None:
-        self._shared.agreement.compare(
-            self._place(Point.PLAN),
-            self._inputs.ids.device,
+    def _verify(self, plan: Plan | None) -> Failures:
+        place, device = self._place(Point.PLAN), self._inputs.ids.device
+        mark, compare = self._shared.fail_safe.mark, self._shared.agreement.compare
+        if plan is None:
+            return compare(place, device, failed=mark)
+        return compare(
+            place,
+            device,
             digest=short_digest(plan.replicas, plan.quotas),
             description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
+            failed=mark,
         )
 
     def _replicas(self, plan: Plan) -> Replicas:

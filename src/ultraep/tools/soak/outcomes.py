@@ -95,6 +95,8 @@ def classify(
         return NOT_INJECTED, ""
     if not errors and not any(end.killed for end in ends):
         return SURVIVED, ""
+    if fault.kind == "planner" and fault.on_error == "unbalanced":
+        return UNNAMED, "on_error='unbalanced' did not hold the error of the planner"
     for end in errors:
         missing = _unnamed(fault, end)
         if missing:

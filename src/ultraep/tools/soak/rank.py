@@ -119,7 +119,9 @@ def _threads(job: Job, fault: Fault, pipe: Connection) -> None:
             report.push(_Forward(comm.rank, send))
             case = case_of(fault)
             injector = Injector(fault, comm.rank, lambda: send(Fired(comm.rank)), job.disk)
-            balancer = Balancer(communicator=comm, **balancer_options(case))
+            balancer = Balancer(
+                communicator=comm, on_error=fault.on_error, **balancer_options(case)
+            )
             injector.attach(balancer)
             Training(case, balancer, injector).run()
 
@@ -220,6 +222,8 @@ def make_balancer(
             comm = connect(group, timeout=job.timeout)
             closing.callback(comm.close)
             options |= {"data_plane": "mapped", "peers": SharedPeers(comm)}
+        if fault is not None:
+            options["on_error"] = fault.on_error
         if fault is not None and fault.kind in DISKS and fault.stage == "trace":
             options["record"] = job.disk / "trace"
         balancer = Balancer(group, **options)

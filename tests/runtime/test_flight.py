@@ -1,0 +1,270 @@
+"""Flight recorder: what ranks write when they fail, hang or are killed, and how it is explained."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import Example, on_ranks
+from ranks import PATIENCE, RankPool, meet, set_timeout
+
+from ultraep import BalancedMoE, Balancer, CommunicationError, LocalGroup, PlanMismatch
+from ultraep.microbatch import MicrobatchInfo
+from ultraep.runtime import flight as flight_module
+from ultraep.runtime.flight import PASSES, Flight, digest_of
+from ultraep.trace.crash import VARIABLE, crash_folders, read_crash, read_flight
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHORT = 1.5  # seconds
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "flight"))
+    return tmp_path / "flight"
+
+
+def explained(folder):
+    (only,) = crash_folders(folder)
+    return read_crash(only)
+
+
+# -- one rank ------------------------------------------------------------------------------------
+
+
+def test_the_ring_keeps_the_last_passes(folder):
+    flight = Flight("some", 1, 2)
+    infos = [MicrobatchInfo(0, step) for step in range(1, PASSES + 11)]
+    for info in infos:
+        flight.begin("loads", info)
+        flight.end("loads", info)
+    passes = read_flight(flight.write("test")).passes
+    assert [each.step for each in passes] == list(range(11, PASSES + 11))
+    assert [each.number for each in passes] == [each.step for each in passes]
+    flight.end("loads", infos[0])  # overwritten long ago
+    assert read_flight(flight.write("test")).passes[0].step == 11
+
+
+def test_stages_inside_of_stages_and_backward(folder):
+    flight, info = Flight("some", 0, 1), MicrobatchInfo(3, 7)
+
+    def last():
+        return read_flight(flight.write("test")).last
+
+    flight.begin("experts", info)
+    flight.begin("replicate", info)
+    assert (last().stage, last().open, last().kind) == ("replicate", True, "forward")
+    flight.end("replicate", info)
+    assert (last().stage, last().open) == ("experts", True)
+    flight.end("experts", info)
+    assert (last().stage, last().open) == ("experts", False)
+    info.in_backward = True
+    flight.begin("combine back", info)
+    assert (last().stage, last().kind, last().number) == ("combine back", "backward", 2)
+    end = flight.meet("rates", 3, 8)
+    assert (last().stage, last().kind, last().open) == ("rates", "meeting", True)
+    end()
+    assert not last().open
+
+
+def test_digests_differ_with_contents_and_sizes():
+    values = torch.arange(12).reshape(3, 4).numpy()
+    other = values.copy()
+    other[2, 3] += 1
+    swapped = values[:, [1, 0, 2, 3]]
+    assert len({digest_of(v) for v in (values, other, swapped, values[:2], values[:0])}) == 5
+    assert digest_of(values) == digest_of(values.copy())
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "off")
+    balancer = Balancer("alone", experts=4)
+    assert balancer.flight is None
+    balancer.close()
+
+
+# -- ranks of one process ------------------------------------------------------------------------
+
+
+def run_with_a_failing_network(ranks):
+    """Rank 1 raises in stage 6 of the second microbatch."""
+
+    def work(comm):
+        balancer = Balancer(experts=4, communicator=comm)
+        layer = BalancedMoE.swiglu(8, 8, 4, 2, balancer=balancer)
+        layer(torch.randn(16, 8)).sum().backward()
+        if comm.rank == 1:
+            layer.experts.register_forward_pre_hook(fail)
+        layer(torch.randn(16, 8))
+
+    with pytest.raises(ValueError, match="in the network"):
+        LocalGroup(ranks, timeout=PATIENCE).run(work)
+
+
+def fail(*_):
+    raise ValueError("in the network")
+
+
+def test_a_network_that_raises(folder):
+    run_with_a_failing_network(4)
+    crash = explained(folder)
+    assert (crash.ranks, crash.missing, crash.culprits) == (4, [], [1])
+    text = crash.explain()
+    assert "Rank 1 raised ValueError: in the network." in text
+    assert "Rank 1 stayed in 'experts' of layer 0 (step 2, forward)" in text
+    assert "Ranks 0, 2 and 3 waited in 'combine' of layer 0 (step 2, forward)" in text
+    assert "So ranks 0, 2 and 3 wait for rank 1." in text
+    assert "Loads and plans are equal in the 2 microbatches that ranks share." in text
+
+
+def test_a_folder_that_cannot_be_written_does_not_hide_the_error(folder, caplog):
+    folder.write_text("a file")
+    run_with_a_failing_network(2)
+    assert "no flight file" in caplog.text
+
+
+def test_nothing_is_written_in_the_good_case(folder):
+    on_ranks(Example([8, 8]))
+    assert not folder.exists()
+
+
+def test_ranks_with_other_plans_are_named(folder):
+    def work(comm):
+        balancer = Balancer(experts=4, communicator=comm, domain=comm.size)
+        layer = BalancedMoE.swiglu(8, 8, 4, 2, balancer=balancer)
+        skewed = torch.ones(16, 8)
+        layer(skewed, policy="none" if comm.rank == 2 else None)
+
+    with pytest.raises(PlanMismatch):
+        LocalGroup(4, timeout=PATIENCE).run(work)
+    text = explained(folder).explain()
+    assert "The plans of layer 0 (step 1) differ between ranks 0, 1 and 3 and rank 2." in text
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def misbehave(rank, group, transport, kind, folder, meeting):
+    """Rank 1 hangs, dies or stops before the third microbatch; return the errors of the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(folder))
+        patch.setattr(flight_module, "POLL", 0.1)
+        balancer = Balancer(group, experts=3, transport=transport, timeout=PATIENCE)
+        layer = BalancedMoE.swiglu(8, 8, 3, 1, balancer=balancer)
+        for _ in range(2):
+            layer(torch.randn(16, 8)).sum().backward()
+        set_timeout(balancer.comm, SHORT)
+        if rank == 1:
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            until = time.monotonic() + PATIENCE
+            while not list(folder.glob("*/rank-00001.json")) and time.monotonic() < until:
+                time.sleep(0.05)  # a hang: the thread of the recorder writes the file
+        else:
+            with pytest.raises(CommunicationError):
+                layer(torch.randn(16, 8))
+        if kind == "hang":
+            meet(meeting, rank, 3)
+        return repr(balancer.flight.errors)
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"),
+    [
+        ("shared", "hang"),
+        ("sockets", "kill"),
+        pytest.param("shared", "kill", marks=pytest.mark.slow),
+        pytest.param("sockets", "hang", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_hangs_or_dies(transport, kind, tmp_path):
+    folder, meeting = tmp_path / "flight", tmp_path / "meeting"
+    meeting.mkdir()
+    with RankPool() as pool:
+        outcomes = pool.outcomes(3, misbehave, transport, kind, folder, meeting)
+    assert [o.rank for o in outcomes if o.kind != "result"] == [1] * (kind == "kill"), outcomes
+    crash = explained(folder)
+    text = crash.explain()
+    assert (crash.ranks, crash.culprits) == (3, [1])
+    assert "Ranks 0 and 2 waited in 'loads' of layer 0 (step 3, forward)" in text
+    assert "So ranks 0 and 2 wait for rank 1." in text
+    if kind == "kill":
+        assert "Rank 1 left no file: killed, stopped, or" in text
+    else:
+        assert "Rank 1 had left 'dispatch back' of layer 0 (step 2, backward)" in text
+    assert crash.flights[0].errors[0].startswith("CommunicationError: at the loads of layer 0")
+
+
+def hang_in_a_collective(rank, group, folder):
+    """Rank 1 signals rank 0, which waits in C++, and joins it when the file is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(folder))
+        balancer = Balancer(group, experts=2, timeout=PATIENCE)
+        layer = BalancedMoE.swiglu(8, 8, 2, 1, balancer=balancer)
+        layer(torch.randn(16, 8))
+        processes = [None] * 2
+        dist.all_gather_object(processes, os.getpid())
+        if rank == 1:
+            time.sleep(0.2)
+            os.kill(processes[0], signal.SIGUSR1)
+            until = time.monotonic() + PATIENCE
+            while not list(folder.glob("*/rank-00000.json")):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        dist.barrier()
+        balancer.close()
+
+
+def test_a_signal_while_a_rank_waits_in_a_collective(tmp_path):
+    with RankPool() as pool:
+        pool.run(2, hang_in_a_collective, tmp_path)
+    crash = explained(tmp_path)
+    assert (crash.flights[0].reason, crash.missing) == ("SIGUSR1", [1])
+    assert "in hang_in_a_collective" in str(crash.rows()[0]["frames"])
+    assert "Rank 1 left no file: not signalled," in crash.explain()
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+{before}
+from ultraep import BalancedMoE, Balancer
+balancer = Balancer("alone", experts=4)
+BalancedMoE.swiglu(8, 8, 4, 2, balancer=balancer)(torch.randn(4, 8))
+{after}
+"""
+
+
+def run_script(folder, before="", after=""):
+    script = SCRIPT.format(before=before, after=after)
+    environment = os.environ | {VARIABLE: str(folder), "ULTRAEP_RATES": "off"}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def test_an_exception_outside_of_the_layer(tmp_path):
+    ended = run_script(tmp_path, after="raise KeyError('in the loader')")
+    assert ended.returncode == 1
+    assert "KeyError: 'in the loader'" in ended.stderr
+    text = explained(tmp_path).explain()
+    assert "Rank 0 raised KeyError: 'in the loader'." in text
+    assert "Rank 0 had left 'combine' of layer 0 (step 1, forward)" in text
+
+
+@pytest.mark.slow
+def test_handlers_of_the_program_stay(tmp_path):
+    before = "signal.signal(signal.SIGUSR1, lambda *_: print('mine'))"
+    after = "os.kill(os.getpid(), signal.SIGUSR1); balancer.flight.write('asked')"
+    ended = run_script(tmp_path, before, after)
+    assert (ended.returncode, ended.stdout) == (0, "mine\n")
+    assert explained(tmp_path).flights[0].reason == "asked"
