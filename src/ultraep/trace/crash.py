@@ -47,6 +47,7 @@ NAMED = re.compile(
     r"rank (\d+) \(process \d+\) died|because of rank (\d+)|rank (\d+) has closed"
     r"|no response from ranks? ([\d, ]+)|no progress in \S+ s with rank ([\d, ]+)"
     r"|ranks? ([\d, ]+) did not reach|for rank (\d+)|rank (\d+) did not arrive within"
+    r"|rank (\d+) entered this call"
 )
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')  # as faulthandler writes it
 

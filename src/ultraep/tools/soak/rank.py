@@ -9,6 +9,7 @@ import atexit
 import faulthandler
 import gc
 import os
+import sys
 import threading
 import time
 import warnings
@@ -85,9 +86,9 @@ class _Report:
         if error is None:
             self._send(Ended(self.rank))
         else:
+            sys.excepthook(type(error), error, trace)  # as at the end of a program
             message = " ".join(str(error).split())
             self._send(Ended(self.rank, type(error).__name__, message))
-            print(f"{type(error).__name__}: {message}", flush=True)
         return True  # its log has the error
 
 
