@@ -2,7 +2,7 @@
 
 All ranks map one file. It begins with 64-bit words, each of which has one writer:
 
-    per rank          pid, state, culprit
+    per rank          pid, state, culprit, when it last looked around while waiting
     per ordered pair  arrived and header of the piece (by the sender); released (by the receiver)
 
 Each ordered pair has a segment for the bytes, at first a small one after the control words. For a
@@ -37,7 +37,8 @@ from ultraep.runtime.segments import SharedFile
 
 VERBS = ("all_gather", "all_to_all", "exchange", "gather_objects")
 LINE = 8  # words of a cache line; no two writers share one
-PID, STATE, CULPRIT = 0, 1, 2  # words in the line of a rank
+PID, STATE, CULPRIT, WAITING = 0, 1, 2, 3  # words in the line of a rank
+FRESH = 2_000  # milliseconds; a rank that waits looks around more often
 ARRIVED, HEADER, RELEASED = 0, 1, LINE  # words in the two lines of a pair
 RUNNING, CLOSED, FAILED = 1, 2, 3
 FIRST = 1 << 14  # bytes of a pair's first segment
@@ -230,12 +231,14 @@ class Wire:
             while outgoing or incoming:
                 if self._push(verb, outgoing) | self._pull(verb, incoming):
                     backoff.reset()
+                    self._note_waiting(False)
                 elif backoff.pause():
                     self._look(verb, outgoing, incoming, backoff.waited())
             done = True
         finally:
             if not done:
                 self.abort()
+            self._note_waiting(False)
 
     def has_failed(self) -> bool:
         """Whether a rank has failed; may be called by any thread."""
@@ -305,8 +308,19 @@ class Wire:
             sent = f"{self._names[peer]} sent {header.left} bytes"
             self._fail(verb, peer, f"{sent}, {size} were expected")
 
+    def _note_waiting(self, waiting: bool) -> None:
+        """Tell the other ranks whether this rank waits."""
+        at = self.rank * LINE + WAITING
+        if waiting or self._words[at]:
+            self._words[at] = _milliseconds() if waiting else 0
+
+    def _waits(self, rank: int) -> bool:
+        """Whether a rank waits for another one, and so is not the cause of a delay."""
+        return _milliseconds() - self._words[rank * LINE + WAITING] < FRESH
+
     def _look(self, verb: str, outgoing: Queues, incoming: Queues, waited: float) -> None:
         """Fail if a rank is lost, or if the timeout has passed."""
+        self._note_waiting(True)
         loss = self._loss()
         if loss is not None:
             self._fail(verb, *loss)
@@ -318,8 +332,9 @@ class Wire:
             if not (sent and came):
                 self._fail(verb, peer, f"{self._names[peer]} has closed")
         if waited > self.timeout:
-            names = ", ".join(self._names[peer] for peer in peers)
-            self._fail(verb, peers[0], f"no progress in {self.timeout:g} s with {names}")
+            causes = [peer for peer in peers if not self._waits(peer)] or peers
+            names = ", ".join(self._names[peer] for peer in causes)
+            self._fail(verb, causes[0], f"no progress in {self.timeout:g} s with {names}")
 
     def _fail(self, verb: str, culprit: int, what: str) -> NoReturn:
         self._leave(FAILED, culprit)
@@ -335,6 +350,11 @@ def _advance(queues: Queues, peer: int, rest: torch.Tensor | None) -> None:
     queues[peer].popleft()
     if not queues[peer]:
         del queues[peer]
+
+
+def _milliseconds() -> int:
+    """Return a time that the processes of a host share."""
+    return time.monotonic_ns() // 1_000_000
 
 
 def _alive(pid: int) -> bool:

@@ -46,7 +46,8 @@ SHOWN = 200  # characters of an error, and of a frame of a stack
 NAMED = re.compile(
     r"rank (\d+) \(process \d+\) died|because of rank (\d+)|rank (\d+) has closed"
     r"|no response from ranks? ([\d, ]+)|no progress in \S+ s with rank ([\d, ]+)"
-    r"|ranks? ([\d, ]+) did not reach|for rank (\d+)"
+    r"|ranks? ([\d, ]+) did not reach|for rank (\d+)|rank (\d+) did not arrive within"
+    r"|rank (\d+) entered this call"
 )
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')  # as faulthandler writes it
 
@@ -228,14 +229,15 @@ class Crash:
         """Ranks that the others wait for: missing, failed by themselves, or behind all others.
 
         A launcher may have ended some missing ranks after the first one. So if the errors of other
-        ranks name missing ranks, these count.
+        ranks name missing ranks, these count. A rank that was late has gone on when it writes its
+        file, so the rank that all errors name comes before the ranks that are behind.
         """
         own = {rank for rank, flight in self.flights.items() if flight.own_error}
-        errors = " ".join(error for flight in self.flights.values() for error in flight.errors)
-        listed = " ".join(" ".join(groups) for groups in NAMED.findall(errors))
-        named = {int(number) for number in re.findall(r"\d+", listed)}
-        missing = set(self.missing)
-        return sorted(own or (missing & named) or missing) or self.behind or sorted(named)
+        named_by = [_named(flight.errors) for flight in self.flights.values()]
+        missing, named = set(self.missing), set[int]().union(*named_by)
+        blamed = set(range(self.ranks)).intersection(*filter(None, named_by)) if named else set()
+        agreed = blamed if len(blamed) == 1 else set[int]()
+        return sorted(own or (missing & named) or missing or agreed) or self.behind or sorted(named)
 
     @property
     def behind(self) -> list[int]:
@@ -366,6 +368,12 @@ class Crash:
                 row["frames"] = _frames(flight.stack)
             rows.append(row | {"culprit": rank in self.culprits})
         return rows
+
+
+def _named(errors: Iterable[str]) -> set[int]:
+    """Return the ranks that errors of communication name as their cause."""
+    listed = " ".join(" ".join(groups) for groups in NAMED.findall(" ".join(errors)))
+    return {int(number) for number in re.findall(r"\d+", listed)}
 
 
 def crash_folders(folder: str | Path) -> list[Path]:

@@ -16,6 +16,7 @@ from ultraep.files.writing import check_targets, write_text
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli.options import option, refuse_options, split_names, split_ranges
 from ultraep.tools.cli.terminal import Terminal, progress
+from ultraep.tools.launch.processes import stop_on_sigterm
 from ultraep.tools.report.words import counted
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def command(options: SoakOptions) -> None:
     from ultraep.tools.soak.outcomes import FAILURES
     from ultraep.tools.soak.run import Campaign
 
+    stop_on_sigterm()  # so that hosts and disks are removed
     settings, terminal = _settings(options), Terminal()
     faults, planes = _faults(options, settings, terminal)
     begin = time.monotonic()

@@ -95,6 +95,8 @@ def classify(
         return NOT_INJECTED, ""
     if not errors and not any(end.killed for end in ends):
         return SURVIVED, ""
+    if fault.kind == "planner" and fault.on_error == "unbalanced":
+        return UNNAMED, "on_error='unbalanced' did not hold the error of the planner"
     for end in errors:
         missing = _unnamed(fault, end)
         if missing:
@@ -131,8 +133,8 @@ def culprits_of(fault: Fault, observer: int) -> set[int]:
     """Return the ranks of which an error should name one."""
     if fault.kind not in ("lost messages", "delayed messages"):
         return {fault.rank}
-    half = fault.ranks // 2
-    return {rank for rank in range(fault.ranks) if rank // half != observer // half}
+    # A rank may wait for a rank of its own host that waits for the other host.
+    return set(range(fault.ranks)) - {observer}
 
 
 def growing(samples: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, tuple[float, float]]:

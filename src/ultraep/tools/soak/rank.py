@@ -9,6 +9,7 @@ import atexit
 import faulthandler
 import gc
 import os
+import sys
 import threading
 import time
 import warnings
@@ -85,9 +86,9 @@ class _Report:
         if error is None:
             self._send(Ended(self.rank))
         else:
+            sys.excepthook(type(error), error, trace)  # as at the end of a program
             message = " ".join(str(error).split())
             self._send(Ended(self.rank, type(error).__name__, message))
-            print(f"{type(error).__name__}: {message}", flush=True)
         return True  # its log has the error
 
 
@@ -119,7 +120,9 @@ def _threads(job: Job, fault: Fault, pipe: Connection) -> None:
             report.push(_Forward(comm.rank, send))
             case = case_of(fault)
             injector = Injector(fault, comm.rank, lambda: send(Fired(comm.rank)), job.disk)
-            balancer = Balancer(communicator=comm, **balancer_options(case))
+            balancer = Balancer(
+                communicator=comm, on_error=fault.on_error, **balancer_options(case)
+            )
             injector.attach(balancer)
             Training(case, balancer, injector).run()
 
@@ -209,7 +212,7 @@ def make_balancer(
 ) -> Iterator[Balancer]:
     """Yield a balancer of this plane; close it if nothing failed."""
     options = balancer_options(case) | {"timeout": job.timeout}
-    with ExitStack() as stack:
+    with ExitStack() as closing:
         if plane in ("shared", "sockets"):
             options |= {"transport": plane, "data_plane": "messages"}
         elif plane == "hybrid":
@@ -217,15 +220,18 @@ def make_balancer(
         elif plane == "kernels":
             options |= {"data_plane": "messages", "backend": "triton"}
         elif plane == "mapped":
-            # Not closed after an error, as a program would not.
-            peers = SharedPeers(connect(group, timeout=job.timeout))
-            options |= {"data_plane": "mapped", "peers": peers}
+            comm = connect(group, timeout=job.timeout)
+            closing.callback(comm.close)
+            options |= {"data_plane": "mapped", "peers": SharedPeers(comm)}
+        if fault is not None:
+            options["on_error"] = fault.on_error
         if fault is not None and fault.kind in DISKS and fault.stage == "trace":
             options["record"] = job.disk / "trace"
         balancer = Balancer(group, **options)
+        closing.callback(balancer.close)
+        undo = closing.pop_all()  # after an error nothing is closed, as in most programs
         yield balancer
-        balancer.close()
-        stack.pop_all()
+        undo.close()
 
 
 # -- runs without faults -------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from ultraep.tools.soak.schedule import OF_KERNELS, Fault
 
 DISKS = ("full disk", "read-only disk")
 DISK_BYTES = "512k"
-SWEEP = 0.5  # seconds in which another group may remove the files of a dead one
+SWEEP = 2.0  # seconds in which another group may remove the files of a dead one
 SPARE = 60.0  # seconds beyond all timeouts of a run, after which it has hung
 MBIT = 1000
 HOST_PAIRS = 3
@@ -255,8 +255,9 @@ class Run:
 
     def _left_behind(self) -> list[str]:
         pids = [rank.process.pid for rank in self.ranks if rank.process.pid is not None]
-        if shared_files(pids):
-            time.sleep(SWEEP)
+        until = time.monotonic() + SWEEP
+        while shared_files(pids) and time.monotonic() < until:
+            time.sleep(0.05)
         left = [f"/dev/shm/{name}" for name in shared_files(pids)]
         return left + [f"process {pid}" for pid in _members(pids)]
 

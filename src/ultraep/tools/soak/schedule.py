@@ -131,6 +131,7 @@ def draw_fault(
         plane,
         ranks,
         int(rng.integers(1 << 31)),
+        str(rng.choice(["raise", "unbalanced"])),
     )
 
 
