@@ -18,8 +18,15 @@ from dataclasses import dataclass
 COMMANDS = ("ip", "tc", "unshare")
 LINK = "eth0"  # the name of the network device inside of a host
 BURST_SECONDS, LEAST_BURST = 0.002, 32_000  # bytes; more would let short messages pass unlimited
-# Only the rate shall limit messages: no pacing by BBR, no slow start after each computation.
-TCP_SETTINGS = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+# Only the rate shall limit messages: no pacing by BBR, no slow start after each computation, short
+# queues, so that acknowledgements do not wait behind data, and windows larger than all messages.
+TCP_SETTINGS = {
+    "tcp_congestion_control": "reno",
+    "tcp_slow_start_after_idle": "0",
+    "tcp_limit_output_bytes": "16384",
+    "tcp_rmem": "4096 8388608 16777216",
+    "tcp_wmem": "4096 8388608 16777216",
+}
 NETWORK, HOSTNAME = 0x40000000, 0x04000000  # kinds of namespaces, for setns and unshare
 
 
@@ -79,7 +86,7 @@ def hosts(count: int, mbit: int, label: str = "") -> Iterator[list[SimulatedHost
             _run("ip", "link", "add", outer, "type", "veth", "peer", LINK, "netns", host.name)
             _run("ip", "link", "set", outer, "master", bridge, "up")
             _run(*inside, "addr", "add", f"{host.address}/24", "dev", LINK)
-            _run(*inside, "link", "set", LINK, "up")
+            _run(*inside, "link", "set", LINK, "gso_max_segs", "1", "up")
             _run(*inside, "link", "set", "lo", "up")
             burst = max(LEAST_BURST, int(mbit * 1e6 / 8 * BURST_SECONDS))
             rate = ("rate", f"{mbit}mbit", "burst", str(burst), "latency", "2s")  # no loss
