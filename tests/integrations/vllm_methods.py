@@ -32,12 +32,13 @@ class Case:
     """A quantisation method of vLLM.
 
     method: creates it from the configuration of a layer.   backend: value of `--moe-backend`.
-    computes: whether the kernel, or its stand-in, runs here.
+    computes: whether the kernel, or its stand-in, runs here.   dtype: of loaded weights.
     """
 
     method: Callable[[Any], Any]
     backend: str = "triton"
     computes: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 def cases() -> dict[str, Case]:
@@ -63,6 +64,7 @@ def cases() -> dict[str, Case]:
     from vllm.model_executor.layers.quantization.online import int8 as online_int8
     from vllm.model_executor.layers.quantization.online import mxfp4 as online_mxfp4
     from vllm.model_executor.layers.quantization.online import mxfp8 as online_mxfp8
+    from vllm.model_executor.layers.quantization.online import nvfp4 as online_nvfp4
     from vllm.model_executor.layers.quantization.quark import quark_moe
     from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
 
@@ -145,6 +147,11 @@ def cases() -> dict[str, Case]:
             lambda layer: online_mxfp4.Mxfp4OnlineMoEMethod(moe=layer.moe_config),
             backend="marlin",
         ),
+        "Nvfp4OnlineMoEMethod": Case(
+            lambda layer: online_nvfp4.Nvfp4OnlineMoEMethod(moe=layer.moe_config),
+            backend="marlin",
+            dtype=torch.bfloat16,
+        ),
     }
 
 
@@ -160,6 +167,7 @@ def accept_kernels() -> None:
         marlin_moe,
     )
     from vllm.model_executor.layers.quantization.online import mxfp4 as online_mxfp4
+    from vllm.model_executor.layers.quantization.online import nvfp4 as online_nvfp4
 
     for cls in (
         cutlass_moe.CutlassExpertsFp4,
@@ -172,6 +180,8 @@ def accept_kernels() -> None:
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
     _custom_ops.gptq_marlin_repack = gptq_marlin_repack
     online_mxfp4.mxfp4_quantize = mxfp4_quantize
+    online_nvfp4.scaled_fp4_quant = scaled_fp4_quant
+    online_nvfp4.current_platform = SimpleNamespace(is_device_capability_family=lambda _: True)
     torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign]
     torch.accelerator.empty_cache = lambda: None  # type: ignore[assignment]
 
@@ -208,6 +218,16 @@ def mxfp4_quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data[:, : width // 2].contiguous(), data[:, : width // 32].contiguous()
 
 
+def scaled_fp4_quant(
+    values: torch.Tensor, scale: torch.Tensor, is_sf_swizzled_layout: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bytes that depend on the values, in the shapes of NVFP4 data and scales."""
+    assert not is_sf_swizzled_layout
+    data = (values * scale).to(torch.int64).to(torch.uint8)
+    scales = values.abs().unflatten(1, (-1, 16)).amax(2) / 6
+    return data[:, ::2].contiguous(), scales.to(torch.float8_e4m3fn)
+
+
 def make_layer(case: Case, seed: int, config: Any) -> Any:
     """Return a layer with random weights, converted for the kernel of the case."""
     from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
@@ -221,7 +241,7 @@ def make_layer(case: Case, seed: int, config: Any) -> Any:
         top_k=2,
         hidden_size=HIDDEN,
         intermediate_size=FFN,
-        params_dtype=torch.float32,
+        params_dtype=case.dtype,
         quant_config=quantisation,
         prefix=f"layers.{seed}.experts",
     )

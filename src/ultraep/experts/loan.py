@@ -119,10 +119,11 @@ def run(
 def weight_only(form: str, activation: str = "swiglu") -> Network:
     """Return a network of two products for `ExpertsFrom` that dequantises the weights of an expert.
 
-    form: a name of `ultraep.ops.formats.WEIGHT_ONLY`. The bundle has its parts for both weights:
-        `gate_up_proj`, `gate_up_scales`, ..., and `down_proj`, `down_scales`, ...
+    form: a name of `ultraep.ops.formats.WEIGHT_ONLY`. The bundle has `gate_up_proj`, `down_proj`,
+        `gate_up_scales` and `down_scales`; "nvfp4" adds `gate_up_scale` and `down_scale`, `[H]`;
+        "int4" adds `gate_up_zeros` and `down_zeros`.
     """
-    check_choice("form", form, WEIGHT_ONLY)
+    check_choice("form", form, tuple(WEIGHT_ONLY))
     known, activate = WEIGHT_ONLY[form], activation_named(activation).apply
 
     def product(rows: torch.Tensor, which: str, tensors: dict[str, Any], index: int) -> Any:

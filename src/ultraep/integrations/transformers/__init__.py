@@ -24,9 +24,12 @@ from ultraep.integrations.transformers.experts import balanced_experts  # noqa: 
 from ultraep.integrations.transformers.load import balanced_from_pretrained  # noqa: E402
 
 if TYPE_CHECKING:
-    from ultraep.integrations.transformers.callback import ImbalanceCallback
     from ultraep.integrations.transformers.native import enable
-    from ultraep.integrations.transformers.training import BalancedTrainer, BalancedTraining
+    from ultraep.integrations.transformers.training import (
+        BalancedTrainer,
+        BalancedTraining,
+        ImbalanceCallback,
+    )
 
 __all__ = [
     "BalancedTrainer",
@@ -45,7 +48,7 @@ __all__ = [
 _LAZY = {
     "BalancedTrainer": "training",
     "BalancedTraining": "training",
-    "ImbalanceCallback": "callback",
+    "ImbalanceCallback": "training",
     "enable": "native",
 }
 

@@ -30,6 +30,7 @@ METHODS = (
     "Mxfp4MoEMethod",
     "Mxfp4OnlineMoEMethod",
     "Mxfp8OnlineMoEMethod",
+    "Nvfp4OnlineMoEMethod",
     "QuarkOCP_MX_MoEMethod",
     "UnquantizedFusedMoEMethod",
 )

@@ -1,16 +1,4 @@
-"""Recorded routes: store the experts that a rollout chose, and choose them again in training.
-
-    with record_routes(model) as recorder:
-        tokens = model.generate(prompts, attention_mask=mask)
-    sequences = recorder.sequences(whole_mask)            # [tokens, layers, K] of each sequence
-
-    with Replay(model) as replay:
-        replay.use(batch_routes(sequences, whole_mask))   # the batch that is trained
-        model(tokens, attention_mask=whole_mask, labels=labels).loss.backward()
-
-Ids are logical: replicas have none of their own. A rank stores the routes of its own sequences,
-and sends them nowhere. Works for `BalancedMoE` and for the experts in the registry of transformers,
-balanced or not.
+"""Record the experts that the layers of a model choose, and place them in batches.
 
 Shapes: B sequences of S tokens in a batch, T = B * S tokens, L layers, K experts per token, E
 experts.
@@ -18,24 +6,18 @@ experts.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ultraep.arrays import PADDING
-from ultraep.config import check_choice
 from ultraep.errors import ConfigError, LoadError
 from ultraep.layer import BalancedMoE
 from ultraep.runtime.balancer import Balancer
-
-UNKNOWN = ("router", "skip")
 
 
 class RoutedLayer(NamedTuple):
@@ -87,6 +69,31 @@ def layer_numbers(model: nn.Module) -> list[int]:
 def compact(ids: torch.Tensor, experts: int) -> torch.Tensor:
     """Return ids in the smallest dtype for this number of experts: uint8, else int16."""
     return ids.to(torch.uint8 if experts <= 256 else torch.int16)
+
+
+def at_choice(
+    layer: RoutedLayer,
+    choose: Callable[[torch.Tensor], torch.Tensor | None],
+    hooks: ExitStack,
+) -> None:
+    """Call a function with the `[T, K]` ids of every forward pass; it may return other ids."""
+
+    def after_router(_module: Any, _inputs: Any, routing: Any) -> Any:
+        ids = choose(routing[0])
+        return None if ids is None else type(routing)(ids, *routing[1:])
+
+    def before_experts(_module: Any, inputs: Any, options: Any) -> Any:
+        if "top_k_index" in options:
+            ids = choose(options["top_k_index"])
+            return None if ids is None else (inputs, options | {"top_k_index": ids})
+        ids = choose(inputs[1])
+        return None if ids is None else ((inputs[0], ids, *inputs[2:]), options)
+
+    if layer.experts is None:
+        hooks.callback(layer.scope.register_forward_hook(after_router).remove)
+    else:
+        handle = layer.experts.register_forward_pre_hook(before_experts, with_kwargs=True)
+        hooks.callback(handle.remove)
 
 
 # Recording.
@@ -165,7 +172,7 @@ def record_routes(model: nn.Module) -> Iterator[Recorder]:
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)
         hooks.callback(handle.remove)
         for number, layer in enumerate(layers):
-            _at_choice(layer, partial(recorder._note, number), hooks)
+            at_choice(layer, partial(recorder._note, number), hooks)
         yield recorder
 
 
@@ -246,163 +253,3 @@ def _check_lengths(sequences: Sequence[torch.Tensor], lengths: Sequence[int]) ->
                 f"sequence {number} has {tokens} tokens, but the routes of {len(routes)}: "
                 "routes must be those of all tokens, or of all but the last"
             )
-
-
-# Replaying.
-
-
-@dataclass(eq=False)
-class _ReplayedLayer:
-    """One layer, and the ids that it chooses."""
-
-    layer: RoutedLayer
-    skips: bool
-    ids: torch.Tensor | None = None  # [T, K]; -1: the router decides, or the token is skipped
-    checked: bool = False
-    modes: list[_Selection] = field(default_factory=list)
-
-    def begin(self, *_: Any) -> None:
-        if self.ids is not None:
-            mode = _Selection(self.ids, self.layer.num_experts)
-            mode.__enter__()  # type: ignore[no-untyped-call]
-            self.modes.append(mode)
-
-    def end(self, *_: Any) -> None:
-        """Leave the mode; the experts run without it. Idempotent."""
-        while self.modes:
-            self.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def choose(self, chosen: torch.Tensor) -> torch.Tensor | None:
-        """Return the ids for the experts; raise if the router did not use the recorded ids."""
-        ids, selected = self.ids, any(mode.selected for mode in self.modes)
-        self.end()
-        if ids is None:
-            return None
-        if chosen.shape != ids.shape:
-            raise LoadError(
-                f"{self.layer.name!r} routes {list(chosen.shape)} [tokens, K], but the replayed "
-                f"routes are {list(ids.shape)}: pass the routes of this batch to use()"
-            )
-        known = ids >= 0
-        if not selected or (not self.checked and not torch.equal(chosen[known], ids[known])):
-            raise ConfigError(
-                f"the router of {self.layer.name!r} does not choose with torch.topk over "
-                f"{self.layer.num_experts} experts, so its routes cannot be replayed"
-            )
-        self.checked = True
-        return chosen.masked_fill(~known, PADDING) if self.skips else None
-
-
-class Replay:
-    """Makes the routers of a model choose recorded experts, while in its `with` block.
-
-    The gates are those of the model's own router at these experts, from its current logits, so
-    gradients reach it. Layers that backward recomputes choose the same experts again, until the
-    next `use`.
-
-    unknown: tokens without a record, as padding and the last token of a completion. "router": the
-        router decides. "skip": no expert computes them, which needs a balanced model.
-    """
-
-    def __init__(self, model: nn.Module, *, unknown: str = "router") -> None:
-        check_choice("unknown", unknown, UNKNOWN)
-        layers = routed_layers(model)
-        plain = [layer.name for layer in layers if layer.balancer is None]
-        if unknown == "skip" and plain:
-            raise ConfigError(f"unknown='skip' needs a balanced model, but {plain[0]!r} is not")
-        self._layers = [_ReplayedLayer(layer, unknown == "skip") for layer in layers]
-        self._hooks = ExitStack()
-
-    def __enter__(self) -> Self:
-        for replayed in self._layers:
-            scope = replayed.layer.scope
-            self._hooks.callback(scope.register_forward_pre_hook(replayed.begin).remove)
-            _at_choice(replayed.layer, replayed.choose, self._hooks)
-            handle = scope.register_forward_hook(replayed.end, always_call=True)
-            self._hooks.callback(handle.remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.use(None)
-        self._hooks.close()
-
-    def use(self, routes: torch.Tensor | None, *, foresee: bool = False) -> None:
-        """Choose these ids in the next forward pass, and whenever it is recomputed.
-
-        routes: `[L, T, K]`; see `batch_routes`. None: the routers decide again.
-        foresee: also pass them to `Balancer.foresee`. Collective; needs unknown="skip".
-        """
-        if routes is not None:
-            self._check(routes, foresee)
-        for number, replayed in enumerate(self._layers):
-            replayed.ids = None if routes is None else routes[number].long()
-        if routes is None or not foresee:
-            return
-        by_balancer: dict[Balancer, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        for replayed, ids in zip(self._layers, routes.long(), strict=True):
-            assert replayed.layer.balancer is not None
-            by_balancer[replayed.layer.balancer].append((replayed.layer.number, ids))
-        for balancer, layers in by_balancer.items():
-            balancer.foresee([ids for _, ids in sorted(layers, key=lambda pair: pair[0])])
-
-    def _check(self, routes: torch.Tensor, foresee: bool) -> None:
-        if routes.ndim != 3 or len(routes) != len(self._layers):
-            raise LoadError(
-                f"the routes must be [{len(self._layers)} layers, tokens, K], got "
-                f"{list(routes.shape)}; see batch_routes"
-            )
-        if foresee and not all(replayed.skips for replayed in self._layers):
-            raise ConfigError("foresee=True needs Replay(model, unknown='skip'): all ids are known")
-        if routes.numel():
-            least, most = (int(number) for number in routes.aminmax())
-            experts = min(replayed.layer.num_experts for replayed in self._layers)
-            if least < PADDING or most >= experts:
-                raise LoadError(f"ids lie in {least}..{most}, but must lie in -1..{experts - 1}")
-
-
-class _Selection(TorchFunctionMode):
-    """Makes a top-k over experts return the given ids, with their scores."""
-
-    def __init__(self, ids: torch.Tensor, experts: int) -> None:
-        super().__init__()
-        self._ids, self._experts, self.selected = ids, experts, False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk):
-            return result
-        scores, (_, own) = args[0], result
-        if own.numel() != self._ids.numel() or scores.shape[-1] != self._experts:
-            return result
-        self.selected = True
-        ids = self._ids.view(own.shape)
-        chosen = torch.where(ids >= 0, ids, own)
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
-
-
-def _at_choice(
-    layer: RoutedLayer,
-    choose: Callable[[torch.Tensor], torch.Tensor | None],
-    hooks: ExitStack,
-) -> None:
-    """Call a function with the `[T, K]` ids of every forward pass; it may return other ids."""
-
-    def after_router(_module: Any, _inputs: Any, routing: Any) -> Any:
-        ids = choose(routing[0])
-        return None if ids is None else type(routing)(ids, *routing[1:])
-
-    def before_experts(_module: Any, inputs: Any, options: Any) -> Any:
-        if "top_k_index" in options:
-            ids = choose(options["top_k_index"])
-            return None if ids is None else (inputs, options | {"top_k_index": ids})
-        ids = choose(inputs[1])
-        return None if ids is None else ((inputs[0], ids, *inputs[2:]), options)
-
-    if layer.experts is None:
-        hooks.callback(layer.scope.register_forward_hook(after_router).remove)
-    else:
-        handle = layer.experts.register_forward_pre_hook(before_experts, with_kwargs=True)
-        hooks.callback(handle.remove)
