@@ -98,7 +98,7 @@ def _lines_of(
         f"{len(targets)} targets; valid inputs reach {at_start:,} pairs of lines, all inputs "
         f"{len(coverage.pairs):,}; {kept:,} inputs were kept",
         *inputs,
-        f"slowest input: {slowest.slowest:.2f} s, {slowest.name}",
+        f"slowest input: {slowest.slowest:.2f} s of CPU time, {slowest.name}",
         f"lines of functions in {len(names)} reader files that ran: {reached:,} of {whole:,} "
         f"({reached / whole:.0%})",
         *(f"  {name}: {part} of {total}" for name, (part, total) in shares.items()),
