@@ -128,6 +128,8 @@ def _all(name: str, check: Callable[[int], None], amount: Iterator[int]) -> list
         try:
             check(number)
         except Exception:  # noqa: BLE001  any exception is a finding
+            if stopped.is_set():  # a signal may have ended the ranks, too
+                break
             findings.append(Finding(name, number, b"", traceback.format_exc()))
     return findings
 
