@@ -199,6 +199,8 @@ def _heading(options: argparse.Namespace) -> list[str]:
         f"--{kind} {getattr(options, kind)}" for kind in options.only if getattr(options, kind)
     ]
     minutes = [] if options.minutes is None else [f"--minutes {options.minutes:g}"]
+    if options.only != list(KINDS):
+        minutes.append(f"--only {','.join(options.only)}")
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     today = datetime.now(UTC).date().isoformat()
     return [
