@@ -98,7 +98,7 @@ def _lines_of(
         f"{len(targets)} targets; valid inputs reach {at_start:,} pairs of lines, all inputs "
         f"{len(coverage.pairs):,}; {kept:,} inputs were kept",
         *inputs,
-        f"slowest input: {slowest.slowest:.2f} s, {slowest.name}",
+        f"slowest input: {slowest.slowest:.2f} s of CPU time, {slowest.name}",
         f"lines of functions in {len(names)} reader files that ran: {reached:,} of {whole:,} "
         f"({reached / whole:.0%})",
         *(f"  {name}: {part} of {total}" for name, (part, total) in shares.items()),
@@ -128,6 +128,8 @@ def _all(name: str, check: Callable[[int], None], amount: Iterator[int]) -> list
         try:
             check(number)
         except Exception:  # noqa: BLE001  any exception is a finding
+            if stopped.is_set():  # a signal may have ended the ranks, too
+                break
             findings.append(Finding(name, number, b"", traceback.format_exc()))
     return findings
 
@@ -197,6 +199,8 @@ def _heading(options: argparse.Namespace) -> list[str]:
         f"--{kind} {getattr(options, kind)}" for kind in options.only if getattr(options, kind)
     ]
     minutes = [] if options.minutes is None else [f"--minutes {options.minutes:g}"]
+    if options.only != list(KINDS):
+        minutes.append(f"--only {','.join(options.only)}")
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     today = datetime.now(UTC).date().isoformat()
     return [
