@@ -2,6 +2,7 @@
 
     python benchmarks/bench_domains.py                     # 2 x 2 CPU processes
     python benchmarks/bench_domains.py --mbit 500,2000     # on two simulated hosts (needs root)
+    python benchmarks/bench_domains.py --mbit 20 --receives-first  # both directions at once
     python benchmarks/bench_domains.py --cuda              # 2 x 4 processes on one GPU (CUDA MPS)
     python benchmarks/bench_domains.py --routing FILE      # imbalance between domains, no layer
     python benchmarks/bench_domains.py --toy               # tiny, for CI
@@ -73,6 +74,7 @@ class Size(Shape):
     ratios: tuple[float, ...] = (1.0, 1.5, 2.0)  # imbalance inside of each domain
     rounds: int = 7
     steps: int = 2
+    receives_first: bool = False  # see `--receives-first`
 
 
 CPU_RATIOS = (1.0, 1.5, 1.8)  # top-4 of 16 experts on two ranks cannot reach 2
@@ -88,9 +90,9 @@ TOY = replace(CPU, hidden=32, ffn=16, experts=8, top_k=4, tokens=32, ratios=(1.5
 class CrossingCounter:
     """Counts the bytes that a communicator sends to other domains with rows."""
 
-    def __init__(self, comm: Any, domain: int) -> None:
+    def __init__(self, comm: Any, domain: int, receives_first: bool) -> None:
         self.nbytes, own = 0, comm.rank // domain
-        inner = comm.all_to_all
+        inner = partial(all_to_all_receives_first, comm.rank) if receives_first else comm.all_to_all
 
         def counted(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Any:
             leaving = sum(n for rank, n in enumerate(sent) if rank // domain != own)
@@ -98,6 +100,24 @@ class CrossingCounter:
             return inner(rows, sent, received)
 
         comm.all_to_all = counted
+
+
+def all_to_all_receives_first(
+    own: int, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """Exchange rows such that both directions of a connection are busy at the same time."""
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    leaving, arriving = rows.contiguous().split(list(sent)), arrived.split(list(received))
+    arriving[own].copy_(leaving[own])
+    works = [
+        verb(part, rank)
+        for verb, parts in ((dist.irecv, arriving), (dist.isend, leaving))
+        for rank, part in enumerate(parts)
+        if rank != own and len(part)
+    ]
+    for work in works:
+        work.wait()
+    return arrived
 
 
 class Variants:
@@ -126,7 +146,9 @@ class Variants:
             data_plane=plane,
             timeout=120.0,
         )
-        self.counters[name] = CrossingCounter(balancer.comm, self.size.domain)
+        self.counters[name] = CrossingCounter(
+            balancer.comm, self.size.domain, self.size.receives_first
+        )
         return layer_with_weights(balancer, self.router, self.weights, None)
 
     def route(self, ratio: float) -> None:
@@ -291,6 +313,9 @@ def main(argv: Sequence[str]) -> None:
     parser = options_parser(__doc__)
     rates = "simulate hosts whose network sends this many megabits per second"
     parser.add_argument("--mbit", type=_numbers, default=(), metavar="N,M", help=rates)
+    text = "post receives before sends: gloo's all-to-all posts sends first, and then the two "
+    text += "directions of a connection take turns"
+    parser.add_argument("--receives-first", action="store_true", help=text)
     parser.add_argument("--cuda", action="store_true", help="2 x 4 processes on one GPU")
     for hidden in ("--rank", "--folder", "--address"):
         parser.add_argument(hidden, help="for the processes of simulated hosts")
@@ -310,6 +335,7 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"--mbit: hosts cannot be simulated here: {obstacle}")
     cuda = options.cuda and on_gpu(toy=options.toy)
     size = TOY if options.toy else GPU if cuda else HOSTS if options.mbit else CPU
+    size = replace(size, receives_first=options.receives_first)
     if options.quick:
         size = replace(size, ratios=(1.5,), rounds=3)
     runs: dict[str, Callable[[], Any]] = {
