@@ -50,6 +50,7 @@ from mps import device_of_rank, report_of_ranks
 from timing import in_turns, on_gpu
 
 import ultraep
+from ultraep.arrays import IntArray
 from ultraep.workload.placement import busiest_domain, place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"
@@ -100,6 +101,16 @@ class CrossingCounter:
             return inner(rows, sent, received)
 
         comm.all_to_all = counted
+
+
+def loads_of_rank(size: Size, rank: int, ratio: float) -> IntArray:
+    """[E] rows that a rank sends to each expert: the same imbalance in every domain."""
+    domains = size.ranks // size.domain
+    part = replace(
+        size, ranks=size.domain, experts=size.experts // domains, top_k=size.top_k // domains
+    )
+    loads: IntArray = np.tile(HotRank(ratio).draw(part)[rank % size.domain], domains)
+    return loads
 
 
 def all_to_all_receives_first(
@@ -154,15 +165,7 @@ class Variants:
     def route(self, ratio: float) -> None:
         """Set the choices of this rank's tokens: the same imbalance in every domain."""
         size = self.size
-        domains = size.ranks // size.domain
-        part = replace(
-            size,
-            ranks=size.domain,
-            experts=size.experts // domains,
-            top_k=size.top_k // domains,
-        )
-        rank_inside = self.rank % size.domain
-        loads = np.tile(HotRank(ratio).draw(part)[rank_inside], domains)
+        loads = loads_of_rank(size, self.rank, ratio)
         ids = ids_with(loads, size, seed=self.rank)
         gates = torch.rand(ids.shape, generator=torch.Generator().manual_seed(self.rank))
         self.router.ids = ids.to(self.device)

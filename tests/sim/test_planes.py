@@ -127,6 +127,19 @@ def test_a_token_crosses_once_and_is_spread_inside() -> None:
     assert stages("messages", [])["dispatch"] == pytest.approx(10 / 2 * 16 / 1 + 7)
 
 
+def test_the_ranks_of_a_domain_may_share_their_network() -> None:
+    rows = replicas_of([[16, 4, 10, 10]], [], FOUR)
+    micros = []
+    for shared in (False, True):
+        costs = small_costs()
+        costs = replace(costs, cluster=replace(costs.cluster, network_shared=shared))
+        clock = LayerClock(
+            costs=costs, topology=FOUR, runtime=small_runtime(), tokens=5, context=6.0
+        )
+        micros.append(float(clock.times(rows).forward["dispatch"][0]) / MICRO)
+    assert micros == pytest.approx([16 / 2 * 16 + 7, 10 / 2 * 16 + 7])
+
+
 def test_weights_move_while_tokens_cross_but_not_with_messages() -> None:
     placed = [(0, 0, 1, 2)]
     assert stages("hybrid", placed)["replicate"] == pytest.approx(0)
