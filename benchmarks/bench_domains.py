@@ -55,6 +55,7 @@ from shared_peers import SharedPeers
 from timing import in_turns, on_gpu, print_progress
 
 import ultraep
+from ultraep.arrays import IntArray
 from ultraep.runtime.connect import connect
 from ultraep.tools.launch import simulated_hosts
 from ultraep.workload.placement import busiest_domain, place_experts
@@ -129,6 +130,16 @@ class CrossingCounter:
         comm.all_to_all = counted
 
 
+def loads_of_rank(size: Size, rank: int, ratio: float) -> IntArray:
+    """[E] rows that a rank sends to each expert: the same imbalance in every domain."""
+    domains = size.ranks // size.domain
+    part = replace(
+        size, ranks=size.domain, experts=size.experts // domains, top_k=size.top_k // domains
+    )
+    loads: IntArray = np.tile(HotRank(ratio).draw(part)[rank % size.domain], domains)
+    return loads
+
+
 class Variants:
     """The layer of one rank with every plane and policy, with the same weights and tokens."""
 
@@ -168,15 +179,7 @@ class Variants:
     def route(self, ratio: float) -> None:
         """Set the choices of this rank's tokens: the same imbalance in every domain."""
         size = self.size
-        domains = size.ranks // size.domain
-        part = replace(
-            size,
-            ranks=size.domain,
-            experts=size.experts // domains,
-            top_k=size.top_k // domains,
-        )
-        rank_inside = self.rank % size.domain
-        loads = np.tile(HotRank(ratio).draw(part)[rank_inside], domains)
+        loads = loads_of_rank(size, self.rank, ratio)
         ids = ids_with(loads, size, seed=self.rank)
         gates = torch.rand(ids.shape, generator=torch.Generator().manual_seed(self.rank))
         self.router.ids = ids.to(self.device)

@@ -6,6 +6,8 @@ busy rank is faster while others wait, by the factors that bench_grouped.py meas
 that another plan was measured.
 `cpu`: a layer in two processes on two cores (results of bench_layer.py). The rate of the cores is
 fitted to forced balance; no balancing and ultraep are predicted.
+`hosts`: a layer over two simulated hosts of a slow network (results of bench_domains.py). The rate
+of the cores is fitted to the hybrid plane without balancing on the faster network.
 `speed`: seconds for 1,000 microbatches of 94 layers at EP64, per policy, in two processes.
 
     python benchmarks/bench_sim.py --json out.json
@@ -21,6 +23,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import bench_domains
 import bench_layer
 import bench_layer_gpu
 import numpy as np
@@ -37,6 +40,7 @@ from ultraep.tools.sim.cluster import Cluster, load_cluster
 from ultraep.tools.sim.costs import Costs, measured_rates
 from ultraep.tools.sim.layer import LayerClock
 from ultraep.tools.sim.model import GroupedAttention, Model
+from ultraep.tools.sim.planes import PLANES
 from ultraep.tools.sim.planning import Replicas
 from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.runtime import Contender, runtime_of
@@ -52,6 +56,9 @@ SAME = 1e-5  # tolerance: results are stored with seven digits
 PREDICTED = Metric("predicted_share", "share", "predicted", ".3f")
 MEASURED = Metric("measured_share", "share", "measured", ".3f")
 POINTS = Metric("error", "points", "points off", "+.1f")
+PREDICTED_MS = Metric("predicted_time", "ms", "predicted ms", ".0f")
+MEASURED_MS = Metric("measured_time", "ms", "measured ms", ".0f")
+PERCENT = Metric("error", "%", "% off", "+.0f")
 SECONDS = Metric("time", "s", "seconds", ".1f")
 PER_PLAN = Metric("time_per_layer_and_microbatch", "us", "us per layer and microbatch", ".0f")
 
@@ -63,7 +70,9 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def clock_of(cluster: Cluster, shape: Shape, topology: Topology, policy: str) -> LayerClock:
+def clock_of(
+    cluster: Cluster, shape: Shape, topology: Topology, policy: str, plane: str = "mapped"
+) -> LayerClock:
     """The clock of a model that has only experts, in one layer."""
     sizes: Any = {"experts": shape.experts, "top_k": shape.top_k, "expert_width": shape.ffn}
     sizes |= {"width": shape.hidden, "layers": 1, "dense_layers": 0, "vocabulary": 1}
@@ -76,6 +85,7 @@ def clock_of(cluster: Cluster, shape: Shape, topology: Topology, policy: str) ->
         tokens=shape.tokens,
         context=0.0,
         recompute=False,
+        plane=PLANES[plane],
     )
 
 
@@ -208,6 +218,50 @@ def cpu_seconds(
     return stage_seconds(clock_of(cluster, size, topology, policy), replicas_of(plan))
 
 
+# -- two simulated hosts -------------------------------------------------------------------------
+
+GOODPUT = 1448 / 1514  # bytes of messages over bytes on an Ethernet link
+FITTED = (100, "hybrid, none")
+
+
+def hosts_table() -> Table:
+    """Predict the steps of bench_domains.py on two simulated hosts."""
+    measured = {
+        (int(row["case"]["network"].split()[0]), row["case"]["variant"]): row["value"]
+        for row in rows_of("domains_hosts_cpu")
+        if row["metric"] == "step_time_p50"
+    }
+    low, high = 1e-5, 10.0  # rates of the cores
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        slow = 1e3 * hosts_seconds(middle, *FITTED) > measured[FITTED]
+        low, high = (middle, high) if slow else (low, middle)
+    lines = []
+    for (mbit, variant), known in measured.items():
+        predicted = 1e3 * hosts_seconds(low, mbit, variant)
+        values = {
+            PREDICTED_MS: predicted,
+            MEASURED_MS: known,
+            PERCENT: 100 * (predicted / known - 1),
+        }
+        lines.append(Line({"network": f"{mbit} Mbit/s", "variant": variant}, values))
+    return "2 x 2 ranks on two simulated hosts", lines
+
+
+def hosts_seconds(rate: float, mbit: int, variant: str) -> float:
+    """Predict seconds of a layer, forward and backward; the ranks of a host share its network."""
+    size, (policy, plane) = bench_domains.HOSTS, bench_domains.VARIANTS[variant]
+    network = mbit * GOODPUT / 8e3 / size.domain / measured_rates().network
+    cluster = replace(cores(rate), devices=size.ranks, domain=size.domain, network_gb_s=network)
+    cluster = replace(cluster, network_shared=True)
+    topology = Topology(ranks=size.ranks, experts=size.experts, domain=size.domain)
+    loads = np.stack([bench_domains.loads_of_rank(size, rank, 1.5) for rank in range(size.ranks)])
+    plan = ultraep.plan(loads, topology, BalanceConfig(policy=policy))
+    # Rows of the simulator have two bytes per number, rows of the measured layer four.
+    wide = replace(size, hidden=2 * size.hidden)
+    return stage_seconds(clock_of(cluster, wide, topology, policy, plane), replicas_of(plan))
+
+
 # -- speed ---------------------------------------------------------------------------------------
 
 
@@ -237,7 +291,12 @@ def on_card(bench: Bench) -> None:
         bench.table(*table)
 
 
-SECTIONS = {"card": on_card, "cpu": lambda bench: bench.table(*cpu_table()), "speed": on_speed}
+SECTIONS = {
+    "card": on_card,
+    "cpu": lambda bench: bench.table(*cpu_table()),
+    "hosts": lambda bench: bench.table(*hosts_table()),
+    "speed": on_speed,
+}
 
 
 if __name__ == "__main__":

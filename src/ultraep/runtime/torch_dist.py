@@ -219,14 +219,28 @@ class TorchDistCommunicator(BytesCommunicator):
     def _all_to_all(
         self, data: torch.Tensor, sent: list[int], arrived: torch.Tensor, received: list[int]
     ) -> None:
+        if dist.get_backend(self._group) == "gloo":
+            self._all_to_all_in_pairs(data.split(sent), arrived.split(received))
+            return
         with self._named("all_to_all"):
             work = dist.all_to_all_single(
                 arrived, data, received, sent, group=self._group, async_op=True
             )
             self._wait(work, data.device, self._deadline())
 
+    def _all_to_all_in_pairs(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> None:
+        """As gloo's own, which uses the two directions of a connection in turn."""
+        received[self.rank].copy_(sent[self.rank])
+        sends, receives = (
+            [(peer, data) for peer, data in enumerate(parts) if peer != self.rank]
+            for parts in (sent, received)
+        )
+        self._post(sends, receives, "all_to_all")()
+
     def _exchange(self, sends: Pieces, receives: Pieces) -> None:
-        self._post(sends, receives)()
+        self._post(sends, receives, "exchange")()
 
     def begin_exchange(
         self, sends: Sequence[Message], receives: Sequence[Message]
@@ -235,31 +249,31 @@ class TorchDistCommunicator(BytesCommunicator):
         sent, received = (
             [(peer, as_bytes(tensor)) for peer, tensor in part] for part in (sends, receives)
         )
-        return self._post(sent, received, tag=BESIDE)
+        return self._post(sent, received, "exchange", BESIDE)
 
-    def _post(self, sends: Pieces, receives: Pieces, tag: int = 0) -> Callable[[], None]:
-        """Start to send and receive; return a function that waits."""
-        verbs = ((dist.isend, sends), (dist.irecv, receives))
+    def _post(self, sends: Pieces, receives: Pieces, verb: str, tag: int = 0) -> Callable[[], None]:
+        """Start to receive, then to send; return a function that waits."""
+        verbs = ((dist.irecv, receives), (dist.isend, sends))
         ops = [
-            dist.P2POp(verb, data, dist.get_global_rank(self._group, peer), self._group, tag)
-            for verb, pieces in verbs
+            dist.P2POp(function, data, dist.get_global_rank(self._group, peer), self._group, tag)
+            for function, pieces in verbs
             for peer, data in pieces
             if data.numel()  # backends treat empty messages differently
         ]
-        with self._named("exchange", collective=False):
+        with self._named(verb, collective=False):
             works = dist.batch_isend_irecv(ops) if ops else []
-        return lambda: self._wait_all(works, ops)
+        return lambda: self._wait_all(works, ops, verb)
 
-    def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp]) -> None:
+    def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp], verb: str) -> None:
         deadline = self._deadline()
         if len(works) != len(ops):  # NCCL returns one work for all
-            with self._named("exchange", collective=False):
+            with self._named(verb, collective=False):
                 for work in works:
                     self._wait(work, ops[0].tensor.device, deadline)
             return
         for work, op in zip(works, ops, strict=True):
             peer = dist.get_group_rank(self._group, op.peer)
-            with self._named(f"exchange with {self._names[peer]}", collective=False):
+            with self._named(f"{verb} with {self._names[peer]}", collective=False):
                 self._wait(work, op.tensor.device, deadline)
 
     def _deadline(self) -> float | None:

@@ -141,4 +141,6 @@ def imbalance_between(
         throughputs.append(result.throughput)
         of_layers = loads_SHE.reshape(-1, loads_SHE.shape[2])
         busiest.append(busiest_domain(of_layers, topology.experts_by_rank, domains))
-    return BetweenDomains(domains, *busiest, throughputs[1] / throughputs[0])
+    recorded_ratio, placed_ratio = busiest
+    gain = throughputs[1] / throughputs[0]
+    return BetweenDomains(domains, recorded_ratio, placed_ratio, gain)

@@ -33,12 +33,17 @@ class Cluster:
     network_gb_s: float  # between domains
     network_us: float
     speeds: tuple[int, ...] = ()
+    network_shared: bool = False  # the devices of a domain share their network
 
     def __post_init__(self) -> None:
         where = f"cluster {self.name}: "
         check_range(self, "devices domain", 1, where=where)
         check_positive(self, "memory_gb matmul_tflops memory_gb_s link_gb_s network_gb_s", where)
         check_range(self, "link_us network_us", 0, where=where)
+        if not isinstance(self.network_shared, bool):
+            raise ConfigError(
+                f"{where}network_shared must be true or false, got {self.network_shared!r}"
+            )
         if self.speeds != ():
             try:
                 object.__setattr__(self, "speeds", checked_speeds(self.speeds))

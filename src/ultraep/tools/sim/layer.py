@@ -150,12 +150,22 @@ class LayerClock:
 
     def _port(self, rows: Any, weight_bytes: Any) -> FloatArray:
         """Return the seconds of ports that send or receive these rows and weights."""
-        topology = self.topology
-        size = self._row_bytes * rows
-        outside = size * (1 - topology.domain_size / topology.ranks)
-        inside = size * (topology.domain_size - 1) / topology.ranks
+        topology, size = self.topology, self._row_bytes
+        outside = size * self._outside(rows) * (1 - topology.domain_size / topology.ranks)
+        inside = size * rows * (topology.domain_size - 1) / topology.ranks
         seconds = self.costs.on_links(inside + weight_bytes, outside)
         return seconds + self.costs.latency(topology.num_domains)
+
+    def _outside(self, rows: Any) -> Any:
+        """Return the rows of each rank's share of the network: of all ranks of a domain, or own."""
+        if np.ndim(rows) == 0 or not self.costs.cluster.network_shared:
+            return rows
+        return self._mean_of_domain(rows)
+
+    def _mean_of_domain(self, rows_SR: Any) -> FloatArray:
+        size = self.topology.domain_size
+        mean_SD = rows_SR.reshape(len(rows_SR), -1, size).mean(axis=2)
+        return np.repeat(mean_SD, size, axis=1)
 
     def _ports_by_domain(self, replicas: Replicas, weight_bytes: Any) -> FloatArray:
         """Like `_ports`; tokens cross to the other domains, then rows are spread inside of each.
@@ -169,8 +179,7 @@ class LayerClock:
         tokens_SR = self.tokens * np.repeat(np.maximum(sent_SD, received_SD), size, axis=1)
         crossing_SR = costs.on_links(0.0, tokens_SR * self._row_bytes) + costs.latency(domains)
         loads_SR = replicas.rank_loads
-        mean_SD = loads_SR.reshape(-1, domains, size).mean(axis=2)
-        rows_SR = np.maximum(loads_SR, np.repeat(mean_SD, size, axis=1)) * (size - 1) / size
+        rows_SR = np.maximum(loads_SR, self._mean_of_domain(loads_SR)) * (size - 1) / size
         link_SR = costs.on_links(rows_SR * self._row_bytes) + costs.latency(1)
         with_weights_SR = costs.on_links(rows_SR * self._row_bytes + weight_bytes)
         seconds_SR: FloatArray = np.maximum(crossing_SR + link_SR, with_weights_SR)

@@ -1,0 +1,199 @@
+"""Data planes of the simulator: rows that cross, by formula and counted, and times by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ultraep import Topology
+from ultraep.errors import ConfigError
+from ultraep.runtime.hybrid.crossing import Domains
+from ultraep.tools.sim.across import compare_planes, crossing_rows, imbalance_between
+from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.layer import LayerClock
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.planes import PLANES, even_crossing, plane_for, served_shares
+from ultraep.tools.sim.runtime import Contender
+from ultraep.tools.sim.scenario import Scenario
+from ultraep.tools.sim.training import Training
+from ultraep.tools.sim.workload import Recorded, Skew
+
+from .small import MICRO, replicas_of, small_costs, small_runtime, small_scenario
+
+FOUR = Topology(ranks=4, experts=4, domain=2)
+OURS = Contender("ultraep", "ultraep", slots=1)
+
+
+# Rows that cross
+
+
+def counted(ids: Any, topology: Topology) -> Any:
+    """[D] share of the tokens that each domain serves, counted by the runtime."""
+    domains = Domains(topology, 0, torch.device("cpu"))
+    return domains.counts(torch.from_numpy(ids)).numpy() / len(ids)
+
+
+def drawn_ids(weights: Any, tokens: int, top_k: int) -> Any:
+    """[tokens, top_k] different experts, drawn one after the other."""
+    keys = np.random.default_rng(0).exponential(size=(tokens, len(weights))) / weights
+    return keys.argsort(axis=1)[:, :top_k].astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "domain", "top_k", "rows"),
+    [(256, 64, 8, 8, 4.63), (256, 32, 8, 8, 2.71), (128, 16, 8, 8, 1.0), (32, 8, 1, 4, 3.01)],
+)
+def test_even_routing_crosses_as_the_closed_formula_says(
+    experts: int, ranks: int, domain: int, top_k: int, rows: float
+) -> None:
+    topology = Topology(ranks=ranks, experts=experts, domain=domain)
+    exact = even_crossing(experts, topology.num_domains, top_k)
+    assert exact == pytest.approx(rows, abs=0.005)  # the table of docs/clusters.md
+    others = (topology.num_domains - 1) / topology.num_domains
+    share = counted(drawn_ids(np.ones(experts), 8_000, top_k), topology).sum() * others
+    assert share == pytest.approx(exact, rel=0.01)
+    even = np.full((1, experts), 1000)
+    predicted = served_shares(even, topology, top_k).sum() * others
+    assert predicted == pytest.approx(exact, rel=1e-9)
+
+
+def test_uneven_loads_cross_as_counted() -> None:
+    topology = Topology(ranks=8, experts=64, domain=2)
+    weights = np.random.default_rng(1).lognormal(sigma=1.2, size=64)
+    ids = drawn_ids(weights, 20_000, 6)
+    loads = np.bincount(ids.ravel(), minlength=64)[None]
+    assert served_shares(loads, topology, 6)[0] == pytest.approx(counted(ids, topology), abs=0.015)
+
+
+def test_an_expert_of_all_tokens_and_one_of_none() -> None:
+    topology = Topology(ranks=2, experts=4, domain=1)
+    shares = served_shares(np.array([[100, 100, 0, 0], [100, 0, 50, 50]]), topology, 2)
+    assert shares == pytest.approx(np.array([[1, 0], [1, 1]]), abs=1e-4)
+
+
+# Which plane
+
+
+@pytest.mark.parametrize(("domain", "name"), [(4, "mapped"), (2, "hybrid")])
+def test_auto_is_the_plane_of_the_runtime(domain: int, name: str) -> None:
+    topology = Topology(ranks=4, experts=4, domain=domain)
+    assert plane_for("auto", topology).name == name
+    assert plane_for("messages", topology).name == "messages"
+
+
+@pytest.mark.parametrize(
+    ("domain", "name", "message"),
+    [
+        (2, "mapped", "4 ranks are 2 fast-link domains of 2; use 'auto'"),
+        (4, "hybrid", "all 4 ranks are in one fast-link domain; use 'auto'"),
+        (4, "nccl", "data_plane must be auto, mapped, hybrid, messages, got 'nccl'"),
+    ],
+)
+def test_impossible_planes_are_refused(domain: int, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_scenario(Training(tokens=5), ranks=4, domain=domain, data_plane=name)
+
+
+# Times by hand: a row has 16 bytes, an expert 192. A link moves 10 bytes per microsecond with a
+# latency of 3 us, the network 1 byte with 7 us.
+
+
+def stages(plane: str, placed: list[tuple[int, int, int, int]], **rates: Any) -> dict[str, float]:
+    clock = LayerClock(
+        costs=small_costs(**rates),
+        topology=FOUR,
+        runtime=small_runtime(overlaps_dispatch=True),
+        tokens=5,
+        context=6.0,
+        recompute=False,
+        plane=PLANES[plane],
+    )
+    times = clock.times(replicas_of([[10, 10, 10, 10]], placed, FOUR))
+    return {
+        name: float(seconds[0]) / MICRO
+        for name, seconds in (times.forward | times.backward).items()
+    }
+
+
+def test_a_token_crosses_once_and_is_spread_inside() -> None:
+    # Two of four experts: a domain serves 5 of 6 tokens. Half of 10 rows are of the rank itself.
+    crossing, inside = 5 * 5 / 6 * 16 / 1 + 7, 10 / 2 * 16 / 10 + 3
+    times = stages("hybrid", [])
+    assert times["dispatch"] == times["combine back"] == pytest.approx(crossing + inside)
+    assert stages("messages", [])["dispatch"] == pytest.approx(10 / 2 * 16 / 1 + 7)
+
+
+def test_the_ranks_of_a_domain_may_share_their_network() -> None:
+    rows = replicas_of([[16, 4, 10, 10]], [], FOUR)
+    micros = []
+    for shared in (False, True):
+        costs = small_costs()
+        costs = replace(costs, cluster=replace(costs.cluster, network_shared=shared))
+        clock = LayerClock(
+            costs=costs, topology=FOUR, runtime=small_runtime(), tokens=5, context=6.0
+        )
+        micros.append(float(clock.times(rows).forward["dispatch"][0]) / MICRO)
+    assert micros == pytest.approx([16 / 2 * 16 + 7, 10 / 2 * 16 + 7])
+
+
+def test_weights_move_while_tokens_cross_but_not_with_messages() -> None:
+    placed = [(0, 0, 1, 2)]
+    assert stages("hybrid", placed)["replicate"] == pytest.approx(0)
+    assert stages("messages", placed)["replicate"] == pytest.approx(19.2)
+    assert stages("hybrid", placed)["reduce"] < stages("messages", placed)["reduce"]
+    assert stages("messages", placed)["reduce"] == pytest.approx(38.4)
+
+
+def test_the_host_waits_in_every_layer_except_with_mapped_memory() -> None:
+    loads = {name: stages(name, [], host_us=100.0)["loads"] for name in ("hybrid", "messages")}
+    without = stages("hybrid", [])["loads"]
+    assert loads == pytest.approx({"hybrid": without + 100, "messages": without + 100})
+    assert stages("mapped", [], host_us=100.0)["loads"] == pytest.approx(without)
+
+
+# Advice across domains
+
+
+def scenario(**changes: Any) -> Scenario:
+    model = replace(load_model("gpt-oss-20b"), layers=2)
+    settings: Any = {"cluster": load_cluster("h200-nvl8"), "model": model, "ranks": 16}
+    settings["workload"] = Skew(experts=32, top_k=4, spread=0.8, noise=0.3)
+    settings["job"] = Training(tokens=4096, microbatches=2, steps=1)
+    return Scenario(**settings | changes)
+
+
+def test_planes_of_two_nodes_are_compared() -> None:
+    mapped, hybrid, messages, inside = compare_planes(scenario(), OURS)
+    assert mapped.obstacle == "16 ranks are 2 fast-link domains of 8"
+    assert (inside.plane, inside.ranks, inside.crossing) == ("mapped", 8, 0)
+    assert hybrid.crossing < messages.crossing == 2.0
+    assert hybrid.seconds < min(messages.seconds, hybrid.unbalanced_seconds)
+    assert crossing_rows(scenario()) == pytest.approx(hybrid.crossing)
+
+
+def test_a_group_that_does_not_fit_into_a_domain_says_why() -> None:
+    model = load_model("gpt-oss-20b")
+    needed = Training(tokens=4096, groups=2).weight_bytes(model, 8)
+    small = replace(load_cluster("h200-nvl8"), memory_gb=0.99 * needed / 1e9)
+    *_, inside = compare_planes(scenario(cluster=small, model=model), OURS)
+    assert "per device do not fit into" in inside.obstacle
+    assert inside.tokens_per_second == 0
+
+
+def test_placement_is_forecast_from_the_first_half() -> None:
+    drawn = scenario(domain=4, workload=Skew(experts=32, top_k=4, spread=1.0, noise=0.1))
+    loads = [drawn.workload.expert_loads(layer, np.arange(8), drawn.rows) for layer in range(2)]
+    between = imbalance_between(replace(drawn, workload=Recorded(np.stack(loads, 1), 4)), OURS)
+    assert between is not None
+    assert between.placed is not None
+    assert between.gain is not None
+    assert 1 <= between.placed < between.busiest
+    assert between.gain > 1
+    synthetic = imbalance_between(drawn, OURS)
+    assert synthetic is not None
+    assert (synthetic.domains, synthetic.placed, synthetic.gain) == (4, None, None)
+    assert imbalance_between(scenario(ranks=8), OURS) is None
