@@ -165,9 +165,10 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         if not again:
             safe.agreed(info, failures.ranks, loads)
         config = self._inputs.config
-        plan = unbalanced_plan(loads, self._shared.topology, config)
-        self._shared.capacity.check(plan)
-        return self._use(plan)
+        without = unbalanced_plan(loads, self._shared.topology, config)
+        self._shared.capacity.check(without)
+        note_plan(self.observers, info, without)
+        return self._use(without)
 
     def _plan_now(self) -> AnyPlanT:
         pricing = self._shared.pricing
