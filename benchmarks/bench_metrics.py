@@ -4,10 +4,10 @@
     python benchmarks/bench_metrics.py --only eager,graph   # one card: eager, and EP8 in graphs
     python benchmarks/bench_metrics.py --toy                # tiny, for CI
 
-The same step alternates: plain, with the flight recorder, with metrics, with a recorder, with both. Metrics are read every
-ten steps into a log, scalars and, if its client is installed, a Prometheus page. The cost is the
-median of the ratios of neighbouring steps. Only the second kind has the flight recorder. `alone`
-measures the code of metrics, and of the flight recorder, without the layer.
+The same step alternates: plain, with the flight recorder, with metrics, with a recorder, with both.
+Metrics are read every ten steps into a log, scalars and, if its client is installed, a Prometheus
+page. The cost is the median of the ratios of neighbouring steps. Only the second kind has the
+flight recorder. `alone` measures the code of metrics and flight recorder without the layer.
 `record` measures a record of rank 0: its cost in the step, in the writing thread, and its bytes on
 disk. On a GPU, `eager` is one rank on the mapped data plane, and `graph` is eight ranks on
 partitions of the GPU, whose graphs include the kernels that count and store the plans of replays.
