@@ -203,7 +203,7 @@ class Experts(torch.nn.Module):
     [
         (
             {"method": "CompressedTensorsW4A8Fp8MoEMethod"},
-            "layer is quantised by Nvfp4OnlineMoEMethod, which h",
+            "layer is quantised by CompressedTensorsW4A8Fp8MoEMethod, which h",
         ),
         ({"kernel": None}, "layer has no modular kernel"),
         ({"kernel": "MoonEPExperts"}, "layer runs on ArmExperts: use ArmCPUExpertsInt8, CPUExpe"),
