@@ -201,7 +201,10 @@ class Experts(torch.nn.Module):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"method": "Nvfp4OnlineMoEMethod"}, "layer is quantised by Nvfp4OnlineMoEMethod, which h"),
+        (
+            {"method": "CompressedTensorsW4A8Fp8MoEMethod"},
+            "layer is quantised by CompressedTensorsW4A8Fp8MoEMethod, which h",
+        ),
         ({"kernel": None}, "layer has no modular kernel"),
         ({"kernel": "MoonEPExperts"}, "layer runs on ArmExperts: use ArmCPUExpertsInt8, CPUExpe"),
         ({"monolithic": True}, "layer runs on ArmExperts, which routes tokens itself"),

@@ -10,10 +10,14 @@ Prints one line of JSON per case; `make test-vllm` runs it (section `methods`).
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
+import pkgutil
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -449,18 +453,71 @@ def check_batches_left_to_vllm(config: Any) -> dict[str, Any]:
 
 
 def check_recorded_routes(config: Any) -> dict[str, Any]:
-    """Check that vLLM records the ids that the balanced layer receives, which are logical."""
-    layer_type = make_layer(cases()["Fp8MoEMethod, blocks"], 3, config)
-    runner = config.compilation_config.static_forward_context[layer_type.layer_name]
+    """Check that vLLM records logical ids, and that a balanced layer leaves them unchanged.
+
+    Two threads are the ranks of eight experts. Slots have other numbers than experts: expert 4 is
+    in slot 5 at home, and the hot expert 0 has a replica.
+    """
+    from vllm.config import set_current_vllm_config
+
+    from ultraep import BalanceConfig, Balancer, LocalGroup
+
+    layers = [make_layer(cases()["Fp8MoEMethod, blocks"], seed, config) for seed in (3, 4)]
+    runner = config.compilation_config.static_forward_context[layers[0].layer_name]
     recorded: list[torch.Tensor] = []
     runner.router.set_capture_fn(recorded.append)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(9, HIDDEN, generator=generator)
-    _, ids = runner.router.select_experts(x, torch.randn(9, EXPERTS, generator=generator))
-    assert torch.equal(recorded[0], ids)
-    assert int(ids.min()) >= 0
-    assert int(ids.max()) < EXPERTS
-    return {"rows": ids.numel()}
+    inputs = []
+    for _ in layers:
+        x, logits = (torch.randn(40, n, generator=generator) for n in (HIDDEN, 2 * EXPERTS))
+        logits[:, 0] += 3
+        inputs.append((x, *runner.router.select_experts(x, logits)))
+    before = [ids.clone() for ids in recorded]
+    assert sorted(torch.cat(before).unique().tolist()) == list(range(2 * EXPERTS))
+
+    def serve(comm: Any) -> int:
+        layer, (x, gates, ids) = layers[comm.rank], inputs[comm.rank]
+        balance = BalanceConfig(objective="balance")
+        layer.balancer = Balancer(experts=2 * EXPERTS, config=balance, communicator=comm)
+        layer.layer_index = layer.balancer.register_layer()
+        layer.service = SimpleNamespace(policy=lambda _: None)
+        with set_current_vllm_config(config), torch.inference_mode():
+            assert layer._stages(x, gates, ids).shape == x.shape
+        replicas: int = layer.last_plan.to_host().num_replicas
+        return replicas
+
+    replicas = LocalGroup(2).run(serve)
+    assert min(replicas) > 0
+    for logical, (_, _, ids), kept in zip(before, inputs, recorded, strict=True):
+        assert torch.equal(logical, ids)
+        assert torch.equal(logical, kept)
+    return {"rows": sum(ids.numel() for ids in before), "replicas": replicas[0]}
+
+
+def check_methods_with_eplb(config: Any) -> dict[str, Any]:
+    """Check that every method that supports EPLB, in any configuration, has a bundle."""
+    import vllm.model_executor.layers.quantization as folder
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+    from ultraep.integrations.vllm.refusals import METHODS
+
+    del config
+    for module in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
+        with suppress(ImportError):  # of other libraries
+            importlib.import_module(module.name)
+    known, classes = set(), [FusedMoEMethodBase]
+    while classes:
+        method = classes.pop()
+        classes += method.__subclasses__()
+        supports = inspect.getsource(method.supports_eplb.fget)
+        if "return False" in supports or method.__subclasses__():
+            continue
+        names = {cls.__name__ for cls in method.__mro__}
+        # A modular method wraps another method.
+        if "FusedMoEModularMethod" not in names:
+            assert names & set(METHODS), method
+            known.add(method)
+    return {"methods": len(known)}
 
 
 def main() -> None:
@@ -486,6 +543,7 @@ def main() -> None:
     checks["graphs are captured between layers"] = check_settings_of_compilation
     checks["batches left to vLLM"] = check_batches_left_to_vllm
     checks["recorded routes"] = check_recorded_routes
+    checks["methods with EPLB"] = check_methods_with_eplb
     for name, run in checks.items():
         config = VllmConfig()
         config.model_config = SimpleNamespace(
