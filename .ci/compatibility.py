@@ -75,7 +75,8 @@ def install(python: str, torch: str, environment: Path, alone: bool) -> Path:
     """Create an environment and return its Python."""
     run([python, "-m", "venv", environment])
     binary = environment / "bin" / "python"
-    pip = [binary, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [binary, "-m", "pip", "install", "--quiet", "--no-compile"]
+    pip += ["--disable-pip-version-check"]
     wanted = "torch" if torch == "newest" else f"torch=={torch}"
     run([*pip, "--no-deps", "--require-hashes", "-r", ROOT / "requirements" / "dev.txt"])
     run([*pip, *(["--no-deps"] if alone else []), wanted])
