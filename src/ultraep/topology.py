@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -97,15 +98,7 @@ class Topology:
 
     def of_domain(self, domain: int) -> Topology:
         """Return one domain as a topology of its own: ranks, experts and slots counted from 0."""
-        homes = self.home_of_expert[self.experts_of_domain(domain)] - domain * self.domain_size
-        if len(homes) < max(1, self.slots):
-            raise ConfigError(
-                f"domain {domain} is the home of {len(homes)} experts, but every rank has "
-                f"{self.slots} spare slots: pass other homes= or fewer slots"
-            )
-        return Topology(
-            ranks=self.domain_size, experts=len(homes), slots=self.slots, homes=homes.tolist()
-        )
+        return _of_domain(self, domain)
 
     def spare_slot(self, host: IntArray | int, index: IntArray | int) -> IntArray:
         """Return the global number of a spare slot."""
@@ -144,6 +137,18 @@ class Topology:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+@lru_cache(maxsize=64)
+def _of_domain(topology: Topology, domain: int) -> Topology:
+    slots, size = topology.slots, topology.domain_size
+    homes = topology.home_of_expert[topology.experts_of_domain(domain)] - domain * size
+    if len(homes) < max(1, slots):
+        raise ConfigError(
+            f"domain {domain} is the home of {len(homes)} experts, but every rank has "
+            f"{slots} spare slots: pass other homes= or fewer slots"
+        )
+    return Topology(ranks=size, experts=len(homes), slots=slots, homes=homes.tolist())
 
 
 def sum_by_rank(loads_E: IntArray, homes_E: IntArray, ranks: int) -> IntArray:

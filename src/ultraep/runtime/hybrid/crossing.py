@@ -203,7 +203,7 @@ def _as_values(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     size = like.itemsize
     if part.storage_offset() % size or part.stride(0) % size:
         part = part.clone(memory_format=torch.contiguous_format)
-    return part.view(like.dtype).unflatten(1, like.shape[1:])
+    return part.view(like.dtype).view(len(part), *like.shape[1:])
 
 
 def _as_bytes(value: torch.Tensor) -> torch.Tensor:
