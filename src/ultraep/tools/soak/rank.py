@@ -39,6 +39,7 @@ JOIN = 120.0  # seconds for all ranks to join; a busy machine is slow to start p
 ACKNOWLEDGED = 30.0  # seconds for the supervisor to act
 FEW_STEPS, STEPS = 3, 4  # few: kernels run in Triton's interpreter
 
+stores: Any = dist  # mypy does not see their names there
 torch.set_num_threads(1)
 
 
@@ -75,10 +76,13 @@ def _leave() -> None:
 
 
 class _Report:
-    """A context that reports how it ended, whatever the error is."""
+    """A context that reports how it ended, whatever the error is.
 
-    def __init__(self, rank: int, send: Callable[[Ended], None]) -> None:
-        self.rank, self._send = rank, send
+    ends: whether the error ends here; otherwise it is raised again.
+    """
+
+    def __init__(self, rank: int, send: Callable[[Ended], None], *, ends: bool = True) -> None:
+        self.rank, self._send, self._ends = rank, send, ends
 
     def __enter__(self) -> None: ...
 
@@ -89,7 +93,7 @@ class _Report:
             sys.excepthook(type(error), error, trace)  # as at the end of a program
             message = " ".join(str(error).split())
             self._send(Ended(self.rank, type(error).__name__, message))
-        return True  # its log has the error
+        return self._ends
 
 
 def _process(job: Job, fault: Fault, pipe: Connection) -> None:
@@ -115,36 +119,17 @@ def _threads(job: Job, fault: Fault, pipe: Connection) -> None:
             pipe.send(message)
 
     def work(comm: Any) -> None:
-        with ExitStack() as stack:
-            report = stack.enter_context(ExitStack())
-            report.push(_Forward(comm.rank, send))
+        with _Report(comm.rank, send, ends=False):  # the error stops the other threads
             case = case_of(fault)
             injector = Injector(fault, comm.rank, lambda: send(Fired(comm.rank)), job.disk)
-            balancer = Balancer(
-                communicator=comm, on_error=fault.on_error, **balancer_options(case)
-            )
+            options = balancer_options(case) | {"on_error": fault.on_error}
+            balancer = Balancer(communicator=comm, **options)
             injector.attach(balancer)
             Training(case, balancer, injector).run()
 
-    with _Swallow():
+    with ExitStack() as reported:
+        reported.push(lambda *_: True)  # every thread has reported its error
         LocalGroup(fault.ranks, timeout=job.timeout).run(work)
-
-
-class _Forward(_Report):
-    """Reports the end of a thread, and lets its error stop the other threads."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        super().__exit__(kind, error, trace)
-        return False
-
-
-class _Swallow:
-    """Drops the error of a group of threads, which every thread has reported."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> bool:
-        return True
 
 
 # -- groups and balancers ------------------------------------------------------------------------
@@ -155,7 +140,7 @@ def join(job: Job) -> dist.ProcessGroup:
     limit = timedelta(seconds=JOIN)
     store: Any
     if job.host is None and job.seed % 2:
-        store = dist.FileStore(str(job.folder / "store"), job.size)
+        store = stores.FileStore(str(job.folder / "store"), job.size)
     else:
         store = _store_of_rank_0(job, limit)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=limit)
@@ -171,7 +156,7 @@ def _store_of_rank_0(job: Job, limit: timedelta) -> Any:
     address = "127.0.0.1" if job.host is None else "10.77.0.1"
     announced = job.folder / "port"
     if job.rank == 0:
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        store = stores.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
         announced.with_suffix(".new").write_text(str(store.port))
         announced.with_suffix(".new").rename(announced)
         return store
@@ -180,7 +165,7 @@ def _store_of_rank_0(job: Job, limit: timedelta) -> Any:
         if time.monotonic() > until:
             raise TimeoutError("rank 0 did not start its store")
         time.sleep(0.01)
-    return dist.TCPStore(address, int(announced.read_text()), timeout=limit)
+    return stores.TCPStore(address, int(announced.read_text()), timeout=limit)
 
 
 def case_of(fault: Fault) -> Case:
@@ -306,6 +291,7 @@ def warm_server() -> None:
             layer(case.batch(0)[0][0])
     gc.collect()
     gc.freeze()  # ranks do not scan the modules
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # bindings of triton complain when it ends
 
 
 if os.environ.get(SERVER):

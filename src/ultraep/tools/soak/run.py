@@ -74,7 +74,7 @@ class Settings:
 
 def obstacles(device: str, preload: str) -> dict[str, str]:
     """Return the planes that a campaign leaves out here, with the reason."""
-    left_out = {}
+    left_out: dict[str, str] = {}
     if importlib.util.find_spec("triton") is None:
         left_out |= dict.fromkeys(OF_KERNELS, "triton is not installed")
     elif device == "cpu" and not preload:
