@@ -113,6 +113,12 @@ class Server:
             os.environ.clear()
             os.environ.update(before)
 
+    def wait_until_ready(self) -> None:
+        """Return when the server has imported everything, which takes seconds."""
+        process = self._context.Process(target=os.getpid)
+        process.start()
+        process.join()
+
     def start(self, job: Job) -> tuple[BaseProcess, connection.Connection]:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=run_job, args=(job, theirs), daemon=True)
@@ -316,6 +322,7 @@ class Campaign:
         self._undo = ExitStack()
 
     def __enter__(self) -> Campaign:
+        self.server.wait_until_ready()
         return self
 
     def __exit__(self, *error: object) -> None:
