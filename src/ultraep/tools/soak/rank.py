@@ -28,6 +28,7 @@ from ultraep import Balancer, LocalGroup
 from ultraep.runtime.balancer import warm_up
 from ultraep.runtime.connect import connect
 from ultraep.runtime.hosts import this_host
+from ultraep.runtime.mapped.peers import SymmetricPeers
 from ultraep.tools.launch.simulated_hosts import LINK
 from ultraep.tools.soak.faults import DISKS, PLANNER, Injector
 from ultraep.tools.soak.jobs import FLIGHT, PRELOAD, SERVER, Ended, Fired, Job, Sample, shared_files
@@ -56,6 +57,8 @@ def run_rank(job: Job, pipe: Connection) -> None:
         this_host.cache_clear()  # the server may have asked
     os.environ["ULTRAEP_FLIGHT"] = str(job.folder / FLIGHT)
     warnings.simplefilter("ignore")
+    if job.device == "cuda":
+        torch.cuda.set_device(0)
     with ExitStack() as stack:
         stack.callback(_leave)
         if job.fault is None:
@@ -205,9 +208,13 @@ def make_balancer(
         elif plane == "kernels":
             options |= {"data_plane": "messages", "backend": "triton"}
         elif plane == "mapped":
-            comm = connect(group, timeout=job.timeout)
-            closing.callback(comm.close)
-            options |= {"data_plane": "mapped", "peers": SharedPeers(comm)}
+            options |= {"data_plane": "mapped"}
+            if job.device == "cuda":
+                options["peers"] = SymmetricPeers(group, device="cuda:0")
+            else:
+                comm = connect(group, timeout=job.timeout)
+                closing.callback(comm.close)
+                options["peers"] = SharedPeers(comm)
         if fault is not None:
             options["on_error"] = fault.on_error
         if fault is not None and fault.kind in DISKS and fault.stage == "trace":

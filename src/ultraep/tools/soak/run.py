@@ -42,7 +42,7 @@ from ultraep.tools.soak.jobs import (
     shared_files,
 )
 from ultraep.tools.soak.outcomes import STOPPED, UNEXPLAINED, RankEnd, Row, classify, explain
-from ultraep.tools.soak.schedule import OF_KERNELS, Fault
+from ultraep.tools.soak.schedule import OF_KERNELS, PLANES, Fault
 
 DISKS = ("full disk", "read-only disk")
 DISK_BYTES = "512k"
@@ -83,8 +83,9 @@ def obstacles(device: str, preload: str) -> dict[str, str]:
         )
         left_out |= dict.fromkeys(OF_KERNELS, reason)
     if device == "cuda":
-        left_out["in-process"] = "ranks on a GPU are processes"
-    if reason := simulated_hosts.obstacle():
+        others = [plane for plane in PLANES if plane != "mapped"]
+        left_out |= dict.fromkeys(others, "ranks that share a GPU map each other's memory")
+    elif reason := simulated_hosts.obstacle():
         left_out["hosts"] = reason
     return left_out
 
