@@ -1,12 +1,13 @@
-"""The cost of metrics, of a recorded trace, and of both.
+"""The cost of metrics, of a recorded trace, of both, and of the flight recorder.
 
     python benchmarks/bench_metrics.py                      # EP2, a core and a thread per rank
     python benchmarks/bench_metrics.py --only eager,graph   # one card: eager, and EP8 in graphs
     python benchmarks/bench_metrics.py --toy                # tiny, for CI
 
-The same step alternates: plain, with metrics, with a recorder, with both. Metrics are read every
-ten steps into a log, scalars and, if its client is installed, a Prometheus page. The cost is the
-median of the ratios of neighbouring steps. `alone` measures the metrics code without the layer.
+The same step alternates: plain, with the flight recorder, with metrics, with a recorder, with both.
+Metrics are read every ten steps into a log, scalars and, if its client is installed, a Prometheus
+page. The cost is the median of the ratios of neighbouring steps. Only the second kind has the
+flight recorder. `alone` measures the code of metrics and flight recorder without the layer.
 `record` measures a record of rank 0: its cost in the step, in the writing thread, and its bytes on
 disk. On a GPU, `eager` is one rank on the mapped data plane, and `graph` is eight ranks on
 partitions of the GPU, whose graphs include the kernels that count and store the plans of replays.
@@ -15,6 +16,7 @@ partitions of the GPU, whose graphs include the kernels that count and store the
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -45,13 +47,17 @@ from ultraep.metrics.reading import Meter, StageTimes
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.clocks import HostClock
 from ultraep.runtime.connect import connect
+from ultraep.runtime.flight import Flight
 from ultraep.runtime.recording import Recording
+from ultraep.trace.crash import OFF
+from ultraep.trace.crash import VARIABLE as FLIGHT_VARIABLE
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 EVERY = 10
 NOTHING, METRICS, RECORDER, BOTH = "nothing", "metrics", "recorder", "recorder and metrics"
-OBSERVED = (NOTHING, METRICS, RECORDER, BOTH)
+FLIGHT = "flight recorder"
+OBSERVED = (NOTHING, FLIGHT, METRICS, RECORDER, BOTH)
 ON_CARD = (NOTHING, METRICS, BOTH)
 STEPS_OF_A_ROUND = 5
 PLANS = 32  # different ones
@@ -60,6 +66,7 @@ COST = Metric("cost_of_recording", "share", "cost", ".4f")
 ERROR = Metric("error_of_cost", "share", "+-", ".4f")
 INSIDE = Metric("time_in_step_p50", "us", "in the step us", ".1f")
 MEAN_INSIDE = Metric("time_in_step_mean", "us", "mean us", ".1f")
+FLOWN = Metric("time_of_flight_recorder_p50", "us", "flight recorder us", ".1f")
 WRITE = Metric("cpu_time_written", "us", "written us", ".1f")
 DISK = Metric("bytes_on_disk", "bytes", "bytes", ".0f")
 Times = Mapping[str, Sequence[float]]
@@ -126,7 +133,8 @@ def on_rank(rank: int, size: Size, folder: str) -> dict[str, list[float]]:
     with closing(connect(dist.group.WORLD)) as comm:
         layers, metrics = {}, {}
         for kind in OBSERVED:
-            record = f"{folder}/{kind}" if RECORDER in kind else None
+            record = f"{folder}/{kind}" if kind in (RECORDER, BOTH) else None
+            os.environ[FLIGHT_VARIABLE] = folder if kind == FLIGHT else OFF
             layers[kind] = make_layer(rank, size, comm, record)
             if METRICS in kind:
                 metrics[kind] = watch(layers[kind].balancer)
@@ -167,7 +175,7 @@ def alone(bench: Bench) -> None:
         plan = ultraep.plan(loads, topology)
         balancer = ultraep.Balancer("alone", experts=experts)
         metrics, meter, times = watch(balancer), Meter(topology), StageTimes()
-        took = []
+        flight, took, flown = Flight("benchmark", 0, ranks), list[float](), list[float]()
         for step in range(bench.scale.count):
             microbatch = MicrobatchInfo(0, step + 1)
             begin = time.perf_counter()
@@ -181,7 +189,17 @@ def alone(bench: Bench) -> None:
             meter.sent(microbatch, "gradients", 1, 1)
             metrics.step()
             took.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            for stage in (*FORWARD, *BACKWARD):
+                microbatch.in_backward = stage in BACKWARD
+                flight.begin(stage, microbatch)
+                flight.end(stage, microbatch)
+                flight.took()
+            flight.note_plan(microbatch, plan)
+            flown.append(time.perf_counter() - begin)
+        flight.close()
         values = {INSIDE: median(took) * 1e6, MEAN_INSIDE: fmean(took) * 1e6}
+        values[FLOWN] = median(flown) * 1e6
         lines.append(Line({"ranks": ranks, "experts": experts}, values))
     bench.table("metrics code of one layer, forward and backward, without the layer", lines)
     bench.report.note(f"The mean includes the readings, one every {EVERY} steps.")

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from ultraep import Topology, read_trace
 from ultraep.tools.cli.commands import app
 from ultraep.tools.sim import workload
+from ultraep.trace.crash import FlightFile
 
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(ultraep|make|python|torchrun|pip|tensorboard)(?= |$)")
 # Options that make commands faster: fewer microbatches, with the same layers and ranks.
@@ -101,6 +102,9 @@ def run(tmp_path, monkeypatch):
     topology = Topology(ranks=8, experts=32)
     plans = [plan_for(seed, topology) for seed in range(12)]
     record(tmp_path / "run", plans, topology=topology, layers=2)
+    flight = FlightFile("ab12", 0, 2, 0, "host", 1, "error", 1.0, (), "", ())
+    (tmp_path / "flight").mkdir()
+    (tmp_path / "flight" / "rank-00000.json").write_text(flight.as_json())
     trace = "benchmarks/results/trace_train_ep8_h200_202611.npz"
     (tmp_path / trace).parent.mkdir(parents=True)
     read_trace(ROOT / trace).take(np.arange(60)).save(tmp_path / trace)  # the first steps

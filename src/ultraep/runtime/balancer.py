@@ -120,7 +120,8 @@ class Balancer:
         docs/dispatchers.md. None: the data plane moves them.
     on_error: "unbalanced": if planning, measuring rates, learning speeds or recording fails on a
         rank, all ranks run that microbatch without replicas, and `stats()["failed"]` counts it.
-        "raise": the error ends the run. Errors of communication always do; docs/failures.md.
+        "raise": the error ends the run. Errors of communication always do; see
+        docs/troubleshooting.md.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ class Choice(NamedTuple):
     make: Callable[[Shared], DataPlane]
 
 
-def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
+def choose(name: str, site: Site, compare_places: Callable[[], object]) -> Choice:
     """Choose the data plane for `data_plane=name`, the same on all ranks; collective.
 
     compare_places: raises if not all ranks have come here.

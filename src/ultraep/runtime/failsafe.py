@@ -9,7 +9,6 @@ communication, and ranks that disagree, always raise.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -23,7 +22,6 @@ from ultraep.config import AUTO, BalanceConfig
 from ultraep.errors import CommunicationError, PlanMismatch
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan, plan_from_replicas
-from ultraep.runtime.history import REMEMBERED
 from ultraep.runtime.observe import Sink
 from ultraep.runtime.stats import Stats
 from ultraep.topology import Topology
@@ -45,7 +43,7 @@ class FailSafe:
         self.microbatches = 0  # that ran unbalanced because of errors, in all
         self._held: list[tuple[int, Exception]] = []
         self._logged = False
-        self._unbalanced: deque[tuple[int, bytes]] = deque(maxlen=REMEMBERED)  # layer, loads
+        self.layers: set[int] = set()  # with such microbatches
 
     def holding(self, what: int = PLANNING) -> AbstractContextManager[None]:
         """Return a block whose errors are held instead of raised."""
@@ -71,10 +69,10 @@ class FailSafe:
         if held:
             raise held[0][1]
 
-    def agreed(self, info: MicrobatchInfo, ranks: Sequence[int], loads_RE: IntArray) -> None:
+    def agreed(self, info: MicrobatchInfo, ranks: Sequence[int]) -> None:
         """Count a microbatch that all ranks run unbalanced, because these ranks have failed."""
         self.count(f"layer {info.layer} (step {info.step}) runs unbalanced", ranks)
-        self._unbalanced.append((info.layer, loads_RE.tobytes()))
+        self.layers.add(info.layer)
 
     def count(self, consequence: str, ranks: Sequence[int]) -> None:
         """Count a failure that all ranks know of; log the first one, and the first of this rank."""
@@ -86,14 +84,6 @@ class FailSafe:
             logger.error("rank %d failed: %s", self._rank, consequence, exc_info=held[0][1])
         elif self.microbatches == 1:
             logger.error("%s, because of an error on ranks %s", consequence, list(ranks))
-
-    def remembers(self, layer: int) -> bool:
-        """Whether a microbatch of this layer ran unbalanced recently."""
-        return any(layer == other for other, _ in self._unbalanced)
-
-    def was_unbalanced(self, layer: int, loads_RE: IntArray) -> bool:
-        """Whether the forward pass with these loads ran unbalanced: backward must repeat it."""
-        return (layer, loads_RE.tobytes()) in self._unbalanced
 
 
 class Caught(AbstractContextManager[None]):

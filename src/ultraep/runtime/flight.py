@@ -116,10 +116,16 @@ class Flight:
             words[at + CHANGED] = time.monotonic_ns()
 
     def planned(self, microbatch: MicrobatchInfo, plan: Any) -> None:
-        """Store digests; a plan on a device comes again, as a sink, when it is on the host."""
+        """Store digests, unless they are known; a plan on a device comes again, on the host."""
+        at = microbatch.flight_pass % PASSES * WIDTH
+        if not self._words[at + PLAN]:
+            self.note_plan(microbatch, plan)
+
+    def note_plan(self, microbatch: MicrobatchInfo, plan: Any) -> None:
+        """Store the digests of a plan that is on the host."""
         words, number = self._words, microbatch.flight_pass
         at = number % PASSES * WIDTH
-        if words[at] == number and not words[at + PLAN] and isinstance(plan, Plan):
+        if words[at] == number and isinstance(plan, Plan):
             words[at + LOADS] = digest_of(plan.loads)
             words[at + PLAN] = digest_of(plan.replicas) ^ digest_of(plan.quotas) or 1
 
@@ -239,7 +245,7 @@ def note_plan(observers: Iterable[object], microbatch: MicrobatchInfo, plan: Any
     """Note a plan before ranks compare their plans."""
     for observer in observers:
         if isinstance(observer, Flight):
-            observer.planned(microbatch, plan)
+            observer.note_plan(microbatch, plan)
 
 
 def digest_of(values: IntArray) -> int:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -32,7 +33,7 @@ from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
 from ultraep.runtime.failsafe import SPEEDS, FailSafe, unbalanced_plan
 from ultraep.runtime.flight import note_plan
-from ultraep.runtime.history import History
+from ultraep.runtime.history import History, Moment
 from ultraep.runtime.hosts import FastLinks
 from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.pricing import Pricing
@@ -144,8 +145,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     def _plan_safely(self) -> AnyPlanT:
         """Return the plan; if a rank has failed, all ranks return one without replicas."""
         safe, info, failures, plan = self._shared.fail_safe, self.info, self._failures, None
-        again = info.recomputed and safe.remembers(info.layer)
-        again = again and safe.was_unbalanced(info.layer, self._loads_on_host())
+        again = info.recomputed and info.layer in safe.layers and self._moment.failed
         if not again and not failures.ranks:
             with safe.holding():
                 plan = self._plan_now()
@@ -161,13 +161,19 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
             )
         if failures.what & SPEEDS:
             self._shared.speeds.stop(self._speeds_before)
-        loads = self._loads_on_host()
         if not again:
-            safe.agreed(info, failures.ranks, loads)
-        config = self._inputs.config
-        plan = unbalanced_plan(loads, self._shared.topology, config)
-        self._shared.capacity.check(plan)
-        return self._use(plan)
+            safe.agreed(info, failures.ranks)
+            self._moment.failed = True
+        topology, config = self._shared.topology, self._inputs.config
+        without = unbalanced_plan(self._loads_on_host(), topology, config)
+        self._shared.capacity.check(without)
+        note_plan(self.observers, info, without)
+        return self._use(without)
+
+    @cached_property
+    def _moment(self) -> Moment:
+        """The position of this microbatch in the history of its layer."""
+        return self._shared.history.note(self.info, self._loads_on_host().sum(axis=0))
 
     def _plan_now(self) -> AnyPlanT:
         pricing = self._shared.pricing

@@ -342,7 +342,7 @@ class Crash:
                 digests = shared.setdefault((each.step, each.layer), {"loads": {}, "plans": {}})
                 for name, digest in (("loads", each.loads), ("plans", each.plan)):
                     if digest:
-                        digests[name][rank] = digest
+                        digests[name].setdefault(rank, digest)  # forward comes first
         compared = 0
         for (step, layer), by_name in sorted(shared.items()):
             compared += len(by_name["plans"]) > 1

@@ -16,7 +16,7 @@ from ultraep.policies import get_policy
 
 KEY = "ultraep"  # in the additional configuration
 PREFIX = "ULTRAEP_"  # in the environment
-READ_ELSEWHERE = {"ULTRAEP_TRACE", "ULTRAEP_RATES"}
+READ_ELSEWHERE = {"ULTRAEP_TRACE", "ULTRAEP_RATES", "ULTRAEP_FLIGHT"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -302,7 +302,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
                 f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
                 f"the device plans {control.config.policy!r}"
             )
-        self._on_host, past = True, self._past_loads
+        self._on_host, past = True, self._moment.before
         host_plan = make_plan(self._loads_on_host(), plane.topology, config, history=past)
         host_plan.check_limits()
         self._shared.capacity.check(host_plan)
@@ -312,16 +312,8 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         assert self._loads is not None
         return self._loads.cpu().numpy().astype("int64")
 
-    @cached_property
-    def _past_loads(self) -> IntArray:
-        """[E] the loads of the layer before this microbatch, which is noted in the history."""
-        loads_E = self._loads_on_host().sum(axis=0)
-        return self._shared.history.note(self.info, loads_E).before
-
     def _use(self, plan: Plan) -> DevicePlan:
         self._host_plan = plan
-        if self._on_host:
-            _ = self._past_loads  # in the history of all ranks, also if this rank has failed
         return self._current().control.adopt(plan).copied()
 
     @staged("verify")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -275,7 +274,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     @staged("plan")
     def _make_plan(self, config: BalanceConfig) -> Plan:
         plane, loads, kernels = self._plane, self._host_loads, self._kernels
-        past = self._past_loads
+        past = self._moment.before
         plane.last_config[self.info.layer] = config
         if kernels is not None and kernels.control.use(config):
             plan = self._plan_of_device(kernels, config, loads)
@@ -291,14 +290,9 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     def _loads_on_host(self) -> IntArray:
         return self._host_loads
 
-    @cached_property
-    def _past_loads(self) -> IntArray:
-        """[E] the loads of the layer before this microbatch, which is noted in the history."""
-        return self._shared.history.note(self.info, self._host_loads.sum(axis=0)).before
-
     @staged("plan")
     def _use(self, plan: Plan) -> Plan:
-        self._ahead, _ = None, self._past_loads
+        self._ahead = None
         if self._kernels is not None:
             self._kernels.planned = None
         return plan
