@@ -230,12 +230,16 @@ class Crash:
 
         A launcher may have ended some missing ranks after the first one. So if the errors of other
         ranks name missing ranks, these count. A rank that was late has gone on when it writes its
-        file, so the rank that all errors name comes before the ranks that are behind.
+        file, so a rank that all others name comes before the ranks that are behind.
         """
         own = {rank for rank, flight in self.flights.items() if flight.own_error}
-        named_by = [_named(flight.errors) for flight in self.flights.values()]
-        missing, named = set(self.missing), set[int]().union(*named_by)
-        blamed = set(range(self.ranks)).intersection(*filter(None, named_by)) if named else set()
+        named_by = {rank: _named(flight.errors) for rank, flight in self.flights.items()}
+        missing, named = set(self.missing), set[int]().union(*named_by.values())
+        blamed = {
+            rank
+            for rank in named
+            if all(rank in ranks for by, ranks in named_by.items() if by != rank and ranks)
+        }
         agreed = blamed if len(blamed) == 1 else set[int]()
         return sorted(own or (missing & named) or missing or agreed) or self.behind or sorted(named)
 

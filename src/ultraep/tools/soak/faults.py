@@ -31,6 +31,7 @@ from ultraep.runtime.agreement import Place, Point
 from ultraep.tools.soak.schedule import Fault
 from ultraep.tools.soak.training import Training, Watch, WrongNumber
 
+checkpoints: Any = dcp  # mypy does not see its functions there
 CLOCK_JUMP = 3600.0  # seconds
 OBSERVED = ("kill", "stop", "slow", "hook", "clock", "lost messages", "delayed messages")
 DISKS = ("full disk", "read-only disk")
@@ -170,10 +171,10 @@ class Injector(Watch):
         done = (step + 1) * len(training.layers)
         if self.fault.kind not in DISKS or not self.pending:
             return
-        checkpoints = self.fault.stage == "checkpoint"
-        if checkpoints and not self._saved:
+        saves = self.fault.stage == "checkpoint"
+        if saves and not self._saved:
             self._saved = _values(training)
-            dcp.save(_state(training), checkpoint_id=self.disk / "good")
+            checkpoints.save(_state(training), checkpoint_id=self.disk / "good")
         if not self._happens(self.fault.kind, done):
             return
         training.balancer.comm.gather_objects(None)  # all ranks have saved
@@ -181,21 +182,21 @@ class Injector(Watch):
             self._fire()
             break_disk(self.disk, full=self.fault.kind == "full disk")
         training.balancer.comm.gather_objects(None)
-        if checkpoints:
+        if saves:
             self._check_checkpoints(training)
 
     def _check_checkpoints(self, training: Training) -> None:
         """Save to the broken disk, which must fail; the earlier checkpoint must stay as it is."""
         saved = True
         try:
-            dcp.save(_state(training), checkpoint_id=self.disk / "bad")
+            checkpoints.save(_state(training), checkpoint_id=self.disk / "bad")
         except (CheckpointException, OSError):
             saved = False
         everywhere = training.balancer.comm.gather_objects(saved)
         if any(everywhere):
             raise WrongNumber(f"a full disk took checkpoints of ranks {everywhere}")
         current = {name: tensor.clone() for name, tensor in training.layers.state_dict().items()}
-        dcp.load(_state(training), checkpoint_id=self.disk / "good")
+        checkpoints.load(_state(training), checkpoint_id=self.disk / "good")
         for name, tensor in _values(training).items():
             # Routers differ between the ranks of this run; a checkpoint holds the router of one.
             if "router" not in name and not torch.equal(tensor, self._saved[name]):

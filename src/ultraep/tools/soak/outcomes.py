@@ -95,7 +95,8 @@ def classify(
         return NOT_INJECTED, ""
     if not errors and not any(end.killed for end in ends):
         return SURVIVED, ""
-    if fault.kind == "planner" and fault.on_error == "unbalanced":
+    again = any("backward needs the plan" in end.message for end in errors)
+    if fault.kind == "planner" and fault.on_error == "unbalanced" and not again:
         return UNNAMED, "on_error='unbalanced' did not hold the error of the planner"
     for end in errors:
         missing = _unnamed(fault, end)
@@ -112,7 +113,8 @@ def _unnamed(fault: Fault, end: RankEnd) -> str:
         int(number) for ranks in RANKS.findall(end.message) for number in re.findall(r"\d+", ranks)
     }
     culprits = culprits_of(fault, end.rank)
-    if not named & culprits and not (STORE in end.message and 0 in culprits):
+    # Without the store of rank 0, a rank cannot find out who else is missing.
+    if not named & culprits and STORE not in end.message:
         return f"rank {', '.join(map(str, sorted(culprits)))}"
     return "" if STAGES.search(end.message) else "a stage"
 
@@ -131,7 +133,8 @@ def explain(fault: Fault, folder: Path) -> tuple[str, str]:
 
 def culprits_of(fault: Fault, observer: int) -> set[int]:
     """Return the ranks of which an error should name one."""
-    if fault.kind not in ("lost messages", "delayed messages"):
+    stopped = fault.kind == "stop" and fault.rank == observer  # it finds that others have left
+    if fault.kind not in ("lost messages", "delayed messages") and not stopped:
         return {fault.rank}
     # A rank may wait for a rank of its own host that waits for the other host.
     return set(range(fault.ranks)) - {observer}

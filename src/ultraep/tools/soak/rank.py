@@ -28,6 +28,7 @@ from ultraep import Balancer, LocalGroup
 from ultraep.runtime.balancer import warm_up
 from ultraep.runtime.connect import connect
 from ultraep.runtime.hosts import this_host
+from ultraep.runtime.mapped.peers import SymmetricPeers
 from ultraep.tools.launch.simulated_hosts import LINK
 from ultraep.tools.soak.faults import DISKS, PLANNER, Injector
 from ultraep.tools.soak.jobs import FLIGHT, PRELOAD, SERVER, Ended, Fired, Job, Sample, shared_files
@@ -39,6 +40,7 @@ JOIN = 120.0  # seconds for all ranks to join; a busy machine is slow to start p
 ACKNOWLEDGED = 30.0  # seconds for the supervisor to act
 FEW_STEPS, STEPS = 3, 4  # few: kernels run in Triton's interpreter
 
+stores: Any = dist  # mypy does not see their names there
 torch.set_num_threads(1)
 
 
@@ -55,6 +57,8 @@ def run_rank(job: Job, pipe: Connection) -> None:
         this_host.cache_clear()  # the server may have asked
     os.environ["ULTRAEP_FLIGHT"] = str(job.folder / FLIGHT)
     warnings.simplefilter("ignore")
+    if job.device == "cuda":
+        torch.cuda.set_device(0)
     with ExitStack() as stack:
         stack.callback(_leave)
         if job.fault is None:
@@ -75,10 +79,13 @@ def _leave() -> None:
 
 
 class _Report:
-    """A context that reports how it ended, whatever the error is."""
+    """A context that reports how it ended, whatever the error is.
 
-    def __init__(self, rank: int, send: Callable[[Ended], None]) -> None:
-        self.rank, self._send = rank, send
+    ends: whether the error ends here; otherwise it is raised again.
+    """
+
+    def __init__(self, rank: int, send: Callable[[Ended], None], *, ends: bool = True) -> None:
+        self.rank, self._send, self._ends = rank, send, ends
 
     def __enter__(self) -> None: ...
 
@@ -89,7 +96,7 @@ class _Report:
             sys.excepthook(type(error), error, trace)  # as at the end of a program
             message = " ".join(str(error).split())
             self._send(Ended(self.rank, type(error).__name__, message))
-        return True  # its log has the error
+        return self._ends
 
 
 def _process(job: Job, fault: Fault, pipe: Connection) -> None:
@@ -115,36 +122,17 @@ def _threads(job: Job, fault: Fault, pipe: Connection) -> None:
             pipe.send(message)
 
     def work(comm: Any) -> None:
-        with ExitStack() as stack:
-            report = stack.enter_context(ExitStack())
-            report.push(_Forward(comm.rank, send))
+        with _Report(comm.rank, send, ends=False):  # the error stops the other threads
             case = case_of(fault)
             injector = Injector(fault, comm.rank, lambda: send(Fired(comm.rank)), job.disk)
-            balancer = Balancer(
-                communicator=comm, on_error=fault.on_error, **balancer_options(case)
-            )
+            options = balancer_options(case) | {"on_error": fault.on_error}
+            balancer = Balancer(communicator=comm, **options)
             injector.attach(balancer)
             Training(case, balancer, injector).run()
 
-    with _Swallow():
+    with ExitStack() as reported:
+        reported.push(lambda *_: True)  # every thread has reported its error
         LocalGroup(fault.ranks, timeout=job.timeout).run(work)
-
-
-class _Forward(_Report):
-    """Reports the end of a thread, and lets its error stop the other threads."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        super().__exit__(kind, error, trace)
-        return False
-
-
-class _Swallow:
-    """Drops the error of a group of threads, which every thread has reported."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> bool:
-        return True
 
 
 # -- groups and balancers ------------------------------------------------------------------------
@@ -155,7 +143,7 @@ def join(job: Job) -> dist.ProcessGroup:
     limit = timedelta(seconds=JOIN)
     store: Any
     if job.host is None and job.seed % 2:
-        store = dist.FileStore(str(job.folder / "store"), job.size)
+        store = stores.FileStore(str(job.folder / "store"), job.size)
     else:
         store = _store_of_rank_0(job, limit)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=limit)
@@ -171,7 +159,7 @@ def _store_of_rank_0(job: Job, limit: timedelta) -> Any:
     address = "127.0.0.1" if job.host is None else "10.77.0.1"
     announced = job.folder / "port"
     if job.rank == 0:
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        store = stores.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
         announced.with_suffix(".new").write_text(str(store.port))
         announced.with_suffix(".new").rename(announced)
         return store
@@ -180,7 +168,7 @@ def _store_of_rank_0(job: Job, limit: timedelta) -> Any:
         if time.monotonic() > until:
             raise TimeoutError("rank 0 did not start its store")
         time.sleep(0.01)
-    return dist.TCPStore(address, int(announced.read_text()), timeout=limit)
+    return stores.TCPStore(address, int(announced.read_text()), timeout=limit)
 
 
 def case_of(fault: Fault) -> Case:
@@ -220,9 +208,13 @@ def make_balancer(
         elif plane == "kernels":
             options |= {"data_plane": "messages", "backend": "triton"}
         elif plane == "mapped":
-            comm = connect(group, timeout=job.timeout)
-            closing.callback(comm.close)
-            options |= {"data_plane": "mapped", "peers": SharedPeers(comm)}
+            options |= {"data_plane": "mapped"}
+            if job.device == "cuda":
+                options["peers"] = SymmetricPeers(group, device="cuda:0")
+            else:
+                comm = connect(group, timeout=job.timeout)
+                closing.callback(comm.close)
+                options["peers"] = SharedPeers(comm)
         if fault is not None:
             options["on_error"] = fault.on_error
         if fault is not None and fault.kind in DISKS and fault.stage == "trace":
@@ -306,6 +298,7 @@ def warm_server() -> None:
             layer(case.batch(0)[0][0])
     gc.collect()
     gc.freeze()  # ranks do not scan the modules
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # bindings of triton complain when it ends
 
 
 if os.environ.get(SERVER):

@@ -42,7 +42,7 @@ from ultraep.tools.soak.jobs import (
     shared_files,
 )
 from ultraep.tools.soak.outcomes import STOPPED, UNEXPLAINED, RankEnd, Row, classify, explain
-from ultraep.tools.soak.schedule import OF_KERNELS, Fault
+from ultraep.tools.soak.schedule import OF_KERNELS, PLANES, Fault
 
 DISKS = ("full disk", "read-only disk")
 DISK_BYTES = "512k"
@@ -74,7 +74,7 @@ class Settings:
 
 def obstacles(device: str, preload: str) -> dict[str, str]:
     """Return the planes that a campaign leaves out here, with the reason."""
-    left_out = {}
+    left_out: dict[str, str] = {}
     if importlib.util.find_spec("triton") is None:
         left_out |= dict.fromkeys(OF_KERNELS, "triton is not installed")
     elif device == "cpu" and not preload:
@@ -83,8 +83,9 @@ def obstacles(device: str, preload: str) -> dict[str, str]:
         )
         left_out |= dict.fromkeys(OF_KERNELS, reason)
     if device == "cuda":
-        left_out["in-process"] = "ranks on a GPU are processes"
-    if reason := simulated_hosts.obstacle():
+        others = [plane for plane in PLANES if plane != "mapped"]
+        left_out |= dict.fromkeys(others, "ranks that share a GPU map each other's memory")
+    elif reason := simulated_hosts.obstacle():
         left_out["hosts"] = reason
     return left_out
 
@@ -112,6 +113,12 @@ class Server:
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+    def wait_until_ready(self) -> None:
+        """Return when the server has imported everything, which takes seconds."""
+        process = self._context.Process(target=os.getpid)
+        process.start()
+        process.join()
 
     def start(self, job: Job) -> tuple[BaseProcess, connection.Connection]:
         ours, theirs = self._context.Pipe()
@@ -316,6 +323,7 @@ class Campaign:
         self._undo = ExitStack()
 
     def __enter__(self) -> Campaign:
+        self.server.wait_until_ready()
         return self
 
     def __exit__(self, *error: object) -> None:

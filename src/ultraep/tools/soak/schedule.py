@@ -177,7 +177,7 @@ def read_schedule(path: str | Path) -> tuple[int, list[Fault]]:
 
 
 def _fault(where: str, row: Any) -> Fault:
-    known = {field.name: field.type for field in fields(Fault)}
+    known = {field.name: str(field.type) for field in fields(Fault)}
     if not isinstance(row, dict) or not set(row) <= set(known):
         wrong = sorted(set(row) - set(known)) if isinstance(row, dict) else row
         raise FileError(f"{where}: unknown fields {wrong!r}; it may have {', '.join(known)}")

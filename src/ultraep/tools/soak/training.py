@@ -25,7 +25,7 @@ from ultraep.errors import CommunicationError
 
 HIDDEN = 8
 TOLERANCE = 1e-11  # of float64, relative to the largest value; a run has several steps
-SMALLEST = 1e-3  # values below it are compared with this scale
+SMALLEST = 1.0  # values below it are compared with this scale: they are sums that cancel
 RATE = 0.05  # of SGD
 RATES = "row=1000000,copy=1,each=0,layer=0"  # replicas cost next to nothing
 Tensors = dict[str, torch.Tensor]
@@ -89,7 +89,7 @@ class Case:
 
     def home_experts(self, rank: int) -> list[int]:
         topology = Topology(ranks=self.ranks, experts=self.experts, homes=self.homes)
-        return topology.home_experts(rank).tolist()
+        return [int(expert) for expert in topology.home_experts(rank)]
 
     def weights(self) -> list[Tensors]:
         """Return the weights of every layer: `routers` [R, E, D] and those of all experts."""
@@ -97,7 +97,7 @@ class Case:
 
         def draw(*shape: int) -> torch.Tensor:
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return drawn * shape[-1] ** -0.5
+            return drawn.mul_(shape[-1] ** -0.5)
 
         layers = []
         for _ in range(self.layers):

@@ -1,0 +1,104 @@
+"""How the ends of ranks are classified, and when resources count as leaking."""
+
+from dataclasses import replace
+
+import pytest
+
+from ultraep.tools.soak.outcomes import (
+    HANG,
+    LEAK,
+    NOT_INJECTED,
+    STOPPED,
+    SURVIVED,
+    UNEXPLAINED,
+    UNNAMED,
+    WRONG,
+    RankEnd,
+    Row,
+    as_record,
+    classify,
+    explain,
+    growing,
+    table,
+)
+from ultraep.tools.soak.schedule import Fault
+
+FAULT = Fault(0, "kill", 1, "dispatch", 2, 0.0, "shared", 3, 5)
+NAMED = "at stage 'dispatch' of layer 0 (step 2): all_to_all: rank 1 (process 7) died; noticed by"
+GONE = RankEnd(1, killed=True)
+
+
+def outcome(*ends, fault=FAULT, fired=True, left=()):
+    return classify(fault, [RankEnd(0), GONE, *ends], fired=fired, left=left)[0]
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (RankEnd(2, "CommunicationError", f"{NAMED} rank 2 of 3"), STOPPED),
+        (RankEnd(2, "CommunicationError", "all_to_all: rank 1 died; noticed by rank 2"), UNNAMED),
+        (RankEnd(2, "CommunicationError", NAMED.replace("rank 1", "rank 0")), UNNAMED),
+        (RankEnd(2, "CommunicationError", NAMED.replace("rank 1", "rank 11")), UNNAMED),
+        (RankEnd(2, "WrongNumber", "rank 2, step 0: loss is off by 1"), WRONG),
+        (RankEnd(2, hung=True), HANG),
+        (RankEnd(2, "ProcessEnded", "exit code -11"), UNNAMED),
+    ],
+)
+def test_the_worst_end_counts(end, expected):
+    assert outcome(end) == expected
+
+
+def test_runs_without_errors():
+    ends = [RankEnd(rank) for rank in range(3)]
+    slow = replace(FAULT, kind="slow")
+    assert classify(slow, ends, fired=True, left=[])[0] == SURVIVED
+    assert classify(slow, ends, fired=False, left=[])[0] == NOT_INJECTED
+    assert classify(slow, ends, fired=True, left=["/dev/shm/ultraep-7-control"])[0] == LEAK
+    stopped = [*ends[:2], RankEnd(2, "CommunicationError", NAMED)]
+    assert classify(slow, stopped, fired=False, left=[])[0] == UNNAMED
+
+
+def test_an_error_that_on_error_should_hold():
+    planner = replace(FAULT, kind="planner", on_error="unbalanced")
+    assert outcome(RankEnd(2, "CommunicationError", NAMED), fault=planner) == UNNAMED
+
+
+def test_the_error_of_the_user_needs_no_names():
+    ends = [RankEnd(0, "CommunicationError", NAMED), RankEnd(1, "InjectedError", "on purpose")]
+    assert classify(replace(FAULT, kind="hook"), ends, fired=True, left=[])[0] == STOPPED
+
+
+def test_killed_ranks_need_flight_files(tmp_path):
+    assert "no flight files" in explain(FAULT, tmp_path)[1]
+    assert explain(replace(FAULT, kind="hook"), tmp_path) == ("", "")
+
+
+def samples(**slopes):
+    return [
+        (float(s), {name: 100 + slope * s + s % 7 for name, slope in slopes.items()})
+        for s in range(0, 600, 3)
+    ]
+
+
+def test_a_slope_is_a_leak_and_noise_is_not():
+    assert growing(samples(rss=0.0, threads=0.0, handles=0.0)) == {}
+    assert set(growing(samples(rss=0.1, threads=0.0, handles=0.05))) == {"rss", "handles"}
+    jump = [(s, {"rss": 100.0 + 50 * (s > 30)}) for s, _ in samples(rss=0.0)]
+    assert growing(jump) == {}  # a cache that was filled once
+
+
+def test_the_report_counts_kinds_by_outcome():
+    rows = [
+        Row(FAULT, STOPPED),
+        Row(FAULT, HANG, "rank 0"),
+        Row(replace(FAULT, kind="slow"), SURVIVED),
+    ]
+    headers, lines = table(rows)
+    assert headers == ["fault", "runs", SURVIVED, STOPPED, HANG]
+    assert lines == [
+        ["kill", "2", "0", "1", "1"],
+        ["slow", "1", "1", "0", "0"],
+        ["all", "3", "1", "1", "1"],
+    ]
+    assert as_record(rows[1])["detail"] == "rank 0"
+    assert UNEXPLAINED not in headers
