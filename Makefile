@@ -20,7 +20,7 @@ ENGINE_VERSION := 2.20.2
 TRITON_VERSION := 3.6.0
 TRITON := build/triton-$(TRITON_VERSION)
 
-.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton lint types docs dist lock audit compatibility bench paper format clean
+.PHONY: help demo check test test-slow test-failed test-all fuzz test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton lint types docs dist lock audit compatibility bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-slow  set up, then the tests that make test leaves out (twelve minutes)"
 	@echo "make test-failed  the tests that failed in the last run, one at a time"
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
+	@echo "make fuzz    set up, then changed inputs for all readers, random plans and layers (MINUTES=10 SEED=1)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (three minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (40 minutes)"
 	@echo "make test-triton  set up, then compile all kernels with the oldest Triton that is supported (a minute)"
@@ -61,6 +62,11 @@ test-failed: $(READY)
 
 test-all: $(READY)
 	$(TESTS) -m '' --hypothesis-profile thorough
+
+MINUTES ?= 10
+SEED ?= 1
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED)
 
 # Each framework wants torch for itself; two side by side, since neither keeps two cores busy.
 test-frameworks: $(FRAMEWORKS)

@@ -175,7 +175,7 @@ class Variants:
 @contextmanager
 def slowed(size: Size, here: bool) -> Iterator[None]:
     """Slow this rank down, if it is the slow one and its share of a GPU does not do so already."""
-    ends = []
+    ends: list[Callable[[], Any]] = []
     if here and size.slow == CORE:
         process = subprocess.Popen([sys.executable, "-c", COMPETE, str(size.nice)])
         ends += [process.kill, process.wait]

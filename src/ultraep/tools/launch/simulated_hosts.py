@@ -97,8 +97,8 @@ def hosts(count: int, mbit: int, label: str = "") -> Iterator[list[SimulatedHost
     finally:
         for number, host in enumerate(simulated):
             # A namespace keeps its devices for a while after its end; the next hosts need the name.
-            for name in (["link", "del", f"{prefix}v{number}"], ["netns", "del", host.name]):
-                subprocess.run(["ip", *name], capture_output=True, check=False)
+            for part in (["link", "del", f"{prefix}v{number}"], ["netns", "del", host.name]):
+                subprocess.run(["ip", *part], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 
