@@ -67,7 +67,6 @@ class SharedMemoryCommunicator(BytesCommunicator):
         self._release()
         if self._sockets is not None:
             self._sockets.close()
-        self._leave_group()
 
     def begin_exchange(
         self, sends: Sequence[Message], receives: Sequence[Message]

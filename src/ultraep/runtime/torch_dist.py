@@ -70,7 +70,6 @@ class BytesCommunicator(ABC):
     timeout: float
     _group: dist.ProcessGroup
     _connect: Connect | None  # None: no other communicators can be made of this one
-    _owns_group = False
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._gather("all_gather", tensor)
@@ -124,17 +123,7 @@ class BytesCommunicator(ABC):
         group = dist.new_group(
             [every[rank] for rank in ranks], backend=backend, use_local_synchronization=True
         )
-        connected = self._connect(group, timeout=self.timeout)
-        assert isinstance(connected, BytesCommunicator)
-        connected._owns_group = True
-        return connected
-
-    def _leave_group(self) -> None:
-        """Free a group that was made for this communicator: its threads and connections."""
-        owns, self._owns_group = self._owns_group, False
-        if owns and dist.is_initialized():
-            with suppress(ValueError):  # destroyed by the program
-                dist.destroy_process_group(self._group)
+        return self._connect(group, timeout=self.timeout)
 
     def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
@@ -208,7 +197,6 @@ class TorchDistCommunicator(BytesCommunicator):
     def close(self) -> None:
         """Stop answering the questions of ranks that fail; the group stays."""
         self._roll_call.close()
-        self._leave_group()
 
     def _all_gather(self, verb: str, data: torch.Tensor, gathered: torch.Tensor) -> None:
         if data.numel():
