@@ -60,6 +60,10 @@ Pieces = Sequence[tuple[int, torch.Tensor]]  # peer, bytes to send or to receive
 # By the ranks of a group: its members create communicators in the same order. Never reset, so that
 # a store that outlives a group holds no keys of the next one.
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+# Groups that were made of parts of a group, by their ranks and backend. They are used again: torch
+# gives the name of a destroyed group to the next one, which waits for addresses of the old one.
+Made = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Made] = weakref.WeakKeyDictionary()
 
 
 class BytesCommunicator(ABC):
@@ -120,10 +124,13 @@ class BytesCommunicator(ABC):
         """Return a communicator of some ranks of this group; collective for them."""
         assert self._connect is not None
         every = dist.get_process_group_ranks(self._group)
-        group = dist.new_group(
-            [every[rank] for rank in ranks], backend=backend, use_local_synchronization=True
-        )
-        return self._connect(group, timeout=self.timeout)
+        members = tuple(every[rank] for rank in ranks)
+        made = _made.setdefault(self._group, {})
+        if (members, backend) not in made:
+            made[members, backend] = dist.new_group(
+                list(members), backend=backend, use_local_synchronization=True
+            )
+        return self._connect(made[members, backend], timeout=self.timeout)
 
     def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
