@@ -23,7 +23,7 @@ them over the ranks of a `Balancer`. The data planes in `runtime/` run them: `me
     2.00 -> 1.00
 """
 
-from ultraep.supported import check_torch  # first: it refuses an older Python
+from ultraep import supported as _supported  # noqa: F401  # first: it refuses an older Python
 
 # isort: split
 from typing import TYPE_CHECKING, Any
@@ -120,5 +120,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ultraep' has no attribute {name!r}")
     import importlib
 
-    check_torch()
     return getattr(importlib.import_module(_LAZY[name]), name)

@@ -8,9 +8,9 @@ from ultraep.tools.cli.commands import SUMMARIES, load_command
 from .commands import invoke, shell
 
 SCENARIO = (
-    "--cluster --domain --drift-length --ep --groups --imbalance --json --microbatches --model "
-    "--no-recompute --noise --objective --pipeline --prefill --processes --rates --seed "
-    "--sequence-length --stages --steps --tokens --topic-length --trace"
+    "--cluster --data-plane --domain --drift-length --ep --groups --imbalance --json "
+    "--microbatches --model --no-recompute --noise --objective --pipeline --prefill --processes "
+    "--rates --seed --sequence-length --stages --steps --tokens --topic-length --trace"
 )
 OPTIONS = {
     "plan": "--backend --domain --experts --history --json --max-replicas --min-tokens "

@@ -43,7 +43,7 @@ from ultraep.metrics.reading import Alarms, AlarmSettings
 from ultraep.plan import plan_from_replicas
 from ultraep.routes import batch_routes, from_vllm, packed_routes
 from ultraep.runtime.pricing import VARIABLE, from_environment
-from ultraep.runtime.segments import Files, new_prefix
+from ultraep.runtime.segments import SharedFile, new_prefix
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.wire import HEADER, LINE, VERBS, Wire, control_bytes
 from ultraep.tools.cli.options import split_names, split_numbers, split_ranges
@@ -67,7 +67,7 @@ from ultraep.trace.replay import differing
 READERS = (
     *("files/reading.py", "workload/files.py", "trace/read.py", "trace/files.py"),
     *("trace/schema.py", "trace/join.py", "trace/replay.py", "trace/export.py"),
-    *("config.py", "topology.py", "loads.py", "rules.py", "routes.py", "plan.py"),
+    *("config.py", "topology.py", "loads.py", "rules.py", "routes/record.py", "plan.py"),
     *("runtime/wire.py", "runtime/settings.py", "integrations/vllm/settings.py"),
     *("tools/sim/presets.py", "tools/sim/workload.py", "tools/serving/load.py"),
     *("tools/demo/result.py", "tools/outputs.py", "tools/cli/options.py"),
@@ -475,22 +475,22 @@ def of_messages() -> Target:
     """The header of a message between two ranks in shared memory, as four numbers and a size."""
 
     def receive(content: bytes) -> None:
-        verb, left, size, generation, expected = json.loads(content)
-        files = Files(new_prefix(), control_bytes(2), founder=True)
-        wires = [Wire(rank, 2, 0.1, files) for rank in range(2)]
+        verb, left, size, segment, expected = json.loads(content)
+        file = SharedFile(new_prefix(), control_bytes(2), 1 << 20, founder=True)
+        wires = [Wire(rank, 2, 0.1, file, ["rank 0", "rank 1"]) for rank in range(2)]
         try:
             data = torch.arange(64, dtype=torch.uint8)
             wires[1]._outboxes[0].put(VERBS[0], data)
             at = wires[0]._inboxes[1]._at + HEADER
-            memory = memoryview(files.control).cast("q")
+            memory = memoryview(file.control).cast("q")
             memory[at : at + 4] = (
-                memoryview(np.array([verb, left, size, generation])).cast("B").cast("q")
+                memoryview(np.array([verb, left, size, segment])).cast("B").cast("q")
             )
             memory.release()
             target = torch.empty(expected, dtype=torch.uint8)
             wires[0].move(VERBS[0], {}, {1: deque([target])})
         finally:
-            files.close()
+            file.close()
 
     def mutate(content: bytes, rng: random.Random) -> bytes:
         numbers = json.loads(content)
@@ -501,7 +501,7 @@ def of_messages() -> Target:
         return json.dumps(numbers).encode()
 
     assert LINE >= HEADER + 4
-    return Target("message", [b"[0, 64, 64, 0, 64]"], receive, mutate, share=1)
+    return Target("message", [b"[0, 64, 64, 16384, 64]"], receive, mutate, share=1)
 
 
 # -- command lines -------------------------------------------------------------------------------

@@ -173,4 +173,4 @@ def skip_it_unverified(comm):
 def test_unverified_ranks_notice_different_messages(transport):
     messages = everywhere(transport, RANKS, skip_it_unverified)
     assert any(re.search(r"rank . (is )?at all_(gather|to_all) instead", m) for m in messages)
-    assert all(re.match("at the loads of layer 0|all_to_all|rank", m) for m in messages)
+    assert all(re.match("at (the loads|stage 'combine back') of layer", m) for m in messages)

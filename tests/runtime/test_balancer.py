@@ -108,7 +108,6 @@ def test_an_input_of_the_wrong_width_on_one_rank_stops_the_others():
     [
         {"slots": 2},
         {"experts": 12},
-        {"domain": 2},
         {"homes": [3, 3, 2, 2, 1, 1, 0, 0]},
         {"policy": "none"},
         {"config": BalanceConfig(tolerance=0.1)},
@@ -271,6 +270,7 @@ def test_stats():
     plan_none = results[0][4].last_plan
     assert empty == {
         "microbatches": 0,
+        "failed": 0,
         "imbalance_before": 0.0,
         "imbalance_after": 0.0,
         "imbalance_worst": 0.0,

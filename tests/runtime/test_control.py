@@ -196,7 +196,7 @@ def everything(control):
 
 
 FAULTS = {
-    invalid_ids: r"on rank 1: 6 ids must lie in 0\.\.7$",
+    invalid_ids: r"on rank 1: 6 ids must lie in 0\.\.7 \(stage 'loads'\)$",
     invalid_loads: "3 loads are negative, or add up to more than 2147483647",
     loads_whose_sum_overflows: "32 loads are negative, or add up to more",
     other_ids_than_counted: "1 experts have another number of rows",

@@ -472,8 +472,8 @@ def refused():
 WORDS = {
     "settings": ["ranks disagree about the settings: ranks [0] have", "slots=1,", "slots=2,"],
     "capacities": ["ranks [0] have", "capacity=50", "; ranks [1] have", "capacity=51"],
-    "weights": ["about the weights or inputs: ranks [0] have", "[24, 16]", "[1] have", "[32, 16]"],
-    "inputs": ["about the weights or inputs: ranks [0] have", "rows [16] torch.float32 with grad"],
+    "weights": ["weights or inputs at the loads", "ranks [0] have", "[24, 16]", "[32, 16]"],
+    "inputs": ["weights or inputs at the loads", "rows [16] torch.float32 with grad"],
     "lent": [
         "layer 0 (step ",
         "needs spare slots, but all 1 buffers are lent to layer 0",

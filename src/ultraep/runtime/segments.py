@@ -99,6 +99,8 @@ class SharedFile:
 
     def segment(self, pair: int, size: int) -> mmap.mmap:
         """Map a segment that this rank or the sender allocated."""
+        if size.bit_count() != 1 or size > self._stride // 2:
+            raise OSError(f"a segment cannot have {size} bytes")
         return self._map(self._begin(pair, size), size)
 
     def close(self) -> None:
@@ -111,6 +113,8 @@ class SharedFile:
         return self._first + pair * self._stride + size  # no two powers of two overlap
 
     def _map(self, begin: int, size: int, *, populate: bool = True) -> mmap.mmap:
+        if os.fstat(self._descriptor).st_size < begin + size:  # a write would end the process
+            raise OSError(f"the file ends before the {size} bytes at {begin}")
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
         return mmap.mmap(self._descriptor, size, flags=flags, offset=begin)
 

@@ -165,8 +165,6 @@ class _Inbox(_Pair):
         """Copy the piece to the target; return the rest of the target, if any."""
         if header.segment != len(self._segment):
             self._use(self._file.segment(self._pair, header.segment))
-        if header.size > len(self._segment):
-            raise OSError(f"{header.size} bytes in a segment of {len(self._segment)}")
         whole = header.size == header.left
         (target if whole else target[: header.size]).copy_(self._segment[: header.size])
         self._pieces += 1
@@ -299,8 +297,8 @@ class Wire:
 
     def _compare(self, verb: str, peer: int, header: _Header, size: int) -> None:
         """Fail if another message has arrived than this rank expects."""
-        verb_exists = 0 <= header.verb < len(VERBS)
-        if not verb_exists or not min(header.left, 1) <= header.size <= header.left:
+        verb_exists, most = 0 <= header.verb < len(VERBS), min(header.left, header.segment)
+        if not verb_exists or not min(header.left, 1) <= header.size <= most:
             self._fail(verb, peer, f"{self._names[peer]} sent a damaged header, {tuple(header)}")
         if VERBS[header.verb] != verb:
             self._fail(verb, peer, f"{self._names[peer]} is at {VERBS[header.verb]} instead")
