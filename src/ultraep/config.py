@@ -263,7 +263,7 @@ def rungs_of(tolerance_parts: int) -> list[int]:
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise if a value is not one of these choices."""
-    if value not in choices:
+    if value not in list(choices):  # not hashed
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 

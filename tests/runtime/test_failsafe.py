@@ -232,7 +232,7 @@ def test_a_failure_in_a_recomputed_pass_raises_on_all_ranks():
     assert errors.pop(1) == "on purpose"
     assert len(errors) == EXAMPLE.ranks - 1
     for text in errors.values():
-        assert text.startswith("ranks [1] cannot plan layer 0 (step 2) again")
+        assert text.startswith("ranks [1] failed at stage 'plan' of layer 0 (step 2)")
 
 
 # -- rates, speeds, traces -----------------------------------------------------------------------

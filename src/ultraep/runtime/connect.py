@@ -137,14 +137,13 @@ def find_fast_links(comm: Communicator, domain: int | None = None) -> FastLinks:
 
 def _check_domains(domains: Sequence[int | None], hosts: Sequence[Host]) -> None:
     """Raise with the host of every rank if these ranks cannot form domains as they were told to."""
-    size, chosen = len(domains), set(domains)
+    size, domain = len(domains), domains[0]
     places = [f"rank {rank}: {host.name}" for rank, host in enumerate(hosts)]
-    if len(chosen) > 1:
+    if any(other != domain for other in domains):
         listed = "; ".join(
-            f"{place} with domain={domain}" for place, domain in zip(places, domains, strict=True)
+            f"{place} with domain={other}" for place, other in zip(places, domains, strict=True)
         )
         raise PlanMismatch(f"ranks disagree about their domains: {listed}; pass the same on all")
-    (domain,) = chosen
     if isinstance(domain, int) and 1 <= domain <= size and size % domain:
         raise ConfigError(
             f"the domain must divide the ranks: {size} ranks do not divide by a domain of {domain} "

@@ -156,8 +156,9 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         if failures.ranks and info.recomputed:
             safe.raise_held()
             raise PlanMismatch(
-                f"ranks {failures.ranks} cannot plan layer {info.layer} (step {info.step}) again: "
-                "backward needs the plan of the forward pass; the log of these ranks says why"
+                f"ranks {failures.ranks} failed at stage 'plan' of layer {info.layer} (step "
+                f"{info.step}), which backward recomputes: it needs the plan of the forward pass; "
+                "the log of these ranks says why"
             )
         if failures.what & SPEEDS:
             self._shared.speeds.stop(self._speeds_before)

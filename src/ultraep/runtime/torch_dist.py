@@ -214,28 +214,33 @@ class TorchDistCommunicator(BytesCommunicator):
     def _all_to_all(
         self, data: torch.Tensor, sent: list[int], arrived: torch.Tensor, received: list[int]
     ) -> None:
-        if dist.get_backend(self._group) == "gloo":
-            self._all_to_all_in_pairs(data.split(sent), arrived.split(received))
-            return
         with self._named("all_to_all"):
-            work = dist.all_to_all_single(
-                arrived, data, received, sent, group=self._group, async_op=True
-            )
-            self._wait(work, data.device, self._deadline())
+            if data.device.type == "cpu" and dist.get_backend(self._group) == "gloo":
+                works = self._begin_pairs(data.split(sent), arrived.split(received))
+            else:
+                works = [
+                    dist.all_to_all_single(
+                        arrived, data, received, sent, group=self._group, async_op=True
+                    )
+                ]
+            deadline = self._deadline()
+            for work in works:
+                self._wait(work, data.device, deadline)
 
-    def _all_to_all_in_pairs(
+    def _begin_pairs(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
-    ) -> None:
-        """As gloo's own, which uses the two directions of a connection in turn."""
+    ) -> list[Any]:
+        """Begin an all-to-all; gloo's own uses the two directions of a connection in turn."""
         received[self.rank].copy_(sent[self.rank])
         sends, receives = (
             [(peer, data) for peer, data in enumerate(parts) if peer != self.rank]
             for parts in (sent, received)
         )
-        self._post(sends, receives, "all_to_all")()
+        ops = self._ops(sends, receives)
+        return dist.batch_isend_irecv(ops) if ops else []
 
     def _exchange(self, sends: Pieces, receives: Pieces) -> None:
-        self._post(sends, receives, "exchange")()
+        self._post(sends, receives)()
 
     def begin_exchange(
         self, sends: Sequence[Message], receives: Sequence[Message]
@@ -244,31 +249,34 @@ class TorchDistCommunicator(BytesCommunicator):
         sent, received = (
             [(peer, as_bytes(tensor)) for peer, tensor in part] for part in (sends, receives)
         )
-        return self._post(sent, received, "exchange", BESIDE)
+        return self._post(sent, received, BESIDE)
 
-    def _post(self, sends: Pieces, receives: Pieces, verb: str, tag: int = 0) -> Callable[[], None]:
-        """Start to receive, then to send; return a function that waits."""
-        verbs = ((dist.irecv, receives), (dist.isend, sends))
-        ops = [
-            dist.P2POp(function, data, dist.get_global_rank(self._group, peer), self._group, tag)
-            for function, pieces in verbs
+    def _post(self, sends: Pieces, receives: Pieces, tag: int = 0) -> Callable[[], None]:
+        """Start to send and receive; return a function that waits."""
+        ops = self._ops(sends, receives, tag)
+        with self._named("exchange", collective=False):
+            works = dist.batch_isend_irecv(ops) if ops else []
+        return lambda: self._wait_all(works, ops)
+
+    def _ops(self, sends: Pieces, receives: Pieces, tag: int = 0) -> list[dist.P2POp]:
+        """Receives come first: otherwise gloo uses the directions of a connection in turn."""
+        return [
+            dist.P2POp(verb, data, dist.get_global_rank(self._group, peer), self._group, tag)
+            for verb, pieces in ((dist.irecv, receives), (dist.isend, sends))
             for peer, data in pieces
             if data.numel()  # backends treat empty messages differently
         ]
-        with self._named(verb, collective=False):
-            works = dist.batch_isend_irecv(ops) if ops else []
-        return lambda: self._wait_all(works, ops, verb)
 
-    def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp], verb: str) -> None:
+    def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp]) -> None:
         deadline = self._deadline()
         if len(works) != len(ops):  # NCCL returns one work for all
-            with self._named(verb, collective=False):
+            with self._named("exchange", collective=False):
                 for work in works:
                     self._wait(work, ops[0].tensor.device, deadline)
             return
         for work, op in zip(works, ops, strict=True):
             peer = dist.get_group_rank(self._group, op.peer)
-            with self._named(f"{verb} with {self._names[peer]}", collective=False):
+            with self._named(f"exchange with {self._names[peer]}", collective=False):
                 self._wait(work, op.tensor.device, deadline)
 
     def _deadline(self) -> float | None:
