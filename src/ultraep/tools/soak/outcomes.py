@@ -95,7 +95,7 @@ def classify(
         return NOT_INJECTED, ""
     if not errors and not any(end.killed for end in ends):
         return SURVIVED, ""
-    again = any("backward needs the plan" in end.message for end in errors)
+    again = any("which backward recomputes" in end.message for end in errors)
     if fault.kind == "planner" and fault.on_error == "unbalanced" and not again:
         return UNNAMED, "on_error='unbalanced' did not hold the error of the planner"
     for end in errors:

@@ -47,6 +47,7 @@ torch.set_num_threads(1)
 def run_rank(job: Job, pipe: Connection) -> None:
     """Run the job and report its end."""
     os.setsid()  # so that the supervisor finds the children of this process
+    torch.set_num_threads(1)  # renews the thread pool of the server, before threads race to do so
     log = (job.folder / f"rank{job.rank}.log").open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
