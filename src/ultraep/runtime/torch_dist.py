@@ -216,28 +216,37 @@ class TorchDistCommunicator(BytesCommunicator):
     ) -> None:
         with self._named("all_to_all"):
             if data.device.type == "cpu" and dist.get_backend(self._group) == "gloo":
-                works = self._begin_pairs(data.split(sent), arrived.split(received))
-            else:
-                works = [
-                    dist.all_to_all_single(
-                        arrived, data, received, sent, group=self._group, async_op=True
-                    )
-                ]
-            deadline = self._deadline()
-            for work in works:
-                self._wait(work, data.device, deadline)
+                self._all_to_all_in_pairs(data.split(sent), arrived.split(received))
+                return
+            work = dist.all_to_all_single(
+                arrived, data, received, sent, group=self._group, async_op=True
+            )
+            self._wait(work, data.device, self._deadline())
 
-    def _begin_pairs(
+    def _all_to_all_in_pairs(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
-    ) -> list[Any]:
-        """Begin an all-to-all; gloo's own uses the two directions of a connection in turn."""
+    ) -> None:
+        """As gloo's own, which uses the two directions of a connection in turn."""
         received[self.rank].copy_(sent[self.rank])
         sends, receives = (
             [(peer, data) for peer, data in enumerate(parts) if peer != self.rank]
             for parts in (sent, received)
         )
-        ops = self._ops(sends, receives)
-        return dist.batch_isend_irecv(ops) if ops else []
+        works, ops, deadline = [], self._ops(sends, receives), self._deadline()
+        for op in ops:
+            with self._naming_peer(op):
+                works.append(op.op(op.tensor, op.peer, self._group))
+        for op, work in zip(ops, works, strict=True):
+            with self._naming_peer(op):
+                self._wait(work, op.tensor.device, deadline)
+
+    @contextmanager
+    def _naming_peer(self, op: dist.P2POp) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            peer = dist.get_group_rank(self._group, op.peer)
+            raise RuntimeError(f"{self._names[peer]}: {error}") from error
 
     def _exchange(self, sends: Pieces, receives: Pieces) -> None:
         self._post(sends, receives)()
@@ -298,7 +307,7 @@ class TorchDistCommunicator(BytesCommunicator):
         except RuntimeError as error:
             missing = self._roll_call.missing()
             self._hang_up()
-            symptom = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0]
+            symptom = re.sub(r"\[\S+:\d+\] ", "", str(error), count=1).partition("\n")[0]
             symptom = symptom.partition(". This is typically")[0]
             raise CommunicationError(
                 f"{verb}: {missing}{'; ' * bool(missing)}noticed by {self._names[self.rank]} of "
