@@ -136,7 +136,7 @@ def find_fast_links(comm: Communicator, domain: int | None = None) -> FastLinks:
 
 
 def _check_domains(domains: Sequence[int | None], hosts: Sequence[Host]) -> None:
-    """Raise with the host of every rank if these ranks cannot form domains as they were told to."""
+    """Raise with the host of every rank if these ranks cannot form these domains."""
     size, domain = len(domains), domains[0]
     places = [f"rank {rank}: {host.name}" for rank, host in enumerate(hosts)]
     if any(other != domain for other in domains):

@@ -60,7 +60,7 @@ class FailSafe:
 
     @property
     def mark(self) -> int:
-        """What has failed on this rank since the last agreement; 0: nothing."""
+        """Bits of the parts that failed here since the last agreement; 0: none."""
         return int(np.bitwise_or.reduce([what for what, _ in self._held] or [0]))
 
     def raise_held(self) -> None:

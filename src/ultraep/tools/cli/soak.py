@@ -145,7 +145,9 @@ def _faults(
             for number in numbers or range(options.faults or FAULTS)
         )
         if numbers is not None:
-            refuse_options(options, ("only", "save_schedule"), "without --faults, there is no end")
+            refuse_options(
+                options, ("only", "save_schedule"), "without --faults, a campaign has no last fault"
+            )
             return drawn, planes
         faults = list(drawn)
     if options.only is not None:

@@ -70,7 +70,7 @@ def obstacle() -> str:
 def hosts(count: int, mbit: int, label: str = "") -> Iterator[list[SimulatedHost]]:
     """Yield hosts that send at most this many megabits per second each; removed at the end.
 
-    label: a letter or digit, to tell several groups of hosts of this process apart.
+    label: a letter or digit; different for every group of hosts of this process.
     """
     prefix = f"uep{os.getpid()}{label}"
     bridge = f"{prefix}br"

@@ -30,7 +30,7 @@ PROBES = 16  # microbatches whose crossing rows are counted, at most
 
 @dataclass(frozen=True)
 class PlaneTime:
-    """What one data plane takes. With an obstacle, it is not possible and the numbers are 0."""
+    """Times of one data plane. With an obstacle, it is not possible and the numbers are 0."""
 
     plane: str
     ranks: int  # of the expert-parallel group

@@ -28,13 +28,12 @@ from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.parallel.checkpoint import ShardedState
 from ultraep.policies import get_policy
 from ultraep.runtime.agreement import Place, Point
-from ultraep.tools.soak.schedule import Fault
+from ultraep.tools.soak.schedule import DISKS, Fault
 from ultraep.tools.soak.training import Training, Watch, WrongNumber
 
 checkpoints: Any = dcp  # mypy does not see its functions there
 CLOCK_JUMP = 3600.0  # seconds
 OBSERVED = ("kill", "stop", "slow", "hook", "clock", "lost messages", "delayed messages")
-DISKS = ("full disk", "read-only disk")
 POINTS = {
     "loads": (Point.LOADS, Point.LOADS_RECOMPUTED),
     "plan": (Point.PLAN,),
@@ -59,7 +58,7 @@ def plan_or_fail(problem: Problem) -> IntArray:
 class Injector(Watch):
     """Waits for the moment of a fault and injects it.
 
-    fire: tells the supervisor that the fault happens now, and waits until it has done its part.
+    fire: reports the fault to the supervisor, and waits until that has done its part.
     disk: the directory that a disk fault hits.
     """
 

@@ -1,4 +1,4 @@
-"""What the supervisor and the ranks of a soak test exchange. Does not import torch."""
+"""Jobs and messages between supervisor and ranks of a soak test. Does not import torch."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ from ultraep.runtime.connect import connect
 from ultraep.runtime.hosts import this_host
 from ultraep.runtime.mapped.peers import SymmetricPeers
 from ultraep.tools.launch.simulated_hosts import LINK
-from ultraep.tools.soak.faults import DISKS, PLANNER, Injector
+from ultraep.tools.soak.faults import PLANNER, Injector
 from ultraep.tools.soak.jobs import FLIGHT, PRELOAD, SERVER, Ended, Fired, Job, Sample, shared_files
 from ultraep.tools.soak.peers import SharedPeers
-from ultraep.tools.soak.schedule import OF_KERNELS, Fault
+from ultraep.tools.soak.schedule import DISKS, OF_KERNELS, Fault
 from ultraep.tools.soak.training import RATES, Case, Training, Watch
 
 JOIN = 120.0  # seconds for all ranks to join; a busy machine is slow to start processes
@@ -156,7 +156,7 @@ def join(job: Job) -> dist.ProcessGroup:
 
 
 def _store_of_rank_0(job: Job, limit: timedelta) -> Any:
-    """Return a store that rank 0 hosts, as without a launcher; a file tells its port."""
+    """Return a store that rank 0 hosts, as without a launcher; its port is in a file."""
     address = "127.0.0.1" if job.host is None else "10.77.0.1"
     announced = job.folder / "port"
     if job.rank == 0:

@@ -42,9 +42,8 @@ from ultraep.tools.soak.jobs import (
     shared_files,
 )
 from ultraep.tools.soak.outcomes import STOPPED, UNEXPLAINED, RankEnd, Row, classify, explain
-from ultraep.tools.soak.schedule import OF_KERNELS, PLANES, Fault
+from ultraep.tools.soak.schedule import DISKS, OF_KERNELS, PLANES, Fault
 
-DISKS = ("full disk", "read-only disk")
 DISK_BYTES = "512k"
 SWEEP = 2.0  # seconds in which another group may remove the files of a dead one
 SPARE = 60.0  # seconds beyond all timeouts of a run, after which it has hung

@@ -38,6 +38,7 @@ PLANES = {
     "in-process": (2, 3, 4),  # ranks are threads
 }
 OF_KERNELS = ("kernels", "mapped")
+DISKS = ("full disk", "read-only disk")  # kinds of faults
 PROCESSES = ("shared", "sockets", "hybrid", "hosts", *OF_KERNELS)
 ANYWHERE = (*PROCESSES, "in-process")
 OVER_MESSAGES = ("shared", "sockets", "hybrid", "in-process")

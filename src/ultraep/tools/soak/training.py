@@ -92,7 +92,7 @@ class Case:
         return [int(expert) for expert in topology.home_experts(rank)]
 
     def weights(self) -> list[Tensors]:
-        """Return the weights of every layer: `routers` [R, E, D] and those of all experts."""
+        """Return the weights of every layer: `routers` [R, E, D], and of all experts."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(*shape: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ class WatchedRouter(nn.Module):
 
 
 class Watch:
-    """What a run calls from the user's side; an injector overrides it."""
+    """Hooks on the user's side of a run; an injector overrides them."""
 
     def router(self, ids: torch.Tensor) -> torch.Tensor:
         """Called with the ids of every microbatch."""
