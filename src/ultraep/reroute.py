@@ -68,7 +68,7 @@ class Routes:
 
     @cached_property
     def bags(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions of all rows without padding, by token, and where the rows of each token begin."""
+        """Positions of all rows without padding, by token, and the first one of each token."""
         kept = ~self.padding
         counts = kept.view(self.shape).sum(dim=-1)
         return self.positions.masked_select(kept), counts.cumsum(0) - counts

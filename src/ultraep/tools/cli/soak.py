@@ -146,7 +146,7 @@ def _faults(
         )
         if numbers is not None:
             refuse_options(
-                options, ("only", "save_schedule"), "without --faults, a campaign has no last fault"
+                options, ("only", "save_schedule"), "only with --faults or --schedule"
             )
             return drawn, planes
         faults = list(drawn)
