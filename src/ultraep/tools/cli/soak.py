@@ -146,7 +146,7 @@ def _faults(
         )
         if numbers is not None:
             refuse_options(
-                options, ("only", "save_schedule"), "only with --faults or --schedule"
+                options, ("only", "save_schedule"), "a campaign without --faults has no end"
             )
             return drawn, planes
         faults = list(drawn)
