@@ -26,11 +26,11 @@ help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
 	@echo "make check   set up, then lint, types and the quick tests (two minutes): while you work"
 	@echo "make test    set up, then the tests of every part, at small size (seven minutes on two cores, WORKERS=2)"
-	@echo "make test-slow  set up, then the tests that make test leaves out (twelve minutes)"
+	@echo "make test-slow  set up, then the tests that make test leaves out (nine minutes)"
 	@echo "make test-failed  the tests that failed in the last run, one at a time"
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
 	@echo "make fuzz    set up, then changed inputs for all readers, random plans and layers (MINUTES=10 SEED=1)"
-	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (three minutes)"
+	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (five minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (40 minutes)"
 	@echo "make test-triton  set up, then compile all kernels with the oldest Triton that is supported (a minute)"
 	@echo "make lint    set up, then ruff: rules and format"
@@ -51,8 +51,10 @@ demo: $(READY)
 check: lint types
 	$(TESTS) -q -m 'not slow and not long' $(QUICK)
 
+# With MARKS='not long', the tests of test-slow too.
+MARKS ?= not slow and not long
 test: $(READY)
-	$(TESTS) -m 'not slow and not long'
+	$(TESTS) -m '$(MARKS)'
 
 test-slow: $(READY)
 	$(TESTS) -m 'slow and not long'
@@ -66,7 +68,7 @@ test-all: $(READY)
 MINUTES ?= 10
 SEED ?= 1
 fuzz: $(READY)
-	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED)
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests:benchmarks $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED)
 
 # Each framework wants torch for itself; two side by side, since neither keeps two cores busy.
 test-frameworks: $(FRAMEWORKS)

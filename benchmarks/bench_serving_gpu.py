@@ -37,7 +37,7 @@ from load_cases import HotRank, Shape, ids_with
 from mps import device_of_rank, report_of_ranks
 from timing import free, in_turns, medians, on_gpu, print_progress
 
-from ultraep.tools.serving.engine import Engine, ForcedChoices, from_first, policy_of
+from ultraep.tools.serving.engine import Engine, EvenTurns, ForcedChoices, from_first, policy_of
 from ultraep.tools.serving.load import (
     Arrival,
     Lengths,
@@ -48,7 +48,6 @@ from ultraep.tools.serving.load import (
 )
 from ultraep.tools.serving.measure import FORCED, Turn, under_load
 from ultraep.tools.serving.run import TransformersModel, random_model
-from ultraep.tools.tiny.even import EvenTurns
 
 NONE, OURS = "none", "ultraep"
 VARIANTS = (PLAIN, NONE, OURS, FORCED)

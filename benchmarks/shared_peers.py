@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ultraep.tools.soak import peers
+from ultraep.runtime.mapped import peers
 
 
 class SharedPeers(peers.SharedPeers):

@@ -81,6 +81,8 @@ def build(
         config.metrics.log_freq = 1 << 30
         trainer = config.build()
     inputs, labels = next(trainer.batch_generator(trainer.dataloader))
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    labels = labels.to(device)
     batches = (({**inputs}, labels) for _ in itertools.count())
     valid = torch.tensor(dist.get_world_size() * labels.numel(), device=device)
 

@@ -40,22 +40,28 @@ for policy in BUILT_IN:
     get_policy(policy)  # before tests replace the registry
 # `--dist loadfile` starts files with many tests first; the slowest files have few.
 LONGEST = (
+    "soak/test_soak.py",
     "backends/test_compile.py",
     "test_benchmarks.py",
-    "view/test_page.py",
+    "test_restarts.py",
     "integrations/test_transformers_equality.py",
+    "demo/test_run.py",
+    "runtime/test_life_cycles.py",
+    "story/test_torch_compile.py",
     "backends/test_triton.py",
     "backends/test_stream.py",
-    "backends/test_quantised.py",
-    "demo/test_run.py",
-    "runtime/test_faults.py",
-    "integrations/test_transformers_checkpoints.py",
+    "view/test_page.py",
+    "serving/test_engine.py",
     "runtime/test_mapped.py",
-    "runtime/test_life_cycles.py",
+    "backends/test_quantised.py",
+    "integrations/test_transformers_checkpoints.py",
+    "runtime/test_faults.py",
+    "runtime/test_mapped_residency.py",
+    "runtime/test_foresee.py",
     "test_examples.py",
     "test_pretrain.py",
 )
-for profile, examples in (("repeatable", 300), ("thorough", 3000)):
+for profile, examples in (("repeatable", 100), ("thorough", 3000)):
     settings.register_profile(
         profile,
         derandomize=True,

@@ -33,8 +33,7 @@ from ultraep.tools.serving.load import read_arrivals
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.serving import load_requests
 from ultraep.tools.view.catalogue import Catalogue
-from ultraep.tools.view.record import numbers_of, stages_of
-from ultraep.tools.view.table import heat, overview
+from ultraep.tools.view.table import heat, numbers_of, overview, stages_of
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import SUMMARIES
 
@@ -158,7 +157,9 @@ def outcome_of_command(command):
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return "".join(traceback.format_exception(result.exception))
     replays_differently = command[:2] == ("trace", "replay") and result.exit_code == 1
-    return "fine" if result.exit_code == 0 or replays_differently else _refusal(result.stderr)
+    helped = not result.stderr and "Usage: " in result.stdout  # a command without its verb
+    fine = result.exit_code == 0 or replays_differently or helped
+    return "fine" if fine else _refusal(result.stderr)
 
 
 def _refusal(words):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from ultraep.tools.inspect.families import small_config
+from ultraep.tools.inspect.checkpoint import small_config
 from ultraep.tools.inspect.library import transformers
 
 TEXTS = {

@@ -25,6 +25,7 @@ import uuid
 import zipfile
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,8 @@ class Victim:
     """Kills this rank by the schedule and stores the losses of rank 0."""
 
     def __init__(self, folder: Path, kills: list[Kill]) -> None:
-        attempt, self.rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self.rank = int(os.environ["RANK"])
         self.kill = kills[attempt] if attempt < len(kills) else None
         self.step = self.saves = 0
         with (folder / "pids").open("a") as file:
@@ -248,6 +250,9 @@ JOBS = {
 
 def work(name: str, folder: str, steps: int, kills: list[tuple[int, int, int]]) -> None:
     """Run one rank of a job."""
+    import torch
+
+    torch.set_num_threads(1)
     victim = Victim(Path(folder), [Kill(*kill) for kill in kills])
     JOBS[name].run(victim, Path(folder), steps)
 
@@ -265,6 +270,23 @@ class Report(NamedTuple):
 
 
 Launch = Callable[[str, Path, int, list[Kill]], None]
+
+
+def warm_ranks(name: str, folder: Path, steps: int, kills: list[Kill]) -> None:
+    """Run and restart a job as torchrun does, in processes that have already imported torch."""
+    import warm
+
+    for attempt in range(len(kills) + 1):
+        job = (name, str(folder), steps, kills)
+        ranks = warm.start_ranks(RANKS, work, *job, TORCHELASTIC_RESTART_COUNT=str(attempt))
+        running = {rank.process.sentinel: rank.process for rank in ranks}
+        while running:
+            ended = [running.pop(sentinel) for sentinel in wait(list(running), LIMIT)]
+            if not ended or any(process.exitcode for process in ended):
+                for process in running.values():
+                    process.kill()
+        last = [rank.finish() for rank in ranks]
+    assert not any(rank.returncode for rank in last), "".join(rank.stderr for rank in last)[-4000:]
 
 
 def torchrun(name: str, folder: Path, steps: int, kills: list[Kill]) -> None:
@@ -285,10 +307,13 @@ def check(
     name: str, seed: int, restarts: int, *, steps: int = 8, launch: Launch = torchrun
 ) -> Report:
     """Run a job twice, undisturbed and with kills, and compare all losses."""
+    import warm
+
     job, began = JOBS[name], time.perf_counter()
     kills = schedule(seed, restarts, steps, job.writers, job.saves)
+    warm.start_server()  # before `attempts` marks its processes
     with tempfile.TemporaryDirectory() as root:
-        expected = attempts(launch, name, Path(root) / "whole", steps, [])[0]
+        expected = attempts(warm_ranks, name, Path(root) / "whole", steps, [])[0]
         assert sorted(expected) == list(range(1, steps + 1))
         logged = attempts(launch, name, Path(root) / "killed", steps, kills)
     assert len(logged) == restarts + 1

@@ -44,6 +44,8 @@ def usage_error(monkeypatch, capsys):
 
 
 def extra_options(script, folder):
+    if script == "bench_frameworks.py":
+        return ["--only", "transformers,transformers_fp8"]  # make test-frameworks runs the others
     if script not in ("bench_plan.py", "bench_copies.py"):
         return []
     rng = np.random.default_rng(0)

@@ -5,6 +5,7 @@ import builtins
 import pkgutil
 import re
 from collections import defaultdict
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -81,10 +82,14 @@ def words():
 
 @cache
 def files():
-    """Every path of the project, one per line."""
-    own = [path for path in ROOT.iterdir() if not path.name.startswith((".git", ".venv", "build"))]
+    """Every path of the project; caches, environments and build folders are left out."""
+    own = [
+        path
+        for path in ROOT.iterdir()
+        if path.name in (".ci", ".github") or not path.name.startswith((".", "build"))
+    ]
     inside = [path for folder in own if folder.is_dir() for path in folder.rglob("*")]
-    return "\n".join(str(path.relative_to(ROOT)) for path in [*own, *inside])
+    return [f"/{path.relative_to(ROOT)}" for path in [*own, *inside]]
 
 
 @cache
@@ -107,8 +112,7 @@ def exists(span):
     if CREATED.fullmatch(span):
         return None
     if FILE.fullmatch(span):
-        pattern = re.escape(span.rstrip("/")).replace(r"\*", ".*")
-        return re.search(f"^(.*/)?{pattern}$", files(), re.MULTILINE) is not None
+        return any(fnmatchcase(path, f"*/{span.rstrip('/')}") for path in files())
     if match := DOTTED.fullmatch(span):
         return resolves(match[1])
     if match := CALL_OR_SNAKE.fullmatch(span):

@@ -142,9 +142,9 @@ plan = ultraep.plan(loads, ultraep.Topology(ranks=2, experts=2), backend="refere
 plan.check(loads)
 assert plan.imbalance == 1.0
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     code = f"import sys, ultraep; assert not {OPTIONAL} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_older_versions_are_refused_in_one_line():
@@ -165,16 +165,18 @@ def test_older_versions_are_refused_in_one_line():
     code = """
 import torch
 torch.__version__ = "2.10.1+cpu"
-import ultraep, numpy
+import importlib, numpy, ultraep
 ultraep.plan(numpy.array([[9, 0], [9, 0]]), ultraep.Topology(ranks=2, experts=2))
-{}
+for use in (lambda: ultraep.Balancer, lambda: importlib.import_module("ultraep.runtime.local")):
+    try:
+        use()
+    except ultraep.BackendUnavailable as error:
+        print(error)
 """
-    for use in ("ultraep.Balancer", "import ultraep.runtime.local"):
-        done = run_code(code.format(use))
-        assert done.stderr.splitlines()[-1] == (
-            "ultraep.errors.BackendUnavailable: ultraep needs torch 2.11 or newer, "
-            "torch 2.10.1+cpu is installed: pip install 'torch>=2.11'"
-        )
+    assert run_code(code).stdout.splitlines() == 2 * [
+        "ultraep needs torch 2.11 or newer, torch 2.10.1+cpu is installed: "
+        "pip install 'torch>=2.11'"
+    ]
 
 
 def test_the_versions_are_those_of_the_package_metadata():
@@ -188,7 +190,7 @@ def test_the_versions_are_those_of_the_package_metadata():
 
 def run_code(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from restarts import EVERY, JOBS, RANKS, check, resumed_steps, schedule
+from restarts import EVERY, JOBS, RANKS, check, resumed_steps, schedule, torchrun, warm_ranks
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -28,13 +28,13 @@ def test_a_schedule_is_repeatable_and_always_leaves_steps_to_run(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pretrain", "trainer"])
-def test_a_job_resumes_after_two_kills(name):
+@pytest.mark.parametrize(("name", "launch"), [("pretrain", torchrun), ("trainer", warm_ranks)])
+def test_a_job_resumes_after_two_kills(name, launch):
     """One rank is killed before step 3, one in the middle of writing the checkpoint of step 4."""
     if name == "trainer":
         pytest.importorskip("accelerate")
         pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
-    report = check(name, 129, 2, steps=6)
+    report = check(name, 129, 2, steps=6, launch=launch)
     assert [(kill.step, kill.save >= 0) for kill in report.kills] == [(3, False), (4, True)]
 
 

@@ -70,7 +70,7 @@ def test_the_makefile_pins_the_same_versions():
 
 def test_a_bill_of_materials_lists_every_installed_package(tmp_path):
     path = tmp_path / "bill.json"
-    subprocess.run([sys.executable, ROOT / ".ci" / "sbom.py", path], check=True, timeout=60)
+    subprocess.run([sys.executable, ROOT / ".ci" / "sbom.py", path], check=True, timeout=300)
     bill = json.loads(path.read_text())
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
     assert bill["metadata"]["component"]["name"] == "ultraep"

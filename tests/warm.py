@@ -30,7 +30,12 @@ import pytest
 
 FORKS = sys.platform == "linux"
 CONTEXT = multiprocessing.get_context("forkserver" if FORKS else "spawn")
-CONTEXT.set_forkserver_preload(["warm_modules"])
+MODULES = ["warm_modules"]  # imported by the fork server
+
+
+def preload(*modules: str) -> None:
+    """Let the fork server import these modules, too, unless it has started."""
+    MODULES[:0] = modules
 
 
 def start(work: Callable[..., Any], *args: Any, **environment: str) -> BaseProcess:
@@ -47,6 +52,7 @@ def start(work: Callable[..., Any], *args: Any, **environment: str) -> BaseProce
 def start_server() -> None:
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not pass sys.path
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        CONTEXT.set_forkserver_preload(MODULES)
         forkserver.ensure_running()
 
 
@@ -111,10 +117,12 @@ def run_ranks(
     return first
 
 
-def start_ranks(count: int, work: Callable[..., Any], *args: Any) -> list[Program]:
-    """Start ranks with the environment that torchrun sets."""
+def start_ranks(
+    count: int, work: Callable[..., Any], *args: Any, **environment: str
+) -> list[Program]:
+    """Start ranks with the environment that torchrun sets, plus `environment`."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count)}
-    group |= {"GLOO_SOCKET_IFNAME": "lo"}
+    group |= {"GLOO_SOCKET_IFNAME": "lo", **environment}
     return [
         Program(work, *args, **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)
     ]
@@ -134,6 +142,14 @@ def printing(files: list[Path], work: Callable[..., Any], args: tuple) -> None:
 
 
 def as_program(script: str, options: tuple[str, ...]) -> None:
+    """Run a script. Its ranks are forked from this process, which has already imported torch."""
+    spawn = import_module("torch.multiprocessing.spawn")  # its package has a function of that name
+    start_processes = spawn.start_processes
+
+    def fork(*args: Any, start_method: str) -> Any:
+        return start_processes(*args, start_method="fork" if FORKS else start_method)
+
+    spawn.start_processes = fork
     sys.argv = [script, *options]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

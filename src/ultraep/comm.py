@@ -68,7 +68,8 @@ class Communicator(Protocol):
     def part(self, size: int) -> Communicator:
         """Return a communicator of the block of `size` consecutive ranks with this one; collective.
 
-        The blocks begin at rank 0, `size`, 2 * `size` and so on.
+        The blocks begin at rank 0, `size`, 2 * `size` and so on. Errors of the new communicator
+        name the ranks of this one.
         """
 
     def close(self) -> None:

@@ -15,9 +15,20 @@ Catch `UltraEPError` to catch all of them. `NothingToBalance` is a warning.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 
 class UltraEPError(Exception):
-    """Base class of the exceptions of this package."""
+    """Base class of the exceptions of this package.
+
+    ranks: that caused the error, as far as this rank knows.
+    place: in the program where this rank noticed the error; empty: unknown.
+    """
+
+    def __init__(self, *args: object, ranks: Iterable[int] = (), place: object = "") -> None:
+        super().__init__(*args)
+        self.ranks, self.place = tuple(ranks), str(place)
 
 
 class ConfigError(UltraEPError, ValueError):
@@ -55,6 +66,17 @@ class CommunicationError(UltraEPError):
         """Put the place of the program first in the message, unless it names a place already."""
         if not str(self).startswith("at "):
             self.args = (f"at {place}: {self}",)
+            self.place = self.place or str(place)
+
+
+@contextmanager
+def errors_at(place: object) -> Iterator[None]:
+    """Put a place of the program first in errors of communication of this block."""
+    try:
+        yield
+    except CommunicationError as error:
+        error.at(place)
+        raise
 
 
 class BackendUnavailable(UltraEPError, ImportError):

@@ -63,5 +63,5 @@ def start(*words, program=("-m", "ultraep"), **options):
 def shell(*words, program=("-m", "ultraep"), **environment):
     """Run a program in another process to its end; return its exit code, stdout and stderr."""
     process = start(*words, program=program, environment=environment, stdout=subprocess.PIPE)
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=300)
     return process.returncode, out, errors

@@ -69,7 +69,7 @@ def test_devices_are_named(torch, expected):
 def test_torchrun_shows_a_map_of_ranks(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launcher, "--standalone", "-m", "ultraep", "env", "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     ranks = json.loads(ran.stdout)["ranks"]  # only rank 0 prints
     assert [(rank["rank"], rank["domain"]) for rank in ranks["map"]] == [(0, 0), (1, 0)]

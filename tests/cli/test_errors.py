@@ -277,7 +277,7 @@ def test_a_user_error_is_one_line_in_a_shell(tmp_path):
 def test_a_full_standard_output_is_one_line(files, words):
     with open("/dev/full", "wb") as full:
         process = start(*words, program=START, stdout=full, cwd=files)
-        errors = process.communicate(timeout=120)[1]
+        errors = process.communicate(timeout=300)[1]
     assert (process.returncode, errors.count("\n")) == (2, 1), errors
     assert "No space left on device" in errors
 
@@ -304,7 +304,7 @@ def test_ctrl_c_while_modules_load_is_one_line(delay):
     process.stdout.readline()
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=120)[1]
+    errors = process.communicate(timeout=300)[1]
     assert "Traceback" not in errors or "ultraep" not in errors, errors
     assert process.returncode in (0, 130, -signal.SIGINT)
 
@@ -322,5 +322,5 @@ with _Interrupts():
 
 def test_ctrl_c_in_a_callback_whose_errors_python_ignores():
     process = start(program=("-c", IGNORING))
-    assert process.communicate(timeout=60)[1] == "ultraep: interrupted\n"
+    assert process.communicate(timeout=300)[1] == "ultraep: interrupted\n"
     assert process.returncode == 130

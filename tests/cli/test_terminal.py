@@ -101,7 +101,7 @@ def test_a_closed_pipe_exits_silently(run, target):
     arguments = ("export", run, *target) if target else ("info", run)
     process = start("trace", *arguments, stdout=write)
     os.close(write)
-    assert process.communicate(timeout=120)[1] == ""
+    assert process.communicate(timeout=300)[1] == ""
     assert process.returncode == 141
 
 

@@ -76,8 +76,8 @@ def test_it_serves_until_a_signal(run, number):
     process = start("view", run, "--port", 0, stdout=subprocess.PIPE)
     line = process.stdout.readline()
     assert re.match(r"http://127.0.0.1:\d+/  \(Ctrl-C stops it\)\n", line)
-    assert httpx.get(line.split()[0], trust_env=False, timeout=60).status_code == 200
+    assert httpx.get(line.split()[0], trust_env=False, timeout=300).status_code == 200
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (out, err) == ("", "")
     assert process.returncode == (0 if number == signal.SIGINT else -signal.SIGTERM)

@@ -7,7 +7,7 @@ from ultraep import Balancer
 from ultraep.layer import BalancedMoE
 from ultraep.parallel.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
-from ultraep.tools.demo.train import route_evenly
+from ultraep.tools.demo.ranks import route_evenly
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE
 from ultraep.topology import even_homes
 

@@ -9,7 +9,7 @@ import pytest
 
 import ultraep
 from demo import runs
-from demo.runs import LIMIT, TINY, alive, children, gone, start, tiny_job, wait_for_line
+from demo.runs import LIMIT, TINY, alive, children, gone, start, tiny_job, wait_for_line, warm_ranks
 from ultraep.errors import CommunicationError
 from ultraep.tools.cli.demo import prepare, run
 from ultraep.tools.demo.result import DemoResult, Note, Progress, trace_folder
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def do(job):
     """Return the result of a job and its events."""
     events = []
-    with prepare(job) as output_dir:
+    with warm_ranks(), prepare(job) as output_dir:
         result = run(job, events.append, None, output_dir)
         result.save(job.out)
     return result, events
@@ -102,7 +102,8 @@ def test_a_slow_machine_runs_fewer_steps_with_a_note(tmp_path):
 def test_the_error_of_a_rank_is_raised(tmp_path):
     job = tiny_job(tmp_path)
     job = replace(job, sizes=replace(job.sizes, heads=3))
-    with pytest.raises(CommunicationError, match=r"rank \d failed.*width of a head must be even"):
+    message = r"rank \d failed.*width of a head must be even"
+    with warm_ranks(), pytest.raises(CommunicationError, match=message):
         run(job, lambda _: None)
 
 
@@ -147,14 +148,6 @@ def test_an_interrupted_run_leaves_traces_and_no_process(tmp_path):
         assert gone([*ranks, process.pid])
     for policy in ("none", "ultraep"):
         assert len(ultraep.read_trace(out / policy / "trace")) >= 4
-
-
-@linux
-def test_ranks_do_not_outlive_the_command(tmp_path):
-    process, ranks, _ = running(tmp_path)
-    process.kill()
-    process.communicate(timeout=LIMIT)
-    assert gone(ranks)
 
 
 @linux

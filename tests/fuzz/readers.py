@@ -29,6 +29,7 @@ from ultraep import (
     BalanceConfig,
     BalancedMoE,
     Balancer,
+    CommunicationError,
     LoadError,
     LocalGroup,
     Rates,
@@ -40,8 +41,11 @@ from ultraep import (
 from ultraep.config import speeds_from_text
 from ultraep.integrations.vllm.settings import read_settings
 from ultraep.metrics.reading import Alarms, AlarmSettings
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import plan_from_replicas
 from ultraep.routes import batch_routes, from_vllm, packed_routes
+from ultraep.runtime.flight import VARIABLE as FLIGHTS
+from ultraep.runtime.flight import Flight
 from ultraep.runtime.pricing import VARIABLE, from_environment
 from ultraep.runtime.segments import SharedFile, new_prefix
 from ultraep.runtime.settings import Settings
@@ -57,20 +61,29 @@ from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.serving import load_requests
 from ultraep.tools.sim.workload import read_microbatches, read_workload
+from ultraep.tools.soak.schedule import (
+    PLANES,
+    Fault,
+    draw_fault,
+    possible_kinds,
+    read_schedule,
+    write_schedule,
+)
 from ultraep.tools.view.api import Api, case_of
 from ultraep.tools.view.catalogue import Catalogue
 from ultraep.tools.view.server import Handler
+from ultraep.trace.crash import read_crash
 from ultraep.trace.export import timeline_of, write_csv
 from ultraep.trace.replay import differing
 
 # Files whose lines the log counts.
 READERS = (
     *("files/reading.py", "workload/files.py", "trace/read.py", "trace/files.py"),
-    *("trace/schema.py", "trace/join.py", "trace/replay.py", "trace/export.py"),
+    *("trace/schema.py", "trace/join.py", "trace/replay.py", "trace/export.py", "trace/crash.py"),
     *("config.py", "topology.py", "loads.py", "rules.py", "routes/record.py", "plan.py"),
     *("runtime/wire.py", "runtime/settings.py", "integrations/vllm/settings.py"),
     *("tools/sim/presets.py", "tools/sim/workload.py", "tools/serving/load.py"),
-    *("tools/demo/result.py", "tools/outputs.py", "tools/cli/options.py"),
+    *("tools/demo/result.py", "tools/outputs.py", "tools/cli/options.py", "tools/soak/schedule.py"),
     *("tools/inspect/checkpoint.py", "tools/inspect/texts.py", "tools/view/api.py"),
     *("tools/view/server.py", "tools/view/traces.py", "tools/view/table.py"),
 )
@@ -120,6 +133,8 @@ def of_files(folder: Path) -> list[Target]:
     out.mkdir()
     loads = ("loads.npy", "columns.npy", "loads.npz", "packed.npz", "loads.csv", "loads.json")
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(2)}, folder / "small.safetensors")
+    write_schedule(folder / "schedule.json", 7, faults())
+    flight = write_flights(folder).relative_to(folder)
     readers: dict[str, Callable[[Path], Any]] = {
         **dict.fromkeys(loads, plan_file),
         "routing.npz": partial(read_microbatches, ranks=2, window=8),
@@ -133,6 +148,8 @@ def of_files(folder: Path) -> list[Target]:
         "out/.ultraep-inspection": lambda path: claim_folder(path.parent).close(),
         "model/config.json": lambda path: read_config(path.parent),
         "small.safetensors": keys_in,
+        "schedule.json": read_schedule,
+        str(flight): lambda path: read_crash(path.parent).explain(),
         "model/model.safetensors.index.json": lambda path: weight_files(path.parent),
     }
     pieces = ("run/header.json", "run/rank-00000/000000.npz", "run/rank-00001/000000.npz")
@@ -148,6 +165,30 @@ def of_files(folder: Path) -> list[Target]:
         )
         for name, read in readers.items()
     ]
+
+
+def faults() -> list[Fault]:
+    kinds, planes = possible_kinds(tuple(PLANES)), tuple(PLANES)
+    return [draw_fault(7, number, 6.0, planes, kinds) for number in range(len(kinds))]
+
+
+def write_flights(folder: Path) -> Path:
+    """Write the flight files of three ranks, one of which has failed; return its file."""
+    os.environ[FLIGHTS] = str(folder / "flights")
+    flights = [Flight("a1", rank, 3) for rank in range(3)]
+    for step in range(1, 4):
+        for flight in flights:
+            info = MicrobatchInfo(0, step)
+            flight.begin("loads", info)
+            flight.end("loads", info)
+            flight.begin("dispatch", info)
+    flights[0].failed(CommunicationError("dispatch: rank 2 did not answer within 6.0 s"))
+    paths = [flight.write("signal", "at line 1") for flight in flights[1:]]
+    for flight in flights:
+        flight.close()
+    del os.environ[FLIGHTS]
+    assert paths[0] is not None
+    return paths[0].with_name("rank-00000.json")
 
 
 class InPlace:
@@ -477,7 +518,7 @@ def of_messages() -> Target:
     def receive(content: bytes) -> None:
         verb, left, size, segment, expected = json.loads(content)
         file = SharedFile(new_prefix(), control_bytes(2), 1 << 20, founder=True)
-        wires = [Wire(rank, 2, 0.1, file, ["rank 0", "rank 1"]) for rank in range(2)]
+        wires = [Wire(rank, 0.1, file, ["rank 0", "rank 1"]) for rank in range(2)]
         try:
             data = torch.arange(64, dtype=torch.uint8)
             wires[1]._outboxes[0].put(VERBS[0], data)

@@ -143,7 +143,7 @@ def test_a_short_run_finds_nothing(tmp_path):
 
 
 @needs_linux
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_minute_finds_nothing(tmp_path):
     pytest.importorskip("transformers")
     fuzz(tmp_path, "--minutes", "1", "--seed", str(random.Random(32).randrange(1000)))

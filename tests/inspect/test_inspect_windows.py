@@ -5,9 +5,9 @@ import torch
 from inspect_models import routing_of, save_tokenizer, smaller_config
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.inspect import families
+from ultraep.tools.inspect import checkpoint
 from ultraep.tools.inspect.blocks import num_experts, run_windows
-from ultraep.tools.inspect.families import FAMILIES, RandomModel
+from ultraep.tools.inspect.checkpoint import FAMILIES, RandomModel
 from ultraep.tools.inspect.texts import first_tokens, texts_of, tokenizer_of, windows_of
 
 transformers = pytest.importorskip("transformers")
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) & set(transformers.CONFIG_MAPPING)))
 def test_windows_have_the_routing_of_the_whole_batch(family, monkeypatch):
-    monkeypatch.setattr(families, "small_config", smaller_config)
+    monkeypatch.setattr(checkpoint, "small_config", smaller_config)
     opened = RandomModel(family, device=CPU, dtype=torch.float64, seed=1)
     opened.model.set_experts_implementation("eager")  # supports float64
     anatomy, ids = opened.anatomy, torch.arange(60).reshape(5, 12) * 31 % 4000 + 3

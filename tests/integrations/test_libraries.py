@@ -51,7 +51,7 @@ def missing(name): raise metadata.PackageNotFoundError(name)
 metadata.version = missing
 import ultraep.integrations.{name}
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert "BackendUnavailable" in done.stderr
     assert f"pip install 'ultraep[{name}]'" in done.stderr
     assert issubclass(BackendUnavailable, ImportError)

@@ -17,11 +17,12 @@ from ultraep import parallel
 from ultraep.integrations.transformers import balance, balancers, unbalance
 
 TWO = ["mixtral", "gpt_oss"]
+THREE = [*TWO, "deepseek_v3"]
 ODD = sorted(FAMILIES.keys() & {"zaya", "muse_spark", "nemotron_h"})
 GROUPED, BFLOAT16 = {"experts": "grouped_mm"}, {"dtype": torch.bfloat16, "limit": 0.05}
 MIXED = {"autocast": True, "limit": 0.02}
 CASES = {  # ranks, families, options
-    "grouped": (2, [*TWO, "deepseek_v3"], GROUPED),
+    "grouped": (2, THREE, GROUPED),
     "batched": (2, TWO, {"experts": "batched_mm"}),
     "mapped": (2, TWO, GROUPED | {"mapped": True}),
     "another dispatcher": (2, TWO, GROUPED | {"dispatched": True}),
@@ -38,10 +39,9 @@ MORE_CASES = {
     "bfloat16, grouped": (2, ["gpt_oss", "deepseek_v3"], GROUPED | BFLOAT16),
     "mixed precision, grouped": (2, ["qwen3_moe"], MIXED | GROUPED),
     "eager": (2, [*NAMED, *ODD], {}),
-    "four ranks and two slots": (4, NAMED, GROUPED | {"slots": 2}),
-    "recompute": (2, NAMED, GROUPED | {"recompute": "not reentrant"}),
-    "reentrant recompute": (2, NAMED, GROUPED | {"recompute": "reentrant"}),
-    "float64": (2, NAMED, {"dtype": torch.float64, "limit": 1e-12}),
+    "four ranks and two slots": (4, THREE, GROUPED | {"slots": 2}),
+    "reentrant recompute": (2, THREE, GROUPED | {"recompute": "reentrant"}),
+    "float64": (2, THREE, {"dtype": torch.float64, "limit": 1e-12}),
     **{f"all families, {i + 1}": (2, sorted(FAMILIES)[i::4], GROUPED) for i in range(4)},
 }
 

@@ -131,6 +131,7 @@ def error_of(comm, scenario):
         scenario(Program(comm), comm.rank == 1)
     # The ranks can still exchange messages.
     assert comm.gather_objects(comm.rank) == list(range(RANKS))
+    assert caught.value.ranks == (1,)
     return str(caught.value)
 
 

@@ -27,7 +27,7 @@ from ultraep import (
 from ultraep.backends.triton.device import default_device
 from ultraep.hops import MODES
 from ultraep.microbatch import Layer
-from ultraep.runtime import balancer as balancer_module
+from ultraep.runtime import connect as connect_module
 from ultraep.runtime.connect import connect
 from ultraep.trace.schema import BACKWARD, FORWARD
 
@@ -361,7 +361,7 @@ def test_invalid_settings_leave_no_connection(options, message, monkeypatch):
         return connected[-1]
 
     connected = []
-    monkeypatch.setattr(balancer_module, "connect", connect)
+    monkeypatch.setattr(connect_module, "connect", connect)
     with pytest.raises(ConfigError, match=message):
         Balancer("alone", **{"experts": 7, **options})
     assert not any(group.open for group in connected)
@@ -377,7 +377,7 @@ def test_ranks_that_disagree_leave_no_connection(monkeypatch):
             Balancer("alone", experts=8, slots=comm.rank)
 
     here = threading.local()
-    monkeypatch.setattr(balancer_module, "connect", lambda *_, **__: here.comm)
+    monkeypatch.setattr(connect_module, "connect", lambda *_, **__: here.comm)
     LocalGroup(2).run(work)
     assert sorted(closed) == [0, 1]
 
@@ -385,7 +385,7 @@ def test_ranks_that_disagree_leave_no_connection(monkeypatch):
 def test_an_unavailable_backend_is_refused_before_connecting(monkeypatch):
     monkeypatch.setattr(ultraep.backends.importlib.util, "find_spec", lambda name: None)
     ultraep.backends._named.cache_clear()
-    monkeypatch.setattr(balancer_module, "connect", lambda *_, **__: pytest.fail("connected"))
+    monkeypatch.setattr(connect_module, "connect", lambda *_, **__: pytest.fail("connected"))
     with pytest.raises(BackendUnavailable, match="pip install numba"):
         Balancer("alone", experts=8, backend="cpu")
     ultraep.backends._named.cache_clear()

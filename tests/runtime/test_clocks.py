@@ -1,7 +1,6 @@
 """Clock reports of a device that is far behind the host belong to the right step."""
 
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -38,7 +37,14 @@ def far_behind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(module, "HostClock", DeviceClock)
+    use_device_clocks(monkeypatch, every=1)
+
+
+def use_device_clocks(monkeypatch, every):
+    def clock_for(site, sinks, recording, *, captures):
+        return DeviceClock(sinks, site.comm.rank, every)
+
+    monkeypatch.setattr(module, "clock_for", clock_for)
 
 
 def test_late_reports_belong_to_their_steps(tmp_path):
@@ -74,7 +80,7 @@ def test_one_microbatch_in_eight_is_timed_for_any_number_of_layers():
 
 def test_seconds_are_extrapolated_from_timed_microbatches(monkeypatch):
     example = Example(tokens=[20], experts=4)
-    monkeypatch.setattr(module, "HostClock", partial(DeviceClock, every=4))
+    use_device_clocks(monkeypatch, every=4)
     balancer = Balancer("alone", experts=4)
     layer, seen = example.layer(balancer), []
     for _ in range(20):

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import pickle
 import platform
 import re
 import signal
@@ -27,7 +28,7 @@ from ranks import (
 
 from ultraep import Balancer
 from ultraep.comm import Message
-from ultraep.errors import CommunicationError, ConfigError
+from ultraep.errors import CommunicationError, ConfigError, UltraEPError
 from ultraep.runtime import torch_dist
 from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalCommunicator
@@ -141,6 +142,16 @@ def test_a_rank_that_creates_no_balancer_is_named(transport, tmp_path):
         assert re.search(NO_RESPONSE, message)
 
 
+def test_errors_carry_ranks_and_place():
+    error = CommunicationError("rank 3 died", ranks=[3])
+    error.at("the loads of layer 0 (step 2)")
+    error.at("an outer place")
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert str(each) == "at the loads of layer 0 (step 2): rank 3 died"
+        assert (each.ranks, each.place) == ((3,), "the loads of layer 0 (step 2)")
+    assert (UltraEPError("x").ranks, UltraEPError("x").place) == ((), "")
+
+
 def test_a_store_that_does_not_respond_is_named(monkeypatch):
     def lost(*_):
         raise RuntimeError("connection reset")
@@ -148,10 +159,10 @@ def test_a_store_that_does_not_respond_is_named(monkeypatch):
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        alone = torch_dist.RollCall(dist.group.WORLD, 0, 1)
-        assert alone.missing() == ""
+        alone = torch_dist.RollCall(dist.group.WORLD, 0, ["rank 0"])
+        assert alone.missing().text == ""
         monkeypatch.setattr(alone, "_answers", lost)
-        assert "store of the process group does not respond (rank 0" in alone.missing()
+        assert "store of the process group does not respond (rank 0" in alone.missing().text
     finally:
         dist.destroy_process_group()
 

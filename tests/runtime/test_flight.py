@@ -13,9 +13,10 @@ from dense import Example, on_ranks
 from ranks import PATIENCE, RankPool, meet, set_timeout
 
 from ultraep import BalancedMoE, Balancer, CommunicationError, LocalGroup, PlanMismatch
+from ultraep.arrays import digest_of
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime import flight as flight_module
-from ultraep.runtime.flight import PASSES, Flight, digest_of
+from ultraep.runtime.flight import PASSES, Flight
 from ultraep.trace.crash import VARIABLE, crash_folders, read_crash, read_flight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,6 +79,8 @@ def test_digests_differ_with_contents_and_sizes():
     swapped = values[:, [1, 0, 2, 3]]
     assert len({digest_of(v) for v in (values, other, swapped, values[:2], values[:0])}) == 5
     assert digest_of(values) == digest_of(values.copy())
+    assert digest_of(values, other) != digest_of(other, values)
+    assert all(0 < digest_of(v) < 1 << 63 for v in (values, values[:0]))
 
 
 def test_it_can_be_switched_off(monkeypatch):
@@ -197,6 +200,7 @@ def test_a_rank_that_hangs_or_dies(transport, kind, tmp_path):
     else:
         assert "Rank 1 had left 'dispatch back' of layer 0 (step 2, backward)" in text
     assert crash.flights[0].errors[0].startswith("CommunicationError: at the loads of layer 0")
+    assert crash.flights[0].named == (1,)
 
 
 def hang_in_a_collective(rank, group, folder):

@@ -7,6 +7,7 @@ import platform
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from dense import Example, assert_same, dense
 from ranks import PATIENCE, QUICK, on_ranks, shared_pool
@@ -23,9 +24,9 @@ from ultraep import (
     UltraEPError,
 )
 from ultraep.backends.triton.device import interpreted
-from ultraep.runtime import balancer as balancer_module
+from ultraep.runtime import connect as connect_module
+from ultraep.runtime.connect import connect
 from ultraep.runtime.hosts import Host, fast_links
-from ultraep.runtime.hybrid.plane import DomainCommunicator
 from ultraep.runtime.local import LocalCommunicator
 from ultraep.runtime.mapped.peers import together
 
@@ -280,7 +281,7 @@ def test_a_token_crosses_once_to_every_domain_that_serves_it(seed):
 
 def test_auto_uses_domains_of_hosts(monkeypatch):
     hosts = [Host("one", ()), Host("one", ()), Host("two", ()), Host("two", ())]
-    monkeypatch.setattr(balancer_module, "find_fast_links", lambda *_: fast_links(hosts))
+    monkeypatch.setattr(connect_module, "find_fast_links", lambda *_: fast_links(hosts))
     example = Example([5, 5, 5, 5], experts=8, top_k=2, hidden=8, ffn=4, seed=1)
 
     def work(comm):
@@ -379,17 +380,38 @@ def test_memory_that_one_rank_cannot_map_is_an_error_on_all():
     assert message == expected
 
 
-def test_errors_inside_of_a_domain_say_which_ranks_it_has():
-    class Failing:
-        rank, size = 1, 2
+def test_threads_of_a_domain_are_named_as_ranks_of_the_group():
+    def work(comm):
+        inside = comm.part(2)
+        assert (inside.rank, inside.size) == (comm.rank % 2, 2)
+        with pytest.raises(CommunicationError) as caught:
+            inside.all_gather(torch.zeros(1 + inside.rank))
+        return str(caught.value), caught.value.ranks
 
-        def exchange(self):
-            raise CommunicationError("exchange: rank 0 died")
+    message = "rank 2 expects [1] from rank 3, got [2]"
+    assert LocalGroup(4).run(work)[2] == (message, (3,))
 
-    comm = DomainCommunicator(Failing(), 4)
-    assert (comm.rank, comm.size) == (1, 2)
-    with pytest.raises(CommunicationError, match="among ranks 4 to 5, counted from 0: exchange: "):
-        comm.exchange()
+
+def leaves_its_domain(rank, group):
+    """Return the error of a rank whose only peer has left."""
+    comm = connect(group, timeout=PATIENCE)
+    inside = comm.part(2)
+    try:
+        if rank % 2 == 0:
+            inside.all_gather(torch.zeros(1))
+    except CommunicationError as error:
+        return str(error), error.ranks
+    finally:
+        inside.close()
+        comm.close()
+
+
+def test_processes_of_a_domain_are_named_as_ranks_of_the_group():
+    errors = shared_pool().run(4, leaves_its_domain)
+    for rank, peer in ((0, 1), (2, 3)):
+        message, ranks = errors[rank]
+        assert f"rank {peer} has closed; noticed by rank {rank}" in message
+        assert ranks == (peer,)
 
 
 def test_a_domain_without_experts_is_refused():

@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -123,7 +124,7 @@ def test_ten_seconds_are_noise_and_a_minute_is_not(monkeypatch, lasts):
     used = [group.run(seconds_R) for seconds_R in times]
     assert used[-1] == ()
     found = next((number for number, speeds in enumerate(used) if speeds), None)
-    assert found is None if lasts == 10 else 25 <= (found - 2000) * 0.02 <= 35
+    assert found is None if lasts == 10 else 20 <= (found - 2000) * 0.02 <= 28
 
 
 def test_a_fast_rank_that_gains_little_changes_nothing():
@@ -149,8 +150,8 @@ def test_the_prediction_follows_the_size_of_groups():
 
 def slowed(monkeypatch, paces, block=4):
     """Pretend that stage 6 of every rank takes `paces[rank]` times as long as predicted."""
-    small = {"BLOCK": block, "REMEMBERED": 3, "AGREEING": 2, "FEWEST": 2, "SAMPLES": 1, "SPAN": 0.0}
-    for name, value in small.items():
+    few = {"REMEMBERED": 3, "AGREEING": 2, "FEWEST": 2, "SAMPLES": 1}
+    for name, value in {"BLOCK": block, "SPAN_OF_CPU": 0.0, **few}.items():
         monkeypatch.setattr(speeds_module, name, value)
     passed = Speeds.passed
 
@@ -202,7 +203,7 @@ def test_a_recomputed_pass_gets_the_plan_of_its_first_pass(monkeypatch, reentran
     """Speeds change between steps; gradients equal those without speeds and recomputation."""
     paces = [1.0, 1.6]
     slowed(monkeypatch, paces, block=2)
-    example = Example([24, 20], experts=4)
+    example, together = Example([24, 20], experts=4), Barrier(2)
 
     def work(comm, config, around):
         balancer = Balancer(experts=4, slots=2, communicator=comm, config=config)
@@ -210,7 +211,7 @@ def test_a_recomputed_pass_gets_the_plan_of_its_first_pass(monkeypatch, reentran
         optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.0)
         digests, gradients = [], []
         for step in range(12):
-            if comm.rank == 0:
+            if comm.rank == 1:  # the rank itself: others are at another step
                 paces[1] = 1.6 if step < 6 else 1.0
             passes = []
             for _ in range(2):  # gradients are accumulated
@@ -223,8 +224,10 @@ def test_a_recomputed_pass_gets_the_plan_of_its_first_pass(monkeypatch, reentran
                 y.sum().backward()
                 digests.append((speeds, balancer.speeds))
             gradients = gradients_of(torch.nn.ModuleList(layers), passes[0][0])
+            together.wait()  # steps are counted per process, and these ranks share one
             optimizer.step()
             optimizer.zero_grad()
+            together.wait()
         return digests, gradients
 
     again = partial(checkpoint, use_reentrant=reentrant)

@@ -15,14 +15,14 @@ from shared_peers import SharedPeers
 from ultraep import Balancer, LocalGroup
 from ultraep.backends.triton.device import interpreted
 
-BLOCK = 10  # programs of one test
+BLOCK, FEW = 10, 5  # programs of one test; few: kernels are interpreted
 BLOCKS = 100
 
 
-def blocks(quick):
+def blocks(quick, number=BLOCKS):
     """Return the numbers of blocks; all but the first few are marked slow or long."""
     marks = {0: [], **dict.fromkeys(range(1, quick), pytest.mark.slow)}
-    return [pytest.param(b, marks=marks.get(b, pytest.mark.long)) for b in range(BLOCKS)]
+    return [pytest.param(b, marks=marks.get(b, pytest.mark.long)) for b in range(number)]
 
 
 def over_messages(program):
@@ -63,7 +63,7 @@ def mapped(rank, group, program):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("block", blocks(quick=10))
+@pytest.mark.parametrize("block", blocks(quick=4))
 def test_over_messages(block):
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
         program = Program.drawn(seed, most_ranks=3, most_actions=16)
@@ -72,9 +72,9 @@ def test_over_messages(block):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
-@pytest.mark.parametrize("block", blocks(quick=3))
+@pytest.mark.parametrize("block", blocks(quick=2, number=2 * BLOCKS))
 def test_over_mapped_memory(block):
-    for seed in range(10_000 + block * BLOCK, 10_000 + (block + 1) * BLOCK):
+    for seed in range(10_000 + block * FEW, 10_000 + (block + 1) * FEW):
         program = Program.drawn(seed, most_ranks=2, most_actions=12)
         assert_agree(program, shared_pool().run(len(program.tokens), mapped, program))
 
@@ -100,6 +100,6 @@ def test_over_domains_of_messages(block):
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 @pytest.mark.parametrize("block", blocks(quick=1))
 def test_over_domains_of_mapped_memory(block):
-    for seed in range(30_000 + 3 * block, 30_003 + 3 * block):
+    for seed in range(30_000 + 2 * block, 30_002 + 2 * block):
         program = drawn_in_domains(seed, most_actions=6)
         assert_agree(program, shared_pool().run(len(program.tokens), mapped, program))

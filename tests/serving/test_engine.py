@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from demo.runs import alive
+from demo.runs import alive, warm_ranks
 
 pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
@@ -82,7 +82,8 @@ def test_waiting_starts_at_the_arrival_in_real_time(engine):
     turn = engine.serve(make_prompts(arrivals, LENGTHS, [0], 8), "none", 2.0, 0)
     assert turn.microbatches == 2
     assert turn.seconds >= 0.5
-    assert all(0 < waited < 0.45 for waited in turn.waited)
+    assert turn.waited[0] > 0
+    assert 0 < turn.waited[1] <= turn.seconds - 0.5  # not from the start of the turn
     assert None not in turn.first
 
 
@@ -108,7 +109,8 @@ def test_calibration_sets_up_the_engine(engine, tiny, monkeypatch):
 @pytest.mark.slow
 def test_two_ranks_serve_the_same_first_tokens_under_every_policy(tiny):
     events = []
-    run(EngineOptions(load=LOAD, model=tiny, budget=48), events.append)
+    with warm_ranks():
+        run(EngineOptions(load=LOAD, model=tiny, budget=48), events.append)
     calibrated, *turns = events
     assert isinstance(calibrated, Calibrated)
     assert calibrated.rates == (20.0, 40.0)
@@ -131,7 +133,8 @@ def test_even_routing_needs_no_replicas(tiny, monkeypatch):
         load=load, model=tiny, budget=48, routing="even", variants=("none", "ultraep")
     )
     events = []
-    run(options, events.append)
+    with warm_ranks():
+        run(options, events.append)
     assert [turn.copies for turn in events[1:]] == [0, 0]
 
 

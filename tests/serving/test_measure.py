@@ -11,9 +11,13 @@ from ultraep.tools.serving.measure import (
     agreement,
     experts_per_token,
     gains,
+    headline,
+    notes,
+    page,
+    rows_of,
+    table,
     under_load,
 )
-from ultraep.tools.serving.report import headline, notes, page, rows_of, table
 
 
 def turn(variant="none", rate=2.0, number=0, waited=(0.5, 1.5, None, 1.0), **more):
@@ -96,6 +100,6 @@ def test_the_page_draws_the_measurements():
     assert waits["lines"][0]["p50"] == [0.5, 1.0]
     assert waits["lines"][0]["p99"] == [0.5, None]
     assert list(drawn.numbers) == ["waits", "served", "intime", "loads"]
-    assert "First token after 0.500 s with ultraep" in drawn.html("library")
+    assert "First token after 0.500 s with ultraep" in drawn.html()
     servers = page([turn(before=None, after=None)], 1.0, [])
     assert list(servers.numbers) == ["waits", "served", "intime"]

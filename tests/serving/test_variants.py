@@ -9,8 +9,7 @@ import torch
 import ultraep
 from ultraep import BalanceConfig, Topology
 from ultraep.errors import ConfigError
-from ultraep.tools.serving.engine import AT_HOME, ForcedChoices, check_variants
-from ultraep.tools.tiny.even import EvenTurns
+from ultraep.tools.serving.engine import AT_HOME, EvenTurns, ForcedChoices, check_variants
 
 
 def plan_at_home(loads, past, topology):

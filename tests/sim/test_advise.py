@@ -9,17 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep.tools.sim.advise import (
-    SEEDS,
-    TOLERANCES,
-    Advice,
-    Option,
-    advise,
-    break_even,
-    choose,
-    verdict_of,
-)
+from ultraep.tools.sim.advise import TOLERANCES, Advice, Option, advise, choose, verdict_of
 from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.gains import SEEDS, break_even
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.scenario import Scenario

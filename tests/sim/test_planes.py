@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch
 from ultraep import Topology
 from ultraep.errors import ConfigError
 from ultraep.runtime.hybrid.crossing import Domains
-from ultraep.tools.sim.across import compare_planes, crossing_rows, imbalance_between
 from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.gains import compare_planes, crossing_rows, imbalance_between
 from ultraep.tools.sim.layer import LayerClock
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.planes import PLANES, even_crossing, plane_for, served_shares
+from ultraep.tools.sim.planes import PLANES, plane_for, served_shares
 from ultraep.tools.sim.runtime import Contender
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.training import Training
@@ -51,9 +52,11 @@ def test_even_routing_crosses_as_the_closed_formula_says(
     experts: int, ranks: int, domain: int, top_k: int, rows: float
 ) -> None:
     topology = Topology(ranks=ranks, experts=experts, domain=domain)
-    exact = even_crossing(experts, topology.num_domains, top_k)
+    domains = topology.num_domains
+    elsewhere = comb(experts - experts // domains, top_k) / comb(experts, top_k)
+    exact = (domains - 1) * (1 - elsewhere)
     assert exact == pytest.approx(rows, abs=0.005)  # the table of docs/clusters.md
-    others = (topology.num_domains - 1) / topology.num_domains
+    others = (domains - 1) / domains
     share = counted(drawn_ids(np.ones(experts), 8_000, top_k), topology).sum() * others
     assert share == pytest.approx(exact, rel=0.01)
     even = np.full((1, experts), 1000)

@@ -7,9 +7,8 @@ import matplotlib.image
 import pytest
 
 from ultraep.errors import BackendUnavailable, ConfigError
-from ultraep.tools.cli.options import ScenarioOptions
-from ultraep.tools.cli.scenario import make_scenario
-from ultraep.tools.sim.plots import PARTS, check_plot, write_plot
+from ultraep.tools.cli.scenario import ScenarioOptions, make_scenario
+from ultraep.tools.cli.simulate import PARTS, check_plot, write_plot
 from ultraep.tools.sim.run import simulate
 
 POLICIES = ("none", "echo=ultraep", "ultraep", "ideal")

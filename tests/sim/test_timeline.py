@@ -7,11 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ultraep.tools.cli.options import ScenarioOptions
-from ultraep.tools.cli.scenario import make_scenario
-from ultraep.tools.sim.run import time_layer
+from ultraep.tools.cli.scenario import ScenarioOptions, make_scenario
+from ultraep.tools.sim.run import MAX_RANKS, make_timeline, median_microbatch, time_layer
 from ultraep.tools.sim.runtime import Contender
-from ultraep.tools.sim.timeline import MAX_RANKS, make_timeline, median_microbatch
 from ultraep.trace.export import write_timeline
 
 POLICIES = ("none", "eplb", "lplb", "quota", "ultraep", "ideal")

@@ -2,16 +2,24 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
+from cli.commands import invoke
 from quick_interpreter import install
+from ranks import PATIENCE
 
 from ultraep import Balancer, LocalGroup
+from ultraep.tools.cli import soak as command
 from ultraep.tools.launch import simulated_hosts
 from ultraep.tools.soak.rank import balancer_options
+from ultraep.tools.soak.schedule import Fault, write_schedule
 from ultraep.tools.soak.training import Case, Training, Watch, WrongNumber
 
 QUICK = f"{install.__module__}:{install.__name__}"
@@ -20,10 +28,10 @@ QUICK = f"{install.__module__}:{install.__name__}"
 def soak(tmp_path, *options):
     """Run the command; return its exit code, its output and its rows."""
     path = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "ultraep", "soak", *options, "--json", str(path)]
+    words = [sys.executable, "-m", "ultraep", "soak", *options, "--json", str(path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [*command, "--logs", str(tmp_path)],
+        [*words, "--logs", str(tmp_path)],
         env=environment,
         capture_output=True,
         text=True,
@@ -44,7 +52,7 @@ def train(case, watch):
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seed", range(4))
 def test_the_twin_agrees(seed):
-    train(Case(3, seed), Watch())
+    train(Case.drawn(3, seed), Watch())
 
 
 class SlightlyOff(Watch):
@@ -54,7 +62,7 @@ class SlightlyOff(Watch):
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_twin_notices_a_wrong_number():
-    case = next(case for case in (Case(2, seed) for seed in range(50)) if case.own_network)
+    case = next(case for case in (Case.drawn(2, seed) for seed in range(50)) if case.own_network)
     with pytest.raises(WrongNumber, match="off by"):
         train(case, SlightlyOff())
 
@@ -70,7 +78,57 @@ def test_a_few_faults(tmp_path):
     assert rows[1]["outcome"] == "survived"
 
 
-def test_wrong_options_are_refused(tmp_path):
+def processes_with(text):
+    """Return the processes whose environment contains this text, beside this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended
+            if text.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(path.parent.name)
+    return found
+
+
+def wait_for(condition):
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are forked")
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        pytest.param(signal.SIGINT, 128 + signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_all_processes(tmp_path, number, code):
+    # Ranks that are stopped for longer than this test takes, beside runs without faults.
+    faults = [Fault(n, "stop", 1, "loads", 1, 3600.0, "shared", 2, n) for n in range(8)]
+    write_schedule(tmp_path / "faults.json", 0, faults)
+    command = [sys.executable, "-m", "ultraep", "soak", "--planes", "shared", "--timeout", "3600"]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
+    running = subprocess.Popen(
+        [*command, "--schedule", str(tmp_path / "faults.json"), "--jobs", "2"],
+        env=os.environ | paths,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("ultraep-soak-*/rank1.log"))) == 3)
+        os.killpg(running.pid, number)  # as `timeout` does
+        assert running.wait(PATIENCE) == code
+        wait_for(lambda: not processes_with(str(tmp_path)))
+    finally:
+        for pid in processes_with(str(tmp_path)):
+            os.kill(int(pid), signal.SIGKILL)
+        running.wait()
+    assert list(tmp_path.glob("ultraep-soak-*")) == []
+
+
+def test_wrong_options_are_refused(monkeypatch):
+    monkeypatch.setattr(command, "stop_on_sigterm", lambda: None)  # this process goes on
     for options, message in (
         (["--faults", "0"], "--faults must be at least 1"),
         (["--planes", "carpet"], "--planes must be among"),
@@ -80,9 +138,9 @@ def test_wrong_options_are_refused(tmp_path):
         (["--minutes", "1", "--only", "3"], "remove --only"),
         (["--only", "700"], "no fault has a number"),
     ):
-        code, output, _ = soak(tmp_path, *options)
-        assert code == 2, output
-        assert message in output
+        result = invoke("soak", *options)
+        assert result.exit_code == 2
+        assert message in result.stderr
 
 
 @pytest.mark.slow

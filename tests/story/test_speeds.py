@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import NAMED, assert_same_plan, configs, problems, timed_configs, with_speeds
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ultraep
@@ -56,7 +56,6 @@ def test_equal_speeds_plan_like_none(problem, config, speed):
     assert plan.speeds == ()
 
 
-@settings(max_examples=300)
 @given(st.data(), SPEEDS)
 def test_no_rank_exceeds_its_share_with_enough_slots(data, speeds):
     rows = st.lists(st.sampled_from([0, 1, 2, 7, 90, 1000]), min_size=1, max_size=3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import shutil
 import warnings
 
@@ -131,12 +132,20 @@ def test_a_compiled_block_equals_eager(rank, group, adapted, backend):
     assert block.layer.last_plan.num_replicas > 0
 
 
-@slow
+INDUCTOR = [("experts", "float64"), ("experts of a network", "float32")]  # in make test-slow
+
+
 @needs_compiler
-@pytest.mark.parametrize("example", [EXAMPLE, SINGLE], ids=["float64", "float32"])
-@pytest.mark.parametrize("adapted", ADAPTED)
+@pytest.mark.parametrize(
+    ("adapted", "dtype"),
+    [
+        pytest.param(*case, marks=slow if case in INDUCTOR else long)
+        for case in itertools.product(ADAPTED, ("float64", "float32"))
+    ],
+)
 @on_ranks(2)
-def test_inductor(rank, group, adapted, example):
+def test_inductor(rank, group, adapted, dtype):
+    example = EXAMPLE if dtype == "float64" else SINGLE
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own
     import torch._inductor.config
 
@@ -185,8 +194,7 @@ def test_many_layers_share_a_graph(rank, group):
 
 
 @slow
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize(("order", "in_flight"), [((0, 1, 2), 2), ((2, 0, 1), 1)], ids=str)
 @on_ranks(2)
 def test_microbatches_in_flight(rank, group, order, in_flight):
     block = block_on(rank, Balancer(group, experts=8, in_flight=in_flight))

@@ -57,9 +57,27 @@ def test_ranks_that_wait_for_one_that_is_behind(tmp_path):
 def test_ranks_that_a_launcher_ended_are_not_blamed(tmp_path):
     error = "CommunicationError: at the loads: rank 1 (process 7) died; noticed by rank 2 of 3"
     waiting = passed(2, stage="loads", open=True)
-    crash = read_crash(write(tmp_path, flight(2, [passed(1), waiting], errors=(error,))))
+    own = flight(2, [passed(1), waiting], errors=(error,), named=(1,))
+    crash = read_crash(write(tmp_path, own))
     assert (crash.missing, crash.culprits) == ([0, 1], [1])
     assert "So rank 2 waits for rank 1." in crash.explain()
+
+
+def test_files_without_named_ranks(tmp_path):
+    own = flight(2, [passed(1)], errors=("CommunicationError: rank 1 (process 7) died",))
+    record = json.loads(own.as_json())
+    del record["named"]  # as earlier versions wrote them
+    (tmp_path / "rank-00002.json").write_text(json.dumps(record))
+    assert read_crash(tmp_path).culprits == [0, 1]
+    assert read_flight(tmp_path / "rank-00002.json") == own
+
+
+def test_the_first_error_is_right(tmp_path):
+    waiting = passed(1, stage="loads", open=True)
+    first = flight(0, [waiting], ranks=2, errors=("CommunicationError: late",), named=(1,))
+    stopped = flight(1, [waiting], ranks=2, errors=("CommunicationError: gone",), named=(0,))
+    crash = read_crash(write(tmp_path, first, replace(stopped, written=1e9 + 2)))
+    assert crash.culprits == [1]
 
 
 def test_ranks_that_all_wait(tmp_path):
@@ -108,6 +126,8 @@ def test_damaged_and_foreign_files(tmp_path):
         ({"passes": [[1]]}, "pass"),
         ({"written": float("nan")}, "written=nan"),
         ({"errors": [1]}, "errors"),
+        ({"named": [3]}, "named=\\[3\\]"),
+        ({"named": "1"}, "named ranks"),
         ({"host": None}, "host=None"),
     ],
 )

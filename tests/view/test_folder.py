@@ -13,7 +13,7 @@ from ultraep.files.reading import read_arrays
 from ultraep.tools.view import catalogue as catalogue_module
 from ultraep.tools.view import table, traces
 from ultraep.tools.view.catalogue import Catalogue, items_in
-from ultraep.tools.view.record import numbers_of, stages_of
+from ultraep.tools.view.table import numbers_of, stages_of
 from ultraep.tools.view.traces import FolderTrace, WholeTrace
 from ultraep.trace import files
 from ultraep.trace.files import read_piece, write_arrays

@@ -13,8 +13,8 @@ from traces import arrived
 import ultraep
 from ultraep import BalanceConfig, Rates, Recorder, Topology
 from ultraep.tools.view import catalogue as catalogue_module
+from ultraep.tools.view.api import write_page
 from ultraep.tools.view.catalogue import Catalogue
-from ultraep.tools.view.export import write_page
 from view.runs import LAYERS, MOMENTS, TOPOLOGY, served, write_run
 
 pytest.importorskip("plotly")

@@ -7,7 +7,7 @@ from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, FileError, Rates, Recorder
-from ultraep.tools.view.record import numbers_of
+from ultraep.tools.view.table import numbers_of
 from ultraep.trace.read import read_trace
 from view.runs import CONFIG, TOPOLOGY, plans_of_run
 

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -130,13 +131,12 @@ class Agreement:
         every = [other for other, _ in gathered]
         _compare("the settings", every, every)
         # Balancers with equal settings differ by the token of rank 0.
-        self._balancer = short_digest(settings.encode(), gathered[0][1].encode())
+        self._balancer = text_digest(settings + gathered[0][1])
         self.flight: Flight | None = None
 
-    def open_flight(self) -> Flight | None:
-        """Open and return the flight recorder of this rank; None: it is switched off."""
+    def open_flight(self) -> None:
+        """Open the flight recorder of this rank, unless it is switched off."""
         self.flight = flight_of(self._balancer, self._comm.rank, self._comm.size)
-        return self.flight
 
     def over(self, comm: Communicator) -> Agreement:
         """Return an agreement with the same settings over another communicator; collective."""
@@ -167,8 +167,7 @@ class Agreement:
         failed: what has failed on this rank; 0: nothing.
         meanwhile: called with the loads on their device before the host waits for them.
         """
-        digest = short_digest(signature.encode())
-        numbers = digest, 0, version, tokens, rows, pace, failed
+        numbers = text_digest(signature), 0, version, tokens, rows, pace, failed
         record = self._record(place, loads_E.device, *numbers)
         record[REFUSED] = refused
         record[loads_of(self._experts)] = loads_E
@@ -180,9 +179,11 @@ class Agreement:
         """Raise if a rank refused its input, or if weights or inputs differ in shape or dtype."""
         if records.words[:, REFUSED].any():
             refused = np.flatnonzero(records.column("refused")).tolist()
-            raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
+            raise CommunicationError(
+                f"ranks {refused} refused their input; their errors say why", ranks=refused
+            )
         place = Place(*records.words[0, PLACE].tolist())
-        self._compare_digests(f"the weights or inputs at {place}", records, signature)
+        self._compare_digests(place, records, signature, "the weights or inputs at ")
 
     def compare(
         self,
@@ -236,25 +237,32 @@ class Agreement:
         equal = bool((words[1:, COMPARED] == words[:1, COMPARED]).all())
         records = Records(words, gathered, equal, self._experts)
         if not equal:
-            self._compare_places(records)
+            self._compare_places(place, records)
         return records
 
-    def _compare_places(self, records: Records) -> None:
+    def _compare_places(self, place: Place, records: Records) -> None:
         """Raise if places differ. All ranks have the same records, so all of them get here."""
         balancers = records.column("balancer").tolist()
         if len(set(balancers)) > 1:
             _compare("the balancer", balancers, self._comm.gather_objects(self._settings))
         places = [Place(*row) for row in records.words[:, PLACE].tolist()]
         if len(set(places)) > 1:
-            groups = _groups(places).items()
-            listed = "; ".join(f"ranks {ranks} are at {place}" for place, ranks in groups)
-            raise PlanMismatch(f"ranks are at different places of the program: {listed}")
+            groups = ranks_by_value(places).items()
+            listed = "; ".join(f"ranks {ranks} are at {other}" for other, ranks in groups)
+            raise PlanMismatch(
+                f"ranks are at different places of the program: {listed}",
+                ranks=differing(places),
+                place=place,
+            )
 
-    def _compare_digests(self, what: str | Place, records: Records, description: str) -> None:
+    def _compare_digests(
+        self, place: Place, records: Records, description: str, what: str = ""
+    ) -> None:
         """Raise if digests differ; places are equal by now."""
         if not records.equal:
             descriptions = self._comm.gather_objects(description)
-            _compare(what, records.column("digest").tolist(), descriptions)
+            digests = records.column("digest").tolist()
+            _compare(f"{what}{place}", digests, descriptions, place)
 
 
 def loads_of(experts: int) -> slice:
@@ -262,25 +270,38 @@ def loads_of(experts: int) -> slice:
     return slice(len(FIELDS), len(FIELDS) + experts)
 
 
-def short_digest(*parts: Any) -> int:
-    """Return a 62-bit digest of arrays or bytes."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 2
+def text_digest(text: str) -> int:
+    """Return a 62-bit digest of a text."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
 
 
-def _compare(what: str | Place, values: Sequence[Hashable], descriptions: Sequence[str]) -> None:
+def _compare(
+    what: str, values: Sequence[Hashable], descriptions: Sequence[str], place: object = ""
+) -> None:
     """Raise with the descriptions if the values of all ranks are not equal."""
-    groups = _groups(values).values()
+    groups = ranks_by_value(values).values()
     if len(groups) > 1:
         listed = "; ".join(f"ranks {ranks} have {descriptions[ranks[0]]}" for ranks in groups)
-        raise PlanMismatch(f"ranks disagree about {what}: {listed}")
+        text = f"ranks disagree about {what}: {listed}"
+        raise PlanMismatch(text, ranks=differing(values), place=place)
 
 
-def _groups(values: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+def ranks_by_value(values: Sequence[Hashable]) -> dict[Hashable, list[int]]:
     """Return the ranks that have each value."""
     groups: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
     return groups
+
+
+def differing(values: Sequence[Hashable]) -> list[int]:
+    """Return the ranks that differ from most ranks; all ranks if no value is the most common.
+
+    >>> differing("aba"), differing("ab")
+    ([1], [0, 1])
+    """
+    (common, most), *rest = Counter(values).most_common()
+    if rest and rest[0][1] == most:
+        return list(range(len(values)))
+    return [rank for rank, value in enumerate(values) if value != common]

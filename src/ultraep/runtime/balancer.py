@@ -13,64 +13,51 @@ Shapes: T tokens, K experts per token, D model width.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
-from weakref import WeakMethod
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
-from ultraep import __version__
-from ultraep.backends import compile_in_background
-from ultraep.bundle import Bundle, Promise
+from ultraep.bundle import Bundle, Promise, resolve, signature
 from ultraep.comm import Communicator, Peers
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
-from ultraep.errors import CommunicationError, ConfigError
-from ultraep.loads import count_loads
+from ultraep.errors import ConfigError, LoadError, errors_at
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
 from ultraep.ops.modes import hidden, refuse_transforms
-from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy, warn_if_speeds_ignored
-from ultraep.reroute import reroute
-from ultraep.runtime.agreement import Agreement, Place, Point
-from ultraep.runtime.capacity import Capacity, default_config
-from ultraep.runtime.clocks import TIMED, DeviceClock, HostClock
+from ultraep.runtime.agreement import Place, Point, differing, ranks_by_value
+from ultraep.runtime.capacity import default_config
+from ultraep.runtime.clocks import HostClock, clock_for
 from ultraep.runtime.connect import (
     ALONE,
     Choice,
     GroupOrName,
     choose,
-    connect,
-    find_fast_links,
+    join,
     plane_kinds,
     resolve_group,
+    warm_up,
     warn_if_idle,
 )
 from ultraep.runtime.failsafe import SPEEDS, FailSafe, GuardedSink
-from ultraep.runtime.flight import note_failure
-from ultraep.runtime.foresight import Foresight, invalid
+from ultraep.runtime.flight import NotingFailures
+from ultraep.runtime.foresight import Foresight, ReadWeights, invalid
 from ultraep.runtime.foresight import begin as begin_foreseen
-from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.microbatch import NO_PASS, Shared, Site, backward_pass
 from ultraep.runtime.observe import Observer, Sink
-from ultraep.runtime.pricing import Pricing, from_environment, needs_rates
-from ultraep.runtime.recording import Recording, open_recorder, recording_setting
-from ultraep.runtime.replays import ReplayedPlans
-from ultraep.runtime.settings import RAISE, UNBALANCED, DeviceShare, Settings, check_slots
+from ultraep.runtime.pricing import Pricing, from_environment
+from ultraep.runtime.recording import Recording
+from ultraep.runtime.settings import RAISE, UNBALANCED, DeviceShare, Settings
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
-
-ReadWeights: TypeAlias = Callable[[], Bundle | None]
-
-logger = logging.getLogger(__name__)
 
 
 class _Carrier(NamedTuple):
@@ -153,8 +140,8 @@ class Balancer:
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
-        self.config = from_environment(config or default_config(policy, capacity))
-        get_policy(self.config.policy)
+        config = from_environment(config or default_config(policy, capacity))
+        get_policy(config.policy)
         plane_kinds(data_plane)
         self.settings = Settings(
             backend=backend,
@@ -175,91 +162,48 @@ class Balancer:
         self.group = None if own_ranks and group is None else resolve_group(group)
         warm_up(backend)
         topology = partial(Topology, experts=experts, slots=slots, domain=domain, homes=homes)
-        self._join(communicator, record, topology)
+        joined = join(self.group, communicator, peers, topology, config, self.settings, record)
+        self.comm, self.topology, self.config = joined.comm, joined.topology, joined.config
+        self._joined, self._agreement = joined, joined.agreement
+        self.flight, self.recorder = joined.agreement.flight, joined.recorder
         chosen = own_ranks or group == ALONE
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=chosen)
         if self.rank == 0:
             warn_if_speeds_ignored(self.config)
+        self._steps, self._carriers = 0, dict[torch.device, _Carrier]()
+        self._foresight, self._versions, self._stats = Foresight(), Versions(), Stats()
+        self._fail_safe = FailSafe(self.rank, self._stats, active=on_error == UNBALANCED)
         learns = self.config.speeds == AUTO
         self._pricing = Pricing(self.topology, self.comm, self._agreement, always=learns)
         self._speeds = Speeds(self.config, self.topology.ranks, self.rank, self._pricing)
-        self._steps = 0
-        self._readers: list[WeakMethod[ReadWeights] | None] = []  # of the weights, by layer
-        self._foresight = Foresight()
-        self._versions, self._stats = Versions(), Stats()
-        self._observers: list[Observer] = []
-        self._sinks: list[Sink] = [self._stats]  # of all clocks
-        if self.flight is not None:
-            self._observers.append(self.flight)
-            self._sinks.append(self.flight)
-        self._fail_safe = FailSafe(self.rank, self._stats, active=on_error == UNBALANCED)
-        if self._recording is not None:
-            self._sinks.append(GuardedSink(self._recording, self._fail_safe))
-        if self._speeds.learns:
-            self._sinks.append(GuardedSink(self._speeds, self._fail_safe, SPEEDS))
-        self._carriers: dict[torch.device, _Carrier] = {}
-
-    def _join(
-        self,
-        communicator: Communicator | None,
-        record: str | Path | None,
-        topology: partial[Topology],
-    ) -> None:
-        """Connect to the other ranks and compare settings with them; collective."""
-        settings = self.settings
-        with _errors_at("the creation of the balancer"), ExitStack() as undo:
-            peers = self._peers
-            if communicator is None and self.group is None and peers is not None:
-                communicator = SilentCommunicator(peers.rank, peers.size)
-            self.comm = communicator or undo.enter_context(
-                closing(connect(self.group, transport=settings.transport, timeout=settings.timeout))
-            )
-            self._links = find_fast_links(self.comm, topology.keywords["domain"])
-            if topology.keywords["domain"] is None:
-                topology = partial(topology, domain=self._links.domain)
-            self.topology = topology(ranks=self.comm.size)
-            check_slots(settings.dispatcher, self.topology)
-            if self.config.speeds != AUTO:
-                self.config.speeds_for(self.topology.ranks)  # raises if their number is wrong
-            elif isinstance(self.comm, SilentCommunicator):
-                raise ConfigError(
-                    f"speeds={AUTO!r} needs ranks that exchange messages; these ranks share one "
-                    "thread: pass one integer for each rank"
-                )
-            if isinstance(self.comm, SilentCommunicator) and needs_rates(self.config):
-                logger.info("plans are made for balance: ranks of one thread need rates=")
-                self.config = replace(self.config, objective="balance")
-            self._capacity = Capacity(settings.capacity, self.topology, self.config)
-            compared = (
-                self.topology,
-                self.config,
-                settings.compared(),
-                recording_setting(record),
-                __version__,
-            )
-            sizes = self.topology.experts, self.topology.num_domains
-            self._agreement = Agreement(self.comm, repr(compared), *sizes)
-            self.flight = self._agreement.open_flight()
-            self.recorder = open_recorder(record, self.comm, self.topology, self.config, settings)
-            undo.pop_all()
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
+        self._observers: list[Observer] = [] if self.flight is None else [self.flight]
+        self._sinks = self._first_sinks()
+
+    def _first_sinks(self) -> list[Sink]:
+        """Return the sinks of all clocks that this balancer creates itself."""
+        sinks: list[Sink] = [self._stats]
+        if self.flight is not None:
+            sinks.append(self.flight)
+        if self._recording is not None:
+            sinks.append(GuardedSink(self._recording, self._fail_safe))
+        if self._speeds.learns:
+            sinks.append(GuardedSink(self._speeds, self._fail_safe, SPEEDS))
+        return sinks
 
     def __repr__(self) -> str:
         chosen = [
             f"{carrier.choice.kind.name} on {device}: {carrier.choice.reason}"
             for device, carrier in self._carriers.items()
         ]
-        topology, config = self.topology, self.config
+        topology, config, dispatcher = self.topology, self.config, self.settings.dispatcher
+        rows_by = "" if dispatcher is None else f", rows by {type(dispatcher).__qualname__}"
         return (
             f"Balancer(rank {self.rank} of {self.comm.size}, {topology.experts} experts, "
             f"{topology.slots} slots, policy {config.policy!r}, {self._pricing.describe(config)}, "
             f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'}"
-            f"{self._rows_by()})"
+            f"{rows_by})"
         )
-
-    def _rows_by(self) -> str:
-        dispatcher = self.settings.dispatcher
-        return "" if dispatcher is None else f", rows by {type(dispatcher).__qualname__}"
 
     def __copy__(self) -> Self:
         """Return the balancer itself: copies of a module share it."""
@@ -299,8 +243,7 @@ class Balancer:
         weights: a method that returns the home weights of the layer as they are now, or None while
             they cannot be read. `foresee` sends replicas of these layers ahead. Referenced weakly.
         """
-        self._readers.append(None if weights is None else WeakMethod(weights))
-        return len(self._readers) - 1
+        return self._foresight.register(weights)
 
     @hidden
     def begin(
@@ -340,7 +283,7 @@ class Balancer:
         if foreseen is not None:
             info = begin_foreseen(foreseen, info)
         config = self.config if policy is None else replace(self.config, policy=policy)
-        shares_slots = max(len(self._readers), layer.index + 1) > self.settings.in_flight
+        shares_slots = max(self._foresight.layers, layer.index + 1) > self.settings.in_flight
         return carrier.plane.begin(
             Inputs(info, layer, config, ids, gates, tokens, shares_slots, foreseen)
         )
@@ -370,36 +313,26 @@ class Balancer:
                 ": pass in_flight=2 to the balancer"
             )
         self._foresight.check_finished()
-        refusal = invalid(routes, len(self._readers))
+        refusal = invalid(routes, self._foresight.layers)
         if not self._carriers or not self.topology.can_replicate:
             if refusal is not None:
                 raise refusal
             return False
-        readers = [_reader(reader) for reader in self._readers]
-        versioned = self._versions.promise > 0  # otherwise every step sends its weights again
         device = next(iter(self._carriers)) if refusal is not None else routes[0].device
-        carrier = self._carrier(device)
         nothing = torch.zeros(0, 1, dtype=torch.int64, device=device)
-        inputs = [
-            Inputs(
-                MicrobatchInfo(
-                    index,
-                    self._steps + 1,
-                    recomputed=recompute,
-                    timed=carrier.clock.times(self._steps + 1 + index),
-                ),
-                Layer(index, read() or {} if versioned else {}),
-                self.config,
-                nothing if refusal is not None else routes[index],
-                gates=None,
-                tokens=None,
-                shares_slots=True,
+        ids = routes if refusal is None else [nothing] * self._foresight.layers
+        carrier, step = self._carrier(device), self._steps + 1
+        infos = [
+            MicrobatchInfo(
+                layer, step, recomputed=recompute, timed=carrier.clock.times(step + layer)
             )
-            for index, read in enumerate(readers)
+            for layer in range(self._foresight.layers)
         ]
+        # Without a promise, every step sends its weights again.
+        inputs = self._foresight.inputs(infos, ids, self.config, reads=self._versions.promise > 0)
         layers = carrier.plane.foresee(inputs, refusal)
         if layers:
-            self._foresight.add(layers, readers, recompute=recompute)
+            self._foresight.add(layers, recompute=recompute)
         return bool(layers)
 
     def plane(self, device: torch.device | str) -> DataPlane:
@@ -416,17 +349,18 @@ class Balancer:
     def _make_carrier(self, device: torch.device) -> _Carrier:
         place = Place(Point.PLANE, 0, self._steps)
         compare_places = partial(self._agreement.compare, place, device)
-        site = Site(self.comm, self.topology, self._links, device, self._peers)
-        with _errors_at(place):
+        site = Site(self.comm, self.topology, self._joined.links, device, self._peers)
+        with errors_at(place):
             choice = choose(self.settings.data_plane, site, compare_places)
-        clock = self._clock(device, captures=choice.kind.captures)
+        captures = choice.kind.captures
+        clock = clock_for(site, self._sinks, self._recording, captures=captures)
         observers = [clock, *self._observers]
         shared = Shared(
             self.comm,
             self.topology,
             self._speeds.applied(self.config),
             self.settings,
-            self._capacity,
+            self._joined.capacity,
             self._agreement,
             self._versions,
             self._pricing,
@@ -436,20 +370,21 @@ class Balancer:
         )
         return _Carrier(choice, choice.make(shared), clock, observers)
 
-    def _clock(self, device: torch.device, *, captures: bool) -> HostClock:
-        if device.type != "cuda":
-            return HostClock(self._sinks, self.rank)
-        recording, replays = self._recording, None
-        if recording is not None and captures:
-            replays = ReplayedPlans(recording, self.topology, device)
-        return DeviceClock(self._sinks, self.rank, TIMED if recording is None else 1, replays)
-
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate all memory that microbatches like this need; collective.
 
         Otherwise the first microbatch does. Call it to capture a graph without a step before.
+        ids, rows, bundle: of the same shapes and dtypes on all ranks.
         """
-        self.plane(ids.device).prepare(ids, rows, bundle)
+        plane = self.plane(ids.device)
+        own = signature(resolve(bundle), ids=ids, rows=rows)
+        sizes = self.comm.gather_objects(f"{len(ids)} tokens, {own}")
+        if len(set(sizes)) > 1:
+            groups = ranks_by_value(sizes).items()
+            listed = "; ".join(f"ranks {ranks} have {size}" for size, ranks in groups)
+            text = f"prepare() needs the same sizes on all ranks: {listed}"
+            raise LoadError(text, ranks=differing(sizes))
+        plane.prepare(ids, rows, bundle)
 
     def observe(self, observer: Observer) -> None:
         """Add an observer of stages, plans and transfers."""
@@ -541,15 +476,9 @@ class Balancer:
         Such errors are a lost rank, more rows than the capacity, and invalid ids. `count` checks
         without waiting; call this after the replay of a graph.
         """
-        with ExitStack() as failing:
-            failing.push(self._note_failure)
+        with NotingFailures(self._observers):
             for carrier in self._carriers.values():
                 carrier.plane.check()
-
-    def _note_failure(self, _type: object, error: BaseException | None, _trace: object) -> bool:
-        if error is not None:
-            note_failure(self._observers, error)
-        return False
 
     def close(self) -> None:
         """Write the rest of the trace; free memory and the resources of the communicator."""
@@ -562,37 +491,3 @@ class Balancer:
         for carrier in self._carriers.values():
             carrier.plane.close()
         self.comm.close()
-
-
-@contextmanager
-def _errors_at(place: object) -> Iterator[None]:
-    """Name a place of the program in errors of communication."""
-    try:
-        yield
-    except CommunicationError as error:
-        error.at(place)
-        raise
-
-
-def _reader(method: WeakMethod[ReadWeights] | None) -> ReadWeights:
-    """Return a function that reads the weights of a layer; None where they are gone."""
-
-    def read() -> Bundle | None:
-        function = None if method is None else method()
-        return None if function is None else function()
-
-    return read
-
-
-@cache
-def warm_up(backend: str | None) -> None:
-    """Load or compile what a step needs before joining a group, so that no rank waits for another.
-
-    Without a named backend, a child process compiles the planner; the first steps do without it.
-    """
-    if backend is None:
-        compile_in_background()
-    topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
-    loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
-    plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)
-    reroute(ids, plan, 0, backend=backend)

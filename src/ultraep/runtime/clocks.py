@@ -17,7 +17,9 @@ import torch
 from ultraep.hops import copies_sent
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
+from ultraep.runtime.microbatch import Site
 from ultraep.runtime.observe import Later, Sink
+from ultraep.runtime.recording import Recording
 from ultraep.runtime.replays import ReplayedPlans
 
 TIMED = 8  # one in this many microbatches is timed on a GPU, unless all are recorded
@@ -203,3 +205,16 @@ class DeviceClock(HostClock):
         self.settle()
         if self._replays is not None:
             self._replays.finish()
+
+
+def clock_for(
+    site: Site, sinks: Sequence[Sink], recording: Recording | None, *, captures: bool
+) -> HostClock:
+    """Return the clock of a data plane; captures: whether graphs can capture its microbatches."""
+    rank, device = site.comm.rank, site.device
+    if device.type != "cuda":
+        return HostClock(sinks, rank)
+    if recording is None:
+        return DeviceClock(sinks, rank, TIMED)
+    replays = ReplayedPlans(recording, site.topology, device) if captures else None
+    return DeviceClock(sinks, rank, 1, replays)

@@ -11,27 +11,48 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 
-from ultraep.comm import Communicator
-from ultraep.config import check_choice, check_timeout
-from ultraep.errors import CommunicationError, ConfigError, NothingToBalance, PlanMismatch
+from ultraep import __version__
+from ultraep.backends import compile_in_background
+from ultraep.comm import Communicator, Peers
+from ultraep.config import AUTO, BalanceConfig, check_choice, check_timeout
+from ultraep.errors import (
+    CommunicationError,
+    ConfigError,
+    NothingToBalance,
+    PlanMismatch,
+    errors_at,
+)
+from ultraep.loads import count_loads
 from ultraep.microbatch import DataPlane
+from ultraep.plan import plan as make_plan
+from ultraep.reroute import reroute
 from ultraep.runtime import hybrid, mapped, messages
+from ultraep.runtime.agreement import Agreement, differing
+from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
+from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
-from ultraep.runtime.settings import TRANSPORTS
+from ultraep.runtime.pricing import needs_rates
+from ultraep.runtime.recording import open_recorder, recording_setting
+from ultraep.runtime.settings import TRANSPORTS, Settings, check_slots
 from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
+from ultraep.trace.record import Recorder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 PLANES = (mapped.PLANE, hybrid.PLANE, messages.PLANE)
-AUTO: Final = "auto"
 ALONE: Final = "alone"  # the group of this process alone
 GroupOrName: TypeAlias = "ProcessGroup | Literal['alone'] | None"
 
@@ -91,13 +112,18 @@ def warn_if_idle(rank: int, topology: Topology, policy: str, *, chosen: bool) ->
 
 
 def connect(
-    group: ProcessGroup | None, *, transport: str = "auto", timeout: float | None = None
+    group: ProcessGroup | None,
+    *,
+    transport: str = "auto",
+    timeout: float | None = None,
+    first_rank: int = 0,
 ) -> Communicator:
     """Connect this rank to its group (None: this process alone); collective.
 
     transport: "shared" is shared memory, "sockets" is torch.distributed. "auto" uses shared memory
         if all ranks are CPU ranks of one host that has enough of it.
     timeout: seconds to wait for a rank; None: the timeout of the group.
+    first_rank: number of rank 0 in errors, if the group is a part of another one.
     """
     check_choice("transport", transport, TRANSPORTS)
     check_timeout(timeout)
@@ -109,14 +135,93 @@ def connect(
     if transport != "sockets":
         from ultraep.runtime.shared_memory import connect_shared
 
-        shared = connect_shared(group, timeout, connect, required=transport == "shared")
+        shared = connect_shared(
+            group, timeout, connect, required=transport == "shared", first_rank=first_rank
+        )
         if shared is not None:
             logger.info("transport of %d ranks: shared", group.size())
             return shared
     from ultraep.runtime.torch_dist import TorchDistCommunicator
 
     logger.info("transport of %d ranks: sockets", group.size())
-    return TorchDistCommunicator(group, timeout, connect)
+    return TorchDistCommunicator(group, timeout, connect, first_rank)
+
+
+class Joined(NamedTuple):
+    """What a rank and its group agree about."""
+
+    comm: Communicator
+    links: FastLinks
+    topology: Topology
+    config: BalanceConfig
+    capacity: Capacity
+    agreement: Agreement
+    recorder: Recorder | None
+
+
+def join(
+    group: ProcessGroup | None,
+    communicator: Communicator | None,
+    peers: Peers | None,
+    topology: partial[Topology],
+    config: BalanceConfig,
+    settings: Settings,
+    record: str | Path | None,
+) -> Joined:
+    """Connect to the other ranks and compare settings with them; collective.
+
+    topology: without its ranks. The domain None becomes the one of the fast links.
+    communicator, peers: that the user passed in place of a group.
+    """
+    if communicator is None and group is None and peers is not None:
+        communicator = SilentCommunicator(peers.rank, peers.size)
+    with errors_at("the creation of the balancer"), ExitStack() as undo:
+        comm = communicator or undo.enter_context(
+            closing(connect(group, transport=settings.transport, timeout=settings.timeout))
+        )
+        domain = topology.keywords["domain"]
+        links = find_fast_links(comm, domain)
+        whole = topology(ranks=comm.size, domain=links.domain if domain is None else domain)
+        check_slots(settings.dispatcher, whole)
+        config = _config_for(comm, config)
+        capacity = Capacity(settings.capacity, whole, config)
+        compared = whole, config, settings.compared(), recording_setting(record), __version__
+        agreement = Agreement(comm, repr(compared), whole.experts, whole.num_domains)
+        agreement.open_flight()
+        recorder = open_recorder(record, comm, whole, config, settings)
+        undo.pop_all()
+    return Joined(comm, links, whole, config, capacity, agreement, recorder)
+
+
+def _config_for(comm: Communicator, config: BalanceConfig) -> BalanceConfig:
+    """Return the config for these ranks; raise if they cannot use it."""
+    if config.speeds != AUTO:
+        config.speeds_for(comm.size)  # raises if their number is wrong
+    if not isinstance(comm, SilentCommunicator):
+        return config
+    if config.speeds == AUTO:
+        raise ConfigError(
+            f"speeds={AUTO!r} needs ranks that exchange messages; these ranks share one thread: "
+            "pass one integer for each rank"
+        )
+    if needs_rates(config):
+        logger.info("plans are made for balance: ranks of one thread need rates=")
+        return replace(config, objective="balance")
+    return config
+
+
+@cache
+def warm_up(backend: str | None) -> None:
+    """Load or compile what a step needs before joining a group, so that no rank waits for another.
+
+    Without a named backend, a child process compiles the planner; the first steps do without it.
+    """
+    if backend is None:
+        compile_in_background()
+    topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
+    loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
+    plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)
+    reroute(ids, plan, 0, backend=backend)
 
 
 def find_fast_links(comm: Communicator, domain: int | None = None) -> FastLinks:
@@ -143,7 +248,8 @@ def _check_domains(domains: Sequence[int | None], hosts: Sequence[Host]) -> None
         listed = "; ".join(
             f"{place} with domain={other}" for place, other in zip(places, domains, strict=True)
         )
-        raise PlanMismatch(f"ranks disagree about their domains: {listed}; pass the same on all")
+        text = f"ranks disagree about their domains: {listed}; pass the same on all"
+        raise PlanMismatch(text, ranks=differing(domains))
     if isinstance(domain, int) and 1 <= domain <= size and size % domain:
         raise ConfigError(
             f"the domain must divide the ranks: {size} ranks do not divide by a domain of {domain} "
@@ -220,12 +326,13 @@ def _try(kind: PlaneKind, site: Site) -> tuple[Callable[[Shared], DataPlane] | N
                 make = kind.connect(site)
             except (ConfigError, CommunicationError) as error:
                 obstacle = str(error)
-        gathered = list(enumerate(site.comm.gather_objects((site.device.type, obstacle))))
-        if len({device for _, (device, _) in gathered}) > 1:
-            devices = [device for _, (device, _) in gathered]
+        gathered = site.comm.gather_objects((site.device.type, obstacle))
+        devices = [device for device, _ in gathered]
+        if len(set(devices)) > 1:
             where = site.links.map(site.topology.domain_size, devices)
-            raise PlanMismatch(f"ranks disagree about the device of their tokens: {where}")
-        obstacles = [f"rank {rank}: {text}" for rank, (_, text) in gathered if text]
+            text = f"ranks disagree about the device of their tokens: {where}"
+            raise PlanMismatch(text, ranks=differing(devices))
+        obstacles = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]
         if obstacles:
             return None, obstacles
     return make, []

@@ -308,14 +308,19 @@ class ControlPlane:
         """Raise faults that the device has counted since the last check; waits for it."""
         counts = self.faults.tolist()
         self.faults.zero_()
-        meanings = (
-            f"ids must lie in 0..{self.topology.experts - 1} (stage 'loads')",
-            f"loads are negative, or add up to more than {MAX_TOTAL} (stage 'plan')",
-            "experts have another number of rows than in the plan (stage 'reroute')",
-        )
-        faults = [f"{n} {meaning}" for n, meaning in zip(counts, meanings, strict=True) if n]
+        meanings = {
+            "stage 'loads'": f"ids must lie in 0..{self.topology.experts - 1}",
+            "stage 'plan'": f"loads are negative, or add up to more than {MAX_TOTAL}",
+            "stage 'reroute'": "experts have another number of rows than in the plan",
+        }
+        faults = {
+            stage: f"{number} {meaning} ({stage})"
+            for number, (stage, meaning) in zip(counts, meanings.items(), strict=True)
+            if number
+        }
         if faults:
-            raise LoadError(f"since the last check on rank {self.rank}: {'; '.join(faults)}")
+            text = f"since the last check on rank {self.rank}: {'; '.join(faults.values())}"
+            raise LoadError(text, ranks=[self.rank], place=next(iter(faults)))
 
     def _device_plan(self, loads: torch.Tensor) -> DevicePlan:
         p, config, speeds = self._planner, self.config, self._planner.speeds

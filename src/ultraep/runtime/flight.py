@@ -34,10 +34,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from ultraep.arrays import IntArray
-from ultraep.errors import FileError
+from ultraep.arrays import digest_of
+from ultraep.errors import CommunicationError, FileError
 from ultraep.files.writing import write_text
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
@@ -79,6 +77,7 @@ class Flight:
         self._words = array("q", bytes(8 * PASSES * WIDTH))
         self._number = 0
         self.errors: list[str] = []
+        self._named: set[int] = set()  # by errors of communication, as their cause
         self._noted_at = -1  # the last event before the last error
         self._written_at = 0.0
         self._lock = threading.Lock()
@@ -127,7 +126,7 @@ class Flight:
         at = number % PASSES * WIDTH
         if words[at] == number and isinstance(plan, Plan):
             words[at + LOADS] = digest_of(plan.loads)
-            words[at + PLAN] = digest_of(plan.replicas) ^ digest_of(plan.quotas) or 1
+            words[at + PLAN] = digest_of(plan.replicas, plan.quotas)
 
     def sent(self, *_: object) -> None:
         """Nothing to store."""
@@ -153,15 +152,17 @@ class Flight:
 
         return end
 
-    def failed(self, error: BaseException | None) -> None:
+    def failed(self, error: BaseException) -> None:
         """Note an error and write the file; the same error at an outer place changes nothing."""
         last_event = max(self._words[CHANGED::WIDTH])
-        if error is None or last_event == self._noted_at:
+        if last_event == self._noted_at:
             return
         self._noted_at, text = last_event, f"{type(error).__name__}: {error}"
         if self.errors[-1:] == [text] and time.monotonic() < self._written_at + REPEATED:
             return
         self.errors.append(text)
+        if isinstance(error, CommunicationError):
+            self._named.update(error.ranks)
         if len(self.errors) > MOST_ERRORS:
             del self.errors[MOST_ERRORS // 2]
         self.write(ERROR)
@@ -224,6 +225,7 @@ class Flight:
             errors=tuple(self.errors),
             stack=stack,
             passes=tuple(sorted(passes)),
+            named=tuple(sorted(self._named)),
         )
 
 
@@ -234,11 +236,24 @@ def flight_of(balancer: int, rank: int, ranks: int) -> Flight | None:
     return Flight(f"{balancer:016x}", rank, ranks)
 
 
-def note_failure(observers: Iterable[object], error: BaseException | None = None) -> None:
-    """Note an error, by default the one that is being handled, in the flight recorder."""
-    for observer in observers:
-        if isinstance(observer, Flight):
-            observer.failed(error or sys.exception())
+def note_failure(observers: Iterable[object], error: BaseException | None) -> None:
+    """Note an error in the flight recorder, if there is one."""
+    if error is not None:
+        for observer in observers:
+            if isinstance(observer, Flight):
+                observer.failed(error)
+
+
+class NotingFailures:
+    """A block whose error is noted in the flight recorder."""
+
+    def __init__(self, observers: Iterable[object]) -> None:
+        self._observers = observers
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        note_failure(self._observers, error)
 
 
 def note_plan(observers: Iterable[object], microbatch: MicrobatchInfo, plan: Any) -> None:
@@ -246,18 +261,6 @@ def note_plan(observers: Iterable[object], microbatch: MicrobatchInfo, plan: Any
     for observer in observers:
         if isinstance(observer, Flight):
             observer.note_plan(microbatch, plan)
-
-
-def digest_of(values: IntArray) -> int:
-    """Return a 64-bit digest of integers, quick to compute; never 0, which means unknown."""
-    flat = values.reshape(-1)
-    return int(np.dot(_factors(len(flat)), flat)) ^ len(flat) or 1
-
-
-@cache
-def _factors(count: int) -> IntArray:
-    factors = np.random.default_rng(0).integers(-(1 << 63), (1 << 63) - 1, count, dtype=np.int64)
-    return factors | 1
 
 
 def _folder(balancer: str) -> Path:

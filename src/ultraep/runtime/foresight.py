@@ -10,28 +10,57 @@ A step stays here until its backward pass, because activation checkpointing begi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
-from weakref import ref
+from typing import Any, TypeAlias
+from weakref import WeakMethod, ref
 
 import torch
 
 from ultraep.bundle import Bundle
+from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
-from ultraep.microbatch import Foreseen, MicrobatchInfo
-from ultraep.runtime.replicas import send_ahead
+from ultraep.microbatch import Foreseen, Inputs, Layer, MicrobatchInfo
+from ultraep.runtime.microbatch import NO_PASS, backward_pass
 from ultraep.runtime.versions import count_optimizer_steps, optimizer_steps
+
+ReadWeights: TypeAlias = Callable[[], Bundle | None]
 
 
 class Foresight:
-    """The foreseen steps of one balancer; the last one may not have begun."""
+    """The layers of one balancer and their foreseen steps; the last one may not have begun."""
 
     def __init__(self) -> None:
+        self._readers: list[ReadWeights] = []  # of the weights, by layer
         self._steps: list[list[Foreseen]] = []
         self._recompute = False  # whether the last step begins in backward
         self._optimizer_steps = 0
         count_optimizer_steps()
+
+    @property
+    def layers(self) -> int:
+        """Number of registered layers."""
+        return len(self._readers)
+
+    def register(self, weights: ReadWeights | None) -> int:
+        """Add a layer whose weights this method reads; return its number. Weakly referenced."""
+        self._readers.append(_reader(None if weights is None else WeakMethod(weights)))
+        return len(self._readers) - 1
+
+    def inputs(
+        self,
+        infos: Sequence[MicrobatchInfo],
+        routes: Iterable[torch.Tensor],
+        config: BalanceConfig,
+        *,
+        reads: bool,
+    ) -> list[Inputs]:
+        """Return the inputs of the microbatches of all layers; reads: with their weights."""
+        bundles = [read() or {} if reads else {} for read in self._readers]
+        return [
+            Inputs(info, Layer(index, bundle), config, ids, None, None, shares_slots=True)
+            for index, (info, bundle, ids) in enumerate(zip(infos, bundles, routes, strict=True))
+        ]
 
     def check_finished(self) -> None:
         """Raise if layers of the last step have not begun."""
@@ -51,15 +80,9 @@ class Foresight:
                 foreseen.ahead.give_back()
         self._steps.clear()
 
-    def add(
-        self,
-        layers: Sequence[Foreseen],
-        weights: Sequence[Callable[[], Bundle | None]],
-        *,
-        recompute: bool,
-    ) -> None:
+    def add(self, layers: Sequence[Foreseen], *, recompute: bool) -> None:
         """Add a step and begin to send the replicas of its first layer."""
-        for foreseen, read in zip(layers, weights, strict=True):
+        for foreseen, read in zip(layers, self._readers, strict=True):
             foreseen.weights = read
         for before, after in pairwise(layers):
             before.after, after.before = after, before
@@ -92,6 +115,16 @@ class Foresight:
         return self._steps[-1] if self._steps else []
 
 
+def _reader(method: WeakMethod[ReadWeights] | None) -> ReadWeights:
+    """Return a function that reads the weights of a layer; None where they are gone."""
+
+    def read() -> Bundle | None:
+        function = None if method is None else method()
+        return None if function is None else function()
+
+    return read
+
+
 def begin(foreseen: Foreseen, info: MicrobatchInfo) -> MicrobatchInfo:
     """Return the info of a foreseen microbatch that begins, updated from a new one."""
     known, foreseen.info = foreseen.info, None
@@ -122,3 +155,30 @@ def _waits(foreseen: Foreseen) -> bool:
     """Whether backward may still recompute the layer."""
     info = foreseen.forward and foreseen.forward()
     return info is not None and not info.in_backward
+
+
+def send_next(foreseen: Foreseen, info: MicrobatchInfo) -> None:
+    """Begin to send the replicas of the layer that follows.
+
+    In backward, it is the layer before. If it was not recomputed itself, its forward pass has left
+    replicas; a recomputed layer expects that the layer before is recomputed, too.
+    """
+    if backward_pass() == NO_PASS:
+        if foreseen.after is not None and foreseen.after.info is not None:
+            send_ahead(foreseen.after)
+    elif foreseen.before is not None:
+        last = foreseen.before.last and foreseen.before.last()
+        if last is not None:
+            if foreseen.before.weights() is not None:
+                last.begin_ahead()
+        elif info.recomputed:
+            send_ahead(foreseen.before)
+
+
+def send_ahead(foreseen: Foreseen) -> None:
+    """Begin to send the replicas of a layer, if its weights are readable and a buffer is free."""
+    weights = foreseen.weights()
+    if foreseen.ahead is None and weights is not None:
+        replicas = foreseen.make_replicas(weights)
+        if replicas.begin_ahead():
+            foreseen.ahead = replicas

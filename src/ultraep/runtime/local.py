@@ -32,6 +32,8 @@ BESIDE = "begin_exchange"
 class LocalGroup:
     """The mailboxes that the ranks of one process share."""
 
+    first_rank = 0  # number of rank 0 in the group that this one is part of, for errors
+
     def __init__(self, size: int, *, timeout: float = 60.0) -> None:
         if size < 1:
             raise ConfigError(f"a group needs at least one rank, got {size}")
@@ -88,16 +90,21 @@ class LocalGroup:
             except queue.Empty:
                 waited += step
             if self._failed is not None:
-                raise CommunicationError(f"rank {self._failed[0]} failed: {self._failed[1]!r}")
+                rank, error = self._failed
+                raise CommunicationError(f"rank {rank} failed: {error!r}", ranks=[rank])
             if ended:
-                raise CommunicationError(f"rank {target} waits for rank {source}, which has ended")
+                raise self.error(source, target, "waits for {}, which has ended")
             if waited >= self.timeout:
-                raise CommunicationError(
-                    f"rank {target} waited {self.timeout:g} s for rank {source}"
-                )
+                raise self.error(source, target, f"waited {self.timeout:g} s for {{}}")
         if sent != verb:
-            raise CommunicationError(f"rank {target} is at {verb}, rank {source} at {sent} instead")
+            raise self.error(source, target, f"is at {verb}, {{}} at {sent} instead")
         return value
+
+    def error(self, source: int, target: int, what: str) -> CommunicationError:
+        """Return the error of the target about the source, which `what` names as {}."""
+        source, target = self.first_rank + source, self.first_rank + target
+        text = f"rank {target} {what.format(f'rank {source}')}"
+        return CommunicationError(text, ranks=[source])
 
 
 class LocalCommunicator:
@@ -158,6 +165,7 @@ class LocalCommunicator:
         place = self.rank % size
         own = LocalGroup(size, timeout=self.timeout) if place == 0 else None
         group = self.gather_objects(own)[self.rank - place]
+        group.first_rank = self._group.first_rank + self.rank - place
         return type(self)(group, place)
 
     def close(self) -> None:
@@ -170,6 +178,5 @@ class LocalCommunicator:
 
     def _compare(self, peer: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         if list(sent) != list(expected):
-            raise CommunicationError(
-                f"rank {self.rank} expects {list(expected)} from rank {peer}, got {list(sent)}"
-            )
+            what = f"expects {list(expected)} from {{}}, got {list(sent)}"
+            raise self._group.error(peer, self.rank, what)

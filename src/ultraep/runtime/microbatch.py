@@ -34,7 +34,7 @@ from ultraep.runtime.failsafe import SPEEDS, FailSafe, unbalanced_plan
 from ultraep.runtime.flight import note_plan
 from ultraep.runtime.history import History, Moment
 from ultraep.runtime.hosts import FastLinks
-from ultraep.runtime.observe import BaseExchange, Observer, staged
+from ultraep.runtime.observe import BaseExchange, Observer, place_of, staged
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.speeds import Speeds
@@ -155,10 +155,12 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
             return plan
         if failures.ranks and info.recomputed:
             safe.raise_held()
+            place = place_of("plan", info)
             raise PlanMismatch(
-                f"ranks {failures.ranks} failed at stage 'plan' of layer {info.layer} (step "
-                f"{info.step}), which backward recomputes: it needs the plan of the forward pass; "
-                "the log of these ranks says why"
+                f"ranks {failures.ranks} failed at {place}, which backward recomputes: it needs "
+                "the plan of the forward pass; the log of these ranks says why",
+                ranks=failures.ranks,
+                place=place,
             )
         if failures.what & SPEEDS:
             self._shared.speeds.stop(self._speeds_before)
@@ -304,5 +306,6 @@ def not_foreseen(layer: int, ranks: list[int]) -> LoadError:
     """Return the error of all ranks if some ranks have other loads than foreseen."""
     return LoadError(
         f"the ids of layer {layer} on ranks {ranks} are not the foreseen ones: pass "
-        "Balancer.foresee the ids that the layer will get, or do without it"
+        "Balancer.foresee the ids that the layer will get, or do without it",
+        ranks=ranks,
     )

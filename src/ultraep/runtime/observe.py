@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from ultraep.dispatch import Moved
-from ultraep.errors import CommunicationError
+from ultraep.errors import CommunicationError, errors_at
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.runtime.flight import note_failure
+from ultraep.runtime.flight import NotingFailures
 
 Later: TypeAlias = Callable[[], int]  # yields a number once a device has produced it
 P = ParamSpec("P")
@@ -111,14 +111,8 @@ def notes_failures(
 
     @wraps(verb)
     def noted(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        done = False
-        try:
-            result = verb(self, *args, **kwargs)
-            done = True
-        finally:
-            if not done:
-                note_failure(self.observers)
-        return result
+        with NotingFailures(self.observers):
+            return verb(self, *args, **kwargs)
 
     return noted
 
@@ -157,14 +151,14 @@ class BaseExchange(ABC):
     def begin_backward(self) -> None:
         self.info.in_backward, self.info.start_time = True, time.time()
         self._begin("combine back")
-        with self._named():
+        with self._place():
             self._at_backward()
         self._end("combine back")
 
     @notes_failures
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         self.leave_tokens()
-        with self._named():
+        with self._place():
             moved = self._to_slots(values_TD, scalars_TK)
         self.reach_slots()
         return moved
@@ -172,7 +166,7 @@ class BaseExchange(ABC):
     @notes_failures
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         self.leave_slots()
-        with self._named():
+        with self._place():
             moved = self._to_tokens(rows_AD, scalars_A)
         self.reach_tokens()
         return moved
@@ -199,14 +193,9 @@ class BaseExchange(ABC):
         """Report that rows, or gradients, have moved back to the tokens."""
         self._end("dispatch back" if self.info.in_backward else "combine")
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _place(self) -> AbstractContextManager[None]:
         """Name the current stage in errors of communication."""
-        try:
-            yield
-        except CommunicationError as error:
-            error.at(place_of(self._stage, self.info))
-            raise
+        return errors_at(place_of(self._stage, self.info))
 
     def _begin(self, stage: str) -> None:
         self._stage = stage

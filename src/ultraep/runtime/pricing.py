@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from ultraep.arrays import IntArray
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
-from ultraep.errors import CommunicationError, ConfigError
+from ultraep.errors import ConfigError, errors_at
 from ultraep.microbatch import Inputs, MicrobatchInfo
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.rates import LayerShape, PriceList, Trial, measure
@@ -89,11 +89,8 @@ class Pricing:
             self._agreement.compare(place, inputs.ids.device)
             self.failed = inputs.info
             self._unmeasurable.add(layer)
-            try:
+            with errors_at(place):
                 prices = measure(inputs, trial, shape, self._topology, self._comm)
-            except CommunicationError as error:
-                error.at(place)
-                raise
             self.failed = None
             self._unmeasurable.discard(layer)
             logger.info("rates of layer %d and all layers of its shape: %s", layer, prices)

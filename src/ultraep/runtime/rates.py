@@ -113,32 +113,11 @@ def measure(
     bundle, device = inputs.layer.bundle, device_of_bundle(resolve(inputs.layer.bundle))
     homes = len(topology.home_experts(comm.rank))
     few_bytes = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device)}
-    loads_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
-    placed, numbers = synthetic_replicas(topology), count(1)
-
-    def replicas_of(placed_C3: IntArray, bundle: Bundle) -> Replicas:
-        """Return the replicas of a plan, as if their weights had never been sent."""
-        config = BalanceConfig(objective="balance")
-        plan = plan_from_replicas(loads_RE, topology, config, placed_C3)
-        return trial(plan, bundle, next(numbers))
-
-    def filling(placed_C3: IntArray, bundle: Bundle) -> list[float]:
-        """Return the seconds to fill slots, turn by turn from a common start, without the first."""
-        seconds = []
-        for _ in range(TURNS + 1):
-            replicas = replicas_of(placed_C3, bundle)
-            _synchronize(inputs.ids.device)
-            comm.gather_objects(None)
-            begin = time.perf_counter()
-            with replicas:
-                replicas.tensors()
-                _synchronize(inputs.ids.device)
-                seconds.append(time.perf_counter() - begin)
-        return seconds[1:]
-
+    placed, trials = synthetic_replicas(topology), _Trials(trial, topology)
+    filling = partial(trials.seconds, comm, inputs.ids.device)
     own_failure, network = Caught(), list[float]()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        without = _without_replicas(replicas_of(placed[:0], bundle), shape.layout, device)
+        without = _without_replicas(trials.replicas(placed[:0], bundle), shape.layout, device)
         with own_failure:  # the other ranks wait for this one in what follows
             network = _network(inputs, without)
         timings = Timings(
@@ -159,6 +138,36 @@ def measure(
                 "of the layer, or pass BalanceConfig(rates=...)"
             )
     return price_list(gathered, len(placed), shape)
+
+
+class _Trials:
+    """Replicas of synthetic plans."""
+
+    def __init__(self, trial: Trial, topology: Topology) -> None:
+        self._trial, self._topology, self._numbers = trial, topology, count(1)
+
+    def replicas(self, placed_C3: IntArray, bundle: Bundle) -> Replicas:
+        """Return the replicas of a plan, as if their weights had never been sent."""
+        topology, config = self._topology, BalanceConfig(objective="balance")
+        loads_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
+        plan = plan_from_replicas(loads_RE, topology, config, placed_C3)
+        return self._trial(plan, bundle, next(self._numbers))
+
+    def seconds(
+        self, comm: Communicator, device: torch.device, placed_C3: IntArray, bundle: Bundle
+    ) -> list[float]:
+        """Return the seconds to fill slots, turn by turn from a common start, without the first."""
+        seconds = []
+        for _ in range(TURNS + 1):
+            replicas = self.replicas(placed_C3, bundle)
+            _synchronize(device)
+            comm.gather_objects(None)
+            begin = time.perf_counter()
+            with replicas:
+                replicas.tensors()
+                _synchronize(device)
+                seconds.append(time.perf_counter() - begin)
+        return seconds[1:]
 
 
 def price_list(ranks: Sequence[Timings], replicas: int, shape: LayerShape) -> PriceList:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Self
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -18,6 +18,7 @@ from ultraep.errors import SlotError
 from ultraep.microbatch import Foreseen, MicrobatchInfo
 from ultraep.ops.modes import hidden
 from ultraep.runtime.flight import note_failure
+from ultraep.runtime.foresight import send_next
 from ultraep.runtime.microbatch import NO_PASS, Shared, backward_pass
 from ultraep.runtime.observe import Later, staged
 
@@ -82,12 +83,11 @@ class BaseReplicas(ABC):
         if current != NO_PASS:
             self._lent[self] = current
 
-    def __exit__(self, *error: object) -> None:
-        if isinstance(error[1], BaseException):
-            note_failure(self.observers, error[1])
+    def __exit__(self, *error: Any) -> None:
+        note_failure(self.observers, error[1])
         self.give_back()
         if not self.beside_experts and self._foreseen is not None and not any(error):
-            _send_next(self._foreseen, self.info)
+            send_next(self._foreseen, self.info)
 
     def give_back(self) -> None:
         """Return the slots."""
@@ -105,7 +105,7 @@ class BaseReplicas(ABC):
             )
         tensors = self._slot_tensors()
         if self.beside_experts and self._foreseen is not None:
-            _send_next(self._foreseen, self.info)
+            send_next(self._foreseen, self.info)
         return tensors
 
     def _sent(self, what: str, nbytes: int, copies: int | Later | None) -> None:
@@ -126,33 +126,6 @@ class BaseReplicas(ABC):
     @abstractmethod
     def _slot_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors in the slots of this rank, once they are filled."""
-
-
-def _send_next(foreseen: Foreseen, info: MicrobatchInfo) -> None:
-    """Begin to send the replicas of the layer that follows.
-
-    In backward, it is the layer before. If it was not recomputed itself, its forward pass has left
-    replicas; a recomputed layer expects that the layer before is recomputed, too.
-    """
-    if backward_pass() == NO_PASS:
-        if foreseen.after is not None and foreseen.after.info is not None:
-            send_ahead(foreseen.after)
-    elif foreseen.before is not None:
-        last = foreseen.before.last and foreseen.before.last()
-        if last is not None:
-            if foreseen.before.weights() is not None:
-                last.begin_ahead()
-        elif info.recomputed:
-            send_ahead(foreseen.before)
-
-
-def send_ahead(foreseen: Foreseen) -> None:
-    """Begin to send the replicas of a layer, if its weights are readable and a buffer is free."""
-    weights = foreseen.weights()
-    if foreseen.ahead is None and weights is not None:
-        replicas = foreseen.make_replicas(weights)
-        if replicas.begin_ahead():
-            foreseen.ahead = replicas
 
 
 def no_free_slots(borrower: str, borrowers: Sequence[str | None]) -> SlotError:

@@ -29,7 +29,6 @@ from ultraep.runtime.torch_dist import (
     Connect,
     Pieces,
     TorchDistCommunicator,
-    rank_names,
     timeout_of,
 )
 
@@ -50,6 +49,7 @@ class SharedMemoryCommunicator(BytesCommunicator):
     ) -> None:
         self._group, self._wire, self._connect = group, joined, connect
         self.rank, self.size, self.timeout = joined.rank, joined.size, joined.timeout
+        self.first_rank = joined.first_rank
         # Also at exit. The wire does not refer to the communicator, so it can be collected.
         self._release = weakref.finalize(self, self._wire.close)
         self._sockets: TorchDistCommunicator | None = None
@@ -76,7 +76,9 @@ class SharedMemoryCommunicator(BytesCommunicator):
         Shared memory needs this thread to copy. The first call is collective.
         """
         if self._sockets is None:
-            self._sockets = TorchDistCommunicator(self._group, self.timeout)
+            self._sockets = TorchDistCommunicator(
+                self._group, self.timeout, first_rank=self.first_rank
+            )
         return self._sockets.begin_exchange(sends, receives)
 
     def _all_gather(self, verb: str, data: torch.Tensor, gathered: torch.Tensor) -> None:
@@ -123,6 +125,7 @@ def connect_shared(
     connect: Connect | None = None,
     *,
     required: bool,
+    first_rank: int = 0,
 ) -> SharedMemoryCommunicator | None:
     """Connect all ranks, or return None if they cannot share enough memory; collective.
 
@@ -133,7 +136,9 @@ def connect_shared(
             raise ConfigError(f"shared memory needs a gloo group, got {dist.get_backend(group)}")
         return None
     timeout = timeout_of(group) if timeout is None else timeout
-    with closing(TorchDistCommunicator(group, timeout)) as setup, ExitStack() as undo:
+    with ExitStack() as setting_up, ExitStack() as undo:
+        setup = TorchDistCommunicator(group, timeout, first_rank=first_rank)
+        setting_up.callback(setup.close)
         gathered = setup.gather_objects((_this_memory(setup.rank), segments.new_prefix()))
         hosts, prefix = [host for host, _ in gathered], gathered[0][1]
         least = wire.control_bytes(setup.size) if required else wire.wanted_bytes(setup.size)
@@ -145,7 +150,7 @@ def connect_shared(
             return None
         limit = wire.largest_segment(setup.size, hosts[0].free)
         file = _open_file(setup, prefix, limit, undo)
-        joined = wire.Wire(setup.rank, setup.size, timeout, file, rank_names(group))
+        joined = wire.Wire(setup.rank, timeout, file, setup.names, first_rank)
         setup.gather_objects(None)  # no rank starts or leaves before all have joined
         undo.pop_all()
     return SharedMemoryCommunicator(group, joined, connect)
@@ -163,12 +168,13 @@ def _open_file(
                 opened = segments.SharedFile(prefix, size, limit, founder=founder)
                 file = undo.enter_context(closing(opened))
             except OSError as error:
-                failure = f"rank {setup.rank}: {error}"
-        failures = [text for text in setup.gather_objects(failure) if text]
+                failure = str(error)
+        failures = {rank: text for rank, text in enumerate(setup.gather_objects(failure)) if text}
         if failures:
+            listed = "; ".join(f"{setup.names[rank]}: {text}" for rank, text in failures.items())
             raise CommunicationError(
-                f"cannot create a control file of {size:,} bytes in {segments.FOLDER}: "
-                f"{'; '.join(failures)}"
+                f"cannot create a control file of {size:,} bytes in {segments.FOLDER}: {listed}",
+                ranks=[setup.first_rank + rank for rank in failures],
             )
     file.remove_name()
     return file

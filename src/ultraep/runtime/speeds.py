@@ -5,9 +5,10 @@ rows, and averages this *pace* over a block of microbatches. The record of loads
 all ranks. All ranks compute the speeds from the same integers, and use them from the same
 microbatch on.
 
-Other programs slow a rank down for seconds, so its blocks are not independent. The median pace of
-the blocks of several seconds is a *span*. The speed of a rank changes only if several spans in a
-row agree and the change exceeds the noise between spans; plans use it only if that saves time.
+Other programs slow a CPU down for seconds, so its blocks are not independent. The median pace of
+the blocks of several seconds is a *span*; a GPU belongs to one job, and its spans are shorter. The
+speed of a rank changes only if several spans in a row agree and the change exceeds the noise
+between spans; plans use it only if that saves time.
 
 Microbatches are counted in the first layer, so one count is one pass through the model.
 
@@ -37,7 +38,8 @@ from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.versions import count_optimizer_steps, optimizer_steps
 
 BLOCK = 32  # microbatches
-SPAN = 5.0  # seconds, at least, and at least a block; speeds change at most once in a span
+# Seconds, at least, and at least a block. Speeds change at most once in a span.
+SPAN, SPAN_OF_CPU = 0.5, 4.0
 AGREEING = 5  # spans in a row that show a change
 FEWEST, KEPT = 5, 16  # spans from which the noise is estimated
 SAMPLES, ENOUGH = 3, 32  # of a block that counts, at least; about as many are taken
@@ -120,10 +122,10 @@ class Speeds:
             self._configs[key] = replace(config, speeds=self.current or None)
         return self._configs[key]
 
-    def report(self, info: MicrobatchInfo) -> int:
+    def report(self, info: MicrobatchInfo, device_type: str = "cpu") -> int:
         """Return 4 times the pace, plus 2 if the span is long enough, plus 1 if plans may change.
 
-        For the record of this microbatch; call once for each of them.
+        For the record of this microbatch, which runs on such a device; call once for each of them.
         """
         if not self.learns:
             return 0
@@ -138,7 +140,8 @@ class Speeds:
         if self._count % BLOCK == 0:
             self._pace, self._samples = round(PARTS * trimmed_mean(self._samples)), []
             self._seen, self._stride = 0, self._seen // ENOUGH | 1  # odd: all layers get their turn
-            self._lasted, self._ended = monotonic() - self._begin >= SPAN, True
+            span = SPAN_OF_CPU if device_type == "cpu" else SPAN
+            self._lasted, self._ended = monotonic() - self._begin >= span, True
         if self._count == SILENT and not self._sampled:
             logger.warning(
                 "speeds='auto' learns nothing: rank %d has timed no experts; it needs layers with "

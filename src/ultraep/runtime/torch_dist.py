@@ -17,6 +17,7 @@ The first rank to find the cause stores it, so that later failures report the sa
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import pickle
 import re
@@ -25,7 +26,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,6 +73,7 @@ class BytesCommunicator(ABC):
     rank: int
     size: int
     timeout: float
+    first_rank: int  # number of rank 0 in the group that this one is part of, for errors
     _group: dist.ProcessGroup
     _connect: Connect | None  # None: no other communicators can be made of this one
 
@@ -120,7 +122,7 @@ class BytesCommunicator(ABC):
         first = self.rank - self.rank % size
         return self._connected(range(first, first + size), dist.get_backend(self._group))
 
-    def _connected(self, ranks: Iterable[int], backend: str) -> Communicator:
+    def _connected(self, ranks: range, backend: str) -> Communicator:
         """Return a communicator of some ranks of this group; collective for them."""
         assert self._connect is not None
         every = dist.get_process_group_ranks(self._group)
@@ -130,7 +132,8 @@ class BytesCommunicator(ABC):
             made[members, backend] = dist.new_group(
                 list(members), backend=backend, use_local_synchronization=True
             )
-        return self._connect(made[members, backend], timeout=self.timeout)
+        first = self.first_rank + ranks.start
+        return self._connect(made[members, backend], timeout=self.timeout, first_rank=first)
 
     def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
@@ -160,6 +163,7 @@ class TorchDistCommunicator(BytesCommunicator):
     timeout: seconds, for CPU tensors; None: the timeout of the group. On a GPU the host does not
         wait, and the watchdog of the group applies.
     connect: for `hosts` and `part`; None: they are not needed.
+    first_rank: number of rank 0 in errors, if the group is a part of another one.
     """
 
     def __init__(
@@ -167,9 +171,9 @@ class TorchDistCommunicator(BytesCommunicator):
         group: dist.ProcessGroup,
         timeout: float | None = None,
         connect: Connect | None = None,
+        first_rank: int = 0,
     ) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank, self.size, self.first_rank = dist.get_rank(group), group.size(), first_rank
         if self.rank < 0:
             raise ConfigError(
                 "this process is not a rank of the group; pass a group that contains it"
@@ -177,8 +181,8 @@ class TorchDistCommunicator(BytesCommunicator):
         self._group = group
         self._timeout, self._connect = timeout, connect
         self._over_gloo = "cpu:" in dist.get_backend_config(group)
-        self._names = rank_names(group)
-        self._roll_call = RollCall(group, self.rank, self.size)
+        self.names = rank_names(group, first_rank)
+        self._roll_call = RollCall(group, self.rank, self.names)
         # NCCL connects in the first call, which all ranks must join; some may skip an exchange.
         self.gather_objects(None)
 
@@ -246,7 +250,7 @@ class TorchDistCommunicator(BytesCommunicator):
             yield
         except RuntimeError as error:
             peer = dist.get_group_rank(self._group, op.peer)
-            raise RuntimeError(f"{self._names[peer]}: {error}") from error
+            raise _PeerError(f"{self.names[peer]}: {error}", peer) from error
 
     def _exchange(self, sends: Pieces, receives: Pieces) -> None:
         self._post(sends, receives)()
@@ -285,7 +289,7 @@ class TorchDistCommunicator(BytesCommunicator):
             return
         for work, op in zip(works, ops, strict=True):
             peer = dist.get_group_rank(self._group, op.peer)
-            with self._named(f"exchange with {self._names[peer]}", collective=False):
+            with self._named(f"exchange with {self.names[peer]}", peer, collective=False):
                 self._wait(work, op.tensor.device, deadline)
 
     def _deadline(self) -> float | None:
@@ -298,20 +302,22 @@ class TorchDistCommunicator(BytesCommunicator):
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
     @contextmanager
-    def _named(self, verb: str, *, collective: bool = True) -> Iterator[None]:
-        """Turn an error of torch.distributed into one that names the missing ranks."""
+    def _named(self, verb: str, *peers: int, collective: bool = True) -> Iterator[None]:
+        """Turn an error of torch.distributed into one that names the missing ranks or peers."""
         if collective:
             self._roll_call.enter()
         try:
             yield
         except RuntimeError as error:
-            missing = self._roll_call.missing()
+            cause = self._roll_call.missing()
             self._hang_up()
             symptom = re.sub(r"\[\S+:\d+\] ", "", str(error), count=1).partition("\n")[0]
             symptom = symptom.partition(". This is typically")[0]
+            ranks = cause.ranks or ([error.peer] if isinstance(error, _PeerError) else peers)
             raise CommunicationError(
-                f"{verb}: {missing}{'; ' * bool(missing)}noticed by {self._names[self.rank]} of "
-                f"{self.size}: {symptom}"
+                f"{verb}: {cause.text}{'; ' * bool(cause.text)}noticed by "
+                f"{self.names[self.rank]}: {symptom}",
+                ranks=[self.first_rank + rank for rank in ranks],
             ) from error
 
     def _hang_up(self) -> None:
@@ -355,6 +361,21 @@ class _Answering:
             return
 
 
+class _PeerError(RuntimeError):
+    """An operation with one peer failed."""
+
+    def __init__(self, text: str, peer: int) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+class _Cause(NamedTuple):
+    """Why a call failed: the missing ranks of the group, and what is known of them."""
+
+    text: str = ""
+    ranks: Sequence[int] = ()
+
+
 class _Answer(NamedTuple):
     """The collective calls of a rank, and the seconds since the last one began."""
 
@@ -365,8 +386,8 @@ class _Answer(NamedTuple):
 class RollCall:
     """Finds the missing ranks after a failure."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self._rank, self._size, self._names = rank, size, rank_names(group)
+    def __init__(self, group: dist.ProcessGroup, rank: int, names: Sequence[str]) -> None:
+        self._rank, self._size, self._names = rank, len(names), names
         number = next(_numbers[tuple(dist.get_process_group_ranks(group))])
         store = distributed_c10d._get_process_group_store(group)
         prefix = f"ultraep/{number}"
@@ -374,7 +395,7 @@ class RollCall:
         self._answering = _Answering(self._store, rank)
         thread = threading.Thread(target=self._answering.run, daemon=True, name="ultraep roll call")
         self.close = weakref.finalize(self, _end, thread, self._answering.closed)
-        if size > 1:
+        if self._size > 1:
             thread.start()
 
     def enter(self) -> None:
@@ -382,22 +403,22 @@ class RollCall:
         self._answering.calls += 1
         self._answering.entered = time.monotonic()
 
-    def missing(self) -> str:
-        """Return which ranks are missing; empty if none is. May take some seconds."""
-        result: list[str] = []
+    def missing(self) -> _Cause:
+        """Return which ranks are missing. May take some seconds."""
+        result: list[_Cause] = []
         thread = threading.Thread(target=self._ask, args=(result,), daemon=True)
         thread.start()  # a store whose host is stopped never returns
         thread.join(GRACE + 1)
-        return result[0] if result else NO_STORE
+        return result[0] if result else _Cause(NO_STORE)
 
-    def _ask(self, result: list[str]) -> None:
+    def _ask(self, result: list[_Cause]) -> None:
         try:
             if not self._store.check([CAUSE]):
                 cause = self._cause(self._answers())
-                if cause:  # another rank may have stored its own
-                    self._store.compare_set(CAUSE, "", cause)
+                if cause.text:  # another rank may have stored its own
+                    self._store.compare_set(CAUSE, "", json.dumps(cause))
             known = self._store.check([CAUSE])
-            result.append(self._store.get(CAUSE).decode() if known else "")
+            result.append(_Cause(*json.loads(self._store.get(CAUSE))) if known else _Cause())
         except RuntimeError:
             return
 
@@ -416,7 +437,7 @@ class RollCall:
             time.sleep(PAUSE)
         return answers
 
-    def _cause(self, answers: dict[int, _Answer]) -> str:
+    def _cause(self, answers: dict[int, _Answer]) -> _Cause:
         gone = [rank for rank in range(self._size) if rank not in (self._rank, *answers)]
         behind = [rank for rank, other in answers.items() if other.calls < self._answering.calls]
         parts = []
@@ -426,20 +447,18 @@ class RollCall:
             )
         if behind:
             parts.append(f"{self._listed(behind)} did not reach this call")
-        if not parts:
-            parts = self._last_to_enter(answers)
-        return "; ".join(parts)
+        return _Cause("; ".join(parts), gone + behind) if parts else self._last_to_enter(answers)
 
-    def _last_to_enter(self, answers: dict[int, _Answer]) -> list[str]:
-        """Name the rank that entered this call last, if it made the others wait."""
+    def _last_to_enter(self, answers: dict[int, _Answer]) -> _Cause:
+        """Return the rank that entered this call last, if it made the others wait."""
         own = self._answering.waited()
         rank, last = min(answers.items(), key=lambda item: item[1].waited, default=(0, None))
         if last is None or own - last.waited < own / 2:
-            return []
-        late = own - last.waited
-        return [
-            f"{self._names[rank]} entered this call {late:.1f} s after {self._names[self._rank]}"
-        ]
+            return _Cause()
+        names, late = self._names, own - last.waited
+        return _Cause(
+            f"{names[rank]} entered this call {late:.1f} s after {names[self._rank]}", [rank]
+        )
 
     def _listed(self, ranks: list[int]) -> str:
         plural = "s" * (len(ranks) > 1)
@@ -447,11 +466,11 @@ class RollCall:
         return f"rank{plural} {', '.join(names)}"
 
 
-def rank_names(group: dist.ProcessGroup) -> list[str]:
+def rank_names(group: dist.ProcessGroup, first_rank: int) -> list[str]:
     """Return the names of all ranks of a group; they include global ranks that differ."""
     return [
         f"rank {rank}" if rank == everywhere else f"rank {rank} (global rank {everywhere})"
-        for rank, everywhere in enumerate(dist.get_process_group_ranks(group))
+        for rank, everywhere in enumerate(dist.get_process_group_ranks(group), first_rank)
     ]
 
 

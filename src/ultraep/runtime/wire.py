@@ -203,12 +203,22 @@ class _Backoff:
 
 
 class Wire:
-    """Sends and receives the messages of one rank. `names`: of all ranks, for errors."""
+    """Sends and receives the messages of one rank.
+
+    names, first_rank: of all ranks, and the number of rank 0, for errors.
+    """
 
     def __init__(
-        self, rank: int, size: int, timeout: float, file: SharedFile, names: Sequence[str]
+        self,
+        rank: int,
+        timeout: float,
+        file: SharedFile,
+        names: Sequence[str],
+        first_rank: int = 0,
     ) -> None:
-        self.rank, self.size, self.timeout, self._names = rank, size, timeout, names
+        size = len(names)
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._names, self.first_rank = names, first_rank
         self._file, self._pid = file, os.getpid()
         self._words = _Words(file.control)
         self._words[rank * LINE + PID] = self._pid
@@ -263,17 +273,17 @@ class Wire:
             self._words[self.rank * LINE + CULPRIT] = culprit
             self._words[self.rank * LINE + STATE] = state
 
-    def _loss(self) -> tuple[int, str] | None:
-        """Return a rank that is lost, and what happened to it."""
+    def _loss(self) -> tuple[str, int] | None:
+        """Return what happened to a rank that is lost, and the rank that caused it."""
         for rank in range(self.size):
             pid = self._words[rank * LINE + PID]
             if self._state(rank) == RUNNING and not _alive(pid) and self._state(rank) == RUNNING:
-                return rank, f"{self._names[rank]} (process {pid}) died"
+                return f"{self._names[rank]} (process {pid}) died", rank
         for rank in range(self.size):
             if self._state(rank) == FAILED:
                 culprit = self._words[rank * LINE + CULPRIT]
                 because = "" if culprit == rank else f", because of {self._names[culprit]}"
-                return culprit, f"{self._names[rank]} gave up{because}"
+                return f"{self._names[rank]} gave up{because}", culprit
         return None
 
     def _push(self, verb: str, outgoing: Queues) -> bool:
@@ -291,7 +301,7 @@ class Wire:
             try:
                 rest = inbox.take(header, target)
             except OSError as error:
-                self._fail(verb, peer, f"no message of {self._names[peer]}: {error}")
+                self._fail(verb, f"no message of {self._names[peer]}: {error}", peer)
             _advance(incoming, peer, rest)
         return bool(ready)
 
@@ -299,12 +309,12 @@ class Wire:
         """Fail if another message has arrived than this rank expects."""
         verb_exists, most = 0 <= header.verb < len(VERBS), min(header.left, header.segment)
         if not verb_exists or not min(header.left, 1) <= header.size <= most:
-            self._fail(verb, peer, f"{self._names[peer]} sent a damaged header, {tuple(header)}")
+            self._fail(verb, f"{self._names[peer]} sent a damaged header, {tuple(header)}", peer)
         if VERBS[header.verb] != verb:
-            self._fail(verb, peer, f"{self._names[peer]} is at {VERBS[header.verb]} instead")
+            self._fail(verb, f"{self._names[peer]} is at {VERBS[header.verb]} instead", peer)
         if header.left != size:
             sent = f"{self._names[peer]} sent {header.left} bytes"
-            self._fail(verb, peer, f"{sent}, {size} were expected")
+            self._fail(verb, f"{sent}, {size} were expected", peer)
 
     def _note_waiting(self, waiting: bool) -> None:
         """Tell the other ranks whether this rank waits."""
@@ -328,16 +338,18 @@ class Wire:
             sent = peer not in outgoing or self._outboxes[peer].free()
             came = peer not in incoming or self._inboxes[peer].arrived()
             if not (sent and came):
-                self._fail(verb, peer, f"{self._names[peer]} has closed")
+                self._fail(verb, f"{self._names[peer]} has closed", peer)
         if waited > self.timeout:
             causes = [peer for peer in peers if not self._waits(peer)] or peers
             names = ", ".join(self._names[peer] for peer in causes)
-            self._fail(verb, causes[0], f"no progress in {self.timeout:g} s with {names}")
+            self._fail(verb, f"no progress in {self.timeout:g} s with {names}", *causes)
 
-    def _fail(self, verb: str, culprit: int, what: str) -> NoReturn:
-        self._leave(FAILED, culprit)
-        noticed = f"noticed by {self._names[self.rank]} of {self.size}"
-        raise CommunicationError(f"{verb}: {what}; {noticed}")
+    def _fail(self, verb: str, what: str, *culprits: int) -> NoReturn:
+        self._leave(FAILED, culprits[0])
+        raise CommunicationError(
+            f"{verb}: {what}; noticed by {self._names[self.rank]}",
+            ranks=[self.first_rank + rank for rank in culprits],
+        )
 
 
 def _advance(queues: Queues, peer: int, rest: torch.Tensor | None) -> None:

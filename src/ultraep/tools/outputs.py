@@ -58,7 +58,6 @@ class OutputDir:
             on_error.pop_all()
 
     def close(self) -> None:
-        """Release the directory."""
         os.close(self.lock)
 
     def __enter__(self) -> OutputDir:
@@ -86,7 +85,7 @@ class OutputDir:
                     f"{path}: exists, but not as output of an earlier {self.work}: move it away, "
                     "or choose another directory with --out"
                 )
-        foreign = [path for path in self.files if os.path.lexists(path) and not _is_file(path)]
+        foreign = [p for p in self.files if p.is_symlink() or (p.exists() and not p.is_file())]
         for path in (*foreign, *(path for trace in self.traces for path in _foreign(trace))):
             raise FileError(f"{path}: not written by an earlier {self.work}: move it away")
 
@@ -127,7 +126,3 @@ def _foreign(trace: Path) -> Iterator[Path]:
         known = pattern.fullmatch(name) or name == HEADER_FILE or is_unfinished(name)
         if not known or path.is_symlink():
             yield path
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()

@@ -42,13 +42,6 @@ MOST_FILE = 4 << 20  # bytes
 MOST_PASSES, MOST_ERRORS = 1 << 16, 64
 MOST_CRASHES = 16  # in one folder
 SHOWN = 200  # characters of an error, and of a frame of a stack
-# Ranks that an error of communication names as its cause.
-NAMED = re.compile(
-    r"rank (\d+) \(process \d+\) died|because of rank (\d+)|rank (\d+) has closed"
-    r"|no response from ranks? ([\d, ]+)|no progress in \S+ s with rank ([\d, ]+)"
-    r"|ranks? ([\d, ]+) did not reach|for rank (\d+)|rank (\d+) did not arrive within"
-    r"|rank (\d+) entered this call"
-)
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')  # as faulthandler writes it
 
 Key = TypeVar("Key", bound=Hashable)
@@ -104,6 +97,7 @@ class FlightFile:
     balancer: identifies the group of ranks.   global_rank: of torch.distributed; -1: unknown.
     reason: why the file was written.   written: Unix time.
     errors: of this rank, the oldest first.   stack: of its main thread, if a signal asked for it.
+    named: ranks that its errors of communication name as their cause; older files have none.
     """
 
     balancer: str
@@ -117,6 +111,7 @@ class FlightFile:
     errors: tuple[str, ...]
     stack: str
     passes: tuple[Pass, ...]
+    named: tuple[int, ...] = ()
 
     @property
     def last(self) -> Pass | None:
@@ -153,6 +148,7 @@ def read_flight(path: str | Path) -> FlightFile:
 def _checked(record: Mapping[str, Any]) -> FlightFile:
     """Return the record of a file; raise ValueError or KeyError if it is damaged."""
     ranks, rows, errors = record["ranks"], record["passes"], record["errors"]
+    named = record.get("named", [])
     _demand(record["columns"] == list(Pass._fields), "other columns than expected")
     _demand(_is_integer(ranks, 1, MOST_RANKS), f"ranks={ranks!r}")
     _demand(_is_integer(record["rank"], 0, ranks - 1), f"rank={record['rank']!r} of {ranks}")
@@ -164,10 +160,11 @@ def _checked(record: Mapping[str, Any]) -> FlightFile:
     _demand(isinstance(errors, list) and len(errors) <= MOST_ERRORS, "its errors are no list")
     _demand(all(isinstance(error, str) for error in errors), "its errors are no texts")
     _demand(isinstance(rows, list) and len(rows) <= MOST_PASSES, "its passes are no list")
-    values = {field.name: record[field.name] for field in fields(FlightFile)}
-    return FlightFile(
-        **values | {"errors": tuple(errors), "passes": tuple(_pass(row) for row in rows)}
-    )
+    _demand(isinstance(named, list) and len(named) <= ranks, "its named ranks are no list")
+    _demand(all(_is_integer(rank, 0, ranks - 1) for rank in named), f"named={named!r:.80}")
+    lists = {"errors": tuple(errors), "passes": tuple(map(_pass, rows)), "named": tuple(named)}
+    values = {**record, **lists}
+    return FlightFile(**{field.name: values[field.name] for field in fields(FlightFile)})
 
 
 def _pass(row: Any) -> Pass:
@@ -230,10 +227,11 @@ class Crash:
 
         A launcher may have ended some missing ranks after the first one. So if the errors of other
         ranks name missing ranks, these count. A rank that was late has gone on when it writes its
-        file, so a rank that all others name comes before the ranks that are behind.
+        file, so a rank that all others name comes before the ranks that are behind. Otherwise the
+        first error is right: a rank that was stopped finds later that the others have left.
         """
         own = {rank for rank, flight in self.flights.items() if flight.own_error}
-        named_by = {rank: _named(flight.errors) for rank, flight in self.flights.items()}
+        named_by = {rank: set(flight.named) for rank, flight in self.flights.items()}
         missing, named = set(self.missing), set[int]().union(*named_by.values())
         blamed = {
             rank
@@ -241,7 +239,9 @@ class Crash:
             if all(rank in ranks for by, ranks in named_by.items() if by != rank and ranks)
         }
         agreed = blamed if len(blamed) == 1 else set[int]()
-        return sorted(own or (missing & named) or missing or agreed) or self.behind or sorted(named)
+        naming = [flight for flight in self.flights.values() if flight.named]
+        first = min(naming, key=lambda flight: flight.written).named if naming else ()
+        return sorted(own or (missing & named) or missing or agreed) or self.behind or sorted(first)
 
     @property
     def behind(self) -> list[int]:
@@ -254,9 +254,10 @@ class Crash:
 
     def explain(self) -> str:
         """Return one paragraph: who was where, who is missing, whose digests differ."""
+        files, ranks = len(self.flights), self.ranks
         sentences = [
-            f"{_files(len(self.flights))} of {_ranks(range(self.ranks))} of balancer "
-            f"{next(iter(self.flights.values())).balancer}.",
+            f"Flight file{'s' * (files != 1)} of {files} of {ranks} rank{'s' * (ranks != 1)} of "
+            f"balancer {next(iter(self.flights.values())).balancer}.",
             *self._absent(),
             *self._failed(),
             *self._positions(),
@@ -374,12 +375,6 @@ class Crash:
         return rows
 
 
-def _named(errors: Iterable[str]) -> set[int]:
-    """Return the ranks that errors of communication name as their cause."""
-    listed = " ".join(" ".join(groups) for groups in NAMED.findall(" ".join(errors)))
-    return {int(number) for number in re.findall(r"\d+", listed)}
-
-
 def crash_folders(folder: str | Path) -> list[Path]:
     """Return the folder itself if it has flight files, then those below it, the newest first."""
     folder = Path(folder)
@@ -410,10 +405,8 @@ def read_crash(folder: str | Path) -> Crash:
         raise FileError(f"{folder}: no flight file that can be read{problem}")
     for rank in [r for r, f in flights.items() if f.balancer != newest.balancer]:
         damaged[rank] = f"it belongs to balancer {flights.pop(rank).balancer}"
-    ranks = newest.ranks
-    beyond = [rank for rank in damaged if rank >= ranks]
-    kept = {rank: text for rank, text in sorted(damaged.items()) if rank not in beyond}
-    return Crash(Path(folder), ranks, flights, kept)
+    kept = {rank: text for rank, text in sorted(damaged.items()) if rank < newest.ranks}
+    return Crash(Path(folder), newest.ranks, flights, kept)
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -427,14 +420,6 @@ def _grouped(by_rank: Mapping[int, Key]) -> list[tuple[Key, list[int]]]:
     for rank, value in by_rank.items():
         groups.setdefault(value, []).append(rank)
     return list(groups.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
-
-
-def _files(count: int) -> str:
-    return f"Flight file{'s' * (count != 1)} of {count}"
 
 
 def _subject(ranks: Iterable[int], first: str = "R") -> str:

@@ -22,7 +22,6 @@ from ranks import RankPool, shared_pool
 from ultraep import NothingToBalance
 
 HIDDEN, EXPERTS, TOP_K, VOCABULARY, LENGTH, ROWS = 32, 8, 2, 64, 16, 2
-LIMIT = 60.0  # seconds per test
 VERSION = tuple(int(number) for number in version("megatron-core").split(".")[:2])
 
 
@@ -48,7 +47,7 @@ def on_megatron(
             name = body.__module__, body.__name__
             pool = te_pool() if te else shared_pool()
             run = te_run_body if te else run_body
-            results = pool.run(size, run, *name, parallel, arguments, timeout=LIMIT)
+            results = pool.run(size, run, *name, parallel, arguments)
             return results if any(result is not None for result in results) else None
 
         return test

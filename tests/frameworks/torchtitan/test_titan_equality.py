@@ -6,9 +6,7 @@ Experts multiply in float32; `torchtitan_cpu` lists the other differences on CPU
 from __future__ import annotations
 
 import pytest
-from ranks import shared_pool
 from titan_models import BALANCED
-from titan_runs import one_pass
 
 ULTRAEP, NONE = ((BALANCED, {"slots": 1}),), ((BALANCED, {"policy": "none"}),)
 LIMIT = 1e-5  # relative to the largest value of a tensor
@@ -39,21 +37,6 @@ def assert_same(plain, balanced, limit=LIMIT):
 
 def relative_error(actual, expected):
     return ((actual.double() - expected.double()).abs().max() / expected.abs().max()).item()
-
-
-@pytest.fixture(scope="module")
-def passes(tmp_path_factory):
-    """Return a function that runs one pass; unmodified passes are computed once."""
-    cache = {}
-
-    def run(family, size, overrides=(), **settings):
-        key = family, size, overrides == (), repr(settings)
-        if key not in cache or overrides:
-            settings["folder"] = tmp_path_factory.mktemp("pass")
-            cache[key] = shared_pool().run(size, one_pass, family, overrides, settings)
-        return cache[key]
-
-    return run
 
 
 def planned(results):
@@ -93,7 +76,12 @@ COMPILED = {  # family, ranks, settings of the balanced run beyond those of the 
 }
 
 
-@pytest.mark.parametrize("case", COMPILED)
+LONG = ("full recompute", "experts sharded over two ranks")  # compiled
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.long] if c in LONG else []) for c in COMPILED]
+)
 def test_compiled(case, passes):
     """The framework compiles each block as one graph. It cannot compile its own experts in float32
     on CPUs, so the unmodified run is not compiled.

@@ -11,6 +11,7 @@ import warnings
 import titan_models  # first: it installs the CUDA stand-ins
 
 # isort: split
+import titan_deep_ep
 import torch
 import torchtitan.trainer
 from torch.distributed.tensor import DTensor
@@ -64,6 +65,8 @@ def facts(trainer):
 
 def one_pass(rank, group, family, overrides, options):
     """Return outputs, loss and gradients of one batch, by name, and the facts of all layers."""
+    if "dispatcher" in options:
+        titan_deep_ep.install()
     with quiet(rank), casts(options.get("bfloat16")):
         trainer = titan_models.settings(family, *overrides, **options).build()
         outputs = []

@@ -136,11 +136,15 @@ class Signals:
             if stage == MISMATCH:
                 raise PlanMismatch(
                     f"ranks disagree about the weights or inputs: rank {peer} differs "
-                    f"(detected by rank {own}); create the group again"
+                    f"(detected by rank {own}); create the group again",
+                    ranks=[peer],
                 )
+            place = f"stage {STAGES[stage]!r}"
             raise CommunicationError(
-                f"rank {peer} did not arrive within {self.timeout:g} s at stage {STAGES[stage]!r} "
-                f"(detected by rank {own}); create the group again"
+                f"rank {peer} did not arrive within {self.timeout:g} s at {place} "
+                f"(detected by rank {own}); create the group again",
+                ranks=[peer],
+                place=place,
             )
 
 

@@ -52,10 +52,14 @@ def _connect(site: Site) -> Callable[[Shared], DataPlane]:
 
 def _make(shared: Shared, inside: Communicator, peers: Peers | None) -> DataPlane:
     """Return the plane of this rank; with a fixed capacity, no stage waits for the host."""
-    if peers is None or shared.capacity.setting == AUTO:
+    if peers is None:
         from ultraep.runtime.hybrid.plane import HybridPlane
 
-        return HybridPlane(shared, inside, peers)
+        return HybridPlane(shared, inside)
+    if shared.capacity.setting == AUTO:
+        from ultraep.runtime.hybrid.mapped_inside import MappedHybridPlane  # imports triton
+
+        return MappedHybridPlane(shared, inside, peers)
     from ultraep.runtime.hybrid.static import StaticPlane  # imports triton
 
     return StaticPlane(shared, inside, peers)

@@ -84,7 +84,6 @@ class Crossing:
         sent, arrived = counts[comm.rank].copy(), counts[place::size, own].copy()
         sent[own] = arrived[own] = 0
         self._sent: list[int] = sent.tolist()  # by domain
-        self.num_arrived = int(arrived.sum())
         self._send_counts, self._receive_counts = (
             _at_place(numbers, place, size) for numbers in (sent, arrived)
         )
@@ -115,8 +114,9 @@ class Crossing:
 
         They are the last of the result.
         """
-        domains = self._domains
-        local = domains.local(self._slots, self._of_slots, domains.numbers[domains.own])
+        domains, own = self._domains, self._domains.own
+        wanted = domains.numbers[own : own + 1]  # no scalar: as an index it makes the host wait
+        local = domains.local(self._slots, self._of_slots, wanted)
         slots, of_slots = self._leaving([self._slots, self._of_slots])
         leaving = domains.local(slots, of_slots, self._pairs[:, :1])
         return self._with_arrived([*values, local], [*self._leaving(values), leaving])

@@ -1,4 +1,4 @@
-"""Inside of a domain whose ranks map each other's memory.
+"""The hybrid plane of ranks that map each other's memory inside of their domain.
 
 The host knows the plan, so it also knows how much memory a microbatch needs.
 """
@@ -8,118 +8,127 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ultraep.arrays import PADDING, IntArray
+from ultraep.arrays import PADDING
 from ultraep.bundle import Bundle, resolve
-from ultraep.comm import Peers, moved
-from ultraep.microbatch import MicrobatchInfo, Replicas
+from ultraep.comm import Communicator, Peers, moved
+from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.reroute import Routes
 from ultraep.runtime.control import DeviceRoutes
-from ultraep.runtime.hybrid.inside import Size
+from ultraep.runtime.hybrid.plane import HybridMicrobatch, HybridPlane
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.plane import MappedRows, even
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.microbatch import Shared
 
 
-class MappedInside:
-    """A domain whose ranks map each other's memory."""
+class MappedHybridPlane(HybridPlane):
+    """One rank of a group with several domains, whose ranks map each other's memory."""
 
-    def __init__(self, shared: Shared, peers: Peers) -> None:
-        self._observed, self._shared, self._peers = shared, shared.unobserved(), peers
+    def __init__(self, shared: Shared, inside: Communicator, peers: Peers) -> None:
+        super().__init__(shared, inside)
+        self._peers = peers
         self._memories: list[MappedMemory] = []
 
-    def fit(self, size: Size) -> MappedMemory:
-        if not any(_fits(memory, size) for memory in self._memories[-1:]):
-            self._allocate(size)
-        return self._memories[-1]
+    def begin(self, inputs: Inputs) -> MappedHybridMicrobatch:
+        self.kernels = self._kernels_for(inputs.ids)
+        return MappedHybridMicrobatch(self, inputs)
+
+    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
+        """Allocate memory as if every token had experts in all domains."""
+        tokens, top_k = len(ids) * self.topology.num_domains, ids.shape[1]
+        self.memory_for(tokens, top_k, tokens * top_k).prepare(resolve(bundle), rows)
+        self.kernels = self._kernels_for(ids)
+
+    def memory_for(self, tokens: int, top_k: int, rows: int) -> MappedMemory:
+        """Return memory for a microbatch of this size; collective if it is allocated.
+
+        tokens, rows: the most of a rank in the domain, and the most that it serves.
+        """
+        last = self._memories[-1] if self._memories else None
+        if last is None or top_k != last.top_k or tokens > last.tokens or rows > last.capacity:
+            last = self._allocate(tokens, top_k, rows, last)
+            self._memories.append(last)
+        return last
 
     @torch.inference_mode(False)
-    def _allocate(self, size: Size) -> None:
+    def _allocate(
+        self, tokens: int, top_k: int, rows: int, last: MappedMemory | None
+    ) -> MappedMemory:
         """Allocate somewhat more than is needed. Microbatches that have begun keep their memory."""
-        shared, last = self._shared, self._memories[-1] if self._memories else None
-        tokens = max(size.tokens, shared.settings.tokens or 1)
-        rows = max(size.rows, tokens * size.top_k)
+        tokens = max(tokens, self.shared.settings.tokens or 1)
+        rows = max(rows, tokens * top_k)
         if last is not None:
             tokens, rows = max(tokens, last.tokens), max(rows, last.capacity)
-        self._memories.append(
-            MappedMemory(
-                self._peers,
-                shared,
-                name=f"memory {len(self._memories)}",
-                tokens=1 << (tokens - 1).bit_length(),
-                top_k=size.top_k,
-                capacity=rows + rows // 2,
-            )
+        return MappedMemory(
+            self._peers,
+            self.of_domain,
+            name=f"memory {len(self._memories)}",
+            tokens=1 << (tokens - 1).bit_length(),
+            top_k=top_k,
+            capacity=rows + rows // 2,
         )
-
-    def prepare(self, size: Size, rows: torch.Tensor, bundle: Bundle) -> None:
-        self.fit(size).prepare(resolve(bundle), rows)
-
-    def replicas(
-        self,
-        memory: MappedMemory,
-        info: MicrobatchInfo,
-        plan: Plan,
-        bundle: Bundle,
-        versions: IntArray,
-        device: torch.device,
-    ) -> MappedReplicas:
-        numbers = torch.from_numpy(np.array([even(int(v)) for v in versions], np.int32))
-        return self._replicas(self._observed, memory, info, plan, bundle, moved(numbers, device))
-
-    def trial(
-        self,
-        memory: MappedMemory,
-        info: MicrobatchInfo,
-        plan: Plan,
-        bundle: Bundle,
-        number: int,
-        device: torch.device,
-    ) -> MappedReplicas:
-        del number
-        no_versions = torch.zeros(plan.topology.ranks, dtype=torch.int32, device=device)
-        info.in_backward = True  # its replicas are not reported
-        return self._replicas(self._shared, memory, info, plan, bundle, no_versions)
-
-    def _replicas(
-        self,
-        shared: Shared,
-        memory: MappedMemory,
-        info: MicrobatchInfo,
-        plan: Plan,
-        bundle: Bundle,
-        versions: torch.Tensor,
-    ) -> MappedReplicas:
-        replicas = replica_table(plan, versions.device)
-        return MappedReplicas(shared, memory, info, replicas, bundle, versions)
-
-    def rows(
-        self, memory: MappedMemory, info: MicrobatchInfo, routes: Routes, slots: torch.Tensor
-    ) -> MappedRows:
-        on_device = device_routes(routes, slots)
-        return MappedRows(info, [], memory, on_device, None, lambda _: None)  # see `at_backward`
-
-    def at_backward(self, replicas: Replicas | None) -> None:
-        if isinstance(replicas, MappedReplicas):
-            replicas.begin_again()
 
     @property
     def nbytes(self) -> int:
         return sum(memory.nbytes for memory in self._memories)
 
     def check(self) -> None:
+        super().check()
         for memory in self._memories:
             memory.check()
 
     def close(self) -> None:
         self._memories.clear()
         self._peers.close()
+        super().close()
 
 
-def _fits(memory: MappedMemory, size: Size) -> bool:
-    enough = size.tokens <= memory.tokens and size.rows <= memory.capacity
-    return enough and size.top_k == memory.top_k
+class MappedHybridMicrobatch(HybridMicrobatch):
+    """One microbatch of one rank."""
+
+    _plane: MappedHybridPlane
+    _memory: MappedMemory  # of the domain
+    _own_replicas: MappedReplicas | None = None
+
+    def _fit(self, rows: int) -> None:
+        top_k = self._inputs.ids.shape[1]
+        self._memory = self._plane.memory_for(self._most_tokens, top_k, rows)
+
+    def _replicas(self, plan: Plan) -> MappedReplicas:
+        del plan
+        device, bundle = self._inputs.ids.device, self._inputs.layer.bundle
+        numbers = np.array([even(int(version)) for version in self._versions], np.int32)
+        replicas = self._own_replicas = MappedReplicas(
+            self._plane.of_domain,
+            self._memory,
+            self.info,
+            replica_table(self._own_plan, device),
+            bundle,
+            moved(torch.from_numpy(numbers), device),
+        )
+        return replicas
+
+    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MappedReplicas:
+        del number
+        plane, device = self._plane, self._inputs.ids.device
+        return MappedReplicas(
+            plane.of_domain.unobserved(),
+            self._memory,
+            MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True),  # not reported
+            replica_table(plan.of_domain(plane.domain), device),
+            bundle,
+            torch.zeros(len(self._versions), dtype=torch.int32, device=device),
+        )
+
+    def _rows_inside(self, slots: torch.Tensor) -> MappedRows:
+        routes = device_routes(self._routes_inside(slots), slots)
+        return MappedRows(self.info, [], self._memory, routes, None, lambda _: None)
+
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
+        if self._own_replicas is not None:
+            self._own_replicas.begin_again()
 
 
 def replica_table(plan: Plan, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The hybrid data plane: one group of ranks over several fast-link domains.
 
 Loads are gathered, planned and rerouted as by messages, so the host knows the plan. Inside of a
-domain (`inside.py`), replicas, their gradients and rows move through mapped memory, or by messages
-between CPU ranks. Between domains every token travels once (`crossing.py`).
+domain, replicas, their gradients and rows move through mapped memory (`mapped_inside.py`), or by
+messages between CPU ranks. Between domains every token travels once (`crossing.py`).
 
 Shapes: T tokens of this rank, K experts per token, T' its tokens and the tokens that arrive from
 other domains, A arrived rows, D model width.
@@ -13,45 +13,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, cast
 
 import numpy as np
 import torch
 
 from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle
-from ultraep.comm import Communicator, Peers, moved
+from ultraep.comm import Communicator, moved
 from ultraep.dispatch import Moved
-from ultraep.errors import CommunicationError, ConfigError, LoadError
-from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
+from ultraep.errors import ConfigError, LoadError
+from ultraep.microbatch import Foreseen, Inputs, MicrobatchInfo, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.reroute import Routes, routes_of, rows_received
 from ultraep.runtime.agreement import Agreement, Point, Records
 from ultraep.runtime.hybrid.crossing import Crossing, Domains
-from ultraep.runtime.hybrid.inside import Inside, MessagesInside, Size
-from ultraep.runtime.messages.plane import MessagesMicrobatch, MessagesPlane
+from ultraep.runtime.messages.plane import MessagesMicrobatch, MessagesPlane, RowMessages
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.observe import BaseExchange
 
 
 class HybridPlane(MessagesPlane):
-    """One rank of a group with several domains; see `DataPlane`.
+    """One rank of a group with several domains, whose ranks send messages; see `DataPlane`.
 
-    inside: the ranks of its domain.   peers: their mapped memory; None: they send messages.
+    inside: the ranks of its domain.
     """
 
     name = "hybrid"
 
-    def __init__(self, shared: Shared, inside: Communicator, peers: Peers | None = None) -> None:
+    def __init__(self, shared: Shared, inside: Communicator) -> None:
         super().__init__(shared)
         self.domain = shared.comm.rank // shared.topology.domain_size
         self.of_domain = of_own_domain(shared, inside)
-        self.inside: Inside = MessagesInside(self.of_domain, self.pool)
-        if peers is not None:
-            from ultraep.runtime.hybrid.mapped_inside import MappedInside  # imports triton
-
-            self.inside = MappedInside(self.of_domain, peers)
         self._domains: Domains | None = None
         self._hosts = shared.comm.hosts() or shared.comm
         self._agreement = shared.agreement.over(self._hosts)
@@ -69,45 +62,27 @@ class HybridPlane(MessagesPlane):
         del inputs, refusal
         raise not_foreseeable()
 
-    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
-        """Allocate memory as if every token had experts in all domains."""
-        tokens, top_k = ids.shape
-        most_tokens = tokens * self.topology.num_domains
-        self.inside.prepare(Size(most_tokens, top_k, most_tokens * top_k), rows, bundle)
-        self.kernels = self._kernels_for(ids)
-
     def domains(self, device: torch.device) -> Domains:
         """Return the domains as tables on a device."""
         if self._domains is None:
             self._domains = Domains(self.topology, self.shared.comm.rank, device)
         return self._domains
 
-    @property
-    def nbytes(self) -> int:
-        return self.inside.nbytes
-
-    def check(self) -> None:
-        super().check()
-        self.inside.check()
-
     def close(self) -> None:
-        self.inside.close()
         self.of_domain.comm.close()
         if self._hosts is not self.shared.comm:
             self._hosts.close()
 
 
 class HybridMicrobatch(MessagesMicrobatch):
-    """One microbatch of one rank."""
+    """One microbatch of one rank; `mapped_inside.py` moves it through mapped memory."""
 
     _plane: HybridPlane
     # From `count`:
     _crossing_counts: IntArray  # [R, D] tokens of every rank that each domain serves
     _most_tokens: int  # of a rank in this domain, with those that arrive
-    _memory: Any  # of the domain
     # From `plan`:
     _own_plan: Plan  # of this domain
-    _own_replicas: Replicas | None = None
 
     def _crossing(self) -> torch.Tensor:
         ids = self._inputs.ids
@@ -119,11 +94,11 @@ class HybridMicrobatch(MessagesMicrobatch):
         arriving = records.crossing[:, domain].reshape(-1, size).copy()
         arriving[domain] = records.column("tokens").reshape(-1, size)[domain]
         self._most_tokens = int(arriving.sum(axis=0).max())
+        self._versions = self._versions[domain * size :][:size]
         self._fit(0)
 
     def _fit(self, rows: int) -> None:
-        top_k = self._inputs.ids.shape[1]
-        self._memory = self._plane.inside.fit(Size(self._most_tokens, top_k, rows))
+        """Provide memory for ranks of the domain that serve this many rows; may be collective."""
 
     def _settled(self, plan: Plan) -> Plan:
         self._own_plan = plan.of_domain(self._plane.domain)
@@ -132,76 +107,44 @@ class HybridMicrobatch(MessagesMicrobatch):
 
     def _replicas(self, plan: Plan) -> Replicas:
         del plan
-        plane, size = self._plane, self._plane.topology.domain_size
-        versions = self._versions[plane.domain * size :][:size]
-        bundle, device = self._inputs.layer.bundle, self._inputs.ids.device
-        self._own_replicas = plane.inside.replicas(
-            self._memory, self.info, self._own_plan, bundle, versions, device
-        )
-        return self._own_replicas
+        return super()._replicas(self._own_plan)
 
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
-        return self._plane.inside.trial(
-            self._memory,
-            MicrobatchInfo(NO_LAYER, self.info.step),
-            plan.of_domain(self._plane.domain),
-            bundle,
-            number,
-            self._inputs.ids.device,
-        )
+        return super()._trial(plan.of_domain(self._plane.domain), bundle, number)
 
     def _rows(self, plan: Plan) -> BaseExchange:
-        plane, shared = self._plane, self._shared
-        slots = self._routes(plan).slots
-        domains = plane.domains(slots.device)
+        shared, slots = self._shared, self._routes(plan).slots
+        domains = self._plane.domains(slots.device)
         crossing = Crossing(domains, shared.comm, slots, self._crossing_counts)
-        own = self._own_plan
-
-        def rows_inside(local: torch.Tensor) -> BaseExchange:
-            routes = routes_inside(own, domains.place, local)
-            return plane.inside.rows(self._memory, self.info, routes, local)
-
-        begins = [0, *accumulate(rows_received(own, domains.place).sum(axis=0).tolist())]
+        counts = rows_received(self._own_plan, domains.place).sum(axis=0)
+        begins = [0, *accumulate(counts.tolist())]
         offsets = moved(torch.tensor(begins, dtype=torch.int32), slots.device)
-
-        def at_backward() -> None:
-            if shared.settings.verify:
-                agreement, device = plane.verifier(slots.device)
-                agreement.compare(self._place(Point.BACKWARD), device)
-            plane.inside.at_backward(self._own_replicas)
-
-        rows = HybridRows(self.info, shared, crossing, rows_inside, at_backward, slots, offsets)
+        steps = self._rows_inside, self._begin_backward
+        rows = HybridRows(self.info, shared, crossing, *steps, slots, offsets)
         rows.known_begins = begins
         return rows
+
+    def _rows_inside(self, slots: torch.Tensor) -> BaseExchange:
+        """Return the exchange of the [T', K] slots of this domain, which no observer sees."""
+        return RowMessages(
+            self._routes_inside(slots), self._plane.of_domain.unobserved(), self.info
+        )
+
+    def _routes_inside(self, slots: torch.Tensor) -> Routes:
+        return routes_inside(self._own_plan, self._plane.domains(slots.device).place, slots)
+
+    def _begin_backward(self) -> None:
+        """Called before the first row moves in backward."""
+        if self._shared.settings.verify:
+            agreement, device = self._plane.verifier(self._inputs.ids.device)
+            agreement.compare(self._place(Point.BACKWARD), device)
 
 
 def of_own_domain(shared: Shared, inside: Communicator) -> Shared:
     """Return the parts of a balancer for the ranks of one domain."""
     domain = shared.comm.rank // shared.topology.domain_size
     topology, first = shared.topology.of_domain(domain), domain * shared.topology.domain_size
-    comm = cast(Communicator, DomainCommunicator(inside, first))
-    return replace(shared, comm=comm, topology=topology, first_rank=first)
-
-
-class DomainCommunicator:
-    """The communicator of a domain; its errors say which ranks it counts."""
-
-    def __init__(self, comm: Communicator, first: int) -> None:
-        self._comm = comm
-        self._ranks = f"among ranks {first} to {first + comm.size - 1}, counted from 0"
-
-    def __getattr__(self, name: str) -> Any:
-        verb = getattr(self._comm, name)
-        if not callable(verb):
-            return verb
-
-        def named(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return verb(*args, **kwargs)
-            except CommunicationError as error:
-                raise CommunicationError(f"{self._ranks}: {error}") from error
-
-        return named
+    return replace(shared, comm=inside, topology=topology, first_rank=first)
 
 
 def not_foreseeable() -> ConfigError:
@@ -262,10 +205,6 @@ class HybridRows(BaseExchange):
     def begins(self) -> list[int]:
         return self.offsets.tolist() if self.known_begins is None else self.known_begins
 
-    def _dispatched(self) -> BaseExchange:
-        assert self._inside is not None, "rows move to the slots first"
-        return self._inside
-
     def _at_backward(self) -> None:
         self._begin_inside()
 
@@ -274,16 +213,20 @@ class HybridRows(BaseExchange):
             assert scalars_TK is not None, "forward sends the gates"
             values_TD, scalars_TK, slots = self._crossing.to_domains_first(values_TD, scalars_TK)
             self._inside = self._rows_inside(slots)
-        elif scalars_TK is None:
-            (values_TD,) = self._crossing.to_domains(values_TD)
         else:
-            values_TD, scalars_TK = self._crossing.to_domains(values_TD, scalars_TK)
+            values_TD, scalars_TK = _both(self._crossing.to_domains, values_TD, scalars_TK)
         return self._inside.to_slots(values_TD, scalars_TK)
 
     def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
-        sums_TD, scalars_TK = self._dispatched().to_tokens(rows_AD, scalars_A)
-        if scalars_TK is None:
-            (sums_TD,) = self._crossing.to_tokens(sums_TD)
-        else:
-            sums_TD, scalars_TK = self._crossing.to_tokens(sums_TD, scalars_TK)
-        return sums_TD, scalars_TK
+        assert self._inside is not None, "rows move to the slots first"
+        return _both(self._crossing.to_tokens, *self._inside.to_tokens(rows_AD, scalars_A))
+
+
+def _both(
+    cross: Callable[..., list[torch.Tensor]], values: torch.Tensor, scalars: torch.Tensor | None
+) -> Moved:
+    """Let values cross, and scalars if there are some."""
+    if scalars is None:
+        return cross(values)[0], None
+    values, scalars = cross(values, scalars)
+    return values, scalars

@@ -22,7 +22,7 @@ from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
-from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo
+from ultraep.microbatch import Foreseen, Inputs
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Point
 from ultraep.runtime.control import DevicePlan, DeviceRoutes
@@ -30,7 +30,6 @@ from ultraep.runtime.hybrid.crossing import Domains, PaddedCrossing
 from ultraep.runtime.hybrid.mapped_inside import replica_table
 from ultraep.runtime.hybrid.plane import HybridRows, not_foreseeable, of_own_domain
 from ultraep.runtime.mapped.plane import MappedMicrobatch, MappedPlane, MappedRows
-from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.observe import BaseExchange
 
@@ -44,8 +43,7 @@ class StaticPlane(MappedPlane):
     name = "hybrid"
 
     def __init__(self, shared: Shared, inside: Communicator, peers: Peers) -> None:
-        self.of_domain = of_own_domain(shared, inside)
-        super().__init__(shared, peers, self.of_domain)
+        super().__init__(shared, peers, of_own_domain(shared, inside))
         self.domains = Domains(shared.topology, shared.comm.rank, peers.device)
         self.tables = Tables(self.domains, self.of_domain)
 
@@ -144,27 +142,12 @@ class StaticMicrobatch(MappedMicrobatch):
         self._own_replicas, self._own_rows = self._plane.tables.replicas_and_rows(plan)
         return plan
 
-    def _replicas(self, plan: DevicePlan) -> MappedReplicas:
+    def _replica_table(self, plan: DevicePlan) -> torch.Tensor:
         del plan
-        return MappedReplicas(
-            self._plane.of_domain,
-            self._workspace.memory,
-            self.info,
-            self._own_replicas,
-            self._inputs.layer.bundle,
-            self._versions,
-        )
+        return self._own_replicas
 
-    def _trial(self, plan: Plan, bundle: Bundle, _number: int) -> MappedReplicas:
-        own = plan.of_domain(self._plane.domains.own)
-        return MappedReplicas(
-            self._plane.of_domain.unobserved(),
-            self._workspace.memory,
-            MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True),
-            replica_table(own, self._plane.device),
-            bundle,
-            torch.zeros_like(self._versions),
-        )
+    def _trial_table(self, plan: Plan) -> torch.Tensor:
+        return replica_table(plan.of_domain(self._plane.domains.own), self._plane.device)
 
     def _rows(self, plan: DevicePlan) -> BaseExchange:  # type: ignore[override]
         plane, workspace, info = self._plane, self._current(), self.info

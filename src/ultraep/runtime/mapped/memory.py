@@ -19,7 +19,7 @@ from ultraep.backends.triton.signals import Signals, WeightVersion
 from ultraep.backends.triton.streamer import Contents, Streamer, pull
 from ultraep.bundle import Layout, Stack
 from ultraep.comm import Peers, Region
-from ultraep.errors import CommunicationError, LoadError
+from ultraep.errors import LoadError, errors_at
 from ultraep.microbatch import TensorSpecs
 from ultraep.ops.products import accumulator
 from ultraep.runtime.mapped.peers import NamedPeers
@@ -140,11 +140,8 @@ class MappedMemory:
                 f"no memory is allocated for '{name} of {nbytes} bytes', and it cannot be "
                 "allocated in a graph: run such a step before the capture, or call `prepare`"
             )
-        try:
+        with errors_at(f"the allocation of memory for {name!r}"):
             region = self.peers.allocate(f"{name} of {nbytes} bytes", nbytes)
-        except CommunicationError as error:
-            error.at(f"the allocation of memory for {name!r}")
-            raise
         self._regions[name, nbytes] = region
         return region
 
@@ -275,7 +272,8 @@ class MappedMemory:
             raise LoadError(
                 f"{most} rows for rank {rank}, but its buffers are for {self.capacity}: "
                 f"pass a larger capacity= (this happened {times} times; the outputs of those "
-                "microbatches contain NaN)"
+                "microbatches contain NaN)",
+                ranks=[rank],
             )
 
 

@@ -1,11 +1,15 @@
 """Memory that ranks map: GPUs of a process group, or many ranks of one process on one device.
 
+Processes without GPUs share files in /dev/shm, for kernels in Triton's interpreter.
+
 group = LocalPeers(8)
 balancers = [Balancer(peers=group.of(rank), ...) for rank in range(8)]
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -102,13 +106,7 @@ class SymmetricPeers:
     def allocate(self, name: str, nbytes: int) -> Region:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        sizes = self.gather_objects((name, nbytes))
-        if len(set(sizes)) > 1:
-            listed = "; ".join(
-                f"rank {rank}: {size} bytes for {other!r}"
-                for rank, (other, size) in enumerate(sizes)
-            )
-            raise ConfigError(f"ranks allocate different memory: {listed}")
+        _check_same(self.gather_objects((name, nbytes)))
         empty = partial(symmetric_memory.empty, nbytes, dtype=torch.uint8, device=self.device)
         what = f"share {nbytes} bytes for {name!r}"
         with torch.cuda.device(self.device), torch.inference_mode(False):
@@ -132,6 +130,46 @@ class SymmetricPeers:
         self._regions.clear()
 
 
+class SharedPeers:
+    """One rank of a group of processes that share files.
+
+    comm: a communicator, or anything else with its `rank`, `size` and `gather_objects`.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.device = comm, torch.device("cpu")
+        self.rank, self.size = comm.rank, comm.size
+
+    def allocate(self, name: str, nbytes: int) -> Region:
+        _check_same(self._comm.gather_objects((name, nbytes)))
+        folder, nbytes = "/dev/shm" if os.path.isdir("/dev/shm") else None, max(64, nbytes)
+        number, path = tempfile.mkstemp(prefix=f"ultraep-peers-{os.getpid()}-", dir=folder)
+        try:
+            os.ftruncate(number, nbytes)
+            os.close(number)
+            pieces = [
+                torch.from_file(other, shared=True, size=nbytes, dtype=torch.uint8)
+                for other in self._comm.gather_objects(path)
+            ]
+            self._comm.gather_objects(None)  # all ranks have opened the files
+        finally:
+            os.unlink(path)
+        addresses = torch.tensor([piece.data_ptr() for piece in pieces])
+        return Region(pieces[self.rank], addresses, pieces)
+
+    def close(self) -> None:
+        """Do nothing: the last tensor frees the memory."""
+
+
+def _check_same(requests: list[tuple[str, int]]) -> None:
+    """Raise if ranks allocate memory with different names or sizes."""
+    if len(set(requests)) > 1:
+        listed = "; ".join(
+            f"rank {rank}: {size} bytes for {name!r}" for rank, (name, size) in enumerate(requests)
+        )
+        raise ConfigError(f"ranks allocate different memory: {listed}")
+
+
 def together(peers: SymmetricPeers, what: str, act: Callable[[], Any]) -> Any:
     """Return the result of `act`; if it fails on any rank, raise on all of them."""
     result, failure = None, ""
@@ -139,13 +177,13 @@ def together(peers: SymmetricPeers, what: str, act: Callable[[], Any]) -> Any:
         result = act()
     except RuntimeError as error:
         failure = str(error).partition("\n")[0] or repr(error)
-    failures = [
-        f"rank {rank} of {peers.size} cannot {what} with its peers: {text}"
-        for rank, text in enumerate(peers.gather_objects(failure))
-        if text
-    ]
+    failures = {rank: text for rank, text in enumerate(peers.gather_objects(failure)) if text}
     if failures:
-        raise CommunicationError("; ".join(failures))
+        listed = "; ".join(
+            f"rank {rank} of {peers.size} cannot {what} with its peers: {text}"
+            for rank, text in failures.items()
+        )
+        raise CommunicationError(listed, ranks=failures)
     return result
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ultraep.arrays import IntArray
+from ultraep.arrays import IntArray, digest_of
 from ultraep.backends.triton.exchange import RowMap
 from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
@@ -35,7 +35,7 @@ from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.runtime.agreement import Failures, Place, Point, short_digest
+from ultraep.runtime.agreement import Failures, Place, Point
 from ultraep.runtime.control import DevicePlan, DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
@@ -63,7 +63,8 @@ class MappedPlane:
         self.promise()
         self._peers, self._hosts = peers, shared.comm.hosts()
         agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
-        self.workspaces = Workspaces(shared, peers, agreement, inside or shared)
+        self.of_domain = inside or shared
+        self.workspaces = Workspaces(shared, peers, agreement, self.of_domain)
         if (
             shared.speeds.learns
             and shared.comm.rank == 0
@@ -194,7 +195,10 @@ class MappedPlane:
             try:
                 self._hosts.gather_objects(None)
             except CommunicationError as cause:
-                raise CommunicationError(f"{error}; {cause}") from error
+                ranks = *error.ranks, *cause.ranks
+                raise CommunicationError(
+                    f"{error}; {cause}", ranks=ranks, place=error.place
+                ) from error
 
     def close(self) -> None:
         self.workspaces.all.clear()
@@ -340,7 +344,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
                 safe.raise_held()
             return Failures([], 0)
         host_plan = None if plan is None else self._host_plan
-        digest = 0 if host_plan is None else short_digest(host_plan.replicas, host_plan.quotas)
+        digest = 0 if host_plan is None else digest_of(host_plan.replicas, host_plan.quotas)
         place = self._place(Point.PLAN)
         return agreement.compare(place, torch.device("cpu"), digest=digest, failed=safe.mark)
 
@@ -375,21 +379,28 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
 
     def _replicas(self, plan: DevicePlan) -> MappedReplicas:
         return MappedReplicas(
-            self._shared,
+            self._plane.of_domain,
             self._workspace.memory,
             self.info,
-            plan.replicas,
+            self._replica_table(plan),
             self._inputs.layer.bundle,
             self._versions,
             schedule=self._plane.resident,
         )
 
+    def _replica_table(self, plan: DevicePlan) -> torch.Tensor:
+        """Return [C, 3] the replicas of the plan that these ranks send each other."""
+        return plan.replicas
+
     def _trial(self, plan: Plan, bundle: Bundle, _number: int) -> MappedReplicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True)
-        no_versions = torch.zeros_like(self._versions)
-        adopted, memory = self._workspace.control.adopt(plan).copied(), self._workspace.memory
-        shared = self._shared.unobserved()
-        return MappedReplicas(shared, memory, info, adopted.replicas, bundle, no_versions)
+        shared, memory = self._plane.of_domain.unobserved(), self._workspace.memory
+        table, no_versions = self._trial_table(plan), torch.zeros_like(self._versions)
+        return MappedReplicas(shared, memory, info, table, bundle, no_versions)
+
+    def _trial_table(self, plan: Plan) -> torch.Tensor:
+        """Return the same of a synthetic plan."""
+        return self._workspace.control.adopt(plan).copied().replicas
 
     def _rows(self, plan: DevicePlan) -> MappedRows:
         assert plan.topology == self._plane.topology

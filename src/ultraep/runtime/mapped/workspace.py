@@ -126,6 +126,7 @@ class Workspaces:
             self.failures = Failures([0] if mark else [], mark)
             workspace = self._fitting(tokens, top_k) or self._create_alone(tokens, top_k)
             return workspace, workspace.tokens
+        speeds, fail_safe = self._shared.speeds, self._shared.fail_safe
         records = self.agreement.gather_loads(
             place,
             torch.zeros(self._shared.topology.experts, dtype=torch.int64),
@@ -134,17 +135,17 @@ class Workspaces:
             refused=int(error is not None),
             tokens=tokens,
             rows=max((workspace.most_rows for workspace in self.all), default=0),
-            pace=self._shared.fail_safe.attempt(SPEEDS, self._shared.speeds.report, info),
-            failed=0 if info.recomputed else self._shared.fail_safe.mark,
+            pace=fail_safe.attempt(SPEEDS, speeds.report, info, ids.device.type),
+            failed=0 if info.recomputed else fail_safe.mark,
         )
         if error:
             raise error
         self.agreement.compare_inputs(records, signature)
         self.failures = records.failures
         if not self.failures.ranks:
-            self._shared.speeds.gathered(info, records.column("pace"))
+            speeds.gathered(info, records.column("pace"))
         for workspace in self.all:
-            workspace.control.hold(self._shared.speeds.current)
+            workspace.control.hold(speeds.current)
         self._most_rows = max(self._most_rows, int(records.column("rows").max()))
         most_tokens = int(records.column("tokens").max())
         return self.for_tokens(most_tokens, top_k), most_tokens

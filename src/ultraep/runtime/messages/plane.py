@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
-from ultraep.arrays import IntArray
+from ultraep.arrays import IntArray, digest_of
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
 from ultraep.comm import moved
@@ -30,7 +30,7 @@ from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Repli
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Agreement, Failures, Place, Point, Records, short_digest
+from ultraep.runtime.agreement import Agreement, Failures, Place, Point, Records
 from ultraep.runtime.failsafe import SPEEDS
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
@@ -48,6 +48,7 @@ class MessagesPlane:
 
     def __init__(self, shared: Shared) -> None:
         self.shared, self.topology = shared, shared.topology
+        self.of_domain = shared  # the ranks between which replicas move
         self.pool = SlotPool(shared.topology.slots, shared.settings.in_flight)
         self.kernels: Kernels | None = None
         self.last_config: dict[int, BalanceConfig] = {}  # by layer
@@ -59,27 +60,10 @@ class MessagesPlane:
     def foresee(self, inputs: Sequence[Inputs], refusal: LoadError | None) -> list[Foreseen]:
         shared, microbatches = self.shared, [self.begin(each) for each in inputs]
         place = Place(Point.FORESEEN, inputs[0].info.layer, inputs[0].info.step)
-        own_counts = (microbatch.own_counts() for microbatch in microbatches)
-        counted = [(loads.clone(), faults) for loads, faults in own_counts]
-        faults = counted[-1][1] if self.kernels is not None else any(f for _, f in counted)
-        own = "; ".join(signature(resolve(each.layer.bundle), ids=each.ids) for each in inputs)
-        records = shared.agreement.gather_loads(
-            place,
-            torch.zeros_like(counted[0][0]),
-            signature=own,
-            version=0,
-            refused=1 if refusal is not None else faults,
-        )
-        if records.column("refused")[shared.comm.rank]:
-            if refusal is not None:
-                raise refusal
-            for microbatch in microbatches:
-                microbatch.refuse()
-        shared.agreement.compare_inputs(records, own)
+        loads = self._own_loads(place, microbatches, inputs, refusal)
         if not all(shared.pricing.ready(each) for each in inputs):
             return []
         versions = [shared.versions.of(each.info.layer, each.layer.bundle) for each in inputs]
-        loads = torch.stack([loads.long() for loads, _ in counted])
         gathered = shared.comm.all_gather(
             torch.cat([loads, loads.new_tensor(versions)[:, None]], 1)
         )
@@ -95,7 +79,7 @@ class MessagesPlane:
             failures = shared.agreement.compare(
                 place,
                 gathered.device,
-                digest=short_digest(*(part for p in plans for part in (p.replicas, p.quotas))),
+                digest=digest_of(*(part for p in plans for part in (p.replicas, p.quotas))),
                 description=f"{[plan.num_replicas for plan in plans]} replicas",
                 failed=shared.fail_safe.mark,
             )
@@ -105,6 +89,34 @@ class MessagesPlane:
                 )
                 return []
         return layers
+
+    def _own_loads(
+        self,
+        place: Place,
+        microbatches: Sequence[MessagesMicrobatch],
+        inputs: Sequence[Inputs],
+        refusal: LoadError | None,
+    ) -> torch.Tensor:
+        """Return [layers, E] the loads of this rank; raise on all ranks if one refuses its ids."""
+        own_counts = (microbatch.own_counts() for microbatch in microbatches)
+        counted = [(loads.clone(), faults) for loads, faults in own_counts]
+        faults = counted[-1][1] if self.kernels is not None else any(f for _, f in counted)
+        own = "; ".join(signature(resolve(each.layer.bundle), ids=each.ids) for each in inputs)
+        agreement = self.shared.agreement
+        records = agreement.gather_loads(
+            place,
+            torch.zeros_like(counted[0][0]),
+            signature=own,
+            version=0,
+            refused=1 if refusal is not None else faults,
+        )
+        if records.column("refused")[self.shared.comm.rank]:
+            if refusal is not None:
+                raise refusal
+            for microbatch in microbatches:
+                microbatch.refuse()
+        agreement.compare_inputs(records, own)
+        return torch.stack([loads.long() for loads, _ in counted])
 
     def prepare(self, ids: torch.Tensor, _rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate one buffer of spare slots."""
@@ -200,7 +212,9 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             version=version,
             refused=refused,
             tokens=len(inputs.ids),
-            pace=shared.fail_safe.attempt(SPEEDS, shared.speeds.report, self.info),
+            pace=shared.fail_safe.attempt(
+                SPEEDS, shared.speeds.report, self.info, inputs.ids.device.type
+            ),
             failed=0 if self.info.recomputed else shared.fail_safe.mark,
             crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
             meanwhile=self._work_ahead if ahead and isinstance(refused, torch.Tensor) else None,
@@ -319,19 +333,21 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         return agreement.compare(
             place,
             device,
-            digest=short_digest(plan.replicas, plan.quotas),
+            digest=digest_of(plan.replicas, plan.quotas),
             description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
             failed=mark,
         )
 
     def _replicas(self, plan: Plan) -> Replicas:
         bundle, device, pool = self._inputs.layer.bundle, self._inputs.ids.device, self._plane.pool
-        return MessageReplicas(self._shared, pool, self.info, plan, bundle, self._versions, device)
+        shared, versions = self._plane.of_domain, self._versions
+        return MessageReplicas(shared, pool, self.info, plan, bundle, versions, device)
 
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step)
         versions = np.full(plan.topology.ranks, number)  # no slot holds this version
-        shared, device, pool = self._shared.unobserved(), self._inputs.ids.device, self._plane.pool
+        shared, pool = self._plane.of_domain.unobserved(), self._plane.pool
+        device = self._inputs.ids.device
         return MessageReplicas(shared, pool, info, plan, bundle, versions, device)
 
     def _rows(self, plan: Plan) -> BaseExchange:

@@ -13,10 +13,9 @@ from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import scenario as scenarios
 from ultraep.tools.cli.terminal import Grid, Terminal, make_grid, progress
 from ultraep.tools.report.words import counted
-from ultraep.tools.sim.across import BetweenDomains, PlaneTime
 from ultraep.tools.sim.advise import CLEAR_GAIN, DOES_NOT_PAY, TOLERANCES, Advice, Option
 from ultraep.tools.sim.advise import advise as make_advice
-from ultraep.tools.sim.gains import PROBE_TOKENS, BreakEven
+from ultraep.tools.sim.gains import PROBE_TOKENS, BetweenDomains, BreakEven, PlaneTime
 from ultraep.tools.sim.planes import AUTO
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving
@@ -33,7 +32,7 @@ GB = 1e9
 TRUST = "These numbers are simulated; docs/simulator.md lists what the simulation omits."
 
 
-class AdviseOptions(cli.ScenarioOptions):
+class AdviseOptions(scenarios.ScenarioOptions):
     """A scenario that is simulated many times, so with fewer steps."""
 
     steps: int | None = cli.option("Training steps to simulate.", f"{STEPS}")
@@ -66,7 +65,6 @@ def command(options: AdviseOptions) -> None:
 
 
 def show(advice: Advice, scenario: Scenario, heading: str, terminal: Terminal) -> None:
-    """Print the verdict, all simulated settings, then the details."""
     name, sentence = verdict(advice, scenario)
     terminal.print(Text.assemble((name, "bold"), f": {sentence}\n"))
     terminal.print_faint(f"{heading}\n")
@@ -172,7 +170,6 @@ def _between(between: BetweenDomains) -> str:
 
 
 def _details(advice: Advice, scenario: Scenario) -> Iterator[tuple[str, str]]:
-    """Yield name and text of every detail and reason."""
     best, gain, memory = advice.option, advice.gain, advice.memory
     slots = f"{memory.slot / GB:.2f} GB per spare slot"
     needs = f"the fullest device needs {memory.none / GB:,.1f} GB without balancing"

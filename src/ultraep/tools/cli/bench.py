@@ -92,7 +92,6 @@ class PrefillOptions(cli.Options):
     force: bool = cli.force_option()
 
     def load_options(self) -> LoadOptions:
-        """Check and return the load."""
         from ultraep.tools.serving.load import Lengths, LoadOptions, read_arrivals
 
         shares = {}
@@ -111,7 +110,6 @@ class PrefillOptions(cli.Options):
         )
 
     def engine_options(self) -> EngineOptions:
-        """Check and return the options of the engine; refuse options of servers."""
         from ultraep.tools.serving.run import EngineOptions
 
         refuse_options(self, ("timeout",), "the built-in engine has no timeout")
@@ -121,7 +119,6 @@ class PrefillOptions(cli.Options):
         return EngineOptions(load=self.load_options(), model=self.model, **options)
 
     def endpoint_options(self) -> EndpointOptions:
-        """Check and return the servers; refuse options of the engine."""
         from ultraep.tools.serving.endpoint import EndpointOptions, endpoint_of
 
         refuse_options(self, (*ENGINE_OPTIONS, "load"), "--endpoint replaces the built-in engine")
@@ -220,8 +217,7 @@ class LoadTest:
 
     def _conclude(self) -> None:
         from ultraep.tools.report.rows import as_json, cpu_device
-        from ultraep.tools.serving.measure import under_load
-        from ultraep.tools.serving.report import headline, notes, rows_of, table, write_report
+        from ultraep.tools.serving.measure import headline, notes, page, rows_of, table, under_load
 
         if not self.turns:
             return
@@ -239,5 +235,5 @@ class LoadTest:
             terminal.print_facts(numbers=options.json)
         if options.html is not None:
             facts = [(name.capitalize(), text) for name, text in self.facts.items()]
-            write_report(options.html, self.turns, options.slo, facts)
+            write_text(options.html, page(self.turns, options.slo, facts).html())
             terminal.print_facts(report=options.html)

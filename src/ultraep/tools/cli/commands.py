@@ -66,7 +66,6 @@ class Commands(TyperGroup):
         return load_command(cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help."""
         self._summaries_suffice = True
         try:
             super().format_help(ctx, formatter)

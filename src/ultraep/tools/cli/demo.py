@@ -22,26 +22,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ultraep.config import check_choice
 from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.policies import get_policy, policy_names
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
 from ultraep.tools.cli.options import option, switch
 from ultraep.tools.cli.terminal import Grid, Terminal
-from ultraep.tools.demo.result import (
-    REPORT_FILE,
-    RESULT_FILE,
-    TRACE,
-    DemoResult,
-    Event,
-    Note,
-    Progress,
-    trace_folder,
-    write_report,
-)
+from ultraep.tools.demo.result import DemoResult, Event, Note, Progress, trace_folder, write_report
 from ultraep.tools.demo.sizes import Job, Machine, choose, this_machine
 from ultraep.tools.launch.processes import RankPlace, run_ranks, stop_on_sigterm
 from ultraep.tools.outputs import OutputDir
+from ultraep.tools.report.page import REPORT_FILE, RESULT_FILE
 from ultraep.tools.report.words import counted
 
 EXAMPLE = (
@@ -116,8 +108,7 @@ def command(options: DemoOptions) -> None:
 
 
 def _machine(device: str) -> Machine:
-    if device not in DEVICES:
-        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
+    check_choice("--device", device, DEVICES)
     if device == "cpu":
         return this_machine()
     from ultraep.tools.launch.group import gpus
@@ -136,7 +127,7 @@ def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[
             )
     if place is not None and place.rank:
         return nullcontext()
-    traces = [f"{policy}/{TRACE}" for policy in job.policies]
+    traces = [str(trace_folder("", policy)) for policy in job.policies]
     return OutputDir(job.out, work="demo", files=(RESULT_FILE, REPORT_FILE), traces=traces)
 
 
@@ -204,7 +195,6 @@ class Display:
         self.live.stop()
 
     def show(self, event: Event) -> None:
-        """Print or draw an event of rank 0."""
         if isinstance(event, Note):
             self.terminal.print_notes(event.text)
             return
@@ -216,7 +206,6 @@ class Display:
             self.terminal.print(_line(event), soft_wrap=True)
 
     def picture(self, now: Progress) -> Group:
-        """Draw the phase, and the current numbers of every policy."""
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(PHASES[now.phase], "bold"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,6 +17,7 @@ from ultraep.policies import policy_names
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli.terminal import Grid, Terminal
 from ultraep.tools.launch.processes import RankPlace
+from ultraep.tools.report.rows import version_of
 from ultraep.tools.report.words import counted
 
 EXAMPLE = "Example: ultraep env --json > env.json, or torchrun ... -m ultraep env on all hosts"
@@ -46,7 +46,7 @@ def command(options: EnvOptions) -> None:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "torch": torch,
         "backends": {info.name: info.available for info in BACKENDS},
         "chosen": {device: _chosen(device) for device in DEVICES},
@@ -65,13 +65,6 @@ def _chosen(device: str) -> str:
     """Return the backend for tensors on a device; unlike `select`, log nothing."""
     candidates = (info for info in BACKENDS if info.device in (device, "cpu"))
     return next(info.name for info in candidates if info.available)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _torch() -> dict[str, Any]:

@@ -6,17 +6,12 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
 from typer import Argument, Option
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.workload import calibrated_noise
 
-CLUSTER, MODEL, RANKS, TOKENS, IMBALANCE = "gb200-nvl72", "qwen3-235b", 64, 8192, 2.0
-NOISE, PREFILL_NOISE = (calibrated_noise(training=training) for training in (True, False))
-MOST_PROCESSES = 8
 MOST_IN_RANGE = 1 << 20
 Number = TypeVar("Number", int, float)
 
@@ -114,85 +109,6 @@ def slots_option() -> Any:
 def tolerance_option(default: float) -> Any:
     text = "How far the busiest rank may exceed the mean load: 0.01 is 1 %."
     return option(text, default=default)
-
-
-def training_option(text: str, shown: str, flags: str = "") -> Any:
-    return option(f"Training only: {text}", shown, flags=flags)
-
-
-class ScenarioOptions(Options):
-    """The simulated cluster, model, job and loads.
-
-    Options of training only or of synthetic loads only default to None, so that a scenario without
-    training or with recorded loads can refuse them instead of ignoring them.
-    """
-
-    cluster: str = option(
-        "Cluster: a preset (`ultraep simulate --presets` lists them), FILE.toml or FILE.toml:NAME.",
-        default=CLUSTER,
-        metavar="NAME|FILE",
-    )
-    model: str = option("Model: a preset or a TOML file.", default=MODEL, metavar="NAME|FILE")
-    ep: int = option("Ranks in the expert-parallel group.", default=RANKS, metavar="RANKS")
-    imbalance: float | None = option(
-        "Mean imbalance of synthetic loads: busiest rank over mean rank.", f"{IMBALANCE:g}"
-    )
-    noise: float | None = option(
-        "Standard deviation of an expert's log popularity between microbatches.",
-        f"{NOISE:g}, {PREFILL_NOISE:g} with --prefill",
-    )
-    topic_length: int | None = option(
-        "Microbatches after which the popular experts change at once.", "never"
-    )
-    drift_length: int | None = option(
-        "Microbatches within which the popular experts change gradually.", "never"
-    )
-    trace: Path | None = option(
-        "Recorded loads instead of synthetic ones: a trace, routing (.npz with arrays *_ids) or "
-        "loads (.npy, .npz, .csv, .json). They repeat from the start when they run out.",
-        metavar="FILE",
-    )
-    tokens: int = option(
-        "Tokens per rank and microbatch; with --prefill, tokens per chunk.", default=TOKENS
-    )
-    sequence_length: int | None = training_option("tokens per sequence.", "as --tokens")
-    pipeline: int | None = training_option("pipeline stages.", "1", "--pipeline --stages")
-    groups: int | None = training_option(
-        "data-parallel replicas of the expert-parallel group.", "1"
-    )
-    microbatches: int | None = training_option("microbatches per step and group.", "8")
-    steps: int | None = training_option("steps to simulate.", "8")
-    no_recompute: bool = switch(
-        "Training only: keep all activations for backward.", "--no-recompute"
-    )
-    prefill: str | None = option(
-        "Serve prefill requests instead of training: stem, mixed, or a TOML file.",
-        metavar="NAME|FILE",
-    )
-    domain: int | None = option(
-        "Ranks joined by the fast link; replicas stay in the domain of their home.",
-        "of the cluster",
-    )
-    data_plane: str = option(
-        "How rows and weights move. auto: mapped in one fast-link domain, hybrid in several.",
-        default="auto",
-        metavar="auto|mapped|hybrid|messages",
-    )
-    objective: str | None = option(
-        "Goal of ultraep's plans. time: make only replicas that pay; balance: meet the tolerance.",
-        "time; balance with --prefill",
-        metavar="time|balance",
-    )
-    rates: str | None = option(
-        "Cost of a row and a replica in picoseconds, for --objective time.",
-        "of cluster and model",
-        metavar="row=N,copy=N,...",
-    )
-    seed: int = option("Random seed.", default=0)
-    processes: int | None = option(
-        "Processes that share the work; the result does not depend on them.",
-        f"one per core, at most {MOST_PROCESSES}",
-    )
 
 
 # -- lists in an option --------------------------------------------------------------------------

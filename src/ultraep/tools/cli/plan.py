@@ -95,7 +95,6 @@ class PlanOptions(cli.Options):
     as_json: bool = cli.json_option()
 
     def configs(self) -> list[BalanceConfig]:
-        """One config per policy."""
         return [
             BalanceConfig(
                 policy=get_policy(name).name,
@@ -238,7 +237,6 @@ def _heading(options: PlanOptions, loads_HMRE: IntArray, topology: Topology) -> 
 
 
 def _report(outcomes: list[Outcome], terminal: Terminal, show: int | None) -> None:
-    """Print the table with its footnotes, then the loads of one microbatch."""
     terminal.print(render.table(outcomes))
     for note in _footnotes(outcomes):
         terminal.print_faint(note)

@@ -201,7 +201,6 @@ def skylines(plans: Sequence[Plan], terminal: Terminal) -> list[Text]:
 
 
 def legend(plan: Plan, terminal: Terminal) -> str:
-    """Explain the axes of the skylines."""
     topology = plan.topology
     parts = [f"1.00x is the mean, {plan.total / topology.ranks:,.0f} rows per rank"]
     group = group_of(topology.ranks, terminal.width - MARGIN)

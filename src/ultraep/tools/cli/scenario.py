@@ -1,33 +1,109 @@
-"""The `Scenario` that a command's options describe, and its description."""
+"""The options of a scenario, the `Scenario` that they describe, and its description."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
 from ultraep.tools.cli import options as cli
-from ultraep.tools.cli.options import IMBALANCE, ScenarioOptions, refuse_options, set_options
+from ultraep.tools.cli.options import option, refuse_options, set_options
+from ultraep.tools.report.rows import usable_cores
 from ultraep.tools.report.words import counted
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving, load_requests
 from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import (
-    Recorded,
-    Skew,
-    Workload,
-    calibrated_noise,
-    fit_skew,
-    read_workload,
-)
+from ultraep.tools.sim.workload import Recorded, Skew, calibrated_noise, fit_skew, read_workload
 
+CLUSTER, MODEL, RANKS, TOKENS, IMBALANCE = "gb200-nvl72", "qwen3-235b", 64, 8192, 2.0
+NOISE, PREFILL_NOISE = (calibrated_noise(training=training) for training in (True, False))
+MOST_PROCESSES = 8
 LITTLE_WORK = 1000  # layers times microbatches below which one process is fastest
 SYNTHETIC = ("imbalance", "noise", "topic_length", "drift_length")
 TRAINING = ("sequence_length", "pipeline", "groups", "microbatches", "steps", "no_recompute")
+
+
+def training_option(text: str, shown: str, flags: str = "") -> Any:
+    return option(f"Training only: {text}", shown, flags=flags)
+
+
+class ScenarioOptions(cli.Options):
+    """The simulated cluster, model, job and loads.
+
+    Options of training only or of synthetic loads only default to None, so that a scenario without
+    training or with recorded loads can refuse them instead of ignoring them.
+    """
+
+    cluster: str = option(
+        "Cluster: a preset (`ultraep simulate --presets` lists them), FILE.toml or FILE.toml:NAME.",
+        default=CLUSTER,
+        metavar="NAME|FILE",
+    )
+    model: str = option("Model: a preset or a TOML file.", default=MODEL, metavar="NAME|FILE")
+    ep: int = option("Ranks in the expert-parallel group.", default=RANKS, metavar="RANKS")
+    imbalance: float | None = option(
+        "Mean imbalance of synthetic loads: busiest rank over mean rank.", f"{IMBALANCE:g}"
+    )
+    noise: float | None = option(
+        "Standard deviation of an expert's log popularity between microbatches.",
+        f"{NOISE:g}, {PREFILL_NOISE:g} with --prefill",
+    )
+    topic_length: int | None = option(
+        "Microbatches after which the popular experts change at once.", "never"
+    )
+    drift_length: int | None = option(
+        "Microbatches within which the popular experts change gradually.", "never"
+    )
+    trace: Path | None = option(
+        "Recorded loads instead of synthetic ones: a trace, routing (.npz with arrays *_ids) or "
+        "loads (.npy, .npz, .csv, .json). They repeat from the start when they run out.",
+        metavar="FILE",
+    )
+    tokens: int = option(
+        "Tokens per rank and microbatch; with --prefill, tokens per chunk.", default=TOKENS
+    )
+    sequence_length: int | None = training_option("tokens per sequence.", "as --tokens")
+    pipeline: int | None = training_option("pipeline stages.", "1", "--pipeline --stages")
+    groups: int | None = training_option(
+        "data-parallel replicas of the expert-parallel group.", "1"
+    )
+    microbatches: int | None = training_option("microbatches per step and group.", "8")
+    steps: int | None = training_option("steps to simulate.", "8")
+    no_recompute: bool = cli.switch(
+        "Training only: keep all activations for backward.", "--no-recompute"
+    )
+    prefill: str | None = option(
+        "Serve prefill requests instead of training: stem, mixed, or a TOML file.",
+        metavar="NAME|FILE",
+    )
+    domain: int | None = option(
+        "Ranks joined by the fast link; replicas stay in the domain of their home.",
+        "of the cluster",
+    )
+    data_plane: str = option(
+        "How rows and weights move. auto: mapped in one fast-link domain, hybrid in several.",
+        default="auto",
+        metavar="auto|mapped|hybrid|messages",
+    )
+    objective: str | None = option(
+        "Goal of ultraep's plans. time: make only replicas that pay; balance: meet the tolerance.",
+        "time; balance with --prefill",
+        metavar="time|balance",
+    )
+    rates: str | None = option(
+        "Cost of a row and a replica in picoseconds, for --objective time.",
+        "of cluster and model",
+        metavar="row=N,copy=N,...",
+    )
+    seed: int = option("Random seed.", default=0)
+    processes: int | None = option(
+        "Processes that share the work; the result does not depend on them.",
+        f"one per core, at most {MOST_PROCESSES}",
+    )
 
 
 def make_scenario(options: ScenarioOptions, *, steps: int = 8, **balance: Any) -> Scenario:
@@ -66,7 +142,7 @@ def _job(options: ScenarioOptions, steps: int) -> Training | Serving:
     return Training(tokens=options.tokens, sequence=sequence, recompute=recompute, **sizes)
 
 
-def _workload(options: ScenarioOptions, scenario: Scenario) -> Workload:
+def _workload(options: ScenarioOptions, scenario: Scenario) -> Skew | Recorded:
     model = scenario.model
     if options.trace is not None:
         refuse_options(options, SYNTHETIC, "--trace replaces synthetic loads")
@@ -136,5 +212,4 @@ def processes_for(scenario: Scenario, processes: int | None) -> int:
         return processes
     if scenario.model.moe_layers * scenario.microbatches <= LITTLE_WORK:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, cli.MOST_PROCESSES)
+    return min(usable_cores(), MOST_PROCESSES)

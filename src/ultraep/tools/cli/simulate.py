@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import html
+import importlib
+import io
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.padding import Padding
 from rich.text import Text
 
-from ultraep.errors import ConfigError
-from ultraep.files.writing import check_targets
+from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.files.writing import MARKS, check_targets, whole_file
 from ultraep.policies import get_policy
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
 from ultraep.tools.cli import scenario as scenarios
 from ultraep.tools.cli.options import option
 from ultraep.tools.cli.terminal import FAINT, Grid, Terminal, make_grid, print_records, progress
-from ultraep.tools.sim.plots import check_plot, write_plot
 from ultraep.tools.sim.presets import presets
-from ultraep.tools.sim.run import Result
+from ultraep.tools.sim.run import Result, make_timeline, median_microbatch
 from ultraep.tools.sim.run import simulate as run_simulation
 from ultraep.tools.sim.runtime import Contender
 from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.timeline import make_timeline, median_microbatch
 from ultraep.trace.export import write_timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 EXAMPLE = (
     "Example: ultraep simulate --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --imbalance 1.6\n\n"
@@ -60,7 +66,7 @@ class Answer:
         return result.throughput / self.none.throughput
 
 
-class SimulateOptions(cli.ScenarioOptions):
+class SimulateOptions(scenarios.ScenarioOptions):
     """A scenario, the policies to simulate, and the files to write."""
 
     policy: str = option(
@@ -136,7 +142,6 @@ def run(scenario: Scenario, names: list[str], *, seed: int, processes: int | Non
 
 
 def _write(answer: Answer, heading: str, options: SimulateOptions) -> Iterator[str]:
-    """Write picture and timeline, and yield a line for each."""
     if options.plot:
         ideal, first = answer.ideal.throughput, answer.scenario.model.dense_layers
         write_plot(options.plot, heading, answer.results, ideal=ideal, first_layer=first)
@@ -237,7 +242,6 @@ def _stage_table(answer: Answer) -> Grid:
 
 
 def verdict(answer: Answer) -> str:
-    """Return one sentence: does balancing pay?"""
     rivals = [result for result in answer.results if result.policy not in (NONE, IDEAL)]
     if not rivals:
         most = answer.gain(answer.ideal)
@@ -263,7 +267,6 @@ def verdict(answer: Answer) -> str:
 
 
 def print_presets(terminal: Terminal) -> None:
-    """Print names, titles and sources of all presets."""
     for group, flag in {"clusters": "cluster", "models": "model", "requests": "prefill"}.items():
         terminal.print(Text(f"{group}  (--{flag} NAME)", "bold"))
         for name, table in presets(group).items():
@@ -273,3 +276,106 @@ def print_presets(terminal: Terminal) -> None:
                 terminal.print(Padding(Text(table["source"], FAINT), (0, 6)))
         terminal.print()
     terminal.print("Your own TOML file has tables of the same form: --cluster FILE.toml:NAME")
+
+
+# -- plots ---------------------------------------------------------------------------------------
+
+FORMATS = (".png", ".svg", ".html")
+# Colour and stages of every part of a bar, from its bottom to its top.
+PARTS = {
+    "attention": ("#9aa5b1", "attention", "attention back"),
+    "experts": ("#2f6db3", "experts", "experts back"),
+    "dispatch, combine": ("#7fb2e5", "dispatch", "combine", "combine back", "dispatch back"),
+    "recompute": ("#d7dde3", "recompute"),
+    "loads, plan": ("#e8a33d", "loads", "plan"),
+    "weights, gradients": ("#c8502d", "replicate", "reroute", "weights again", "reduce"),
+}
+POLICY_COLOURS = {"none": "#8b8f94", "eplb": "#c58b2a", "lplb": "#8a6bb8", "quota": "#3f8f6b"}
+POLICY_COLOURS |= {"ultraep": "#2f6db3", "ideal": "#1c1f23"}
+OTHER_COLOURS = ("#b3475f", "#5f9ea0", "#a0522d")
+STYLE: dict[Any, Any] = {"font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "ultraep"}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False}
+METADATA: dict[str, dict[str, str | None]] = {
+    "png": {"Software": "ultraep"},
+    "svg": {"Date": None, "Creator": "ultraep"},
+}
+
+
+def check_plot(path: str | Path) -> None:
+    """Raise if the file format is unknown or matplotlib is missing."""
+    ending = Path(path).suffix.lower()
+    if ending not in FORMATS:
+        raise ConfigError(
+            f"{path}: a plot must end in {', '.join(FORMATS)}, got {ending or 'no ending'}"
+        )
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"plots need matplotlib ({error}): pip install 'ultraep[plot]'"
+        ) from None
+
+
+def write_plot(
+    path: str | Path, title: str, results: Sequence[Result], *, ideal: float, first_layer: int = 0
+) -> None:
+    """Write a plot in the format of the file name. ideal: throughput of forced balance."""
+    check_plot(path)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    ending = Path(path).suffix.lower()
+    image_format, image = "png" if ending == ".png" else "svg", io.BytesIO()
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(13, 5.2), layout="constrained")
+        throughput, imbalance, stages = figure.subplots(1, 3)
+        figure.suptitle(title, fontsize=11)
+        spare = itertools.cycle(OTHER_COLOURS)
+        colours = [POLICY_COLOURS.get(result.label) or next(spare) for result in results]
+        _draw_throughput(throughput, results, colours, ideal)
+        _draw_imbalance(imbalance, results, colours, first_layer)
+        _draw_stages(stages, results)
+        for axes in (imbalance, stages):
+            axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        figure.savefig(image, format=image_format, dpi=150, metadata=METADATA[image_format])
+    content = image.getvalue()
+    if ending == ".html":
+        head = f'<!doctype html><html><head>{MARKS["page"].decode()}<meta charset="utf-8">'
+        head += f"<title>{html.escape(title)}</title></head><body>"
+        content = head.encode() + content[content.index(b"<svg") :] + b"</body></html>"
+    with whole_file(path) as file:
+        file.write(content)
+
+
+def _draw_throughput(
+    axes: Axes, results: Sequence[Result], colours: list[str], ideal: float
+) -> None:
+    bars = axes.bar([r.label for r in results], [r.throughput for r in results], color=colours)
+    axes.bar_label(bars, [f"{r.throughput / ideal:.0%}" for r in results], padding=2)
+    axes.set_title("Throughput, and its share of forced balance")
+    axes.set_ylabel(results[0].unit)
+    axes.margins(y=0.1)
+
+
+def _draw_imbalance(
+    axes: Axes, results: Sequence[Result], colours: list[str], first_layer: int
+) -> None:
+    for result, colour in zip(results, colours, strict=True):
+        layers = first_layer + np.arange(len(result.imbalance_by_layer))
+        axes.plot(layers, result.imbalance_by_layer, color=colour, label=result.label)
+    axes.set_title("Busiest rank over mean rank, by layer")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("imbalance, mean over microbatches")
+
+
+def _draw_stages(axes: Axes, results: Sequence[Result]) -> None:
+    bottom = np.zeros(len(results))
+    for part, (colour, *names) in PARTS.items():
+        values = [1e3 * sum(r.stages.get(name, 0.0) for name in names) for r in results]
+        if any(values):
+            labels = [result.label for result in results]
+            axes.bar(labels, values, bottom=bottom, color=colour, label=part)
+            bottom += values
+    axes.set_title("A microbatch through all layers")
+    axes.set_ylabel("ms")
+    axes.set_ylim(0, 1.05 * bottom.max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +93,7 @@ def command(options: SoakOptions) -> None:
     until = begin + 60 * options.minutes if options.minutes is not None else float("inf")
     rows: list[Row] = []
     with Campaign(settings, options.logs) as campaign:
-        steady = None if options.no_steady else _steady(campaign, settings, options.seed, planes)
+        steady = None if options.no_steady else campaign.start_steady(options.seed, planes)
         _run(campaign, faults, until, rows)
         problems = [] if steady is None else _end(steady, terminal)
     failures = [row for row in rows if row.outcome in FAILURES]
@@ -120,28 +121,22 @@ def _faults(
     options: SoakOptions, settings: Settings, terminal: Terminal
 ) -> tuple[Iterator[Fault] | list[Fault], list[str]]:
     """Return the faults to inject, and the planes of runs without faults."""
+    from ultraep.tools.soak import schedule
     from ultraep.tools.soak.run import obstacles
-    from ultraep.tools.soak.schedule import (
-        PLANES,
-        draw_fault,
-        possible_kinds,
-        read_schedule,
-        write_schedule,
-    )
 
     left_out = obstacles(settings.device, settings.preload)
-    planes = _chosen(options.planes, "--planes", tuple(PLANES), left_out)
+    planes = _chosen(options.planes, "--planes", tuple(schedule.PLANES), left_out)
     for plane in [plane for plane in left_out if plane not in planes and options.planes is None]:
         terminal.print_notes(f"data plane {plane!r} is left out: {left_out[plane]}")
     faults: list[Fault]
     if options.schedule is not None:
         refuse_options(options, ("faults", "kinds"), "--schedule has the faults")
-        _, faults = read_schedule(options.schedule)
+        _, faults = schedule.read_schedule(options.schedule)
     else:
-        kinds = _chosen(options.kinds, "--kinds", tuple(possible_kinds(planes)), {})
+        kinds = _chosen(options.kinds, "--kinds", tuple(schedule.possible_kinds(planes)), {})
         numbers = count() if options.faults is None and options.minutes is not None else None
         drawn = (
-            draw_fault(options.seed, number, settings.timeout, planes, kinds)
+            schedule.draw_fault(options.seed, number, settings.timeout, planes, kinds)
             for number in numbers or range(options.faults or FAULTS)
         )
         if numbers is not None:
@@ -156,7 +151,7 @@ def _faults(
         if not faults:
             raise ConfigError(f"no fault has a number in --only {options.only}")
     if options.save_schedule is not None:
-        write_schedule(options.save_schedule, options.seed, faults)
+        schedule.write_schedule(options.save_schedule, options.seed, faults)
     return faults, planes
 
 
@@ -173,27 +168,19 @@ def _chosen(
     return list(chosen)
 
 
-def _steady(campaign: Campaign, settings: Settings, seed: int, planes: list[str]) -> Steady | None:
-    from ultraep.tools.soak.run import Steady
-
-    if not set(planes) - {"hosts"}:
-        return None
-    return Steady(campaign.server, settings, seed, planes)
-
-
 def _run(
     campaign: Campaign,
     faults: Iterator[Fault] | list[Fault],
     until: float,
     rows: list[Row],
 ) -> None:
-    """Run all faults, adding to `rows`; Ctrl-C ends the campaign early."""
+    """Run all faults, adding to `rows`. A signal ends the campaign and kills its ranks."""
     total = len(faults) if isinstance(faults, list) else None
     begin = time.monotonic()
     if not isinstance(faults, list) or any(fault.plane == "hosts" for fault in faults):
         campaign.start_hosts()
-    with progress("faults") as report:
-        for row in campaign.rows(faults, until):
+    with progress("faults") as report, closing(campaign.rows(faults, until)) as outcomes:
+        for row in outcomes:
             rows.append(row)
             expected = total or max(
                 len(rows), int(len(rows) * (until - begin) / (time.monotonic() - begin))

@@ -52,22 +52,18 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield the segments of a renderable."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else plain(text), style, control)
 
     def print_facts(self, **facts: object) -> None:
-        """Print a line with name and text for every fact."""
         for name, text in facts.items():
             self.print(Text(f"{name:<9} {text}"), soft_wrap=True)
 
     def print_notes(self, *notes: str) -> None:
-        """Print remarks, each on its own line."""
         for note in notes:
             self.print(Text(f"note: {note}", FAINT), soft_wrap=True)
 
     def print_faint(self, text: str) -> None:
-        """Print a remark below a table."""
         self.print(Text(text, FAINT))
 
     def print_table(
@@ -128,7 +124,6 @@ def make_grid(
 
 
 def describe_topology(topology: Topology) -> list[str]:
-    """Return ranks, experts, spare slots and domains in words."""
     parts = [
         counted(topology.ranks, "rank"),
         counted(topology.experts, "expert"),

@@ -48,8 +48,8 @@ def command(options: ViewOptions) -> None:
 
     By default only this machine can open the page. The page loads nothing from the network.
     """
+    from ultraep.tools.view.api import write_page
     from ultraep.tools.view.catalogue import Catalogue
-    from ultraep.tools.view.export import write_page
 
     if options.export is not None and options.live:
         raise ConfigError("--export writes the traces as they are now; remove --live")

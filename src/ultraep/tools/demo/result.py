@@ -19,15 +19,13 @@ from ultraep.files.reading import read_text
 from ultraep.files.writing import write_text
 from ultraep.tools.demo.sizes import Sizes
 from ultraep.tools.report.numbers import Numbers, grouped, microbatches, plain
-from ultraep.tools.report.page import Page, plotly_js
+from ultraep.tools.report.page import REPORT_FILE, RESULT_FILE, Page
 from ultraep.tools.report.words import counted, size, table
 from ultraep.tools.view.table import overview, records_to_replan
 from ultraep.tools.view.traces import WholeTrace
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import cases, replayed
 
-RESULT_FILE = "result.json"
-REPORT_FILE = "report.html"
 TRACE = "trace"  # folder of a trace, inside the folder of its policy
 SAME_LOSS = 1e-3  # largest relative difference at the end that counts as rounding
 TABLE = {
@@ -153,7 +151,6 @@ class DemoResult:
         return ["", *(row.policy for row in self.policies), "forced balance"], rows
 
     def save(self, folder: str | Path) -> Path:
-        """Write the result into a folder."""
         path = Path(folder) / RESULT_FILE
         write_text(path, json.dumps(asdict(self), indent=1) + "\n")
         return path
@@ -173,7 +170,6 @@ class DemoResult:
 
 
 def trace_folder(out: str | Path, policy: str) -> Path:
-    """Return the folder of the trace of a policy's training."""
     return Path(out) / policy / TRACE
 
 
@@ -181,8 +177,6 @@ def trace_folder(out: str | Path, policy: str) -> Path:
 
 
 def write_report(out: str | Path, result: DemoResult) -> Path:
-    """Write OUT/report.html from the result and the traces in OUT."""
-    library = plotly_js()
     names = [row.policy for row in result.policies]
     folder = trace_folder(out, SHOWN if SHOWN in names else names[-1])
     trace = read_trace(folder)
@@ -205,7 +199,7 @@ def write_report(out: str | Path, result: DemoResult) -> Path:
         numbers=numbers,
     )
     path = Path(out) / REPORT_FILE
-    write_text(path, page.html(library))
+    write_text(path, page.html())
     return path
 
 
@@ -255,7 +249,6 @@ def _replay_table(replay: Numbers) -> str:
 
 
 def all_numbers(result: DemoResult, trace: Trace) -> dict[str, Numbers]:
-    """Return the numbers of every plot."""
     rows, shown = result.policies, overview(WholeTrace(Path(), trace).table, most=result.steps)
     axis = {"step": list(range(result.steps)), "steps_per_point": 1, "domains": domains(result)}
     lines = axis | {"step": shown["step"]} | shown["lines"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ultraep.errors import ConfigError
+from ultraep.tools.report.rows import usable_cores
 from ultraep.tools.report.words import counted
 
 MOST_RANKS, EXPERTS = 8, 32
@@ -81,8 +81,7 @@ QUICK = {
 
 def this_machine() -> Machine:
     """Return the cores and memory that this process may use, within its container's limits."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = usable_cores()
     return Machine(min(cores, _core_limit() or cores), _free_memory())
 
 

@@ -2,8 +2,7 @@
 
 options.py      options
 library.py      import transformers, offline
-families.py     small random models
-checkpoint.py   saved models, one block in memory at a time
+checkpoint.py   saved models, one block in memory at a time; small random models
 texts.py        windows of tokens
 blocks.py       blocks and experts of a model; a forward pass over windows, recorded as a trace
 run.py          all of it in order, with an estimate; sizes for the simulator

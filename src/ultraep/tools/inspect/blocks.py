@@ -78,7 +78,6 @@ class Anatomy:
         return cls(decoder, prefix, blocks, experts, dict(zip(layers, block_of, strict=True)))
 
     def only(self, layers: Collection[int]) -> Anatomy:
-        """The same model with the experts of these layers only."""
         experts = {layer: self.experts[layer] for layer in layers}
         blocks = {layer: self.block_of_layer[layer] for layer in layers}
         return replace(self, experts=experts, block_of_layer=blocks)

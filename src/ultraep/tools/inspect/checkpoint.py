@@ -3,6 +3,9 @@
 The model is built without weights. A block gets its weights from the safetensors files inside a
 `with`; the modules outside of blocks (embeddings, norms) keep theirs. transformers' own loader
 converts the tensors of the files into weights, for one block at a time.
+
+RandomModel: a small random model of one of transformers' families, to try `ultraep inspect`. It has
+the family's number of experts and of experts per token; all other sizes are small.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +112,6 @@ class Checkpoint:
         return match[1] if match else OUTSIDE
 
     def _keys_by_block(self) -> dict[str, list[str]]:
-        """Names of tensors in the files, by block."""
         loading = transformers("core_model_loading")
         renamings = [m for m in self._mapping if isinstance(m, loading.WeightRenaming)]
         converters = [m for m in self._mapping if isinstance(m, loading.WeightConverter)]
@@ -188,7 +190,6 @@ class Checkpoint:
 
 
 def read_config(folder: Path) -> Any:
-    """Read the configuration of a local checkpoint."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder}: not a directory; pass the directory of a checkpoint on this machine, as "
@@ -219,7 +220,6 @@ def _check_numbers(path: Path, table: Mapping[Any, Any]) -> None:
 
 
 def saved_dtype(config: Any, folder: Path) -> torch.dtype:
-    """The dtype of the saved weights."""
     dtype = config.get_text_config().dtype or torch.float32
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise FileError(f"{folder / CONFIG}: dtype must be a floating-point type, got {dtype!r}")
@@ -247,7 +247,6 @@ def dequantizer(config: Any, folder: Path) -> Any:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint."""
     files, index = sorted(folder.glob("*.safetensors")), folder / INDEX
     if index.is_file():
         try:
@@ -264,7 +263,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def keys_in(path: Path) -> list[str]:
-    """The keys of all tensors in a file."""
     with _open(path) as file:
         return list(file.keys())
 
@@ -299,3 +297,81 @@ def _nbytes(tensor: Any) -> int:
     """Bytes of a tensor in a file, from its dtype: BF16, F32, F8_E4M3, BOOL."""
     bits = re.search(r"\d+", tensor.get_dtype())
     return int(math.prod(tensor.get_shape())) * (int(bits[0]) if bits else 8) // 8
+
+
+# -- random models -------------------------------------------------------------------------------
+
+SMALL: dict[str, int] = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ALWAYS = {"head_dim", "pad_token_id", "bos_token_id", "eos_token_id"}  # also without a default
+LATENT: dict[str, int] = {  # for multi-head latent attention
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+}
+MORE: dict[str, dict[str, Any]] = {  # sizes without a default
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+}
+FAMILIES = (
+    *("afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3"),
+    *("deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "hy_v3"),
+    *("jamba", "minimax", "minimax_m2", "mixtral", "nemotron_h", "olmoe"),
+    *("phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"),
+)
+
+
+def small_config(family: str) -> Any:
+    if family not in FAMILIES:
+        raise ConfigError(f"unknown family {family!r}; known families: {', '.join(FAMILIES)}")
+    library = transformers()
+    if family not in library.CONFIG_MAPPING:
+        raise ConfigError(
+            f"transformers {library.__version__} does not have family {family!r}; install a newer "
+            "version, or choose another family"
+        )
+    defaults = library.AutoConfig.for_model(family).to_dict()
+    sizes = SMALL | (LATENT if "kv_lora_rank" in defaults else {})
+    sizes = {name: size for name, size in sizes.items() if name in defaults or name in ALWAYS}
+    return library.AutoConfig.for_model(family, **(sizes | MORE.get(family, {})))
+
+
+class RandomModel:
+    """A small model of a family with random weights in memory; used like a `Checkpoint`."""
+
+    def __init__(
+        self, family: str, *, device: torch.device, dtype: torch.dtype | None, seed: int
+    ) -> None:
+        self.config, self.device, self.dtype = small_config(family), device, dtype or torch.float32
+        torch.manual_seed(seed)
+        self.model = build_model(self.config, torch.float32).to(device, self.dtype)
+        self.anatomy = Anatomy.of(self.model)
+
+    def loaded(self, _: str) -> AbstractContextManager[None]:
+        """The weights are always in memory."""
+        return nullcontext()
+
+    def bytes_to_read(self, _: list[str]) -> int:
+        return 0
+
+    def bytes_in_memory(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model.parameters())

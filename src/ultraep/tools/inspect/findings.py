@@ -20,13 +20,11 @@ from ultraep.files.writing import write_text
 from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.inspect.texts import TextSpan
 from ultraep.tools.report.numbers import Numbers, grouped, microbatches
-from ultraep.tools.report.page import Page, plotly_js
+from ultraep.tools.report.page import REPORT_FILE, RESULT_FILE, Page
 from ultraep.tools.report.words import counted, table
 from ultraep.trace.read import Trace
 from ultraep.trace.replay import Case, Replayed, cases, plans, replayed
 
-RESULT_FILE = "result.json"
-REPORT_FILE = "report.html"
 PRESET_FILE = "model.toml"
 TRACE = "trace"
 ALL = "all texts"
@@ -65,7 +63,6 @@ class InspectionResult:
     rows: list[dict[str, Any]]
 
     def save(self, folder: Path) -> Path:
-        """Write result.json into the folder."""
         path = folder / RESULT_FILE
         write_text(path, json.dumps(asdict(self), indent=1) + "\n")
         return path
@@ -95,7 +92,6 @@ class Findings:
         return list(dict.fromkeys(outcome.case.topology.ranks for outcome in self.outcomes))
 
     def of_size(self, ranks: int) -> list[Replayed]:
-        """The cases with this number of ranks."""
         return [outcome for outcome in self.outcomes if outcome.case.topology.ranks == ranks]
 
     def shown_of(self, ranks: int) -> Replayed:
@@ -105,12 +101,10 @@ class Findings:
 
     @property
     def shown(self) -> Replayed:
-        """The case to show in detail."""
         return self.shown_of(self.sizes[0])
 
     @property
     def headline(self) -> str:
-        """The answer in one line."""
         shown = self.shown
         change = f"{shown.before.mean():.2f} -> {shown.after.mean():.2f}"
         return f"Imbalance {change} at EP{self.sizes[0]} under {label(shown.case)}"
@@ -121,7 +115,6 @@ class Findings:
         return any(outcome.beyond.any() for outcome in self.outcomes)
 
     def table(self) -> Table:
-        """Imbalance and replicas of every case."""
         head = ["policy", "EP", "slots", "before", "after", "bound", "replicas", "remote"]
         return head, [_cells(outcome) for outcome in self.outcomes]
 
@@ -200,15 +193,12 @@ def _cells(outcome: Replayed) -> list[str]:
 
 
 def write_report(out: Path, result: InspectionResult, findings: Findings) -> Path:
-    """Write OUT/report.html."""
-    library = plotly_js()
     path = out / REPORT_FILE
-    write_text(path, page(result, findings).html(library))
+    write_text(path, page(result, findings).html())
     return path
 
 
 def page(result: InspectionResult, findings: Findings) -> Page:
-    """The page with all plots."""
     beyond = f"\n<p>* {BEYOND}.</p>" if findings.beyond else ""
     return Page(
         report="inspect",
@@ -239,7 +229,6 @@ def _facts(result: InspectionResult, sizes: list[int]) -> list[tuple[str, str]]:
 
 
 def all_numbers(findings: Findings) -> dict[str, Numbers]:
-    """The numbers of every plot."""
     trace = findings.trace
     every, layers = np.ones(len(trace), dtype=bool), trace.layers.tolist()
     texts = {span.name: findings.text == span.name for span in findings.texts}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ultraep.config import check_choice
 from ultraep.errors import ConfigError
 from ultraep.policies import get_policy
 from ultraep.tools.cli import options as cli
@@ -64,32 +65,27 @@ class InspectOptions(cli.Options):
         _ = self.slot_counts, self.sizes, self.recorded_layers  # refuse invalid lists
         if self.history < 1:
             raise ConfigError(f"--history must be at least 1, got {self.history}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.dtype is not None:
+            check_choice("--dtype", self.dtype, DTYPES)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must lie between 0 and 2**63 - 1, got {self.seed}")
 
     @property
     def name(self) -> str:
-        """The name of the model."""
         return self.model.resolve().name if self.model else f"random {self.random}"
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names of policies."""
         return cli.split_names(self.policy, "--policy")
 
     @property
     def slot_counts(self) -> tuple[int, ...]:
-        """Numbers of spare slots."""
         return cli.split_numbers(self.slots, "--slots")
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """Numbers of ranks."""
         return None if self.ep is None else cli.split_numbers(self.ep, "--ep")
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:
-        """Sorted numbers of layers."""
         return None if self.layers is None else cli.split_ranges(self.layers, "--layers")

@@ -25,12 +25,9 @@ from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.writing import write_text
 from ultraep.tools.inspect.blocks import Anatomy, RoutingRecorder, num_experts, run_windows
-from ultraep.tools.inspect.checkpoint import Checkpoint
-from ultraep.tools.inspect.families import RandomModel
+from ultraep.tools.inspect.checkpoint import Checkpoint, RandomModel
 from ultraep.tools.inspect.findings import (
     PRESET_FILE,
-    REPORT_FILE,
-    RESULT_FILE,
     TRACE,
     Findings,
     InspectionResult,
@@ -40,14 +37,9 @@ from ultraep.tools.inspect.findings import (
 )
 from ultraep.tools.inspect.library import LibraryErrors
 from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.texts import (
-    TextSpan,
-    hashed_words,
-    texts_of,
-    tokenizer_of,
-    windows_of,
-)
+from ultraep.tools.inspect.texts import TextSpan, hashed_words, texts_of, tokenizer_of, windows_of
 from ultraep.tools.outputs import OutputDir
+from ultraep.tools.report.page import REPORT_FILE, RESULT_FILE
 from ultraep.tools.sim.model import GATED
 from ultraep.topology import Topology
 from ultraep.trace.read import read_trace
@@ -114,7 +106,6 @@ class Inspection:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """Sizes of the model and of the work."""
         opened, tokens = self.opened, sum(span.tokens for span in self.texts)
         in_experts = sum(map(_parameters, self.anatomy.experts.values()))
         in_blocks = sum(_parameters(self.anatomy.blocks[name]) for name in self.blocks)
@@ -165,13 +156,11 @@ class Inspection:
         return recorder
 
     def findings(self, out: OutputDir, report: Progress) -> Findings:
-        """Replay the recorded trace under all policies."""
         return find(read_trace(out.traces[0]), self.texts, self.sizes, self.options, report)
 
     def result(
         self, recorder: RoutingRecorder, findings: Findings, seconds: float
     ) -> InspectionResult:
-        """Facts about the model and the run, and a row for every case."""
         opened, notes = self.opened, list(self.notes)
         if recorder.dropped:
             notes.append(f"{recorder.dropped} records were dropped because the disk was too slow")
@@ -198,7 +187,6 @@ class Inspection:
 
 
 def claim_folder(out: Path) -> OutputDir:
-    """The output directory of an inspection."""
     files = (RESULT_FILE, REPORT_FILE, PRESET_FILE)
     return OutputDir(out, work="inspection", files=files, traces=[TRACE])
 

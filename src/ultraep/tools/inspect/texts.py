@@ -59,7 +59,6 @@ def texts_of(files: Sequence[Path], tokens: int = 0) -> dict[str, str]:
 
 
 def tokenizer_of(folder: Path) -> Encode | None:
-    """The tokenizer of a checkpoint; None if it has none."""
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not files:
         return None

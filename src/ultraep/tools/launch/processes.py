@@ -201,7 +201,6 @@ def environment() -> dict[str, str]:
 
 
 def run_rank(descriptor: int) -> None:
-    """Receive the job, run it, and send the result."""
     stop_on_sigterm()
     pipe = Connection(descriptor)
     work, place, job = pickle.loads(pipe.recv_bytes())

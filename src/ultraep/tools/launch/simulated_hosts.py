@@ -39,7 +39,6 @@ class SimulatedHost:
     cable: str
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs `argv` on this host."""
         named = ["sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *argv]
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", *named]
 

@@ -16,6 +16,7 @@ from string import Template
 from ultraep.errors import BackendUnavailable
 from ultraep.tools.report.numbers import Numbers
 
+RESULT_FILE, REPORT_FILE = "result.json", "report.html"  # in the output of a command
 OWN = "ultraep.tools.report"
 SHARED = ("parts.js", "figures.js")
 
@@ -37,8 +38,7 @@ class Page:
     numbers: Mapping[str, Numbers]
     kind: str = ""
 
-    def html(self, library: str) -> str:
-        """Return the HTML file. library: the source of plotly.js."""
+    def html(self) -> str:
         scripts = (*SHARED, f"{self.report}.js")
         return Template(own_file(OWN, "page.html")).substitute(
             title=escape(f"{self.kind}: {self.title}" if self.kind else self.title),
@@ -49,13 +49,12 @@ class Page:
             notes=_notes(self.notes),
             sections=Template(own_file(OWN, f"{self.report}.html")).substitute(self.tables),
             numbers="\n".join(embedded(name, part) for name, part in self.numbers.items()),
-            library=library.replace("</script", "<\\/script"),
+            library=plotly_js().replace("</script", "<\\/script"),
             script="".join(own_file(OWN, name) for name in scripts),
         )
 
 
 def plotly_js() -> str:
-    """Return the source of plotly.js from the package plotly."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -73,7 +72,6 @@ def embedded(name: str, numbers: Numbers) -> str:
 
 
 def own_file(package: str, name: str) -> str:
-    """Return the text of a file in a package."""
     return files(package).joinpath(name).read_text("utf-8")
 
 

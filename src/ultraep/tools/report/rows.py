@@ -39,9 +39,13 @@ def as_json(rows: Iterable[MeasuredNumber]) -> str:
 
 def cpu_device() -> str:
     """Return the name of the CPU and the number of usable cores."""
+    return f"{_cpu_name()}, {counted(usable_cores(), 'core')}"
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return f"{_cpu_name()}, {counted(cores, 'core')}"
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:
@@ -56,9 +60,11 @@ def _cpu_name() -> str:
 def versions() -> dict[str, str]:
     """Return the versions of this package and its numerical dependencies, without importing."""
     numbers = {"ultraep": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            numbers[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            numbers[package] = "not installed"
-    return numbers
+    return numbers | {package: version_of(package) or "not installed" for package in PACKAGES}
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

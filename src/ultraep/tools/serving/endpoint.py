@@ -210,7 +210,6 @@ class Server:
 
 
 def _name_of(error: Exception) -> str:
-    """The name under which an error is counted."""
     if isinstance(error, (TimeoutError, httpx.TimeoutException)):
         return TIMEOUT
     if isinstance(error, httpx.HTTPStatusError):
@@ -221,7 +220,6 @@ def _name_of(error: Exception) -> str:
 
 
 def _has_token(data: str) -> bool:
-    """Whether an event of a stream contains a token."""
     if data == "[DONE]":
         return False
     try:

@@ -13,6 +13,7 @@ Shapes: T tokens, K experts per token, R ranks, E experts.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.stats import Stats
 from ultraep.tools.serving.load import Prompt, next_microbatch
 from ultraep.tools.serving.measure import FORCED, Turn
+from ultraep.topology import Topology
 
 LATE, GRACE = 2.0, 10.0  # a turn ends after LATE times its arrivals plus GRACE seconds
 CPU = torch.device("cpu")
@@ -226,7 +228,6 @@ def from_first(value: Any) -> Any:
 
 
 def policy_of(variant: str) -> str:
-    """The registered policy of a variant."""
     return {"eplb": AT_HOME, FORCED: "none"}.get(variant, variant)
 
 
@@ -287,3 +288,32 @@ class ForcedChoices:
         named = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
         named["top_k_index"] = self.choose(named["top_k_index"])
         return (), named
+
+
+# -- even routing --------------------------------------------------------------------------------
+
+
+class EvenTurns:
+    """The round-robin choices of one rank."""
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        self.turns, self.rank = in_turn(topology), rank
+
+    def chosen(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        """[T, K] the choices that replace the router's; each rank has its part of the round."""
+        self.turns = self.turns.to(ids_TK)  # once: a later call would wait for the device
+        first = self.rank * ids_TK.numel()
+        rows = torch.arange(first, first + ids_TK.numel(), device=ids_TK.device) % len(self.turns)
+        return self.turns[rows].reshape(ids_TK.shape)
+
+
+def in_turn(topology: Topology) -> torch.Tensor:
+    """Return experts in an order that visits all ranks, and each rank's experts, in turn.
+
+    >>> in_turn(Topology(ranks=2, experts=4)).tolist()
+    [0, 2, 1, 3]
+    """
+    homes = [topology.home_experts(rank) for rank in range(topology.ranks)]
+    turns = math.lcm(*(len(experts) for experts in homes))
+    table = np.stack([np.resize(experts, turns) for experts in homes], axis=1)
+    return torch.from_numpy(table.reshape(-1))

@@ -162,7 +162,6 @@ def make_prompts(
 
 @cache
 def library_texts() -> dict[str, bytes]:
-    """Texts from Python's own library, by subject."""
     return {name: read() for name, read in SUBJECTS.items()}
 
 

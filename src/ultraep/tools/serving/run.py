@@ -31,12 +31,12 @@ from ultraep.tools.launch.processes import RankPlace, run_ranks
 from ultraep.tools.report.rows import cpu_device
 from ultraep.tools.serving.engine import (
     Engine,
+    EvenTurns,
     ForcedChoices,
     check_variants,
     from_first,
 )
 from ultraep.tools.serving.load import Arrival, LoadOptions, Prompt, make_prompts
-from ultraep.tools.tiny.even import EvenTurns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -161,7 +161,6 @@ class ModelFacts:
 
 
 def config_of(folder: str | None) -> Any:
-    """The configuration of a checkpoint, or of the random model."""
     if folder is not None:
         return read_config(Path(folder))
     return transformers().Qwen3MoeConfig(**RANDOM, experts_implementation="grouped_mm")
@@ -255,7 +254,6 @@ class TransformersModel:
         return list(dict.fromkeys(self._balancers[policy]))
 
     def close(self) -> None:
-        """Close all balancers."""
         for policy in self._balancers:
             for balancer in self.use(policy):
                 balancer.close()
@@ -350,11 +348,9 @@ def calibrate(engine: Engine, options: EngineOptions, bytes_per_token: int) -> C
         engine.budget = min(LARGEST, max(SMALLEST, tokens))
         speed = fastest()
     rates = options.load.known_rates() or rates_of(options.load, speed)
-    return Calibrated(engine.budget, speed, rates, device_name(engine.model.device))
-
-
-def device_name(device: torch.device) -> str:
-    return cpu_device() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    device = engine.model.device
+    name = cpu_device() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return Calibrated(engine.budget, speed, rates, name)
 
 
 def rates_of(load: LoadOptions, tokens_per_second: float) -> tuple[float, ...]:

@@ -2,8 +2,8 @@
 
 All settings run on the same loads, next to no balancing and forced balance. The best settings run
 again with other seeds, which gives the range of the gain, and with few and many tokens per rank,
-which gives the break-even (gains.py). They also run on every data plane (across.py). Plans by time
-need no tolerance.
+which gives the break-even. They also run on every data plane (gains.py). Plans by time need no
+tolerance.
 """
 
 from __future__ import annotations
@@ -11,25 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ultraep.tools.sim.across import (
-    BetweenDomains,
-    PlaneTime,
-    compare_planes,
-    imbalance_between,
-    num_compared,
-)
-from ultraep.tools.sim.gains import (
-    PROBE_TOKENS,
-    SEEDS,
-    UNBALANCED,
-    BreakEven,
-    Curve,
-    Gain,
-    break_even,
-    gain_of,
-    gains_by_tokens,
-    gains_of_seeds,
-)
+from ultraep.tools.sim import gains
+from ultraep.tools.sim.gains import UNBALANCED, BetweenDomains, BreakEven, Curve, Gain, PlaneTime
 from ultraep.tools.sim.run import Report, Result, simulate
 from ultraep.tools.sim.runtime import Contender
 from ultraep.tools.sim.scenario import Scenario
@@ -136,9 +119,9 @@ def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = No
         for slots in range(1, max_slots(scenario) + 1)
         for tolerance in tolerances
     ]
-    seeds = SEEDS - 1 if isinstance(scenario.workload, Skew) else 0
+    seeds = gains.SEEDS - 1 if isinstance(scenario.workload, Skew) else 0
     done = len(tried) + 2
-    total = done + 2 * seeds + len(PROBE_TOKENS) + num_compared(scenario)
+    total = done + 2 * seeds + len(gains.PROBE_TOKENS) + gains.num_compared(scenario)
     progress = report or (lambda *_: None)
     none, *balanced, ideal = simulate(
         scenario,
@@ -153,24 +136,24 @@ def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = No
     best = choose(options, none.out_of_memory)
     contender = UNBALANCED if best is None else tried[options.index(best)]
     planes = []
-    for plane in compare_planes(scenario, contender, processes):
+    for plane in gains.compare_planes(scenario, contender, processes):
         planes.append(plane)
         progress(done + len(planes), total)
-    across = tuple(planes), imbalance_between(scenario, contender, processes)
+    across = tuple(planes), gains.imbalance_between(scenario, contender, processes)
     if best is None:
         return _advice(scenario, (none, none, ideal), options, None, (1.0,), (), across)
     done += len(planes)
     index = options.index(best)
-    gains, curve = [best.gain], []
-    for gain in gains_of_seeds(scenario, tried[index], processes):
-        gains.append(gain)
-        progress(done + 2 * (len(gains) - 1), total)
-    for point in gains_by_tokens(scenario, tried[index]):
+    draws, curve = [best.gain], []
+    for gain in gains.gains_of_seeds(scenario, tried[index], processes):
+        draws.append(gain)
+        progress(done + 2 * (len(draws) - 1), total)
+    for point in gains.gains_by_tokens(scenario, tried[index]):
         curve.append(point)
         progress(done + 2 * seeds + len(curve), total)
     results = (none, balanced[index], ideal)
     slow_rank = _slow_rank(scenario, tried[index], balanced[index], processes)
-    return _advice(scenario, results, options, best, tuple(gains), tuple(curve), across, slow_rank)
+    return _advice(scenario, results, options, best, tuple(draws), tuple(curve), across, slow_rank)
 
 
 def _slow_rank(
@@ -264,7 +247,7 @@ def _advice(
         balanced_out_of_memory=balanced.out_of_memory,
         avoids_out_of_memory=none.out_of_memory > 0 and not balanced.out_of_memory,
     )
-    gain = gain_of(scenario, none, balanced, draws)
+    gain = gains.gain_of(scenario, none, balanced, draws)
     verdict = verdict_of(gain.overall, gain.low, avoids_out_of_memory=memory.avoids_out_of_memory)
     advised = best if verdict != DOES_NOT_PAY else None
     before, after, least = (seconds_by_stage(result) for result in results)
@@ -280,8 +263,8 @@ def _advice(
         options=options,
         ideal_throughput=ideal.throughput,
         gain=gain,
-        break_even=break_even(curve, 1.0) if best else None,
-        clear_gain=break_even(curve, CLEAR_GAIN) if best else None,
+        break_even=gains.break_even(curve, 1.0) if best else None,
+        clear_gain=gains.break_even(curve, CLEAR_GAIN) if best else None,
         curve=curve,
         memory=memory,
         slow_rank=slow_rank,

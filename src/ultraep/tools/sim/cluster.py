@@ -83,5 +83,4 @@ class Cluster:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return a preset, or a cluster from a TOML file."""
     return load_record(Cluster, "clusters", name)

@@ -43,12 +43,10 @@ class LayerTimes:
 
     @property
     def forward_seconds(self) -> FloatArray:
-        """[S] seconds of the forward pass."""
         return _total(self.forward)
 
     @property
     def backward_seconds(self) -> FloatArray:
-        """[S] seconds of the backward pass."""
         return _total(self.backward)
 
 
@@ -83,7 +81,6 @@ class LayerClock:
         return self.tokens * self.costs.model.top_k
 
     def times(self, replicas: Replicas) -> LayerTimes:
-        """Return the times of all microbatches."""
         forward = self._forward(replicas)
         backward = self._backward(replicas, forward) if self.training else {}
         peak_S = replicas.rank_loads.max(axis=1)
@@ -278,6 +275,5 @@ class LayerClock:
 
 
 def _total(stages: dict[str, FloatArray]) -> FloatArray:
-    """[S] seconds of all stages together."""
     total: FloatArray = np.sum(list(stages.values()), axis=0)
     return total

@@ -57,7 +57,6 @@ class LatentAttention(Attention):
     value_width: int
 
     def weights(self, width: int) -> int:
-        """Return the weights of the projections of one layer."""
         key_width = self.plain_width + self.rotary_width
         query = self.query_rank * (width + self.heads * key_width)
         keys = width * (self.kv_rank + self.rotary_width)
@@ -66,7 +65,6 @@ class LatentAttention(Attention):
 
     @property
     def core(self) -> int:
-        """Operations per pair of tokens: scores, then values."""
         return 2 * self.heads * (self.plain_width + self.rotary_width + self.value_width)
 
 
@@ -104,17 +102,14 @@ class Model:
 
     @property
     def expert_layers(self) -> range:
-        """Indices of the layers with experts."""
         return range(self.dense_layers, self.layers)
 
     @property
     def moe_layers(self) -> int:
-        """Number of layers with experts."""
         return self.layers - self.dense_layers
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one expert."""
         return GATED * self.width * self.expert_width
 
     @property
@@ -128,7 +123,6 @@ class Model:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of the attention of one layer."""
         return self.attention.weights(self.width)
 
     @property
@@ -146,12 +140,10 @@ class Model:
 
     @property
     def all_expert_weights(self) -> int:
-        """Weights of the experts of all layers."""
         return self.moe_layers * self.experts * self.expert_weights
 
     @property
     def weights(self) -> int:
-        """All weights."""
         return self.plain_weights + self.all_expert_weights
 
     @property
@@ -173,7 +165,6 @@ class Model:
 
 
 def load_model(name: str) -> Model:
-    """Return a preset, or a model from a TOML file."""
     table, where = load_table("models", name), f"model {name}"
     attention = table.get("attention")
     if not isinstance(attention, dict) or attention.get("kind") not in tuple(ATTENTION):

@@ -6,7 +6,6 @@ Shapes: S microbatches, E experts, D fast-link domains, K experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb
 
 import numpy as np
 
@@ -70,16 +69,6 @@ def plane_for(name: str, topology: Topology) -> Plane:
 
 
 # -- rows that cross -----------------------------------------------------------------------------
-
-
-def even_crossing(experts: int, domains: int, top_k: int) -> float:
-    """Return the rows per token that cross with even routing, each token once per domain.
-
-    >>> round(even_crossing(experts=256, domains=8, top_k=8), 2)
-    4.63
-    """
-    elsewhere = comb(experts - experts // domains, top_k) / comb(experts, top_k)
-    return (domains - 1) * (1 - elsewhere)
 
 
 def served_shares(loads_SE: IntArray, topology: Topology, top_k: int) -> FloatArray:

@@ -26,31 +26,28 @@ from ultraep.topology import Topology
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a layer in all microbatches, and the rows that stay at home."""
+    """The replicas of a layer in all microbatches, and its loads."""
 
     topology: Topology
     microbatch: IntArray  # [C]
     expert: IntArray  # [C]
     host: IntArray  # [C]
     rows: IntArray  # [C]
-    at_home: IntArray  # [S, E]
+    loads: IntArray  # [S, E] rows of every expert, at home and at replicas
 
     @classmethod
     def of(cls, topology: Topology, placed_C4: IntArray, loads_SE: IntArray) -> Replicas:
         """Return the replicas (microbatch, expert, host, rows) of these loads."""
         microbatch_C, expert_C, host_C, rows_C = placed_C4.T
-        place_C = microbatch_C * topology.experts + expert_C
-        away = np.bincount(place_C, weights=rows_C, minlength=loads_SE.size)
-        at_home_SE = loads_SE - away.reshape(loads_SE.shape).astype(np.int64)
-        return cls(topology, microbatch_C, expert_C, host_C, rows_C, at_home_SE)
+        return cls(topology, microbatch_C, expert_C, host_C, rows_C, loads_SE)
 
     @cached_property
-    def loads(self) -> IntArray:
-        """[S, E] rows of every expert, at home and at replicas."""
+    def at_home(self) -> IntArray:
+        """[S, E] rows that stay at home."""
         place_C = self.microbatch * self.topology.experts + self.expert
-        away = np.bincount(place_C, weights=self.rows, minlength=self.at_home.size)
-        summed: IntArray = self.at_home + away.reshape(self.at_home.shape).astype(np.int64)
-        return summed
+        away = np.bincount(place_C, weights=self.rows, minlength=self.loads.size)
+        left: IntArray = self.loads - away.reshape(self.loads.shape).astype(np.int64)
+        return left
 
     @cached_property
     def rank_loads(self) -> IntArray:
@@ -94,7 +91,7 @@ class Replicas:
 
     def _count(self, microbatch: IntArray, index: IntArray, width: int) -> IntArray:
         """[S, width] how often each index occurs in each microbatch."""
-        shape = (len(self.at_home), width)
+        shape = (len(self.loads), width)
         return np.bincount(microbatch * width + index, minlength=shape[0] * width).reshape(shape)
 
 

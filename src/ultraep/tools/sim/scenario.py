@@ -36,7 +36,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
         return self.weights + self.slots + self.kept + self.rows
 
 
@@ -91,7 +90,6 @@ class Scenario:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return self.ranks * self.job.pipeline * self.job.groups
 
     @property
@@ -109,7 +107,6 @@ class Scenario:
 
     @property
     def topology(self) -> Topology:
-        """Ranks, domains, homes and slots."""
         domain = self.cluster.domain_of(self.ranks) if self.domain is None else self.domain
         return Topology(
             ranks=self.ranks, experts=self.model.experts, slots=self.slots, domain=domain
@@ -117,12 +114,10 @@ class Scenario:
 
     @property
     def plane(self) -> Plane:
-        """How rows and weights move."""
         return plane_for(self.data_plane, self.topology)
 
     @property
     def config(self) -> BalanceConfig:
-        """The configuration of ultraep's plans."""
         rates, job = self.plan_rates, self.job
         if rates is None and self.objective == "time":
             rates = rates_by(self.costs, ranks=self.ranks, tokens=job.tokens, training=job.trains)
@@ -136,7 +131,6 @@ class Scenario:
 
     @property
     def costs(self) -> Costs:
-        """Seconds of single operations."""
         return Costs(self.cluster, self.model, self.rates)
 
     @property
@@ -150,7 +144,6 @@ class Scenario:
         return self.ranks * self.job.tokens * self.model.top_k
 
     def memory(self, slots: int, rows: float) -> Memory:
-        """Return the memory of a device that holds these slots and serves these rows."""
         model, job = self.model, self.job
         return Memory(
             weights=job.weight_bytes(model, self.ranks),

@@ -55,7 +55,6 @@ class Requests:
 
 
 def load_requests(name: str) -> Requests:
-    """Return a preset, or a set of requests from a TOML file."""
     return load_record(Requests, "requests", name)
 
 

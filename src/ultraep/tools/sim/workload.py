@@ -101,7 +101,6 @@ class Recorded:
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
         return int(self.loads.shape[2])
 
     def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:

@@ -35,23 +35,15 @@ class Job:
     disk: Path
     timeout: float
     limit: float
+    device: str
     host: SimulatedHost | None = None
     planes: tuple[str, ...] = ()
-    device: str = "cpu"
 
 
 class Fired(NamedTuple):
     """The fault happens now."""
 
     rank: int
-
-
-class Ended(NamedTuple):
-    """The end of the work of a rank. An empty `error` means that all numbers were right."""
-
-    rank: int
-    error: str = ""
-    message: str = ""
 
 
 class Sample(NamedTuple):

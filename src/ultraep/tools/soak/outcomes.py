@@ -14,7 +14,6 @@ Failures are unnamed, unexplained, hang, wrong number and leak.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -31,12 +30,6 @@ WRONG, LEAK, NOT_INJECTED, UNEXPLAINED = "wrong number", "leak", "not injected",
 FAILURES = (UNNAMED, UNEXPLAINED, HANG, WRONG, LEAK)
 OUTCOMES = (SURVIVED, STOPPED, NOT_INJECTED, *FAILURES)
 EXPLAINED = ("kill", "stop")  # faults whose rank the flight recorder must name
-# Stages and points of the program, as errors spell them.
-STAGES = re.compile(
-    r"of layer \d+ \(step \d+\)|stage '[a-z ]+'|the creation of the balancer|"
-    r"the allocation of memory for '[a-z0-9 ]+'"
-)
-RANKS = re.compile(r"\branks? \[?(\d+(?:(?:, | and )\d+)*)")
 STORE = "store of the process group does not respond (rank 0"
 # A resource leaks if its trend over the run exceeds this, in its own unit.
 ALLOWED_GROWTH = {
@@ -52,11 +45,17 @@ FEWEST_SAMPLES = 10
 
 
 class RankEnd(NamedTuple):
-    """The end of one rank, as the supervisor saw it. `killed`: by the fault."""
+    """The end of one rank. An empty `error` means that all numbers were right.
+
+    ranks, place: that the error names, see `UltraEPError`.
+    killed, hung: as the supervisor saw it; killed: by the fault.
+    """
 
     rank: int
     error: str = ""
     message: str = ""
+    ranks: tuple[int, ...] = ()
+    place: str = ""
     killed: bool = False
     hung: bool = False
 
@@ -109,14 +108,11 @@ def _unnamed(fault: Fault, end: RankEnd) -> str:
     """Return what the error of a rank fails to name."""
     if end.error == "InjectedError" and end.rank == fault.rank:
         return ""  # the user's own error, with its traceback
-    named = {
-        int(number) for ranks in RANKS.findall(end.message) for number in re.findall(r"\d+", ranks)
-    }
     culprits = culprits_of(fault, end.rank)
     # Without the store of rank 0, a rank cannot find out who else is missing.
-    if not named & culprits and STORE not in end.message:
+    if not culprits.intersection(end.ranks) and STORE not in end.message:
         return f"rank {', '.join(map(str, sorted(culprits)))}"
-    return "" if STAGES.search(end.message) else "a stage"
+    return "" if end.place else "a stage"
 
 
 def explain(fault: Fault, folder: Path) -> tuple[str, str]:
@@ -133,8 +129,9 @@ def explain(fault: Fault, folder: Path) -> tuple[str, str]:
 
 def culprits_of(fault: Fault, observer: int) -> set[int]:
     """Return the ranks of which an error should name one."""
-    stopped = fault.kind == "stop" and fault.rank == observer  # it finds that others have left
-    if fault.kind not in ("lost messages", "delayed messages") and not stopped:
+    if fault.kind == "stop" and fault.rank == observer:
+        return set(range(fault.ranks))  # it finds that others have left, because of itself
+    if fault.kind not in ("lost messages", "delayed messages"):
         return {fault.rank}
     # A rank may wait for a rank of its own host that waits for the other host.
     return set(range(fault.ranks)) - {observer}

@@ -1,6 +1,6 @@
 """The process of one rank of a soak run, forked from a server that has imported this module.
 
-A rank reports to its supervisor through a pipe: `Fired` when its fault happens, then `Ended`.
+A rank reports to its supervisor through a pipe: `Fired` when its fault happens, then `RankEnd`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -25,14 +26,13 @@ import torch
 import torch.distributed as dist
 
 from ultraep import Balancer, LocalGroup
-from ultraep.runtime.balancer import warm_up
-from ultraep.runtime.connect import connect
+from ultraep.runtime.connect import connect, warm_up
 from ultraep.runtime.hosts import this_host
-from ultraep.runtime.mapped.peers import SymmetricPeers
+from ultraep.runtime.mapped.peers import SharedPeers, SymmetricPeers
 from ultraep.tools.launch.simulated_hosts import LINK
 from ultraep.tools.soak.faults import PLANNER, Injector
-from ultraep.tools.soak.jobs import FLIGHT, PRELOAD, SERVER, Ended, Fired, Job, Sample, shared_files
-from ultraep.tools.soak.peers import SharedPeers
+from ultraep.tools.soak.jobs import FLIGHT, PRELOAD, SERVER, Fired, Job, Sample, shared_files
+from ultraep.tools.soak.outcomes import RankEnd
 from ultraep.tools.soak.schedule import DISKS, OF_KERNELS, Fault
 from ultraep.tools.soak.training import RATES, Case, Training, Watch
 
@@ -85,18 +85,19 @@ class _Report:
     ends: whether the error ends here; otherwise it is raised again.
     """
 
-    def __init__(self, rank: int, send: Callable[[Ended], None], *, ends: bool = True) -> None:
+    def __init__(self, rank: int, send: Callable[[RankEnd], None], *, ends: bool = True) -> None:
         self.rank, self._send, self._ends = rank, send, ends
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if error is None:
-            self._send(Ended(self.rank))
+            self._send(RankEnd(self.rank))
         else:
             sys.excepthook(type(error), error, trace)  # as at the end of a program
             message = " ".join(str(error).split())
-            self._send(Ended(self.rank, type(error).__name__, message))
+            named = getattr(error, "ranks", ()), getattr(error, "place", "")
+            self._send(RankEnd(self.rank, type(error).__name__, message, *named))
         return self._ends
 
 
@@ -175,24 +176,17 @@ def _store_of_rank_0(job: Job, limit: timedelta) -> Any:
 def case_of(fault: Fault) -> Case:
     """Return the model and sizes of the run that a fault hits."""
     steps = FEW_STEPS if fault.plane in OF_KERNELS else STEPS
-    case = Case(fault.ranks, fault.seed, steps)
+    case = Case.drawn(fault.ranks, fault.seed, steps)
     if fault.kind == "planner":
-        object.__setattr__(case, "policy", PLANNER)
+        return replace(case, policy=PLANNER)
     if fault.kind == "device":  # recomputed ids would be right
-        object.__setattr__(case, "recompute", False)
-    if fault.kind == "network":
-        object.__setattr__(case, "own_network", True)
-    return case
+        return replace(case, recompute=False)
+    return replace(case, own_network=True) if fault.kind == "network" else case
 
 
 def balancer_options(case: Case) -> dict[str, Any]:
     """Return the options of the balancer beside its group and data plane."""
-    return {
-        "experts": case.experts,
-        "homes": case.homes,
-        "config": case.config,
-        **case.options,
-    }
+    return {"experts": case.experts, "homes": case.homes, "config": case.config, **case.options}
 
 
 @contextmanager
@@ -239,7 +233,7 @@ def _steady(job: Job, pipe: Connection) -> None:
             number += 1
             plane = job.planes[number % len(job.planes)]
             steps = FEW_STEPS if plane in OF_KERNELS else STEPS
-            case = Case(job.size, job.seed * 7919 + number, steps)
+            case = Case.drawn(job.size, job.seed * 7919 + number, steps)
             if plane == "in-process":
                 _all_threads(case, job.timeout)
             else:
@@ -281,6 +275,7 @@ def resources() -> dict[str, float]:
 
 def warm_server() -> None:
     """Import and load in the server what all ranks need. No backward: its threads cannot fork."""
+    os.setsid()  # signals to the group of the supervisor must not end the server first
     os.environ.setdefault("ULTRAEP_RATES", RATES)
     os.environ["ULTRAEP_FLIGHT"] = "off"  # its thread would not survive a fork
     with warnings.catch_warnings(), suppress(ImportError):
@@ -292,7 +287,7 @@ def warm_server() -> None:
         module, _, function = name.partition(":")
         getattr(import_module(module), function)() if function else import_module(module)
     warm_up(None)
-    case = Case(1, 0)
+    case = Case.drawn(1, 0)
     training = Training(case, Balancer("alone", **balancer_options(case)), Watch())
     with torch.no_grad():
         for layer in training.layers:

@@ -18,14 +18,20 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    CancelledError,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultraep.errors import ConfigError
 from ultraep.tools.launch import simulated_hosts
@@ -105,6 +111,8 @@ class Server:
         }
         own |= {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         own |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if device == "cuda" else {}
+        self.stopped = False
+        self._sessions: set[int] = set()  # of ranks that run
         before = dict(os.environ)
         os.environ.update(own)
         try:
@@ -115,25 +123,71 @@ class Server:
 
     def wait_until_ready(self) -> None:
         """Return when the server has imported everything, which takes seconds."""
-        process = self._context.Process(target=os.getpid)
+        process = self._context.Process(target=os.getpid, daemon=True)
         process.start()
         process.join()
 
-    def start(self, job: Job) -> tuple[BaseProcess, connection.Connection]:
+    def start(self, job: Job) -> Rank:
+        """Start a rank; raise CancelledError after `stop`."""
+        if self.stopped:
+            raise CancelledError
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=run_job, args=(job, theirs), daemon=True)
         process.start()
         theirs.close()
-        return process, ours
+        assert process.pid is not None
+        self._sessions.add(process.pid)
+        if self.stopped:  # meanwhile, by another thread
+            self.end_sessions([process.pid])
+        return Rank(process, ours, job.rank, process.pid)
+
+    def end_sessions(self, pids: Sequence[int]) -> list[int]:
+        """Kill what is left of these ranks and their children; return what was left."""
+        left = []
+        for name in os.listdir("/proc"):
+            if name.isdecimal():
+                with suppress(ProcessLookupError, PermissionError):
+                    if int(name) in pids or os.getsid(int(name)) in pids:
+                        left.append(int(name))
+                        os.kill(int(name), signal.SIGKILL)
+        self._sessions.difference_update(pids)
+        return left
+
+    def stop(self) -> None:
+        """Kill all ranks at once, and the server; no rank can start afterwards."""
+        self.stopped = True
+        self.end_sessions(list(self._sessions))
+        pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            self.stop()
 
 
-@dataclass
-class Rank:
+class Rank(NamedTuple):
     """A process of a run."""
 
     process: BaseProcess
     pipe: connection.Connection
     rank: int
+    pid: int
+
+
+def receive(pending: dict[Any, Rank], until: float | None = None) -> list[tuple[Rank, Any]]:
+    """Wait for messages up to this time; return them, and remove the ranks that have ended."""
+    messages, seconds = [], None if until is None else max(0.0, until - time.monotonic())
+    for pipe in connection.wait(list(pending), seconds):
+        rank = pending[pipe]
+        try:
+            messages.append((rank, rank.pipe.recv()))
+        except (EOFError, ConnectionResetError):
+            del pending[pipe]
+    return messages
 
 
 @dataclass
@@ -156,6 +210,8 @@ class Run:
         with _disk(self.folder / "disk", small=self.fault.kind in DISKS) as disk:
             self._start(disk)
             self._watch(begin + self.settings.limit)
+        if self.server.stopped:
+            raise CancelledError
         outcome, detail = classify(
             self.fault, [*self.ends.values()], fired=self.fired, left=self._left_behind()
         )
@@ -171,35 +227,20 @@ class Run:
         return Row(self.fault, outcome, detail, seconds, dict(sorted(errors.items())), explanation)
 
     def _start(self, disk: Path) -> None:
-        fault, size = self.fault, self.fault.ranks
+        fault, size, settings = self.fault, self.fault.ranks, self.settings
+        limits = settings.timeout, settings.limit, settings.device
         for rank in range(1 if fault.plane == "in-process" else size):
             host = self.hosts[rank * 2 // size] if self.hosts else None
-            job = Job(
-                fault,
-                fault.seed,
-                rank,
-                size,
-                self.folder,
-                disk,
-                self.settings.timeout,
-                self.settings.limit,
-                host,
-                (),
-                self.settings.device,
-            )
-            self.ranks.append(Rank(*self.server.start(job), rank))
+            job = Job(fault, fault.seed, rank, size, self.folder, disk, *limits, host)
+            self.ranks.append(self.server.start(job))
 
     def _watch(self, deadline: float) -> None:
         """Receive messages until all ranks have ended, or the run has hung."""
         pending = {rank.pipe: rank for rank in self.ranks}
         while pending and time.monotonic() < deadline:
             until = min([deadline, *(when for when, _ in self.later)])
-            for pipe in connection.wait(list(pending), max(0.0, until - time.monotonic())):
-                rank = pending[pipe]  # type: ignore[index]
-                try:
-                    self._received(rank, rank.pipe.recv())
-                except (EOFError, ConnectionResetError):
-                    del pending[rank.pipe]
+            for rank, message in receive(pending, until):
+                self._received(rank, message)
             self._act()
         self._finish(deadline)
 
@@ -210,14 +251,13 @@ class Run:
             with suppress(BrokenPipeError):
                 rank.pipe.send("go on")
         else:
-            self.ends[message.rank] = RankEnd(*message)
+            self.ends[message.rank] = message
 
     def _take_part(self, rank: Rank) -> None:
         """Do the part of the fault that the rank cannot do itself."""
-        fault, pid, now = self.fault, rank.process.pid, time.monotonic()
-        assert pid is not None
+        fault, now = self.fault, time.monotonic()
         if fault.kind == "stop":
-            self.later.append((now + fault.delay, lambda: os.kill(pid, signal.SIGCONT)))
+            self.later.append((now + fault.delay, lambda: os.kill(rank.pid, signal.SIGCONT)))
         elif fault.kind in ("lost messages", "delayed messages"):
             self.hosts[1].connect(False)
             if fault.kind == "delayed messages":
@@ -253,31 +293,20 @@ class Run:
 
     def _lost(self, rank: int, code: int | None) -> RankEnd:
         """Describe the end of a process that reported nothing."""
-        if self.fault.kind == "kill" and rank == self.fault.rank and code == -signal.SIGKILL:
+        # The exit code may be lost: threads that start a process poll the processes of all threads.
+        if self.fault.kind == "kill" and rank == self.fault.rank and self.fired:
             return RankEnd(rank, killed=True)
         log = self.folder / f"rank{rank}.log"
         last = log.read_text("utf-8", "replace").splitlines()[-1:] if log.exists() else []
         return RankEnd(rank, "ProcessEnded", f"exit code {code} {''.join(last)}")
 
     def _left_behind(self) -> list[str]:
-        pids = [rank.process.pid for rank in self.ranks if rank.process.pid is not None]
+        pids = [rank.pid for rank in self.ranks]
         until = time.monotonic() + SWEEP
         while shared_files(pids) and time.monotonic() < until:
             time.sleep(0.05)
         left = [f"/dev/shm/{name}" for name in shared_files(pids)]
-        return left + [f"process {pid}" for pid in _members(pids)]
-
-
-def _members(sessions: list[int]) -> list[int]:
-    """Return the processes of these sessions, and end them."""
-    members = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with suppress(ProcessLookupError, PermissionError):
-                if os.getsid(int(name)) in sessions:
-                    members.append(int(name))
-                    os.kill(int(name), signal.SIGKILL)
-    return members
+        return left + [f"process {pid}" for pid in self.server.end_sessions(pids)]
 
 
 @contextmanager
@@ -313,20 +342,28 @@ class Campaign:
     """
 
     def __init__(self, settings: Settings, logs: Path | None = None) -> None:
-        self.settings, self.server, self._logs = (
-            settings,
-            Server(settings.device, settings.preload),
-            logs,
-        )
+        self.settings, self._logs = settings, logs
+        self.server = Server(settings.device, settings.preload)
         self._hosts: queue.SimpleQueue[list[SimulatedHost]] = queue.SimpleQueue()
         self._undo = ExitStack()
 
     def __enter__(self) -> Campaign:
-        self.server.wait_until_ready()
+        with self.server:
+            self.server.wait_until_ready()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.server.stop()
         self._undo.close()
+
+    def start_steady(self, seed: int, planes: Sequence[str]) -> Steady | None:
+        """Start the runs without faults; None: on no plane."""
+        planes = [plane for plane in planes if plane != "hosts"]
+        if not planes:
+            return None
+        folder = Path(tempfile.mkdtemp(prefix="ultraep-soak-"))
+        self._undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        return Steady(self.server, self.settings, seed, planes, folder)
 
     def start_hosts(self) -> None:
         """Create the simulated hosts."""
@@ -334,10 +371,13 @@ class Campaign:
             pair = simulated_hosts.hosts(2, MBIT, str(label))
             self._hosts.put(self._undo.enter_context(pair))
 
-    def rows(self, faults: Iterable[Fault], until: float = float("inf")) -> Iterator[Row]:
-        """Yield the outcomes of all faults as they end; start none after `until`."""
+    def rows(self, faults: Iterable[Fault], until: float) -> Generator[Row, None, None]:
+        """Yield the outcomes of all faults as they end; start none after `until`.
+
+        An error, such as a signal, stops the runs: the pool waits for them.
+        """
         upcoming, running = iter(faults), set[Future[Row]]()
-        with ThreadPoolExecutor(self.settings.jobs) as pool:
+        with ThreadPoolExecutor(self.settings.jobs) as pool, self.server:
             while True:
                 while len(running) < self.settings.jobs and time.monotonic() < until:
                     fault = next(upcoming, None)
@@ -369,45 +409,27 @@ class Steady:
     """A group of ranks that train without faults while a campaign runs; their resources."""
 
     def __init__(
-        self, server: Server, settings: Settings, seed: int, planes: Sequence[str]
+        self, server: Server, settings: Settings, seed: int, planes: Sequence[str], folder: Path
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ultraep-soak-"))
         self.samples: dict[int, list[tuple[float, dict[str, float]]]] = defaultdict(list)
         self.ends: dict[int, RankEnd] = {}
-        self._limit = settings.limit
+        self._limit, limits = settings.limit, (10 * settings.timeout, 1e6, settings.device)
         jobs = [
-            Job(
-                None,
-                seed,
-                rank,
-                STEADY_RANKS,
-                self.folder,
-                self.folder,
-                10 * settings.timeout,
-                1e6,
-                planes=tuple(plane for plane in planes if plane != "hosts"),
-                device=settings.device,
-            )
+            Job(None, seed, rank, STEADY_RANKS, folder, folder, *limits, planes=tuple(planes))
             for rank in range(STEADY_RANKS)
         ]
-        self.ranks = [Rank(*server.start(job), job.rank) for job in jobs]
+        self.ranks = [server.start(job) for job in jobs]
         self._thread = threading.Thread(target=self._collect, daemon=True)
         self._thread.start()
 
     def _collect(self) -> None:
         pending = {rank.pipe: rank for rank in self.ranks}
         while pending:
-            for pipe in connection.wait(list(pending)):
-                rank = pending[pipe]  # type: ignore[index]
-                try:
-                    message = rank.pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    del pending[rank.pipe]
-                    continue
+            for rank, message in receive(pending):
                 if isinstance(message, Sample):
-                    self.samples[message.rank].append((message.seconds, message.resources))
+                    self.samples[rank.rank].append((message.seconds, message.resources))
                 else:
-                    self.ends[message.rank] = RankEnd(*message)
+                    self.ends[rank.rank] = message
 
     def stop(self) -> list[RankEnd]:
         """End the ranks after their current run; return how they ended."""
@@ -425,5 +447,4 @@ class Steady:
         for rank in self.ranks:
             lost = RankEnd(rank.rank, "ProcessEnded", f"exit code {rank.process.exitcode}")
             self.ends.setdefault(rank.rank, lost)
-        shutil.rmtree(self.folder, ignore_errors=True)
         return [self.ends[rank.rank] for rank in self.ranks]

@@ -10,7 +10,7 @@ Shapes: T tokens, K experts per token, R ranks, E experts, D model width, F hidd
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ultraep import BalancedMoE, Balancer, ExpertsFrom, Router, Routing, Topology
 from ultraep.config import BalanceConfig
-from ultraep.errors import CommunicationError
+from ultraep.errors import errors_at
 
 HIDDEN = 8
 TOLERANCE = 1e-11  # of float64, relative to the largest value; a run has several steps
@@ -37,55 +37,53 @@ class WrongNumber(AssertionError):
 
 @dataclass(frozen=True)
 class Case:
-    """The model, sizes and settings of one run, drawn from a seed."""
+    """The model, sizes and settings of one run."""
 
     ranks: int
     seed: int
-    steps: int = 4
-    layers: int = field(init=False)
-    experts: int = field(init=False)
-    top_k: int = field(init=False)
-    ffn: int = field(init=False)
-    skew: float = field(init=False)
-    recompute: bool = field(init=False)
-    own_network: bool = field(init=False)
-    tokens: list[list[int]] = field(init=False)  # [steps][ranks]
-    homes: list[int] = field(init=False)
-    policy: str = field(init=False)
-    objective: str = field(init=False)
-    options: dict[str, Any] = field(init=False)  # of the balancer
+    steps: int
+    layers: int
+    experts: int
+    top_k: int
+    ffn: int
+    skew: float
+    recompute: bool
+    own_network: bool
+    tokens: list[list[int]]  # [steps][ranks]
+    homes: list[int]
+    policy: str
+    objective: str
+    options: dict[str, Any]  # of the balancer
 
-    def __post_init__(self) -> None:
-        rng = np.random.default_rng([self.seed, self.ranks])
-        experts = int(rng.integers(max(self.ranks, 2), 9))
-        drawn: dict[str, Any] = {
-            "layers": int(rng.integers(1, 3)),
-            "experts": experts,
-            "top_k": int(rng.integers(1, min(3, experts) + 1)),
-            "ffn": int(rng.choice([4, 6])),
-            "skew": float(rng.uniform(0, 3)),
-            "recompute": bool(rng.integers(4) == 0),
-            "own_network": bool(rng.integers(3) == 0),
-            "tokens": rng.integers(0, 14, (self.steps, self.ranks)).tolist(),
-            "homes": np.sort(np.arange(experts) % self.ranks).tolist(),
-            "policy": str(rng.choice(["ultraep", "ultraep", "ultraep", "quota", "none"])),
-            "objective": str(rng.choice(["balance", "balance", "time"])),
-            "options": {
+    @classmethod
+    def drawn(cls, ranks: int, seed: int, steps: int = 4) -> Case:
+        rng = np.random.default_rng([seed, ranks])
+        experts = int(rng.integers(max(ranks, 2), 9))
+        return cls(
+            ranks,
+            seed,
+            steps,
+            layers=int(rng.integers(1, 3)),
+            experts=experts,
+            top_k=int(rng.integers(1, min(3, experts) + 1)),
+            ffn=int(rng.choice([4, 6])),
+            skew=float(rng.uniform(0, 3)),
+            recompute=bool(rng.integers(4) == 0),
+            own_network=bool(rng.integers(3) == 0),
+            tokens=rng.integers(0, 14, (steps, ranks)).tolist(),
+            homes=np.sort(np.arange(experts) % ranks).tolist(),
+            policy=str(rng.choice(["ultraep", "ultraep", "ultraep", "quota", "none"])),
+            objective=str(rng.choice(["balance", "balance", "time"])),
+            options={
                 "slots": int(rng.integers(1, 3)),
                 "relay": str(rng.choice(["auto", "chain", "direct"])),
                 "in_flight": int(rng.integers(1, 3)),
             },
-        }
-        for name, value in drawn.items():
-            object.__setattr__(self, name, value)
+        )
 
     @property
     def config(self) -> BalanceConfig:
         return BalanceConfig(policy=self.policy, objective=self.objective)
-
-    @property
-    def microbatches(self) -> int:
-        return self.steps * self.layers
 
     def home_experts(self, rank: int) -> list[int]:
         topology = Topology(ranks=self.ranks, experts=self.experts, homes=self.homes)
@@ -284,11 +282,8 @@ class Training:
         """Raise errors that a device has noted on any rank: they reach its host late."""
         self.balancer.check()
         if self.confirms:
-            try:
+            with errors_at(f"stage 'check' of step {step}"):
                 self.balancer.comm.gather_objects(None)
-            except CommunicationError as error:
-                error.at(f"stage 'check' of step {step}")
-                raise
 
     def run(self) -> None:
         """Train all steps; raise `WrongNumber` where the twin differs."""

@@ -95,7 +95,6 @@ class TinyMoE(nn.Module):
         return logits
 
     def last_plans(self) -> list[Plan]:
-        """Return the plan of every layer in the last forward pass."""
         plans = (moe.last_plan for moe in moe_layers(self).values())
         return [plan.to_host() for plan in plans if plan is not None]
 

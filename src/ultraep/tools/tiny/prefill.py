@@ -60,12 +60,10 @@ class ServedTinyMoE:
         self._balancer = next(iter(moe_layers(model).values())).balancer  # all layers share it
 
     def use(self, policy: str) -> list[Balancer]:
-        """Plan by this policy from now on; return the balancer."""
         self._balancer.config = replace(self._balancer.config, policy=policy)
         return [self._balancer]
 
     def encode(self, prompt: Prompt) -> torch.Tensor:
-        """[T] the bytes of the prompt."""
         return torch.frombuffer(bytearray(prompt.text), dtype=torch.uint8).long()
 
     def first_outputs(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -74,7 +72,6 @@ class ServedTinyMoE:
 
 
 def make_requests(text: Text, queue: Queue) -> list[Prompt]:
-    """Return requests with held-out text."""
     lengths = Lengths(shortest=queue.shortest, longest=queue.longest, burst=queue.period)
     arrivals = [Arrival(0.0)] * queue.requests
     if queue.rate:

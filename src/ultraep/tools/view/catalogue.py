@@ -17,12 +17,11 @@ from typing import Literal
 
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import names_of_arrays
+from ultraep.tools.report.page import REPORT_FILE, RESULT_FILE
 from ultraep.tools.view.traces import FolderTrace, OpenTrace, WholeTrace
 from ultraep.trace.files import folders_of_traces, read_header
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import HEADER_FILE
-
-REPORT_FILE, RESULT_FILE = "report.html", "result.json"
 
 MOST_ITEMS = 64
 PERIOD = 1.0  # seconds between two checks of a folder that is followed
@@ -153,7 +152,6 @@ class Catalogue:
 
 
 def open_trace(path: Path, *, live: bool) -> OpenTrace:
-    """Open a trace in a folder, or read a trace in a file."""
     return FolderTrace(path, live=live) if path.is_dir() else WholeTrace(path, read_trace(path))
 
 

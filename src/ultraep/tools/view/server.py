@@ -50,7 +50,6 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 20.0  # seconds
 
     def do_GET(self) -> None:
-        """Answer a request, unless it is refused."""
         if self.server.stopped:  # connections stay open longer than the server
             self.close_connection = True
             return
@@ -157,7 +156,6 @@ class ViewServer(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer all requests of a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:

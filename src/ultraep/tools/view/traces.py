@@ -193,7 +193,8 @@ class OpenTrace:
         slowest = self._seconds.max(axis=0)[:, keep].astype(np.float64)
         experts = slowest[0] + slowest[1]
         mean = self._seconds[:, :2].sum(axis=(0, 1), dtype=np.float64)[keep] / ranks
-        before = _ratio(peak, routed, ranks)
+        ratio = peak.astype(np.float64) * ranks / np.maximum(routed, 1)
+        before = np.where(routed > 0, ratio, 1.0)
         timed = np.where(mean > 0, 1.0, np.nan)
         recorded = np.maximum((self._line > 0).sum(axis=1), 1)
         return Table(
@@ -209,12 +210,6 @@ class OpenTrace:
             stages=(self._stage_sums / recorded[:, None]).max(axis=0),
             speed_sets=np.where(sets > 0, sets / NOMINAL_SPEED, 1.0),
         )
-
-
-def _ratio(largest: IntArray, rows: IntArray, ranks: int) -> NDArray[np.float64]:
-    """[N] largest rank over mean rank; 1.0 without rows."""
-    ratio: NDArray[np.float64] = largest.astype(np.float64) * ranks / np.maximum(rows, 1)
-    return np.where(rows > 0, ratio, 1.0)
 
 
 class WholeTrace(OpenTrace):

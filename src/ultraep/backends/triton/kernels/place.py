@@ -97,14 +97,14 @@ def first_try(
     attempt_loads = [[[3, 6], [6, 3]]]
     facts = [[6, 1, 6, 1, 1, 1, 6, 1, 1, 1]]
     """
-    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
-        if state.planned_elsewhere(speeds, SHAPE):
-            return
     domain = tl.program_id(0)
     member = tl.program_id(1) + BY_GROUPS
     rank = tl.arange(0, SHAPE.G)
     problem = Problem(ranks, slots, min_tokens, limit, speeds)
     home_HG = state.load_domain(home, domain, SHAPE)
+    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
+        if state.planned_elsewhere(speeds, SHAPE):
+            return
     load_G = state.rank_loads_of(home_HG)
     threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
     slack = threshold > state.mean_of(load_G, domain, problem, SHAPE)

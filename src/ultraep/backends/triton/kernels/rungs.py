@@ -79,14 +79,14 @@ def try_rungs(
     planned_loads = [7, 2]
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
-    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
-        if state.planned_elsewhere(speeds, SHAPE):
-            return
     domain = tl.program_id(0)
     number = tl.program_id(1)
     rank = tl.arange(0, SHAPE.G)
     problem = Problem(ranks, slots, min_tokens, limit, speeds)
     home_HG = state.load_domain(home, domain, SHAPE)
+    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
+        if state.planned_elsewhere(speeds, SHAPE):
+            return
     load_G = state.rank_loads_of(home_HG)
     parts = tl.load(tolerances + number)
     threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)

@@ -364,14 +364,16 @@ def search(
     planned_loads = [4, 5]
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
+    domain = tl.program_id(0)
+    if FIRST:
+        home_HG = state.load_domain(home, domain, SHAPE)
     if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
         if state.planned_elsewhere(speeds, SHAPE):
             return
-    domain = tl.program_id(0)
     problem = Problem(ranks, slots, min_tokens, limit, speeds)
     tried = state.at_domain(tried, domain, problem, SHAPE)
     if FIRST:
-        threshold, peak = try_alone(home, tried, domain, problem, SHAPE)
+        threshold, peak = try_alone(home_HG, tried, domain, problem, SHAPE)
         best = domain * 0
         alias_peak = peak
     else:
@@ -386,10 +388,9 @@ def search(
 
 
 @triton.jit
-def try_alone(home, tried, domain, problem, SHAPE: tl.constexpr):
+def try_alone(home_HG, tried, domain, problem, SHAPE: tl.constexpr):
     """Attempt the mean of the domain; return that mean and the peak that is left."""
     rank = tl.arange(0, SHAPE.G)
-    home_HG = state.load_domain(home, domain, SHAPE)
     load_G = state.rank_loads_of(home_HG)
     threshold = state.mean_of(load_G, domain, problem, SHAPE)
     start_G, limit = state.relative_to(load_G, threshold, domain, problem, SHAPE)

@@ -164,7 +164,8 @@ def rank_loads_of(home_HG):
 def planned_elsewhere(speeds, SHAPE: tl.constexpr):
     """Whether the plan is left to the kernel for the other kind of speeds, equal or unequal.
 
-    The kind is stored before the speeds. A graph captures both kernels, so it may change.
+    The kind is stored before the speeds. A graph captures both kernels, so it may change. Kernels
+    load their tile before they wait for the kind.
     """
     kind = tl.load(speeds - BEFORE_SPEEDS)
     if SHAPE.SPEEDS:
@@ -175,10 +176,14 @@ def planned_elsewhere(speeds, SHAPE: tl.constexpr):
 
 @triton.jit
 def speeds_of(domain, problem, SHAPE: tl.constexpr):
-    """[G] speeds of the ranks of a domain, 64-bit; 0: no rank."""
-    rank = tl.arange(0, SHAPE.G)
+    """[G] speeds of the ranks of a domain, 64-bit; 0: no rank.
+
+    Loaded as a tile, so that they have the layout of loads, which are sums of a tile. Otherwise the
+    loop of `alias` converts between two layouts in every step.
+    """
+    rank = tl.arange(0, SHAPE.G)[None, :]
     at_G = problem.speeds + domain * problem.ranks + rank
-    return tl.load(at_G, mask=rank < problem.ranks, other=0).to(tl.int64)
+    return tl.sum(tl.load(at_G, mask=rank < problem.ranks, other=0).to(tl.int64), 0)
 
 
 @triton.jit
@@ -289,7 +294,7 @@ def threshold_of_speeds(total_S, speed_SG, ranks, parts):
     """
     weight_S = tl.maximum(tl.sum(speed_SG, 1), 1)
     whole_S = total_S * PARTS // weight_S
-    rest_S = total_S * PARTS % weight_S
+    rest_S = total_S * PARTS - whole_S * weight_S
     base_SG = whole_S[:, None] * speed_SG
     part_SG = (base_SG % PARTS).to(tl.int32)
     short_S = (total_S - tl.sum(base_SG // PARTS, 1)).to(tl.int32)
