@@ -6,8 +6,12 @@ READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 # Processes that run tests, with one thread each; 0: only the one that make starts.
 WORKERS ?= 2
+# Seconds until a test counts as hanging: it fails, and the stacks of all threads are printed. One
+# that does not even notice this ends with its process, some time later.
+LIMITS = --timeout 900 -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 # Bytecode is written in any case: without it, every process compiles all tests again.
-TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(LIMITS)
+TESTS = $(PYTEST) -n $(WORKERS) --max-worker-restart 2 --dist loadfile --no-loadscope-reorder
 QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 	tests/story tests/policies tests/trace tests/workload \
 	$(addprefix tests/cli/test_,env.py plan.py help.py trace.py)
@@ -60,8 +64,9 @@ test-slow: $(READY)
 	$(TESTS) -m 'slow and not long'
 
 test-failed: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m ''
+	$(PYTEST) --last-failed --last-failed-no-failures none -m ''
 
+test-all: LIMITS =
 test-all: $(READY)
 	$(TESTS) -m '' --hypothesis-profile thorough
 
@@ -81,7 +86,7 @@ optional-transformer-engine: $(FRAMEWORKS)
 	-@$(MAKE) --no-print-directory $(ENGINE)/.ready
 
 test-torchtitan test-megatron: $(FRAMEWORKS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/$(@:test-%=%)
+	$(PYTEST) -q tests/frameworks/$(@:test-%=%)
 
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM)/.ready; \
