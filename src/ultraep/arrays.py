@@ -31,5 +31,8 @@ def digest_of(*arrays: IntArray) -> int:
 
 @cache
 def _factors(bits: int) -> IntArray:
-    """Return 2**bits random odd numbers, the same in every process."""
-    return np.random.default_rng(0).integers(-(1 << 63), 1 << 63, 1 << bits, dtype=np.int64) | 1
+    """Return 2**bits random odd numbers (by splitmix64), the same in every process."""
+    mixed = np.arange(1, (1 << bits) + 1, dtype=np.uint64) * np.uint64(MULTIPLIER)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed.view(np.int64) | 1
