@@ -81,7 +81,7 @@ def test_digests_differ_with_contents_and_sizes():
     assert digest_of(values) == digest_of(values.copy())
     assert digest_of(values, other) != digest_of(other, values)
     assert all(0 < digest_of(v) < 1 << 63 for v in (values, values[:0]))
-    assert digest_of(values[0]) == 7324122470350419550  # with every version of NumPy: ranks compare digests
+    assert digest_of(values[0]) == 7324122470350419550  # of every machine: ranks compare digests
 
 
 def test_it_can_be_switched_off(monkeypatch):
