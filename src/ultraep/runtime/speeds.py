@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.config import AUTO, NOMINAL_SPEED, PARTS, BalanceConfig
+from ultraep.config import AUTO, LEARNT_RANGE, LEARNT_UNIT, NOMINAL_SPEED, PARTS, BalanceConfig
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.runtime.history import REMEMBERED
@@ -48,8 +48,6 @@ CHANGE, OF_NOISE = 20, 3  # least change of a speed: in thousandths, and as a mu
 # Time that a plan loses to the ideal split, in millionths: to leave equal speeds, to adjust unequal
 # ones, and to return to equal ones.
 LEAVE, ADJUST, RETURN = 30_000, 20_000, 15_000
-ROUNDED = 10  # thousandths
-LEAST, MOST = 100, 4_000  # thousandths of the median; at most a factor of 40
 SILENT = 5 * BLOCK  # microbatches without a sample before a warning
 
 Numbers: TypeAlias = tuple[int, ...]  # one for each rank
@@ -225,8 +223,8 @@ def relative_speeds(paces: Numbers) -> Numbers:
     >>> relative_speeds((1_000_000, 1_250_000))  # the faster of two ranks is nominal
     (1000, 800)
     """
-    median = sorted(paces)[(len(paces) - 1) // 2]
-    return tuple(min(max(NOMINAL_SPEED * median // pace, LEAST), MOST) for pace in paces)
+    median, (least, most) = sorted(paces)[(len(paces) - 1) // 2], LEARNT_RANGE
+    return tuple(min(max(NOMINAL_SPEED * median // pace, least), most) for pace in paces)
 
 
 def noise(spans: Sequence[Numbers]) -> int:
@@ -280,7 +278,7 @@ def next_speeds(current: Numbers, measured: Numbers) -> Numbers:
         return ()
     if current and loss(current, measured) < ADJUST:
         return current
-    return tuple((speed + ROUNDED // 2) // ROUNDED * ROUNDED for speed in measured)
+    return tuple((speed + LEARNT_UNIT // 2) // LEARNT_UNIT * LEARNT_UNIT for speed in measured)
 
 
 def describe(speeds: Numbers) -> str:

@@ -19,7 +19,7 @@ from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.kernels.search import PlanOut
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
-from ultraep.config import NO_RATES, NOMINAL_SPEED, rungs_of
+from ultraep.config import LEARNT_RANGE, LEARNT_UNIT, NO_RATES, NOMINAL_SPEED, PARTS, rungs_of
 from ultraep.errors import ConfigError
 
 INT = torch.int32
@@ -64,8 +64,9 @@ class Planner:
         self._allocate(device)
         self.tolerances = torch.tensor(tolerances, dtype=INT, device=device)
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        self._known_speeds: dict[tuple[int, ...], torch.Tensor] = {}
         self.use(limits.rates, tuple(limits.speeds.tolist()))
-        self._held = self._speeds_on_device(()).clone() if learnt else None
+        self._held = self._room_for_speeds() if learnt else None
         self._prepared: set[bool] = set()  # with rates, without
 
     def use(self, rates: tuple[int, int, int, int], speeds: tuple[int, ...] = ()) -> None:
@@ -74,18 +75,21 @@ class Planner:
         speeds: of all ranks; (): equal.
         """
         self.rates, self.timed = self.on_device(rates), self.num_attempts > 0 and rates != NO_RATES
-        self.speeds = self.speeds_on_device(speeds) if speeds else None
+        self.speeds = self._speed_table(speeds)[BEFORE:] if speeds else None
         self._choose(bool(speeds), self.speeds)
 
     def hold(self, speeds: tuple[int, ...]) -> None:
         """Make captured graphs plan with these speeds, in the order of the current stream."""
         assert self._held is not None, "speeds are not learnt"
-        self._held.copy_(self._speeds_on_device(speeds))
+        table = self._speed_table(speeds)
+        self._held[: len(table)].copy_(table)
 
     @property
     def captured_speeds(self) -> torch.Tensor | None:
         """[R] the speeds of a plan that is being captured; None: the speeds of `use`."""
-        return self._held[BEFORE:] if self._held is not None and self._capturing() else None
+        if self._held is None or not self._capturing():
+            return None
+        return self._held[BEFORE:][: self.ranks]
 
     def _choose(self, unequal: bool, speeds: torch.Tensor | None) -> None:
         """Choose the kernels for equal or unequal speeds."""
@@ -99,12 +103,45 @@ class Planner:
 
     def speeds_on_device(self, speeds: tuple[int, ...]) -> torch.Tensor:
         """[R] speeds of all ranks; (): equal."""
-        return self._speeds_on_device(speeds)[BEFORE:]
+        return self._speed_table(speeds)[BEFORE:][: self.ranks]
 
-    def _speeds_on_device(self, speeds: tuple[int, ...]) -> torch.Tensor:
-        """Return the speeds behind the number that `planned_elsewhere` reads."""
+    def _speed_table(self, speeds: tuple[int, ...]) -> torch.Tensor:
+        """Return the buffer of these speeds, as in `kernels/state.py`; (): equal."""
+        known = self._known_speeds.get(speeds)
+        if known is None:
+            known = self._new_speed_table(speeds)
+            if not self._capturing():
+                self._known_speeds[speeds] = known
+        return known
+
+    def _new_speed_table(self, speeds: tuple[int, ...]) -> torch.Tensor:
         kind = state.UNEQUAL if speeds else state.EQUAL
-        return self.on_device((kind.value, 0, *(speeds or self.ranks * (NOMINAL_SPEED,))))
+        speeds = speeds or self.ranks * (NOMINAL_SPEED,)
+        unit = math.gcd(PARTS, *speeds)
+        period, most = PARTS // unit, max(speeds) // unit
+        header = kind.value, period, unit, self._steps_of_row(most), self.ranks, 0
+        numbers = self.on_device((*header, *speeds))
+        speed_R1 = numbers[BEFORE:, None] // unit
+        rows_M = torch.arange(1, most + 1, device=numbers.device)
+        # The least threshold at which the limit of a rank is this many rows.
+        step_RM = (rows_M * period + speed_R1 - 1) // speed_R1
+        step_RM.masked_fill_(rows_M > speed_R1, PARTS + 1)  # in the next period
+        sum_D1 = speed_R1.view(self.domains, -1).sum(1, keepdim=True)
+        steps = torch.cat((sum_D1, step_RM.view(self.domains, -1).sort().values), 1)
+        return torch.cat((numbers, steps.flatten()))
+
+    def _steps_of_row(self, most: int) -> int:
+        """Return the length of a row of `steps`, for ranks that serve `most` rows in a period."""
+        return 1 + self.domain * most
+
+    def _room_for_speeds(self) -> torch.Tensor:
+        """Return a buffer for any speeds that are learnt; it holds equal speeds."""
+        most = self._steps_of_row(LEARNT_RANGE[1] // LEARNT_UNIT)
+        size = BEFORE + self.ranks + self.domains * most
+        room = torch.zeros(size, dtype=torch.int64, device=self.home.device)
+        equal = self._speed_table(())
+        room[: len(equal)] = equal
+        return room
 
     def _capturing(self) -> bool:
         return self.home.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -264,7 +301,7 @@ class Planner:
         """Launch the kernels for equal and for unequal speeds; one leaves the plan to the other."""
         assert self._held is not None
         speeds, unequal = self._held[BEFORE:], self.shape.SPEEDS
-        self._used_speeds.copy_(speeds)
+        self._used_speeds.copy_(speeds[: self.ranks])
         for kind in (False, True):
             self._choose(kind, speeds)
             self._place()

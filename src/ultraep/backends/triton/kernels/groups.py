@@ -92,13 +92,9 @@ def thresholds_of(home, domain, domains, parts, problem, SHAPE: tl.constexpr):
     if SHAPE.SPEEDS:
         threshold = tl.zeros((), tl.int64)
         for other in range(domains):
-            speed_G = state.speeds_of(other, problem, SHAPE)
-            total = total_of(home, other, SHAPE)
-            own = state.threshold_of_speeds(total, speed_G[None, :], problem.ranks, parts)
+            own = state.threshold_of_speeds(total_of(home, other, SHAPE), other, parts, problem)
             threshold = tl.maximum(threshold, own)
-        speed_G = state.speeds_of(domain, problem, SHAPE)
-        total = total_of(home, domain, SHAPE)
-        mean = state.threshold_of_speeds(total, speed_G[None, :], problem.ranks, 0)
+        mean = state.least_threshold(total_of(home, domain, SHAPE), domain, problem)
     else:
         most = tl.zeros((), tl.int64)
         for other in range(domains):

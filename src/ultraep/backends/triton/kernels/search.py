@@ -401,4 +401,10 @@ def try_alone(home_HG, tried, domain, problem, SHAPE: tl.constexpr):
     )  # fmt: skip
     load_G = state.loads_after(load_G, start_G, end_G, SHAPE)
     tl.store(tried.attempt_loads + rank, load_G, mask=rank < problem.ranks)
-    return threshold, state.peak_of(load_G, domain, problem, SHAPE)
+    if SHAPE.SPEEDS:
+        peak = threshold
+        if tl.max(end_G, 0) > limit:  # only then: divisions are slow
+            peak = state.peak_of(load_G, domain, problem, SHAPE)
+        return threshold, peak
+    else:  # noqa: RET505 - without `else`, Triton compiles both
+        return threshold, state.peak_of(load_G, domain, problem, SHAPE)

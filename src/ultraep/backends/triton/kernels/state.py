@@ -18,7 +18,12 @@ thresholds; the first attempt is exact.
 
 With speeds, thresholds and peaks count thousandths of a row at nominal speed, in 64 bits, and so do
 `facts`, `outcomes` and `scratch`. An attempt then works on rows above the limit of each rank, which
-`relative_to` returns, with the threshold 0.
+`relative_to` returns, with the threshold 0. Their buffer, which `Planner` fills:
+
+    header          kind (`EQUAL` or `UNEQUAL`), period, unit, length of a row of `steps`, its place
+    speeds          [D, ranks]
+    steps           [D, 1 + ...]   the sum of all speeds in units, then the thresholds of one
+                    period at which a limit grows by a row, in order
 
 `held` is the number of spare slots of a domain and `ranks` its ranks; H and G are powers of two.
 Buffers: one per heuristic or attempt, then two for the search, and one without replicas.
@@ -35,7 +40,8 @@ THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
 PARTS = tl.constexpr(1000000)  # of a threshold over a speed: one row
 UNITS_PER_ROW = tl.constexpr(1000)  # of a threshold
 MAX_THRESHOLD = tl.constexpr(2**31 * 100000)
-BEFORE_SPEEDS = tl.constexpr(2)  # numbers; the first one is 0 if the speeds are equal
+BEFORE_SPEEDS = tl.constexpr(6)  # numbers; even, so that speeds are aligned
+KIND, PERIOD, UNIT, ROW, STEPS = (tl.constexpr(number - 6) for number in range(5))
 EQUAL, UNEQUAL = tl.constexpr(0), tl.constexpr(1)
 
 
@@ -46,7 +52,7 @@ class Problem(NamedTuple):
     slots: Any
     min_tokens: Any
     limit: Any  # most replicas in the domain
-    speeds: Any  # [D, ranks] or None; see `planned_elsewhere`
+    speeds: Any  # [D, ranks], between a header and `steps`; or None
 
 
 class Shape(NamedTuple):
@@ -164,10 +170,10 @@ def rank_loads_of(home_HG):
 def planned_elsewhere(speeds, SHAPE: tl.constexpr):
     """Whether the plan is left to the kernel for the other kind of speeds, equal or unequal.
 
-    The kind is stored before the speeds. A graph captures both kernels, so it may change. Kernels
-    load their tile before they wait for the kind.
+    A graph captures both kernels, so the kind may change. Kernels load their tile before they wait
+    for the kind.
     """
-    kind = tl.load(speeds - BEFORE_SPEEDS)
+    kind = tl.load(speeds + KIND)
     if SHAPE.SPEEDS:
         return kind == EQUAL
     else:  # noqa: RET505 - without `else`, Triton compiles both
@@ -232,9 +238,7 @@ def peak_of(load_G, domain, problem, SHAPE: tl.constexpr):
 def mean_of(load_G, domain, problem, SHAPE: tl.constexpr):
     """Return the mean load of a rank, rounded up; with speeds the least threshold for all rows."""
     if SHAPE.SPEEDS:
-        total = tl.sum(load_G.to(tl.int64), 0)
-        speed_G = speeds_of(domain, problem, SHAPE)
-        return threshold_of_speeds(total, speed_G[None, :], problem.ranks, 0)
+        return least_threshold(tl.sum(load_G, 0), domain, problem)
     else:  # noqa: RET505
         ranks = problem.ranks
         return ((tl.sum(load_G.to(tl.int64), 0) + ranks - 1) // ranks).to(tl.int32)
@@ -270,46 +274,44 @@ def shared_threshold_of_speeds(
 ):
     """Return the highest threshold of all domains, each plus the tolerance."""
     place = tl.arange(0, SHAPE.H * SHAPE.G)[None, :]
-    rank = tl.arange(0, SHAPE.G)[None, :]
     most = tl.zeros((), tl.int64)
     for begin in range(0, domains, STEP):
-        domain = begin + tl.arange(0, STEP)[:, None]
-        known = domain < domains
-        tokens = tl.load(home + domain * (SHAPE.H * SHAPE.G) + place, mask=known, other=0)
-        total_S = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
-        at_SG = problem.speeds + domain * problem.ranks + rank
-        speed_SG = tl.load(at_SG, mask=known & (rank < problem.ranks), other=0).to(tl.int64)
-        own = threshold_of_speeds(total_S, speed_SG, problem.ranks, parts)
-        most = tl.maximum(most, own)
+        domain_S = begin + tl.arange(0, STEP)
+        at_SP = home + domain_S[:, None] * (SHAPE.H * SHAPE.G) + place
+        tokens_SP = tl.load(at_SP, mask=domain_S[:, None] < domains, other=0)
+        total_S = tl.sum(tl.maximum(tokens_SP, 0), 1)
+        own_S = threshold_of_speeds(total_S, tl.minimum(domain_S, domains - 1), parts, problem)
+        most = tl.maximum(most, tl.max(own_S, 0))
     return most
 
 
 @triton.jit
-def threshold_of_speeds(total_S, speed_SG, ranks, parts):
-    """Return the highest threshold of some domains with these totals, plus `parts` millionths.
+def threshold_of_speeds(total, domain, parts, problem):
+    """Return the threshold of a domain, or of several, with this many rows, plus `parts`."""
+    weight = tl.load(steps_of(domain, problem)) * tl.load(problem.speeds + UNIT)
+    allowed = total.to(tl.int64) * (PARTS + parts) // weight
+    return tl.maximum(least_threshold(total, domain, problem), allowed)
 
-    The limits of a domain at its threshold allow all of its rows. See `mean` in
-    `reference/members.py`. The search adds to a threshold that is too low; its numbers have 32
-    bits.
+
+@triton.jit
+def least_threshold(total, domain, problem):
+    """Return the least threshold whose limits together allow all rows; twin of `Domain.mean`.
+
+    Whole periods allow a multiple of the sum of all speeds; a table has the rest.
     """
-    weight_S = tl.maximum(tl.sum(speed_SG, 1), 1)
-    whole_S = total_S * PARTS // weight_S
-    rest_S = total_S * PARTS - whole_S * weight_S
-    base_SG = whole_S[:, None] * speed_SG
-    part_SG = (base_SG % PARTS).to(tl.int32)
-    short_S = (total_S - tl.sum(base_SG // PARTS, 1)).to(tl.int32)
-    speed_SG = speed_SG.to(tl.int32)
-    low_S = short_S * 0
-    high_S = (ranks.to(tl.int64) * PARTS // weight_S).to(tl.int32) + 2
-    while tl.max(high_S - low_S, 0) > 0:
-        middle_S = (low_S + high_S) // 2
-        more_S = tl.sum((part_SG + middle_S[:, None] * speed_SG) // PARTS, 1)
-        high_S = tl.where(more_S >= short_S, middle_S, high_S)
-        low_S = tl.where(more_S >= short_S, low_S, middle_S + 1)
-    all_parts = tl.zeros((), tl.int64) + PARTS + parts
-    above_S = whole_S % PARTS * all_parts + rest_S * all_parts // weight_S
-    allowed_S = whole_S // PARTS * all_parts + above_S // PARTS
-    return tl.max(tl.maximum(whole_S + low_S, allowed_S), 0)
+    steps = steps_of(domain, problem)
+    total = total.to(tl.int32)  # divisions of 64 bits are slow
+    weight = tl.load(steps).to(tl.int32)
+    periods = tl.maximum(total - 1, 0) // weight
+    step = tl.load(steps + (total - periods * weight), mask=total > 0, other=0)
+    return periods * tl.load(problem.speeds + PERIOD) + step
+
+
+@triton.jit
+def steps_of(domain, problem):
+    """Return the row of a domain in `steps`."""
+    at = tl.load(problem.speeds + STEPS) + domain * tl.load(problem.speeds + ROW)
+    return problem.speeds + at
 
 
 @triton.jit
