@@ -203,7 +203,7 @@ def make_balancer(
         elif plane == "kernels":
             options |= {"data_plane": "messages", "backend": "triton"}
         elif plane == "mapped":
-            options |= {"data_plane": "mapped"}
+            options |= {"data_plane": "mapped", "capacity": case.capacity}
             if job.device == "cuda":
                 options["peers"] = SymmetricPeers(group, device="cuda:0")
             else:

@@ -20,8 +20,9 @@ from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 
 from ultraep import BalancedMoE, Balancer, ExpertsFrom, Router, Routing, Topology
-from ultraep.config import BalanceConfig
+from ultraep.config import AUTO, BalanceConfig
 from ultraep.errors import errors_at
+from ultraep.runtime.capacity import Capacity
 
 HIDDEN = 8
 TOLERANCE = 1e-11  # of float64, relative to the largest value; a run has several steps
@@ -85,9 +86,22 @@ class Case:
     def config(self) -> BalanceConfig:
         return BalanceConfig(policy=self.policy, objective=self.objective)
 
+    @property
+    def capacity(self) -> int | str:
+        """Rows for which mapped memory has room: all of them if a rank may get more than the mean.
+
+        So few tokens may double the load of a rank from one step to the next, which "auto" refuses.
+        """
+        topology = self._topology(self.options["slots"])
+        if Capacity(AUTO, topology, self.config).proven:
+            return AUTO
+        return max(1, *map(sum, self.tokens)) * self.top_k
+
     def home_experts(self, rank: int) -> list[int]:
-        topology = Topology(ranks=self.ranks, experts=self.experts, homes=self.homes)
-        return [int(expert) for expert in topology.home_experts(rank)]
+        return [int(expert) for expert in self._topology().home_experts(rank)]
+
+    def _topology(self, slots: int = 1) -> Topology:
+        return Topology(ranks=self.ranks, experts=self.experts, homes=self.homes, slots=slots)
 
     def weights(self) -> list[Tensors]:
         """Return the weights of every layer: `routers` [R, E, D], and of all experts."""
