@@ -116,6 +116,19 @@ def test_a_rank_is_found_in_time_and_forgotten_again(monkeypatch, ratio, layers)
     assert used[-1] == ()
 
 
+@pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (2, 9), (4, 2), (4, 8)])
+def test_a_busy_machine_forgets_too(monkeypatch, ranks, seed):
+    """The noise leaves a small rest of a cause that is gone, which plans must not keep."""
+    group, rng = Group(monkeypatch, ranks=ranks), np.random.default_rng(seed)
+    begin, end = 400, 1600
+    times = noise(rng, end + 320, 0.2, ranks)
+    times[begin:end, 1] /= 0.82
+    used = [group.run(seconds_R) for seconds_R in times]
+    assert used[:begin] == [()] * begin
+    assert used[end - 1][1] < 900
+    assert used[-1] == ()
+
+
 @pytest.mark.parametrize("lasts", [10, 60])
 def test_ten_seconds_are_noise_and_a_minute_is_not(monkeypatch, lasts):
     group, rng = Group(monkeypatch, seconds=0.02), np.random.default_rng(0)

@@ -243,14 +243,21 @@ def noise(spans: Sequence[Numbers]) -> int:
 
 
 def updated(speeds: Numbers, spans: Sequence[Numbers]) -> Numbers:
-    """Return the speeds, changed where the last spans agree that they are different."""
+    """Return the speeds, changed where the last spans agree that they are different.
+
+    A rank that is as fast as the median again gets the nominal speed, without a rest.
+    """
     recent = [relative_speeds(paces) for paces in list(spans)[-AGREEING:]]
     least = max(CHANGE, OF_NOISE * noise(spans))
     changed = []
     for speed, values in zip(speeds, zip(*recent, strict=True), strict=True):
-        margin = speed * least // NOMINAL_SPEED
-        agree = min(values) > speed + margin or max(values) < speed - margin
-        changed.append(sorted(values)[len(values) // 2] if agree else speed)
+        middle, margin = sorted(values)[len(values) // 2], speed * least // NOMINAL_SPEED
+        if abs(middle - NOMINAL_SPEED) <= CHANGE:
+            changed.append(NOMINAL_SPEED)
+        elif min(values) > speed + margin or max(values) < speed - margin:
+            changed.append(middle)
+        else:
+            changed.append(speed)
     return tuple(changed)
 
 
