@@ -228,6 +228,29 @@ def lose_one(rank, group, folder):
     return complaints
 
 
+def lose_a_rank_of_another_domain(rank, group, folder):
+    """Rank 0 waits for the group, which loses rank 3; rank 1 waits for rank 0 in their domain."""
+    comm = connect(group, transport="sockets", timeout=PATIENCE)
+    inside = comm.part(2)
+    meet(folder, rank, 4)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    verb = comm.all_gather if rank in (0, 2) else inside.all_gather
+    with pytest.raises(CommunicationError) as caught:
+        verb(torch.zeros(1))
+    return str(caught.value), list(caught.value.ranks)
+
+
+def test_the_cause_in_another_domain_is_passed_on(tmp_path):
+    with RankPool(4) as pool:
+        outcomes = pool.outcomes(4, lose_a_rank_of_another_domain, tmp_path)
+    ends = {outcome.rank: outcome.value for outcome in outcomes if outcome.kind == "result"}
+    # Rank 1 is not in the call of ranks 0 and 2 either.
+    assert {rank: ranks for rank, (_, ranks) in ends.items()} == {0: [3, 1], 1: [3], 2: [3, 1]}
+    assert "rank 0 gave up, because of rank 3; noticed by rank 1" in ends[1][0]
+    assert not any(TIMED_OUT.search(text) for text, _ in ends.values())
+
+
 def leave_without_close(rank, group):
     comm = connect(group, transport="shared", timeout=PATIENCE)
     leave_without_close.kept = comm  # until the interpreter ends

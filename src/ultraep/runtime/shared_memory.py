@@ -59,6 +59,9 @@ class SharedMemoryCommunicator(BytesCommunicator):
         """Return itself: its messages wait for no device."""
         return self
 
+    def give_up(self, cause: int) -> None:
+        self._wire.give_up(cause)
+
     def close(self) -> None:
         """Release the shared memory; other ranks can still read what was sent.
 

@@ -76,6 +76,7 @@ class BytesCommunicator(ABC):
     first_rank: int  # number of rank 0 in the group that this one is part of, for errors
     _group: dist.ProcessGroup
     _connect: Connect | None  # None: no other communicators can be made of this one
+    _part: weakref.ref[Communicator] | None = None  # the last one
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._gather("all_gather", tensor)
@@ -120,7 +121,15 @@ class BytesCommunicator(ABC):
 
     def part(self, size: int) -> Communicator:
         first = self.rank - self.rank % size
-        return self._connected(range(first, first + size), dist.get_backend(self._group))
+        part = self._connected(range(first, first + size), dist.get_backend(self._group))
+        self._part = weakref.ref(part)
+        return part
+
+    def give_up(self, cause: int) -> None:
+        """Tell the ranks that wait for this one, where that is possible, which rank is the cause.
+
+        cause: a rank of the group that this one is part of.
+        """
 
     def _connected(self, ranks: range, backend: str) -> Communicator:
         """Return a communicator of some ranks of this group; collective for them."""
@@ -314,10 +323,13 @@ class TorchDistCommunicator(BytesCommunicator):
             symptom = re.sub(r"\[\S+:\d+\] ", "", str(error), count=1).partition("\n")[0]
             symptom = symptom.partition(". This is typically")[0]
             ranks = cause.ranks or ([error.peer] if isinstance(error, _PeerError) else peers)
+            named, part = [self.first_rank + rank for rank in ranks], self._part and self._part()
+            if named and isinstance(part, BytesCommunicator):
+                part.give_up(named[0])
             raise CommunicationError(
                 f"{verb}: {cause.text}{'; ' * bool(cause.text)}noticed by "
                 f"{self.names[self.rank]}: {symptom}",
-                ranks=[self.first_rank + rank for rank in ranks],
+                ranks=named,
             ) from error
 
     def _hang_up(self) -> None:

@@ -255,6 +255,10 @@ class Wire:
     def abort(self) -> None:
         self._leave(FAILED, self.rank)
 
+    def give_up(self, cause: int) -> None:
+        """Leave because of a rank, counted like `first_rank`, which may be in another group."""
+        self._leave(FAILED, cause - self.first_rank)
+
     def close(self) -> None:
         """Leave the group; other ranks can still read what was sent."""
         if os.getpid() != self._pid:  # a forked child: everything belongs to its parent
@@ -266,6 +270,11 @@ class Wire:
 
     def _state(self, rank: int) -> int:
         return self._words[rank * LINE + STATE]
+
+    def _name(self, rank: int) -> str:
+        """Return the name of a rank, which may be in another group."""
+        known = 0 <= rank < self.size
+        return self._names[rank] if known else f"rank {self.first_rank + rank}"
 
     def _leave(self, state: int, culprit: int) -> None:
         """Set the state of this rank, unless it has left before."""
@@ -282,7 +291,7 @@ class Wire:
         for rank in range(self.size):
             if self._state(rank) == FAILED:
                 culprit = self._words[rank * LINE + CULPRIT]
-                because = "" if culprit == rank else f", because of {self._names[culprit]}"
+                because = "" if culprit == rank else f", because of {self._name(culprit)}"
                 return f"{self._names[rank]} gave up{because}", culprit
         return None
 
