@@ -228,27 +228,53 @@ def lose_one(rank, group, folder):
     return complaints
 
 
-def lose_a_rank_of_another_domain(rank, group, folder):
-    """Rank 0 waits for the group, which loses rank 3; rank 1 waits for rank 0 in their domain."""
-    comm = connect(group, transport="sockets", timeout=PATIENCE)
-    inside = comm.part(2)
-    meet(folder, rank, 4)
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    verb = comm.all_gather if rank in (0, 2) else inside.all_gather
+def named_by(verb):
     with pytest.raises(CommunicationError) as caught:
         verb(torch.zeros(1))
     return str(caught.value), list(caught.value.ranks)
 
 
-def test_the_cause_in_another_domain_is_passed_on(tmp_path):
+def lose_a_rank_of_another_domain(rank, group, folder, transport):
+    """Rank 0 waits for the group, which loses rank 3; rank 1 waits for rank 0 in their domain."""
+    comm = connect(group, transport=transport, timeout=PATIENCE)
+    inside = comm.part(2)
+    meet(folder, rank, 4)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return named_by(comm.all_gather if rank in (0, 2) else inside.all_gather)
+
+
+@pytest.mark.parametrize("transport", ["shared", "sockets"])
+def test_a_domain_hears_of_the_cause_in_another_one(transport, tmp_path):
     with RankPool(4) as pool:
-        outcomes = pool.outcomes(4, lose_a_rank_of_another_domain, tmp_path)
+        outcomes = pool.outcomes(4, lose_a_rank_of_another_domain, tmp_path, transport)
     ends = {outcome.rank: outcome.value for outcome in outcomes if outcome.kind == "result"}
-    # Rank 1 is not in the call of ranks 0 and 2 either.
-    assert {rank: ranks for rank, (_, ranks) in ends.items()} == {0: [3, 1], 1: [3], 2: [3, 1]}
+    assert ends.keys() == {0, 1, 2}
+    assert all(ranks[0] == 3 for _, ranks in ends.values())
     assert "rank 0 gave up, because of rank 3; noticed by rank 1" in ends[1][0]
     assert not any(TIMED_OUT.search(text) for text, _ in ends.values())
+
+
+def lose_a_rank_inside(rank, group, folder, transport):
+    """Rank 1 leaves, then rank 0, which waits for it in their domain; then all others call."""
+    comm = connect(group, transport=transport, timeout=PATIENCE)
+    inside, named = comm.part(2), ("", [1])
+    if rank == 0:
+        named = named_by(inside.all_gather)
+    if rank < 2:
+        inside.close()
+        comm.close()
+        (folder / str(rank)).touch()
+        return named
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.01)
+    return named_by(comm.all_gather)
+
+
+@pytest.mark.parametrize("transport", ["shared", "sockets"])
+def test_other_domains_hear_of_a_cause_inside(transport, tmp_path):
+    for text, ranks in shared_pool().run(4, lose_a_rank_inside, tmp_path, transport):
+        assert ranks == [1], text
 
 
 def leave_without_close(rank, group):

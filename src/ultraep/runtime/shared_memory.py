@@ -93,7 +93,7 @@ class SharedMemoryCommunicator(BytesCommunicator):
         self._swap("all_to_all", data.split(sent), arrived.split(received))
 
     def _exchange(self, sends: Pieces, receives: Pieces) -> None:
-        self._wire.move("exchange", _queues(sends), _queues(receives))
+        self._move("exchange", _queues(sends), _queues(receives))
 
     def _swap(
         self, verb: str, parts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
@@ -103,7 +103,14 @@ class SharedMemoryCommunicator(BytesCommunicator):
         # Every rank starts with another peer, so that ranks do not queue for rank 0.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         outgoing = {peer: deque([parts[peer]]) for peer in peers}
-        self._wire.move(verb, outgoing, {peer: deque([targets[peer]]) for peer in peers})
+        self._move(verb, outgoing, {peer: deque([targets[peer]]) for peer in peers})
+
+    def _move(self, verb: str, outgoing: wire.Queues, incoming: wire.Queues) -> None:
+        try:
+            self._wire.move(verb, outgoing, incoming)
+        except CommunicationError as error:
+            self._pass_on(error.ranks)
+            raise
 
 
 def _queues(pieces: Pieces) -> wire.Queues:

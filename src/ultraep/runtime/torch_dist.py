@@ -76,7 +76,7 @@ class BytesCommunicator(ABC):
     first_rank: int  # number of rank 0 in the group that this one is part of, for errors
     _group: dist.ProcessGroup
     _connect: Connect | None  # None: no other communicators can be made of this one
-    _part: weakref.ref[Communicator] | None = None  # the last one
+    _other: weakref.ref[BytesCommunicator] | None = None  # that is a part of this one, or the whole
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._gather("all_gather", tensor)
@@ -122,14 +122,22 @@ class BytesCommunicator(ABC):
     def part(self, size: int) -> Communicator:
         first = self.rank - self.rank % size
         part = self._connected(range(first, first + size), dist.get_backend(self._group))
-        self._part = weakref.ref(part)
+        if isinstance(part, BytesCommunicator):
+            self._other, part._other = weakref.ref(part), weakref.ref(self)
         return part
 
+    @abstractmethod
     def give_up(self, cause: int) -> None:
-        """Tell the ranks that wait for this one, where that is possible, which rank is the cause.
+        """Tell the ranks that wait for this one that a rank, counted as in errors, is the cause.
 
-        cause: a rank of the group that this one is part of.
+        They may not know the cause, which ended another communicator of this rank.
         """
+
+    def _pass_on(self, causes: Sequence[int]) -> None:
+        """Let the other communicator give up, after a failure of this one."""
+        other = None if self._other is None else self._other()
+        if other is not None and causes:
+            other.give_up(causes[0])
 
     def _connected(self, ranks: range, backend: str) -> Communicator:
         """Return a communicator of some ranks of this group; collective for them."""
@@ -213,6 +221,10 @@ class TorchDistCommunicator(BytesCommunicator):
         if dist.get_backend(self._group) == "gloo":
             return self
         return self._connect and self._connected(range(self.size), "gloo")
+
+    def give_up(self, cause: int) -> None:
+        text = f"{self.names[self.rank]} gave up, because of rank {cause}"
+        self._roll_call.note(_Cause(text, [cause - self.first_rank]))
 
     def close(self) -> None:
         """Stop answering the questions of ranks that fail; the group stays."""
@@ -322,14 +334,14 @@ class TorchDistCommunicator(BytesCommunicator):
             self._hang_up()
             symptom = re.sub(r"\[\S+:\d+\] ", "", str(error), count=1).partition("\n")[0]
             symptom = symptom.partition(". This is typically")[0]
-            ranks = cause.ranks or ([error.peer] if isinstance(error, _PeerError) else peers)
-            named, part = [self.first_rank + rank for rank in ranks], self._part and self._part()
-            if named and isinstance(part, BytesCommunicator):
-                part.give_up(named[0])
+            first = [error.peer] if isinstance(error, _PeerError) else peers
+            ranks = [self.first_rank + rank for rank in cause.ranks or first]
+            # The first connection that closed is the likeliest cause of the others.
+            self._pass_on([self.first_rank + peer for peer in first] or ranks)
             raise CommunicationError(
                 f"{verb}: {cause.text}{'; ' * bool(cause.text)}noticed by "
                 f"{self.names[self.rank]}: {symptom}",
-                ranks=named,
+                ranks=ranks,
             ) from error
 
     def _hang_up(self) -> None:
@@ -418,21 +430,31 @@ class RollCall:
     def missing(self) -> _Cause:
         """Return which ranks are missing. May take some seconds."""
         result: list[_Cause] = []
-        thread = threading.Thread(target=self._ask, args=(result,), daemon=True)
-        thread.start()  # a store whose host is stopped never returns
-        thread.join(GRACE + 1)
+        self._try(lambda: result.append(self._ask()))
         return result[0] if result else _Cause(NO_STORE)
 
-    def _ask(self, result: list[_Cause]) -> None:
-        try:
-            if not self._store.check([CAUSE]):
-                cause = self._cause(self._answers())
-                if cause.text:  # another rank may have stored its own
-                    self._store.compare_set(CAUSE, "", json.dumps(cause))
-            known = self._store.check([CAUSE])
-            result.append(_Cause(*json.loads(self._store.get(CAUSE))) if known else _Cause())
-        except RuntimeError:
-            return
+    def note(self, cause: _Cause) -> None:
+        """Store a cause, unless another rank has stored one."""
+        self._try(lambda: self._store.compare_set(CAUSE, "", json.dumps(cause)))
+
+    def _try(self, work: Callable[[], Any]) -> None:
+        """Work with the store for some seconds; a store whose host is stopped never returns."""
+
+        def safely() -> None:
+            with suppress(RuntimeError):
+                work()
+
+        thread = threading.Thread(target=safely, daemon=True)
+        thread.start()
+        thread.join(GRACE + 1)
+
+    def _ask(self) -> _Cause:
+        if not self._store.check([CAUSE]):
+            cause = self._cause(self._answers())
+            if cause.text:  # another rank may have stored its own
+                self._store.compare_set(CAUSE, "", json.dumps(cause))
+        known = self._store.check([CAUSE])
+        return _Cause(*json.loads(self._store.get(CAUSE))) if known else _Cause()
 
     def _answers(self) -> dict[int, _Answer]:
         """Return the answers of the ranks that answer in time."""
