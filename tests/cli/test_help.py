@@ -45,6 +45,8 @@ def test_options_are_stable_and_explained(line):
     assert names == set(OPTIONS[line].split())
     assert all(parameter.help for parameter in command.params)
     assert "ultraep" in command.epilog
+    assert "\n" not in command.help.replace("\n\n", "")  # the terminal breaks lines
+    assert "[" not in command.help  # would be markup
 
 
 def test_summaries_are_those_of_the_commands():

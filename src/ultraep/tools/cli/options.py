@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
 from typer import Argument, Option
@@ -59,6 +59,9 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         command(record(**values))
 
+    # typer wraps the first paragraph only, and keeps the line breaks of the others.
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     run.__signature__ = Signature(  # type: ignore[attr-defined]
         [
             Parameter(

@@ -327,8 +327,9 @@ def place(options: PlaceOptions) -> None:
     """Place experts by their history, so that fast-link domains have equal loads.
 
     The table is a forecast: it places experts by the first half of the records and shows the
-    busiest domain of the second half, over the mean. The file is made from all records. Expert
-    order[i] becomes expert i: apply it with ultraep.reorder_experts when you load a checkpoint.
+    busiest domain of the second half, over the mean. The file is made from all records. Its lists
+    name the experts in their new order; apply them with ultraep.reorder_experts when you load a
+    checkpoint.
     """
     check_targets((options.out, "placement"), force=options.force)
     trace = read_trace(options.path)
