@@ -27,7 +27,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -288,7 +288,7 @@ class TorchDistCommunicator(BytesCommunicator):
     def _post(self, sends: Pieces, receives: Pieces, tag: int = 0) -> Callable[[], None]:
         """Start to send and receive; return a function that waits."""
         ops = self._ops(sends, receives, tag)
-        with self._named("exchange", collective=False):
+        with self._exchanging(*ops):
             works = dist.batch_isend_irecv(ops) if ops else []
         return lambda: self._wait_all(works, ops)
 
@@ -304,14 +304,19 @@ class TorchDistCommunicator(BytesCommunicator):
     def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp]) -> None:
         deadline = self._deadline()
         if len(works) != len(ops):  # NCCL returns one work for all
-            with self._named("exchange", collective=False):
+            with self._exchanging(*ops):
                 for work in works:
                     self._wait(work, ops[0].tensor.device, deadline)
             return
         for work, op in zip(works, ops, strict=True):
-            peer = dist.get_group_rank(self._group, op.peer)
-            with self._named(f"exchange with {self.names[peer]}", peer, collective=False):
+            with self._exchanging(op):
                 self._wait(work, op.tensor.device, deadline)
+
+    def _exchanging(self, *ops: dist.P2POp) -> AbstractContextManager[None]:
+        """Name the peers of these messages in errors of torch.distributed."""
+        peers = sorted({dist.get_group_rank(self._group, op.peer) for op in ops})
+        names = ", ".join(self.names[peer] for peer in peers)
+        return self._named(f"exchange with {names}", *peers, collective=False)
 
     def _deadline(self) -> float | None:
         return None if self._timeout is None else time.monotonic() + self._timeout
