@@ -76,8 +76,8 @@ def test_the_planner_compiles_in_all_its_variants(table):
 
 @pytest.mark.slow
 def test_registers_suffice(table):
-    """Only the search for a higher threshold, a rare case, may spill."""
-    allowed = {"search": 64}
+    """Only kernels with the search for a higher threshold, a rare case, may spill, and little."""
+    allowed = {"search": 64, "try_rungs": 64}
     for row in table:
         if row["size"] == "64x256x1" and row["target"] == "sm_90":
             assert int(row["spilled"]) <= allowed.get(row["kernel"], 0), row

@@ -138,7 +138,7 @@ def place_in_line(key_N, keys, N: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def bound(load_G, home, scratch, domain, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
-    """Return the least threshold that any plan can meet.
+    """Return the least threshold that any plan can meet, if it is above the mean.
 
     home: [H * G] rows of the home experts.   scratch: memory for 2 * H * G + 2 * G integers.
     """
@@ -147,7 +147,7 @@ def bound(load_G, home, scratch, domain, problem, SHAPE: tl.constexpr, STEP: tl.
     if SHAPE.SPEEDS:
         speed_G = state.speeds_of(domain, problem, SHAPE)
         least_speed_G = tl.maximum(speed_G, 1)
-        key_G = -((load_G.to(tl.int64) * PARTS + least_speed_G - 1) // least_speed_G)
+        key_G = -state.quotient(load_G.to(tl.int64) * PARTS + least_speed_G - 1, least_speed_G)
         key_G = tl.where(rank < problem.ranks, key_G, -MAX_THRESHOLD - 1)
     else:
         key_G = tl.where(rank < problem.ranks, -load_G, -MOST - 1)
@@ -174,13 +174,12 @@ def bound(load_G, home, scratch, domain, problem, SHAPE: tl.constexpr, STEP: tl.
         tl.debug_barrier()
         weight_G = tl.load(scratch + SHAPE.G + rank, mask=rank < problem.ranks, other=0)
         weight_G = tl.maximum(tl.sum(weight_G, 0) - tl.cumsum(weight_G, 0) + weight_G, 1)
-        peak_G = ((rest_G - movable_G).to(tl.int64) * PARTS + weight_G - 1) // weight_G
-        least = tl.max(tl.where(rank < problem.ranks, peak_G, 0), 0)
-        return tl.maximum(least, state.mean_of(load_G, domain, problem, SHAPE))
-    else:  # noqa: RET505 - only a separate branch is left out at compile time
+        rows_G = (rest_G - movable_G).to(tl.int64)
+        peak_G = state.quotient(rows_G * PARTS + weight_G - 1, weight_G)
+    else:
         others_G = tl.maximum(problem.ranks - rank, 1)
         peak_G = (rest_G - movable_G + others_G - 1) // others_G
-        return tl.max(tl.where(rank < problem.ranks, peak_G, 0), 0)
+    return tl.max(tl.where(rank < problem.ranks, peak_G, 0), 0)
 
 
 @triton.jit
@@ -213,7 +212,7 @@ def excess_share(load_G, threshold, domain, problem, SHAPE: tl.constexpr):
         over = tl.sum(tl.maximum(height_G, 0).to(tl.int64), 0)
         speed_G = state.speeds_of(domain, problem, SHAPE)
         weight = tl.maximum(tl.sum(tl.where(height_G >= 0, speed_G, 0), 0), 1)
-        return (over * PARTS + weight - 1) // weight
+        return state.quotient(over * PARTS + weight - 1, weight)
     else:  # noqa: RET505 - without `else`, Triton compiles both
         full_G = load_G >= threshold
         over = tl.sum(tl.where(full_G, load_G - threshold, 0).to(tl.int64), 0)
