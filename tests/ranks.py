@@ -38,7 +38,7 @@ import torch.distributed as dist
 import warm
 
 from ultraep import NothingToBalance
-from ultraep.runtime import torch_dist
+from ultraep.runtime import roll_call
 from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
 from ultraep.runtime.shared_memory import SharedMemoryCommunicator
@@ -247,7 +247,7 @@ def serve(pipe: Connection) -> None:
     """Run one job after the other, until the other end of the pipe is closed."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch_dist.POLL, torch_dist.GRACE = 0.1, 3.0  # ranks that died are named sooner
+    roll_call.POLL, roll_call.GRACE = 0.1, 3.0  # ranks that died are named sooner
     while True:
         try:
             pickled = pipe.recv_bytes()
@@ -263,7 +263,7 @@ def do(pickled: bytes) -> bytes:
     """Run a job; return when and how it ended, pickled."""
     try:
         job = pickle.loads(pickled)
-        torch_dist._numbers.clear()  # jobs have stores of their own, and ranks may fail alone
+        roll_call._numbers.clear()  # jobs have stores of their own, and ranks may fail alone
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.simplefilter("ignore", NothingToBalance)  # some have no slots

@@ -29,7 +29,7 @@ from ranks import (
 from ultraep import Balancer
 from ultraep.comm import Message
 from ultraep.errors import CommunicationError, ConfigError, UltraEPError
-from ultraep.runtime import torch_dist
+from ultraep.runtime import roll_call
 from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalCommunicator
 from ultraep.runtime.shared_memory import SharedMemoryCommunicator
@@ -85,7 +85,7 @@ def silent(comm, verb, complained):
     args = {"all_gather": [torch.zeros(3)], "exchange": [[], [Message(1, torch.zeros(3))]]}
     try:
         with pytest.MonkeyPatch.context() as patch:  # a busy machine may take long to answer
-            patch.setattr(torch_dist, "GRACE", PATIENCE)
+            patch.setattr(roll_call, "GRACE", PATIENCE)
             return complaint(getattr(comm, verb), *args[verb])
     finally:
         complained.touch()
@@ -159,7 +159,7 @@ def test_a_store_that_does_not_respond_is_named(monkeypatch):
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        alone = torch_dist.RollCall(dist.group.WORLD, 0, ["rank 0"])
+        alone = roll_call.RollCall(dist.group.WORLD, 0, ["rank 0"])
         assert alone.missing().text == ""
         monkeypatch.setattr(alone, "_answers", lost)
         assert "store of the process group does not respond (rank 0" in alone.missing().text

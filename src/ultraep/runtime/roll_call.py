@@ -1,0 +1,183 @@
+"""Finds the ranks that are missing after a failure of torch.distributed.
+
+gloo reports that a connection closed or timed out, but not which rank caused it. So every rank runs
+a thread that polls the store of the process group twice a second (`RollCall`). A rank that fails
+writes a question there. The threads of the other ranks answer with the number of collective calls
+that their rank has entered, and the seconds since it entered the last one:
+
+    no answer                 the rank died, is stopped, left, or has not joined yet
+    fewer calls than here     the rank is alive, and has not reached this call
+    as many calls             the rank has reached this call, perhaps too late
+
+The first rank to find the cause stores it, so that later failures report the same cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ultraep.runtime.flight import write_for_others
+
+POLL = 0.5  # seconds between two looks for a question
+GRACE = 6.0  # seconds to wait for answers
+PAUSE = 0.02  # seconds between two looks for answers
+CAUSE = "cause"
+NO_STORE = (
+    "the store of the process group does not respond (rank 0 hosts it, unless a launcher does)"
+)
+
+# By the ranks of a group: its members create communicators in the same order. Never reset, so that
+# a store that outlives a group holds no keys of the next one.
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+
+
+@dataclass
+class _Answering:
+    """The state of the thread that answers; it must not keep the communicator alive."""
+
+    store: Any
+    rank: int
+    calls: int = 0
+    entered: float = 0.0  # when the last call began
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def waited(self) -> float:
+        """Seconds since the last collective call began."""
+        return time.monotonic() - self.entered
+
+    def run(self) -> None:
+        try:
+            store = self.store.clone()  # a separate connection: other threads may block theirs
+            while not self.closed.wait(POLL):
+                if store.check([f"question/{self.rank}"]):
+                    store.set(f"answer/{self.rank}", f"{self.calls} {self.waited():.3f}")
+                    write_for_others()
+                    return
+        except RuntimeError:  # the store is gone, so no rank can ask any more
+            return
+
+
+class Cause(NamedTuple):
+    """Why a call failed: the missing ranks of the group, and what is known of them."""
+
+    text: str = ""
+    ranks: Sequence[int] = ()
+
+
+class _Answer(NamedTuple):
+    """The collective calls of a rank, and the seconds since the last one began."""
+
+    calls: int
+    waited: float
+
+
+class RollCall:
+    """Finds the missing ranks after a failure."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, names: Sequence[str]) -> None:
+        self._rank, self._size, self._names = rank, len(names), names
+        number = next(_numbers[tuple(dist.get_process_group_ranks(group))])
+        store = distributed_c10d._get_process_group_store(group)
+        prefix = f"ultraep/{number}"
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self._answering = _Answering(self._store, rank)
+        thread = threading.Thread(target=self._answering.run, daemon=True, name="ultraep roll call")
+        self.close = weakref.finalize(self, _end, thread, self._answering.closed)
+        if self._size > 1:
+            thread.start()
+
+    def enter(self) -> None:
+        """Count a collective call."""
+        self._answering.calls += 1
+        self._answering.entered = time.monotonic()
+
+    def missing(self) -> Cause:
+        """Return which ranks are missing. May take some seconds."""
+        result: list[Cause] = []
+        self._try(lambda: result.append(self._ask()))
+        return result[0] if result else Cause(NO_STORE)
+
+    def note(self, cause: Cause) -> None:
+        """Store a cause, unless another rank has stored one."""
+        self._try(lambda: self._store.compare_set(CAUSE, "", json.dumps(cause)))
+
+    def _try(self, work: Callable[[], Any]) -> None:
+        """Work with the store for some seconds; a store whose host is stopped never returns."""
+
+        def safely() -> None:
+            with suppress(RuntimeError):
+                work()
+
+        thread = threading.Thread(target=safely, daemon=True)
+        thread.start()
+        thread.join(GRACE + 1)
+
+    def _ask(self) -> Cause:
+        if not self._store.check([CAUSE]):
+            cause = self._cause(self._answers())
+            if cause.text:  # another rank may have stored its own
+                self._store.compare_set(CAUSE, "", json.dumps(cause))
+        known = self._store.check([CAUSE])
+        return Cause(*json.loads(self._store.get(CAUSE))) if known else Cause()
+
+    def _answers(self) -> dict[int, _Answer]:
+        """Return the answers of the ranks that answer in time."""
+        waiting = [rank for rank in range(self._size) if rank != self._rank]
+        for rank in waiting:
+            self._store.set(f"question/{rank}", "")
+        answers: dict[int, _Answer] = {}
+        until = time.monotonic() + GRACE
+        while waiting and time.monotonic() < until:
+            for rank in [rank for rank in waiting if self._store.check([f"answer/{rank}"])]:
+                calls, waited = self._store.get(f"answer/{rank}").decode().split()
+                answers[rank] = _Answer(int(calls), float(waited))
+                waiting.remove(rank)
+            time.sleep(PAUSE)
+        return answers
+
+    def _cause(self, answers: dict[int, _Answer]) -> Cause:
+        gone = [rank for rank in range(self._size) if rank not in (self._rank, *answers)]
+        behind = [rank for rank, other in answers.items() if other.calls < self._answering.calls]
+        parts = []
+        if gone:
+            parts.append(
+                f"no response from {self._listed(gone)} (died, stopped, left or not there yet)"
+            )
+        if behind:
+            parts.append(f"{self._listed(behind)} did not reach this call")
+        return Cause("; ".join(parts), gone + behind) if parts else self._last_to_enter(answers)
+
+    def _last_to_enter(self, answers: dict[int, _Answer]) -> Cause:
+        """Return the rank that entered this call last, if it made the others wait."""
+        own = self._answering.waited()
+        rank, last = min(answers.items(), key=lambda item: item[1].waited, default=(0, None))
+        if last is None or own - last.waited < own / 2:
+            return Cause()
+        names, late = self._names, own - last.waited
+        return Cause(
+            f"{names[rank]} entered this call {late:.1f} s after {names[self._rank]}", [rank]
+        )
+
+    def _listed(self, ranks: list[int]) -> str:
+        plural = "s" * (len(ranks) > 1)
+        names = (self._names[rank].removeprefix("rank ") for rank in ranks)
+        return f"rank{plural} {', '.join(names)}"
+
+
+def _end(thread: threading.Thread, closed: threading.Event) -> None:
+    """End the thread before the interpreter does, which would leave it inside of the store."""
+    closed.set()
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(POLL)
