@@ -236,9 +236,9 @@ def peak_of(load_G, domain, problem, SHAPE: tl.constexpr):
 
 @triton.jit
 def quotient(numbers, divisors):
-    """Return whole quotients of numbers below 2**53, many times as fast as by 64-bit integers.
+    """Return whole quotients of numbers below 2**53, without the slow division of 64-bit integers.
 
-    Exact: a quotient that is not whole is further from the next whole number than it is rounded.
+    Exact: rounding moves a quotient by less than its distance from the next whole number.
     """
     return (numbers.to(tl.float64) / divisors.to(tl.float64)).to(tl.int64)
 
