@@ -17,6 +17,7 @@ from layers import PLAIN
 from whole_models import Choices, Size, WholeModel, last_imbalance
 
 import torchtitan_tiny as tiny  # type: ignore[import-not-found]  # isort: skip  # replaces CUDA on CPUs
+from torchtitan_cpu import use_gloo  # type: ignore[import-not-found]  # isort: skip
 
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config.override import derive, override
@@ -24,6 +25,8 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from ultraep.integrations.torchtitan import balancers
 
+if torch.cuda.is_available():
+    use_gloo()  # ranks share the GPU
 LONGEST = 512  # tokens of a sequence, by the positions of the tiny model
 
 

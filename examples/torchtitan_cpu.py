@@ -1,4 +1,4 @@
-"""Run torchtitan on CPU ranks: replaces what its release takes from CUDA.
+"""Run torchtitan on CPU ranks: replaces what its release takes from CUDA and NCCL.
 
 For the example, the tests and the benchmark; not needed on GPUs. Call `use_cpu()` before importing
 torchtitan. It replaces:
@@ -8,6 +8,9 @@ torchtitan. It replaces:
     casts          experts multiply in bfloat16, which few CPUs support
     attention      flex attention has no backward on CPUs, and is not compiled on its own
     init           on CPUs, all shards of a parameter get the same random values
+
+and with `use_gloo()`, which several ranks on one GPU need as well:
+
     sums           gloo has no reduction with a factor; FSDP2 can divide afterwards
     all-to-all     gloo supports lists of equal sizes only
     timeouts       torch before 2.14 cannot change them after the first step
@@ -55,6 +58,11 @@ def use_cpu() -> None:
     FlexAttention._compiled_flex_attn = staticmethod(attention)
     compiling._maybe_regional_inductor_backend = lambda _, backend: backend
     Module._init_param = draw_whole
+    use_gloo()
+
+
+def use_gloo() -> None:
+    """Let torchtitan send its messages with gloo."""
     factors = _fsdp_collectives._get_gradient_divide_factors
     _fsdp_collectives._get_gradient_divide_factors = lambda *args: factors(*args[:-1], True)
     dist.barrier = without_devices(dist.barrier)
@@ -77,7 +85,7 @@ def without_devices(barrier: Callable[..., Any]) -> Callable[..., Any]:
 def all_to_all(outputs: list[Any], inputs: list[Any], group: Any = None) -> None:
     """Exchange pieces of any size, as one tensor."""
     sizes, sent = ([len(piece) for piece in pieces] for pieces in (outputs, inputs))
-    received = torch.empty((sum(sizes), *inputs[0].shape[1:]), dtype=inputs[0].dtype)
+    received = inputs[0].new_empty((sum(sizes), *inputs[0].shape[1:]))
     dist.all_to_all_single(received, torch.cat(inputs), sizes, sent, group)
     for output, piece in zip(outputs, received.split(sizes), strict=True):
         output.copy_(piece)
