@@ -1,14 +1,13 @@
 """`ultraep advise`: the verdict, the settings, and that text and JSON agree."""
 
 import json
-from dataclasses import replace
 from functools import cache
 
 import pytest
+from sim.small import gpt_oss
 
 import ultraep
 from ultraep.tools.cli import scenario
-from ultraep.tools.sim.model import load_model
 
 from . import commands
 
@@ -22,7 +21,7 @@ BALANCE = ["--objective", "balance"]
 def few_layers():
     """Simulate eight layers of the model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scenario, "load_model", lambda name: replace(load_model(name), layers=8))
+        patch.setattr(scenario, "load_model", lambda _: gpt_oss(layers=8))
         yield
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ultraep.tools.sim.cluster import Cluster
 from ultraep.tools.sim.costs import Costs, MeasuredRates
-from ultraep.tools.sim.model import GroupedAttention, Model
+from ultraep.tools.sim.model import GroupedAttention, Model, load_model
 from ultraep.tools.sim.planning import Replicas
 from ultraep.tools.sim.runtime import Runtime
 from ultraep.tools.sim.scenario import Scenario
@@ -33,6 +34,13 @@ def small_model(**changes: Any) -> Model:
     sizes |= {"layers": 3, "dense_layers": 1, "experts": 4, "top_k": 2, "vocabulary": 16}
     sizes |= {"width": 8, "expert_width": 4, "dense_width": 5, "shared_width": 2}
     return Model(**sizes | changes)
+
+
+def gpt_oss(layers: int) -> Model:
+    """Return gpt-oss-20b with fewer layers; half of them have a window, as in the whole model."""
+    model = load_model("gpt-oss-20b")
+    attention = replace(model.attention, windowed_layers=layers // 2)
+    return replace(model, layers=layers, attention=attention)
 
 
 def plain_rates(**changes: Any) -> MeasuredRates:

@@ -23,7 +23,7 @@ from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import Recorded, Skew
 
-from .small import MICRO, replicas_of, small_costs, small_runtime, small_scenario
+from .small import MICRO, gpt_oss, replicas_of, small_costs, small_runtime, small_scenario
 
 FOUR = Topology(ranks=4, experts=4, domain=2)
 OURS = Contender("ultraep", "ultraep", slots=1)
@@ -162,8 +162,7 @@ def test_the_host_waits_in_every_layer_except_with_mapped_memory() -> None:
 
 
 def scenario(**changes: Any) -> Scenario:
-    model = replace(load_model("gpt-oss-20b"), layers=2)
-    settings: Any = {"cluster": load_cluster("h200-nvl8"), "model": model, "ranks": 16}
+    settings: Any = {"cluster": load_cluster("h200-nvl8"), "model": gpt_oss(layers=2), "ranks": 16}
     settings["workload"] = Skew(experts=32, top_k=4, spread=0.8, noise=0.3)
     settings["job"] = Training(tokens=4096, microbatches=2, steps=1)
     return Scenario(**settings | changes)

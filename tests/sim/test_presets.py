@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,13 @@ def test_counts_of_a_small_model_by_hand() -> None:
     assert model.training_operations(10) == 3 * (2 * 1368 + 3 * 32 * 5)
 
 
+def windowed(layers: int, window: int = 10) -> dict[str, Any]:
+    attention = GroupedAttention(kind="grouped", heads=2, kv_heads=1, head_width=4)
+    return {"attention": replace(attention, window=window, windowed_layers=layers)}
+
+
 def test_windowed_layers_attend_to_their_window() -> None:
-    sizes: Any = {"kind": "grouped", "heads": 2, "kv_heads": 1, "head_width": 4}
-    model = small_model(attention=GroupedAttention(**sizes, window=10, windowed_layers=1))
+    model = small_model(**windowed(1))
     assert model.attended(6) == 6
     assert model.attended(40) == pytest.approx((10 + 40 + 40) / 3)
 
@@ -126,6 +131,8 @@ def test_a_group_uses_the_largest_equal_blocks_of_a_domain(ranks: int, size: int
         (small_model, {"layers": -1}, "model small: layers must be at least 1, got -1"),
         (small_model, {"dense_layers": 3}, r"dense_layers must lie in 0\.\.2, got 3"),
         (small_model, {"top_k": 5}, "top_k 5 is more than its 4 experts"),
+        (small_model, windowed(4), "model small: windowed_layers must be at most 3, got 4"),
+        (small_model, windowed(1, window=0), "model small: window must be at least 1, got 0"),
         (small_cluster, {"domain": 0}, "cluster small: domain must be at least 1, got 0"),
         (small_cluster, {"link_gb_s": 0.0}, "link_gb_s must be positive, got 0"),
         (small_cluster, {"memory_gb": -5.0}, "memory_gb must be positive, got -5"),

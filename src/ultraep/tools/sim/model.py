@@ -99,6 +99,9 @@ class Model:
             )
         if self.top_k > self.experts:
             raise ConfigError(f"{where}top_k {self.top_k} is more than its {self.experts} experts")
+        check_range(self.attention, "heads", 1, where=where)
+        check_range(self.attention, "windowed_layers", 0, self.layers, where)
+        check_range(self.attention, "window", int(self.attention.windowed_layers > 0), where=where)
 
     @property
     def expert_layers(self) -> range:
