@@ -4,7 +4,7 @@
     make compatibility PYTHONS='python3.12 python3.13' TORCHES='2.11.0 newest'
 
 Every pair gets an environment of its own in build/compatibility, which is removed afterwards. The
-other packages have the versions and hashes of requirements/dev.txt.
+other packages have the versions and hashes of requirements/dev.txt, except those in `OLDER`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TESTS = [
     *("cli/test_plan.py", "parallel/test_gradients.py"),
     *("runtime/test_balancer.py", "runtime/test_communicators.py"),
 ]
+OLDER = {"2.11.0": "numpy<2.4"}  # by torch: what the interpreter of its Triton needs
 LIMIT = 1800.0  # seconds for one pair
 
 
@@ -79,6 +80,8 @@ def install(python: str, torch: str, environment: Path, alone: bool) -> Path:
     pip += ["--disable-pip-version-check"]
     wanted = "torch" if torch == "newest" else f"torch=={torch}"
     run([*pip, "--no-deps", "--require-hashes", "-r", ROOT / "requirements" / "dev.txt"])
+    if torch in OLDER:
+        run([*pip, "--no-deps", OLDER[torch]])
     run([*pip, *(["--no-deps"] if alone else []), wanted])
     if alone:
         code = "from importlib.metadata import requires; print(*requires('torch'), sep='\\n')"
