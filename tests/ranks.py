@@ -16,6 +16,7 @@ did not return in time are killed and replaced.
 from __future__ import annotations
 
 import atexit
+import builtins
 import functools
 import gc
 import glob
@@ -24,6 +25,7 @@ import os
 import pickle
 import re
 import time
+import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
@@ -265,12 +267,22 @@ def do(pickled: bytes) -> bytes:
         job = pickle.loads(pickled)
         roll_call._numbers.clear()  # jobs have stores of their own, and ranks may fail alone
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            for action, message, category in warning_filters():
+                warnings.filterwarnings(action, message, getattr(builtins, category))
             warnings.simplefilter("ignore", NothingToBalance)  # some have no slots
             result = job.work(job.rank, join(job), *job.args)
         return pickle.dumps((time.monotonic(), "result", result))
     except BaseException:  # noqa: BLE001  whatever it was, the test wants to read it
         return pickle.dumps((time.monotonic(), "error", traceback.format_exc()))
+
+
+@functools.cache
+def warning_filters() -> list[tuple[str, str, str]]:
+    """The filters of the tests: action, regular expression, category."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    lines = project["tool"]["pytest"]["ini_options"]["filterwarnings"]
+    filters = ((line + "::").split(":") for line in lines)
+    return [(action, message, category or "Warning") for action, message, category, *_ in filters]
 
 
 def join(job: Job) -> dist.ProcessGroup:
