@@ -26,7 +26,7 @@ TESTS = [
     *("cli/test_plan.py", "parallel/test_gradients.py"),
     *("runtime/test_balancer.py", "runtime/test_communicators.py"),
 ]
-OLDER = {"2.11.0": "numpy<2.4"}  # by torch: what the interpreter of its Triton needs
+OLDER = {"2.11.0": "numpy<2.4"}  # by version of torch, for the interpreter of its Triton
 LIMIT = 1800.0  # seconds for one pair
 
 

@@ -16,8 +16,12 @@ import torch.distributed as dist
 from layers import PLAIN
 from whole_models import Choices, Size, WholeModel, last_imbalance
 
-import torchtitan_tiny as tiny  # type: ignore[import-not-found]  # isort: skip  # replaces CUDA on CPUs
 from torchtitan_cpu import use_gloo  # type: ignore[import-not-found]  # isort: skip
+
+if torch.cuda.is_available():
+    use_gloo()  # ranks share the GPU
+
+import torchtitan_tiny as tiny  # type: ignore[import-not-found]  # isort: skip  # replaces CUDA on CPUs
 
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config.override import derive, override
@@ -25,8 +29,6 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from ultraep.integrations.torchtitan import balancers
 
-if torch.cuda.is_available():
-    use_gloo()  # ranks share the GPU
 LONGEST = 512  # tokens of a sequence, by the positions of the tiny model
 
 

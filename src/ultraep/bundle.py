@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 
 class Promise(NamedTuple):
-    """That weights do not change while its number stays the same; 0: no promise.
+    """The promise that weights do not change while its number stays the same; 0: no promise.
 
     on_device: the number that captured graphs read; None: graphs cannot be captured.
     """

@@ -125,7 +125,7 @@ class Plan:
     def imbalance(self) -> float:
         """Rows of the fullest rank over the mean, with replicas; 1.0 is perfect.
 
-        With speeds: rows over speed of the slowest rank to finish, over that of a perfect balance.
+        With speeds: the time of the slowest rank, rows over speed, over the time of a perfect plan.
         """
         return self._over_mean(peak_of(self.rank_loads, self.speeds)[0])
 

@@ -245,7 +245,7 @@ def lose_a_rank_of_another_domain(rank, group, folder, transport):
 
 
 @pytest.mark.parametrize("transport", ["shared", "sockets"])
-def test_a_domain_hears_of_the_cause_in_another_one(transport, tmp_path):
+def test_a_cause_in_another_domain_is_named(transport, tmp_path):
     with RankPool(4) as pool:
         outcomes = pool.outcomes(4, lose_a_rank_of_another_domain, tmp_path, transport)
     ends = {outcome.rank: outcome.value for outcome in outcomes if outcome.kind == "result"}
@@ -272,7 +272,7 @@ def lose_a_rank_inside(rank, group, folder, transport):
 
 
 @pytest.mark.parametrize("transport", ["shared", "sockets"])
-def test_other_domains_hear_of_a_cause_inside(transport, tmp_path):
+def test_a_cause_inside_a_domain_is_named_by_the_others(transport, tmp_path):
     for text, ranks in shared_pool().run(4, lose_a_rank_inside, tmp_path, transport):
         assert ranks == [1], text
 

@@ -156,8 +156,8 @@ class Recorder:
 def record_routes(model: nn.Module) -> Iterator[Recorder]:
     """Record the choices of all routed layers of a model, for one generation in this block.
 
-    Beam search and assisted generation reorder or reject tokens; their routes are not those of the
-    result.
+    Beam search and assisted generation reorder or reject tokens, so their recorded routes do not
+    belong to the result.
     """
     layers = routed_layers(model)
     recorder = Recorder(layers)

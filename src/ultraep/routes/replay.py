@@ -68,7 +68,7 @@ class _ReplayedLayer:
 class Replay:
     """Makes the routers of a model choose recorded experts, while in its `with` block.
 
-    The gates are those of the model's own router at these experts, from its current logits, so
+    The model's own router computes the gates of these experts from its current logits, so
     gradients reach it. Layers that backward recomputes choose the same experts again, until the
     next `use`.
 

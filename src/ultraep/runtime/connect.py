@@ -148,7 +148,7 @@ def connect(
 
 
 class Joined(NamedTuple):
-    """What a rank and its group agree about."""
+    """A rank in its group, with the settings that all ranks have agreed on."""
 
     comm: Communicator
     links: FastLinks

@@ -136,7 +136,7 @@ def begin(foreseen: Foreseen, info: MicrobatchInfo) -> MicrobatchInfo:
 
 
 def invalid(routes: Any, layers: int) -> LoadError | None:
-    """Return the error for routes that are not those of all layers, each `[T, K]`."""
+    """Return the error unless there are routes of all layers, each `[T, K]`."""
     if len(routes) != layers:
         return LoadError(f"foresee() needs the routes of all {layers} layers, got {len(routes)}")
     for layer, ids in enumerate(routes):

@@ -9,7 +9,8 @@ that their rank has entered, and the seconds since it entered the last one:
     fewer calls than here     the rank is alive, and has not reached this call
     as many calls             the rank has reached this call, perhaps too late
 
-The first rank to find the cause stores it, so that later failures report the same cause.
+The first rank to find the cause stores it, so that later failures report the same cause. A rank
+that fails in another group stores the cause of that failure here (`note`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from torch.distributed import distributed_c10d
 
 from ultraep.runtime.flight import write_for_others
 
-POLL = 0.5  # seconds between two looks for a question
+POLL = 0.5  # seconds between two polls for a question
 GRACE = 6.0  # seconds to wait for answers
-PAUSE = 0.02  # seconds between two looks for answers
+PAUSE = 0.02  # seconds between two polls for answers
 CAUSE = "cause"
 NO_STORE = (
     "the store of the process group does not respond (rank 0 hosts it, unless a launcher does)"

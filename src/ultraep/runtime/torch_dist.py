@@ -50,7 +50,7 @@ class BytesCommunicator(ABC):
     first_rank: int  # number of rank 0 in the group that this one is part of, for errors
     _group: dist.ProcessGroup
     _connect: Connect | None  # None: no other communicators can be made of this one
-    _other: weakref.ref[BytesCommunicator] | None = None  # that is a part of this one, or the whole
+    _linked: weakref.ref[BytesCommunicator] | None = None  # of the domain, or of the whole group
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._gather("all_gather", tensor)
@@ -97,21 +97,21 @@ class BytesCommunicator(ABC):
         first = self.rank - self.rank % size
         part = self._connected(range(first, first + size), dist.get_backend(self._group))
         if isinstance(part, BytesCommunicator):
-            self._other, part._other = weakref.ref(part), weakref.ref(self)
+            self._linked, part._linked = weakref.ref(part), weakref.ref(self)
         return part
 
     @abstractmethod
     def give_up(self, cause: int) -> None:
-        """Tell the ranks that wait for this one that a rank, counted as in errors, is the cause.
+        """Report to waiting ranks that this rank leaves because of `cause`, counted as in errors.
 
-        They may not know the cause, which ended another communicator of this rank.
+        The cause ended another communicator of this rank, which they may not be part of.
         """
 
     def _pass_on(self, causes: Sequence[int]) -> None:
-        """Let the other communicator give up, after a failure of this one."""
-        other = None if self._other is None else self._other()
-        if other is not None and causes:
-            other.give_up(causes[0])
+        """Let the linked communicator give up, after a failure of this one."""
+        linked = None if self._linked is None else self._linked()
+        if linked is not None and causes:
+            linked.give_up(causes[0])
 
     def _connected(self, ranks: range, backend: str) -> Communicator:
         """Return a communicator of some ranks of this group; collective for them."""

@@ -1,7 +1,7 @@
 """Hosts of a slow network on one machine: network namespaces with a limited rate between them.
 
 Needs root on Linux, and the commands `ip`, `tc` and `unshare`. Every host has its own name and
-address, so its processes share no memory with other hosts as far as the library can tell.
+address, so the library finds no memory that its processes share with other hosts.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def plane_for(name: str, topology: Topology) -> Plane:
 def served_shares(loads_SE: IntArray, topology: Topology, top_k: int) -> FloatArray:
     """[S, D] share of the tokens that have at least one expert in each domain.
 
-    Loads tell how often an expert is chosen, but not which experts are chosen together. Of all
+    Loads show how often an expert is chosen, but not which experts are chosen together. Of all
     distributions of K different experts with these loads, this assumes the one of maximum entropy:
     the probability of a set of experts is proportional to the product of their weights. Weights
     are the odds of the loads, which is exact for even loads.
