@@ -86,15 +86,14 @@ def build(
         config.metrics.log_freq = 1 << 30
         trainer = config.build()
     inputs, labels = next(trainer.batch_generator(trainer.dataloader))
-    inputs = {name: value.to(device) for name, value in inputs.items()}
-    labels = labels.to(device)
-    batches = (({**inputs}, labels) for _ in itertools.count())
+    batches = (({**inputs}, labels) for _ in itertools.count())  # the trainer moves them to the GPU
     valid = torch.tensor(dist.get_world_size() * labels.numel(), device=device)
 
     def loss() -> torch.Tensor:
         trainer.optimizers.zero_grad()
+        on_device = {name: value.to(device) for name, value in inputs.items()}
         answer: torch.Tensor = trainer.forward_backward_step(
-            input_dict=dict(inputs), labels=labels, global_valid_tokens=valid
+            input_dict=on_device, labels=labels.to(device), global_valid_tokens=valid
         )
         return answer
 

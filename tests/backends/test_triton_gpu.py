@@ -13,6 +13,7 @@ from test_triton import assert_same_routes
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, workload
+from ultraep.config import LEARNT_UNIT
 from ultraep.runtime.control import ControlPlane
 
 pytestmark = [
@@ -131,7 +132,7 @@ def test_a_graph_plans_with_the_speeds_that_the_device_holds(topology, config):
         plan = control.plan(loads)
     rng, slow = np.random.default_rng(0), tuple([800] + [1000] * (topology.ranks - 1))
     for seed in range(12):
-        drawn = tuple(rng.integers(700, 1300, topology.ranks).tolist())
+        drawn = tuple((rng.integers(70, 130, topology.ranks) * LEARNT_UNIT).tolist())
         speeds = ((), slow, drawn)[seed % 3]
         numbers = random_loads(topology, seed)
         loads.copy_(torch.tensor(numbers))

@@ -119,25 +119,21 @@ class Planner:
         speeds = speeds or self.ranks * (NOMINAL_SPEED,)
         unit = math.gcd(PARTS, *speeds)
         period, most = PARTS // unit, max(speeds) // unit
-        header = kind.value, period, unit, self._steps_of_row(most), self.ranks, 0
+        header = kind.value, period, unit, self.domain * most
         numbers = self.on_device((*header, *speeds))
         speed_R1 = numbers[BEFORE:, None] // unit
         rows_M = torch.arange(1, most + 1, device=numbers.device)
         # The least threshold at which the limit of a rank is this many rows.
         step_RM = (rows_M * period + speed_R1 - 1) // speed_R1
         step_RM.masked_fill_(rows_M > speed_R1, PARTS + 1)  # in the next period
-        sum_D1 = speed_R1.view(self.domains, -1).sum(1, keepdim=True)
-        steps = torch.cat((sum_D1, step_RM.view(self.domains, -1).sort().values), 1)
-        return torch.cat((numbers, steps.flatten()))
-
-    def _steps_of_row(self, most: int) -> int:
-        """Return the length of a row of `steps`, for ranks that serve `most` rows in a period."""
-        return 1 + self.domain * most
+        sum_D = speed_R1.view(self.domains, -1).sum(1)
+        step_DS = step_RM.view(self.domains, -1).sort().values
+        return torch.cat((numbers, sum_D, step_DS.flatten()))
 
     def _room_for_speeds(self) -> torch.Tensor:
         """Return a buffer for any speeds that are learnt; it holds equal speeds."""
-        most = self._steps_of_row(LEARNT_RANGE[1] // LEARNT_UNIT)
-        size = BEFORE + self.ranks + self.domains * most
+        most = LEARNT_RANGE[1] // LEARNT_UNIT
+        size = BEFORE + self.ranks + self.domains + self.ranks * most
         room = torch.zeros(size, dtype=torch.int64, device=self.home.device)
         equal = self._speed_table(())
         room[: len(equal)] = equal

@@ -17,7 +17,7 @@ import triton.language as tl
 from ultraep.backends.triton.kernels import state
 from ultraep.backends.triton.kernels.attempts import choose_donor, free_all, unpack
 from ultraep.backends.triton.kernels.search import note
-from ultraep.backends.triton.kernels.state import MOST, Attempts, Problem
+from ultraep.backends.triton.kernels.state import MOST, Attempts
 
 GROUP = tl.constexpr(32)
 
@@ -49,11 +49,11 @@ def first_by_groups(
     SHAPE: tl.constexpr,
 ):
     """Program d: the attempt of the first heuristic at domain d; see `first_try`."""
+    domain = tl.program_id(0)
+    problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
     if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
         if state.planned_elsewhere(speeds, SHAPE):
             return
-    domain = tl.program_id(0)
-    problem = Problem(ranks, slots, min_tokens, limit, speeds)
     threshold, own_mean = thresholds_of(home, domain, domains, parts, problem, SHAPE)
     tried = state.at_domain(tried, domain, problem, SHAPE)
     hosted, loads = tried.attempts, tried.attempt_loads
@@ -64,7 +64,7 @@ def first_by_groups(
     rank = tl.arange(0, SHAPE.G)
     if SHAPE.SPEEDS:
         before_G = tl.load(loads + rank, mask=rank < ranks, other=0)
-        start_G, limit_of_rank = state.relative_to(before_G, threshold, domain, problem, SHAPE)
+        start_G, limit_of_rank = state.relative_to(before_G, threshold, problem, SHAPE)
         most = state.most_rows(before_G, start_G, limit_of_rank, SHAPE)
         tl.debug_barrier()
         tl.store(loads + rank, start_G, mask=rank < ranks)
@@ -83,7 +83,7 @@ def first_by_groups(
         tl.debug_barrier()
         tl.store(loads + rank, load_G, mask=rank < ranks)
     counts = state.counts_of(counts, domain, 0, SHAPE)
-    note(tried, hosted, counts, load_G, num_copies, 0, domain, problem, SHAPE)
+    note(tried, hosted, counts, load_G, num_copies, 0, problem, SHAPE)
 
 
 @triton.jit
@@ -92,9 +92,11 @@ def thresholds_of(home, domain, domains, parts, problem, SHAPE: tl.constexpr):
     if SHAPE.SPEEDS:
         threshold = tl.zeros((), tl.int64)
         for other in range(domains):
-            own = state.threshold_of_speeds(total_of(home, other, SHAPE), other, parts, problem)
+            total, speeds = total_of(home, other, SHAPE), tl.load(problem.speeds.sums + other)
+            own = state.threshold_of_speeds(total, other, speeds, parts, problem)
             threshold = tl.maximum(threshold, own)
-        mean = state.least_threshold(total_of(home, domain, SHAPE), domain, problem)
+        total = total_of(home, domain, SHAPE)
+        mean = state.least_threshold(total, domain, problem.speeds.sum, problem)
     else:
         most = tl.zeros((), tl.int64)
         for other in range(domains):

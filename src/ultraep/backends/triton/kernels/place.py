@@ -19,7 +19,7 @@ from ultraep.backends.triton.kernels import state
 from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, close_circles, window
 from ultraep.backends.triton.kernels.plan import EXPERT, HOST, SLOT, Homes, Plan
 from ultraep.backends.triton.kernels.search import note
-from ultraep.backends.triton.kernels.state import MOST, Attempts, Problem
+from ultraep.backends.triton.kernels.state import MOST, Attempts
 
 
 @triton.jit(do_not_specialize=["ranks", "experts", "stride"])
@@ -100,15 +100,15 @@ def first_try(
     domain = tl.program_id(0)
     member = tl.program_id(1) + BY_GROUPS
     rank = tl.arange(0, SHAPE.G)
-    problem = Problem(ranks, slots, min_tokens, limit, speeds)
+    problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
     home_HG = state.load_domain(home, domain, SHAPE)
     if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
         if state.planned_elsewhere(speeds, SHAPE):
             return
     load_G = state.rank_loads_of(home_HG)
-    threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
+    threshold = state.shared_threshold(load_G, home, domain, domains, parts, problem, SHAPE, STEP)
     slack = threshold > state.mean_of(load_G, domain, problem, SHAPE)
-    start_G, most_of_rank = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+    start_G, most_of_rank = state.relative_to(load_G, threshold, problem, SHAPE)
     end_G = start_G
     tried = state.at_domain(tried, domain, problem, SHAPE)
     hosted = state.attempt_of(tried.attempts, member, problem)
@@ -131,7 +131,7 @@ def first_try(
     tl.store(tried.attempt_loads + member * ranks + rank, load_G, mask=rank < ranks)
     if slack or member == 0:
         counts = state.counts_of(counts, domain, member, SHAPE)
-        note(tried, hosted, counts, load_G, num_copies, member, domain, problem, SHAPE)
+        note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE)
 
 
 @triton.jit(do_not_specialize=["ranks", "stride"])

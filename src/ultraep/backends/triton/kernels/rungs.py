@@ -6,7 +6,7 @@ import triton.language as tl
 from ultraep.backends.triton.kernels import search, state
 from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, free_all
 from ultraep.backends.triton.kernels.search import PlanOut
-from ultraep.backends.triton.kernels.state import MOST, UNITS_PER_ROW, Attempts, Problem
+from ultraep.backends.triton.kernels.state import MOST, UNITS_PER_ROW, Attempts
 
 # For every attempt: its buffer, peak, replicas, most transfers of one rank, peak without replicas.
 BUFFER, REACHED, MADE, TRANSFERS, AT_HOME, OUTCOMES = (tl.constexpr(n) for n in range(6))
@@ -82,30 +82,28 @@ def try_rungs(
     domain = tl.program_id(0)
     number = tl.program_id(1)
     rank = tl.arange(0, SHAPE.G)
-    problem = Problem(ranks, slots, min_tokens, limit, speeds)
+    problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
     home_HG = state.load_domain(home, domain, SHAPE)
     if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
         if state.planned_elsewhere(speeds, SHAPE):
             return
     load_G = state.rank_loads_of(home_HG)
     parts = tl.load(tolerances + number)
-    threshold = state.shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
+    threshold = state.shared_threshold(load_G, home, domain, domains, parts, problem, SHAPE, STEP)
     own = state.at_domain(tried, domain, problem, SHAPE)
     loads = own.attempt_loads
     outcome = outcome_of(tried.outcomes, domain, number, tl.num_programs(1))
-    tl.store(outcome + AT_HOME, state.peak_of(load_G, domain, problem, SHAPE))
+    tl.store(outcome + AT_HOME, state.peak_of(load_G, problem, SHAPE))
     links = ranks * 0 + MOST
     if number > 0:
         links = links_of(number, tl.load(rates + 1))
-        home_HG, threshold, links = keep_hottest(
-            home_HG, load_G, threshold, links, domain, problem, SHAPE
-        )
+        home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, problem, SHAPE)
     if number == 0:
         free_all(state.attempt_of(own.attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
         tl.store(loads + (SHAPE.BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
     num_copies = ranks * 0
     transfers = ranks * 0 + MOST
-    start_G, most_of_rank = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+    start_G, most_of_rank = state.relative_to(load_G, threshold, problem, SHAPE)
     end_G = start_G
     if (number > 0) | (not BY_GROUPS):
         slack = most_of_rank.to(tl.int64) * ranks - tl.sum(start_G.to(tl.int64), 0)
@@ -156,14 +154,14 @@ def publish_quickest(
 
 
 @triton.jit
-def keep_hottest(home_HG, load_G, threshold, links, domain, problem, SHAPE: tl.constexpr):
+def keep_hottest(home_HG, load_G, threshold, links, problem, SHAPE: tl.constexpr):
     """Let every rank give away its hottest experts only, one per link; the others become -1.
 
     Returns rows at home, the threshold or the least one that so few links can meet, and the links.
     """
     H: tl.constexpr = SHAPE.H
     row = tl.arange(0, H)[:, None]
-    start_G, limit = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+    start_G, limit = state.relative_to(load_G, threshold, problem, SHAPE)
     rest_G = start_G - limit
     left_HG = home_HG
     number = 0
@@ -179,11 +177,11 @@ def keep_hottest(home_HG, load_G, threshold, links, domain, problem, SHAPE: tl.c
         # All experts at most: loads of a rank that is gone may be any numbers.
         going = tl.where(links == FEWEST, tl.max(rest_G, 0) > 0, number < links) & (number < H)
     home_HG = tl.where(left_HG == -2, home_HG, -1)
+    floor = tl.maximum(tl.max(rest_G, 0), 0)
     if SHAPE.SPEEDS:
-        peak = state.peak_of(rest_G + (load_G - start_G), domain, problem, SHAPE)
-        floor = tl.maximum(peak - threshold, 0)
-    else:
-        floor = tl.maximum(tl.max(rest_G, 0), 0)
+        floor = floor.to(tl.int64)
+        if (floor > 0) & (links != MOST):
+            floor = state.peak_of(rest_G + (load_G - start_G), problem, SHAPE) - threshold
     floor = tl.where(links == MOST, 0, floor)
     return home_HG, threshold + floor, tl.where(links == MOST, MOST, tl.maximum(number, 1))
 
@@ -207,7 +205,7 @@ def solve(
     rank, slot = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
     load_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
-    peak = state.peak_of(load_G, domain, problem, SHAPE)
+    peak = state.peak_of(load_G, problem, SHAPE)
     best = 0
     if (peak > threshold) | (transfers == MOST):
         if peak > threshold:
@@ -218,7 +216,7 @@ def solve(
         hosted = state.attempt_of(tried.attempts, best, problem)
         loads = tried.attempt_loads + best * problem.ranks
         load_G = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
-        peak = state.peak_of(load_G, domain, problem, SHAPE)
+        peak = state.peak_of(load_G, problem, SHAPE)
         holds = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1) >= 0
         num_copies = tl.sum(holds.to(tl.int32), 0)
         own_counts = counts + domain * SHAPE.H * SHAPE.G

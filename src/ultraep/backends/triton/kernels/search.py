@@ -22,7 +22,6 @@ from ultraep.backends.triton.kernels.state import (
     THRESHOLD,
     UNITS_PER_ROW,
     Attempts,
-    Problem,
 )
 
 GUESSES = tl.constexpr(4)
@@ -72,14 +71,14 @@ def received_by(hosted, problem, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def note(tried, hosted, counts, load_G, num_copies, member, domain, problem, SHAPE: tl.constexpr):
+def note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE: tl.constexpr):
     """Write the measures of a heuristic's attempt."""
     fanout = 0
     egress = 0
     if SHAPE.MEMBERS > 1:  # a single heuristic is not compared
         fanout, egress = weigh(hosted, counts, problem, SHAPE)
     at = tried.facts + MEASURES + 4 * member
-    tl.store(at + PEAK, state.peak_of(load_G, domain, problem, SHAPE))
+    tl.store(at + PEAK, state.peak_of(load_G, problem, SHAPE))
     tl.store(at + COPIES, num_copies)
     tl.store(at + FANOUT, fanout)
     tl.store(at + EGRESS, egress)
@@ -137,7 +136,7 @@ def place_in_line(key_N, keys, N: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def bound(load_G, home, scratch, domain, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
+def bound(load_G, home, scratch, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
     """Return the least threshold that any plan can meet, if it is above the mean.
 
     home: [H * G] rows of the home experts.   scratch: memory for 2 * H * G + 2 * G integers.
@@ -145,7 +144,7 @@ def bound(load_G, home, scratch, domain, problem, SHAPE: tl.constexpr, STEP: tl.
     rank = tl.arange(0, SHAPE.G)
     # Emptiest rank first; padding columns last.
     if SHAPE.SPEEDS:
-        speed_G = state.speeds_of(domain, problem, SHAPE)
+        speed_G = problem.speeds.of_rank
         least_speed_G = tl.maximum(speed_G, 1)
         key_G = -state.quotient(load_G.to(tl.int64) * PARTS + least_speed_G - 1, least_speed_G)
         key_G = tl.where(rank < problem.ranks, key_G, -MAX_THRESHOLD - 1)
@@ -205,12 +204,12 @@ def movable_rows(hottest, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def excess_share(load_G, threshold, domain, problem, SHAPE: tl.constexpr):
+def excess_share(load_G, threshold, problem, SHAPE: tl.constexpr):
     """Return how far to raise the threshold so that full ranks may keep their surplus."""
     if SHAPE.SPEEDS:
-        height_G, _limit = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+        height_G, _limit = state.relative_to(load_G, threshold, problem, SHAPE)
         over = tl.sum(tl.maximum(height_G, 0).to(tl.int64), 0)
-        speed_G = state.speeds_of(domain, problem, SHAPE)
+        speed_G = problem.speeds.of_rank
         weight = tl.maximum(tl.sum(tl.where(height_G >= 0, speed_G, 0), 0), 1)
         return state.quotient(over * PARTS + weight - 1, weight)
     else:  # noqa: RET505 - without `else`, Triton compiles both
@@ -234,14 +233,14 @@ def least_that_is_met(
     load_G = state.rank_loads_of(home_HG)
     rank = tl.arange(0, SHAPE.G)
     own_home = state.home_of(home, domain, SHAPE)
-    least = bound(load_G, own_home, tried.scratch, domain, problem, SHAPE, STEP)
+    least = bound(load_G, own_home, tried.scratch, problem, SHAPE, STEP)
     UNIT: tl.constexpr = UNITS_PER_ROW.value if SHAPE.SPEEDS else 1
     tl.debug_barrier()
     end_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
     failed = tl.maximum(threshold, least - 1)
     last = threshold
     above_last = alias_peak - threshold
-    share = excess_share(end_G, threshold, domain, problem, SHAPE)
+    share = excess_share(end_G, threshold, problem, SHAPE)
     middle = tl.maximum(failed + 1, threshold + share)
     met = 0
     tries = 0
@@ -249,13 +248,13 @@ def least_that_is_met(
         now = tl.minimum(middle, peak - UNIT).to(threshold.dtype)
         trial = tl.where(best == SPARE, SPARE + 1, SPARE)
         hosted = state.attempt_of(tried.attempts, trial, problem)
-        start_G, limit = state.relative_to(load_G, now, domain, problem, SHAPE)
+        start_G, limit = state.relative_to(load_G, now, problem, SHAPE)
         end_G, _home_HG, _made, _received = alias(
             start_G, home_HG, hosted, limit, tl.zeros((), tl.int64), problem.slots, problem,
             SHAPE, False, False
         )  # fmt: skip
         end_G = state.loads_after(load_G, start_G, end_G, SHAPE)
-        trial_peak = state.peak_of(end_G, domain, problem, SHAPE)
+        trial_peak = state.peak_of(end_G, problem, SHAPE)
         tries += 1
         if trial_peak < peak:
             loads = tried.attempt_loads + trial * problem.ranks
@@ -271,7 +270,7 @@ def least_that_is_met(
         else:
             steps = tl.maximum(above, 0).to(tl.int64) * (now - last) + gain - 1
             steps = steps // tl.maximum(gain, 1)
-        step = tl.where(gain > 0, steps, excess_share(end_G, now, domain, problem, SHAPE))
+        step = tl.where(gain > 0, steps, excess_share(end_G, now, problem, SHAPE))
         failed = tl.where(is_met, failed, now)
         above_last = tl.where(is_met, above_last, above)
         last = tl.where(is_met, last, now)
@@ -364,12 +363,12 @@ def search(
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
     domain = tl.program_id(0)
+    problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
     if FIRST:
         home_HG = state.load_domain(home, domain, SHAPE)
     if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
         if state.planned_elsewhere(speeds, SHAPE):
             return
-    problem = Problem(ranks, slots, min_tokens, limit, speeds)
     tried = state.at_domain(tried, domain, problem, SHAPE)
     if FIRST:
         threshold, peak = try_alone(home_HG, tried, domain, problem, SHAPE)
@@ -392,7 +391,7 @@ def try_alone(home_HG, tried, domain, problem, SHAPE: tl.constexpr):
     rank = tl.arange(0, SHAPE.G)
     load_G = state.rank_loads_of(home_HG)
     threshold = state.mean_of(load_G, domain, problem, SHAPE)
-    start_G, limit = state.relative_to(load_G, threshold, domain, problem, SHAPE)
+    start_G, limit = state.relative_to(load_G, threshold, problem, SHAPE)
     most = state.most_rows(load_G, start_G, limit, SHAPE)
     end_G, _home_HG, _made, _received = alias_packed_or_not(
         start_G, home_HG, tried.attempts, limit, most, tl.zeros((), tl.int64), problem.slots,
@@ -403,7 +402,7 @@ def try_alone(home_HG, tried, domain, problem, SHAPE: tl.constexpr):
     if SHAPE.SPEEDS:
         peak = threshold
         if tl.max(end_G, 0) > limit:  # only then: divisions are slow
-            peak = state.peak_of(load_G, domain, problem, SHAPE)
+            peak = state.peak_of(load_G, problem, SHAPE)
         return threshold, peak
     else:  # noqa: RET505 - without `else`, Triton compiles both
-        return threshold, state.peak_of(load_G, domain, problem, SHAPE)
+        return threshold, state.peak_of(load_G, problem, SHAPE)

@@ -20,10 +20,11 @@ With speeds, thresholds and peaks count thousandths of a row at nominal speed, i
 `facts`, `outcomes` and `scratch`. An attempt then works on rows above the limit of each rank, which
 `relative_to` returns, with the threshold 0. Their buffer, which `Planner` fills:
 
-    header          kind (`EQUAL` or `UNEQUAL`), period, unit, length of a row of `steps`, its place
+    header          kind (`EQUAL` or `UNEQUAL`), period, unit, length of a row of `steps`
     speeds          [D, ranks]
-    steps           [D, 1 + ...]   the sum of all speeds in units, then the thresholds of one
-                    period at which a limit grows by a row, in order
+    sums            [D]   of all speeds of a domain, in units
+    steps           [D, row]   the thresholds of one period at which a limit grows by a row, in
+                    order
 
 `held` is the number of spare slots of a domain and `ranks` its ranks; H and G are powers of two.
 Buffers: one per heuristic or attempt, then two for the search, and one without replicas.
@@ -38,10 +39,11 @@ MOST = tl.constexpr(2**31 - 1)
 VARIANTS = tl.constexpr(4)  # of `close_circles`
 THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
 PARTS = tl.constexpr(1000000)  # of a threshold over a speed: one row
+QUICK_PARTS = tl.constexpr(3000000)  # of 2**31 rows, with the rows themselves less than 2**53
 UNITS_PER_ROW = tl.constexpr(1000)  # of a threshold
 MAX_THRESHOLD = tl.constexpr(2**31 * 100000)
-BEFORE_SPEEDS = tl.constexpr(6)  # numbers; even, so that speeds are aligned
-KIND, PERIOD, UNIT, ROW, STEPS = (tl.constexpr(number - 6) for number in range(5))
+BEFORE_SPEEDS = tl.constexpr(4)  # numbers; even, so that speeds are aligned
+KIND, PERIOD, UNIT, ROW = (tl.constexpr(number - 4) for number in range(4))
 EQUAL, UNEQUAL = tl.constexpr(0), tl.constexpr(1)
 
 
@@ -52,7 +54,19 @@ class Problem(NamedTuple):
     slots: Any
     min_tokens: Any
     limit: Any  # most replicas in the domain
-    speeds: Any  # [D, ranks], between a header and `steps`; or None
+    speeds: Any  # `Speeds`, or None
+
+
+class Speeds(NamedTuple):
+    """Of the ranks of a domain, and what all domains share."""
+
+    of_rank: Any  # [G] 64-bit; 0: no rank
+    sum: Any  # of all ranks, in units
+    sums: Any  # [D], in memory
+    steps: Any  # [D, row], in memory
+    period: Any
+    unit: Any
+    row: Any
 
 
 class Shape(NamedTuple):
@@ -181,26 +195,34 @@ def planned_elsewhere(speeds, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def speeds_of(domain, problem, SHAPE: tl.constexpr):
-    """[G] speeds of the ranks of a domain, 64-bit; 0: no rank.
+def problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE: tl.constexpr):
+    """Return the limits of a domain; called before any branch, so that all loads start at once.
 
-    Loaded as a tile, so that they have the layout of loads, which are sums of a tile. Otherwise the
-    loop of `alias` converts between two layouts in every step.
+    Speeds are loaded as a tile, so that they have the layout of loads, which are sums of a tile.
+    Otherwise the loop of `alias` converts between two layouts in every step.
     """
-    rank = tl.arange(0, SHAPE.G)[None, :]
-    at_G = problem.speeds + domain * problem.ranks + rank
-    return tl.sum(tl.load(at_G, mask=rank < problem.ranks, other=0).to(tl.int64), 0)
+    if SHAPE.SPEEDS:
+        rank = tl.arange(0, SHAPE.G)[None, :]
+        at_G = speeds + domain * ranks + rank
+        speed_G = tl.sum(tl.load(at_G, mask=rank < ranks, other=0).to(tl.int64), 0)
+        domains = tl.num_programs(0)
+        sums = speeds + domains * ranks
+        period, unit, row = tl.load(speeds + PERIOD), tl.load(speeds + UNIT), tl.load(speeds + ROW)
+        own = Speeds(speed_G, tl.load(sums + domain), sums, sums + domains, period, unit, row)
+        return Problem(ranks, slots, min_tokens, limit, own)
+    else:  # noqa: RET505 - without `else`, Triton compiles both
+        return Problem(ranks, slots, min_tokens, limit, None)
 
 
 @triton.jit
-def relative_to(load_G, threshold, domain, problem, SHAPE: tl.constexpr):
+def relative_to(load_G, threshold, problem, SHAPE: tl.constexpr):
     """Return loads and a threshold that is the limit of all ranks, for one attempt.
 
     With speeds: rows above the limit of each rank, and 0.
     """
     if SHAPE.SPEEDS:
-        speed_G = speeds_of(domain, problem, SHAPE)
-        limit_G = tl.minimum(tl.minimum(threshold, MAX_THRESHOLD) * speed_G // PARTS, MOST)
+        rows_G = tl.minimum(threshold, MAX_THRESHOLD) * problem.speeds.of_rank // PARTS
+        limit_G = tl.minimum(rows_G, MOST)
         return load_G - limit_G.to(tl.int32), tl.zeros((), tl.int32)
     else:  # noqa: RET505 - without `else`, Triton compiles both
         return load_G, threshold
@@ -225,10 +247,10 @@ def most_rows(load_G, start_G, limit, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def peak_of(load_G, domain, problem, SHAPE: tl.constexpr):
+def peak_of(load_G, problem, SHAPE: tl.constexpr):
     """Return the least threshold that allows these loads."""
     if SHAPE.SPEEDS:
-        speed_G = tl.maximum(speeds_of(domain, problem, SHAPE), 1)
+        speed_G = tl.maximum(problem.speeds.of_rank, 1)
         return tl.max(quotient(load_G.to(tl.int64) * PARTS + speed_G - 1, speed_G), 0)
     else:  # noqa: RET505
         return tl.max(load_G, 0)
@@ -247,7 +269,7 @@ def quotient(numbers, divisors):
 def mean_of(load_G, domain, problem, SHAPE: tl.constexpr):
     """Return the mean load of a rank, rounded up; with speeds the least threshold for all rows."""
     if SHAPE.SPEEDS:
-        return least_threshold(tl.sum(load_G, 0), domain, problem)
+        return least_threshold(tl.sum(load_G, 0), domain, problem.speeds.sum, problem)
     else:  # noqa: RET505
         ranks = problem.ranks
         return ((tl.sum(load_G.to(tl.int64), 0) + ranks - 1) // ranks).to(tl.int32)
@@ -255,78 +277,69 @@ def mean_of(load_G, domain, problem, SHAPE: tl.constexpr):
 
 @triton.jit
 def shared_threshold(
-    load_G, home, domains, parts, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
+    load_G, home, domain, domains, parts, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
 ):
     """Return the threshold: the mean of the heaviest domain plus the tolerance.
 
-    load_G: loads of any one domain.
+    load_G: loads of this domain.
     """
+    total = tl.sum(load_G.to(tl.int64), 0)
     if SHAPE.SPEEDS:
-        return shared_threshold_of_speeds(home, domains, parts, problem, SHAPE, STEP)
+        most = threshold_of_speeds(total, domain, problem.speeds.sum, parts, problem)
+    else:
+        most = total
+    if domains > 1:
+        place = tl.arange(0, SHAPE.H * SHAPE.G)[None, :]
+        for begin in range(0, domains, STEP):
+            domain_S = begin + tl.arange(0, STEP)
+            at_SP = home + domain_S[:, None] * (SHAPE.H * SHAPE.G) + place
+            tokens_SP = tl.load(at_SP, mask=domain_S[:, None] < domains, other=0)
+            measure_S = tl.sum(tl.maximum(tokens_SP, 0).to(tl.int64), 1)
+            if SHAPE.SPEEDS:
+                known_S = tl.minimum(domain_S, domains - 1)
+                sum_S = tl.load(problem.speeds.sums + known_S)
+                measure_S = threshold_of_speeds(measure_S, known_S, sum_S, parts, problem)
+            most = tl.maximum(most, tl.max(measure_S, 0))
+    if SHAPE.SPEEDS:
+        return most
     else:  # noqa: RET505
-        most = tl.sum(load_G.to(tl.int64), 0)
-        if domains > 1:
-            place = tl.arange(0, SHAPE.H * SHAPE.G)[None, :]
-            for begin in range(0, domains, STEP):
-                domain = begin + tl.arange(0, STEP)[:, None]
-                tokens = tl.load(
-                    home + domain * (SHAPE.H * SHAPE.G) + place, mask=domain < domains, other=0
-                )
-                total = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
-                most = tl.maximum(most, tl.max(total, 0))
         return threshold_of(most, problem.ranks, parts)
 
 
 @triton.jit
-def shared_threshold_of_speeds(
-    home, domains, parts, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
-):
-    """Return the highest threshold of all domains, each plus the tolerance."""
-    place = tl.arange(0, SHAPE.H * SHAPE.G)[None, :]
-    most = tl.zeros((), tl.int64)
-    for begin in range(0, domains, STEP):
-        domain_S = begin + tl.arange(0, STEP)
-        at_SP = home + domain_S[:, None] * (SHAPE.H * SHAPE.G) + place
-        tokens_SP = tl.load(at_SP, mask=domain_S[:, None] < domains, other=0)
-        total_S = tl.sum(tl.maximum(tokens_SP, 0), 1)
-        own_S = threshold_of_speeds(total_S, tl.minimum(domain_S, domains - 1), parts, problem)
-        most = tl.maximum(most, tl.max(own_S, 0))
-    return most
-
-
-@triton.jit
-def threshold_of_speeds(total, domain, parts, problem):
+def threshold_of_speeds(total, domain, sum_of_speeds, parts, problem):
     """Return the threshold of a domain, or of several, with this many rows, plus `parts`."""
-    weight = tl.load(steps_of(domain, problem)) * tl.load(problem.speeds + UNIT)
-    allowed = total.to(tl.int64) * (PARTS + parts) // weight
-    return tl.maximum(least_threshold(total, domain, problem), allowed)
+    allowed = with_tolerance(total, parts, sum_of_speeds * problem.speeds.unit)
+    return tl.maximum(least_threshold(total, domain, sum_of_speeds, problem), allowed)
 
 
 @triton.jit
-def least_threshold(total, domain, problem):
+def least_threshold(total, domain, sum_of_speeds, problem):
     """Return the least threshold whose limits together allow all rows; twin of `Domain.mean`.
 
     Whole periods allow a multiple of the sum of all speeds; a table has the rest.
     """
-    steps = steps_of(domain, problem)
-    total = total.to(tl.int32)  # divisions of 64 bits are slow
-    weight = tl.load(steps).to(tl.int32)
+    total, weight = total.to(tl.int32), sum_of_speeds.to(tl.int32)  # 64-bit divisions are slow
     periods = tl.maximum(total - 1, 0) // weight
-    step = tl.load(steps + (total - periods * weight), mask=total > 0, other=0)
-    return periods * tl.load(problem.speeds + PERIOD) + step
-
-
-@triton.jit
-def steps_of(domain, problem):
-    """Return the row of a domain in `steps`."""
-    at = tl.load(problem.speeds + STEPS) + domain * tl.load(problem.speeds + ROW)
-    return problem.speeds + at
+    at = problem.speeds.steps + domain * problem.speeds.row + (total - periods * weight - 1)
+    step = tl.load(at, mask=total > 0, other=0)
+    return periods * problem.speeds.period + step
 
 
 @triton.jit
 def threshold_of(total, ranks, parts):
     """Return the mean load of a rank, rounded up, plus `parts` millionths of it."""
-    mean = (total + ranks - 1) // ranks
-    allowed = total * (1000000 + parts) // (ranks.to(tl.int64) * 1000000)
+    ranks = ranks.to(tl.int64)
+    allowed = with_tolerance(total, parts, ranks * PARTS)
     # A threshold above all rows would need more than 32 bits.
-    return tl.minimum(tl.maximum(mean, allowed), MOST).to(tl.int32)
+    return tl.minimum(tl.maximum(quotient(total + ranks - 1, ranks), allowed), MOST).to(tl.int32)
+
+
+@triton.jit
+def with_tolerance(total, parts, weight):
+    """Return these rows plus `parts` millionths of them, in millionths, by `weight`."""
+    numbers = total.to(tl.int64) * (PARTS + parts)
+    if parts <= QUICK_PARTS:
+        return quotient(numbers, weight)
+    else:  # noqa: RET505
+        return numbers // weight
