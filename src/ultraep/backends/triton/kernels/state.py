@@ -54,7 +54,7 @@ class Problem(NamedTuple):
     slots: Any
     min_tokens: Any
     limit: Any  # most replicas in the domain
-    speeds: Any  # `Speeds`, or None
+    speeds: Any  # `Speeds`, or 0; Triton 3.6 cannot return None
 
 
 class Speeds(NamedTuple):
@@ -211,7 +211,7 @@ def problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE: tl.conste
         own = Speeds(speed_G, tl.load(sums + domain), sums, sums + domains, period, unit, row)
         return Problem(ranks, slots, min_tokens, limit, own)
     else:  # noqa: RET505 - without `else`, Triton compiles both
-        return Problem(ranks, slots, min_tokens, limit, None)
+        return Problem(ranks, slots, min_tokens, limit, 0)
 
 
 @triton.jit
@@ -339,7 +339,7 @@ def threshold_of(total, ranks, parts):
 def with_tolerance(total, parts, weight):
     """Return these rows plus `parts` millionths of them, in millionths, by `weight`."""
     numbers = total.to(tl.int64) * (PARTS + parts)
-    if parts <= QUICK_PARTS:
-        return quotient(numbers, weight)
-    else:  # noqa: RET505
-        return numbers // weight
+    allowed = quotient(numbers, weight)
+    if parts > QUICK_PARTS:
+        allowed = numbers // weight
+    return allowed
