@@ -91,9 +91,9 @@ class Planner:
             return None
         return self._held[BEFORE:][: self.ranks]
 
-    def _choose(self, unequal: bool, speeds: torch.Tensor | None) -> None:
+    def _choose(self, unequal: bool, speeds: torch.Tensor | None, *, held: bool = False) -> None:
         """Choose the kernels for equal or unequal speeds."""
-        self.shape = self._shape._replace(SPEEDS=unequal)
+        self.shape = self._shape._replace(SPEEDS=unequal, EITHER=held)
         self.tried = self._wide_tried if unequal else self._tried
         # Arguments that all first attempts take, in their order.
         self.settings = (
@@ -299,7 +299,7 @@ class Planner:
         speeds, unequal = self._held[BEFORE:], self.shape.SPEEDS
         self._used_speeds.copy_(speeds[: self.ranks])
         for kind in (False, True):
-            self._choose(kind, speeds)
+            self._choose(kind, speeds, held=True)
             self._place()
         self._choose(unequal, self.speeds)
 

@@ -45,8 +45,11 @@ def alias(
     free_all(hosted, problem, SHAPE)
     free_G = tl.where(rank < problem.ranks, usable, 0)
     used_G = rank * 0
+    # The result of a reduction stays in a register; a parameter is loaded again in every step.
+    min_tokens = tl.max(rank * 0 + problem.min_tokens, 0)
+    limit = tl.max(rank * 0 + problem.limit, 0)
     num_copies = 0
-    going = problem.limit > 0
+    going = limit > 0
     while going:
         most_G = tl.max(home_HG, 0)
         if PACKED:
@@ -57,7 +60,7 @@ def alias(
         room_G = tl.where(free_G > 0, threshold - load_G, -1)
         if THRIFTY:  # before the branch in `choose`: the reductions of both can overlap
             tight, tight_host, tight_donor, surplus, wasted = tightest_pair(
-                room_G, load_G, heat_G, threshold, slack, problem.min_tokens, SHAPE.G, PACKED
+                room_G, load_G, heat_G, threshold, slack, min_tokens, SHAPE.G, PACKED
             )
         host, donor, quota = choose(room_G, load_G, heat_G, threshold, SHAPE.G, PACKED)
         filled = 1
@@ -67,7 +70,7 @@ def alias(
             quota = tl.where(tight, surplus, quota)
             filled = tl.where(tight, usable, 1)
             slack -= tl.where(tight, wasted, 0)
-        going = quota >= problem.min_tokens
+        going = quota >= min_tokens
         donor = tl.where(going, donor, SHAPE.G)  # none
         host = tl.where(going, host, SHAPE.G)
         slot = host
@@ -85,7 +88,7 @@ def alias(
         free_G -= tl.where(rank == host, filled, 0)
         used_G += tl.where(rank == host, 1, 0)
         num_copies += going.to(tl.int32)
-        going = going & (num_copies < problem.limit)
+        going = going & (num_copies < limit)
     if PACKED:
         home_HG = unpack(home_HG, SHAPE.H)[0]
     return load_G, home_HG, num_copies, tl.max(used_G, 0)

@@ -51,7 +51,7 @@ def first_by_groups(
     """Program d: the attempt of the first heuristic at domain d; see `first_try`."""
     domain = tl.program_id(0)
     problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
-    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
+    if SHAPE.EITHER:  # noqa: SIM102 - only a separate condition is left out at compile time
         if state.planned_elsewhere(speeds, SHAPE):
             return
     threshold, own_mean = thresholds_of(home, domain, domains, parts, problem, SHAPE)

@@ -84,7 +84,7 @@ def try_rungs(
     rank = tl.arange(0, SHAPE.G)
     problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
     home_HG = state.load_domain(home, domain, SHAPE)
-    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
+    if SHAPE.EITHER:  # noqa: SIM102 - only a separate condition is left out at compile time
         if state.planned_elsewhere(speeds, SHAPE):
             return
     load_G = state.rank_loads_of(home_HG)
@@ -204,6 +204,7 @@ def solve(
     """
     rank, slot = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
+    problem = state.reloaded(problem, domain, SHAPE)
     load_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
     peak = state.peak_of(load_G, problem, SHAPE)
     best = 0

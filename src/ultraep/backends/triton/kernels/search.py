@@ -229,6 +229,7 @@ def least_that_is_met(
     tried: buffers of the domain.   alias_peak: of the first attempt at the threshold, in buffer 0.
     """
     SPARE: tl.constexpr = SHAPE.BUFFERS - 3  # the first of the two search buffers
+    problem = state.reloaded(problem, domain, SHAPE)
     home_HG = state.load_domain(home, domain, SHAPE)
     load_G = state.rank_loads_of(home_HG)
     rank = tl.arange(0, SHAPE.G)
@@ -366,7 +367,7 @@ def search(
     problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
     if FIRST:
         home_HG = state.load_domain(home, domain, SHAPE)
-    if speeds is not None:  # noqa: SIM102 - only a separate condition is left out at compile time
+    if SHAPE.EITHER:  # noqa: SIM102 - only a separate condition is left out at compile time
         if state.planned_elsewhere(speeds, SHAPE):
             return
     tried = state.at_domain(tried, domain, problem, SHAPE)

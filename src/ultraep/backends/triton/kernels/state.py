@@ -62,8 +62,8 @@ class Speeds(NamedTuple):
 
     of_rank: Any  # [G] 64-bit; 0: no rank
     sum: Any  # of all ranks, in units
+    table: Any  # [D, ranks], in memory
     sums: Any  # [D], in memory
-    steps: Any  # [D, row], in memory
     period: Any
     unit: Any
     row: Any
@@ -79,6 +79,7 @@ class Shape(NamedTuple):
     BUFFERS: int
     MEMBERS: int  # heuristics
     SPEEDS: bool = False  # whether ranks differ in speed
+    EITHER: bool = False  # whether one of two launches plans, by the kind of speeds
 
 
 class Attempts(NamedTuple):
@@ -196,22 +197,43 @@ def planned_elsewhere(speeds, SHAPE: tl.constexpr):
 
 @triton.jit
 def problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE: tl.constexpr):
-    """Return the limits of a domain; called before any branch, so that all loads start at once.
-
-    Speeds are loaded as a tile, so that they have the layout of loads, which are sums of a tile.
-    Otherwise the loop of `alias` converts between two layouts in every step.
-    """
+    """Return the limits of a domain; called before any branch, so that all loads start at once."""
     if SHAPE.SPEEDS:
-        rank = tl.arange(0, SHAPE.G)[None, :]
-        at_G = speeds + domain * ranks + rank
-        speed_G = tl.sum(tl.load(at_G, mask=rank < ranks, other=0).to(tl.int64), 0)
-        domains = tl.num_programs(0)
-        sums = speeds + domains * ranks
+        sums = speeds + tl.num_programs(0) * ranks
         period, unit, row = tl.load(speeds + PERIOD), tl.load(speeds + UNIT), tl.load(speeds + ROW)
-        own = Speeds(speed_G, tl.load(sums + domain), sums, sums + domains, period, unit, row)
+        speed_G = load_speeds(speeds, domain, ranks, SHAPE)
+        own = Speeds(speed_G, tl.load(sums + domain), speeds, sums, period, unit, row)
         return Problem(ranks, slots, min_tokens, limit, own)
     else:  # noqa: RET505 - without `else`, Triton compiles both
         return Problem(ranks, slots, min_tokens, limit, 0)
+
+
+@triton.jit
+def load_speeds(speeds, domain, ranks, SHAPE: tl.constexpr):
+    """[G] speeds of the ranks of a domain.
+
+    Loaded as a tile, so that they have the layout of loads, which are sums of a tile. Otherwise the
+    loop of `alias` converts between two layouts in every step.
+    """
+    rank = tl.arange(0, SHAPE.G)[None, :]
+    at_G = speeds + domain * ranks + rank
+    return tl.sum(tl.load(at_G, mask=rank < ranks, other=0).to(tl.int64), 0)
+
+
+@triton.jit
+def reloaded(problem, domain, SHAPE: tl.constexpr):
+    """Return the problem with speeds that are loaded once more.
+
+    For loads from memory, which have another layout: speeds in both layouts would take registers
+    during all attempts.
+    """
+    if SHAPE.SPEEDS:
+        old = problem.speeds
+        speed_G = load_speeds(old.table, domain, problem.ranks, SHAPE)
+        own = Speeds(speed_G, old.sum, old.table, old.sums, old.period, old.unit, old.row)
+        return Problem(problem.ranks, problem.slots, problem.min_tokens, problem.limit, own)
+    else:  # noqa: RET505
+        return problem
 
 
 @triton.jit
@@ -321,8 +343,8 @@ def least_threshold(total, domain, sum_of_speeds, problem):
     """
     total, weight = total.to(tl.int32), sum_of_speeds.to(tl.int32)  # 64-bit divisions are slow
     periods = tl.maximum(total - 1, 0) // weight
-    at = problem.speeds.steps + domain * problem.speeds.row + (total - periods * weight - 1)
-    step = tl.load(at, mask=total > 0, other=0)
+    steps = problem.speeds.sums + tl.num_programs(0) + domain * problem.speeds.row
+    step = tl.load(steps + (total - periods * weight - 1), mask=total > 0, other=0)
     return periods * problem.speeds.period + step
 
 
