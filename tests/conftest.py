@@ -6,6 +6,7 @@ Without a GPU, kernels run in Triton's interpreter.
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +20,10 @@ if not torch.cuda.is_available():
 # Rates that are measured differ from run to run, and plans with them. These are fixed, and replicas
 # cost next to nothing: tests plan with the default objective and get the same plans everywhere.
 os.environ["ULTRAEP_RATES"] = "row=1000000,copy=1,each=0,layer=0"
+
+# Shells start background jobs with SIGINT ignored, and child processes inherit that. Some tests send
+# the signal to programs, which must see it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "ULTRAEP_FLIGHT" not in os.environ:  # many tests end ranks with errors
     os.environ["ULTRAEP_FLIGHT"] = tempfile.mkdtemp(prefix="ultraep-tests-flight-")
