@@ -21,8 +21,8 @@ if not torch.cuda.is_available():
 # cost next to nothing: tests plan with the default objective and get the same plans everywhere.
 os.environ["ULTRAEP_RATES"] = "row=1000000,copy=1,each=0,layer=0"
 
-# Shells start background jobs with SIGINT ignored, and child processes inherit that. Some tests send
-# the signal to programs, which must see it.
+# Shells start background jobs with SIGINT ignored, and child processes inherit that. Some tests
+# send the signal to programs, which must see it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "ULTRAEP_FLIGHT" not in os.environ:  # many tests end ranks with errors
