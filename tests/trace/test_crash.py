@@ -80,6 +80,19 @@ def test_the_first_error_is_right(tmp_path):
     assert crash.culprits == [1]
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1)])
+def test_a_rank_that_waits_for_a_stopped_one_is_not_blamed(tmp_path, order):
+    """Rank 1 was stopped and has gone on; rank 0 waited for it, and rank 2 for both."""
+    passes = [passed(1, stage="dispatch", open=True), passed(1, stage="loads", open=True)]
+    named = {0: (1,), 1: (0, 1), 2: (0, 1)}
+    flights = [
+        flight(rank, [passes[rank != 2]], named=ranks, written=1e9 + order.index(rank))
+        for rank, ranks in named.items()
+    ]
+    crash = read_crash(write(tmp_path, *flights))
+    assert (crash.behind, crash.culprits) == ([0, 1], [1])
+
+
 def test_ranks_that_all_wait(tmp_path):
     waiting = passed(2, stage="replicate", open=True)
     crash = read_crash(write(tmp_path, *(flight(rank, [waiting]) for rank in range(3))))

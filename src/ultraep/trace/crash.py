@@ -227,8 +227,9 @@ class Crash:
 
         A launcher may have ended some missing ranks after the first one. So if the errors of other
         ranks name missing ranks, these count. A rank that was late has gone on when it writes its
-        file, so a rank that all others name comes before the ranks that are behind. Otherwise the
-        first error is right: a rank that was stopped finds later that the others have left.
+        file, so a rank that all others name comes before the ranks that are behind. Errors decide
+        between several ranks, the first ones first: a rank that was stopped finds later that the
+        others have left.
         """
         own = {rank for rank, flight in self.flights.items() if flight.own_error}
         named_by = {rank: set(flight.named) for rank, flight in self.flights.items()}
@@ -239,9 +240,17 @@ class Crash:
             if all(rank in ranks for by, ranks in named_by.items() if by != rank and ranks)
         }
         agreed = blamed if len(blamed) == 1 else set[int]()
-        naming = [flight for flight in self.flights.values() if flight.named]
-        first = min(naming, key=lambda flight: flight.written).named if naming else ()
-        return sorted(own or (missing & named) or missing or agreed) or self.behind or sorted(first)
+        certain = own or (missing & named) or missing or agreed
+        return sorted(certain or self._named_first(set(self.behind) or named))
+
+    def _named_first(self, ranks: set[int]) -> set[int]:
+        """Return those of the ranks that the errors name.
+
+        The oldest error is the first to decide; an error that names none of the rest is left out.
+        """
+        for flight in sorted(self.flights.values(), key=lambda flight: flight.written):
+            ranks = ranks.intersection(flight.named) or ranks
+        return ranks
 
     @property
     def behind(self) -> list[int]:
