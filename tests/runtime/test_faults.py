@@ -255,6 +255,25 @@ def test_a_cause_in_another_domain_is_named(transport, tmp_path):
     assert not any(TIMED_OUT.search(text) for text, _ in ends.values())
 
 
+def wait_for_a_late_rank(rank, group, folder):
+    """Rank 3 is late. Rank 2 waits for it in their domain; the others wait for both, longer."""
+    comm = connect(group, transport="shared", timeout=3.0)
+    inside = comm.part(2)
+    meet(folder, rank, 4)
+    if rank == 3:
+        time.sleep(6)
+        return "", [3]
+    if rank == 2:
+        time.sleep(1)
+    return named_by(inside.all_gather if rank == 2 else comm.all_gather)
+
+
+def test_a_rank_that_waits_inside_its_domain_is_not_named(tmp_path):
+    with RankPool(4) as pool:
+        outcomes = pool.outcomes(4, wait_for_a_late_rank, tmp_path)
+    assert [outcome.value[1] for outcome in outcomes] == [[3]] * 4
+
+
 def lose_a_rank_inside(rank, group, folder, transport):
     """Rank 1 leaves, then rank 0, which waits for it in their domain; then all others call."""
     comm = connect(group, transport=transport, timeout=PATIENCE)

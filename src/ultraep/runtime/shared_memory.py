@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from ultraep.comm import Message
+from ultraep.comm import Communicator, Message
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
 from ultraep.runtime.flight import watch
@@ -58,6 +58,12 @@ class SharedMemoryCommunicator(BytesCommunicator):
     def hosts(self) -> Self:
         """Return itself: its messages wait for no device."""
         return self
+
+    def part(self, size: int) -> Communicator:
+        part = super().part(size)
+        if isinstance(part, SharedMemoryCommunicator):
+            self._wire.link(part._wire)
+        return part
 
     def give_up(self, cause: int) -> None:
         self._wire.give_up(cause)

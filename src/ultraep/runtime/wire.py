@@ -25,6 +25,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
@@ -220,12 +221,17 @@ class Wire:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._names, self.first_rank = names, first_rank
         self._file, self._pid = file, os.getpid()
+        self._linked: weakref.ref[Wire] | None = None
         self._words = _Words(file.control)
         self._words[rank * LINE + PID] = self._pid
         self._words[rank * LINE + STATE] = RUNNING
         peers = [peer for peer in range(size) if peer != rank]
         self._outboxes = {peer: _Outbox(file, size, rank, peer) for peer in peers}
         self._inboxes = {peer: _Inbox(file, size, peer, rank) for peer in peers}
+
+    def link(self, other: Wire) -> None:
+        """Let the ranks of each wire know when this rank waits on the other one."""
+        self._linked, other._linked = weakref.ref(other), weakref.ref(self)
 
     def move(self, verb: str, outgoing: Queues, incoming: Queues) -> None:
         """Send and receive everything; empties the queues."""
@@ -248,9 +254,13 @@ class Wire:
                 self.abort()
             self._note_waiting(False)
 
+    @property
+    def closed(self) -> bool:
+        return not self._inboxes
+
     def has_failed(self) -> bool:
         """Whether a rank has failed; may be called by any thread."""
-        return bool(self._inboxes) and FAILED in map(self._state, range(self.size))
+        return not self.closed and FAILED in map(self._state, range(self.size))
 
     def abort(self) -> None:
         self._leave(FAILED, self.rank)
@@ -327,9 +337,10 @@ class Wire:
 
     def _note_waiting(self, waiting: bool) -> None:
         """Tell the other ranks whether this rank waits."""
-        at = self.rank * LINE + WAITING
-        if waiting or self._words[at]:
-            self._words[at] = _milliseconds() if waiting else 0
+        if waiting or self._words[self.rank * LINE + WAITING]:
+            linked = None if self._linked is None else self._linked()
+            for wire in (self,) if linked is None or linked.closed else (self, linked):
+                wire._words[wire.rank * LINE + WAITING] = _milliseconds() if waiting else 0
 
     def _waits(self, rank: int) -> bool:
         """Whether a rank waits for another one, and so is not the cause of a delay."""
