@@ -274,6 +274,18 @@ def test_a_rank_that_waits_inside_its_domain_is_not_named(tmp_path):
     assert [outcome.value[1] for outcome in outcomes] == [[3]] * 4
 
 
+def wait_in_different_calls(comm):
+    """Rank 1 is late. Rank 0 waits for it in an exchange, rank 2 for both, longer."""
+    if comm.rank == 2:
+        return named_by(comm.all_gather)[1]
+    time.sleep(1 if comm.rank == 0 else 6)
+    return named_by(lambda x: comm.exchange([], [Message(1, x)]))[1] if comm.rank == 0 else [1]
+
+
+def test_a_rank_that_waits_does_not_name_itself():
+    assert everywhere("sockets", 3, wait_in_different_calls, timeout=3.0) == [[1], [1], [0, 1]]
+
+
 def lose_a_rank_inside(rank, group, folder, transport):
     """Rank 1 leaves, then rank 0, which waits for it in their domain; then all others call."""
     comm = connect(group, transport=transport, timeout=PATIENCE)

@@ -93,6 +93,18 @@ def test_a_rank_that_waits_for_a_stopped_one_is_not_blamed(tmp_path, order):
     assert (crash.behind, crash.culprits) == ([0, 1], [1])
 
 
+@pytest.mark.parametrize("stages", [("loads", "loads", "dispatch"), ("loads", "loads", "loads")])
+def test_the_last_rank_to_arrive_is_blamed(tmp_path, stages):
+    """Rank 1 was stopped before a stage in which the others wait, and writes its file first."""
+    flights = [
+        flight(rank, [passed(1, stage=stage, open=True, since=0.1 if rank == 1 else 7.0)])
+        for rank, stage in enumerate(stages)
+    ]
+    named = [(1,), (0,), (0, 1)]
+    flights = [replace(own, named=named[own.rank], written=1e9 - own.rank % 2) for own in flights]
+    assert read_crash(write(tmp_path, *flights)).culprits == [1]
+
+
 def test_ranks_that_all_wait(tmp_path):
     waiting = passed(2, stage="replicate", open=True)
     crash = read_crash(write(tmp_path, *(flight(rank, [waiting]) for rank in range(3))))

@@ -314,7 +314,9 @@ class TorchDistCommunicator(BytesCommunicator):
             symptom = re.sub(r"\[\S+:\d+\] ", "", str(error), count=1).partition("\n")[0]
             symptom = symptom.partition(". This is typically")[0]
             first = [error.peer] if isinstance(error, _PeerError) else peers
-            ranks = [self.first_rank + rank for rank in cause.ranks or first]
+            # Another rank may have found the cause, and counts this one among the late ranks.
+            others = [rank for rank in cause.ranks if rank != self.rank]
+            ranks = [self.first_rank + rank for rank in others or cause.ranks or first]
             # The first connection that closed is the likeliest cause of the others.
             self._pass_on([self.first_rank + peer for peer in first] or ranks)
             raise CommunicationError(

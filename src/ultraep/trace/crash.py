@@ -227,9 +227,9 @@ class Crash:
 
         A launcher may have ended some missing ranks after the first one. So if the errors of other
         ranks name missing ranks, these count. A rank that was late has gone on when it writes its
-        file, so a rank that all others name comes before the ranks that are behind. Errors decide
-        between several ranks, the first ones first: a rank that was stopped finds later that the
-        others have left.
+        file, so a rank that all others name comes before the ranks that are behind. Of several
+        ranks, those count that the others had waited for, then those that the first errors name: a
+        rank that was stopped finds later that the others have left.
         """
         own = {rank for rank, flight in self.flights.items() if flight.own_error}
         named_by = {rank: set(flight.named) for rank, flight in self.flights.items()}
@@ -241,7 +241,16 @@ class Crash:
         }
         agreed = blamed if len(blamed) == 1 else set[int]()
         certain = own or (missing & named) or missing or agreed
-        return sorted(certain or self._named_first(set(self.behind) or named))
+        return sorted(certain or self._named_first(self._late(set(self.behind) or named)))
+
+    def _late(self, ranks: set[int]) -> set[int]:
+        """Leave out ranks that wait, and have done so for more than half of the time."""
+        arrived = {r: f.written - f.last.since for r, f in self.flights.items() if f.last}
+        if not arrived:
+            return ranks
+        half = (min(arrived.values()) + min(f.written for f in self.flights.values())) / 2
+        waiting = {r for r, f in self.flights.items() if f.last and f.last.waits}
+        return {r for r in ranks if r not in waiting or arrived[r] > half} or ranks
 
     def _named_first(self, ranks: set[int]) -> set[int]:
         """Return those of the ranks that the errors name.
