@@ -336,11 +336,13 @@ class Wire:
             self._fail(verb, f"{sent}, {size} were expected", peer)
 
     def _note_waiting(self, waiting: bool) -> None:
-        """Tell the other ranks whether this rank waits."""
-        if waiting or self._words[self.rank * LINE + WAITING]:
+        """Let the other ranks know whether this rank waits, also on the linked wire."""
+        at, now = self.rank * LINE + WAITING, _milliseconds() if waiting else 0
+        if now or self._words[at]:
+            self._words[at] = now
             linked = None if self._linked is None else self._linked()
-            for wire in (self,) if linked is None or linked.closed else (self, linked):
-                wire._words[wire.rank * LINE + WAITING] = _milliseconds() if waiting else 0
+            if linked is not None and not linked.closed:
+                linked._words[linked.rank * LINE + WAITING] = now
 
     def _waits(self, rank: int) -> bool:
         """Whether a rank waits for another one, and so is not the cause of a delay."""

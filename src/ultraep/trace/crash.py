@@ -244,7 +244,7 @@ class Crash:
         return sorted(certain or self._named_first(self._late(set(self.behind) or named)))
 
     def _late(self, ranks: set[int]) -> set[int]:
-        """Leave out ranks that wait, and have done so for more than half of the time."""
+        """Leave out ranks that have waited for more than half of the time."""
         arrived = {r: f.written - f.last.since for r, f in self.flights.items() if f.last}
         if not arrived:
             return ranks
@@ -253,9 +253,9 @@ class Crash:
         return {r for r in ranks if r not in waiting or arrived[r] > half} or ranks
 
     def _named_first(self, ranks: set[int]) -> set[int]:
-        """Return those of the ranks that the errors name.
+        """Return the ranks among these that the errors name.
 
-        The oldest error is the first to decide; an error that names none of the rest is left out.
+        The oldest error decides first. An error that names none of the remaining ranks is ignored.
         """
         for flight in sorted(self.flights.values(), key=lambda flight: flight.written):
             ranks = ranks.intersection(flight.named) or ranks
