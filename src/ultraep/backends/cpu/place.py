@@ -5,15 +5,12 @@ from numba import njit
 
 from ultraep.backends.cpu.members import (
     alias,
-    close_circles,
     domain_at,
     limits_at,
     peak_of,
     relative_to,
     sort_all,
-    window,
 )
-from ultraep.backends.reference.members import MOST_RANKS, VARIANTS
 from ultraep.backends.reference.place import GUESSES, LINKS, SHORT
 from ultraep.config import LADDER, PARTS, UNITS_PER_ROW, UNLIMITED
 
@@ -23,54 +20,17 @@ LIMITED = 1 + len(LINKS)  # attempts at the lowest rung with few links
 
 
 @njit(cache=True)
-def improve(domain, threshold, placed, peak, num_copies):
-    """Replace the attempt of `alias` in `placed` by a cheaper one; return peak and replicas."""
-    first, ranks = domain.first, len(domain.rank_loads)
-    if limits_at(domain, threshold - 1).sum() < domain.rank_loads.sum():  # at most the mean
-        return peak, num_copies
-    spare = np.empty_like(placed)
-    best = cost_of(placed, num_copies, peak, threshold, first)
-    for member in range(1 + len(VARIANTS) if ranks <= MOST_RANKS else 1):
-        if member == 0:
-            trial_peak, count = window(domain, threshold, spare)
-        else:
-            trial_peak, count = close_circles(domain, threshold, *VARIANTS[member - 1], spare)
-        cost = cost_of(spare, count, trial_peak, threshold, first)
-        if cost < best or (cost == best and member == 0):
-            peak, best = trial_peak, cost
-            num_copies = append(placed, 0, spare, count, 0, 0)
-    return peak, num_copies
-
-
-@njit(cache=True)
-def cost_of(plan, num_copies, peak, threshold, first):
-    """Return the cost of an attempt, compared lexicographically."""
-    copies_of = np.zeros(first[-1], np.int64)
-    for copy in range(num_copies):
-        copies_of[plan[copy, 0]] += 1
-    fanout, egress = 0, 0
-    for rank in range(len(first) - 1):
-        num_given = 0
-        for expert in range(first[rank], first[rank + 1]):
-            fanout = max(fanout, copies_of[expert])
-            num_given += copies_of[expert] > 0
-        egress = max(egress, num_given)
-    return max(peak, threshold), num_copies, fanout, egress
-
-
-@njit(cache=True)
-def solve_all(every, size, threshold, only_alias, placed, plan):
+def solve_all(every, size, threshold, by_time, placed, plan):
     """Write the solved domains to `plan`; return peak, replicas, and most transfers of a rank.
 
-    only_alias: start from `alias`, not from the best heuristic, whose transfers are not counted.
+    by_time: do not try `thrifty` first.
     """
     peak, total, transfers = 0, 0, 0
     for begin in range(0, len(every.rank_loads), size):
         domain = domain_at(every, begin, size)
-        own_peak, num_copies, most = alias(domain, threshold, UNLIMITED, False, placed)
-        if not only_alias:
-            own_peak, num_copies = improve(domain, threshold, placed, own_peak, num_copies)
-        own_peak, num_copies, most = solve(domain, threshold, placed, own_peak, num_copies, most)
+        own_peak, num_copies, most = alias(domain, threshold, UNLIMITED, not by_time, placed)
+        if own_peak > threshold:
+            own_peak, num_copies, most = solve(domain, threshold, placed)
         peak, transfers = max(peak, own_peak), max(transfers, most)
         total = append(plan, total, placed, num_copies, every.first[begin], begin)
     return peak, total, transfers
@@ -118,19 +78,19 @@ def mean_of(domain):
 
 
 @njit(cache=True)
-def solve(domain, threshold, placed, peak, num_copies, transfers):
-    """Replace the attempt in `placed` by one at the least threshold above it that `alias` meets.
+def solve(domain, threshold, placed):
+    """Write the attempt at the least threshold that `alias` meets to `placed`.
 
-    Returns peak, replicas and transfers of the attempt, whose replicas are the first rows of
-    `placed`.
+    Returns its peak, replicas and transfers.
     """
+    peak, num_copies, transfers = alias(domain, threshold, UNLIMITED, False, placed)
     if peak <= threshold:
         return peak, num_copies, transfers
     trial = np.empty_like(placed)
     bound, unit = least_peak_of(domain), unit_of(domain)
     failed, last = max(threshold, bound - 1), threshold
-    last_peak, count, _ = alias(domain, threshold, UNLIMITED, False, trial)
-    middle = max(failed + 1, last + excess_share(domain, trial, count, last))
+    last_peak = peak
+    middle = max(failed + 1, last + excess_share(domain, placed, num_copies, last))
     met, tries = 0, 0
     while peak - failed > unit:
         middle = min(middle, peak - unit)

@@ -1,9 +1,7 @@
-"""Greedy heuristics that try to meet a threshold; `place.py` chooses among their attempts.
+"""Greedy heuristics that try to meet a threshold.
 
 alias     the emptiest rank takes exactly what it lacks from the fullest
 thrifty   alias, but a surplus that fits tightly into one host goes there alone
-window    every donor gives its surplus to the fewest hosts, the tightest ones
-circles   small groups of ranks meet the threshold among themselves
 
 A threshold limits the rows of every rank. Without speeds it counts rows, and all ranks have the
 same limit. With speeds it counts thousandths of a row at nominal speed, and limits are in
@@ -14,18 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 
 from ultraep.config import MAX_ROWS, PARTS, UNITS_PER_ROW, UNLIMITED
-
-MOST_RANKS = 128  # of a domain in which circles are searched: every pair of ranks is examined
-EMPTIEST, FULLEST, SMALLEST = range(3)  # host; donor; donor with the least surplus
-# (halves, anchor): what a circle may waste, in halves of an even share of the slack, and the rank
-# that is paired if no two ranks fit. Each variant solves cases that the others miss.
-VARIANTS = ((1, EMPTIEST), (6, EMPTIEST), (4, FULLEST), (3, SMALLEST))
 
 
 @dataclass
@@ -111,11 +102,6 @@ class Attempt:
     def unfinished(self) -> bool:
         """Whether a rank is above the threshold and another replica is allowed."""
         return self.peak > self.threshold and not self.full
-
-    @property
-    def fanout(self) -> int:
-        """Most replicas of one expert."""
-        return max(Counter(expert for expert, _, _ in self.copies).values(), default=0)
 
     @property
     def egress(self) -> int:
@@ -239,105 +225,3 @@ def _tightest_pair(attempt: Attempt, surplus: dict[int, int]) -> tuple[int, int,
     hosts = [r for r in room if room[r] >= surplus[donor]]
     host = min(hosts, key=lambda r: (room[r], -r), default=-1)
     return donor, host, room[host] - surplus[donor] if hosts else None
-
-
-def window(domain: Domain, threshold: int) -> Attempt:
-    """Let every donor give its surplus to the fewest hosts, and to the tightest such.
-
-    Hosts are sorted by room, the roomiest first. If m hosts are needed, the last m neighbours in
-    that order which suffice are chosen. Donors with little surplus choose first and leave the roomy
-    hosts to the others.
-    """
-    attempt = Attempt(domain, threshold)
-    while surplus := attempt.surplus:
-        donor = min(surplus, key=lambda r: (surplus[r], r))
-        expert, room = attempt.hottest(donor), attempt.room
-        rows = min(surplus[donor], attempt.at_home[expert])
-        hosts = _tightest(sorted(room, key=lambda r: (-room[r], r)), room, rows)
-        for host in hosts:
-            quota = min(room[host], max(rows, domain.min_tokens))
-            if attempt.full or attempt.at_home[expert] < quota:
-                return attempt
-            attempt.replicate(donor, host, quota, expert)
-            rows -= quota
-        if not hosts:
-            break
-    return attempt
-
-
-def _tightest(hosts: list[int], room: dict[int, int], surplus: int) -> list[int]:
-    """Return the last run of as few neighbours as possible that have room for the surplus."""
-    for length in range(1, len(hosts) + 1):
-        if sum(room[host] for host in hosts[:length]) >= surplus:
-            runs = [hosts[s : s + length] for s in range(len(hosts) - length, -1, -1)]
-            return next(run for run in runs if sum(room[host] for host in run) >= surplus)
-    return []
-
-
-def close_circles(domain: Domain, threshold: int, halves: int, anchor: int) -> Attempt:
-    """Close a circle of two; or prepare one with a replica; or do as `alias` does.
-
-    A circle is a set of ranks that can meet the threshold among themselves: the surplus of its
-    donors is at most the room of its hosts. A circle of k ranks needs k - 1 replicas, so smaller
-    circles need fewer replicas in all. No other rank can use the room that is left: it is wasted.
-    Near the mean there is little to waste, so only circles that fit tightly are closed.
-    """
-    attempt = Attempt(domain, threshold)
-    while attempt.unfinished:
-        surplus, room = attempt.surplus, attempt.room
-        if not room:
-            break
-        slack = max(0, sum(room.values()) - sum(surplus.values()))
-        allowed = slack * halves // (2 * len(surplus))
-        ready = attempt.ready(surplus)
-        fits = [(d, h) for d in ready for h in room if 0 <= room[h] - surplus[d] <= allowed]
-        if fits:
-            donor, host = min(fits, key=lambda p: (-surplus[p[0]], p[0], room[p[1]], p[1]))
-            attempt.replicate(donor, host, surplus[donor])
-            attempt.free_slots[host] = 0  # the rest of its room is wasted
-        elif pair := _pair_that_leaves_one(attempt, surplus, room, ready, allowed, anchor):
-            attempt.replicate(*pair, room[pair[1]])
-        elif not take(attempt):
-            break
-    return attempt
-
-
-def _pair_that_leaves_one(
-    attempt: Attempt,
-    surplus: dict[int, int],
-    room: dict[int, int],
-    ready: list[int],
-    allowed: int,
-    anchor: int,
-) -> tuple[int, int] | None:
-    """Return a donor that fills a host, so that its rest fits tightly with another rank.
-
-    The anchor is one of the two; the other one is chosen to waste least.
-    """
-    if anchor == EMPTIEST:
-        host = max(room, key=lambda h: (room[h], -h))
-        pairs = [(donor, host) for donor in surplus]
-    else:
-        sign = -1 if anchor == FULLEST else 1
-        donor = min(surplus, key=lambda d: (sign * surplus[d], d))
-        pairs = [(donor, host) for host in room]
-    candidates = []
-    for donor, host in pairs:
-        rest = surplus[donor] - room[host]
-        if attempt.heat(donor) < room[host]:
-            continue
-        if rest <= 0:
-            wasted: Iterable[int] = (-rest - surplus[d] for d in ready if d != donor)
-        elif attempt.domain.min_tokens <= rest <= _heat_after(attempt, donor, room[host]):
-            wasted = (room[h] - rest for h in room if h != host)
-        else:
-            continue
-        candidates += [(waste, donor, host) for waste in wasted if 0 <= waste <= allowed]
-    return min(candidates)[1:] if candidates else None
-
-
-def _heat_after(attempt: Attempt, donor: int, quota: int) -> int:
-    """Return the rows of the donor's hottest expert once it has given `quota` rows."""
-    rows = [attempt.at_home[e] for e in attempt.domain.experts[donor]]
-    rows.remove(attempt.heat(donor))
-    return max(attempt.heat(donor) - quota, *rows, 0)

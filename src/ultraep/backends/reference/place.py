@@ -1,9 +1,9 @@
 """Which experts are replicated on which ranks, and how many rows each replica serves.
 
 Every fast-link domain is solved on its own, against a threshold that all domains share: no rank
-should serve more rows, or with speeds, more than its share. If no attempt meets it, a search finds
-the least threshold that `alias` meets. With rates, several thresholds are tried, and the quickest
-plan wins.
+should serve more rows, or with speeds, more than its share. If `thrifty` does not meet it, a search
+finds the least threshold that `alias` meets. With rates, several thresholds are tried, and the
+quickest plan wins.
 
 Shapes: E experts, C replicas.
 """
@@ -14,16 +14,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
-from ultraep.backends.reference.members import (
-    MOST_RANKS,
-    VARIANTS,
-    Attempt,
-    Domain,
-    alias,
-    close_circles,
-    thrifty,
-    window,
-)
+from ultraep.backends.reference.members import Attempt, Domain, alias, thrifty
 from ultraep.config import PARTS, UNLIMITED, Rates, rungs_of
 
 GUESSES = 4  # steps of the search before it bisects
@@ -31,31 +22,22 @@ SHORT = 1 << 14  # times `MAX_THRESHOLD`, less than 2**62
 LINKS = (1, 2)  # always tried, though they may not suffice for the tolerance
 
 
-def probe(domain: Domain, threshold: int) -> Attempt:
-    """Return the best attempt: the least peak, replicas, fan-out and egress, in this order."""
-    attempts = [alias(domain, threshold)]
-    if threshold > domain.mean:
-        attempts.insert(0, window(domain, threshold))  # moves fewer rows
-        if len(domain.experts) <= MOST_RANKS:
-            attempts += [close_circles(domain, threshold, *variant) for variant in VARIANTS]
-
-    def cost(a: Attempt) -> tuple[int, int, int, int]:
-        return max(a.peak, threshold), len(a.copies), a.fanout, a.egress
-
-    return min(attempts, key=cost)
+def balance(domain: Domain, threshold: int) -> Attempt:
+    """Return the attempt of `thrifty`; if it misses the threshold, the search from `alias`."""
+    attempt = thrifty(domain, threshold, UNLIMITED)
+    return attempt if attempt.peak <= threshold else solve(domain, threshold)
 
 
-def solve(domain: Domain, best: Attempt) -> Attempt:
-    """Return the best attempt, or one at the least threshold above it that `alias` meets.
+def solve(domain: Domain, threshold: int) -> Attempt:
+    """Return the attempt of `alias`, or one at the least threshold above it that `alias` meets.
 
     A failed attempt predicts the next threshold: the peak falls in proportion as the threshold
     rises. After a success, the threshold one row below it is tried, then bisection.
     """
-    threshold, unit = best.threshold, domain.unit
+    best = last = alias(domain, threshold)
     if best.peak <= threshold:
         return best
-    bound = least_peak_of(domain)
-    last = alias(domain, threshold)
+    bound, unit = least_peak_of(domain), domain.unit
     failed = max(threshold, bound - 1)
     middle = max(failed + 1, threshold + excess_share(last))
     met = tries = 0
@@ -100,7 +82,7 @@ def place(expert_loads: IntArray, limits: Limits) -> IntArray:
         attempts = quickest(domains, limits.tolerance_parts, Rates.from_numbers(limits.rates))
     else:
         threshold = shared_threshold(domains, limits.tolerance_parts)
-        attempts = [solve(d, probe(d, threshold)) for d in domains]
+        attempts = [balance(domain, threshold) for domain in domains]
     copies = [
         (expert, index * limits.domain + host, quota)
         for index, attempt in enumerate(attempts)
@@ -138,7 +120,7 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[
     attempt takes the time of its threshold, and counts only if it meets the threshold.
     """
     rungs = [shared_threshold(domains, parts) for parts in rungs_of(tolerance_parts)]
-    exact = [solve(d, alias(d, rungs[0])) for d in domains]
+    exact = [solve(domain, rungs[0]) for domain in domains]
     plans = [(max(a.peak for a in exact), exact)]
     limited, unlimited = attempts_of(domains, rungs, few_links=rates.copy > 0)
     limited = [attempts for attempts in limited if most_transfers(attempts) < most_transfers(exact)]

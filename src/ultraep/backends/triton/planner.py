@@ -13,7 +13,6 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
-from ultraep.backends.reference.members import MOST_RANKS
 from ultraep.backends.triton.kernels import groups, place, rungs, search, state
 from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.rungs import LIMITED
@@ -23,6 +22,7 @@ from ultraep.config import LEARNT_RANGE, LEARNT_UNIT, NO_RATES, NOMINAL_SPEED, P
 from ultraep.errors import ConfigError
 
 INT = torch.int32
+MOST_RANKS = 128  # of a domain in which circles are searched
 BEFORE = int(state.BEFORE_SPEEDS.value)
 MAX_TILE = 1 << 14  # padded home experts times padded ranks of a domain, in one program
 
