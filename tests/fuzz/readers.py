@@ -40,7 +40,6 @@ from ultraep import (
 )
 from ultraep.config import speeds_from_text
 from ultraep.integrations.vllm.settings import read_settings
-from ultraep.metrics.reading import Alarms, AlarmSettings
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import plan_from_replicas
 from ultraep.routes import batch_routes, from_vllm, packed_routes
@@ -240,7 +239,6 @@ def of_settings() -> list[Target]:
     balancer |= {"homes": [0, 0, 0, 0], "domain": 1, "transport": "auto", "data_plane": "auto"}
     settings = {"backend": "cpu", "relay": "auto", "chunks": 4, "in_flight": 1, "tokens": 9}
     settings |= {"capacity": 8, "timeout": 1.5, "transport": "auto"}
-    alarms = {"high": 1.2, "worth": 1.1, "patience": 3, "slow": 0.1, "slow_minutes": 10.0}
     draws = {"ranks": 4, "experts": 8, "top_k": 2, "tokens": 16, "seed": 3}
     vllm = {"slots": 2, "policy": "ultraep", "tolerance": 0.1, "min_rows": 4, "keep": True}
     variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_POLICY": "quota", "ULTRAEP_KEEP": "1"}
@@ -260,7 +258,6 @@ def of_settings() -> list[Target]:
         "rates": (Rates, [{"row": 5, "copy": 4, "each": 3, "layer": 2}]),
         "balancer": (make_balancer, [balancer]),
         "settings": (Settings, [settings]),
-        "alarms": (lambda **given: Alarms(AlarmSettings(**given), balancing=True), [alarms]),
         "zipf": (workload.zipf, [draws | {"ratio": 2.0, "shuffled": True}]),
         "lognormal": (workload.lognormal, [draws | {"sigma": 1.0}]),
         "uniform": (workload.uniform, [draws]),
@@ -268,7 +265,7 @@ def of_settings() -> list[Target]:
         "vllm": (lambda **given: read_settings(given, None), [variables]),
         "vllm additional": (lambda **given: read_settings({}, {"ultraep": given}), [vllm]),
     }
-    numbers = ("alarms", "zipf", "lognormal", "uniform", "one_hot")  # of annotated type
+    numbers = ("zipf", "lognormal", "uniform", "one_hot")  # of annotated type
     mutators: dict[str, Mutate] = {"vllm": other_texts, **dict.fromkeys(numbers, other_numbers)}
     return [
         Target(

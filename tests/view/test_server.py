@@ -10,9 +10,9 @@ import pytest
 from cli.test_demo import RESULT
 
 from ultraep import ConfigError
-from ultraep.metrics.hosts import is_loopback
 from ultraep.tools.view import server as server_module
 from ultraep.tools.view import table
+from ultraep.tools.view.hosts import is_known_host, is_loopback
 from ultraep.tools.view.server import COOKIE, listening_socket, reachable_name
 from ultraep.tools.view.traces import FolderTrace
 from view.runs import LAYERS, MOMENTS, served, wait_for
@@ -357,3 +357,17 @@ def test_too_many_connections_are_closed(run, monkeypatch):
             raw.close()
         wait_for(lambda: server._free._value == 2)
         assert status_of(server, GET + b"\r\n") == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "local", "beyond"),
+    [
+        *(("localhost", True, True), ("LOCALHOST:99", True, True), ("127.0.0.1:80", True, True)),
+        *(("[::1]:9464", True, True), ("gpu-3:9464", True, True), ("10.0.0.7", False, True)),
+        *(("evil.example", False, False), ("127.0.0.1@evil", False, False), ("", False, False)),
+    ],
+)
+def test_which_host_headers_name_this_machine(host, local, beyond):
+    assert is_known_host([host], {"gpu-3"}, local=True) == local
+    assert is_known_host([host], {"gpu-3"}, local=False) == beyond
+    assert not is_known_host([host, host], {"gpu-3"}, local=True)

@@ -1,4 +1,4 @@
-"""Figures of a running job: a log line, scalars, Prometheus, OpenTelemetry.
+"""Figures of a running job: a log line, scalars, Prometheus.
 
     metrics = Metrics(balancer, every=100).tell(Log(), scalars(writer), serve(port=9464))
     ...
@@ -9,22 +9,18 @@ They cost a step a few additions. docs/metrics.md explains every figure.
 
 from pathlib import Path
 
-from ultraep.metrics.exporters import Exporter, Log, Telemetry, scalars, serve
-from ultraep.metrics.reading import AlarmSettings, Metrics, Reading, Sink
+from ultraep.metrics.exporters import Exporter, Log, scalars, serve
+from ultraep.metrics.reading import Metrics, Reading, Sink
 
 DASHBOARD = Path(__file__).parent / "dashboard.json"  # for Grafana
-ALERTS = Path(__file__).parent / "alerts.yml"  # rules for Prometheus
 
 __all__ = [
-    "ALERTS",
     "DASHBOARD",
-    "AlarmSettings",
     "Exporter",
     "Log",
     "Metrics",
     "Reading",
     "Sink",
-    "Telemetry",
     "scalars",
     "serve",
 ]

@@ -1,7 +1,6 @@
-"""All figures for Prometheus and OpenTelemetry: names, kinds, help texts, and where values are.
+"""All figures for Prometheus: names, kinds, help texts, and where values are.
 
-The exporters and the plug-in for vLLM use this table; a test compares the dashboard and the alert
-rules with it.
+The exporter and the plug-in for vLLM use this table; a test compares the dashboard with it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ultraep.metrics.reading import ALARMS, SPEED, Reading
+from ultraep.metrics.reading import SPEED, Reading
 
 PREFIX = "ultraep"
 IMBALANCE = "load of the busiest rank over the mean"
@@ -43,11 +42,6 @@ class Figure:
         return list(values.items()) if isinstance(values, Mapping) else [("", values)]
 
 
-def active_names(reading: Reading) -> set[str]:
-    """Names of the active alarms, without ranks."""
-    return {name.partition("/")[0] for name in reading.alarms}
-
-
 FIGURES = (
     Figure("imbalance_before", "summary", f"{IMBALANCE}, without replicas",
            lambda r: {r.policy: r.totals.before}, label="policy"),
@@ -73,9 +67,5 @@ FIGURES = (
     Figure("rank_speed", "gauge", "speed of a rank over the median, as measured last",
            lambda r: {name.removeprefix(SPEED): value for name, value in r.values.items()
                       if name.startswith(SPEED)}, label="rank"),
-    Figure("alarm", "gauge", "1 while the alarm is active",
-           lambda r: {name: float(name in active_names(r)) for name in ALARMS}, label="alarm"),
-    Figure("alarms_started", "counter", "how often an alarm has started",
-           lambda r: {name: r.started.get(name, 0) for name in ALARMS}, label="alarm"),
 )  # fmt: skip
 MEASURED = tuple(figure for figure in FIGURES if figure.values is not None)

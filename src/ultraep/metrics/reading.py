@@ -1,20 +1,15 @@
-"""Metrics: figures of balancers, read every few steps and passed to sinks, with three alarms.
+"""Metrics: figures of balancers, read every few steps and passed to sinks.
 
 Plans on the host are counted on the host. Plans on a device are counted by a kernel after the
 planner; a CUDA graph captures this kernel, so replays are counted too. A reading copies the few
 sums to the host without blocking the step.
-
-imbalance_high      the imbalance stays high although balancing is on
-balancing_skipped   the router is uneven, balancing is on, and no replica is made
-rank_slow           a rank has computed more slowly than the others for some minutes
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -40,22 +35,6 @@ PARTS = 100_000  # the kernel counts imbalances in parts of 1 / PARTS
 ORDER = ("microbatches", "copies", "skipped", "before", "after", "worst", "weights", "gradients")
 WORST = ORDER.index("worst")
 SPEED = "speed/"  # then the number of a rank
-ALARMS = {
-    "imbalance_high": (
-        "the busiest rank has {imbalance_after:.2f} times the mean load although balancing is on; "
-        "likely causes: too few slots, min_tokens_per_replica too high, a small domain, or a "
-        "policy that places by past loads"
-    ),
-    "balancing_skipped": (
-        "no replica was made in {microbatches:.0f} layers of microbatches although the busiest "
-        "rank has {imbalance_before:.2f} times the mean load; likely causes: batches too small "
-        "for a replica to pay, a high tolerance, or no slots"
-    ),
-    "rank_slow": (
-        "rank {rank} has computed {percent:.0f} % slower than the median for {minutes:.0f} "
-        "minutes; likely causes: a throttled or shared GPU, or another program on its host"
-    ),
-}
 
 
 def stats_of(sums: list[int], ranks: int = 1) -> Stats:
@@ -166,85 +145,6 @@ class Fetched:
         return [self.host, *(stats_of(f.wait().tolist(), self.ranks) for f in self.devices)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlarmSettings:
-    """Limits of the alarms.
-
-    high: mean imbalance after balancing at which `imbalance_high` starts.
-    worth: mean imbalance before balancing above which a replica should be made.
-    patience: readings in a row that must exceed the limit. A reading within the limit ends it.
-    slow: how far the speed of a rank must be below the median for `rank_slow`.
-    slow_minutes: how long it must stay there.
-    """
-
-    high: float = 1.2
-    worth: float = 1.1
-    patience: int = 3
-    slow: float = 0.1
-    slow_minutes: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name in ("high", "worth"):
-            if not getattr(self, name) > 1:
-                raise ConfigError(f"{name} must be above 1, got {getattr(self, name)}")
-        if self.patience < 1:
-            raise ConfigError(f"patience must be at least 1, got {self.patience}")
-        if not 0 < self.slow < 1:
-            raise ConfigError(f"slow must be above 0 and below 1, got {self.slow}")
-        if not self.slow_minutes >= 0:
-            raise ConfigError(f"slow_minutes must not be negative, got {self.slow_minutes}")
-
-
-class Alarms:
-    """Checks one reading after another.
-
-    balancing: False switches the alarms about balancing off.
-    """
-
-    def __init__(self, settings: AlarmSettings, *, balancing: bool) -> None:
-        self._settings, self._balancing = settings, balancing
-        self._in_a_row: dict[str, int] = defaultdict(int)
-        self._slow_since: dict[str, float] = {}  # seconds, by rank
-        self._active: set[str] = set()
-        self.started = dict.fromkeys(ALARMS, 0)  # how often each alarm has started
-
-    def check(self, values: Mapping[str, float], now: float | None = None) -> dict[str, str]:
-        """Return the active alarms with their explanations. now: in seconds, by any clock.
-
-        The name of an alarm about one rank ends in its number: `rank_slow/5`.
-        """
-        alarms = self._about_balancing(values)
-        alarms |= self._about_speeds(values, time.monotonic() if now is None else now)
-        for name in alarms.keys() - self._active:
-            self.started[name.partition("/")[0]] += 1
-        self._active = set(alarms)
-        return alarms
-
-    def _about_speeds(self, values: Mapping[str, float], now: float) -> dict[str, str]:
-        below = {n.removeprefix(SPEED): 1 - v for n, v in values.items() if n.startswith(SPEED)}
-        slow = {rank: share for rank, share in below.items() if share >= self._settings.slow}
-        self._slow_since = {rank: self._slow_since.get(rank, now) for rank in slow}
-        alarms = {}
-        for rank, share in slow.items():
-            minutes = (now - self._slow_since[rank]) / 60
-            if minutes >= self._settings.slow_minutes:
-                text = ALARMS["rank_slow"].format(rank=rank, percent=100 * share, minutes=minutes)
-                alarms[f"rank_slow/{rank}"] = text
-        return alarms
-
-    def _about_balancing(self, values: Mapping[str, float]) -> dict[str, str]:
-        settings = self._settings
-        uneven = values["imbalance_before"] > settings.worth
-        exceeded = {
-            "imbalance_high": values["imbalance_after"] >= settings.high,
-            "balancing_skipped": values["skipped"] >= 1 and uneven,
-        }
-        for name, bad in exceeded.items():
-            self._in_a_row[name] = self._in_a_row[name] + 1 if bad and self._balancing else 0
-        active = [name for name, count in self._in_a_row.items() if count >= settings.patience]
-        return {name: ALARMS[name].format(**values) for name in active}
-
-
 @dataclass(frozen=True)
 class Reading:
     """Counts up to a step.
@@ -254,7 +154,6 @@ class Reading:
         `seconds/STAGE` are means over the timed microbatches. `speed/RANK` is the speed of a rank
         over the median, as measured last; it is missing if speeds are unknown.
     totals: sums since `Metrics` was created; `worst` since the previous reading.
-    alarms: active alarms with their explanations.   started: how often each alarm has started.
     rank: this rank. Only bytes and seconds differ between ranks.
     """
 
@@ -263,8 +162,6 @@ class Reading:
     policy: str
     values: Mapping[str, float]
     totals: Stats
-    alarms: Mapping[str, str] = field(default_factory=dict)
-    started: Mapping[str, int] = field(default_factory=dict)
 
 
 Sink: TypeAlias = Callable[[Reading], None]
@@ -287,12 +184,10 @@ class Metrics:
 
     balancers: balancers of this rank, all with one policy. Create `Metrics` before you capture a
         graph, so that the graph counts its replays.
-    every: steps between two readings.   alarms: limits of the alarms.
+    every: steps between two readings.
     """
 
-    def __init__(
-        self, *balancers: Balancer, every: int = 100, alarms: AlarmSettings | None = None
-    ) -> None:
+    def __init__(self, *balancers: Balancer, every: int = 100) -> None:
         if not balancers:
             raise ConfigError("metrics need at least one balancer, got none")
         if every < 1:
@@ -308,8 +203,6 @@ class Metrics:
         self._sinks: list[Sink] = []
         self._pending: tuple[int, list[Fetched]] | None = None
         self._previous = Stats()
-        balancing = self.policy != "none" and any(b.topology.slots for b in balancers)
-        self._alarms = Alarms(alarms or AlarmSettings(), balancing=balancing)
         self._balancers = balancers
         self._meters = [Meter(balancer.topology) for balancer in balancers]
         self._times = StageTimes()
@@ -357,10 +250,8 @@ class Metrics:
             totals.add(part)
         totals.failed = sum(b.failed_microbatches for b in self._balancers) - self._failed_before
         values = values_between(self._previous, totals) | self._speeds()
-        alarms = self._alarms.check(values) if values["microbatches"] else {}
         self._previous = totals
-        started = dict(self._alarms.started)
-        reading = Reading(step, self._rank, self.policy, values, totals, alarms, started)
+        reading = Reading(step, self._rank, self.policy, values, totals)
         for sink in self._sinks:
             sink(reading)
         return reading

@@ -20,9 +20,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from ultraep.errors import ConfigError
-from ultraep.metrics.hosts import is_known_host, is_loopback, own_names
 from ultraep.tools.view.api import Answer, Api
 from ultraep.tools.view.catalogue import Catalogue
+from ultraep.tools.view.hosts import is_known_host, is_loopback, own_names
 
 COOKIE = "ultraep_view"
 CHUNK = 64 << 10  # bytes that a client must read before the timeout
