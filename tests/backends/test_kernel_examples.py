@@ -77,7 +77,7 @@ def scratch(*shape: int) -> Memory:
 
 def shape(**sizes: int) -> Shape:
     """Sizes of the domain of the examples."""
-    return Shape(H=2, G=2, HELD=2, ONE_SLOT=True, BUFFERS=4, MEMBERS=1)._replace(**sizes)
+    return Shape(H=2, G=2, HELD=2, ONE_SLOT=True, BUFFERS=4)._replace(**sizes)
 
 
 def at(*pieces: object) -> Addresses:
@@ -116,8 +116,8 @@ DEFAULTS: dict[str, Any] = {
     "STEP": 4,
     "GROUP_M": 8,
 }
-DEFAULTS |= dict.fromkeys(("TRANSPOSED", "DRAWN", "BY_GROUPS"), False)
-PRIVATE = ("attempts", "attempt_loads", "counts", "facts", "outcomes", "scratch", "work", "homes")
+DEFAULTS |= dict.fromkeys(("TRANSPOSED", "DRAWN"), False)
+PRIVATE = ("attempts", "attempt_loads", "counts", "outcomes", "scratch", "homes")
 
 
 class Launch:

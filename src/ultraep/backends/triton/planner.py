@@ -13,7 +13,7 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
-from ultraep.backends.triton.kernels import groups, place, rungs, search, state
+from ultraep.backends.triton.kernels import place, rungs, search, state
 from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.kernels.search import PlanOut
@@ -22,7 +22,6 @@ from ultraep.config import LEARNT_RANGE, LEARNT_UNIT, NO_RATES, NOMINAL_SPEED, P
 from ultraep.errors import ConfigError
 
 INT = torch.int32
-MOST_RANKS = 128  # of a domain in which circles are searched
 BEFORE = int(state.BEFORE_SPEEDS.value)
 MAX_TILE = 1 << 14  # padded home experts times padded ranks of a domain, in one program
 
@@ -53,7 +52,7 @@ class Planner:
         self.limit = min(limits.max_replicas, domain * slots)
         self.min_tokens = min(limits.min_tokens, 2**31 - 1)
         self.parts = limits.tolerance_parts
-        self.slack = self.parts > 0 or self.domains > 1
+        self.loose = self.parts > 0 or self.domains > 1
         may_be_timed = timed or limits.rates != NO_RATES
         tolerances = [self.parts] * LIMITED.value + rungs_of(self.parts)
         self.num_attempts = len(tolerances) if may_be_timed else 0
@@ -95,7 +94,7 @@ class Planner:
         """Choose the kernels for equal or unequal speeds."""
         self.shape = self._shape._replace(SPEEDS=unequal, EITHER=held)
         self.tried = self._wide_tried if unequal else self._tried
-        # Arguments that all first attempts take, in their order.
+        # Arguments that both kernels take, in their order.
         self.settings = (
             *(self.domains, self.domain, self.slots, self.min_tokens, self.limit),
             speeds,
@@ -166,18 +165,12 @@ class Planner:
             )
         # One warp while a thread holds few experts: several warps synchronise at every step.
         self.warps = min(8, max(1, tile // 512))
-        self.by_groups = self.G >= 256
-        self.in_circles = self.slack and self.domain <= MOST_RANKS
-        self.members = 1 + self.slack + self.in_circles * state.VARIANTS.value
-        self.buffers = max(self.members, self.num_attempts) + 3
-        # `close_circles` examines every pair of ranks.
-        pairs = self.G * self.G if self.in_circles else 0
-        self.first_warps = max(self.warps, min(8, pairs // 1024))
+        self.buffers = max(1, self.num_attempts) + 3
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
         # Domains whose rows a program loads together.
         self.step_over_domains = power(min(self.domains, max(1, 2048 // tile)))
         held, one_slot = power(max(1, self.held)), self.slots == 1
-        self._shape = state.Shape(self.H, self.G, held, one_slot, self.buffers, self.members)
+        self._shape = state.Shape(self.H, self.G, held, one_slot, self.buffers)
 
     def _tables(
         self, experts_by_rank: IntArray, first_of_rank: IntArray, device: torch.device
@@ -216,19 +209,15 @@ class Planner:
         self._tried = state.Attempts(
             attempts=numbers(self.domains, self.buffers, 2, max(1, self.held)),
             attempt_loads=numbers(self.domains, self.buffers, self.domain),
-            facts=numbers(self.domains, state.facts_size(self.members)),
             outcomes=numbers(self.domains, self.num_attempts, rungs.OUTCOMES.value),
             scratch=numbers(self.domains, state.scratch_size(self.H, self.G)),
         )
         self._wide_tried = self._tried._replace(  # with speeds
-            facts=self._tried.facts.long(),
             outcomes=self._tried.outcomes.long(),
             scratch=self._tried.scratch.long(),
         )
         self.finished = numbers(1)  # programs of a launch
-        self.counts = numbers(self.domains, self.members, self.H * self.G)
-        if self.by_groups:
-            self.work = numbers(self.domains, state.work_size(self.H, self.G))
+        self.counts = numbers(self.domains, self.H * self.G)
         self.placed = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative or too large
         # All results are in one piece of memory, which one copy takes to the host.
@@ -304,26 +293,10 @@ class Planner:
         self._choose(unequal, self.speeds)
 
     def _place(self) -> None:
-        if self.by_groups:
-            self._first_by_groups()
         if self.timed:
             self._try_rungs()
-            return
-        if self.slack:
-            self._first_try()
-        self._search(first=not (self.slack or self.by_groups))
-
-    def _first_by_groups(self) -> None:
-        quick(groups.first_by_groups)[(self.domains,)](
-            self.home,
-            self.work,
-            self.counts,
-            self.tried,
-            *self.settings,
-            self.parts,
-            SHAPE=self.shape,
-            num_warps=1,
-        )
+        else:
+            self._search()
 
     def _try_rungs(self) -> None:
         quick(rungs.try_rungs)[(self.domains, self.num_attempts)](
@@ -336,35 +309,23 @@ class Planner:
             self._plan_out,
             *self.settings,
             SHAPE=self.shape,
-            BY_GROUPS=self.by_groups,
             PADDED=power_of_2(self.num_attempts),
             STEP=self.step_over_domains,
             SEARCH_STEP=self.step,
             num_warps=self.warps,
         )
 
-    def _first_try(self) -> None:
-        quick(place.first_try)[(self.domains, self.members - self.by_groups)](
-            self.home,
-            self.counts,
-            self.tried,
-            *self.settings,
-            self.parts,
-            SHAPE=self.shape,
-            BY_GROUPS=self.by_groups,
-            STEP=self.step_over_domains,
-            num_warps=self.first_warps,
-        )
-
-    def _search(self, first: bool) -> None:
+    def _search(self) -> None:
         quick(search.search)[(self.domains,)](
             self.home,
             self.tried,
             self._plan_out,
-            *self.settings[1:],
-            FIRST=first,
+            *self.settings,
+            self.parts,
+            LOOSE=self.loose,
             SHAPE=self.shape,
-            STEP=self.step,
+            STEP=self.step_over_domains,
+            SEARCH_STEP=self.step,
             num_warps=self.warps,
         )
 

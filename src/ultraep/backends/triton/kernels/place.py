@@ -1,25 +1,18 @@
-"""Twin of `reference/place.py`: one program per domain, against a shared threshold.
+"""What comes before and after the placement of replicas in `search.py` or `rungs.py`.
 
     sum_loads       rows of every expert over all source ranks, by home
-    first_try       one attempt per heuristic, side by side
-    search          the best attempt; if none meets the threshold, the least threshold that is met
     split           twin of `reference/split.py`: the sources of every replica
 
-With rates, `try_rungs` in `rungs.py` replaces `first_try` and `search`.
-
-Shapes: R ranks, E experts, D domains of `ranks` ranks; H experts and G ranks of a domain and HELD
-spare slots, padded to powers of two. Integers have 32 bits, sums over many ranks 64.
+Shapes: R ranks, E experts, D domains of `ranks` ranks; H experts and G ranks of a domain, padded to
+powers of two. Integers have 32 bits, sums over many ranks 64.
 """
 
 import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels import plan as layout
-from ultraep.backends.triton.kernels import state
-from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, close_circles, window
 from ultraep.backends.triton.kernels.plan import EXPERT, HOST, SLOT, Homes, Plan
-from ultraep.backends.triton.kernels.search import note
-from ultraep.backends.triton.kernels.state import MOST, Attempts
+from ultraep.backends.triton.kernels.state import MOST
 
 
 @triton.jit(do_not_specialize=["ranks", "experts", "stride"])
@@ -61,77 +54,6 @@ def sum_loads(
     total_E = tl.minimum(tl.maximum(total_E, 0), MOST).to(tl.int32)
     tl.store(expert_loads + expert, total_E, mask=known)
     tl.store(home + place_E, total_E, mask=known)
-
-
-# The first load of a tile determines its layout. A wide load spreads the experts of a rank over
-# several threads; without a known alignment of `home`, they stay in one thread.
-@triton.jit(
-    do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit", "parts"],
-    do_not_specialize_on_alignment=["home"],
-)
-def first_try(
-    home,
-    counts,
-    tried: Attempts,
-    domains,
-    ranks,
-    slots,
-    min_tokens,
-    limit,
-    speeds,
-    parts,
-    SHAPE: tl.constexpr,
-    BY_GROUPS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Program (d, m): the attempt of heuristic m at domain d.
-
-    BY_GROUPS: `first_by_groups` has made the attempt of the first heuristic.
-
-    A tolerance of 40 % allows 6 rows. One heuristic fills rank 1, the other moves the surplus only:
-
-    >>> example(first_try, (1, 2), home=[[[6, 1], [1, 1]]], attempts=empty(1, 2, 2, 2),
-    ...         attempt_loads=empty(1, 2, 2), facts=empty(1, 10), parts=400000, STEP=1,
-    ...         SHAPE=shape(BUFFERS=2, MEMBERS=2))
-    attempts = [[[[-1, 0], [_, 4]], [[-1, 0], [_, 1]]]]
-    attempt_loads = [[[3, 6], [6, 3]]]
-    facts = [[6, 1, 6, 1, 1, 1, 6, 1, 1, 1]]
-    """
-    domain = tl.program_id(0)
-    member = tl.program_id(1) + BY_GROUPS
-    rank = tl.arange(0, SHAPE.G)
-    problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
-    home_HG = state.load_domain(home, domain, SHAPE)
-    if SHAPE.EITHER:  # noqa: SIM102 - only a separate condition is left out at compile time
-        if state.planned_elsewhere(speeds, SHAPE):
-            return
-    load_G = state.rank_loads_of(home_HG)
-    threshold = state.shared_threshold(load_G, home, domain, domains, parts, problem, SHAPE, STEP)
-    slack = threshold > state.mean_of(load_G, domain, problem, SHAPE)
-    start_G, most_of_rank = state.relative_to(load_G, threshold, problem, SHAPE)
-    end_G = start_G
-    tried = state.at_domain(tried, domain, problem, SHAPE)
-    hosted = state.attempt_of(tried.attempts, member, problem)
-    num_copies = 0
-    if member == 0 and not BY_GROUPS:
-        state.store_threshold(tried, threshold, slack)
-        most = state.most_rows(load_G, start_G, most_of_rank, SHAPE)
-        end_G, _home_HG, num_copies, _received = alias_packed_or_not(
-            start_G, home_HG, hosted, most_of_rank, most, tl.zeros((), tl.int64), slots, problem,
-            SHAPE, False
-        )  # fmt: skip
-    elif slack and member == 1:
-        end_G, num_copies = window(start_G, home_HG, hosted, most_of_rank, problem, SHAPE)
-    elif slack:  # noqa: SIM102 - only a separate condition is left out at compile time
-        if SHAPE.MEMBERS > 2:
-            end_G, num_copies = close_circles(
-                start_G, home_HG, hosted, most_of_rank, member - 2, problem, SHAPE
-            )
-    load_G = state.loads_after(load_G, start_G, end_G, SHAPE)
-    tl.store(tried.attempt_loads + member * ranks + rank, load_G, mask=rank < ranks)
-    if slack or member == 0:
-        counts = state.counts_of(counts, domain, member, SHAPE)
-        note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE)
 
 
 @triton.jit(do_not_specialize=["ranks", "stride"])

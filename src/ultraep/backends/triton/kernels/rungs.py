@@ -35,7 +35,7 @@ def links_of(number, copy):
     return tl.where(number == 2, 1, tl.where(number == 3, 2, fewest))
 
 
-# For the alignment of `home`, see `first_try`.
+# For the alignment of `home`, see `search`.
 @triton.jit(
     do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit"],
     do_not_specialize_on_alignment=["home", "counts"],
@@ -55,15 +55,14 @@ def try_rungs(
     limit,
     speeds,
     SHAPE: tl.constexpr,
-    BY_GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
     STEP: tl.constexpr,
     SEARCH_STEP: tl.constexpr,
 ):
     """Program (d, n): attempt n at domain d; attempt 0 is exact.
 
-    The last program to finish publishes the quickest plan.   BY_GROUPS: `first_by_groups` has made
-    the first attempt.   finished: 0.   PADDED: see `quickest_of`.
+    The last program to finish publishes the quickest plan.   finished: 0.   PADDED: see
+    `quickest_of`.
 
     Rank 0 gives 3 rows with no tolerance, and 1 row at 40 %. Two rows fewer on the fullest rank
     save 200; a replica costs 500:
@@ -101,28 +100,26 @@ def try_rungs(
     if number == 0:
         free_all(state.attempt_of(own.attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
         tl.store(loads + (SHAPE.BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
-    num_copies = ranks * 0
-    transfers = ranks * 0 + MOST
     start_G, most_of_rank = state.relative_to(load_G, threshold, problem, SHAPE)
+    slack = search.slack_of(start_G, most_of_rank, problem)
+    most = state.most_rows(load_G, start_G, most_of_rank, SHAPE)
+    hosted = state.attempt_of(own.attempts, number, problem)
+    usable = tl.minimum(slots, links)
     end_G = start_G
-    if (number > 0) | (not BY_GROUPS):
-        slack = most_of_rank.to(tl.int64) * ranks - tl.sum(start_G.to(tl.int64), 0)
-        most = state.most_rows(load_G, start_G, most_of_rank, SHAPE)
-        hosted = state.attempt_of(own.attempts, number, problem)
-        usable = tl.minimum(slots, links)
-        received = num_copies
-        if (number > 0) & (slack >= ranks):
-            end_G, home_HG, num_copies, received = alias_packed_or_not(
-                start_G, home_HG, hosted, most_of_rank, most, slack, usable, problem, SHAPE, True
-            )
-        else:
-            end_G, home_HG, num_copies, received = alias_packed_or_not(
-                start_G, home_HG, hosted, most_of_rank, most, slack, usable, problem, SHAPE, False
-            )
-        load_G = state.loads_after(load_G, start_G, end_G, SHAPE)
-        tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
-        num_given = most_given(home_HG, state.load_domain(home, domain, SHAPE))
-        transfers = tl.maximum(num_given, received)
+    num_copies = ranks * 0
+    received = num_copies
+    if (number > 0) & (slack >= ranks):
+        end_G, home_HG, num_copies, received = alias_packed_or_not(
+            start_G, home_HG, hosted, most_of_rank, most, slack, usable, problem, SHAPE, True
+        )
+    else:
+        end_G, home_HG, num_copies, received = alias_packed_or_not(
+            start_G, home_HG, hosted, most_of_rank, most, slack, usable, problem, SHAPE, False
+        )
+    load_G = state.loads_after(load_G, start_G, end_G, SHAPE)
+    tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
+    num_given = most_given(home_HG, state.load_domain(home, domain, SHAPE))
+    transfers = tl.maximum(num_given, received)
     if number == 0:
         solve(
             outcome, home, counts, own, domain, threshold, transfers, num_copies, problem,
@@ -200,7 +197,7 @@ def solve(
 ):  # fmt: skip
     """Write the outcome of the first attempt, or of the search above its threshold.
 
-    transfers: of the first attempt; `MOST`: unknown.
+    transfers, num_copies: of the first attempt.
     """
     rank, slot = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
@@ -208,11 +205,8 @@ def solve(
     load_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
     peak = state.peak_of(load_G, problem, SHAPE)
     best = 0
-    if (peak > threshold) | (transfers == MOST):
-        if peak > threshold:
-            best = search.least_that_is_met(
-                home, tried, domain, best, peak, peak, threshold, problem, SHAPE, STEP
-            )
+    if peak > threshold:
+        best = search.least_that_is_met(home, tried, domain, peak, threshold, problem, SHAPE, STEP)
         tl.debug_barrier()
         hosted = state.attempt_of(tried.attempts, best, problem)
         loads = tried.attempt_loads + best * problem.ranks
@@ -221,9 +215,39 @@ def solve(
         holds = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1) >= 0
         num_copies = tl.sum(holds.to(tl.int32), 0)
         own_counts = counts + domain * SHAPE.H * SHAPE.G
-        _fanout, num_given = search.weigh(hosted, own_counts, problem, SHAPE)
-        transfers = tl.maximum(num_given, tl.max(search.received_by(hosted, problem, SHAPE), 0))
+        num_given = most_replicated(hosted, own_counts, problem, SHAPE)
+        transfers = tl.maximum(num_given, tl.max(received_by(hosted, problem, SHAPE), 0))
     store_outcome(outcome, best, peak, num_copies, transfers)
+
+
+@triton.jit
+def most_replicated(hosted, counts, problem, SHAPE: tl.constexpr):
+    """Return the most experts of one rank that have replicas in an attempt.
+
+    counts: scratch memory for H * G integers.
+    """
+    place = tl.arange(0, SHAPE.H * SHAPE.G)
+    tl.store(counts + place, place * 0)
+    slot = tl.arange(0, SHAPE.HELD)
+    tl.debug_barrier()  # the attempt is in memory, too
+    place_of_slot = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1)
+    tl.atomic_add(counts + place_of_slot, 1, mask=place_of_slot >= 0, sem="relaxed")
+    tl.debug_barrier()
+    rank = tl.arange(0, SHAPE.G)
+    at_HG = tl.arange(0, SHAPE.H)[:, None] * SHAPE.G + rank[None, :]
+    copies_HG = tl.load(counts + at_HG, cache_modifier=".cg")
+    return tl.max(tl.sum((copies_HG > 0).to(tl.int32), 0), 0)
+
+
+@triton.jit
+def received_by(hosted, problem, SHAPE: tl.constexpr):
+    """[G] replicas that every rank receives."""
+    rank = tl.arange(0, SHAPE.G)
+    received_G = rank * 0
+    for index in range(problem.slots):
+        at_G = hosted + rank * problem.slots + index
+        received_G += (tl.load(at_G, mask=rank < problem.ranks, other=-1) >= 0).to(tl.int32)
+    return received_G
 
 
 @triton.jit

@@ -1,9 +1,9 @@
-"""Choose an attempt, search for the least threshold that is met, and publish the plan.
+"""Attempt a threshold, search for the least one that is met, and publish the plan.
 
-note, best_of_members    measures of an attempt, and the best one
-bound                    twin of `least_peak_of` in `reference/place.py`, for one domain
-least_that_is_met        twin of `solve` there
-publish                  write the chosen attempt as the plan
+thrifty_or_alias    first attempts of `balance` in `reference/place.py`
+bound               twin of `least_peak_of` there, for one domain
+least_that_is_met   the search in `solve` there
+publish             write the chosen attempt as the plan
 """
 
 from typing import Any, NamedTuple
@@ -15,18 +15,14 @@ from ultraep.backends.triton.kernels import state
 from ultraep.backends.triton.kernels.attempts import alias, alias_packed_or_not
 from ultraep.backends.triton.kernels.state import (
     MAX_THRESHOLD,
-    MEASURES,
     MOST,
     PARTS,
-    SLACK,
-    THRESHOLD,
     UNITS_PER_ROW,
     Attempts,
 )
 
 GUESSES = tl.constexpr(4)
 SHORT = tl.constexpr(1 << 14)
-PEAK, COPIES, FANOUT, EGRESS = (tl.constexpr(number) for number in range(4))
 
 
 class PlanOut(NamedTuple):
@@ -37,88 +33,6 @@ class PlanOut(NamedTuple):
     expert_of_slot: Any
     expert_of_place: Any
     first_slot_of_rank: Any
-
-
-@triton.jit
-def weigh(hosted, counts, problem, SHAPE: tl.constexpr):
-    """Return the most replicas of one expert, and the most experts that one rank gives away.
-
-    counts: scratch memory for H * G integers.
-    """
-    place = tl.arange(0, SHAPE.H * SHAPE.G)
-    tl.store(counts + place, place * 0)
-    slot = tl.arange(0, SHAPE.HELD)
-    tl.debug_barrier()  # the attempt is in memory, too
-    place_of_slot = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1)
-    tl.atomic_add(counts + place_of_slot, 1, mask=place_of_slot >= 0, sem="relaxed")
-    tl.debug_barrier()
-    rank = tl.arange(0, SHAPE.G)
-    at_HG = tl.arange(0, SHAPE.H)[:, None] * SHAPE.G + rank[None, :]
-    copies_HG = tl.load(counts + at_HG, cache_modifier=".cg")
-    fanout = tl.max(tl.max(copies_HG, 0), 0)
-    return fanout, tl.max(tl.sum((copies_HG > 0).to(tl.int32), 0), 0)
-
-
-@triton.jit
-def received_by(hosted, problem, SHAPE: tl.constexpr):
-    """[G] replicas that every rank receives."""
-    rank = tl.arange(0, SHAPE.G)
-    received_G = rank * 0
-    for index in range(problem.slots):
-        at_G = hosted + rank * problem.slots + index
-        received_G += (tl.load(at_G, mask=rank < problem.ranks, other=-1) >= 0).to(tl.int32)
-    return received_G
-
-
-@triton.jit
-def note(tried, hosted, counts, load_G, num_copies, member, problem, SHAPE: tl.constexpr):
-    """Write the measures of a heuristic's attempt."""
-    fanout = 0
-    egress = 0
-    if SHAPE.MEMBERS > 1:  # a single heuristic is not compared
-        fanout, egress = weigh(hosted, counts, problem, SHAPE)
-    at = tried.facts + MEASURES + 4 * member
-    tl.store(at + PEAK, state.peak_of(load_G, problem, SHAPE))
-    tl.store(at + COPIES, num_copies)
-    tl.store(at + FANOUT, fanout)
-    tl.store(at + EGRESS, egress)
-
-
-@triton.jit
-def best_of_members(tried, SHAPE: tl.constexpr):
-    """Return the heuristic with the best attempt, the threshold, and the peak of that attempt.
-
-    Compares, in this order: peak above the threshold, replicas, fan-out, egress; ties go to the
-    second heuristic, then to the earlier one.
-    """
-    threshold = tl.load(tried.facts + THRESHOLD)
-    slack = tl.load(tried.facts + SLACK) != 0
-    best = 0
-    at = tried.facts + MEASURES
-    peak = tl.load(at + PEAK)
-    copies = tl.load(at + COPIES)
-    fanout = tl.load(at + FANOUT)
-    egress = tl.load(at + EGRESS)
-    MEMBERS: tl.constexpr = SHAPE.MEMBERS
-    for member in tl.static_range(1, MEMBERS):
-        at = tried.facts + MEASURES + 4 * member
-        other_peak = tl.load(at + PEAK)
-        other_copies = tl.load(at + COPIES)
-        other_fanout = tl.load(at + FANOUT)
-        other_egress = tl.load(at + EGRESS)
-        floor = tl.maximum(peak, threshold)
-        other_floor = tl.maximum(other_peak, threshold)
-        better = (other_egress < egress) | ((other_egress == egress) & (member == 1))
-        better = (other_fanout < fanout) | ((other_fanout == fanout) & better)
-        better = (other_copies < copies) | ((other_copies == copies) & better)
-        better = (other_floor < floor) | ((other_floor == floor) & better)
-        better = slack & better
-        best = tl.where(better, member, best)
-        peak = tl.where(better, other_peak, peak)
-        copies = tl.where(better, other_copies, copies)
-        fanout = tl.where(better, other_fanout, fanout)
-        egress = tl.where(better, other_egress, egress)
-    return best, threshold, peak
 
 
 @triton.jit
@@ -221,12 +135,11 @@ def excess_share(load_G, threshold, problem, SHAPE: tl.constexpr):
 
 @triton.jit
 def least_that_is_met(
-    home, tried, domain, best, peak, alias_peak, threshold, problem,
-    SHAPE: tl.constexpr, STEP: tl.constexpr
-):  # fmt: skip
+    home, tried, domain, peak, threshold, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
+):
     """Return the buffer of the best attempt above the threshold.
 
-    tried: buffers of the domain.   alias_peak: of the first attempt at the threshold, in buffer 0.
+    tried: buffers of the domain.   peak: of `alias` at the threshold, which is in buffer 0.
     """
     SPARE: tl.constexpr = SHAPE.BUFFERS - 3  # the first of the two search buffers
     problem = state.reloaded(problem, domain, SHAPE)
@@ -240,9 +153,10 @@ def least_that_is_met(
     end_G = tl.load(tried.attempt_loads + rank, mask=rank < problem.ranks, other=0)
     failed = tl.maximum(threshold, least - 1)
     last = threshold
-    above_last = alias_peak - threshold
+    above_last = peak - threshold
     share = excess_share(end_G, threshold, problem, SHAPE)
     middle = tl.maximum(failed + 1, threshold + share)
+    best = 0
     met = 0
     tries = 0
     while peak - failed > UNIT:
@@ -334,69 +248,100 @@ def free_slots(plan, domain, problem, SHAPE: tl.constexpr):
     tl.store(plan.expert_of_slot + end - 1 - slot % slots, slot * 0 - 1, mask=there)
 
 
+# The first load of a tile determines its layout. A wide load spreads the experts of a rank over
+# several threads; without a known alignment of `home`, they stay in one thread.
 @triton.jit(
-    do_not_specialize=["ranks", "slots", "min_tokens", "limit"],
+    do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit", "parts"],
     do_not_specialize_on_alignment=["home"],
 )
 def search(
     home,
     tried: Attempts,
     plan: PlanOut,
+    domains,
     ranks,
     slots,
     min_tokens,
     limit,
     speeds,
-    FIRST: tl.constexpr,
+    parts,
+    LOOSE: tl.constexpr,
     SHAPE: tl.constexpr,
     STEP: tl.constexpr,
+    SEARCH_STEP: tl.constexpr,
 ):
-    """Program d: the best attempt at domain d, or one at the least threshold that is met.
+    """Program d: an attempt at domain d that meets the threshold, or the least one that is met.
 
-    FIRST: this program makes the first attempt; there is one domain and no tolerance.
+    LOOSE: the threshold may exceed the mean of a domain: there is a tolerance, or another domain.
 
-    Rank 1 hosts expert 0 and serves 3 of its rows, as in the example of `split`:
+    Rank 1 hosts expert 0 and serves 3 of its rows, as in the example of `split`. A tolerance of
+    40 % allows 6 rows, and rank 0 gives away only its surplus:
 
-    >>> example(search, 1, home=[[[6, 1], [1, 1]]], placed=empty(2, 2), planned_loads=empty(2),
-    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], FIRST=True)
+    >>> for LOOSE in (False, True):
+    ...     example(search, 1, home=[[[6, 1], [1, 1]]], placed=empty(2, 2), planned_loads=empty(2),
+    ...             expert_of_slot=[0, 1, 0, 2, 3, 0], parts=400000, LOOSE=LOOSE, STEP=1,
+    ...             SEARCH_STEP=4)
     placed = [[2147483647, 0], [0, 3]]
     planned_loads = [4, 5]
+    expert_of_slot = [0, 1, -1, 2, 3, -1]
+    placed = [[2147483647, 0], [0, 1]]
+    planned_loads = [6, 3]
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
     domain = tl.program_id(0)
     problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
-    if FIRST:
-        home_HG = state.load_domain(home, domain, SHAPE)
+    home_HG = state.load_domain(home, domain, SHAPE)
     if SHAPE.EITHER:  # noqa: SIM102 - only a separate condition is left out at compile time
         if state.planned_elsewhere(speeds, SHAPE):
             return
     tried = state.at_domain(tried, domain, problem, SHAPE)
-    if FIRST:
-        threshold, peak = try_alone(home_HG, tried, domain, problem, SHAPE)
-        best = domain * 0
-        alias_peak = peak
-    else:
-        best, threshold, peak = best_of_members(tried, SHAPE)
-        alias_peak = tl.load(tried.facts + MEASURES + PEAK)
-    if peak > threshold:
-        best = least_that_is_met(
-            home, tried, domain, best, peak, alias_peak, threshold, problem, SHAPE, STEP
+    load_G = state.rank_loads_of(home_HG)
+    if LOOSE:
+        threshold = state.shared_threshold(
+            load_G, home, domain, domains, parts, problem, SHAPE, STEP
         )
+        peak = thrifty_or_alias(load_G, home_HG, home, tried, domain, threshold, problem, SHAPE)
+    else:
+        threshold = state.mean_of(load_G, domain, problem, SHAPE)
+        peak = attempt(load_G, home_HG, tried, threshold, problem, SHAPE, False)
+    best = domain * 0
+    if peak > threshold:
+        best = least_that_is_met(home, tried, domain, peak, threshold, problem, SHAPE, SEARCH_STEP)
     tl.debug_barrier()
     publish(plan, tried, domain, best, problem, SHAPE)
 
 
 @triton.jit
-def try_alone(home_HG, tried, domain, problem, SHAPE: tl.constexpr):
-    """Attempt the mean of the domain; return that mean and the peak that is left."""
-    rank = tl.arange(0, SHAPE.G)
-    load_G = state.rank_loads_of(home_HG)
-    threshold = state.mean_of(load_G, domain, problem, SHAPE)
+def thrifty_or_alias(load_G, home_HG, home, tried, domain, threshold, problem, SHAPE: tl.constexpr):
+    """Attempt the threshold with `thrifty`; if it is not met, with `alias`. Return the peak."""
     start_G, limit = state.relative_to(load_G, threshold, problem, SHAPE)
+    thrifty = slack_of(start_G, limit, problem) >= problem.ranks
+    peak = threshold
+    if thrifty:
+        peak = attempt(load_G, home_HG, tried, threshold, problem, SHAPE, True)
+    if (not thrifty) | (peak > threshold):
+        # Rows at home are loaded again: they would take registers during the first attempt.
+        home_HG = state.load_domain(home, domain, SHAPE)
+        peak = attempt(load_G, home_HG, tried, threshold, problem, SHAPE, False)
+    return peak
+
+
+@triton.jit
+def slack_of(start_G, limit, problem):
+    """Return the rows by which all limits exceed all loads; both as in `relative_to`."""
+    return limit.to(tl.int64) * problem.ranks - tl.sum(start_G.to(tl.int64), 0)
+
+
+@triton.jit
+def attempt(load_G, home_HG, tried, threshold, problem, SHAPE: tl.constexpr, THRIFTY: tl.constexpr):
+    """Attempt a threshold in the first buffer; return the peak that is left."""
+    rank = tl.arange(0, SHAPE.G)
+    start_G, limit = state.relative_to(load_G, threshold, problem, SHAPE)
+    slack = slack_of(start_G, limit, problem)
     most = state.most_rows(load_G, start_G, limit, SHAPE)
     end_G, _home_HG, _made, _received = alias_packed_or_not(
-        start_G, home_HG, tried.attempts, limit, most, tl.zeros((), tl.int64), problem.slots,
-        problem, SHAPE, False
+        start_G, home_HG, tried.attempts, limit, most, slack, problem.slots, problem,
+        SHAPE, THRIFTY
     )  # fmt: skip
     load_G = state.loads_after(load_G, start_G, end_G, SHAPE)
     tl.store(tried.attempt_loads + rank, load_G, mask=rank < problem.ranks)
@@ -404,6 +349,6 @@ def try_alone(home_HG, tried, domain, problem, SHAPE: tl.constexpr):
         peak = threshold
         if tl.max(end_G, 0) > limit:  # only then: divisions are slow
             peak = state.peak_of(load_G, problem, SHAPE)
-        return threshold, peak
+        return peak
     else:  # noqa: RET505 - without `else`, Triton compiles both
-        return threshold, state.peak_of(load_G, problem, SHAPE)
+        return state.peak_of(load_G, problem, SHAPE)

@@ -1,23 +1,19 @@
 """Layouts of the planner's buffers, per domain.
 
-Without rates, all heuristics attempt one threshold. With rates, attempts are made at several
-thresholds; the first attempt is exact.
+With rates, attempts are made at several thresholds; the first attempt is exact.
 
     home            [D, H, G]   rows of the home experts (axis 1) of every rank (axis 2); -1: none
     attempts        [D, BUFFERS, 2, held]   for every spare slot the index of its expert in `home`
                     (row * G + column; -1: free), then all quotas
     attempt_loads   [D, BUFFERS, ranks]   rows that every rank serves in each attempt
-    facts           [D, facts_size]   the threshold, whether it is above the mean, then for every
-                    heuristic: peak, replicas, fan-out, egress
     outcomes        [D, attempts, OUTCOMES]   for every attempt: its buffer, peak, replicas, most
                     transfers of one rank, and the peak without replicas
-    counts          [D, MEMBERS, H * G]   for `weigh`: replicas of every expert
-    placed           [2, D * held]   the plan: expert of every spare slot (`MOST`: none), and quota
+    counts          [D, H * G]   replicas of every expert, for `most_replicated`
+    placed          [2, D * held]   the plan: expert of every spare slot (`MOST`: none), and quota
     scratch         [D, scratch_size]   for `bound`
-    work            [D, H + 2, G]   for `groups`: rows at home, the hottest expert, free slots
 
 With speeds, thresholds and peaks count thousandths of a row at nominal speed, in 64 bits, and so do
-`facts`, `outcomes` and `scratch`. An attempt then works on rows above the limit of each rank, which
+`outcomes` and `scratch`. An attempt then works on rows above the limit of each rank, which
 `relative_to` returns, with the threshold 0. Their buffer, which `Planner` fills:
 
     header          kind (`EQUAL` or `UNEQUAL`), period, unit, length of a row of `steps`
@@ -27,7 +23,7 @@ With speeds, thresholds and peaks count thousandths of a row at nominal speed, i
                     order
 
 `held` is the number of spare slots of a domain and `ranks` its ranks; H and G are powers of two.
-Buffers: one per heuristic or attempt, then two for the search, and one without replicas.
+Buffers: one per attempt, then two for the search, and one without replicas.
 """
 
 from typing import Any, NamedTuple
@@ -36,8 +32,6 @@ import triton
 import triton.language as tl
 
 MOST = tl.constexpr(2**31 - 1)
-VARIANTS = tl.constexpr(4)  # of `close_circles`
-THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
 PARTS = tl.constexpr(1000000)  # of a threshold over a speed: one row
 QUICK_PARTS = tl.constexpr(3000000)  # of 2**31 rows, with the rows themselves less than 2**53
 UNITS_PER_ROW = tl.constexpr(1000)  # of a threshold
@@ -77,7 +71,6 @@ class Shape(NamedTuple):
     HELD: int
     ONE_SLOT: bool
     BUFFERS: int
-    MEMBERS: int  # heuristics
     SPEEDS: bool = False  # whether ranks differ in speed
     EITHER: bool = False  # whether one of two launches plans, by the kind of speeds
 
@@ -87,7 +80,6 @@ class Attempts(NamedTuple):
 
     attempts: Any
     attempt_loads: Any
-    facts: Any
     outcomes: Any
     scratch: Any
 
@@ -99,18 +91,8 @@ def held_by(problem):
 
 
 @triton.constexpr_function
-def facts_size(MEMBERS):
-    return 2 + 4 * MEMBERS
-
-
-@triton.constexpr_function
 def scratch_size(H, G):
     return 2 * (H + 1) * G
-
-
-@triton.constexpr_function
-def work_size(H, G):
-    return (H + 2) * G
 
 
 @triton.jit
@@ -133,7 +115,6 @@ def at_domain(tried, domain, problem, SHAPE: tl.constexpr):
     return Attempts(
         tried.attempts + buffers * 2 * held_by(problem),
         tried.attempt_loads + buffers * problem.ranks,
-        tried.facts + domain * facts_size(SHAPE.MEMBERS),
         tried.outcomes,
         tried.scratch + domain * scratch_size(SHAPE.H, SHAPE.G),
     )
@@ -149,30 +130,6 @@ def attempt_of(attempts, buffer, problem):
 def quotas_of(attempt, problem):
     """Return the second half of an attempt."""
     return attempt + held_by(problem)
-
-
-@triton.jit
-def store_threshold(tried, threshold, slack):
-    """Store the threshold, and whether it is above the mean of the domain."""
-    tl.store(tried.facts + THRESHOLD, threshold)
-    tl.store(tried.facts + SLACK, slack.to(tl.int32))
-
-
-@triton.jit
-def counts_of(counts, domain, member, SHAPE: tl.constexpr):
-    return counts + (domain * SHAPE.MEMBERS + member) * SHAPE.H * SHAPE.G
-
-
-@triton.jit
-def heats_of(work, SHAPE: tl.constexpr):
-    """[G] rows of the hottest expert at home of every rank."""
-    return work + SHAPE.H * SHAPE.G
-
-
-@triton.jit
-def free_of(work, SHAPE: tl.constexpr):
-    """[G] free slots of every rank."""
-    return work + (SHAPE.H + 1) * SHAPE.G
 
 
 @triton.jit
