@@ -181,7 +181,6 @@ def launch_all(
     received = torch.zeros(ranks, planner.num_slots // ranks, dtype=torch.int32)
     ids = torch.zeros(rows, dtype=torch.int64)
     slots_of_rows, order, positions = torch.zeros(3, rows, dtype=torch.int32)
-    chosen = torch.zeros(rows, experts, dtype=torch.bool)
     counter.count(ids)
     planner.plan(loads)
     planner._capturing = lambda: True
@@ -194,8 +193,6 @@ def launch_all(
     rerouter.lines(loads, 0)
     rerouter.assign(ids, slots_of_rows, order, positions)
     rerouter.receive(loads, 0, received)
-    counter.count_map(chosen)
-    rerouter.assign_to_map(chosen, torch.zeros(rows, planner.num_slots, dtype=torch.bool))
 
 
 def capability(machine: Any) -> tuple[str, tuple[int, int]]:

@@ -12,7 +12,6 @@ from cases import (
     NAMED,
     assert_same_plan,
     configs,
-    distinct_ids,
     draw_ids,
     plan_of,
     problems,
@@ -33,9 +32,9 @@ from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.kernels.reroute import place_on_line
 from ultraep.backends.triton.kernels.rungs import LIMITED
-from ultraep.backends.triton.rerouter import ROWS, TOKENS, strides
+from ultraep.backends.triton.rerouter import ROWS, strides
 from ultraep.config import NO_RATES, UNLIMITED, rungs_of
-from ultraep.reroute import reroute, reroute_dense
+from ultraep.reroute import reroute
 from ultraep.runtime.control import ControlPlane
 
 DEVICE = default_device()
@@ -419,11 +418,11 @@ def test_long_lines_are_counted_with_more_bits(rows, product):
 # Routes on the device
 
 
-def routed(ids, plan, rank, **how):
+def routed(ids, plan, rank):
     """Return the routes of one rank by a plan of the host, and the control plane."""
     control = control_of(plan.topology, rows=ids.numel(), rank=rank)
     control.adopt(plan)
-    return control.reroute(on_device(ids), **how), control
+    return control.reroute(on_device(ids)), control
 
 
 def assert_same_routes(actual, ids, plan, rank):
@@ -453,10 +452,9 @@ def test_ids_of_any_integer_type(dtype):
     if dtype.is_signed:
         ids = [own.where(own > 1, -1) for own in ids]
     plan = plan_of(ids, topology)
-    for how in ({}, {"in_place": True}):
-        actual, control = routed(ids[1].to(dtype, copy=True), plan, 1, **how)
-        assert_same_routes(actual, ids[1], plan, 1)
-        control.check()
+    actual, control = routed(ids[1].to(dtype), plan, 1)
+    assert_same_routes(actual, ids[1], plan, 1)
+    control.check()
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -494,51 +492,6 @@ def test_ids_out_of_range_are_counted_and_have_no_slot():
     assert routes.order.tolist()[10:] == [-1] * 10
 
 
-# Maps of tokens and experts
-
-
-@pytest.mark.parametrize("tokens", [0, 1, TOKENS - 1, TOKENS, TOKENS + 1, 3 * TOKENS + 5])
-def test_maps_give_the_slots_of_the_host(tokens):
-    topology = Topology(ranks=3, experts=66, slots=2)
-    rng = np.random.default_rng(tokens)
-    ids = [distinct_ids(rng, tokens, 3, topology) for _ in range(3)]
-    plan = plan_of(ids, topology)
-    for rank, own in enumerate(ids):
-        assert_same_maps(own, plan, rank)
-
-
-@only_interpreted
-@few
-@given(problems(max_ranks=4), st.integers(0, 2**32 - 1))
-def test_random_maps(problem, seed):
-    _, topology = problem
-    rng = np.random.default_rng(seed)
-    most = min(3, topology.experts)
-    ids = [distinct_ids(rng, int(rng.integers(0, 40)), most, topology)] * topology.ranks
-    assert_same_maps(ids[0], plan_of(ids, topology), topology.ranks - 1)
-
-
-def assert_same_maps(ids, plan, rank):
-    """Compare the map, the probabilities and their gradient."""
-    experts = plan.topology.experts
-    draw = torch.Generator().manual_seed(1)
-    chosen = torch.zeros(len(ids), experts, dtype=torch.bool).scatter(1, ids, True)
-    host = torch.rand(chosen.shape, dtype=torch.float64, generator=draw).requires_grad_()
-    mine = host.detach().to(DEVICE).requires_grad_()
-    wanted_map, expected = reroute_dense(chosen, host, plan, rank)
-    control = control_of(plan.topology, rows=len(ids), rank=rank)
-    assert control.count_map(on_device(chosen)).tolist() == plan.loads[rank].tolist()
-    control.adopt(plan)
-    slot_map, actual = control.reroute_map(on_device(chosen), mine)
-    assert torch.equal(slot_map.cpu(), wanted_map)
-    assert torch.equal(actual.cpu(), expected)
-    pull = torch.rand(actual.shape, dtype=torch.float64, generator=draw)
-    actual.backward(pull.to(DEVICE))
-    expected.backward(pull)
-    assert torch.equal(mine.grad.cpu(), host.grad)
-    control.check()
-
-
 # Kernels access only their tensors
 
 KERNEL_NAMES = {
@@ -550,8 +503,6 @@ KERNEL_NAMES = {
     "lay_lines",
     "assign",
     "receive",
-    "tile_counts_of_map",
-    "assign_to_map",
 }
 
 
@@ -561,10 +512,7 @@ def run_all(loads, topology, config, ids, rank):
     control.count(ids)
     control.plan(loads)
     control.reroute(ids)
-    control.reroute(ids.clone(), counted=True, in_place=True)
-    chosen = torch.rand(len(ids), topology.experts, device=DEVICE) < 0.3
-    control.reroute_map(chosen, torch.rand(chosen.shape, device=DEVICE))
-    return control
+    control.reroute(ids, counted=True)
 
 
 WATCHED_CASES = [

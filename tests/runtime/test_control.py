@@ -46,10 +46,6 @@ def integers(*shape, dtype=torch.int64, device=DEVICE):
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def booleans(*shape, device=DEVICE):
-    return integers(*shape, dtype=torch.bool, device=device)
-
-
 def on_device(array):
     return torch.tensor(array).to(DEVICE)
 
@@ -249,14 +245,6 @@ WRONG_INPUTS = {
     "ids elsewhere": ("count", [integers(2, 2, device="meta")], f"on {DEVICE.type}.*, got meta"),
     "ids of a view": ("count", [integers(2, 4).T], r"contiguous: shape \[4, 2\], strides \[1, 4\]"),
     "too many ids": ("count", [integers(6, 2)], "12 routed rows, but the buffers are for 10"),
-    "map of numbers": (
-        "count_map",
-        [integers(2, 8)],
-        r"map must be bool \[tokens, 8 experts\], got torch.int64 \[2, 8\]",
-    ),
-    "map of other experts": ("count_map", [booleans(2, 9)], r"got torch.bool \[2, 9\]"),
-    "map of a view": ("count_map", [booleans(8, 8).T], r"shape \[8, 8\], strides \[1, 8\]"),
-    "too many tokens": ("count_map", [booleans(11, 8)], "11 tokens, .* for 10 rows"),
     "loads of other ranks": (
         "plan",
         [integers(3, 8)],
@@ -271,12 +259,6 @@ WRONG_INPUTS = {
         r"ids of torch.uint64 may not fit into int64; convert",
     ),
     "no plan": ("reroute", [integers(2, 2)], r"call plan\(\) before reroute"),
-    "no plan for a map": ("reroute_map", [booleans(2, 8), torch.zeros(2, 8)], "call plan"),
-    "other probabilities": (
-        "reroute_map",
-        [booleans(2, 8), torch.zeros(3, 8)],
-        r"must have the shape of the map, \[2, 8\], got \[3, 8\]",
-    ),
 }
 
 
@@ -286,17 +268,9 @@ def test_invalid_inputs(verb, inputs, message):
         getattr(control_of(FEW, rows=10), verb)(*inputs)
 
 
-def test_slots_that_do_not_fit_over_ids_are_refused():
-    control = control_of(Topology(ranks=4, experts=200, slots=30))
-    control.plan(integers(4, 200))
-    with pytest.raises(LoadError, match=r"320 slots do not fit into ids of torch.uint8: up to 255"):
-        control.reroute(integers(3, 2, dtype=torch.uint8), in_place=True)
-
-
 def test_the_buffers_may_be_filled_to_the_last_row():
     control = control_of(FEW, rows=10)
     assert control.count(integers(5, 2)).tolist() == [10] + [0] * 7
-    assert control.count_map(booleans(10, 8) | True).tolist() == [10] * 8
 
 
 def test_there_may_be_no_rows_at_all():

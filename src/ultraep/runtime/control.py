@@ -205,13 +205,6 @@ class ControlPlane:
             self._counter.count(ids)
         return self._counter.totals[:-1]
 
-    def count_map(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Stage 1 for a router that returns a bool map `[T, E]`."""
-        self._check_map(routing_map)
-        with self._here():
-            self._counter.count_map(routing_map)
-        return self._counter.totals[:-1]
-
     def plan(self, loads: torch.Tensor) -> DevicePlan:
         """Stage 2: the plan for the loads `[R, E]` of all ranks."""
         self._check_loads(loads)
@@ -255,22 +248,16 @@ class ControlPlane:
         self._planner.expert_of_slot.copy_(plan.expert_of_slot)
         self._plan = plan
 
-    def reroute(
-        self, ids: torch.Tensor, *, counted: bool = False, in_place: bool = False
-    ) -> DeviceRoutes:
+    def reroute(self, ids: torch.Tensor, *, counted: bool = False) -> DeviceRoutes:
         """Stage 4: a slot for each of the ids, by the last plan.
 
         counted: the last call of `count` had these ids, so skip counting.
-        in_place: write the slots over the ids.
         """
         self._check_ids(ids)
         plan, rows = self._last_plan(), ids.numel()
-        num_slots, most = len(plan.expert_of_slot), torch.iinfo(ids.dtype).max
-        if in_place and num_slots > most:
-            raise LoadError(f"{num_slots} slots do not fit into ids of {ids.dtype}: up to {most}")
         if not counted:
             self.count(ids)
-        slots = ids if in_place else self._slots[:rows].view(ids.shape)
+        slots = self._slots[:rows].view(ids.shape)
         order, positions = self._order[:rows], self._positions[:rows]
         with self._here():
             self._rerouter.lines(plan.loads, self.rank)
@@ -278,31 +265,6 @@ class ControlPlane:
             self._rerouter.receive(plan.loads, self.rank, self._received)
         r = self._rerouter
         return DeviceRoutes(slots, positions, order, r.rows_of_slot, r.send_counts, self._received)
-
-    def reroute_map(
-        self, routing_map: torch.Tensor, probabilities: torch.Tensor, *, counted: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stage 4 for a map: `[T, S]` map and probabilities.
-
-        counted: the last call of `count_map` had this map, so skip counting.
-        The probabilities are differentiable.
-        """
-        self._check_map(routing_map)
-        if probabilities.shape != routing_map.shape:
-            raise LoadError(
-                f"probabilities must have the shape of the map, {list(routing_map.shape)}, "
-                f"got {list(probabilities.shape)}"
-            )
-        plan = self._last_plan()
-        if not counted:
-            self.count_map(routing_map)
-        shape = (len(routing_map), len(plan.expert_of_slot))
-        slot_map = torch.empty(shape, dtype=torch.bool, device=self.device)
-        with self._here():
-            self._rerouter.lines(plan.loads, self.rank)
-            self._rerouter.assign_to_map(routing_map, slot_map)
-        spread = probabilities.index_select(1, plan.expert_of_slot.clamp(min=0))
-        return slot_map, torch.where(slot_map, spread, 0)
 
     def check(self) -> None:
         """Raise faults that the device has counted since the last check; waits for it."""
@@ -345,20 +307,6 @@ class ControlPlane:
         if ids.numel() > self.rows:
             raise LoadError(
                 f"{ids.numel()} routed rows, but the buffers are for {self.rows}; pass a "
-                "larger rows="
-            )
-
-    def _check_map(self, routing_map: torch.Tensor) -> None:
-        experts = self.topology.experts
-        if routing_map.dtype != torch.bool or routing_map.shape[1:] != (experts,):
-            raise LoadError(
-                f"the map must be bool [tokens, {experts} experts], "
-                f"got {routing_map.dtype} {list(routing_map.shape)}"
-            )
-        self._check_tensor("the map", routing_map)
-        if len(routing_map) > self.rows:
-            raise LoadError(
-                f"{len(routing_map)} tokens, but the buffers are for {self.rows} rows; pass a "
                 "larger rows="
             )
 

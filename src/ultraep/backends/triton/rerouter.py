@@ -14,7 +14,7 @@ from ultraep.backends.triton.kernels import count, reroute
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.backends.triton.planner import Planner
 
-ROWS, TOKENS = 512, 64  # of a tile of ids, of a tile of a map
+ROWS = 512  # of a tile
 
 
 class Counter:
@@ -27,7 +27,7 @@ class Counter:
 
     def __init__(self, experts: int, rows: int, device: torch.device) -> None:
         self.experts, self.rows = experts, rows
-        tiles = cdiv(max(rows, 1), TOKENS)
+        tiles = cdiv(max(rows, 1), ROWS)
         self.offsets = _zeros(tiles, experts + 1, device=device)
         self.totals, self.unknown = _zeros(experts + 1, device=device), _zeros(1, device=device)
 
@@ -45,26 +45,6 @@ class Counter:
                 E=power_of_2(self.experts + 1),
                 num_warps=8,
             )
-        self._sum_tiles(tiles)
-
-    def count_map(self, routing_map: torch.Tensor) -> None:
-        """Count the tokens of every expert in a map `[N, E]`."""
-        tokens, columns = len(routing_map), 64
-        tiles = cdiv(tokens, TOKENS)
-        if tiles:
-            quick(count.tile_counts_of_map)[(tiles, cdiv(self.experts + 1, columns))](
-                routing_map,
-                self.offsets,
-                tokens,
-                self.experts,
-                routing_map.stride(0),
-                B=TOKENS,
-                E=columns,
-                num_warps=4,
-            )
-        self._sum_tiles(tiles)
-
-    def _sum_tiles(self, tiles: int) -> None:
         bins, columns = self.experts + 1, 8
         quick(count.tile_offsets)[(cdiv(bins, columns),)](
             self.offsets,
@@ -91,7 +71,7 @@ class Rerouter:
         self.strides = torch.from_numpy(strides(counter.rows)).to(device, torch.int32)
         self.copies = len(planner.plan_tensors.slot_of_copy)
         experts, slots = planner.experts, planner.num_slots
-        sizes = experts, experts, experts, self.copies, slots, slots, slots + 1, planner.ranks
+        sizes = experts, experts, experts, self.copies, slots, slots + 1, planner.ranks
         self.lines_of_rank = reroute.Lines(*(_zeros(size, device=device) for size in sizes))
         self.rows_of_slot = self.lines_of_rank.rows_of_slot
         self.send_counts = self.lines_of_rank.send_counts
@@ -143,30 +123,6 @@ class Rerouter:
             (planner.max_fanout - 1).bit_length(),
             PRODUCT=self.product,
             B=ROWS,
-            num_warps=8,
-        )
-
-    def assign_to_map(self, routing_map: torch.Tensor, slot_map: torch.Tensor) -> None:
-        """Write which slots serve each token, after `count_map` and `lines`."""
-        planner, columns = self.planner, 64
-        tiles = cdiv(len(routing_map), TOKENS)
-        if not tiles:
-            return
-        quick(reroute.assign_to_map)[(tiles, cdiv(planner.num_slots, columns))](
-            routing_map,
-            self.counter.offsets,
-            self.counter.totals,
-            self.strides,
-            planner.home_tables,
-            self.lines_of_rank,
-            slot_map,
-            len(routing_map),
-            planner.experts,
-            planner.num_slots,
-            routing_map.stride(0),
-            PRODUCT=self.product,
-            B=TOKENS,
-            S=columns,
             num_warps=8,
         )
 

@@ -47,22 +47,6 @@ def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.const
     tl.atomic_add(faults, unknown, mask=unknown > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "experts", "stride"])
-def tile_counts_of_map(
-    routing_map, counts, rows, experts, stride, B: tl.constexpr, E: tl.constexpr
-):
-    """Program (t, e): count the tokens of some experts in tile t of a map `[N, E]`."""
-    tile = tl.program_id(0)
-    token = tile * B + tl.arange(0, B)
-    expert = tl.program_id(1) * E + tl.arange(0, E)
-    at = routing_map + token[:, None].to(tl.int64) * stride + expert[None, :]
-    mask = (token < rows)[:, None] & (expert < experts)[None, :]
-    chosen_BE = (tl.load(at, mask=mask, other=0) != 0).to(tl.int32)
-    at = offsets_of(counts, tile, experts) + expert
-    # The last bin stays empty: a map has no rows without an expert.
-    tl.store(at, tl.sum(chosen_BE, 0), mask=expert <= experts)
-
-
 @triton.jit(do_not_specialize=["tiles", "bins"])
 def tile_offsets(counts, totals, tiles, bins, T: tl.constexpr, E: tl.constexpr):
     """Replace counts per tile by counts of all earlier tiles, and write the totals [E + 1].

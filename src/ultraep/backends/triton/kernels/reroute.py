@@ -1,9 +1,8 @@
 """Twin of `reference/reroute.py`: the slot of every row, and its position in the sending order.
 
-    lay_lines        where every slot begins on the line of its expert, and in the sending order
-    assign           slot and position of every row
-    assign_to_map    token-to-expert maps become token-to-slot maps
-    receive          rows that every rank sends to each slot of one rank
+    lay_lines   where every slot begins on the line of its expert, and in the sending order
+    assign      slot and position of every row
+    receive     rows that every rank sends to each slot of one rank
 
 Shapes: N rows, E experts, C replicas, S slots of all ranks, R ranks, B rows of a tile.
 """
@@ -25,7 +24,6 @@ class Lines(NamedTuple):
     first_copy: Any  # [E] first replica; valid where rows go away
     end_copy: Any  # [E]
     first_place: Any  # [C] where a replica begins on the line of its expert
-    first_place_of_slot: Any  # [S] where a slot begins there
     rows_of_slot: Any  # [S]
     first_row: Any  # [S + 1] where a slot begins in the sending order
     send_counts: Any  # [R]
@@ -56,13 +54,12 @@ def lay_lines(
     >>> example(lay_lines, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], totals=[4, 0, 1, 0, 0],
     ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1], split=[[0, 3], [0, 0]],
     ...         num_replicas=[1], away=empty(4), first_copy=empty(4), end_copy=empty(4),
-    ...         first_place=empty(2), first_place_of_slot=empty(6), rows_of_slot=empty(6),
-    ...         first_row=empty(7), send_counts=empty(2), rank=1, E=4, S=8)
+    ...         first_place=empty(2), rows_of_slot=empty(6), first_row=empty(7),
+    ...         send_counts=empty(2), rank=1, E=4, S=8)
     away = [3, 0, 0, 0]
     first_copy = [0, _, _, _]
     end_copy = [1, _, _, _]
     first_place = [1, _]
-    first_place_of_slot = [0, 0, _, 0, 0, 1]
     rows_of_slot = [1, 0, 0, 1, 0, 3]
     first_row = [0, 1, 1, 1, 2, 2, 5]
     send_counts = [1, 4]
@@ -79,7 +76,6 @@ def lay_lines(
     count_mismatches(loads, length_E, faults, rank, experts, stride, E)
     home_E = tl.load(homes.home_slot_of_expert + expert, mask=mask_e, other=0)
     tl.store(lines.rows_of_slot + home_E, length_E - away_E, mask=mask_e)
-    tl.store(lines.first_place_of_slot + home_E, expert * 0, mask=mask_e)
     mask_c = copy < number
     slot_C = tl.load(plan.slot_of_copy + copy, mask=mask_c, other=0)
     tl.store(lines.rows_of_slot + slot_C, rows_C, mask=mask_c)
@@ -87,7 +83,6 @@ def lay_lines(
     at_home_C = length_C - (all_C - begin_C)
     place_C = at_home_C + end_C - rows_C - begin_C
     tl.store(lines.first_place + copy, place_C, mask=mask_c)
-    tl.store(lines.first_place_of_slot + slot_C, place_C, mask=mask_c)
     tl.debug_barrier()
     order_slots(lines, num_slots, S)
     tl.debug_barrier()
@@ -260,53 +255,6 @@ def replica_on_line(expert, place, copied, lines, halvings):
 @triton.jit
 def later(left, right):
     return tl.maximum(left, right)
-
-
-@triton.jit(do_not_specialize=["rows", "experts", "num_slots", "stride"])
-def assign_to_map(
-    routing_map,
-    offsets,
-    totals,
-    strides,
-    homes: Homes,
-    lines: Lines,
-    slot_map,
-    rows,
-    experts,
-    num_slots,
-    stride,
-    PRODUCT: tl.constexpr,
-    B: tl.constexpr,
-    S: tl.constexpr,
-):
-    """Program (t, s): for the tokens of tile t and some slots, whether the slot serves the token.
-
-    >>> routing_map = [[1, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
-    >>> example(assign_to_map, (1, 1), routing_map=routing_map, offsets=[[0, 0, 0, 0, 0]],
-    ...         totals=[4, 0, 1, 0, 0], expert_of_slot=[0, 1, -1, 2, 3, 0], away=[3, 0, 0, 0],
-    ...         first_place_of_slot=[0, 0, 0, 0, 0, 1], rows_of_slot=[1, 0, 0, 1, 0, 3],
-    ...         slot_map=empty(5, 6), rows=5, PRODUCT=tl.uint32, B=8, S=8)
-    slot_map = [[1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1],
-                [0, 0, 0, 0, 0, 1]]
-    """
-    tile = tl.program_id(0)
-    token = tile * B + tl.arange(0, B)
-    slot = tl.program_id(1) * S + tl.arange(0, S)
-    expert_S = tl.load(homes.expert_of_slot + slot, mask=slot < num_slots, other=-1)
-    held = expert_S >= 0
-    at = routing_map + token[:, None].to(tl.int64) * stride + expert_S[None, :]
-    chosen = tl.load(at, mask=(token < rows)[:, None] & held[None, :], other=0) != 0
-    counted = chosen.to(tl.int32)
-    begin = tl.load(offsets_of(offsets, tile, experts) + expert_S, mask=held, other=0)
-    number = begin[None, :] + tl.cumsum(counted, 0) - counted
-    length = tl.load(totals + expert_S, mask=held, other=0)[None, :]
-    gone = tl.load(lines.away + expert_S, mask=held, other=0)[None, :]
-    place = place_on_line(number, length, gone, strides, held[None, :], PRODUCT)
-    first = tl.load(lines.first_place_of_slot + slot, mask=held, other=0)[None, :]
-    end = first + tl.load(lines.rows_of_slot + slot, mask=held, other=0)[None, :]
-    served = chosen & (place >= first) & (place < end)
-    at = slot_map + token[:, None].to(tl.int64) * num_slots + slot[None, :]
-    tl.store(at, served.to(tl.int8), mask=(token < rows)[:, None] & (slot < num_slots)[None, :])
 
 
 @triton.jit(do_not_specialize=["rank", "ranks", "num_local", "num_copies", "stride"])
