@@ -44,14 +44,7 @@ def digests(backend: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "cpu",
-        "reference",
-        pytest.param("triton", marks=pytest.mark.xfail(strict=True, reason="old rule")),
-    ],
-)
+@pytest.mark.parametrize("backend", ["cpu", "reference", "triton"])
 def test_plans_are_the_recorded_ones(backend):
     assert digests(backend) == json.loads(FILE.read_text())
 
