@@ -270,7 +270,6 @@ def test_stats():
     plan_none = results[0][4].last_plan
     assert empty == {
         "microbatches": 0,
-        "failed": 0,
         "imbalance_before": 0.0,
         "imbalance_after": 0.0,
         "imbalance_worst": 0.0,

@@ -60,12 +60,6 @@ def test_runs_without_errors():
     assert classify(slow, stopped, fired=False, left=[])[0] == UNNAMED
 
 
-def test_an_error_that_on_error_should_hold():
-    planner = replace(FAULT, kind="planner", on_error="unbalanced")
-    named = RankEnd(2, "CommunicationError", NAMED, (1,), STAGE)
-    assert outcome(named, fault=planner) == UNNAMED
-
-
 def test_the_error_of_the_user_needs_no_names():
     named = RankEnd(0, "CommunicationError", NAMED, (1,), STAGE)
     ends = [named, RankEnd(1, "InjectedError", "on purpose")]

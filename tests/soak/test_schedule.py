@@ -54,7 +54,6 @@ WRONG = {
     "kind": "meteor",
     "plane": "carpet",
     "stage": "lunch",
-    "on_error": "ignore",
     "rank": 9,
     "ranks": 1,
     "microbatch": 0,

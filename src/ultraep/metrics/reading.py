@@ -206,7 +206,6 @@ class Metrics:
         self._balancers = balancers
         self._meters = [Meter(balancer.topology) for balancer in balancers]
         self._times = StageTimes()
-        self._failed_before = sum(balancer.failed_microbatches for balancer in balancers)
         for balancer, meter in zip(balancers, self._meters, strict=True):
             balancer.observe(meter)
             balancer.add_sink(self._times)
@@ -248,7 +247,6 @@ class Metrics:
         totals = Stats()
         for part in (self._times, *(part for of_meter in fetched for part in of_meter.parts())):
             totals.add(part)
-        totals.failed = sum(b.failed_microbatches for b in self._balancers) - self._failed_before
         values = values_between(self._previous, totals) | self._speeds()
         self._previous = totals
         reading = Reading(step, self._rank, self.policy, values, totals)

@@ -6,7 +6,6 @@ At some points of every step, ranks gather a record of 64-bit words from all ran
     point, layer, step   position of the rank in the program
     digest               of what must be equal there: signature of tensors, or the plan
     refused, version     whether the rank refuses its input; the version of its weights
-    failed               what has failed on this rank, if it holds its errors (failsafe.py)
     tokens               of this rank, for the size of memory
     rows                 the most that this rank was ever planned to serve, likewise
     pace                 of this rank, if speeds are learnt (speeds.py)
@@ -40,10 +39,9 @@ from ultraep.trace.crash import MEETINGS
 
 FIELDS = (
     *("balancer", "point", "layer", "step", "digest"),
-    *("refused", "version", "tokens", "rows", "pace", "failed"),
+    *("refused", "version", "tokens", "rows", "pace"),
 )
 COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
-UNUSED = (0,) * 5  # fields between the digest and `failed`, where no loads are gathered
 
 
 class Point(IntEnum):
@@ -80,13 +78,6 @@ class Place(NamedTuple):
         return f"{NAMES[self.point]} of layer {self.layer} (step {self.step})"
 
 
-class Failures(NamedTuple):
-    """Ranks that have failed and hold their errors, and what has failed there (`failsafe.py`)."""
-
-    ranks: list[int]
-    what: int
-
-
 @dataclass(frozen=True, slots=True)
 class Records:
     """The records of all ranks from one place."""
@@ -99,12 +90,6 @@ class Records:
     def column(self, field: str) -> IntArray:
         """Return [R] one field of all ranks."""
         return self.words[:, FIELDS.index(field)]
-
-    @property
-    def failures(self) -> Failures:
-        """The ranks that have failed."""
-        marks = self.column("failed")
-        return Failures(np.flatnonzero(marks).tolist(), int(np.bitwise_or.reduce(marks)))
 
     @property
     def loads(self) -> IntArray:
@@ -158,16 +143,14 @@ class Agreement:
         rows: int = 0,
         crossing_D: torch.Tensor | None = None,
         pace: int = 0,
-        failed: int = 0,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
         """Gather the records of all ranks with their loads; compares only the place.
 
         signature: of weights and inputs; its digest is sent.
-        failed: what has failed on this rank; 0: nothing.
         meanwhile: called with the loads on their device before the host waits for them.
         """
-        numbers = text_digest(signature), 0, version, tokens, rows, pace, failed
+        numbers = text_digest(signature), 0, version, tokens, rows, pace
         record = self._record(place, loads_E.device, *numbers)
         record[REFUSED] = refused
         record[loads_of(self._experts)] = loads_E
@@ -186,25 +169,15 @@ class Agreement:
         self._compare_digests(place, records, signature, "the weights or inputs at ")
 
     def compare(
-        self,
-        place: Place,
-        device: torch.device,
-        *,
-        digest: int = 0,
-        description: str = "",
-        failed: int = 0,
-    ) -> Failures:
+        self, place: Place, device: torch.device, *, digest: int = 0, description: str = ""
+    ) -> None:
         """Raise if ranks are at different places, or if their digests differ; collective.
 
         description: shown in the error if digests differ.
-        failed: what has failed on this rank. If a rank has failed, digests are not compared.
         """
-        if self._comm.size == 1:
-            return Failures([0] if failed else [], failed)
-        records = self._gather(place, self._record(place, device, digest, *UNUSED, failed))
-        if not records.failures.ranks:
+        if self._comm.size > 1:
+            records = self._gather(place, self._record(place, device, digest))
             self._compare_digests(place, records, description)
-        return records.failures
 
     def _record(self, place: Place, device: torch.device, *numbers: int) -> torch.Tensor:
         crossing = self._domains if self._domains > 1 else 0

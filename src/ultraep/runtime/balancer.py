@@ -45,7 +45,6 @@ from ultraep.runtime.connect import (
     warm_up,
     warn_if_idle,
 )
-from ultraep.runtime.failsafe import SPEEDS, FailSafe, GuardedSink
 from ultraep.runtime.flight import NotingFailures
 from ultraep.runtime.foresight import Foresight, ReadWeights, invalid
 from ultraep.runtime.foresight import begin as begin_foreseen
@@ -53,7 +52,7 @@ from ultraep.runtime.microbatch import NO_PASS, Shared, Site, backward_pass
 from ultraep.runtime.observe import Observer, Sink
 from ultraep.runtime.pricing import Pricing, from_environment
 from ultraep.runtime.recording import Recording
-from ultraep.runtime.settings import RAISE, UNBALANCED, DeviceShare, Settings
+from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
@@ -105,10 +104,6 @@ class Balancer:
     share: the part of a GPU that this rank may use; None: all of it.
     dispatcher: moves the rows in place of the data plane, for example through DeepEP; see
         docs/dispatchers.md. None: the data plane moves them.
-    on_error: "unbalanced": if planning, measuring rates, learning speeds or recording fails on a
-        rank, all ranks run that microbatch without replicas, and `stats()["failed"]` counts it.
-        "raise": the error ends the run. Errors of communication always do; see
-        docs/troubleshooting.md.
     """
 
     def __init__(
@@ -136,7 +131,6 @@ class Balancer:
         peers: Peers | None = None,
         share: DeviceShare | None = None,
         dispatcher: Dispatcher | None = None,
-        on_error: str = RAISE,
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
@@ -156,7 +150,6 @@ class Balancer:
             timeout=timeout,
             share=share,
             dispatcher=dispatcher,
-            on_error=on_error,
         )
         self._peers, own_ranks = peers, communicator is not None or peers is not None
         self.group = None if own_ranks and group is None else resolve_group(group)
@@ -172,7 +165,6 @@ class Balancer:
             warn_if_speeds_ignored(self.config)
         self._steps, self._carriers = 0, dict[torch.device, _Carrier]()
         self._foresight, self._versions, self._stats = Foresight(), Versions(), Stats()
-        self._fail_safe = FailSafe(self.rank, self._stats, active=on_error == UNBALANCED)
         learns = self.config.speeds == AUTO
         self._pricing = Pricing(self.topology, self.comm, self._agreement, always=learns)
         self._speeds = Speeds(self.config, self.topology.ranks, self.rank, self._pricing)
@@ -186,9 +178,9 @@ class Balancer:
         if self.flight is not None:
             sinks.append(self.flight)
         if self._recording is not None:
-            sinks.append(GuardedSink(self._recording, self._fail_safe))
+            sinks.append(self._recording)
         if self._speeds.learns:
-            sinks.append(GuardedSink(self._speeds, self._fail_safe, SPEEDS))
+            sinks.append(self._speeds)
         return sinks
 
     def __repr__(self) -> str:
@@ -231,11 +223,6 @@ class Balancer:
     def measured_speeds(self) -> tuple[int, ...]:
         """Speeds in thousandths of the median rank, as measured last; (): not measured."""
         return self._speeds.measured
-
-    @property
-    def failed_microbatches(self) -> int:
-        """Microbatches that ran without replicas because planning failed; see `on_error`."""
-        return self._fail_safe.microbatches
 
     def register_layer(self, weights: ReadWeights | None = None) -> int:
         """Return the number of a new layer; all ranks create their layers in the same order.
@@ -365,7 +352,6 @@ class Balancer:
             self._versions,
             self._pricing,
             self._speeds,
-            self._fail_safe,
             observers,
         )
         return _Carrier(choice, choice.make(shared), clock, observers)

@@ -27,7 +27,6 @@ class Moment:
     before: IntArray  # [E] the previous loads of this layer; its own if it is the first
     number: int | None  # of the microbatch in this layer; None: recomputed, but forgotten
     key: Any = None  # under which a recorder stores the microbatch
-    failed: bool = False  # whether it runs without replicas because planning failed
 
 
 class _Entry(NamedTuple):

@@ -23,18 +23,17 @@ from ultraep.combine import combine
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Dispatcher, Exchange, dispatch
-from ultraep.errors import ConfigError, LoadError, PlanMismatch
+from ultraep.errors import ConfigError, LoadError
 from ultraep.microbatch import AnyPlan, DataPlane, Foreseen, Inputs, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
-from ultraep.runtime.agreement import Agreement, Failures, Place, Point
+from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
-from ultraep.runtime.failsafe import SPEEDS, FailSafe, unbalanced_plan
 from ultraep.runtime.flight import note_plan
 from ultraep.runtime.history import History, Moment
 from ultraep.runtime.hosts import FastLinks
-from ultraep.runtime.observe import BaseExchange, Observer, place_of, staged
+from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.speeds import Speeds
@@ -59,7 +58,6 @@ class Shared:
     versions: Versions
     pricing: Pricing
     speeds: Speeds
-    fail_safe: FailSafe
     observers: list[Observer]
     first_rank: int = 0  # number of rank 0 of the topology, for errors
     history: History = field(default_factory=History)
@@ -117,8 +115,6 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         self._plan: AnyPlanT | None = None
         self._exchange: BaseExchange | None = None
         self._dispatched: DispatchedRows | None = None
-        self._failures = Failures([], 0)  # that ranks reported with their loads
-        self._speeds_before = shared.speeds.current
 
     @hidden
     @staged("loads")
@@ -129,49 +125,15 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @hidden
     def plan(self) -> AnyPlanT:
         self._after("count", self._loads)
-        foreseen, safe = self._inputs.foreseen, self._shared.fail_safe
-        if foreseen is None and safe.active:
-            plan = self._plan_safely()
-        else:
-            plan = self._plan_now() if foreseen is None else self._take(foreseen.plan)
-            note_plan(self.observers, self.info, plan)
-            if self._shared.settings.verify and foreseen is None:
-                self._verify(plan)
+        foreseen = self._inputs.foreseen
+        plan = self._plan_now() if foreseen is None else self._take(foreseen.plan)
+        note_plan(self.observers, self.info, plan)
+        if self._shared.settings.verify and foreseen is None:
+            self._verify(plan)
         plan = self._plan = self._settled(plan)
         for observer in self.observers:
             observer.planned(self.info, plan)
         return plan
-
-    def _plan_safely(self) -> AnyPlanT:
-        """Return the plan; if a rank has failed, all ranks return one without replicas."""
-        safe, info, failures, plan = self._shared.fail_safe, self.info, self._failures, None
-        again = info.recomputed and info.layer in safe.layers and self._moment.failed
-        if not again and not failures.ranks:
-            with safe.holding():
-                plan = self._plan_now()
-                note_plan(self.observers, info, plan)
-            failures = self._verify(plan)
-        if plan is not None and not failures.ranks:
-            return plan
-        if failures.ranks and info.recomputed:
-            safe.raise_held()
-            place = place_of("plan", info)
-            raise PlanMismatch(
-                f"ranks {failures.ranks} failed at {place}, which backward recomputes: it needs "
-                "the plan of the forward pass; the log of these ranks says why",
-                ranks=failures.ranks,
-                place=place,
-            )
-        if failures.what & SPEEDS:
-            self._shared.speeds.stop(self._speeds_before)
-        if not again:
-            safe.agreed(info, failures.ranks)
-            self._moment.failed = True
-        topology, config = self._shared.topology, self._inputs.config
-        without = unbalanced_plan(self._loads_on_host(), topology, config)
-        self._shared.capacity.check(without)
-        note_plan(self.observers, info, without)
-        return self._use(without)
 
     @cached_property
     def _moment(self) -> Moment:
@@ -260,14 +222,8 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         return plan
 
     @staged("verify")
-    def _verify(self, plan: AnyPlanT | None) -> Failures:
-        """Raise if ranks have different plans; return the ranks that have failed.
-
-        plan: None if this rank has failed.
-        """
-        if plan is None:
-            self._shared.fail_safe.raise_held()
-        return Failures([], 0)
+    def _verify(self, plan: AnyPlanT) -> None:
+        """Raise if ranks have different plans."""
 
     def _settled(self, plan: AnyPlanT) -> AnyPlanT:
         """Return a plan that all ranks have, once there is memory for it; may be collective."""
@@ -276,10 +232,6 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @abstractmethod
     def _loads_on_host(self) -> IntArray:
         """Return [R, E] the loads of all ranks; may wait for a device."""
-
-    @abstractmethod
-    def _use(self, plan: Plan) -> AnyPlanT:
-        """Return a plan that was made on the host, ready for the stages after this one."""
 
     @abstractmethod
     def _replicas(self, plan: AnyPlanT) -> Replicas:

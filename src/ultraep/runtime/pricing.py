@@ -10,7 +10,7 @@ from ultraep.arrays import IntArray
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError, errors_at
-from ultraep.microbatch import Inputs, MicrobatchInfo
+from ultraep.microbatch import Inputs
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.rates import LayerShape, PriceList, Trial, measure
 from ultraep.runtime.streams import capturing
@@ -62,14 +62,12 @@ class Pricing:
         self._of_layer: dict[int, PriceList] = {}
         self._configs: dict[tuple[BalanceConfig, Rates], BalanceConfig] = {}
         self._planned: set[int] = set()  # layers that were planned
-        self._unmeasurable: set[int] = set()  # layers whose measurement failed
-        self.failed: MicrobatchInfo | None = None  # whose measurement failed, on all ranks
         self._logged = False
 
     def lacks_rates(self, inputs: Inputs) -> bool:
         """Whether the plan depends on rates that are unknown and can be measured now."""
         info = inputs.info
-        if info.recomputed or info.layer in self._of_layer or info.layer in self._unmeasurable:
+        if info.recomputed or info.layer in self._of_layer:
             return False
         if not (self._always or self._depends(inputs.config)):
             return False
@@ -87,12 +85,8 @@ class Pricing:
         if shape not in self._of_shape:
             place = Place(Point.RATES, layer, inputs.info.step)
             self._agreement.compare(place, inputs.ids.device)
-            self.failed = inputs.info
-            self._unmeasurable.add(layer)
             with errors_at(place):
                 prices = measure(inputs, trial, shape, self._topology, self._comm)
-            self.failed = None
-            self._unmeasurable.discard(layer)
             logger.info("rates of layer %d and all layers of its shape: %s", layer, prices)
             self._of_shape[shape] = prices
         self._of_layer[layer] = self._of_shape[shape]

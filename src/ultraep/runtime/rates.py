@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -36,7 +37,6 @@ from ultraep.errors import ConfigError
 from ultraep.microbatch import Inputs, Replicas
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan, plan_from_replicas
-from ultraep.runtime.failsafe import Caught
 from ultraep.topology import Topology
 
 Trial: TypeAlias = Callable[[Plan, Bundle, int], Replicas]  # replicas of a synthetic plan
@@ -115,7 +115,7 @@ def measure(
     few_bytes = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device)}
     placed, trials = synthetic_replicas(topology), _Trials(trial, topology)
     filling = partial(trials.seconds, comm, inputs.ids.device)
-    own_failure, network = Caught(), list[float]()
+    own_failure, network = _Caught(), list[float]()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         without = _without_replicas(trials.replicas(placed[:0], bundle), shape.layout, device)
         with own_failure:  # the other ranks wait for this one in what follows
@@ -127,10 +127,11 @@ def measure(
             one=filling(placed[:1], few_bytes),
             small=filling(placed, few_bytes),
             whole=filling(placed, bundle),
-            failure=own_failure.text,
+            failure="" if own_failure.error is None else repr(own_failure.error),
         )
     gathered = comm.gather_objects(timings)
-    own_failure.raise_again()
+    if own_failure.error is not None:
+        raise own_failure.error
     for rank, of_rank in enumerate(gathered):
         if of_rank.failure:
             raise ConfigError(
@@ -138,6 +139,16 @@ def measure(
                 "of the layer, or pass BalanceConfig(rates=...)"
             )
     return price_list(gathered, len(placed), shape)
+
+
+class _Caught(AbstractContextManager[None]):
+    """A block whose error is kept."""
+
+    error: Exception | None = None
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
 
 
 class _Trials:

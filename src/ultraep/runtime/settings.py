@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 TRANSPORTS = ("auto", "shared", "sockets")
-RAISE, UNBALANCED = "raise", "unbalanced"
 MAY_DIFFER = ("backend", "timeout", "share")  # between ranks
 
 
@@ -50,19 +49,12 @@ class Settings:
     timeout: float | None = None
     share: DeviceShare | None = None
     dispatcher: Dispatcher | None = None
-    on_error: str = RAISE
 
     def __post_init__(self) -> None:
         if self.backend is not None:
             select(self.backend)
         check_choice("relay", self.relay, MODES)
         check_choice("transport", self.transport, TRANSPORTS)
-        check_choice("on_error", self.on_error, (RAISE, UNBALANCED))
-        if self.on_error == UNBALANCED and not self.verify:
-            raise ConfigError(
-                f"on_error={UNBALANCED!r} needs verify=True, got verify=False: ranks agree about a "
-                "failure where they compare plans"
-            )
         for name in ("chunks", "in_flight", "tokens"):
             value = getattr(self, name)
             if value is not None:

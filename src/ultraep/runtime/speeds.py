@@ -164,10 +164,6 @@ class Speeds:
             logger.info("speeds from microbatch %d on: %s", info.step, describe(chosen))
         self.current = chosen
 
-    def stop(self, current: Numbers) -> None:
-        """Learn nothing any more, and use these speeds; after a failure, on all ranks together."""
-        self.learns, self.current = False, current
-
     def _end_block(self, paces: Numbers, lasted: bool) -> None:
         """Add a block to the span, which ends if it has `lasted` long enough on all ranks."""
         if all(paces):

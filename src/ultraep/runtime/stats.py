@@ -20,7 +20,6 @@ class Stats:
 
     before, after: sums of imbalances.   worst: the largest imbalance after balancing.
     skipped: microbatches whose plan has no replica.
-    failed: microbatches without replicas because planning failed on a rank (`on_error`).
     priced: microbatches planned with rates; `left_alone`, `time` and `time_without_replicas` are
         sums over them.
     bytes_sent, copies_sent: by "weights" and "gradients".
@@ -40,7 +39,6 @@ class Stats:
     time: int = 0
     time_without_replicas: int = 0
     timed: int = 0
-    failed: int = 0
     bytes_sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     copies_sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -117,7 +115,6 @@ class Stats:
         return self.figures() | {
             "priced": self.priced,
             "left_alone": self.left_alone,
-            "failed": self.failed,
             "planned_seconds": self.time / PER_SECOND,
             "planned_seconds_without_replicas": self.time_without_replicas / PER_SECOND,
             "remote_share": self.remote_rows / max(1, self.rows),

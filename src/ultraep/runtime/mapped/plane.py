@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ultraep.arrays import IntArray, digest_of
+from ultraep.arrays import IntArray
 from ultraep.backends.triton.exchange import RowMap
 from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
@@ -35,7 +35,7 @@ from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.runtime.agreement import Failures, Place, Point
+from ultraep.runtime.agreement import Place, Point
 from ultraep.runtime.control import DevicePlan, DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
@@ -223,7 +223,6 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         super().__init__(inputs, plane.shared)
         self._plane = plane
         self._last_replicas: Any = None
-        self._on_host = False  # whether the host plans
         self._host_plan: Plan | None = None  # if it was not made on the device
         self._differs: torch.Tensor | None = None  # [R] whether loads are not the foreseen ones
 
@@ -256,7 +255,6 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             workspace, self._most_tokens = workspaces.for_microbatch(
                 inputs.ids, place, own, info, refusal
             )
-            self._failures = workspaces.failures
             workspace.poll()
         except UltraEPError:
             # Another rank may have received the loads of an earlier layer before this one.
@@ -319,34 +317,16 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
                 f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
                 f"the device plans {control.config.policy!r}"
             )
-        self._on_host, past = True, self._moment.before
+        past = self._moment.before
         host_plan = make_plan(self._loads_on_host(), plane.topology, config, history=past)
         host_plan.check_limits()
         self._shared.capacity.check(host_plan)
-        return self._use(host_plan)
+        self._host_plan = host_plan
+        return control.adopt(host_plan).copied()
 
     def _loads_on_host(self) -> IntArray:
         assert self._loads is not None
         return self._loads.cpu().numpy().astype("int64")
-
-    def _use(self, plan: Plan) -> DevicePlan:
-        self._host_plan = plan
-        return self._current().control.adopt(plan).copied()
-
-    @staged("verify")
-    def _verify(self, plan: DevicePlan | None) -> Failures:
-        """Compare plans of the host if errors are held; kernels make the same plan on all ranks."""
-        safe, agreement = self._shared.fail_safe, self._plane.workspaces.agreement
-        if self._shared.pricing.failed is self.info:  # on all ranks together
-            return Failures([self._shared.comm.rank], safe.mark)
-        if not (safe.active and self._on_host and agreement is not None):
-            if plan is None:
-                safe.raise_held()
-            return Failures([], 0)
-        host_plan = None if plan is None else self._host_plan
-        digest = 0 if host_plan is None else digest_of(host_plan.replicas, host_plan.quotas)
-        place = self._place(Point.PLAN)
-        return agreement.compare(place, torch.device("cpu"), digest=digest, failed=safe.mark)
 
     def _settled(self, plan: DevicePlan) -> DevicePlan:
         if self._host_plan is None:

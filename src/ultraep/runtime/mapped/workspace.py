@@ -16,9 +16,8 @@ from ultraep.comm import Peers
 from ultraep.config import AUTO
 from ultraep.errors import LoadError
 from ultraep.microbatch import MicrobatchInfo
-from ultraep.runtime.agreement import Agreement, Failures, Place
+from ultraep.runtime.agreement import Agreement, Place
 from ultraep.runtime.control import ControlPlane, DevicePlan, device_config
-from ultraep.runtime.failsafe import SPEEDS
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.streams import Fetch, capturing
@@ -91,7 +90,6 @@ class Workspaces:
         self._shared, self._peers, self.agreement = shared, peers, agreement
         self._inside, self._domains = inside, shared.topology.ranks // inside.topology.ranks
         self.all: list[Workspace] = []
-        self.failures = Failures([], 0)  # that ranks reported with their last records
         self._most_rows = 0  # that any rank was planned to serve, as far as all ranks know
 
     @property
@@ -122,11 +120,9 @@ class Workspaces:
         if self.agreement is None or not exchanges or self._alone or self._capturing:
             if error:
                 raise error
-            mark = self._shared.fail_safe.mark if self._alone else 0
-            self.failures = Failures([0] if mark else [], mark)
             workspace = self._fitting(tokens, top_k) or self._create_alone(tokens, top_k)
             return workspace, workspace.tokens
-        speeds, fail_safe = self._shared.speeds, self._shared.fail_safe
+        speeds = self._shared.speeds
         records = self.agreement.gather_loads(
             place,
             torch.zeros(self._shared.topology.experts, dtype=torch.int64),
@@ -135,15 +131,12 @@ class Workspaces:
             refused=int(error is not None),
             tokens=tokens,
             rows=max((workspace.most_rows for workspace in self.all), default=0),
-            pace=fail_safe.attempt(SPEEDS, speeds.report, info, ids.device.type),
-            failed=0 if info.recomputed else fail_safe.mark,
+            pace=speeds.report(info, ids.device.type),
         )
         if error:
             raise error
         self.agreement.compare_inputs(records, signature)
-        self.failures = records.failures
-        if not self.failures.ranks:
-            speeds.gathered(info, records.column("pace"))
+        speeds.gathered(info, records.column("pace"))
         for workspace in self.all:
             workspace.control.hold(speeds.current)
         self._most_rows = max(self._most_rows, int(records.column("rows").max()))

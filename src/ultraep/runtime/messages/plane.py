@@ -30,8 +30,7 @@ from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Repli
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Agreement, Failures, Place, Point, Records
-from ultraep.runtime.failsafe import SPEEDS
+from ultraep.runtime.agreement import Agreement, Place, Point, Records
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared, not_foreseen
@@ -68,26 +67,18 @@ class MessagesPlane:
             torch.cat([loads, loads.new_tensor(versions)[:, None]], 1)
         )
         numbers = gathered.cpu().numpy()
-        layers: list[Foreseen] = []
-        with shared.fail_safe.holding():
-            layers = [
-                microbatch.foreseen(gathered[:, index, :-1], numbers[:, index])
-                for index, microbatch in enumerate(microbatches)
-            ]
+        layers = [
+            microbatch.foreseen(gathered[:, index, :-1], numbers[:, index])
+            for index, microbatch in enumerate(microbatches)
+        ]
         if shared.settings.verify:
             plans = [layer.plan for layer in layers]
-            failures = shared.agreement.compare(
+            shared.agreement.compare(
                 place,
                 gathered.device,
                 digest=digest_of(*(part for p in plans for part in (p.replicas, p.quotas))),
                 description=f"{[plan.num_replicas for plan in plans]} replicas",
-                failed=shared.fail_safe.mark,
             )
-            if failures.ranks:
-                shared.fail_safe.count(
-                    "layers are not foreseen and plan themselves", failures.ranks
-                )
-                return []
         return layers
 
     def _own_loads(
@@ -212,20 +203,14 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             version=version,
             refused=refused,
             tokens=len(inputs.ids),
-            pace=shared.fail_safe.attempt(
-                SPEEDS, shared.speeds.report, self.info, inputs.ids.device.type
-            ),
-            failed=0 if self.info.recomputed else shared.fail_safe.mark,
+            pace=shared.speeds.report(self.info, inputs.ids.device.type),
             crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
             meanwhile=self._work_ahead if ahead and isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[shared.comm.rank]:
             self.refuse()
         shared.agreement.compare_inputs(records, own)
-        self._failures = records.failures
-        if not self._failures.ranks:
-            with shared.fail_safe.holding(SPEEDS):
-                shared.speeds.gathered(self.info, records.column("pace"))
+        shared.speeds.gathered(self.info, records.column("pace"))
         self._host_loads, self._versions = records.loads, records.column("version")
         if foreseen is not None:
             differs = (records.loads != foreseen.loads).any(axis=1)
@@ -309,13 +294,6 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     def _loads_on_host(self) -> IntArray:
         return self._host_loads
 
-    @staged("plan")
-    def _use(self, plan: Plan) -> Plan:
-        self._ahead = None
-        if self._kernels is not None:
-            self._kernels.planned = None
-        return plan
-
     def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, loads: IntArray) -> Plan:
         ahead = self._ahead
         if ahead is not None and ahead.config == config and kernels.planned is self.info:
@@ -325,17 +303,13 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         return kernels.control.plan(self._loads).to_host(loads)
 
     @staged("verify")
-    def _verify(self, plan: Plan | None) -> Failures:
+    def _verify(self, plan: Plan) -> None:
         agreement, device = self._plane.verifier(self._inputs.ids.device)
-        place, mark = self._place(Point.PLAN), self._shared.fail_safe.mark
-        if plan is None:
-            return agreement.compare(place, device, failed=mark)
-        return agreement.compare(
-            place,
+        agreement.compare(
+            self._place(Point.PLAN),
             device,
             digest=digest_of(plan.replicas, plan.quotas),
             description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
-            failed=mark,
         )
 
     def _replicas(self, plan: Plan) -> Replicas:

@@ -94,9 +94,6 @@ def classify(
         return NOT_INJECTED, ""
     if not errors and not any(end.killed for end in ends):
         return SURVIVED, ""
-    again = any("which backward recomputes" in end.message for end in errors)
-    if fault.kind == "planner" and fault.on_error == "unbalanced" and not again:
-        return UNNAMED, "on_error='unbalanced' did not hold the error of the planner"
     for end in errors:
         missing = _unnamed(fault, end)
         if missing:

@@ -127,8 +127,7 @@ def _threads(job: Job, fault: Fault, pipe: Connection) -> None:
         with _Report(comm.rank, send, ends=False):  # the error stops the other threads
             case = case_of(fault)
             injector = Injector(fault, comm.rank, lambda: send(Fired(comm.rank)), job.disk)
-            options = balancer_options(case) | {"on_error": fault.on_error}
-            balancer = Balancer(communicator=comm, **options)
+            balancer = Balancer(communicator=comm, **balancer_options(case))
             injector.attach(balancer)
             Training(case, balancer, injector).run()
 
@@ -210,8 +209,6 @@ def make_balancer(
                 comm = connect(group, timeout=job.timeout)
                 closing.callback(comm.close)
                 options["peers"] = SharedPeers(comm)
-        if fault is not None:
-            options["on_error"] = fault.on_error
         if fault is not None and fault.kind in DISKS and fault.stage == "trace":
             options["record"] = job.disk / "trace"
         balancer = Balancer(group, **options)

@@ -87,7 +87,6 @@ class Fault:
         this microbatch or a later one. Microbatches of all layers count from 1.
     delay: seconds that the fault lasts.
     plane, ranks: of the run.   seed: of its model, sizes, policy and other settings.
-    on_error: of the balancer.
     """
 
     number: int
@@ -99,7 +98,6 @@ class Fault:
     plane: str
     ranks: int
     seed: int
-    on_error: str = "raise"
 
     def __str__(self) -> str:
         return (
@@ -132,7 +130,6 @@ def draw_fault(
         plane,
         ranks,
         int(rng.integers(1 << 31)),
-        str(rng.choice(["raise", "unbalanced"])),
     )
 
 
@@ -182,7 +179,7 @@ def _fault(where: str, row: Any) -> Fault:
     if not isinstance(row, dict) or not set(row) <= set(known):
         wrong = sorted(set(row) - set(known)) if isinstance(row, dict) else row
         raise FileError(f"{where}: unknown fields {wrong!r}; it may have {', '.join(known)}")
-    missing = sorted(set(known) - set(row) - {"on_error"})
+    missing = sorted(set(known) - set(row))
     if missing:
         raise FileError(f"{where}: {', '.join(missing)} missing")
     for name, value in row.items():
@@ -200,7 +197,6 @@ def _check(where: str, fault: Fault) -> None:
         ("kind", fault.kind, tuple(KINDS)),
         ("plane", fault.plane, tuple(PLANES)),
         ("stage", fault.stage, STAGE_NAMES),
-        ("on_error", fault.on_error, ("raise", "unbalanced")),
     ):
         if value not in choices:
             raise FileError(f"{where}: {name} must be one of {', '.join(choices)}, got {value!r}")
