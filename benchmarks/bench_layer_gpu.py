@@ -36,8 +36,8 @@ import ultraep
 from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem
-from ultraep.policies.peers.eplb import place_by_past
-from ultraep.policies.places import away_from_home, split_equally
+from ultraep.tools.baselines.eplb import place_by_past
+from ultraep.tools.baselines.places import away_from_home, split_equally
 
 POLICIES = ("none", "eplb", "ultraep")
 UNEVEN_ROUNDS = 3  # rounds of the other policies, whose times differ more

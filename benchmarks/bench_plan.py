@@ -28,7 +28,8 @@ from timing import growth_law, one_core, time_call
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import IntArray
-from ultraep.policies import BUILT_IN, get_policy
+from ultraep.policies import get_policy
+from ultraep.tools.sim.planning import OWN
 
 PUBLISHED_FOR = (64, 256, 2)  # ranks, experts, slots; ordered Zipf, 1 % above the mean
 PUBLISHED_COPIES = {1.5: 38, 2.0: 46, 3.0: 51}  # replicas of the paper's planner, by ratio
@@ -84,7 +85,7 @@ class Scale:
     small_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     trace_ranks: tuple[int, ...] = (8, 16)
     optima: int = 600
-    policies: Sequence[str] = BUILT_IN
+    policies: Sequence[str] = OWN
     trace: Path | None = None
     experts: int | None = None  # of the trace; None: from its largest id
     window: int = 4096  # tokens of a microbatch of the trace
@@ -382,7 +383,7 @@ SECTIONS = {
     "speeds": speeds,
 }
 OPTIONS: Extra = {
-    "policies": (comma_list(BUILT_IN), "plan with these policies (default: all built-in ones)"),
+    "policies": (comma_list(OWN), "plan with these policies (default: all)"),
     "trace": (Path, "file with recorded routing, .npz"),
     "experts": (int, "experts of the trace (default: from its largest id)"),
     "window": (int, "tokens per microbatch of the trace (default 4096)"),

@@ -17,7 +17,7 @@ import timing
 import warm
 
 import ultraep
-from ultraep.policies import BUILT_IN
+from ultraep.tools.sim.planning import OWN
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -76,7 +76,7 @@ def test_a_toy_run_writes_complete_rows(script, tmp_path):
     if script == "bench_plan.py":
         assert {row["benchmark"].partition("/")[2] for row in rows} == set(PLAN_SECTIONS)
         quality = [row["case"] for row in rows if row["benchmark"] == "plan/quality"]
-        assert {case["policy"] for case in quality} == set(BUILT_IN)
+        assert {case["policy"] for case in quality} == set(OWN)
     keys = [(row["benchmark"], *row["case"].items(), row["metric"]) for row in rows]
     assert len(set(keys)) == len(keys)
     assert str(tmp_path) not in done.stdout + path.read_text()

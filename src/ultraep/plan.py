@@ -17,7 +17,7 @@ from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
 from ultraep.backends.limits import Limits
 from ultraep.config import NO_RATES, PARTS, UNITS_PER_ROW, BalanceConfig, Rates
-from ultraep.errors import ConfigError, LoadError, PlanError, SlotError
+from ultraep.errors import ConfigError, LoadError, PlanError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
 from ultraep.rules import check_loads, check_replicas, check_shape, check_slots, check_split
@@ -234,16 +234,6 @@ class Plan:
             digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         return digest.hexdigest()
 
-    def check_limits(self) -> None:
-        """Raise `SlotError` if the plan exceeds the slots or leaves its domains."""
-        if not self.within_limits:
-            raise SlotError(
-                f"policy {self.config.policy!r} needs {self.max_ingress} spare slots on one rank, "
-                f"there are {self.topology.slots}; its replicas "
-                f"{'leave' if self.leaves_domain else 'stay in'} their domain of "
-                f"{self.topology.domain_size} ranks"
-            )
-
     def check(self, loads: Any) -> None:
         """Raise `PlanError`, naming the broken rule, if the plan is not valid for these loads."""
         limited = get_policy(self.config.policy).within_limits
@@ -307,7 +297,7 @@ def plan(
     loads: `[source rank, expert]` integers, as an array, a tensor or nested lists.
     backend: "triton", "cpu", "reference", or None for the fastest on the device of the loads. All
         backends return the same plan.
-    history: `[..., expert]` past loads, for policies that use them (eplb, lplb, flashlb).
+    history: `[..., expert]` past loads, for offline policies that use them.
     """
     policy = get_policy(config.policy)
     config.speeds_for(topology.ranks)  # raises if their number is wrong

@@ -62,7 +62,7 @@ def test_real_calls_have_the_types_that_were_compiled(argument_types):
         BalanceConfig(),
         BalanceConfig(tolerance=0.1, max_replicas=1, locality=False),
         BalanceConfig(rates=Rates(row=5, copy=1)),
-        *(BalanceConfig(policy=name) for name in BUILT_IN if name != "ideal"),
+        *(BalanceConfig(policy=name) for name in BUILT_IN),
     ):
         plan = ultraep.plan(loads, topology, config, backend="cpu", history=loads)
         assert plan.lower_bound >= 1

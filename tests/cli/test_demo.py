@@ -89,11 +89,11 @@ def test_the_output_describes_setup_progress_and_result(jobs, tmp_path):
 
 
 def test_options_reach_the_job(jobs, tmp_path):
-    options = ("--quick", "--steps", 5, "--ranks", 4, "--seed", 3, "--policy", "none, quota")
+    options = ("--quick", "--steps", 5, "--ranks", 4, "--seed", 3, "--policy", "none, registered")
     assert invoke("--no-report", "--out", tmp_path, *options).exit_code == 0
     (job,) = jobs
     assert (job.sizes.steps, job.sizes.ranks, job.seed) == (5, 4, 3)
-    assert job.policies == ("none", "quota")
+    assert job.policies == ("none", "registered")
     assert job.out == str(tmp_path)
 
 

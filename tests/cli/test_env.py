@@ -10,8 +10,8 @@ import pytest
 
 import ultraep
 from ultraep.backends import BackendInfo
-from ultraep.policies import BUILT_IN
 from ultraep.tools.cli import env
+from ultraep.tools.sim.planning import OWN
 
 from .commands import flat, output, records
 
@@ -23,7 +23,7 @@ def test_json_holds_all_facts():
     assert facts["packages"]["numpy"] == np.__version__
     assert facts["backends"] == {"triton": True, "cpu": True, "reference": True}
     assert facts["chosen"] == {"cpu": "cpu", "cuda": "triton"}
-    assert set(BUILT_IN) <= set(facts["policies"])
+    assert set(OWN) <= set(facts["policies"])
     assert facts["cpus"] >= 1
     assert set(facts["torch"]) == {"cuda", "rocm", "available", "devices"}
 

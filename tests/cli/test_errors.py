@@ -100,7 +100,7 @@ WRONG = {
     "view run --export no/such/a.html": "cannot be written",
     # demo
     "demo --seed -1": "--seed must not be negative, got -1",
-    "demo --policy none,eplb": "policy 'eplb' exceeds the spare slots or moves experts",
+    "demo --policy none,eplb": "eplb is an offline baseline: compare it with",
     "demo --device abacus": "--device must be one of cpu, cuda",
     "demo --out /dev/null/folder": "cannot be written to",
     # inspect

@@ -24,7 +24,7 @@ SKEWS = (0.0, 0.5, 1.0, 2.0, 4.0)
 SPEEDS = ((800, 900, 950, 1000), (999, 1000), (100, 1000, 10_000), (997,))
 BLOCK = 10  # plans with one topology and config
 SLOW = ("flashlb", "llep", "lplb")
-QUICK = tuple(name for name in policies.BUILT_IN if name not in ("ultraep", *SLOW))
+QUICK = tuple(name for name in policies.policy_names() if name not in ("ultraep", *SLOW))
 POLICIES = 100 * ("ultraep",) + 3 * QUICK + SLOW
 AGAIN, KERNELS = 50, 2000  # one of so many plans is planned by the reference, by kernels
 

@@ -234,14 +234,14 @@ def of_settings() -> list[Target]:
     comm = LocalGroup(1).run(lambda comm: comm)[0]
     config = {"policy": "ultraep", "tolerance": 0.01, "min_tokens_per_replica": 2}
     config |= {"max_replicas": 3, "locality": True, "objective": "time", "speeds": [900, 1000]}
-    balancer = {"experts": 4, "slots": 1, "policy": "quota", "relay": "chain", "chunks": 2}
+    balancer = {"experts": 4, "slots": 1, "policy": "ultraep", "relay": "chain", "chunks": 2}
     balancer |= {"in_flight": 1, "verify": True, "timeout": 5.0, "capacity": "auto", "tokens": 8}
     balancer |= {"homes": [0, 0, 0, 0], "domain": 1, "transport": "auto", "data_plane": "auto"}
     settings = {"backend": "cpu", "relay": "auto", "chunks": 4, "in_flight": 1, "tokens": 9}
     settings |= {"capacity": 8, "timeout": 1.5, "transport": "auto"}
     draws = {"ranks": 4, "experts": 8, "top_k": 2, "tokens": 16, "seed": 3}
     vllm = {"slots": 2, "policy": "ultraep", "tolerance": 0.1, "min_rows": 4, "keep": True}
-    variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_POLICY": "quota", "ULTRAEP_KEEP": "1"}
+    variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_POLICY": "ultraep", "ULTRAEP_KEEP": "1"}
 
     def make_balancer(**options: Any) -> None:
         Balancer(communicator=comm, **options).close()

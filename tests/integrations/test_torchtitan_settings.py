@@ -61,8 +61,8 @@ def test_experts_without_expert_parallelism(check):
 
 
 def test_options(check):
-    options = check.balancer_options(2, "quota", {"tolerance": 0.1, "in_flight": 3})
-    config = BalanceConfig(policy="quota", tolerance=0.1)
+    options = check.balancer_options(2, "none", {"tolerance": 0.1, "in_flight": 3})
+    config = BalanceConfig(policy="none", tolerance=0.1)
     assert options == {"slots": 2, "config": config, "in_flight": 3}
     message = "unknown options, or set by torchtitan: group, slotz; use"
     with pytest.raises(ConfigError, match=message):

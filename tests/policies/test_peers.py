@@ -14,8 +14,8 @@ from scipy.optimize import linprog
 
 from ultraep import BalanceConfig, Plan, Topology, plan
 from ultraep.errors import ConfigError
-from ultraep.policies import BUILT_IN, get_policy
-from ultraep.policies.peers.lplb import Places, graph_of, place_on_graph, split
+from ultraep.policies import BASELINES, BUILT_IN, get_policy
+from ultraep.tools.baselines.lplb import Places, graph_of, place_on_graph, split
 
 NEEDS_HISTORY = ("eplb", "lplb", "flashlb")
 PEERS = ("quota", "echo", "llep", "moonep", *NEEDS_HISTORY)
@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, Topology, Any]:
     return loads_RE, topology, history_E
 
 
-@pytest.mark.parametrize("policy", BUILT_IN)
+@pytest.mark.parametrize("policy", [*BUILT_IN, *BASELINES])
 @given(case=cases(), tolerance=st.sampled_from([0.0, 0.01, 0.5]))
 @reproducibly
 def test_every_policy_makes_valid_plans(policy: str, case: Any, tolerance: float) -> None:
@@ -242,6 +242,6 @@ def test_limits_that_a_policy_cannot_honour_are_refused(policy: str) -> None:
 
 
 def test_flags_of_the_policies() -> None:
-    free = {name for name in BUILT_IN if not get_policy(name).within_limits}
+    free = {name for name in BASELINES if not get_policy(name).within_limits}
     assert free == {"llep", "moonep", "eplb", "lplb", "flashlb", "ideal"}
-    assert {name for name in BUILT_IN if get_policy(name).needs_history} == set(NEEDS_HISTORY)
+    assert {name for name in BASELINES if get_policy(name).needs_history} == set(NEEDS_HISTORY)

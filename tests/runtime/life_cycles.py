@@ -67,9 +67,9 @@ class Program:
         draw = np.random.default_rng(seed)
         ranks = int(draw.integers(1, most_ranks + 1))
         experts = int(draw.integers(max(2, ranks), 7))
-        policy = str(draw.choice(["ultraep"] * 5 + ["eplb", "lplb", "none"]))
+        policy = str(draw.choice(["ultraep"] * 5 + ["registered", "none"]))
         options = {
-            "slots": experts if policy in ("eplb", "lplb") else int(draw.integers(1, 3)),
+            "slots": int(draw.integers(1, 3)),
             "homes": sorted(int(home) for home in draw.integers(0, ranks, experts)),
             "policy": policy,
             "in_flight": int(draw.integers(1, 5)),

@@ -23,10 +23,12 @@ from ultraep import (
     LoadError,
     LocalGroup,
     PlanMismatch,
+    policies,
 )
 from ultraep.backends.triton.device import default_device
 from ultraep.hops import MODES
 from ultraep.microbatch import Layer
+from ultraep.policies import BASELINES
 from ultraep.runtime import connect as connect_module
 from ultraep.runtime.connect import connect
 from ultraep.trace.schema import BACKWARD, FORWARD
@@ -145,15 +147,6 @@ def test_a_slow_rank_gets_fewer_rows(backend):
         return planned(balancer, ids_of(comm.rank, tokens=70))[1].to_host().rank_loads.tolist()
 
     assert LocalGroup(4).run(work) == [[80, 40, 80, 80]] * 4
-
-
-def test_a_policy_that_ignores_speeds_says_so_once(caplog):
-    def work(comm):
-        Balancer(experts=8, communicator=comm, config=config)
-
-    config = BalanceConfig(policy="echo", speeds=(1000, 900))
-    LocalGroup(2).run(work)
-    assert caplog.text.count("policy 'echo' ignores speeds") == 1
 
 
 def test_the_number_of_speeds_must_be_the_number_of_ranks():
@@ -410,16 +403,15 @@ def test_the_balancer_uses_and_closes_a_communicator():
     assert closed == [1]
 
 
-def test_policies_with_history_get_the_last_loads_of_their_layer():
-    def work(comm):
-        balancer = Balancer(experts=8, slots=2, communicator=comm, policy="eplb")
-        hot = [torch.full((40, 1), expert) for expert in (7, 6)]
-        plans = []
-        for ids, layer in ((hot[0], 0), (hot[1], 1), (hot[1], 0), (hot[1], 0)):
-            plans.append(planned(balancer, ids, layer=layer)[1])
-        return plans
-
-    first, other_layer, surprised, adapted = LocalGroup(2).run(work)[0]
-    assert first.imbalance == other_layer.imbalance == 1.2  # three of five instances on one rank
-    assert surprised.imbalance == 2.0
-    assert adapted.imbalance == 1.2
+@pytest.mark.parametrize("name", [*BASELINES, "dated", "boundless"])
+def test_offline_policies_are_refused(name, monkeypatch):
+    monkeypatch.setattr(policies, "_registry", dict(policies._registry))
+    ultraep.register_policy("dated", needs_history=True)(lambda _: None)
+    ultraep.register_policy("boundless", within_limits=False)(lambda _: None)
+    balancer = Balancer("alone", experts=8)
+    for run in (
+        lambda: Balancer("alone", experts=8, policy=name),
+        lambda: counted(balancer, ids_of(0), policy=name),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}.* offline .*takes ultraep, none or a pol"):
+            run()

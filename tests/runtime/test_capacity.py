@@ -121,7 +121,7 @@ BROKEN = {
         {"config": BalanceConfig(objective="time", rates=Rates(row=1))},
         "objective='time', it needs 'balance'",
     ),
-    "policy": ({"policy": "quota"}, "policy='quota', it needs 'ultraep'"),
+    "policy": ({"policy": "registered"}, "policy='registered', it needs 'ultraep'"),
 }
 
 
@@ -197,7 +197,7 @@ def test_memory_grows_before_it_is_full():
 
 
 @only_interpreted
-@pytest.mark.parametrize("policy", ["none", "quota"])
+@pytest.mark.parametrize("policy", ["none", "registered"])
 @pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
 def test_memory_grows_in_the_first_microbatch_that_does_not_fit(policy):
     """Three ranks send all rows to one rank; two thirds of them fit the first workspace."""

@@ -37,10 +37,7 @@ def in_two_domains(program):
     """Return the options with two domains of two ranks, each the home of every other expert."""
     homes = [2 * (expert % 2) + expert // 2 % 2 for expert in range(program.experts)]
     slots = min(program.options["slots"], program.experts // 2)
-    policy = "none" if program.options["policy"] in ("eplb", "lplb") else program.options["policy"]
-    return program.options | {
-        "data_plane": "hybrid", "domain": 2, "homes": homes, "slots": slots, "policy": policy
-    }  # fmt: skip
+    return program.options | {"data_plane": "hybrid", "domain": 2, "homes": homes, "slots": slots}
 
 
 def mapped(rank, group, program):

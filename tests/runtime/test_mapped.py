@@ -255,7 +255,7 @@ def adopt(balancer, example):
     """Run one pass with a policy that plans on the host, then one that plans on the device."""
     layer, rank = example.layer(balancer), balancer.rank
     actual = {}
-    for policy in ("quota", None):
+    for policy in ("registered", None):
         x = example.inputs[rank].clone().requires_grad_()
         y = layer(x, policy=policy)
         y.backward(example.gradients[rank])
@@ -266,8 +266,8 @@ def adopt(balancer, example):
 
 def test_another_policy_plans_on_the_host():
     actual = assert_as_on_host(adopt, single([9, 5], experts=12), slots=2)[0]
-    assert not torch.equal(actual["split by quota"], actual["split by None"])
-    assert torch.equal(actual["y by quota"], actual["y by None"])
+    assert not torch.equal(actual["split by registered"], actual["split by None"])
+    assert torch.equal(actual["y by registered"], actual["y by None"])
 
 
 def keep(rank, group, example):

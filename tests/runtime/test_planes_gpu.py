@@ -299,9 +299,9 @@ def test_a_policy_of_the_host_is_refused_in_a_capture():
     example = example_of([40])
     layer = alone("mapped", example)
     x = example.inputs[0].to(CUDA)
-    layer(x, policy="quota")
+    layer(x, policy="registered")
     with pytest.raises(ConfigError, match="'quota' plans on the host and cannot be captured"):
-        in_a_graph(layer, x, policy="quota")
+        in_a_graph(layer, x, policy="registered")
     assert layer(x).isfinite().all()
 
 
@@ -348,7 +348,7 @@ def both_planes(rank, group, dtype, cast):
     for make in (mapped, messages):
         balancer = make(group, experts=EXPERTS, slots=2, relay="chain")
         layer, passes = example.layer(balancer, device=CUDA), {}
-        for policy in (None, "quota"):
+        for policy in (None, "registered"):
             passes[policy] = one_pass(layer, example, rank, cast=cast, policy=policy)
             copies.append(layer.last_plan.to_host().num_replicas)
         passes["seam"] = one_pass(seam_of(layer), example, rank, owner=layer, cast=cast)

@@ -42,7 +42,7 @@ def drawn(seed, most_ranks):
     options = {
         "slots": int(rng.integers(0, min(experts, 2) + 1)),
         "homes": sorted(int(h) for h in rng.integers(0, ranks, experts)),
-        "policy": str(rng.choice(["ultraep", "ultraep", "none", "quota"])),
+        "policy": str(rng.choice(["ultraep", "ultraep", "none", "registered"])),
         "relay": str(rng.choice(["auto", "chain", "direct"])),
         "in_flight": int(rng.integers(1, 3)),
         "verify": bool(rng.integers(4)),

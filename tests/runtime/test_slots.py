@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from microbatches import counted, planned
+from microbatches import planned
 
 from ultraep import BalancedMoE, Balancer, LocalGroup, SlotError
 from ultraep.bundle import Layout
@@ -132,27 +132,3 @@ def test_an_error_in_the_layer_returns_the_slots(monkeypatch):
         raise ZeroDivisionError
 
     assert LocalGroup(2).run(work) == [True, True]
-
-
-@pytest.mark.parametrize("policy", ["ideal", "llep"])
-@pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
-def test_a_policy_that_needs_more_slots_than_there_are(policy):
-    def work(comm):
-        rank = Rank(comm, slots=0, policy=policy)
-        microbatch = counted(rank.balancer, rank.ids, rank.bundle)
-        with pytest.raises(SlotError, match=f"policy '{policy}' needs 1 spare slots.*there are 0"):
-            microbatch.plan()
-        assert planned(rank.balancer, rank.ids, policy="none")[1].num_replicas == 0
-
-    LocalGroup(2).run(work)
-
-
-def test_a_policy_whose_replicas_leave_their_domain():
-    def work(comm):
-        balancer = Balancer(experts=4, slots=1, domain=2, communicator=comm, policy="llep")
-        microbatch = counted(balancer, hot(comm, tokens=8))
-        with pytest.raises(SlotError, match="replicas leave their domain of 2 ranks"):
-            microbatch.plan()
-        assert planned(balancer, hot(comm, tokens=8), policy="ultraep")[1].within_limits
-
-    LocalGroup(4).run(work)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ultraep.errors import ConfigError
-from ultraep.policies import BUILT_IN
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import GroupedAttention, load_model
+from ultraep.tools.sim.planning import OWN
 from ultraep.tools.sim.presets import presets
 from ultraep.tools.sim.runtime import runtime_of
 from ultraep.tools.sim.serving import load_requests
@@ -156,12 +156,12 @@ def test_all_presets_load() -> None:
 
 def test_a_policy_has_a_runtime_or_an_error() -> None:
     known = {"ideal", *presets("runtimes")}
-    assert known <= set(BUILT_IN)
+    assert known <= set(OWN)
     for policy in known:
         assert runtime_of(policy).name == policy
     assert not runtime_of("ideal").streams
     assert not runtime_of("eplb").streams
-    for policy in {*BUILT_IN, "mine"} - known:
+    for policy in {*OWN, "mine"} - known:
         with pytest.raises(ConfigError, match=f"'{policy}' has no costs.*ultraep.*{policy}=NAME"):
             runtime_of(policy)
 

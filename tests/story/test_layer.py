@@ -24,7 +24,7 @@ def replicas_of(results):
     return results[0].plan.num_replicas
 
 
-@pytest.mark.parametrize("policy", ["none", "ultraep", "quota", "echo"])
+@pytest.mark.parametrize("policy", ["none", "ultraep", "registered"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_any_number_of_ranks_and_any_policy(ranks, policy):
     results = check(Example([20] * ranks, experts=24), policy=policy)
@@ -40,7 +40,7 @@ def test_64_ranks():
 @pytest.mark.parametrize(
     "options",
     [
-        *({"slots": slots, "policy": p} for slots in (0, 2) for p in ("ultraep", "quota", "echo")),
+        *({"slots": slots, "policy": p} for slots in (0, 2) for p in ("ultraep", "registered")),
         {"homes": [0, 0, 0, 0, 1, 2, 2, 3]},
         {"homes": [2, 1, 0, 0, 2, 1, 0, 3], "slots": 2},
         {"homes": [0, 0, 0, 0, 0, 2, 2, 2]},  # two ranks without homes
@@ -244,7 +244,7 @@ def routed(draw):
         "homes": homes,
         "slots": draw(st.integers(0, min(2, experts))),
         "relay": draw(st.sampled_from(MODES)),
-        "policy": draw(st.sampled_from(["ultraep", "quota", "echo"])),
+        "policy": draw(st.sampled_from(["ultraep", "registered"])),
     }
     return example, options
 
@@ -259,8 +259,8 @@ def test_any_routing(problem):
 PLANS = [
     {"policy": "none"},
     {"policy": "ultraep"},
-    {"policy": "quota"},
-    {"policy": "echo", "relay": "chain", "chunks": 3},
+    {"policy": "registered"},
+    {"policy": "registered", "relay": "chain", "chunks": 3},
     {"homes": [3, 3, 3, 3, 1, 1, 1, 1]},
     {"domain": 2, "homes": [0, 0, 0, 1, 2, 2, 2, 2]},
     {"config": BalanceConfig(locality=False)},

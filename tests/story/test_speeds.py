@@ -14,8 +14,8 @@ from ultraep import BalanceConfig, ConfigError, Rates, Topology
 from ultraep.backends.limits import Limits
 from ultraep.backends.reference.place import domains_of, shared_threshold
 from ultraep.config import PARTS, speeds_from_text
-from ultraep.policies import warn_if_speeds_ignored
 from ultraep.runtime.capacity import Capacity
+from ultraep.tools.baselines import warn_if_speeds_ignored
 
 SPEEDS = st.lists(st.integers(10, 1000), min_size=1, max_size=6)
 BALANCE = BalanceConfig(objective="balance")

@@ -64,7 +64,7 @@ def stages_of(trace):
     return {name for name, there in zip(trace.header.stages, used, strict=True) if there}
 
 
-@pytest.mark.parametrize("policy", ["ultraep", "quota"])
+@pytest.mark.parametrize("policy", ["ultraep", "registered"])
 def test_the_trace_holds_planned_loads_and_counted_rows(tmp_path, policy):
     ranks = LocalGroup(4).run(lambda comm: train(comm, tmp_path / "run", policy=policy))
     trace = read_trace(tmp_path / "run")
@@ -193,20 +193,13 @@ def test_record_step_sets_the_step(tmp_path):
     assert differing(trace) == []
 
 
-def test_policies_with_history_are_replayed_exactly(tmp_path, by_past):
-    LocalGroup(4).run(lambda comm: train(comm, tmp_path / "run", policy=by_past, steps=6))
-    trace = read_trace(tmp_path / "run")
-    assert trace.num_copies.any()
-    assert differing(trace) == []
-
-
 def test_a_policy_for_one_call(tmp_path):
     balancer = Balancer("alone", experts=8, record=tmp_path / "run")
     layer = Example([20]).layer(balancer)
-    for policy in (None, "none", "quota"):
+    for policy in (None, "none", "registered"):
         layer(Example([20]).inputs[0], policy=policy)
     balancer.close()
-    assert read_trace(tmp_path / "run").policy.tolist() == ["ultraep", "none", "quota"]
+    assert read_trace(tmp_path / "run").policy.tolist() == ["ultraep", "none", "registered"]
     assert differing(read_trace(tmp_path / "run")) == []
 
 

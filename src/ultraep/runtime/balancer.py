@@ -30,7 +30,7 @@ from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError, LoadError, errors_at
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
 from ultraep.ops.modes import hidden, refuse_transforms
-from ultraep.policies import get_policy, warn_if_speeds_ignored
+from ultraep.policies import running_policy
 from ultraep.runtime.agreement import Place, Point, differing, ranks_by_value
 from ultraep.runtime.capacity import default_config
 from ultraep.runtime.clocks import HostClock, clock_for
@@ -135,7 +135,7 @@ class Balancer:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
         config = from_environment(config or default_config(policy, capacity))
-        get_policy(config.policy)
+        running_policy(config.policy)
         plane_kinds(data_plane)
         self.settings = Settings(
             backend=backend,
@@ -161,8 +161,6 @@ class Balancer:
         self.flight, self.recorder = joined.agreement.flight, joined.recorder
         chosen = own_ranks or group == ALONE
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=chosen)
-        if self.rank == 0:
-            warn_if_speeds_ignored(self.config)
         self._steps, self._carriers = 0, dict[torch.device, _Carrier]()
         self._foresight, self._versions, self._stats = Foresight(), Versions(), Stats()
         learns = self.config.speeds == AUTO
@@ -269,7 +267,9 @@ class Balancer:
         )
         if foreseen is not None:
             info = begin_foreseen(foreseen, info)
-        config = self.config if policy is None else replace(self.config, policy=policy)
+        config = self.config
+        if policy is not None:
+            config = replace(config, policy=running_policy(policy).name)
         shares_slots = max(self._foresight.layers, layer.index + 1) > self.settings.in_flight
         return carrier.plane.begin(
             Inputs(info, layer, config, ids, gates, tokens, shares_slots, foreseen)

@@ -12,12 +12,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
-from ultraep.arrays import IntArray
 from ultraep.bundle import Bundle
 from ultraep.combine import combine
 from ultraep.comm import Communicator, Peers
@@ -31,7 +29,6 @@ from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
 from ultraep.runtime.flight import note_plan
-from ultraep.runtime.history import History, Moment
 from ultraep.runtime.hosts import FastLinks
 from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.pricing import Pricing
@@ -60,7 +57,6 @@ class Shared:
     speeds: Speeds
     observers: list[Observer]
     first_rank: int = 0  # number of rank 0 of the topology, for errors
-    history: History = field(default_factory=History)
     dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
     # Replicas that hold slots in a backward pass, with the number of the pass.
     lent_in_backward: dict[Any, int] = field(default_factory=dict)
@@ -134,11 +130,6 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         for observer in self.observers:
             observer.planned(self.info, plan)
         return plan
-
-    @cached_property
-    def _moment(self) -> Moment:
-        """The position of this microbatch in the history of its layer."""
-        return self._shared.history.note(self.info, self._loads_on_host().sum(axis=0))
 
     def _plan_now(self) -> AnyPlanT:
         pricing = self._shared.pricing
@@ -228,10 +219,6 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     def _settled(self, plan: AnyPlanT) -> AnyPlanT:
         """Return a plan that all ranks have, once there is memory for it; may be collective."""
         return plan
-
-    @abstractmethod
-    def _loads_on_host(self) -> IntArray:
-        """Return [R, E] the loads of all ranks; may wait for a device."""
 
     @abstractmethod
     def _replicas(self, plan: AnyPlanT) -> Replicas:

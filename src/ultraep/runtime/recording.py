@@ -8,11 +8,12 @@ later. A forward pass that backward recomputes is not a new record: its time is 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ultraep.comm import Communicator
@@ -22,8 +23,8 @@ from ultraep.hops import copies_sent
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.reroute import rows_received
-from ultraep.runtime.history import REMEMBERED, History, Moment
 from ultraep.runtime.settings import Settings
+from ultraep.runtime.speeds import REMEMBERED
 from ultraep.topology import Topology
 from ultraep.trace.record import Recorder
 from ultraep.trace.schema import FORWARD, Key
@@ -103,12 +104,32 @@ class _Pass:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
+class _Waiting(NamedTuple):
+    """A microbatch whose forward pass backward may recompute."""
+
+    loads: bytes
+    key: Key
+    microbatch: weakref.ref[MicrobatchInfo]
+
+    def before_backward(self) -> bool:
+        microbatch = self.microbatch()
+        return microbatch is not None and not microbatch.in_backward
+
+
+def _first_pass(waiting: Sequence[_Waiting], loads: bytes) -> Key | None:
+    """Return the key of the forward pass that is recomputed with these loads; None: forgotten."""
+    equal = [entry for entry in reversed(waiting) if entry.loads == loads]
+    equal.sort(key=_Waiting.before_backward, reverse=True)
+    return equal[0].key if equal else None
+
+
 class Recording:
     """The sink that writes a trace; one per rank."""
 
     def __init__(self, recorder: Recorder, rank: int) -> None:
         self._recorder, self._rank = recorder, rank
-        self._history = History()
+        self._waiting: dict[int, deque[_Waiting]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._numbers: dict[int, int] = defaultdict(int)  # microbatches of every layer
         self._step: int | None = None
         self._counts: dict[int, dict[int, int]] = {}  # microbatches by step and layer
         self._unplanned: WeakKeyDictionary[MicrobatchInfo, dict[str, float]] = WeakKeyDictionary()
@@ -122,18 +143,21 @@ class Recording:
 
     def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
         """Assign a key to the microbatch."""
-        moment = self._history.note(microbatch, plan.loads.sum(axis=0))
-        if not microbatch.recomputed:
-            moment.key = self._new_key(microbatch.layer, moment, self._step)
-        current = self._pass(plan, moment.key)
+        waiting, loads = self._waiting[microbatch.layer], plan.loads.tobytes()
+        if microbatch.recomputed:
+            key = _first_pass(waiting, loads)
+        else:
+            key = self._new_key(microbatch.layer, self._step)
+            waiting.append(_Waiting(loads, key, weakref.ref(microbatch)))
+        current = self._pass(plan, key)
         current.seconds.update(self._unplanned.pop(microbatch, {}))
         self._passes[microbatch] = current
 
-    def _new_key(self, layer: int, moment: Moment, step: int | None) -> Key:
+    def _new_key(self, layer: int, step: int | None) -> Key:
         """Return the key by which all ranks know the microbatch."""
-        assert moment.number is not None
+        self._numbers[layer] += 1
         if step is None:  # every microbatch is a step
-            return moment.number, layer, 0
+            return self._numbers[layer] - 1, layer, 0
         counts = self._counts.setdefault(step, defaultdict(int))
         counts[layer] += 1
         while len(self._counts) > REMEMBERED:
@@ -144,8 +168,7 @@ class Recording:
         self, layer: int, step: int | None, plan: Plan, sent: Sent, start_time: float
     ) -> None:
         """Record a microbatch that a graph has served; its seconds are unknown."""
-        moment = self._history.note(MicrobatchInfo(layer, 0), plan.loads.sum(axis=0))
-        replay = self._pass(plan, self._new_key(layer, moment, step))
+        replay = self._pass(plan, self._new_key(layer, step))
         replay.moved = sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent)
         self._write(replay, start_time)
 

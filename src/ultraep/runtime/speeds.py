@@ -33,11 +33,11 @@ from ultraep.arrays import IntArray
 from ultraep.config import AUTO, LEARNT_RANGE, LEARNT_UNIT, NOMINAL_SPEED, PARTS, BalanceConfig
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.runtime.history import REMEMBERED
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.versions import count_optimizer_steps, optimizer_steps
 
 BLOCK = 32  # microbatches
+REMEMBERED = 64  # microbatches of a layer; more hardly wait for backward at the same time
 # Seconds, at least, and at least a block. Speeds change at most once in a span.
 SPAN, SPAN_OF_CPU = 0.5, 4.0
 AGREEING = 5  # spans in a row that show a change

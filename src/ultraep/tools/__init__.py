@@ -1,1 +1,3 @@
-"""Commands, simulator, reports, viewer, demo and load tests: the library imports none of them."""
+"""Commands, simulator, reports, viewer, demo, baselines: the library imports none of them."""
+
+from ultraep.tools import baselines as _baselines  # noqa: F401  # registers them

@@ -134,9 +134,7 @@ def differing(trace: Trace) -> list[int]:
     """Plan all records with their recorded settings; return the records whose plan differs."""
 
     def recorded(record: int) -> tuple[Trace, int, Case]:
-        config = trace.config(record)
-        history = 1 if get_policy(config.policy).needs_history else None
-        return trace, record, Case(config, trace.topology, history)
+        return trace, record, Case(trace.config(record), trace.topology)
 
     again = enumerate(_plans(map(recorded, range(len(trace)))))
     return [record for record, plan in again if plan.digest() != trace.plan(record).digest()]
@@ -145,7 +143,7 @@ def differing(trace: Trace) -> list[int]:
 def _plans(records: Iterable[tuple[Trace, int, Case]]) -> Iterator[Plan]:
     """Plan records; a policy with history sees the previous microbatches of the layer.
 
-    For the first microbatch of a layer, the history is the microbatch itself, as at run time.
+    For the first microbatch of a layer, the history is the microbatch itself.
     """
     past: dict[int, deque[IntArray]] = {}
     for trace, record, case in records:

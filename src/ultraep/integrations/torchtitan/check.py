@@ -13,7 +13,7 @@ from typing import Any
 
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.policies import get_policy
+from ultraep.policies import running_policy
 from ultraep.runtime.balancer import Balancer
 
 ROUTED = "RoutedExperts"
@@ -86,7 +86,7 @@ def check_axes(axes: Collection[str]) -> None:
 
 def balancer_options(slots: int, policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the `Balancer`; options may include settings of `BalanceConfig`."""
-    get_policy(policy)
+    running_policy(policy)
     known = set(inspect.signature(Balancer).parameters) - {*SET_BY_TORCHTITAN, "slots", "policy"}
     planned = {field.name for field in fields(BalanceConfig)} - {"policy"}
     unknown = sorted(options.keys() - known - planned)

@@ -19,7 +19,7 @@ from ultraep.errors import ConfigError
 from ultraep.integrations.library import OWN_EXPERT_PARALLELISM
 from ultraep.integrations.transformers.experts import stacked_tensors, stages
 from ultraep.integrations.transformers.quantised import freeze_fp8
-from ultraep.policies import get_policy
+from ultraep.policies import running_policy
 from ultraep.runtime.balancer import Balancer
 
 OWN_EXPERT_PARALLELISM.check()  # before importing it
@@ -38,7 +38,7 @@ def enable(slots: int = 1, policy: str = "ultraep", **options: Any) -> BalancedD
     slots, policy, options: see `Balancer`. All ranks call it. The result lists the balancers; its
     `disable()` ends it for new models, existing models stay balanced.
     """
-    get_policy(policy)
+    running_policy(policy)
     before = ALL_PARALLEL_STYLES[STYLE]
     if isinstance(before, BalancedDispatch):
         raise ConfigError("balancing is already enabled: call disable() on the earlier result")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ultraep.config import BalanceConfig, check_integer
 from ultraep.errors import ConfigError
-from ultraep.policies import get_policy
+from ultraep.policies import running_policy
 
 KEY = "ultraep"  # in the additional configuration
 PREFIX = "ULTRAEP_"  # in the environment
@@ -48,7 +48,7 @@ class ServingSettings:
         if self.record is not None and not (isinstance(self.record, str) and self.record):
             raise ConfigError(f"record must be the path of a directory, got {self.record!r}")
         BalanceConfig(policy=self.policy, tolerance=self.tolerance)
-        get_policy(self.policy)
+        running_policy(self.policy)
 
 
 def read_settings(environment: Mapping[str, str], additional: Any) -> ServingSettings | None:

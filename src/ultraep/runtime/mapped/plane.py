@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ultraep.arrays import IntArray
 from ultraep.backends.triton.exchange import RowMap
 from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
@@ -317,16 +316,10 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
                 f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
                 f"the device plans {control.config.policy!r}"
             )
-        past = self._moment.before
-        host_plan = make_plan(self._loads_on_host(), plane.topology, config, history=past)
-        host_plan.check_limits()
+        host_plan = make_plan(loads.cpu().numpy().astype("int64"), plane.topology, config)
         self._shared.capacity.check(host_plan)
         self._host_plan = host_plan
         return control.adopt(host_plan).copied()
-
-    def _loads_on_host(self) -> IntArray:
-        assert self._loads is not None
-        return self._loads.cpu().numpy().astype("int64")
 
     def _settled(self, plan: DevicePlan) -> DevicePlan:
         if self._host_plan is None:

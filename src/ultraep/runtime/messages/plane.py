@@ -278,7 +278,6 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     @staged("plan")
     def _make_plan(self, config: BalanceConfig) -> Plan:
         plane, loads, kernels = self._plane, self._host_loads, self._kernels
-        past = self._moment.before
         plane.last_config[self.info.layer] = config
         if kernels is not None and kernels.control.use(config):
             plan = self._plan_of_device(kernels, config, loads)
@@ -286,13 +285,9 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             if kernels is not None:
                 self._ahead = kernels.planned = None
             backend = self._shared.settings.backend
-            plan = make_plan(loads, plane.topology, config, backend=backend, history=past)
-        plan.check_limits()
+            plan = make_plan(loads, plane.topology, config, backend=backend)
         self._shared.capacity.check(plan)
         return plan
-
-    def _loads_on_host(self) -> IntArray:
-        return self._host_loads
 
     def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, loads: IntArray) -> Plan:
         ahead = self._ahead

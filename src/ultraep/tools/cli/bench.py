@@ -52,9 +52,8 @@ class PrefillOptions(cli.Options):
         metavar="DIR|NAME",
     )
     policy: str | None = option(
-        "Policies to compare with the first one. eplb places replicas by the previous microbatch, "
-        "with fixed homes; even forces even routing, an upper bound.",
-        "none,eplb,ultraep,even",
+        "Policies to compare with the first one. even forces even routing, an upper bound.",
+        "none,ultraep,even",
         metavar="NAME,...",
     )
     ranks: int | None = option("Ranks of the engine, one process each.", "2")

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from ultraep.config import check_choice
 from ultraep.errors import BackendUnavailable, ConfigError
-from ultraep.policies import get_policy, policy_names
+from ultraep.policies import running_policy
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
 from ultraep.tools.cli.options import option, switch
@@ -62,8 +62,8 @@ class DemoOptions(cli.Options):
     )
     seed: int = option("Seed of weights, texts and requests.", default=0)
     policy: str = option(
-        "Policies to compare; the first is the baseline. They must fit the spare slots, which eplb "
-        "and lplb do not.",
+        "Policies to compare; the first is the baseline. The report compares the "
+        "offline baselines on the same loads.",
         default="none,ultraep",
         metavar="NAME,...",
     )
@@ -119,12 +119,7 @@ def _machine(device: str) -> Machine:
 def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[OutputDir | None]:
     """Check the policies and claim the output directory; under torchrun, rank 0 claims it."""
     for name in job.policies:
-        if not get_policy(name).within_limits:
-            runnable = [other for other in policy_names() if get_policy(other).within_limits]
-            raise ConfigError(
-                f"policy {name!r} exceeds the spare slots or moves experts, so it cannot run; use "
-                f"{', '.join(runnable)} (the report compares other policies on the same loads)"
-            )
+        running_policy(name)
     if place is not None and place.rank:
         return nullcontext()
     traces = [str(trace_folder("", policy)) for policy in job.policies]

@@ -22,7 +22,8 @@ from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import as_loads
 from ultraep.plan import PER_MS, Plan
 from ultraep.plan import plan as make_plan
-from ultraep.policies import get_policy, warn_if_speeds_ignored
+from ultraep.policies import get_policy
+from ultraep.tools.baselines import warn_if_speeds_ignored
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
 from ultraep.tools.cli.options import argument, option

@@ -268,13 +268,10 @@ def _verdict(trace: Trace, changed: list[int]) -> Text:
     if not changed:
         return Text(f"Replay as recorded: all {counted(len(trace), 'plan')} are equal.")
     first = changed[0]
-    reason = "was it recorded by another version?"
-    needs_history = any(get_policy(str(name)).needs_history for name in np.unique(trace.policy))
-    if needs_history and (trace.dropped or trace.left_out):
-        reason = "the policy plans from past loads, and some records are missing."
     return Text(
         f"Replay as recorded: {len(changed)} of {counted(len(trace), 'plan')} differ, the first "
-        f"in step {trace.step[first]}, layer {trace.layer[first]}; {reason}",
+        f"in step {trace.step[first]}, layer {trace.layer[first]}; was it recorded by another "
+        "version?",
         render.OVERFULL,
     )
 

@@ -5,8 +5,7 @@ all ranks the assignment of prompts to ranks, and all ranks run the model. The t
 is wall-clock time, from the arrival of a prompt to its token on its rank. The clocks of all ranks
 start at a barrier, so ranks on several hosts need no common clock.
 
-A variant is a policy of the balancer, "eplb" (EPLB with fixed homes) or "even" (forced even
-routing).
+A variant is a policy of the balancer, or "even" (forced even routing).
 
 Shapes: T tokens, K experts per token, R ranks, E experts.
 """
@@ -25,12 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ultraep.arrays import IntArray
-from ultraep.errors import ConfigError
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.policies import Problem, get_policy, register_policy
-from ultraep.policies.places import away_from_home, replicated_items, split_equally
+from ultraep.policies import running_policy
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.stats import Stats
 from ultraep.tools.serving.load import Prompt, next_microbatch
@@ -39,7 +35,6 @@ from ultraep.topology import Topology
 
 LATE, GRACE = 2.0, 10.0  # a turn ends after LATE times its arrivals plus GRACE seconds
 CPU = torch.device("cpu")
-AT_HOME = "eplb_at_home"
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts
 
 
@@ -228,48 +223,13 @@ def from_first(value: Any) -> Any:
 
 
 def policy_of(variant: str) -> str:
-    return {"eplb": AT_HOME, FORCED: "none"}.get(variant, variant)
+    return "none" if variant == FORCED else variant
 
 
 def check_variants(variants: Sequence[str]) -> None:
     """Raise if a variant is unknown or cannot run."""
     for variant in variants:
-        if not get_policy(policy_of(variant)).within_limits:
-            raise ConfigError(
-                f"policy {variant!r} moves homes or needs more slots than the topology has, so it "
-                "cannot run; compare it with `ultraep plan`, or use 'eplb' (EPLB with fixed homes)"
-            )
-
-
-@register_policy(AT_HOME, needs_history=True)
-def eplb_at_home(problem: Problem) -> IntArray:
-    """EPLB with fixed homes: fill all slots by past loads, and split loads equally.
-
-    Each replica goes to the expert with the largest past load per instance. Replicas are then
-    placed, heaviest first, on the least loaded rank of the domain that has a free slot and not the
-    expert. A replica without such a rank is dropped. `tolerance` has no effect.
-    """
-    assert problem.history is not None
-    topology = problem.topology
-    homes_E = topology.home_of_expert
-    instances_ER = np.equal.outer(homes_E, np.arange(topology.ranks)).astype(np.int64)
-    past_E = problem.history.astype(np.float32)
-    slots = topology.ranks * topology.slots if past_E.any() else 0
-    copied = replicated_items(past_E, slots, most=topology.domain_size)
-    share_E = past_E / (1 + np.bincount(copied, minlength=topology.experts)).astype(np.float32)
-    load_R = np.bincount(homes_E, share_E, minlength=topology.ranks)
-    left_R = np.full(topology.ranks, topology.slots)
-    domain_R = np.arange(topology.ranks) // topology.domain_size
-    for expert in sorted(copied.tolist(), key=lambda expert: -share_E[expert]):
-        near_R = domain_R == domain_R[homes_E[expert]]
-        free_R = (left_R > 0) & (instances_ER[expert] == 0) & near_R
-        if free_R.any():
-            rank = int(np.where(free_R, load_R, np.inf).argmin())
-            instances_ER[expert, rank] += 1
-            load_R[rank] += share_E[expert]
-            left_R[rank] -= 1
-    split = split_equally(problem.expert_loads[None], instances_ER)
-    return away_from_home(*split, topology)[:, 1:]
+        running_policy(policy_of(variant))
 
 
 class ForcedChoices:

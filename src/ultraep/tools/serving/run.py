@@ -78,7 +78,7 @@ class EngineOptions:
     """
 
     load: LoadOptions
-    variants: tuple[str, ...] = ("none", "eplb", "ultraep", "even")
+    variants: tuple[str, ...] = ("none", "ultraep", "even")
     ranks: int = 2
     slots: int = 2
     model: str | None = None

@@ -19,9 +19,11 @@ from ultraep.arrays import IntArray
 from ultraep.backends import select
 from ultraep.config import BalanceConfig
 from ultraep.plan import decided
-from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
+from ultraep.policies import BASELINES, BUILT_IN, Policy, Problem, get_policy
 from ultraep.rules import check_interval
 from ultraep.topology import Topology
+
+OWN = (*BUILT_IN, *BASELINES)  # policies of this package
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def plan_layer(
             placed_C4 = _plan_each(policy, problem, now_SE)
         else:
             placed_C4 = policy.over_interval(problem, now_SE)
-            if policy.name not in BUILT_IN:
+            if policy.name not in OWN:
                 check_interval(placed_C4, now_SE, topology, limited=policy.within_limits)
         parts.append(np.column_stack([placed_C4[:, 0] + begin, placed_C4[:, 1:]]))
         past_E = now_SE.sum(axis=0)
@@ -138,8 +140,8 @@ def plan_layer(
 
 def _plan_each(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
     """[C, 4] microbatch, expert, host and rows, one decision per microbatch."""
-    # Built-in policies ignore the source ranks, so one source is enough for them.
-    sources = 1 if policy.name in BUILT_IN else problem.topology.ranks
+    # These policies ignore the source ranks, so one source is enough for them.
+    sources = 1 if policy.name in OWN else problem.topology.ranks
     source_R = np.arange(sources)[:, None]
     placed = [
         decided(policy, replace(problem, loads=(load_E + source_R) // sources, expert_loads=load_E))

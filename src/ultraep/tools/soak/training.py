@@ -73,7 +73,7 @@ class Case:
             own_network=bool(rng.integers(3) == 0),
             tokens=rng.integers(0, 14, (steps, ranks)).tolist(),
             homes=np.sort(np.arange(experts) % ranks).tolist(),
-            policy=str(rng.choice(["ultraep", "ultraep", "ultraep", "quota", "none"])),
+            policy=str(rng.choice(["ultraep", "ultraep", "ultraep", "none"])),
             objective=str(rng.choice(["balance", "balance", "time"])),
             options={
                 "slots": int(rng.integers(1, 3)),

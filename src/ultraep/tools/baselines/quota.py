@@ -24,7 +24,7 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.config import PARTS, BalanceConfig
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import by_domain, refuse_limits
+from ultraep.tools.baselines.places import by_domain, refuse_limits
 from ultraep.topology import sum_by_rank
 
 FAST_PROBES = 3

@@ -10,18 +10,18 @@ expert, host rank and quota. Rows that it does not assign stay at home. To add a
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
+import numpy as np
+
 from ultraep.arrays import IntArray
+from ultraep.backends.limits import Limits
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.topology import Topology
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,12 @@ class Policy:
     over_interval: DecideInterval | None = None
 
 
-PEERS = ("echo", "llep", "moonep", "eplb", "lplb", "flashlb")  # of other projects
-MODULES = {
-    "none": "own",
-    "ultraep": "own",
-    "quota": "quota",
-    **{name: f"peers.{name}" for name in PEERS},
-    "ideal": "own",
-}
-BUILT_IN = tuple(MODULES)
-IGNORE_SPEEDS = ("quota", *PEERS)
+BUILT_IN = ("none", "ultraep")
+# Names of `ultraep.tools.baselines`, which plan offline only.
+BASELINES = ("quota", "echo", "llep", "moonep", "eplb", "lplb", "flashlb", "ideal")
+RUNNING = "a running balancer takes ultraep, none or a policy that you register"
 _registry: dict[str, Policy] = {}
+_modules: dict[str, str] = {}  # by the name of the policy that importing them registers
 _import_module = cache(importlib.import_module)
 
 
@@ -75,9 +70,9 @@ def register_policy(
 ) -> Callable[[Decide], Decide]:
     """Make the decorated function available as `BalanceConfig(policy=name)`.
 
-    within_limits: False for policies that ignore spare slots or move experts freely. Their plans
-        are for comparison: a balancer does not run them.
-    needs_history: whether the policy uses past loads.
+    within_limits: False for policies that ignore spare slots or move experts freely.
+    needs_history: whether the policy uses past loads. The plans of such policies are for
+        comparison: a balancer runs neither them nor policies beyond the limits.
     over_interval: decides for many microbatches with the same past, in one call. The simulator
         uses it; without it, it calls the policy for every microbatch.
     """
@@ -94,23 +89,55 @@ def register_policy(
     return register
 
 
+def register_modules(modules: Mapping[str, str]) -> None:
+    """Make these policies available; the module of a policy is imported when it is first used."""
+    _modules.update(modules)
+
+
 def get_policy(name: str) -> Policy:
-    """Return the policy of that name. Built-in policies are imported on first use."""
-    if name in BUILT_IN:  # also if it is registered: another thread may still be importing it
-        _import_module(f"ultraep.policies.{MODULES[name]}")
-    if name not in _registry:
-        raise ConfigError(f"unknown policy {name!r}; choose from {', '.join(policy_names())}")
-    return _registry[name]
+    """Return the policy of that name."""
+    if name in _modules:  # also if it is registered: another thread may still be importing it
+        _import_module(_modules[name])
+    if name in _registry:
+        return _registry[name]
+    if name in BASELINES:
+        raise ConfigError(f"{name} is an offline baseline: import ultraep.tools.baselines first")
+    raise ConfigError(f"unknown policy {name!r}; choose from {', '.join(policy_names())}")
 
 
-def warn_if_speeds_ignored(config: BalanceConfig) -> None:
-    """Log a warning if the config has speeds and its policy balances rows."""
-    if config.speeds is not None and config.policy in IGNORE_SPEEDS:
-        logger.warning(
-            "policy %r ignores speeds: it balances rows, not rows / speed", config.policy
+def running_policy(name: str) -> Policy:
+    """Return the policy of that name for a running balancer; raise if it only plans offline."""
+    if name in BASELINES:
+        raise ConfigError(
+            f"{name} is an offline baseline: compare it with `ultraep trace replay`; {RUNNING}"
         )
+    policy = get_policy(name)
+    if policy.needs_history:
+        raise ConfigError(f"policy {name!r} uses past loads and plans offline only; {RUNNING}")
+    if not policy.within_limits:
+        raise ConfigError(
+            f"policy {name!r} ignores slots and domains and plans offline only; {RUNNING}"
+        )
+    return policy
 
 
 def policy_names() -> list[str]:
     """Return the names of all policies: built-in first, then registered ones."""
-    return [*BUILT_IN, *(name for name in _registry if name not in BUILT_IN)]
+    return list(dict.fromkeys((*BUILT_IN, *_modules, *_registry)))
+
+
+@register_policy("none")
+def none(_: Problem) -> IntArray:
+    """No replicas: every row goes to the home of its expert."""
+    return np.empty((0, 3), dtype=np.int64)
+
+
+@register_policy("ultraep")
+def ultraep(problem: Problem) -> IntArray:
+    """Alias planning: the emptiest rank takes its exact deficit from the busiest rank.
+
+    `backends/reference/place.py` implements the algorithm; `docs/plan.md` explains it.
+    """
+    limits = Limits.of(problem.topology, problem.config)
+    placed_C3: IntArray = problem.backend.place(problem.expert_loads, limits)
+    return placed_C3

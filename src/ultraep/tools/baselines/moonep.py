@@ -18,7 +18,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import by_domain, refuse_limits
+from ultraep.tools.baselines.places import by_domain, refuse_limits
 from ultraep.topology import sum_by_rank
 
 

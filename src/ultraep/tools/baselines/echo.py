@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import by_domain, refuse_limits
+from ultraep.tools.baselines.places import by_domain, refuse_limits
 from ultraep.topology import sum_by_rank
 
 SHELVES = 8  # the first one is for spills that fill a whole rank

@@ -28,7 +28,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import away_from_home, pack, refuse_limits
+from ultraep.tools.baselines.places import away_from_home, pack, refuse_limits
 from ultraep.topology import Topology
 
 DEVICES_PER_NODE = 8

@@ -18,7 +18,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import pack, replicated_items, served_equally
+from ultraep.tools.baselines.places import pack, replicated_items, served_equally
 from ultraep.topology import Topology
 
 

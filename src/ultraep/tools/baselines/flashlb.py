@@ -24,7 +24,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.places import FloatArray, replicated_items, served_equally
+from ultraep.tools.baselines.places import FloatArray, replicated_items, served_equally
 from ultraep.topology import Topology
 
 TINY = np.float32(0.01)  # makes the score of no load one

@@ -1,4 +1,4 @@
-"""Our own policy, and its lower and upper bound: no replicas, and forced balance."""
+"""ideal: forced balance, an upper bound for all policies."""
 
 from __future__ import annotations
 
@@ -8,23 +8,6 @@ from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
 from ultraep.config import UNLIMITED
 from ultraep.policies import Problem, register_policy
-
-
-@register_policy("none")
-def none(_: Problem) -> IntArray:
-    """No replicas: every row goes to the home of its expert."""
-    return np.empty((0, 3), dtype=np.int64)
-
-
-@register_policy("ultraep")
-def ultraep(problem: Problem) -> IntArray:
-    """Alias planning: the emptiest rank takes its exact deficit from the busiest rank.
-
-    `backends/reference/place.py` implements the algorithm; `docs/plan.md` explains it.
-    """
-    limits = Limits.of(problem.topology, problem.config)
-    placed_C3: IntArray = problem.backend.place(problem.expert_loads, limits)
-    return placed_C3
 
 
 @register_policy("ideal", within_limits=False)

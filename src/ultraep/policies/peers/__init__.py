@@ -1,1 +1,0 @@
-"""Balancers of other projects, planned again here to compare with."""
