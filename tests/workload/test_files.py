@@ -102,7 +102,7 @@ def test_invalid_routing(tmp_path):
         with pytest.raises(FileError, match="_ids of"):
             workload.read_routing(path)
     path.write_bytes(b"nonsense")
-    with pytest.raises(FileError, match="not an archive of arrays"):
+    with pytest.raises(FileError, match="as an archive of arrays"):
         workload.read_routing(path)
     ids = np.zeros((10, 1, 1), dtype=np.int64)
     with pytest.raises(ConfigError, match="10 tokens does not divide over 3 ranks"):

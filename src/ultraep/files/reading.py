@@ -12,7 +12,6 @@ import math
 import os
 import stat
 import struct
-import sys
 import warnings
 import zipfile
 import zlib
@@ -20,7 +19,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +28,11 @@ from ultraep.errors import FileError
 
 Array = NDArray[Any]
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-ENCRYPTED, UNREADABLE = 0x1, 0x60  # flags of a zip member
 ENDING = ".npy"
 MOST_TEXT = 16 << 20  # bytes of a text file; parsed JSON or CSV takes up to 30 times as much
 MOST_ARRAYS = 1 << 30  # bytes of all arrays read from one file
 MOST_DIRECTORY = 4 << 20  # bytes of an archive's directory
+MOST_HEADER = 16 << 10  # bytes of an array's header; NumPy refuses 10,000
 # Readers of the shape, the order and the dtype of an .npy file, by version.
 HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[Any, bool, np.dtype[Any]]]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -49,8 +48,7 @@ DAMAGE = (
     EOFError,
     OSError,
     MemoryError,
-    RecursionError,
-    NotImplementedError,  # zipfile: unknown flags and versions
+    RuntimeError,  # zipfile: encrypted members, unknown flags and versions
     SyntaxError,
     TokenError,
     struct.error,
@@ -133,7 +131,7 @@ def read_array(path: str | Path, *, most: int = MOST_ARRAYS) -> Array:
             raise FileError(f"{path}: an archive of arrays; its name should end in .npz")
         check_size(path, most)
         file.seek(0)
-        return _array(file.read())
+        return _load(file, os.stat(path).st_size)
 
 
 def read_arrays(
@@ -144,8 +142,28 @@ def read_arrays(
     only: names of the arrays to read; None reads all.
     most: limit of their unpacked size in bytes.
     """
-    with archive_of(path) as archive:
-        return archive.arrays(only, most=most)
+    with _archive(path) as archive:
+        members = {
+            name: member
+            for name, member in _members(archive).items()
+            if only is None or name in only
+        }
+        size = sum(member.file_size for member in members.values())
+        if size > most:
+            raise FileError(
+                f"{path}: its arrays unpack to {size:,} bytes, but at most {most:,} are read"
+            )
+        arrays = {}
+        for name, member in members.items():
+            with archive.open(member) as file:
+                arrays[name] = _load(file, member.file_size)
+        return arrays
+
+
+def sizes_of_arrays(path: str | Path) -> dict[str, int]:
+    """Return the unpacked sizes in bytes that the arrays of an .npz file claim, by name."""
+    with _archive(path) as archive:
+        return {name: member.file_size for name, member in _members(archive).items()}
 
 
 def names_of_arrays(path: str | Path) -> list[str]:
@@ -155,99 +173,53 @@ def names_of_arrays(path: str | Path) -> list[str]:
     with reading(path):
         if not zipfile.is_zipfile(path):
             return []
-    with archive_of(path) as archive:
-        return list(archive.members)
+    return list(sizes_of_arrays(path))
+
+
+class _BoundedFile(io.FileIO):
+    """A file that refuses single reads of more than `MOST_DIRECTORY` bytes."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > MOST_DIRECTORY:
+            raise ValueError(
+                f"a directory of {size:,} bytes, but at most {MOST_DIRECTORY:,} are read"
+            )
+        return super().read(size)
 
 
 @contextmanager
-def archive_of(path: str | Path) -> Iterator[Archive]:
+def _archive(path: str | Path) -> Iterator[zipfile.ZipFile]:
     """Open an .npz file; damage becomes a `FileError`."""
-    with reading(path), opened(path) as file, _zip_file(file) as zipped:
-        members = {_array_name(member): member for member in zipped.infolist()}
-        if len(members) < len(zipped.infolist()):
-            names = ", ".join(zipped.namelist())
-            raise FileError(f"{path}: two arrays have the same name among {names}")
-        yield Archive(path, zipped, members)
+    with reading(path, "an archive of arrays"), opened(path) as file:
+        bounded = _BoundedFile(file.fileno(), closefd=False)
+        with zipfile.ZipFile(bounded) as archive:
+            yield archive
 
 
-class Archive(NamedTuple):
-    """The arrays of an open .npz file, by name."""
-
-    path: str | Path
-    file: zipfile.ZipFile
-    members: dict[str, zipfile.ZipInfo]
-
-    def size(self) -> int:
-        """Return the size in bytes that all arrays claim to unpack to."""
-        return sum(member.file_size for member in self.members.values())
-
-    def arrays(
-        self, only: Container[str] | None = None, *, most: int = MOST_ARRAYS
-    ) -> dict[str, Array]:
-        """Return arrays as `read_arrays` does."""
-        members = {n: member for n, member in self.members.items() if only is None or n in only}
-        size = sum(member.file_size for member in members.values())
-        if size > most:
-            raise FileError(
-                f"{self.path}: its arrays unpack to {size:,} bytes, but at most {most:,} are read"
-            )
-        arrays = {}
-        for name, member in members.items():
-            with self.file.open(member) as file:
-                content = file.read(member.file_size)  # read() would unpack more than is claimed
-            arrays[name] = _array(content)
-        return arrays
+def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Return the members of an archive by the names of their arrays."""
+    members = {}
+    for member in archive.infolist():
+        name = member.filename.removesuffix(ENDING)
+        if name == member.filename or name in members:
+            raise ValueError(f"{member.filename!r} is not an array, or it is there twice")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f"{member.filename} has an unknown compression")
+        members[name] = member
+    return members
 
 
-class _BoundedFile:
-    """A file for zipfile that refuses single reads of more than `most` bytes."""
-
-    def __init__(self, file: IO[bytes], most: int) -> None:
-        self.most, self._read = most, file.read
-        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
-
-    def read(self, size: int = -1) -> bytes:
-        if size > self.most:
-            raise ValueError(f"a directory of {size:,} bytes, at most {self.most:,} are read")
-        return self._read(size)
-
-
-def _zip_file(file: IO[bytes]) -> zipfile.ZipFile:
-    """Open a zip archive whose directory has a bounded size."""
-    bounded = _BoundedFile(file, MOST_DIRECTORY)
-    try:
-        zipped = zipfile.ZipFile(bounded)
-    except zipfile.BadZipFile as error:
-        raise zipfile.BadZipFile(f"not an archive of arrays: {error}") from None
-    bounded.most = sys.maxsize  # the caller checks the sizes of members
-    return zipped
-
-
-def _array_name(member: zipfile.ZipInfo) -> str:
-    """Return the name of an array in an archive; refuse what cannot be unpacked."""
-    if not member.filename.endswith(ENDING):
-        raise ValueError(f"{member.filename!r} is not an array")
-    if member.flag_bits & ENCRYPTED:
-        raise ValueError(f"{member.filename} is encrypted")
-    if member.flag_bits & UNREADABLE:
-        raise ValueError(f"{member.filename} is compressed patched data, or strongly encrypted")
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"{member.filename} has an unknown compression, {member.compress_type}")
-    return member.filename.removesuffix(ENDING)
-
-
-def _array(content: bytes) -> Array:
-    """Return the array in the content of an .npy file, which must have exactly its size."""
-    file = io.BytesIO(content)
-    version = np.lib.format.read_magic(file)
+def _load(file: IO[bytes], size: int) -> Array:
+    """Return the array of an .npy file, whose header must claim exactly its `size` in bytes."""
+    begin = io.BytesIO(file.read(MOST_HEADER))
+    version = np.lib.format.read_magic(begin)
     if version not in HEADERS:
         number = ".".join(map(str, version))
         raise ValueError(f"version {number} of .npy cannot be read; save it as version 1.0 or 2.0")
-    shape, fortran, dtype = HEADERS[version](file)
-    begin = file.tell()
-    if dtype.hasobject:
-        raise ValueError("holds Python objects (a pickle), not numbers")
-    needed, size = math.prod(shape) * dtype.itemsize, len(content) - begin
-    if min(shape, default=0) < 0 or needed != size:
-        raise ValueError(f"{dtype} {list(shape)} needs {needed} bytes, there are {size}")
-    return np.ndarray(shape, dtype, content, begin, order="F" if fortran else "C")
+    shape, _, dtype = HEADERS[version](begin)
+    needed, there = math.prod(shape) * dtype.itemsize, size - begin.tell()
+    if not dtype.hasobject and (min(shape, default=0) < 0 or needed != there):
+        raise ValueError(f"{dtype} {list(shape)} needs {needed} bytes, there are {there}")
+    file.seek(0)
+    array: Array = np.load(file, allow_pickle=False)
+    return array

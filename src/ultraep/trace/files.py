@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ultraep.errors import FileError
-from ultraep.files.reading import archive_of, read_text
+from ultraep.files.reading import read_arrays, read_text, sizes_of_arrays
 from ultraep.files.writing import whole_file
 from ultraep.trace.schema import (
     HEADER_FILE,
@@ -45,8 +45,7 @@ def check_pieces(folder: Path) -> None:
     """Check the claimed sizes of all pieces of a trace together."""
     claimed = on_disk = 0
     for path in folder.glob("rank-*/[0-9]*.npz"):
-        with archive_of(path) as archive:
-            claimed += archive.size()
+        claimed += sum(sizes_of_arrays(path).values())
         on_disk += path.stat().st_size
     check_claims(folder, claimed, on_disk)
 
@@ -70,29 +69,29 @@ def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | Non
     """
     known = fields_in_pieces(rank)
     wanted = known if names is None else {n: known.get(n) or SUMMARIES[n] for n in names}
-    with archive_of(path) as archive:
-        if unknown := archive.members.keys() - known.keys() - SUMMARIES.keys():
-            names = ", ".join(sorted(unknown))
-            raise FileError(f"{path}: not a piece of a trace, it has unknown arrays: {names}")
-        size = archive.size()
-        check_claims(path, size, path.stat().st_size)
-        arrays = archive.arrays(wanted, most=size)
+    sizes = sizes_of_arrays(path)
+    if unknown := sizes.keys() - known.keys() - SUMMARIES.keys():
+        names = ", ".join(sorted(unknown))
+        raise FileError(f"{path}: not a piece of a trace, it has unknown arrays: {names}")
+    claimed = sum(sizes.values())
+    check_claims(path, claimed, path.stat().st_size)
+    arrays = read_arrays(path, wanted, most=claimed)
     return checked_arrays(arrays, wanted, header.sizes(rank), path)
 
 
 def read_single(path: Path) -> tuple[Header, Arrays]:
     """Read a file written by `Trace.save`."""
-    with archive_of(path) as archive:
-        if "header" not in archive.members:
-            raise FileError(f"{path}: not a trace, it has no header")
-        size, most = archive.members["header"].file_size, 4 * MOST_HEADER  # UTF-32
-        if size > most:
-            raise FileError(
-                f"{path}: its header has {size:,} bytes, but at most {most:,} are read; {AGAIN}"
-            )
-        claimed = archive.size()
-        check_claims(path, claimed, path.stat().st_size)
-        arrays = archive.arrays(most=claimed)
+    sizes, most = sizes_of_arrays(path), 4 * MOST_HEADER  # UTF-32
+    if "header" not in sizes:
+        raise FileError(f"{path}: not a trace, it has no header")
+    if sizes["header"] > most:
+        raise FileError(
+            f"{path}: its header has {sizes['header']:,} bytes, but at most {most:,} are read; "
+            f"{AGAIN}"
+        )
+    claimed = sum(sizes.values())
+    check_claims(path, claimed, path.stat().st_size)
+    arrays = read_arrays(path, most=claimed)
     text = arrays.pop("header")
     if text.dtype.kind != "U" or text.ndim:
         raise FileError(
