@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ultraep.supported import check_torch
+from ultraep.supported import TORCH
 
-check_torch()  # here: whatever runs on ranks imports this module
+TORCH.check()  # here: whatever runs on ranks imports this module
 
 
 class Message(NamedTuple):

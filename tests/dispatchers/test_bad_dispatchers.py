@@ -316,14 +316,14 @@ CONSTRUCTORS = {
 def test_an_unknown_version(name, version, monkeypatch):
     for package in ("deep_ep", "torch_stand_in"):
         library(monkeypatch, package, version)
-    message = rf"needs \w+ [\d.]+ or newer, below [\d.]+, but {version} is installed"
+    message = rf"\w+ [\d.]+ to [\dx.]+ is needed, but {version} is installed"
     with pytest.raises(BackendUnavailable, match=message):
         CONSTRUCTORS[name]()
 
 
 def test_a_library_without_a_version(monkeypatch):
     library(monkeypatch, "deep_ep", None)
-    with pytest.raises(BackendUnavailable, match=r"but deep_ep of unknown version is installed"):
+    with pytest.raises(BackendUnavailable, match=r"but no version of it is installed"):
         CONSTRUCTORS["DeepEP"]()
 
 
@@ -332,7 +332,7 @@ def test_a_missing_argument(monkeypatch):
     monkeypatch.setattr(ElasticBuffer, "dispatch", lambda self, x, topk_idx, handle: None)
     message = (
         r"ElasticBuffer.dispatch of deep_ep 2.1.0 lacks topk_weights, num_experts, do_expand; "
-        r"ultraep knows deep_ep 2.0 or newer, below 3.0"
+        r"ultraep knows deep_ep 2.0 to 2.x"
     )
     with pytest.raises(BackendUnavailable, match=message):
         CONSTRUCTORS["DeepEP"]()

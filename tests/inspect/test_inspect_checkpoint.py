@@ -9,7 +9,7 @@ import torch
 from inspect_models import routing_of, save_model
 
 from ultraep.errors import BackendUnavailable, ConfigError, FileError
-from ultraep.integrations.library import Library
+from ultraep.supported import Library
 from ultraep.tools.inspect.blocks import run_windows
 from ultraep.tools.inspect.checkpoint import INDEX, Checkpoint
 from ultraep.tools.inspect.library import transformers

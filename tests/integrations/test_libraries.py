@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from ultraep import BackendUnavailable
-from ultraep.integrations import library
-from ultraep.integrations.library import MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM
+from ultraep.supported import MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM, Library
 
 VERSIONS = [  # refused, accepted
     (MEGATRON, ["0.15.3", "0.20.0rc1", "1.16.0"], ["0.16.1", "0.16.1rc2+local", "0.19.2"]),
@@ -23,10 +22,10 @@ VERSIONS = [  # refused, accepted
 @pytest.mark.parametrize(("known", "refused", "accepted"), VERSIONS, ids=lambda value: str(value))
 def test_versions(known, refused, accepted, monkeypatch):
     for version in accepted:
-        monkeypatch.setattr(library, "version", lambda _, version=version: version)
+        monkeypatch.setattr(Library, "installed", lambda _, version=version: version)
         known.check()
     for version in refused:
-        monkeypatch.setattr(library, "version", lambda _, version=version: version)
+        monkeypatch.setattr(Library, "installed", lambda _, version=version: version)
         with pytest.raises(BackendUnavailable) as error:
             known.check()
         message = f"{known.name} {known.supported()} is needed, but {version} is installed"
@@ -35,11 +34,10 @@ def test_versions(known, refused, accepted, monkeypatch):
 
 @pytest.mark.parametrize("known", [MEGATRON, VLLM])
 def test_a_missing_library(known, monkeypatch):
-    def missing(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(library, "version", missing)
-    with pytest.raises(BackendUnavailable, match=rf"pip install 'ultraep\[{known.extra}\]'"):
+    monkeypatch.setattr(Library, "installed", lambda _: None)
+    with pytest.raises(
+        BackendUnavailable, match=rf"no version of it is installed: {re.escape(known.remedy)}"
+    ):
         known.check()
 
 

@@ -18,7 +18,6 @@ import ultraep
 from ultraep import ConfigError
 from ultraep.bundle import Layout
 from ultraep.integrations import vllm
-from ultraep.integrations.library import VLLM_LOGGER, Library
 from ultraep.integrations.vllm.counters import VARIABLE, ServingCounters, where_they_are
 from ultraep.integrations.vllm.refusals import (
     BACKENDS,
@@ -27,9 +26,10 @@ from ultraep.integrations.vllm.refusals import (
     reasons_of_layer,
     rows_to_pay,
 )
-from ultraep.integrations.vllm.settings import ServingSettings, read_settings
+from ultraep.integrations.vllm.settings import VLLM_LOGGER, ServingSettings, read_settings
 from ultraep.integrations.vllm.tensors import carry_experts, tensors_without_bundle
 from ultraep.microbatch import MicrobatchInfo
+from ultraep.supported import Library
 
 MICROBATCH = MicrobatchInfo(layer=0, step=1)
 
@@ -353,7 +353,7 @@ def test_the_log_says_whether_counters_are_shown(monkeypatch):
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
-        (None, "vLLM is not installed: pip install"),
+        (None, "vLLM 0.32.x is needed, but no version of it is installed: pip install"),
         ("0.31.2", "vLLM 0.32.x is needed, but 0.31.2 is installed"),
         ("0.33.0rc1", "vLLM 0.32.x is needed, but 0.33.0rc1 is installed"),
         ("1.0", "vLLM 0.32.x is needed, but 1.0 is installed"),

@@ -34,7 +34,7 @@ from vllm_engines import (
 from vllm_standin import write_entry_point
 
 import ultraep
-from ultraep.integrations.library import VLLM
+from ultraep.supported import VLLM
 
 PROMPTS = make_prompts()
 FAILED: list[str] = []

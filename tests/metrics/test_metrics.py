@@ -257,7 +257,7 @@ def test_serve_listens_on_this_machine_only(reading):
     serve(port)(reading)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
         assert b"ultraep_copies_planned_total" in reply.read()
-    with pytest.raises(OSError, match="refused|reach|assign|time"):
+    with pytest.raises(OSError, match=r"refused|reach|assign|time"):
         socket.create_connection(("127.0.0.2", port), timeout=5)
 
 

@@ -14,11 +14,9 @@ Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D m
 from __future__ import annotations
 
 import inspect
-import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 
 import torch
 
@@ -27,8 +25,7 @@ from ultraep.dispatch import Moved, Pack, Received, SlotRoutes, send
 from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import accumulator
-
-Version = tuple[int, int]  # major, minor
+from ultraep.supported import Library
 
 
 class LibraryRows(ABC):
@@ -118,32 +115,21 @@ def check_dtype(name: str, rows: torch.Tensor, dtypes: Sequence[torch.dtype]) ->
         raise ConfigError(f"{name} moves rows of {listed}, got {rows.dtype}; cast the tokens")
 
 
-def check_library(
-    library: object, oldest: Version, below: Version, **arguments: Sequence[str]
-) -> None:
-    """Raise unless the library of an object has a supported version and takes these arguments.
+def check_buffer(buffer: object, library: Library, **arguments: Sequence[str]) -> None:
+    """Raise unless a buffer is of a supported version of its library and takes these arguments.
 
     arguments: names of the arguments that each method must have.
     """
-    kind = type(library)
-    package = kind.__module__.partition(".")[0]
-    try:
-        installed = getattr(sys.modules.get(package), "__version__", None) or version(package)
-    except PackageNotFoundError:
-        installed = f"{package} of unknown version"
-    numbers = re.match(r"(\d+)\.(\d+)", installed)
-    supported = f"{oldest[0]}.{oldest[1]} or newer, below {below[0]}.{below[1]}"
-    if not numbers or not oldest <= (int(numbers[1]), int(numbers[2])) < below:
-        raise BackendUnavailable(
-            f"{kind.__name__} needs {package} {supported}, but {installed} is installed; install a "
-            "supported version, or leave dispatcher= out"
-        )
+    kind = type(buffer)
+    library = replace(library, packages=(kind.__module__.partition(".")[0],))
+    library.check()
     for method, names in arguments.items():
-        function = getattr(library, method, None)
+        function = getattr(buffer, method, None)
         known = () if function is None else inspect.signature(function).parameters
         missing = [name for name in names if name not in known]
         if function is None or missing:
             raise BackendUnavailable(
-                f"{kind.__name__}.{method} of {package} {installed} lacks "
-                f"{', '.join(missing) or 'everything'}; ultraep knows {package} {supported}"
+                f"{kind.__name__}.{method} of {library.name} {library.installed()} lacks "
+                f"{', '.join(missing) or 'everything'}; ultraep knows {library.name} "
+                f"{library.supported()}"
             )

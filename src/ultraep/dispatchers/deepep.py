@@ -19,13 +19,14 @@ from ultraep.dispatch import Moved, SlotRoutes
 from ultraep.dispatchers import (
     LibraryRows,
     RawDispatcher,
+    check_buffer,
     check_dtype,
-    check_library,
     join_packed,
     split_packed,
 )
 from ultraep.errors import LoadError
 from ultraep.ops.products import accumulator
+from ultraep.supported import ELASTIC_BUFFER, LEGACY_BUFFER
 
 
 class DeepEP(RawDispatcher):
@@ -37,10 +38,9 @@ class DeepEP(RawDispatcher):
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
     def __init__(self, buffer: Any) -> None:
-        check_library(
+        check_buffer(
             buffer,
-            (2, 0),
-            (3, 0),
+            ELASTIC_BUFFER,
             dispatch=("x", "topk_idx", "topk_weights", "num_experts", "handle", "do_expand"),
             combine=("x", "handle", "topk_weights"),
         )
@@ -98,10 +98,9 @@ class DeepEPBuffer(RawDispatcher):
 
     def __init__(self, buffer: Any) -> None:
         layout = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert")
-        check_library(
+        check_buffer(
             buffer,
-            (1, 0),
-            (3, 0),
+            LEGACY_BUFFER,
             get_dispatch_layout=("topk_idx", "num_experts"),
             dispatch=("x", "handle", "topk_idx", "topk_weights", "is_token_in_rank", *layout),
             combine=("x", "handle", "topk_weights"),

@@ -22,12 +22,13 @@ from ultraep.dispatch import Moved, SlotRoutes
 from ultraep.dispatchers import (
     LibraryRows,
     RawDispatcher,
+    check_buffer,
     check_dtype,
-    check_library,
     join_packed,
     split_packed,
 )
 from ultraep.errors import ConfigError, LoadError
+from ultraep.supported import HYBRID_BUFFER
 
 CHUNK = 16  # tokens; the library needs multiples
 
@@ -44,10 +45,9 @@ class HybridEP(RawDispatcher):
 
     def __init__(self, buffer: Any, *, tokens: int) -> None:
         routing = ("routing_map", "probs", "scaling_factor", "num_permuted_tokens", "use_fp8")
-        check_library(
+        check_buffer(
             buffer,
-            (1, 2),
-            (3, 0),
+            HYBRID_BUFFER,
             dispatch_with_permute=("hidden", "num_of_experts_per_rank", "handle", *routing),
             combine_with_unpermute=("hidden", "probs", "handle"),
         )

@@ -19,8 +19,9 @@ import torch
 
 from ultraep.config import check_integer
 from ultraep.dispatch import Moved, SlotRoutes
-from ultraep.dispatchers import LibraryRows, RawDispatcher, check_dtype, check_library
+from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer, check_dtype
 from ultraep.errors import ConfigError, LoadError
+from ultraep.supported import TOKEN_SWITCH
 
 ROW_BYTES = 16  # rows have multiples of this size
 PARTS = 3  # bfloat16 numbers whose sum is a float32 number
@@ -37,10 +38,9 @@ class TokenSwitch(RawDispatcher):
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
     def __init__(self, switch: Any, *, num_experts: int, max_recv_tokens: int) -> None:
-        check_library(
+        check_buffer(
             switch,
-            (2, 14),
-            (2, 16),
+            TOKEN_SWITCH,
             create_routing=("topk_idx", "per_expert_token_counts", "layout"),
             dispatch=("routing", "tokens", "topk_weights", "out"),
             combine=("routing", "expert_tokens", "out"),

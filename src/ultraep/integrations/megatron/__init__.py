@@ -7,7 +7,7 @@ balanced_layers, balancers    the balanced layers of a model, and their balancer
 
 from typing import TYPE_CHECKING, Any
 
-from ultraep.integrations.library import MEGATRON
+from ultraep.supported import MEGATRON
 
 if TYPE_CHECKING:
     from ultraep.integrations.megatron.layer import (

@@ -10,7 +10,6 @@ metrics    metrics with imbalance, replicas and bytes
 from dataclasses import dataclass
 from typing import Any
 
-from ultraep.integrations.library import TORCHTITAN
 from ultraep.integrations.torchtitan.check import (
     balancer_options,
     check_axes,
@@ -19,6 +18,7 @@ from ultraep.integrations.torchtitan.check import (
 )
 from ultraep.metrics.exporters import line_of
 from ultraep.runtime.balancer import Balancer
+from ultraep.supported import TORCHTITAN
 
 TORCHTITAN.check()  # before importing it
 

@@ -11,7 +11,7 @@ enable                        balance the library's own expert parallelism
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ultraep.integrations.library import TRANSFORMERS
+from ultraep.supported import TRANSFORMERS
 
 TRANSFORMERS.check()  # before importing it
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ultraep.errors import ConfigError
-from ultraep.integrations.library import OWN_EXPERT_PARALLELISM
 from ultraep.integrations.transformers.experts import stacked_tensors, stages
 from ultraep.integrations.transformers.quantised import freeze_fp8
 from ultraep.policies import running_policy
 from ultraep.runtime.balancer import Balancer
+from ultraep.supported import OWN_EXPERT_PARALLELISM
 
 OWN_EXPERT_PARALLELISM.check()  # before importing it
 

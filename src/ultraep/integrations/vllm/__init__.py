@@ -17,8 +17,8 @@ import logging
 import os
 
 from ultraep.errors import BackendUnavailable
-from ultraep.integrations.library import VLLM, VLLM_LOGGER
-from ultraep.integrations.vllm.settings import read_settings
+from ultraep.integrations.vllm.settings import VLLM_LOGGER, read_settings
+from ultraep.supported import VLLM
 
 __all__ = ["register"]
 

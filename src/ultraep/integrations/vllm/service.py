@@ -17,7 +17,6 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_ex
 from ultraep import __version__
 from ultraep.bundle import Layout
 from ultraep.config import BalanceConfig
-from ultraep.integrations.library import VLLM_LOGGER
 from ultraep.integrations.vllm.counters import ServingCounters, where_they_are
 from ultraep.integrations.vllm.refusals import (
     least_tokens,
@@ -25,7 +24,7 @@ from ultraep.integrations.vllm.refusals import (
     reasons_of_layer,
     rows_to_pay,
 )
-from ultraep.integrations.vllm.settings import KEY, ServingSettings
+from ultraep.integrations.vllm.settings import KEY, VLLM_LOGGER, ServingSettings
 from ultraep.runtime.balancer import Balancer
 
 counters_of_process = cache(ServingCounters)  # prometheus_client registers names once

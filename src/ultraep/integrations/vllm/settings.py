@@ -16,6 +16,7 @@ from ultraep.policies import running_policy
 
 KEY = "ultraep"  # in the additional configuration
 PREFIX = "ULTRAEP_"  # in the environment
+VLLM_LOGGER = "vllm.ultraep"  # a child of vLLM's logger, so that its handlers print it
 READ_ELSEWHERE = {"ULTRAEP_TRACE", "ULTRAEP_RATES", "ULTRAEP_FLIGHT"}
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ultraep.errors import FileError
-from ultraep.integrations.library import TRANSFORMERS
+from ultraep.supported import TRANSFORMERS
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
