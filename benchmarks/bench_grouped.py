@@ -1,7 +1,6 @@
 """Time of the grouped expert products by rows per expert, and of the surrounding operations.
 
     python benchmarks/bench_grouped.py                    # needs a GPU; a minute and a half
-    python benchmarks/bench_grouped.py --only partitions  # also needs cuda-python
     python benchmarks/bench_grouped.py --toy              # tiny, for CI; also without a GPU
 
 Forward is both products and SwiGLU. Backward is all gradients: rows, weights (float32) and gates.
@@ -14,15 +13,14 @@ Shapes: A rows of capacity, L slots, D model width, F hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from card import graph_on, split, together
 from grouped_mlp import DEEPSEEK, GLM, GPT_OSS, QWEN3, TINY, Draw, Mlp, Model, drawer
-from harness import CARD, KERNELS, Bench, Case, Line, Metric, Values, main
-from timing import Call, Gpu, free, nothing
+from harness import KERNELS, Bench, Case, Line, Metric, Values, main
+from timing import Call, free, nothing
 from torch.nn import functional
 
 Stopwatch = Callable[[], float]  # microseconds
@@ -46,10 +44,6 @@ class Scale:
     curves: Curves = ((QWEN3, 3), (QWEN3, 5), (QWEN3, 9), (DEEPSEEK, 5), (GLM, 5), (GPT_OSS, 5))
     rows: Counts = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # of a slot
     most_rows: int = 131072  # of all slots
-    partitions: int = 8
-    sms: int = 16  # of a partition
-    partition_curves: Curves = ((QWEN3, 17), (DEEPSEEK, 9))
-    partition_rows: Counts = (128, 512, 2048, 4096)
     matmul_rows: int = 8192
     matmul_widths: Counts = (4096, 5120, 7168)
     heads: int = 64
@@ -63,9 +57,6 @@ TOY = Scale(
     curves=((TINY, 3),),
     rows=(16, 24, 130),
     most_rows=200,
-    partitions=2,
-    partition_curves=((TINY, 3),),
-    partition_rows=(16,),
     matmul_rows=32,
     matmul_widths=(64,),
     heads=2,
@@ -98,53 +89,6 @@ def grouped(bench: Bench) -> None:
         bench.table(f"whole GPU, D {model.width}, F {model.ffn}; rows per slot", lines)
         del mlp, watches
         free()
-
-
-def partitions(bench: Bench) -> None:
-    """Use several partitions at the same time, each with its own weights and rows."""
-    scale = bench.scale
-    parts = split(scale.partitions, scale.sms)
-    streams, sms = [part.stream() for part in parts], [part.sms for part in parts]
-    for model, slots in scale.partition_curves:
-        partition_curve(bench, model, slots, streams, sms)
-        free()
-
-
-def partition_curve(
-    bench: Bench, model: Model, slots: int, streams: Sequence[torch.cuda.Stream], sms: Sequence[int]
-) -> None:
-    assert isinstance(bench.clock, Gpu)
-    rows, count = bench.scale.partition_rows, len(streams)
-    mlps = [
-        Mlp(model, slots, slots * max(rows), bench.clock, sms=size, seed=seed)
-        for seed, size in enumerate(sms)
-    ]
-    lines = []
-    # All, half, a quarter, ...: idle partitions leave power and bandwidth to the busy ones.
-    for busy in (count >> halvings for halvings in range(count.bit_length())):
-        watches = dict(side_by_side(bench.clock, mlps[:busy], streams[:busy]))
-        for each in rows if busy == count else rows[-1:]:
-            for mlp in mlps:
-                mlp.divide([each] * slots)
-            flops = model.flops(busy * slots * each)
-            case: Case = {"model": model.name, "slots": slots, "busy": busy, "rows": each}
-            lines.append(Line(case, measured(watches, flops)))
-    about = f"{count} partitions of {sms[0]} SMs, D {model.width}, F {model.ffn}"
-    bench.table(f"{about}; number of busy partitions, time of the slowest, TFLOP/s of all", lines)
-
-
-def side_by_side(
-    clock: Gpu, mlps: Sequence[Mlp], streams: Sequence[torch.cuda.Stream]
-) -> Iterator[tuple[str, Stopwatch]]:
-    """For each pass, a function that measures it on all partitions at once."""
-    for name, compile_all in mlps[0].passes.items():
-        compile_all()  # loads all kernels before the capture
-        replays = [
-            graph_on(stream, mlp.passes[name]).replay
-            for stream, mlp in zip(streams, mlps, strict=True)
-        ]
-        every = partial(together, replays, streams)
-        yield name, partial(clock.us, every, torch.cuda.synchronize, len(replays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +153,9 @@ def moves(scale: Scale, draw: Draw) -> Iterator[Work]:
     yield Work({"work": "copy", "size": size}, partial(out.copy_, rows), moved=2 * nbytes)
 
 
-SECTIONS = {"grouped": grouped, "dense": dense, "partitions": partitions}
-NEEDS = {"grouped": KERNELS, "dense": KERNELS, "partitions": CARD}
+SECTIONS = {"grouped": grouped, "dense": dense}
 
 
 if __name__ == "__main__":
     scales = {"toy": TOY, "quick": Scale(), "full": Scale()}
-    main("grouped", __doc__, SECTIONS, scales, needs=NEEDS)
+    main("grouped", __doc__, SECTIONS, scales, needs=KERNELS)

@@ -1,6 +1,6 @@
 """Memory of a layer per rank: unbalanced, balanced, and with a static row capacity.
 
-    python benchmarks/bench_memory.py            # measured on a GPU, counted elsewhere
+    python benchmarks/bench_memory.py            # measured on a GPU (CUDA MPS), else counted
     python benchmarks/bench_memory.py --toy      # tiny, for CI
 
 All ranks have buffers of the same size. Bytes of one rank, without its weights:
@@ -13,27 +13,30 @@ All ranks have buffers of the same size. Bytes of one rank, without its weights:
 All layers share the slots, their gradients and the row buffers. Counting uses the buffers that the
 data plane allocates and the tensors that experts save per row for backward: the row, gate and up,
 and the activation. With 16 layers in flight the saved tensors exist 16 times, the rest once. On a
-GPU, the peak of forward and backward is measured instead (activations and gradients of the home
-experts), and the highest skew is also timed.
+GPU, eight processes measure the peak of forward and backward instead (activations and gradients of
+the home experts) and time the step.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
-from bench_layer_gpu import SIZES, TOY
-from card import Size, World
-from harness import ANY, Bench, Line, Metric, main
-from layers import STEP, FixedRouter, layer_with_weights
-from load_cases import HotRank, even
-from timing import free
+import torch.distributed as dist
+from harness import Line, Metric, options_parser
+from layers import STEP, FixedRouter, drawn_weights, layer_with_weights, on_ranks, slowest
+from load_cases import HotRank, Shape, even, ids_with
+from mps import device_of_rank, report_of_ranks
+from timing import free, on_gpu
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
+from ultraep.arrays import IntArray
 from ultraep.comm import Region
 
 SKEWS = (1.0, 1.5, 3.0)
@@ -48,6 +51,10 @@ ALL = Metric("all_but_weights", "MB", "all MB", ".1f")
 MODEL = Metric("all_but_weights_of_16_layers", "MB", "16 layers", ".0f")
 LAYERS = 16
 OVER = Metric("share_of_none", "share", "of none", ".3f")
+STEPS = 7  # timed
+
+QWEN = Shape(hidden=4096, ffn=1536, experts=128, top_k=8, tokens=8192, ranks=8)
+TOY = Shape(hidden=256, ffn=128, experts=16, top_k=2, tokens=64, ranks=2)
 
 
 @dataclass(frozen=True)
@@ -60,17 +67,20 @@ class Contender:
     capacity: int | str  # of the balancer; 0: what the plan needs
 
 
-def contenders(size: Size) -> Iterator[Contender]:
+def contenders(size: Shape) -> Iterator[Contender]:
     yield Contender("none", "none", 0, 0)
     yield Contender("ultraep, 1 slot", "ultraep", 1, "auto")
     yield Contender("ultraep, planned", "ultraep", 1, 0)
     yield Contender("static", "ultraep", size.experts // size.ranks, "static")
 
 
-def plan_of(size: Size, skew: float, contender: Contender) -> Plan:
-    loads = even(size) if skew == 1 else HotRank(skew).draw(size)
+def loads_of_skew(size: Shape, skew: float) -> IntArray:
+    return even(size) if skew == 1 else HotRank(skew).draw(size)
+
+
+def plan_of(size: Shape, skew: float, contender: Contender) -> Plan:
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=contender.slots)
-    return ultraep.plan(loads, topology, BalanceConfig(policy=contender.policy))
+    return ultraep.plan(loads_of_skew(size, skew), topology, BalanceConfig(policy=contender.policy))
 
 
 def shared_bytes(balancer: ultraep.Balancer, device: str) -> tuple[dict[str, int], int]:
@@ -84,9 +94,9 @@ def shared_bytes(balancer: ultraep.Balancer, device: str) -> tuple[dict[str, int
 
 
 class OneRank:
-    """The memory of one rank of a group; pages that are not written are never touched."""
+    """One rank of a group that only allocates; pages that are not written are never touched."""
 
-    rank, device = 0, torch.device("cpu")
+    rank, device, timeout = 0, torch.device("cpu"), 30.0
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -96,20 +106,25 @@ class OneRank:
         return Region(local, torch.full((self.size,), local.data_ptr()), local)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
+        return [value] * self.size
+
+    def hosts(self) -> None:
+        """The other ranks cannot answer."""
 
     def close(self) -> None:
         """The memory is freed with the last tensor."""
 
 
-def on_host(size: Size, contender: Contender, capacity: int | str) -> tuple[dict[str, int], int]:
+def on_host(size: Shape, contender: Contender, capacity: int | str) -> tuple[dict[str, int], int]:
     """Bytes allocated for such a layer, without running it."""
+    alone: Any = OneRank(size.ranks)
     balancer = ultraep.Balancer(
-        peers=OneRank(size.ranks),
+        communicator=alone,
+        peers=alone,
         data_plane="mapped",
         experts=size.experts,
         slots=contender.slots,
-        policy=contender.policy,
+        config=BalanceConfig(policy=contender.policy, objective="balance"),
         tokens=size.tokens,
         capacity=capacity,
     )
@@ -127,42 +142,58 @@ def on_host(size: Size, contender: Contender, capacity: int | str) -> tuple[dict
 
 
 def on_card(
-    world: World, plan: Plan, capacity: Any, *, timed: bool
-) -> tuple[dict[str, int], int, float | None]:
-    """Shared memory, the peak of a step and, with `timed`, its milliseconds."""
-    world.regroup(plan, capacity)
-    world.route(plan.loads)
-    first, *others = world.ranks
-    nbytes_of, rows = shared_bytes(first.balancer, "cuda")
-    first.capture()  # loads kernels, which are not part of the step
-    first.forget()
+    rank: int, size: Shape, skew: float, contender: Contender, capacity: int | str
+) -> tuple[dict[str, int], int, float]:
+    """Shared memory, the peak of a step, and its milliseconds, in one process."""
+    device = device_of_rank(cuda=True)
+    balancer = ultraep.Balancer(
+        dist.group.WORLD,
+        data_plane="mapped",
+        experts=size.experts,
+        slots=contender.slots,
+        config=BalanceConfig(policy=contender.policy, objective="balance"),
+        tokens=size.tokens,
+        capacity=capacity,
+        timeout=120.0,
+    )
+    homes = balancer.topology.home_experts(rank).tolist()
+    weights = drawn_weights(size, homes, device, torch.bfloat16)
+    ids = ids_with(loads_of_skew(size, skew)[rank], size, seed=rank).to(device)
+    gates = torch.full(ids.shape, 1 / size.top_k, device=device, requires_grad=True)
+    layer = layer_with_weights(balancer, FixedRouter(ids, gates), weights)
+    x = torch.randn(size.tokens, size.hidden, device=device, dtype=torch.bfloat16)
+    x.requires_grad_()
+
+    def step() -> None:
+        for tensor in (x, gates, *layer.parameters()):
+            tensor.grad = None
+        layer(x).sum().backward()
+
+    step()  # loads kernels and allocates what all steps share
+    nbytes_of, rows = shared_bytes(balancer, "cuda")
+    for tensor in (x, gates, *layer.parameters()):
+        tensor.grad = None
     free()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    first.capture()
-    nbytes_of["step"] = torch.cuda.max_memory_allocated() - before
-    if not timed:
-        return nbytes_of, rows, None
-    for rank in others:
-        rank.capture()
+    step()
     torch.cuda.synchronize()
-    world.replay()
-    world.check()
-    return nbytes_of, rows, world.time()
+    nbytes_of["step"] = torch.cuda.max_memory_allocated() - before
+    seconds = median(slowest(step, 1, device)[0] for _ in range(STEPS))
+    balancer.close()
+    return dict(nbytes_of), rows, 1e3 * seconds
 
 
-def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Iterator[Line]:
+def lines(size: Shape, skew: float, *, cuda: bool) -> Iterator[Line]:
     """Lines of all configurations at one skew."""
     whole = 0.0
     for contender in contenders(size):
-        plan = plan_of(size, skew, contender)
-        busiest = int(plan.rank_loads.max())
-        capacity = contender.capacity or busiest
-        ms = None
-        if world is None:
-            nbytes_of, rows = on_host(size, contender, capacity)
+        busiest = int(plan_of(size, skew, contender).rank_loads.max())
+        capacity, ms = contender.capacity or busiest, None
+        if cuda:
+            nbytes_of, rows, ms = on_ranks(size.ranks, on_card, size, skew, contender, capacity)
         else:
-            nbytes_of, rows, ms = on_card(world, plan, capacity, timed=timed)
+            nbytes_of, rows = on_host(size, contender, capacity)
         total = sum(nbytes_of.values())
         whole, kept = whole or total, nbytes_of.get("kept")
         values = {
@@ -171,7 +202,7 @@ def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Itera
             SLOTS: nbytes_of["slots"] / 1e6,
             ROWS: nbytes_of["rows"] / 1e6,
             KEPT: None if kept is None else kept / 1e6,
-            STEP_MEMORY: nbytes_of["step"] / 1e6 if "step" in nbytes_of else None,
+            STEP_MEMORY: nbytes_of["step"] / 1e6 if cuda else None,
             ALL: total / 1e6,
             OVER: total / whole,
             MODEL: None if kept is None else (total + (LAYERS - 1) * kept) / 1e6,
@@ -180,29 +211,20 @@ def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Itera
         yield Line({"skew": skew, "way": contender.name, "slots": contender.slots}, values)
 
 
-@dataclass(frozen=True)
-class Scale:
-    """What one run measures."""
-
-    size: Size = SIZES[0]
-    skews: tuple[float, ...] = SKEWS
-
-
-def memory(bench: Bench) -> None:
-    """Measure all skews, the highest first."""
-    size, skews = bench.scale.size, bench.scale.skews
-    world = World(size) if bench.on_gpu else None
-    about = f"{size.model}: {size.about}"
-    about += f", {size.tokens} tokens per rank, EP{size.ranks}; bytes of one rank"
-    section = "counted" if world is None else "measured"
-    for skew in skews[::-1]:
-        table = list(lines(size, skew, world, timed=skew == skews[-1]))
-        bench.table(about, table, section=section)
-    if world is None:
-        bench.report.note("No GPU: buffers are counted, nothing runs.")
+def main(argv: Sequence[str]) -> None:
+    options = options_parser(__doc__).parse_args(argv[1:])
+    cuda = on_gpu(toy=options.toy) and not options.toy
+    size = TOY if options.toy else QWEN
+    skews = (1.0, 1.2) if options.toy else SKEWS[-1:] if options.quick else SKEWS
+    with report_of_ranks("memory", argv, size.ranks, cuda=cuda) as report:
+        report.section = "measured" if cuda else "counted"
+        about = f"{size.about}, {size.tokens} tokens per rank, EP{size.ranks}; bytes of one rank"
+        for skew in skews[::-1]:
+            report.add(about, list(lines(size, skew, cuda=cuda)))
+            report.write(options.json)
+        if not cuda:
+            report.note("No GPU: buffers are counted, nothing runs.")
 
 
 if __name__ == "__main__":
-    toy = Scale(TOY, (1.0, 1.2))
-    scales = {"toy": toy, "quick": Scale(skews=SKEWS[-1:]), "full": Scale()}
-    main("memory", __doc__, {"": memory}, scales, needs=ANY)
+    main(sys.argv)

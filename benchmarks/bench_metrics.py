@@ -1,7 +1,7 @@
 """The cost of metrics, of a recorded trace, of both, and of the flight recorder.
 
     python benchmarks/bench_metrics.py                      # EP2, a core and a thread per rank
-    python benchmarks/bench_metrics.py --only eager,graph   # one card: eager, and EP8 in graphs
+    python benchmarks/bench_metrics.py --only eager,graph   # a GPU
     python benchmarks/bench_metrics.py --toy                # tiny, for CI
 
 The same step alternates: plain, with the flight recorder, with metrics, with a recorder, with both.
@@ -9,8 +9,8 @@ Metrics are read every ten steps into a log, scalars and, if its client is insta
 page. The cost is the median of the ratios of neighbouring steps. Only the second kind has the
 flight recorder. `alone` measures the code of metrics and flight recorder without the layer.
 `record` measures a record of rank 0: its cost in the step, in the writing thread, and its bytes on
-disk. On a GPU, `eager` is one rank on the mapped data plane, and `graph` is eight ranks on
-partitions of the GPU, whose graphs include the kernels that count and store the plans of replays.
+disk. On a GPU, `eager` and `graph` measure one rank on the mapped data plane; the graph includes
+the kernels that count and store the plans of replays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,13 +32,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench_layer import Size, one_step
-from bench_layer_gpu import SIZES, plan_for
-from card import LAUNCHING, World, capacity_of
 from harness import CARD, KERNELS, Bench, Line, Metric, Values, main
 from layers import FixedRouter, on_ranks
-from load_cases import HotRank, Shape, skewed_ids
+from load_cases import Shape, skewed_ids
 from single_contenders import Contender, Inputs, name_of, on_balancer
-from timing import device_us, free, in_a_row_ms, in_turns, nothing, standard_error
+from timing import captured, free, in_a_row_ms, in_turns, nothing, standard_error
 
 import ultraep
 from ultraep import workload
@@ -51,7 +49,6 @@ from ultraep.runtime.flight import Flight
 from ultraep.runtime.recording import Recording
 from ultraep.trace.crash import OFF
 from ultraep.trace.crash import VARIABLE as FLIGHT_VARIABLE
-from ultraep.trace.read import read_trace
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 EVERY = 10
@@ -251,10 +248,10 @@ def pass_by(clock: HostClock, microbatch: MicrobatchInfo, plan: ultraep.Plan) ->
 # -- a GPU ---------------------------------------------------------------------------------------
 
 
-def eager(bench: Bench) -> None:
-    """Measure one rank in eager mode; host time shows where the device waits for it."""
+def one_rank(bench: Bench, mode: str) -> None:
+    """Measure one rank on mapped memory; eager, host time shows where the device waits for it."""
     shape: Shape = bench.scale.shape
-    inputs, contenders, after = Inputs.of_tokens(shape, bench.clock), {}, {}
+    inputs, steps, after = Inputs.of_tokens(shape, bench.clock), {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in ON_CARD:
             balancer = ultraep.Balancer(
@@ -263,88 +260,23 @@ def eager(bench: Bench) -> None:
                 data_plane="mapped",
                 record=f"{folder}/run" if RECORDER in kind else None,
             )
-            contenders[kind] = Contender(inputs, partial(on_balancer, balancer=balancer))
             after[kind] = watch(balancer).step if METRICS in kind else nothing
+            step = Contender(inputs, partial(on_balancer, balancer=balancer)).step
+            steps[kind] = step if mode == "eager" else captured(step, 1)[0].replay
 
         def one(kind: str) -> None:
-            contenders[kind].step()
+            steps[kind]()
             after[kind]()
 
         def seconds_of(kind: str) -> float:
             return in_a_row_ms(bench.clock, partial(one, kind), STEPS_OF_A_ROUND) / 1e3
 
         times = in_turns(ON_CARD, bench.scale.rounds, seconds_of)
-        contenders.clear()
+        steps.clear()
         free()
     lines = lines_of({"shape": name_of(shape), "tokens": shape.tokens}, times)
-    bench.table("EP1 on mapped memory, eager, forward and backward; shape D/F/experts/top-k", lines)
-
-
-def graph(bench: Bench) -> None:
-    """Measure eight ranks of a GPU in graphs, which include counting and recording."""
-    size, load, rounds = SIZES[0], HotRank(2.0), 3 * bench.scale.rounds
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Watched(World(size), load)
-        recorded = Watched(plain.world.beside(), load, f"{folder}/run")
-        plain.capture(NOTHING)
-        plain.capture(METRICS)
-        recorded.capture(BOTH)
-        kinds = {NOTHING: plain, METRICS: plain, BOTH: recorded}
-        times = in_turns(ON_CARD, rounds, lambda kind: kinds[kind].seconds(kind))
-        plain.check(rounds + 2)
-        recorded.check(rounds + 2)
-        kept = read_trace(f"{folder}/run")
-    title = f"{size.model}: EP{size.ranks} on one GPU, a layer in graphs, forward and backward"
-    bench.table(title, lines_of({"tokens": size.tokens, "load": load.name}, times))
-    if len(kept) != rounds + 2 or kept.dropped:
-        raise SystemExit(f"{len(kept)} of {rounds + 2} replays are recorded, {kept.dropped} lost")
-
-
-class Watched:
-    """Ranks on one GPU with a layer each, and one graph of the step per kind of observation."""
-
-    def __init__(self, world: World, load: HotRank, folder: str | None = None) -> None:
-        self.world, self.metrics = world, list[Metrics]()
-        for rank in world.ranks:
-            rank.record = folder
-        loads, plan = plan_for(world.size, load, "ultraep")
-        world.regroup(plan, capacity_of(plan))
-        world.route(loads)
-        self._graphs: dict[str, list[Any]] = {}
-        self._steps = 0
-
-    def capture(self, kind: str) -> None:
-        if METRICS in kind:
-            self.metrics = [watch(rank.balancer) for rank in self.world.ranks]
-        self.world.capture()
-        self._graphs[kind] = [rank.graph for rank in self.world.ranks]
-
-    def seconds(self, kind: str) -> float:
-        """Device seconds of one step."""
-        for rank, own in zip(self.world.ranks, self._graphs[kind], strict=True):
-            rank.graph = own
-        wait = torch.cuda.synchronize
-        us = device_us(partial(self._step, kind), 1, before=wait, cycles=LAUNCHING)
-        for metrics in self.metrics if METRICS in kind else ():
-            metrics.step()
-        return us / 1e6
-
-    def _step(self, kind: str) -> None:
-        if kind == BOTH:
-            self._steps += 1
-            for rank in self.world.ranks:
-                with torch.cuda.stream(rank.stream):
-                    rank.balancer.record_step(self._steps)
-        self.world.replay()
-
-    def check(self, replays: int) -> None:
-        """Check that all replays were counted; write the trace, if any."""
-        self.world.check()
-        reading = self.metrics[0].read()
-        if reading.totals.microbatches != replays:
-            raise SystemExit(f"{reading.totals.microbatches} of {replays} replays were counted")
-        for rank in self.world.ranks:
-            rank.balancer.close()
+    about = f"EP1 on mapped memory, {mode}, forward and backward; shape D/F/experts/top-k"
+    bench.table(about, lines)
 
 
 WIDE = Shape(hidden=2048, ffn=768, experts=128, top_k=8, tokens=8192)
@@ -358,7 +290,13 @@ TOY = Scale(
     Shape(hidden=16, ffn=16, experts=4, top_k=2, tokens=8),
     1,
 )
-SECTIONS = {"cpu": cpu, "alone": alone, "record": record, "eager": eager, "graph": graph}
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "cpu": cpu,
+    "alone": alone,
+    "record": record,
+    "eager": partial(one_rank, mode="eager"),
+    "graph": partial(one_rank, mode="in a graph"),
+}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/bench_ranks_gpu.py                     # needs a GPU and CUDA MPS
     python benchmarks/bench_ranks_gpu.py --models qwen       # one model
     python benchmarks/bench_ranks_gpu.py --tokens 512,8192   # tokens of a rank
+    python benchmarks/bench_ranks_gpu.py --forward           # forward only, as in a prefill
     python benchmarks/bench_ranks_gpu.py --quantised fp8_rows   # forward, experts in FP8
     python benchmarks/bench_ranks_gpu.py --toy               # two CPU processes, tiny, for CI
 
@@ -77,6 +78,7 @@ class Size(Shape):
         HotRank(2.0, inner=1.5),
     )
     modes: tuple[str, ...] = MODES
+    forward: bool = False  # without backward
     quantised: str | None = None  # FP8 format of the experts; forward only
     rounds: int = 11
     steps: int = 4  # timed together
@@ -161,9 +163,9 @@ class Variants:
 
     def step(self, name: str) -> torch.Tensor:
         self.forget()
-        with torch.set_grad_enabled(self.size.quantised is None):
+        with torch.set_grad_enabled(not self.size.forward):
             y: torch.Tensor = self.layers[name](self.x)
-        if self.size.quantised is None:
+        if not self.size.forward:
             y.backward(self.dy)
         return y
 
@@ -264,8 +266,10 @@ def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
             COPIES: variant.get("copies"),
         }
         about = {"tokens": size.tokens, "mode": case["mode"], "load": case["load"]}
+        if size.forward:
+            about["pass"] = "forward"
         if size.quantised is not None:
-            about["experts"] = f"{size.quantised}, forward"
+            about["experts"] = size.quantised
         lines.append(Line({"model": size.model, **about, "variant": name}, values))
     return lines
 
@@ -277,6 +281,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--models", type=models, default=[*MODELS], metavar="A,B", help=text)
     text = "tokens of a rank (default: 4096,512)"
     parser.add_argument("--tokens", type=token_counts, metavar="N,M", help=text)
+    text = "time forward only"
+    parser.add_argument("--forward", action="store_true", help=text)
     text = f"time forward only, with experts in an FP8 format: {', '.join(FORMATS)}"
     parser.add_argument("--quantised", choices=FORMATS, metavar="FORMAT", help=text)
     options = parser.parse_args(argv[1:])
@@ -287,7 +293,8 @@ def main(argv: Sequence[str]) -> None:
         sizes = [replace(size, all_tokens=(4096,), loads=loads) for size in sizes]
     if options.tokens:
         sizes = [replace(size, all_tokens=options.tokens) for size in sizes]
-    sizes = [replace(size, quantised=options.quantised) for size in sizes]
+    forward = options.forward or options.quantised is not None
+    sizes = [replace(size, forward=forward, quantised=options.quantised) for size in sizes]
     with report_of_ranks("ranks_gpu", argv, sizes[0].ranks, cuda=cuda) as report:
         for size in sizes:
             for tokens in size.all_tokens:

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_memory import Contender, on_host
-from card import Size
 from harness import ANY, CPU, Bench, Line, Metric, Mismatch, main
 from layers import on_ranks
+from load_cases import Shape
 
 import ultraep
 from ultraep import BalanceConfig, BalancedMoE, Balancer, Topology, workload
@@ -213,8 +213,7 @@ def plan_of(ranks: int) -> dict[str, float]:
     ultraep.plan(loads, topology)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    size = Size(
-        model="scale",
+    size = Shape(
         hidden=HIDDEN,
         ffn=FFN,
         experts=experts,

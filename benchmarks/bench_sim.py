@@ -1,9 +1,9 @@
 """The accuracy and the speed of the simulator.
 
-`card`: a layer on eight partitions of one H200 (results of bench_layer_gpu.py), predicted for the
-same plans and loads on a cluster of eight such partitions. Ranks share the power of the GPU, so a
-busy rank is faster while others wait, by the factors that bench_grouped.py measured. A dash means
-that another plan was measured.
+`card`: a layer on eight partitions of one H200 (`partitions.py`), predicted for the same plans and
+loads on a cluster of eight such partitions. Ranks share the power of the GPU, so a busy rank is
+faster while others wait, by the factors in `results/grouped_h200_202611.json`. A dash means that
+another plan was measured.
 `cpu`: a layer in two processes on two cores (results of bench_layer.py). The rate of the cores is
 fitted to forced balance; no balancing and ultraep are predicted.
 `hosts`: a layer over two simulated hosts of a slow network (results of bench_domains.py). The rate
@@ -25,13 +25,12 @@ from typing import Any
 
 import bench_domains
 import bench_layer
-import bench_layer_gpu
 import numpy as np
-from card import OF_TILES, TILE_PERFECT, Size
 from harness import ROOT, Bench, Line, Metric, main
 from layers import FORCED
 from load_cases import Shape, even_ids, loads_of, skewed_ids
 from numpy.typing import NDArray
+from partitions import LOADS, SHARE_OF_TILE_PERFECT, SIZES, TILE_PERFECT, Size, plan_for
 from published import scenario_of, settings
 
 import ultraep
@@ -148,12 +147,12 @@ def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
 def card_tables(small: bool = False) -> Iterator[Table]:
     """Predicted and measured shares of tile-perfect routing."""
     for name, curve, index in ON_CARD:
-        size = bench_layer_gpu.SIZES[index]
+        size = SIZES[index]
         recorded = rows_of(f"layer_gpu_{name}_h200")
         lines = []
-        for load in bench_layer_gpu.LOADS[: 1 if small else size.loads]:
+        for load in LOADS[: 1 if small else size.loads]:
             plans = {
-                policy: bench_layer_gpu.plan_for(size, load, policy)[1]
+                policy: plan_for(size, load, policy)
                 for policy in ("none", "eplb", "ultraep", TILE_PERFECT)
             }
             seconds = {
@@ -177,7 +176,7 @@ def share_on_card(
     }
     if not values or abs(values["imbalance_after"] - plan.imbalance) >= SAME:
         return None
-    return float(values[OF_TILES.name])
+    return float(values[SHARE_OF_TILE_PERFECT])
 
 
 # -- two cores -----------------------------------------------------------------------------------

@@ -22,21 +22,19 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
-from card import graph_on, together
 from harness import ANY, CARD, KERNELS, Bench, Case, Line, Metric, Mismatch, Samples, Values, main
 from load_cases import ORDERED, SHUFFLED, Kind
-from timing import Call, Clock, Gpu
+from shared_peers import LocalPeers
+from timing import Clock, Gpu
 
 import ultraep
 from ultraep import Plan, Topology
 from ultraep.bundle import Layout
 from ultraep.hops import MODES, Hop, choose, hops
-from ultraep.runtime.mapped.peers import LocalPeers
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.signals import Signals
 
-BARRIERS = 50  # per graph
 LINK_PROGRAMS = 16  # enough to saturate a link
 INNER = 20  # schedules per graph
 POISON = 0xA5  # byte value of empty slots
@@ -61,7 +59,6 @@ PATH = {m: Metric(f"{m}_path_mean", "experts", m, ".2f") for m in MODES}
 WORST_PATH = {m: Metric(f"{m}_path_worst", "experts", "worst", ".2f", max) for m in MODES}
 NODE = Metric("launch_floor", "us", "floor us", ".2f")
 SCHEDULE = {m: Metric(f"{m}_graph_time_p50", "us", f"{m} us", ".2f") for m in MODES}
-BARRIER = Metric("meeting_time", "us", "us", ".2f")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +79,6 @@ class Scale:
     numbers: int = 18_874_368  # of a gradient
     pull_fans: Counts = (1, 2, 4, 7)
     schedule_sizes: Sizes = ((8, 128), (64, 256), (256, 1024))
-    barriers: Counts = (2, 8)  # ranks
     rounds: int = 21
 
     @property
@@ -113,7 +109,6 @@ TOY = Scale(
     numbers=1000,
     pull_fans=(1, 2),
     schedule_sizes=((4, 8),),
-    barriers=(2,),
 )
 
 
@@ -270,38 +265,6 @@ def _schedule_us(bench: Bench, signals: Signals, plan: Plan, mode: str) -> float
     made = torch.zeros(streamer.size, dtype=torch.int32, device=bench.clock.device)
     layout = bench.scale.layout
     return bench.clock.stopwatch(partial(streamer.schedule, replicas_C3, layout, made), INNER)()
-
-
-def barrier(bench: Bench) -> None:
-    """Time barriers of all ranks, each in its own graph and stream."""
-    sizes = bench.scale.barriers
-    lines = [Line({"ranks": ranks}, {BARRIER: barrier_us(ranks, bench)}) for ranks in sizes]
-    bench.table("barrier: one barrier of all ranks on one device", lines)
-
-
-def barrier_us(ranks: int, bench: Bench) -> float:
-    """Microseconds per barrier, from graphs of two lengths, which cancels other costs."""
-    group = LocalPeers(ranks, bench.clock.device)
-    all_signals = [signals_of(group, rank) for rank in range(ranks)]
-    streams = [torch.cuda.Stream() for _ in all_signals]
-
-    def run_barriers(signals: Signals, count: int) -> None:
-        for _ in range(count):
-            signals.barrier("rows")
-
-    def graphs(count: int) -> list[Call]:
-        return [
-            graph_on(stream, partial(run_barriers, signals, count)).replay
-            for stream, signals in zip(streams, all_signals, strict=True)
-        ]
-
-    together([partial(signals.barrier, "rows") for signals in all_signals], streams)
-    torch.cuda.synchronize()
-    all_signals[0].check()
-    short, long = graphs(BARRIERS), graphs(3 * BARRIERS)
-    us = [bench.clock.us(partial(together, calls, streams)) for calls in (short, long)]
-    all_signals[0].check()
-    return (us[1] - us[0]) / (2 * BARRIERS)
 
 
 # -- transfers -----------------------------------------------------------------------------------
@@ -473,11 +436,10 @@ SECTIONS = {
     "critical": critical,
     "reduce": reduce,
     "schedule": schedule,
-    "barrier": barrier,
 }
 # In CARD sections ranks must run concurrently, which the interpreter cannot do.
 NEEDS = {"critical": ANY, "reduce": KERNELS, "schedule": KERNELS}
-NEEDS |= dict.fromkeys(("direct", "relay", "barrier"), CARD)
+NEEDS |= dict.fromkeys(("direct", "relay"), CARD)
 
 
 if __name__ == "__main__":

@@ -41,27 +41,15 @@ TINY = Model("tiny", 64, 32)
 
 
 class Mlp:
-    """The experts of one rank, and all tensors of both passes.
+    """The experts of one rank, and all tensors of both passes; capacity: rows of all slots."""
 
-    capacity: rows of all slots.   sms: multiprocessors to fill; None: all.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        slots: int,
-        capacity: int,
-        clock: Clock,
-        *,
-        sms: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        width, ffn, drawn = model.width, model.ffn, drawer(clock, seed)
+    def __init__(self, model: Model, slots: int, capacity: int, clock: Clock) -> None:
+        width, ffn, drawn = model.width, model.ffn, drawer(clock)
 
         def empty(*shape: int, dtype: torch.dtype = clock.dtype) -> torch.Tensor:
             return torch.empty(shape, device=clock.device, dtype=dtype)
 
-        self._slots, self._sms = slots, sms
+        self._slots = slots
         self._offsets = torch.zeros(slots + 1, dtype=torch.int32, device=clock.device)
         self._gate_up = as_stacks(drawn(slots, 2 * ffn, width).mul_(width**-0.5))
         self._down = as_stacks(drawn(slots, width, ffn).mul_(ffn**-0.5))
@@ -100,15 +88,15 @@ class Mlp:
         from ultraep.ops.activations import activation_named
 
         dtype = self._rows_AD.dtype
-        return TritonProducts(self._offsets, activation_named("swiglu"), dtype, self._sms)
+        return TritonProducts(self._offsets, activation_named("swiglu"), dtype)
 
     @property
     def passes(self) -> dict[str, Call]:
         return {"forward": self.forward, "backward": self.backward}
 
 
-def drawer(clock: Clock, seed: int = 0) -> Draw:
-    generator = torch.Generator(device=clock.device).manual_seed(seed)
+def drawer(clock: Clock) -> Draw:
+    generator = torch.Generator(device=clock.device).manual_seed(0)
     return lambda *shape: torch.randn(
         shape, generator=generator, device=clock.device, dtype=clock.dtype
     )

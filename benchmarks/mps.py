@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,39 +151,56 @@ def shared_card(ranks: int) -> Iterator[None]:
             f"{ranks} processes on one GPU need CUDA MPS, but {CONTROL} is not installed"
         )
     before = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="ultraep-mps-") as folder:
-        for name in ("PIPE", "LOG"):
-            path = os.environ[f"CUDA_MPS_{name}_DIRECTORY"] = os.path.join(folder, name.lower())
-            os.mkdir(path)
-        started = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, timeout=LIMIT)
-        if started.returncode:
-            raise SystemExit(f"CUDA MPS did not start: {started.stderr or started.stdout}")
+    with daemon() as directories:
         try:
-            _start_server()
-            os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // ranks)
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            os.environ |= directories | rank_environment(ranks)
             # The GPU has too few connections for all processes.
             os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
             yield
         finally:
-            _send_command(f"quit -t {CLOSING}")
             os.environ.clear()
             os.environ.update(before)
 
 
-def _start_server() -> None:
+def rank_environment(ranks: int) -> dict[str, str]:
+    """Return the variables of a process that is one of several ranks of the GPU."""
+    return {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks),
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    }
+
+
+@contextmanager
+def daemon() -> Iterator[dict[str, str]]:
+    """Run the MPS daemon; yield the environment variables with which processes find it."""
+    with tempfile.TemporaryDirectory(prefix="ultraep-mps-") as folder:
+        directories = {}
+        for name in ("PIPE", "LOG"):
+            path = directories[f"CUDA_MPS_{name}_DIRECTORY"] = os.path.join(folder, name.lower())
+            os.mkdir(path)
+        run = partial(
+            subprocess.run,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            env=os.environ | directories,
+        )
+        started = run([CONTROL, "-d"])
+        if started.returncode:
+            raise SystemExit(f"CUDA MPS did not start: {started.stderr or started.stdout}")
+        try:
+            _start_server(run)
+            yield directories
+        finally:
+            run([CONTROL], input=f"quit -t {CLOSING}\n")
+
+
+def _start_server(run: Callable[..., Any]) -> None:
     """Start the MPS server before the ranks connect; otherwise it refuses some of them."""
-    _send_command(f"start_server -uid {os.getuid()}")
+    run([CONTROL], input=f"start_server -uid {os.getuid()}\n")
     first = "import torch; torch.ones(1, device='cuda').item()"
     for _ in range(TRIES):
-        ran = subprocess.run([sys.executable, "-c", first], capture_output=True, timeout=LIMIT)
+        ran = run([sys.executable, "-c", first])
         if ran.returncode == 0:
             return
-    raise SystemExit(f"no process can use the GPU through CUDA MPS: {ran.stderr.decode()[-500:]}")
-
-
-def _send_command(command: str) -> None:
-    """Send a command to the daemon."""
-    subprocess.run(
-        [CONTROL], input=f"{command}\n", text=True, capture_output=True, timeout=LIMIT, check=False
-    )
+    raise SystemExit(f"no process can use the GPU through CUDA MPS: {ran.stderr[-500:]}")

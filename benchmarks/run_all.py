@@ -23,25 +23,22 @@ HERE = Path(__file__).resolve().parent
 NEEDS = {  # all other scripts run anywhere
     "bench_control.py": ("a GPU",),
     "bench_copies.py": ("scipy",),
-    "bench_cost_gpu.py": ("a GPU", "cuda-python"),
     "bench_fp8.py": ("a GPU",),
     "bench_frameworks.py": ("transformers",),
-    "bench_grouped.py": ("a GPU", "cuda-python"),
-    "bench_layer_gpu.py": ("a GPU", "cuda-python"),
+    "bench_grouped.py": ("a GPU",),
     "bench_plan.py": ("scipy",),
     "bench_planner_gpu.py": ("a GPU",),
-    "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
     "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),
     "bench_serving_gpu.py": ("a GPU", "CUDA MPS", "transformers"),
     "bench_single.py": ("a GPU",),
 }
-OPTIONAL = {"cuda-python": "cuda.bindings", "scipy": "scipy", "transformers": "transformers"}
+OPTIONAL = ("scipy", "transformers")
 
 
 def available() -> dict[str, bool]:
     """Which requirements this machine meets."""
     known = {"a GPU": torch.cuda.is_available(), "CUDA MPS": shutil.which(CONTROL) is not None}
-    return known | {name: installed(module) for name, module in OPTIONAL.items()}
+    return known | {name: installed(name) for name in OPTIONAL}
 
 
 def select_scripts(has: Mapping[str, bool]) -> tuple[list[str], list[str]]:

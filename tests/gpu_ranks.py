@@ -9,22 +9,24 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from mps import ThroughHost
+from mps import ThroughHost, rank_environment
 from ranks import RankPool
 
 from ultraep import Balancer
 from ultraep.runtime.connect import connect
-from ultraep.runtime.mapped.peers import SymmetricPeers
 
 PATIENCE = 120.0  # seconds; enough to compile kernels
 
 
 @contextmanager
-def processes(size: int) -> Iterator[RankPool]:
-    """Processes in which many streams run at the same time, and which may share the device."""
+def processes(size: int, directories: dict[str, str]) -> Iterator[RankPool]:
+    """Processes that share the GPU; directories: of CUDA MPS, empty: they take turns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        environment = directories | rank_environment(size)
+        if not directories:
+            del environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]
+        for name, value in environment.items():
+            patch.setenv(name, value)
         with RankPool(size) as pool:
             yield pool
 
@@ -32,8 +34,7 @@ def processes(size: int) -> Iterator[RankPool]:
 def mapped(group: dist.ProcessGroup, **options: Any) -> Balancer:
     """A rank whose memory the others map."""
     warnings.simplefilter("default")  # torch's symmetric memory warns
-    peers = SymmetricPeers(group, device="cuda:0")
-    return Balancer(group, peers=peers, data_plane="mapped", timeout=PATIENCE, **options)
+    return Balancer(group, data_plane="mapped", timeout=PATIENCE, **options)
 
 
 def messages(group: dist.ProcessGroup, **options: Any) -> Balancer:

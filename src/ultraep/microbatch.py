@@ -139,10 +139,6 @@ class Replicas(Protocol):
     def num_homes(self) -> int: ...
 
     @property
-    def sms(self) -> int | None:
-        """Number of multiprocessors that this rank uses; None: all."""
-
-    @property
     def possible(self) -> bool:
         """Whether this microbatch may have replicas. A device plan may still have none."""
 

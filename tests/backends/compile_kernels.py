@@ -320,6 +320,25 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
     exchange.sum_rows(served, row_map, rows[:tokens], scalars)
 
 
+class RankZero:
+    """Rank 0 of a group; the kernels are compiled and never run."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        import torch
+
+        self.size, self.device = size, torch.device("cpu")
+
+    def allocate(self, _name: str, nbytes: int) -> Any:
+        import torch
+
+        from ultraep.comm import Region
+
+        local = torch.zeros(nbytes, dtype=torch.uint8)
+        return Region(local, torch.full((self.size,), local.data_ptr()))
+
+
 def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) -> None:
     """Launch barriers, and the transfer of weights and gradients."""
     import torch
@@ -328,10 +347,9 @@ def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) ->
     from ultraep.backends.triton.signals import Signals
     from ultraep.backends.triton.streamer import Streamer, pull
     from ultraep.bundle import Layout
-    from ultraep.runtime.mapped.peers import LocalPeers
 
     width = 4096
-    peers = LocalPeers(ranks, "cpu").of(0)
+    peers = RankZero(ranks)
     signals = Signals(peers, slots=slots, buffers=1, timeout=1.0)
     loads = torch.zeros(experts, dtype=torch.int32)
     signals.share("loads", loads, signals.region, loads)

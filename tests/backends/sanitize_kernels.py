@@ -13,8 +13,10 @@ sanitizer runs one kernel after the other, so no kernel may wait for a later one
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,7 +30,9 @@ from ultraep.backends.triton.signals import Signals
 from ultraep.backends.triton.streamer import Streamer, pull
 from ultraep.bundle import Layout
 from ultraep.runtime.control import ControlPlane
-from ultraep.runtime.mapped.peers import LocalPeers
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from shared_peers import LocalPeers
 
 DEVICE = default_device()
 

@@ -17,7 +17,7 @@ from guard import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import PATIENCE, QUICK, shared_pool
-from shared_peers import SharedPeers
+from shared_peers import LocalPeers, SharedPeers
 from triton.runtime.interpreter import InterpreterBuilder
 
 import ultraep
@@ -28,7 +28,6 @@ from ultraep.backends.triton.signals import BARRIERS, MAX_CHUNKS, Signals
 from ultraep.backends.triton.streamer import Contents, Streamer, chunks_for
 from ultraep.bundle import Layout
 from ultraep.hops import HOME, choose, hops
-from ultraep.runtime.mapped.peers import LocalPeers
 
 DEVICE = default_device()
 MODES = ("direct", "chain", "auto")
@@ -618,26 +617,6 @@ def test_a_rank_that_dies_in_a_chain_stops_the_others():
         message, seconds = by_rank[rank].value
         assert message.startswith(("rank 1 did not arrive", "rank 2 did not arrive"))
         assert seconds < QUICK
-
-
-def test_different_sizes_are_named_in_one_process():
-    group = LocalPeers(2, device=DEVICE)
-    group.of(0).allocate("rows", 1000)
-    with pytest.raises(
-        ConfigError, match="rank 1 allocates 1001 bytes for 'rows', other ranks allocated 1000"
-    ):
-        group.of(1).allocate("rows", 1001)
-
-
-def test_peers_of_one_process_share_memory():
-    group = LocalPeers(2, device=DEVICE)
-    regions = [group.of(rank).allocate("rows", 64) for rank in range(2)]
-    assert [region.local.data_ptr() for region in regions] == regions[0].addresses.tolist()
-    assert not regions[1].local.any()
-    with pytest.raises(ConfigError, match=r"rank must lie in 0\.\.1, got 2"):
-        group.of(2)
-    with pytest.raises(ConfigError, match="at least one rank, got 0"):
-        LocalPeers(0, device=DEVICE)
 
 
 # Gradients.

@@ -24,7 +24,6 @@ from ultraep.metrics.figures import FIGURES
 from ultraep.metrics.reading import ORDER, Meter, stats_of
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.control import ControlPlane
-from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.stats import Stats
 
 DEVICE = default_device()
@@ -128,8 +127,7 @@ def test_the_mapped_plane_is_counted_on_the_device():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_replays_of_a_graph_are_counted():
     torch.cuda.init()
-    peers = LocalPeers(1).of(0)
-    balancer = Balancer(peers=peers, experts=4, data_plane="mapped", tokens=16)
+    balancer = Balancer("alone", experts=4, data_plane="mapped", tokens=16)
     metrics = Metrics(balancer)
     moe = ultraep.BalancedMoE.swiglu(64, 64, 4, 2, balancer=balancer).cuda().bfloat16()
     x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)

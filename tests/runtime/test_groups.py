@@ -9,7 +9,6 @@ from ranks import PATIENCE, shared_pool
 
 from ultraep import Balancer, ConfigError, LocalGroup, NothingToBalance
 from ultraep.runtime import connect, mapped, messages
-from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.microbatch import PlaneKind
 
 
@@ -89,6 +88,5 @@ def test_explicit_choices_do_not_warn():
     """Warnings are errors here."""
     Balancer("alone", experts=8, slots=0)
     Balancer(experts=8, policy="none")
-    Balancer(experts=8, peers=LocalPeers(1, "cpu").of(0))
     LocalGroup(1).run(lambda comm: Balancer(experts=8, communicator=comm))
     LocalGroup(2).run(lambda comm: Balancer(experts=8, slots=0, communicator=comm, policy="none"))

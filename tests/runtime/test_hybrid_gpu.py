@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from dense import Example, assert_close, dense, gradients_of
-from gpu_ranks import PATIENCE, hybrid, messages, processes
+from gpu_ranks import PATIENCE, hybrid, messages
 from mps import ThroughHost
 from torch.utils.checkpoint import checkpoint
 
@@ -24,19 +24,6 @@ pytestmark = [
 CUDA = torch.device("cuda")
 LIMIT = 240.0  # seconds of one test
 PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture
-def four():
-    """New processes for every test: torch's symmetric memory remembers groups by their names."""
-    with processes(4) as pool:
-        yield pool
-
-
-@pytest.fixture
-def eight():
-    with processes(8) as pool:
-        yield pool
 
 
 def example_of(tokens, dtype, **options):
@@ -189,7 +176,7 @@ def leaves(rank, group, lost, device=CUDA, make=hybrid):
     return "not noticed"
 
 
-def test_a_lost_rank_of_another_domain_is_named(four):
-    outcomes = four.outcomes(4, leaves, 3, timeout=LIMIT)
+def test_a_lost_rank_of_another_domain_is_named(mortal):
+    outcomes = mortal.outcomes(4, leaves, 3, timeout=LIMIT)
     errors = [outcome.value for outcome in outcomes if outcome.rank != 3]
     assert all("rank 3" in error for error in errors), errors

@@ -18,7 +18,6 @@ from ultraep.backends.triton.device import interpreted
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime import speeds as speeds_module
 from ultraep.runtime import versions
-from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.rates import PriceList
 from ultraep.runtime.speeds import BLOCK, SafePoints, Speeds, next_speeds, relative_speeds
 from ultraep.trace.replay import differing
@@ -302,9 +301,6 @@ def test_where_speeds_cannot_be_learnt():
         ultraep.plan(loads, Topology(ranks=2, experts=2), AUTO)
     with pytest.raises(ConfigError, match="speeds='auto', it needs equal speeds"):
         Balancer("alone", experts=2, config=AUTO, capacity="static")
-    peers = LocalPeers(2, torch.device("cpu")).of(0)
-    with pytest.raises(ConfigError, match="these ranks share one thread"):
-        Balancer(peers=peers, experts=2, config=AUTO, data_plane="mapped")
     alone = Balancer("alone", experts=2, config=AUTO)
     assert alone.speeds == alone.measured_speeds == ()
 

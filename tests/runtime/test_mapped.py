@@ -637,7 +637,7 @@ def test_a_network_of_the_user_agrees_with_messages():
 def test_an_impossible_data_plane_is_refused():
     def work(comm):
         balancer = Balancer(experts=4, communicator=comm, data_plane="mapped")
-        with pytest.raises(ConfigError, match="'mapped' is not possible: rank 0: 2 ranks are thr"):
+        with pytest.raises(ConfigError, match="'mapped' is not possible: rank 0: 2 threads of one"):
             counted(balancer, torch.zeros(4, 1, dtype=torch.int64))
 
     LocalGroup(2).run(work)

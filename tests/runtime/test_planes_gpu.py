@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from dense import Example, assert_close, dense, gradients_of, network
-from gpu_ranks import PATIENCE, mapped, messages, processes
+from gpu_ranks import PATIENCE, mapped, messages
 from torch import nn
 
 from ultraep import (
@@ -38,13 +38,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 STAGES = {*FORWARD, *BACKWARD} - {"recompute"}
 MILLISECOND = 1_700_000  # cycles, about
-
-
-@pytest.fixture
-def two():
-    """New processes for every test: torch's symmetric memory remembers groups by their names."""
-    with processes(2) as pool:
-        yield pool
 
 
 def example_of(tokens, dtype=torch.float32, **options):
@@ -341,8 +334,19 @@ def test_auto_is_mapped_for_two_processes(two):
     assert two.run(2, chosen, timeout=LONG) == ["mapped", "mapped"]
 
 
-def both_planes(rank, group, dtype, cast):
-    """Compare passes of both planes; return the replicas of each plan."""
+def both_planes(rank, group):
+    """Compare passes of both planes; return the replicas of each plan, by dtype."""
+    return [
+        compare_planes(rank, group, dtype, cast)
+        for dtype, cast in (
+            (torch.float32, False),
+            (torch.bfloat16, False),
+            (torch.float32, True),  # under autocast
+        )
+    ]
+
+
+def compare_planes(rank, group, dtype, cast):
     example = example_of([60, 50], dtype, skew=3.0)
     actual, copies = [], []
     for make in (mapped, messages):
@@ -362,17 +366,13 @@ def both_planes(rank, group, dtype, cast):
     return copies
 
 
-MIXED = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False)}
-MIXED["autocast"] = (torch.float32, True)
-
-
-@pytest.mark.parametrize("kind", MIXED)
-def test_two_processes_get_the_same_by_memory_and_by_messages(two, kind):
+def test_two_processes_get_the_same_by_memory_and_by_messages(two):
     """With experts and with a network, with a policy of the device and one of the host."""
-    one, other = two.run(2, both_planes, *MIXED[kind], timeout=LONG)
+    one, other = two.run(2, both_planes, timeout=LONG)
     assert one == other
-    assert min(one) > 0
-    assert one[:2] == one[2:]
+    for copies in one:
+        assert min(copies) > 0
+        assert copies[:2] == copies[2:]
 
 
 def grown(rank, group):
@@ -445,25 +445,3 @@ def test_stats_and_traces_of_two_processes(two, tmp_path):
     stages = {name for name, there in zip(trace.header.stages, used, strict=True) if there}
     assert STAGES - {"verify"} <= stages
     assert (trace.began < trace.back_began).all()
-
-
-def captured_pair(rank, group):
-    """Compare replayed graphs of two processes, which wait for each other, with eager passes."""
-    example = example_of([60, 50], skew=3.0)
-    actual = {}
-    for name in ("captured", "launched"):
-        balancer = mapped(group, experts=EXPERTS, slots=2, relay="chain")
-        layer = example.layer(balancer, device=CUDA)
-        actual[name] = Captured(layer, example, rank)
-        actual[name].eager()
-        balancer.check()
-    actual["captured"].capture()
-    with pytest.raises(LoadError, match="cannot grow here"):
-        in_a_graph(actual["captured"].layer, torch.randn(200, HIDDEN, device=CUDA))
-    assert_replays(actual["captured"], actual["launched"])
-    return int(actual["captured"].layer.last_plan.num_replicas)
-
-
-def test_graphs_of_two_processes_wait_for_each_other(two):
-    copies = two.run(2, captured_pair, timeout=LONG)
-    assert copies[0] == copies[1]

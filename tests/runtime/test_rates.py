@@ -30,7 +30,6 @@ from ultraep.backends.triton.device import interpreted
 from ultraep.config import MOST_PER_ROW, UNLIMITED, two_digits
 from ultraep.runtime import pricing
 from ultraep.runtime.control import ControlPlane
-from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.pricing import from_environment
 from ultraep.runtime.rates import (
     LayerShape,
@@ -377,16 +376,6 @@ def test_all_mapped_ranks_have_the_same_rates():
     for (first, second), _, microbatches in actual:
         assert torch.equal(first, second)
         assert microbatches == 2
-
-
-def test_ranks_of_one_thread_measure_nothing(measured):
-    measuring_ranks = measured(EXPENSIVE)
-    group = LocalPeers(1, "cpu")
-    balancer = Balancer(experts=8, peers=group.of(0), data_plane="mapped")
-    assert balancer.config.objective == "balance"
-    given = BalanceConfig(rates=CHEAP)
-    assert Balancer(experts=8, peers=group.of(0), config=given).config == given
-    assert measuring_ranks == []
 
 
 @pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")

@@ -11,7 +11,6 @@ from ultraep.microbatch import MicrobatchInfo
 from ultraep.reroute import rows_received
 from ultraep.runtime import replays as module
 from ultraep.runtime.control import ControlPlane
-from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.replays import ReplayedPlans
 
@@ -112,8 +111,7 @@ def test_overwritten_plans_are_counted_as_dropped(tmp_path, monkeypatch, every):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_graph_is_recorded(tmp_path, layers):
-    peers = LocalPeers(1).of(0)
-    balancer = Balancer(peers=peers, experts=4, data_plane="mapped", record=tmp_path / "run")
+    balancer = Balancer("alone", experts=4, data_plane="mapped", record=tmp_path / "run")
     moes = [
         ultraep.BalancedMoE.swiglu(64, 64, 4, 2, balancer=balancer, seed=seed).cuda().bfloat16()
         for seed in range(layers)

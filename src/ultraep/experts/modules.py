@@ -225,12 +225,10 @@ class Experts(HomeModule):
         if form is not None:
             from ultraep.backends.triton.quantised import TritonQuantised
 
-            return TritonQuantised(
-                arrivals.offsets, self.activation, rows.dtype, form, replicas.sms
-            )
+            return TritonQuantised(arrivals.offsets, self.activation, rows.dtype, form)
         from ultraep.backends.triton.products import TritonProducts
 
-        return TritonProducts(arrivals.offsets, self.activation, rows.dtype, replicas.sms)
+        return TritonProducts(arrivals.offsets, self.activation, rows.dtype)
 
 
 def _quantise_module(device: torch.device) -> ModuleType:

@@ -52,7 +52,7 @@ from ultraep.runtime.microbatch import NO_PASS, Shared, Site, backward_pass
 from ultraep.runtime.observe import Observer, Sink
 from ultraep.runtime.pricing import Pricing, from_environment
 from ultraep.runtime.recording import Recording
-from ultraep.runtime.settings import DeviceShare, Settings
+from ultraep.runtime.settings import Settings
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
@@ -100,8 +100,7 @@ class Balancer:
     record: directory for a trace of every microbatch, on all ranks; None: a new one inside the
         directory in the environment variable ULTRAEP_TRACE, if it is set.
     communicator, peers: in place of a group, for ranks that are not processes (`LocalGroup`), and
-        for memory that they share (`LocalPeers`).
-    share: the part of a GPU that this rank may use; None: all of it.
+        for memory that they map.
     dispatcher: moves the rows in place of the data plane, for example through DeepEP; see
         docs/dispatchers.md. None: the data plane moves them.
     """
@@ -129,7 +128,6 @@ class Balancer:
         record: str | Path | None = None,
         communicator: Communicator | None = None,
         peers: Peers | None = None,
-        share: DeviceShare | None = None,
         dispatcher: Dispatcher | None = None,
     ) -> None:
         if config is not None and policy is not None:
@@ -148,7 +146,6 @@ class Balancer:
             tokens=tokens,
             capacity=capacity,
             timeout=timeout,
-            share=share,
             dispatcher=dispatcher,
         )
         self._peers, own_ranks = peers, communicator is not None or peers is not None

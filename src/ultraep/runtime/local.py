@@ -22,7 +22,7 @@ import torch
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.config import check_timeout
 from ultraep.errors import CommunicationError, ConfigError
-from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.mapped.peers import OnePeer
 from ultraep.runtime.versions import count_optimizer_steps
 
 T = TypeVar("T")
@@ -157,8 +157,8 @@ class LocalCommunicator:
     def peers(self, device: torch.device) -> Peers:
         """Return the memory of a single rank; several threads would wait on one stream."""
         if self.size > 1:
-            raise ConfigError(f"{self.size} ranks are threads of one process: pass peers=")
-        return LocalPeers(1, device).of(0)
+            raise ConfigError(f"{self.size} threads of one process cannot wait on one device")
+        return OnePeer(device)
 
     def part(self, size: int) -> Self:
         """Return this rank of a new group; the first rank of the block creates it."""

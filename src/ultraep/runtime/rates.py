@@ -301,7 +301,6 @@ def _without_replicas(like: Replicas, layout: Layout, device: torch.device) -> R
     replicas: Any = SimpleNamespace(  # what the forward pass of a network uses
         bundle=like.bundle,
         num_homes=like.num_homes,
-        sms=like.sms,
         kernels=like.kernels,
         possible=False,
         tensors=lambda: dict(no_slots),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from ultraep.backends import select
 from ultraep.config import AUTO, check_choice, check_integer, check_timeout
@@ -13,24 +12,8 @@ from ultraep.hops import MODES
 from ultraep.runtime.capacity import STATIC
 from ultraep.topology import Topology
 
-if TYPE_CHECKING:
-    import torch
-
 TRANSPORTS = ("auto", "shared", "sockets")
-MAY_DIFFER = ("backend", "timeout", "share")  # between ranks
-
-
-@dataclass(frozen=True)
-class DeviceShare:
-    """The part of a GPU that a rank may use, where several ranks share one.
-
-    sms: multiprocessors of this rank; None: all.   budget: how many of them move weights.
-    stream: on which weights move; None: a new one.
-    """
-
-    sms: int | None = None
-    budget: int | None = None
-    stream: torch.cuda.Stream | None = None
+MAY_DIFFER = ("backend", "timeout")  # between ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +30,6 @@ class Settings:
     tokens: int | None = None
     capacity: int | str = AUTO
     timeout: float | None = None
-    share: DeviceShare | None = None
     dispatcher: Dispatcher | None = None
 
     def __post_init__(self) -> None:

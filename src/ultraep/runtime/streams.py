@@ -24,16 +24,11 @@ def capturing(device: torch.device) -> bool:
 
 
 class Overlap:
-    """A second stream beside the main one, which is the current stream.
+    """A second stream beside the main one, which is the current stream."""
 
-    stream: to use as the second stream; None: a new one.
-    """
-
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._begun = False  # and not joined; a graph must not wait for work outside of it
-        if device.type == "cuda":
-            self._stream = stream or torch.cuda.Stream(device)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -28,7 +28,6 @@ SET_BY_TORCHTITAN = (
     "config",
     "communicator",
     "peers",
-    "share",
     "dispatcher",
 )
 REASONS = {  # by prefix of the class name

@@ -25,7 +25,6 @@ from ultraep.ops.products import accumulator
 from ultraep.runtime.mapped.peers import NamedPeers
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.replicas import no_free_slots
-from ultraep.runtime.settings import DeviceShare
 from ultraep.runtime.streams import Overlap, capturing
 
 MIN_SMS_TO_SHARE = 64  # multiprocessors of a GPU that can spare some
@@ -42,12 +41,11 @@ class MappedMemory:
         self, peers: Peers, shared: Shared, *, name: str, tokens: int, top_k: int, capacity: int
     ) -> None:
         settings, topology = shared.settings, shared.topology
-        share = settings.share or DeviceShare()
         own: Peers = NamedPeers(peers, name)
         self.peers, self.topology, self.capacity = own, topology, capacity
         self.tokens, self.top_k, self.buffers = tokens, top_k, settings.in_flight
-        self.sms = share.sms or multiprocessors(own.device)
-        self.overlap = Overlap(own.device, share.stream)
+        sms = multiprocessors(own.device)
+        self.overlap = Overlap(own.device)
         timeout = settings.timeout or shared.comm.timeout
         self._first_rank = shared.first_rank
         self.signals = Signals(
@@ -57,7 +55,7 @@ class MappedMemory:
             timeout=timeout,
             first_rank=shared.first_rank,
         )
-        moving, self._pulling, self.beside = _programs(own.device, self.sms, share.budget)
+        moving, self._pulling, self.beside = _programs(own.device, sms)
         # A chunk is complete when as many programs have written as the receiver expects.
         moving = min(shared.comm.gather_objects(moving))
         self.streamer = Streamer(self.signals, topology, relay=settings.relay, programs=moving)
@@ -68,7 +66,7 @@ class MappedMemory:
             capacity=capacity,
         )
         tables = own.allocate("tables", layout.table_bytes)
-        self.exchange = RowExchange(layout, rank=own.rank, tables=tables, programs=self.sms)
+        self.exchange = RowExchange(layout, rank=own.rank, tables=tables, programs=sms)
         self._loads = own.allocate("loads", self.signals.table_bytes(topology.experts))
         # Reused, so that it holds loads of an earlier step if a rank is lost.
         self._gathered = torch.zeros(
@@ -277,7 +275,7 @@ class MappedMemory:
             )
 
 
-def _programs(device: torch.device, sms: int, budget: int | None) -> tuple[int, int, int]:
+def _programs(device: torch.device, sms: int) -> tuple[int, int, int]:
     """Return the programs that move weights, that pull gradients, and that pull beside a product.
 
     Programs of a relay wait for each other, so all of them must be resident: two fit on a
@@ -285,7 +283,7 @@ def _programs(device: torch.device, sms: int, budget: int | None) -> tuple[int, 
     """
     if device.type == "cpu":
         return 1, 2, 1
-    return 2 * (budget or sms), 4 * sms, sms // SHARE if sms >= MIN_SMS_TO_SHARE else 0
+    return 2 * sms, 4 * sms, sms // SHARE if sms >= MIN_SMS_TO_SHARE else 0
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

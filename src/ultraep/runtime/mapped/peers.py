@@ -1,16 +1,7 @@
-"""Memory that ranks map: GPUs of a process group, or many ranks of one process on one device.
-
-Processes without GPUs share files in /dev/shm, for kernels in Triton's interpreter.
-
-group = LocalPeers(8)
-balancers = [Balancer(peers=group.of(rank), ...) for rank in range(8)]
-"""
+"""Memory that ranks map: GPUs of a process group, or the one device of a process alone."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,54 +15,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class LocalPeers:
-    """The memory of all ranks of one process."""
+class OnePeer:
+    """The memory of a process that is the whole group."""
 
-    def __init__(self, size: int, device: torch.device | str | None = None) -> None:
-        if size < 1:
-            raise ConfigError(f"a group needs at least one rank, got {size}")
-        self.size = size
-        self.device = torch.empty(0, device=device or "cuda").device
-        self._regions: dict[str, tuple[list[torch.Tensor], torch.Tensor]] = {}
-        self._lock = threading.Lock()
+    rank, size = 0, 1
 
-    def of(self, rank: int) -> LocalPeer:
-        """Return the peers as seen from one rank."""
-        if not 0 <= rank < self.size:
-            raise ConfigError(f"rank must lie in 0..{self.size - 1}, got {rank}")
-        return LocalPeer(self, rank)
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.empty(0, device=device).device  # with its number
 
-    def allocate(self, rank: int, name: str, nbytes: int) -> Region:
-        """Return the region of this name; the first rank allocates it for all."""
-        with self._lock:
-            if name not in self._regions:
-                pieces = [
-                    torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-                    for _ in range(self.size)
-                ]
-                addresses = [piece.data_ptr() for piece in pieces]
-                self._regions[name] = pieces, torch.tensor(addresses, device=self.device)
-        pieces, table = self._regions[name]
-        if pieces[0].numel() != nbytes:
-            raise ConfigError(
-                f"rank {rank} allocates {nbytes} bytes for {name!r}, other ranks allocated "
-                f"{pieces[0].numel()}"
-            )
-        return Region(pieces[rank], table, pieces)
-
-
-class LocalPeer:
-    """One rank of `LocalPeers`."""
-
-    def __init__(self, group: LocalPeers, rank: int) -> None:
-        self._group, self.rank = group, rank
-        self.size, self.device = group.size, group.device
-
-    def allocate(self, name: str, nbytes: int) -> Region:
-        return self._group.allocate(self.rank, name, nbytes)
+    def allocate(self, _name: str, nbytes: int) -> Region:
+        local = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        return Region(local, torch.tensor([local.data_ptr()], device=self.device))
 
     def close(self) -> None:
-        """Do nothing: the group owns the memory."""
+        """Do nothing: the last tensor frees the memory."""
 
 
 class NamedPeers:
@@ -106,7 +63,7 @@ class SymmetricPeers:
     def allocate(self, name: str, nbytes: int) -> Region:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        _check_same(self.gather_objects((name, nbytes)))
+        check_same(self.gather_objects((name, nbytes)))
         empty = partial(symmetric_memory.empty, nbytes, dtype=torch.uint8, device=self.device)
         what = f"share {nbytes} bytes for {name!r}"
         with torch.cuda.device(self.device), torch.inference_mode(False):
@@ -130,38 +87,7 @@ class SymmetricPeers:
         self._regions.clear()
 
 
-class SharedPeers:
-    """One rank of a group of processes that share files.
-
-    comm: a communicator, or anything else with its `rank`, `size` and `gather_objects`.
-    """
-
-    def __init__(self, comm: Any) -> None:
-        self._comm, self.device = comm, torch.device("cpu")
-        self.rank, self.size = comm.rank, comm.size
-
-    def allocate(self, name: str, nbytes: int) -> Region:
-        _check_same(self._comm.gather_objects((name, nbytes)))
-        folder, nbytes = "/dev/shm" if os.path.isdir("/dev/shm") else None, max(64, nbytes)
-        number, path = tempfile.mkstemp(prefix=f"ultraep-peers-{os.getpid()}-", dir=folder)
-        try:
-            os.ftruncate(number, nbytes)
-            os.close(number)
-            pieces = [
-                torch.from_file(other, shared=True, size=nbytes, dtype=torch.uint8)
-                for other in self._comm.gather_objects(path)
-            ]
-            self._comm.gather_objects(None)  # all ranks have opened the files
-        finally:
-            os.unlink(path)
-        addresses = torch.tensor([piece.data_ptr() for piece in pieces])
-        return Region(pieces[self.rank], addresses, pieces)
-
-    def close(self) -> None:
-        """Do nothing: the last tensor frees the memory."""
-
-
-def _check_same(requests: list[tuple[str, int]]) -> None:
+def check_same(requests: list[tuple[str, int]]) -> None:
     """Raise if ranks allocate memory with different names or sizes."""
     if len(set(requests)) > 1:
         listed = "; ".join(
@@ -191,7 +117,7 @@ def mapped_by(group: ProcessGroup, device: torch.device) -> Peers:
     """Return memory of the ranks' GPUs that all ranks map, whatever backend the group has."""
     if device.type != "cuda":
         raise ConfigError(f"tokens are on {device}, and only GPUs map each other's memory")
-    return LocalPeers(1, device).of(0) if group.size() == 1 else SymmetricPeers(group, device)
+    return OnePeer(device) if group.size() == 1 else SymmetricPeers(group, device)
 
 
 class SilentCommunicator:

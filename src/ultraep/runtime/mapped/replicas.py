@@ -45,7 +45,7 @@ class MappedReplicas(BaseReplicas):
         super().__init__(shared, info, bundle)
         self._memory, self._replicas, self._versions = memory, replicas, versions
         self.schedule, self._resident = schedule, schedule is not None
-        self.sms, self.possible = memory.sms, memory.topology.can_replicate
+        self.possible = memory.topology.can_replicate
         self.num_homes = memory.streamer.homes
         self._buffer: int | None = None  # the one that was lent last
         self._tensors: dict[str, torch.Tensor] = {}

@@ -41,8 +41,6 @@ class MessageReplicas(BaseReplicas):
     versions: [R] versions of the weights of all ranks.   device: where the tokens are.
     """
 
-    sms = None  # all multiprocessors
-
     def __init__(
         self,
         shared: Shared,

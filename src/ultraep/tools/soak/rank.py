@@ -28,12 +28,13 @@ import torch.distributed as dist
 from ultraep import Balancer, LocalGroup
 from ultraep.runtime.connect import connect, warm_up
 from ultraep.runtime.hosts import this_host
-from ultraep.runtime.mapped.peers import SharedPeers, SymmetricPeers
+from ultraep.runtime.mapped.peers import SymmetricPeers
 from ultraep.tools.launch.simulated_hosts import LINK
 from ultraep.tools.soak.faults import PLANNER, Injector
 from ultraep.tools.soak.jobs import FLIGHT, PRELOAD, SERVER, Fired, Job, Sample, shared_files
 from ultraep.tools.soak.outcomes import RankEnd
 from ultraep.tools.soak.schedule import DISKS, OF_KERNELS, Fault
+from ultraep.tools.soak.shared_peers import SharedPeers
 from ultraep.tools.soak.training import RATES, Case, Training, Watch
 
 JOIN = 120.0  # seconds for all ranks to join; a busy machine is slow to start processes
