@@ -28,7 +28,6 @@ from ultraep.dispatch import SlotRoutes
 from ultraep.dispatchers.deepep import DeepEP, DeepEPBuffer
 from ultraep.dispatchers.hybridep import HybridEP
 from ultraep.dispatchers.token_switch import TokenSwitch
-from ultraep.topology import even_homes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "libraries")
 
@@ -103,43 +102,98 @@ def padded_ids(example, seed=0):
     return ids
 
 
-@every_dispatcher
-@pytest.mark.parametrize("work", [one_pass, through_network])
-def test_equal_to_the_data_plane(name, work):
+def recomputed(layer, x, gradient, *, reentrant=True):
+    """Backward uses the handle of the recomputed pass, whose rows arrive in another order."""
+    y = checkpoint(layer, x, use_reentrant=reentrant)
+    y.backward(gradient)
+    return {"y": y.detach(), **gradients_of(layer, x)}
+
+
+def selective(layer, x, gradient):
+    """A dispatch mode may keep the results of ops; the ops of a dispatcher are hidden from it."""
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    y = checkpoint(with_network(layer), x, use_reentrant=False, context_fn=contexts)
+    y.backward(gradient)
+    return {"y": y.detach(), **gradients_of(layer, x)}
+
+
+def two_in_flight(layer, x, gradient, *, reverse=False):
+    """Two forward passes with other tokens, then both backward passes, in any order."""
+    xs = [x, x.detach().flip(0).mul(0.5).requires_grad_()]
+    ys = [layer(one) for one in xs]
+    for y in reversed(ys) if reverse else ys:
+        y.backward(gradient)
+    return {"y": ys[1].detach(), "x1": xs[1].grad, **gradients_of(layer, x)}
+
+
+def frozen(layer, x, gradient, *, what):
+    layer.experts.requires_grad_(what != "experts")
+    layer.router.requires_grad_(what not in ("router", "all but the experts"))
+    x.requires_grad_(what not in ("tokens", "all but the experts"))
+    passed = one_pass(layer, x, gradient)
+    assert ("experts.down_proj" in passed) == (what != "experts")
+    return passed
+
+
+def inference(layer, x, gradient):
+    with torch.inference_mode():
+        return {"y": layer(x)}
+
+
+def several_layers(layer, x, gradient):
+    """Two layers with different hot experts, one after the other."""
+    other = with_network(replace(EXAMPLE, skew=-1.5).layer(layer.balancer))
+    y = x + layer(x)
+    (y + other(y)).backward(gradient)
+    assert layer.balancer.settings.dispatcher is None or ", rows by " in repr(layer.balancer)
+    return gradients_of(layer, x)
+
+
+TEN = replace(EXAMPLE, experts=10)
+# Ranks with different numbers of home experts: slot ids are those of the rank with most slots.
+UNEVEN = {"homes": [0, 0, 0, 0, 1, 1, 3, 3, 3, 3]}
+DOMAINS = {"domain": 2, "data_plane": "hybrid"}  # replicas stay inside of their domains
+IN_FLIGHT = {"in_flight": 2}
+CASES = {  # example, work, options of the balancer
+    "experts": (EXAMPLE, one_pass, {}),
+    "a network": (EXAMPLE, through_network, {}),
+    "padding": (fixed(EXAMPLE, padded_ids(EXAMPLE)), one_pass, {}),
+    "uneven homes": (fixed(TEN, padded_ids(TEN)), one_pass, UNEVEN),
+    "recompute": (EXAMPLE, recomputed, {}),
+    "recompute, not reentrant": (EXAMPLE, partial(recomputed, reentrant=False), {}),
+    "in flight": (EXAMPLE, two_in_flight, IN_FLIGHT),
+    "in flight, reversed": (EXAMPLE, partial(two_in_flight, reverse=True), IN_FLIGHT),
+}
+ONCE = {  # for one dispatcher of each kind
+    "domains": (EXAMPLE, one_pass, DOMAINS),
+    "selective checkpointing": (EXAMPLE, selective, {}),
+    "inference": (EXAMPLE, inference, {}),
+    "several layers": (EXAMPLE, several_layers, IN_FLIGHT),
+}
+ONCE |= {
+    f"frozen: {what}": (EXAMPLE, partial(frozen, what=what), {})
+    for what in ("experts", "tokens", "router", "all but the experts")
+}
+
+
+def assert_equal_to_the_data_plane(name, example, work, options):
     """Outputs and all gradients, with biases and a rank without tokens."""
-    ours = on_every_rank(EXAMPLE, work, slots=2)
-    theirs = on_every_rank(EXAMPLE, work, slots=2, dispatcher=dispatcher_of(name))
+    make = dispatcher_of(name, slots_per_rank=6 if options is UNEVEN else 4)
+    ours = on_every_rank(example, work, slots=2, **options)
+    theirs = on_every_rank(example, work, slots=2, dispatcher=make, **options)
     assert_same_tensors(theirs, ours)
+
+
+@every_dispatcher
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_the_data_plane(name, case):
+    assert_equal_to_the_data_plane(name, *CASES[case])
 
 
 @one_of_each_kind
-def test_rows_of_several_domains(name):
-    """The dispatcher moves rows between all ranks; replicas stay inside of their domains."""
-
-    def work(layer, x, gradient):
-        assert layer.balancer.plane("cpu").name == "hybrid"
-        return one_pass(layer, x, gradient)
-
-    ours = on_every_rank(EXAMPLE, one_pass, slots=2, domain=2)
-    options = {"slots": 2, "domain": 2, "data_plane": "hybrid"}
-    theirs = on_every_rank(EXAMPLE, work, dispatcher=dispatcher_of(name), **options)
-    assert_same_tensors(theirs, ours)
-
-
-@every_dispatcher
-def test_padding(name):
-    example = fixed(EXAMPLE, padded_ids(EXAMPLE))
-    ours = on_every_rank(example, one_pass, slots=2)
-    theirs = on_every_rank(example, one_pass, slots=2, dispatcher=dispatcher_of(name))
-    assert_same_tensors(theirs, ours)
-
-
-@every_dispatcher
-def test_single_precision(name):
-    example = replace(EXAMPLE, dtype=torch.float32, top_k=3)
-    ours = on_every_rank(example, one_pass, slots=2)
-    theirs = on_every_rank(example, one_pass, slots=2, dispatcher=dispatcher_of(name))
-    assert_close_tensors(theirs, ours, 1e-5)
+@pytest.mark.parametrize("case", ONCE)
+def test_equal_to_the_data_plane_in_other_settings(name, case):
+    assert_equal_to_the_data_plane(name, *ONCE[case])
 
 
 def assert_close_tensors(actual, expected, tolerance):
@@ -197,49 +251,6 @@ def test_the_switch_of_torch(monkeypatch):
 
     ours = on_every_rank(EXAMPLE, one_pass, slots=2)
     assert_same_tensors(on_every_rank(EXAMPLE, one_pass, slots=2, dispatcher=make), ours)
-
-
-@every_dispatcher
-def test_ranks_with_different_numbers_of_home_experts(name):
-    """Slot ids are those of the rank with the most slots; the others have unused ones."""
-    example = fixed(replace(EXAMPLE, experts=10), padded_ids(replace(EXAMPLE, experts=10)))
-    options = {"slots": 2, "homes": [0, 0, 0, 0, 1, 1, 3, 3, 3, 3]}
-    ours = on_every_rank(example, one_pass, **options)
-    make = dispatcher_of(name, slots_per_rank=6)
-    assert_same_tensors(on_every_rank(example, one_pass, dispatcher=make, **options), ours)
-    assert even_homes(10, 4) != options["homes"]
-
-
-@every_dispatcher
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recompute(name, reentrant):
-    """Backward uses the handle of the recomputed pass, whose rows arrive in another order."""
-
-    def recomputed(layer, x, gradient):
-        y = checkpoint(layer, x, use_reentrant=reentrant)
-        y.backward(gradient)
-        return {"y": y.detach(), **gradients_of(layer, x)}
-
-    ours = on_every_rank(EXAMPLE, one_pass, slots=2)
-    theirs = on_every_rank(EXAMPLE, recomputed, slots=2, dispatcher=dispatcher_of(name))
-    assert_same_tensors(theirs, ours)
-
-
-@every_dispatcher
-@pytest.mark.parametrize("reverse", [False, True])
-def test_microbatches_in_flight(name, reverse):
-    """Two forward passes with other tokens, then both backward passes, in any order."""
-
-    def both(layer, x, gradient):
-        xs = [x, x.detach().flip(0).mul(0.5).requires_grad_()]
-        ys = [layer(one) for one in xs]
-        for y in reversed(ys) if reverse else ys:
-            y.backward(gradient)
-        return {"y": ys[1].detach(), "x1": xs[1].grad, **gradients_of(layer, x)}
-
-    ours = on_every_rank(EXAMPLE, both, slots=2, in_flight=2)
-    theirs = on_every_rank(EXAMPLE, both, slots=2, in_flight=2, dispatcher=dispatcher_of(name))
-    assert_same_tensors(theirs, ours)
 
 
 @each_library
@@ -324,60 +335,3 @@ def test_stages_are_timed(name):
 
     ours = on_every_rank(EXAMPLE, observed, slots=2)
     assert on_every_rank(EXAMPLE, observed, slots=2, dispatcher=dispatcher_of(name)) == ours
-
-
-@one_of_each_kind
-def test_selective_checkpointing(name):
-    """A dispatch mode may keep the results of ops; the ops of a dispatcher are hidden from it."""
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-
-    def selective(layer, x, gradient):
-        y = checkpoint(with_network(layer), x, use_reentrant=False, context_fn=contexts)
-        y.backward(gradient)
-        return {"y": y.detach(), **gradients_of(layer, x)}
-
-    ours = on_every_rank(EXAMPLE, one_pass, slots=2)
-    theirs = on_every_rank(EXAMPLE, selective, slots=2, dispatcher=dispatcher_of(name))
-    assert_same_tensors(theirs, ours)
-
-
-@one_of_each_kind
-@pytest.mark.parametrize("frozen", ["experts", "tokens", "router", "all but the experts"])
-def test_frozen_tensors(name, frozen):
-    def work(layer, x, gradient):
-        layer.experts.requires_grad_(frozen != "experts")
-        layer.router.requires_grad_(frozen not in ("router", "all but the experts"))
-        x.requires_grad_(frozen not in ("tokens", "all but the experts"))
-        return one_pass(layer, x, gradient)
-
-    ours = on_every_rank(EXAMPLE, work, slots=2)
-    theirs = on_every_rank(EXAMPLE, work, slots=2, dispatcher=dispatcher_of(name))
-    assert_same_tensors(theirs, ours)
-    assert ("experts.down_proj" in ours[0]) == (frozen != "experts")
-
-
-@one_of_each_kind
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_inference(name, context):
-    def forward(layer, x, gradient):
-        with context():
-            return {"y": layer(x)}
-
-    ours = on_every_rank(EXAMPLE, forward, slots=2)
-    theirs = on_every_rank(EXAMPLE, forward, slots=2, dispatcher=dispatcher_of(name))
-    assert_same_tensors(theirs, ours)
-
-
-def test_several_layers_share_a_dispatcher():
-    """Two layers with different hot experts, one after the other."""
-
-    def work(layer, x, gradient):
-        other = with_network(replace(EXAMPLE, skew=-1.5).layer(layer.balancer))
-        y = x + layer(x)
-        (y + other(y)).backward(gradient)
-        assert "rows by DeepEP)" in repr(layer.balancer) or not layer.balancer.settings.dispatcher
-        return gradients_of(layer, x)
-
-    ours = on_every_rank(EXAMPLE, work, slots=2, in_flight=2)
-    theirs = on_every_rank(EXAMPLE, work, slots=2, in_flight=2, dispatcher=dispatcher_of("DeepEP"))
-    assert_same_tensors(theirs, ours)
