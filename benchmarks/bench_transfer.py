@@ -170,17 +170,17 @@ def reduce(bench: Bench) -> None:
     clock, scale, lines, plain_rate = bench.clock, bench.scale, [], copy_rate(bench)
     programs = 4 * clock.multiprocessors if isinstance(clock, Gpu) else 2  # of the data plane
     pull = Pull(bench, programs)
-    for fan, zero in product(scale.pull_fans, (False, True)):
-        us = pull.time(fan, zero)
-        moved = 4 * scale.numbers * (2 + fan * (2 if zero else 1))  # bytes read and written
+    for fan in scale.pull_fans:
+        us = pull.time(fan)
+        moved = 4 * scale.numbers * (2 + fan)  # bytes read and written
         floor = moved / plain_rate
-        case = {"copies": f"fan {fan}", "zeros": "yes" if zero else "no", "programs": programs}
+        case = {"copies": f"fan {fan}", "programs": programs}
         values = {TIME: us, RATE: moved / us / 1e6, FLOOR: floor, OF_FLOOR: floor / us}
         lines.append(Line(case, values))
-    bench.table("reduce: fp32 gradients of replicas, pulled; zeros: slots are cleared", lines)
+    bench.table("reduce: fp32 gradients of replicas, pulled", lines)
     bench.report.note(
         f"fan 4: 4 replicas of one expert of {scale.numbers / 1e6:.1f} M numbers. Floor: replica\n"
-        "gradients read, home gradient read and written, zeros written, at the rate of a copy."
+        "gradients read, home gradient read and written, at the rate of a copy."
     )
 
 
@@ -401,7 +401,7 @@ class Pull:
         self._fresh_RP = torch.randn(ranks, scale.numbers, device=device)
         self._made = torch.zeros(self._streamer.size, dtype=torch.int32, device=device)
 
-    def time(self, fan: int, zero: bool) -> float:
+    def time(self, fan: int) -> float:
         """Microseconds of a pull from `fan` replicas; the sum of the last one is compared."""
         from ultraep.backends.triton.streamer import pull
 
@@ -409,9 +409,9 @@ class Pull:
         replicas_C3 = as_replicas(rows, self._streamer.copies, self._made.device)
         self._streamer.schedule(replicas_C3, self._layout, self._made)
         arguments = self._home_1P, self._rows, self._made, self._streamer
-        call = partial(pull, *arguments, programs=self._programs, zero=zero)
+        call = partial(pull, *arguments, programs=self._programs)
         us = self._clock.us(call, partial(self._renew, fan))
-        self._check(fan, zero)
+        self._check(fan)
         return us
 
     def _renew(self, fan: int) -> None:
@@ -420,13 +420,12 @@ class Pull:
         for rank in range(fan):
             self._replicas[rank].copy_(self._fresh_RP[rank + 1])
 
-    def _check(self, fan: int, zero: bool) -> None:
+    def _check(self, fan: int) -> None:
         home, *replicas = self._fresh_RP[: fan + 1]
         if not torch.equal(self._home_1P[0], sum(replicas, start=home)):
             raise Mismatch(f"the sum of {fan} replica gradients")
         for rank, fresh in enumerate(replicas):
-            left = self._replicas[rank]
-            if not (bool((left == 0).all()) if zero else torch.equal(left, fresh)):
+            if not torch.equal(self._replicas[rank], fresh):
                 raise Mismatch(f"the gradient that rank {rank + 1} holds, of {fan} replicas")
 
 

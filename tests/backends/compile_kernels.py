@@ -362,9 +362,8 @@ def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) ->
     rows = peers.allocate("rows", 64)
     streamer.schedule(torch.zeros(streamer.copies, 3, dtype=torch.int32), layout, schedule)
     streamer.fill(schedule, layout, weights, rows)
-    for zero in (False, True):
-        pull(weights["w"], rows, schedule, streamer, programs=528, zero=zero)
-        pull(weights["w"], rows, schedule, streamer, programs=8, large=True)
+    pull(weights["w"], rows, schedule, streamer, programs=528)
+    pull(weights["w"], rows, schedule, streamer, programs=8, large=True)
 
 
 def resources(compiled: Any) -> tuple[int, int]:

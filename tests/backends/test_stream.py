@@ -692,17 +692,14 @@ def fanned_plan():
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("options", [{}, {"large": True}, {"zero": True}], ids=str)
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("width", [1, 32, 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, options):
+def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, large):
     for rank in (0, 3):
         case = Gradients(fanned_plan(), rank, width, dtype)
         expected, replicas = case.expected(), [piece.clone() for piece in case.of_copies]
-        case.pull(programs=2, **options)
+        case.pull(programs=2, large=large)
         assert torch.equal(bits(case.of_homes), bits(expected))
-        for expert, host, slot in case.plan.replicas.tolist():
-            if options.get("zero") and FANNED.home_of_expert[expert] == rank:
-                replicas[host][slot] = 0.0
         for piece, rows in zip(case.of_copies, replicas, strict=True):
             assert torch.equal(bits(piece), bits(rows))

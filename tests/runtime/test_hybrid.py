@@ -59,14 +59,18 @@ def over_messages(example, options, again):
         balancer = Balancer(
             experts=example.experts, communicator=comm, data_plane="hybrid", **options
         )
-        return one_pass(balancer, example, again), [rows for rows, _ in comm.crossed]
+        return one_pass(balancer, example, again), comm.crossed
 
     results = LocalGroup(example.ranks).run(work)
-    own = fewest_crossing(example, options)
+    own, size = fewest_crossing(example, options), example.inputs[0].itemsize
+    row, scalars, slots = example.hidden * size, example.top_k * size, example.top_k * 4
+    widths = [row + scalars + slots, row] * (2 if again else 1)  # dispatch, combine
+    widths += [row, row + scalars]  # and the gradients of both
     for rank, (_, crossed) in enumerate(results):
-        assert len(crossed) == (6 if again else 4)  # dispatch, combine, and backward
-        assert crossed[0::2] == [own[rank]] * len(crossed[0::2])
-    totals = np.sum([crossed for _, crossed in results], axis=0)
+        assert [width for _, width in crossed] == widths
+        sent = [rows for rows, _ in crossed]
+        assert sent[0::2] == [own[rank]] * len(sent[0::2])
+    totals = np.sum([[rows for rows, _ in crossed] for _, crossed in results], axis=0)
     assert (totals == sum(own)).all()  # sums return the way that tokens came
     return [result for result, _ in results]
 
@@ -248,37 +252,6 @@ class CountingCommunicator(LocalCommunicator):
         return LocalCommunicator.part(LocalCommunicator(self._group, self.rank), size)
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("seed", range(4))
-def test_a_token_crosses_once_to_every_domain_that_serves_it(seed):
-    example = Example([9, 5, 0, 12], experts=16, top_k=4, hidden=8, ffn=4, skew=1.0, seed=seed)
-    size, top_k = 2, example.top_k
-
-    def work(local):
-        comm = CountingCommunicator(local, size)
-        balancer = Balancer(
-            experts=16, communicator=comm, domain=size, data_plane="hybrid", policy="ultraep"
-        )
-        layer = example.layer(balancer)
-        x = example.inputs[comm.rank].clone().requires_grad_()
-        y, routing = layer(x, with_routing=True)
-        y.backward(example.gradients[comm.rank])
-        domains = routing.ids // (16 // 2)
-        foreign = sum(len(set(row) - {comm.rank // size}) for row in domains.tolist())
-        return comm.crossed, foreign
-
-    back = [0] * 4
-    results = LocalGroup(4).run(work)
-    for rank, (crossed, foreign) in enumerate(results):
-        back[(rank + size) % 4] = foreign  # sums return the way that tokens came
-        assert [rows for rows, _ in crossed[0::2]] == [foreign] * 2  # forward; and back in backward
-    for rank, (crossed, _) in enumerate(results):
-        assert [rows for rows, _ in crossed[1::2]] == [back[rank]] * 2
-        row, scalars, slots = 8 * 8, top_k * 8, top_k * 4
-        # dispatch, combine, and the gradients of both
-        assert [width for _, width in crossed] == [row + scalars + slots, row, row, row + scalars]
-
-
 def test_auto_uses_domains_of_hosts(monkeypatch):
     hosts = [Host("one", ()), Host("one", ()), Host("two", ()), Host("two", ())]
     monkeypatch.setattr(connect_module, "find_fast_links", lambda *_: fast_links(hosts))
@@ -302,15 +275,6 @@ def test_one_host_stays_with_messages():
     assert "messages on cpu: tokens are on the CPU" in LocalGroup(4).run(work)[0]
 
 
-def test_hybrid_needs_domains():
-    def work(comm):
-        balancer = Balancer(experts=8, communicator=comm, data_plane="hybrid")
-        balancer.plane("cpu")
-
-    with pytest.raises(ConfigError, match="all 4 ranks are in one domain: pass domain="):
-        LocalGroup(4).run(work)
-
-
 def errors_of(work, ranks=4):
     """Return the message that all ranks raise."""
 
@@ -323,46 +287,62 @@ def errors_of(work, ranks=4):
     return message
 
 
-def test_domains_that_differ_are_refused_on_all_ranks():
-    def work(comm):
-        Balancer(experts=8, communicator=comm, domain=4 if comm.rank == 3 else 2)
-
-    message, host = errors_of(work), platform.node()
-    assert f"ranks disagree about their domains: rank 0: {host} with domain=2" in message
-    assert f"rank 3: {host} with domain=4; pass the same on all" in message
-
-
-def test_a_domain_that_does_not_divide_the_group_is_refused_with_a_map():
-    message = errors_of(lambda comm: Balancer(experts=8, communicator=comm, domain=3))
-    assert "4 ranks do not divide by a domain of 3 (rank 0: " in message
-    assert f"rank 3: {platform.node()})" in message
+def with_domains(comm, device="cpu", *, blind=False, **options):
+    """Create a balancer and choose its plane; blind: ranks do not compare their positions."""
+    balancer = Balancer(
+        communicator=comm, **{"experts": 8, "domain": 2, "data_plane": "hybrid"} | options
+    )
+    if blind:  # comparing sends a tensor of the device
+        balancer._agreement.compare = lambda *_: None
+    balancer.plane(device)
 
 
-def test_ranks_on_different_devices_are_refused_with_a_map():
-    def work(comm):
-        balancer = Balancer(experts=8, communicator=comm, domain=2, data_plane="hybrid")
-        balancer._agreement.compare = lambda *_: None  # it sends a tensor of that device
-        balancer.plane("meta" if comm.rank == 1 else "cpu")
+HOST = platform.node()
+REFUSED = {
+    "one domain": (
+        lambda comm: with_domains(comm, domain=None),
+        ["all 4 ranks are in one domain: pass domain="],
+    ),
+    "different domains": (
+        lambda comm: with_domains(comm, domain=4 if comm.rank == 3 else 2),
+        [
+            f"ranks disagree about their domains: rank 0: {HOST} with domain=2",
+            f"rank 3: {HOST} with domain=4; pass the same on all",
+        ],
+    ),
+    "domains that do not divide the group": (
+        lambda comm: with_domains(comm, domain=3),
+        ["4 ranks do not divide by a domain of 3 (rank 0: ", f"rank 3: {HOST})"],
+    ),
+    "different devices": (
+        lambda comm: with_domains(comm, "meta" if comm.rank == 1 else "cpu", blind=True),
+        [f"rank 0: cpu on {HOST}, domain 0; rank 1: meta on {HOST}, domain 0"],
+    ),
+    "a domain without experts": (
+        lambda comm: with_domains(comm, experts=4, homes=[0, 0, 1, 1]),
+        ["domain 1 is the home of 0 experts"],
+    ),
+}
 
-    message, host = errors_of(work), platform.node()
-    assert f"rank 0: cpu on {host}, domain 0; rank 1: meta on {host}, domain 0" in message
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_domains_are_refused_on_all_ranks(what):
+    work, words = REFUSED[what]
+    message = errors_of(work)
+    for part in words:
+        assert part in message
 
 
 def test_an_obstacle_of_one_rank_is_shown_with_a_map(monkeypatch):
-    def work(comm):
-        balancer = Balancer(experts=8, communicator=comm, domain=2, data_plane="hybrid")
-        balancer.plane("cpu")
+    def part(comm, size):
+        if comm.rank == 2:
+            raise ConfigError("no peer access")
+        return comm
 
-    monkeypatch.setattr(LocalCommunicator, "part", refused)
-    message = errors_of(work)
+    monkeypatch.setattr(LocalCommunicator, "part", part)
+    message = errors_of(with_domains)
     assert "data_plane='hybrid' is not possible: rank 2: no peer access (rank 0: cpu on" in message
     assert message.endswith("domain 1)")
-
-
-def refused(comm, size):
-    if comm.rank == 2:
-        raise ConfigError("no peer access")
-    return comm
 
 
 def test_memory_that_one_rank_cannot_map_is_an_error_on_all():
@@ -412,18 +392,6 @@ def test_processes_of_a_domain_are_named_as_ranks_of_the_group():
         message, ranks = errors[rank]
         assert f"rank {peer} has closed; noticed by rank {rank}" in message
         assert ranks == (peer,)
-
-
-def test_a_domain_without_experts_is_refused():
-    def work(comm):
-        homes = [0, 0, 1, 1]
-        balancer = Balancer(
-            experts=4, homes=homes, communicator=comm, domain=2, data_plane="hybrid"
-        )
-        balancer.plane("cpu")
-
-    with pytest.raises(ConfigError, match="domain 1 is the home of 0 experts"):
-        LocalGroup(4).run(work)
 
 
 @on_ranks(4)

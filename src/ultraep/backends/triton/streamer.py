@@ -266,12 +266,11 @@ def pull(
     programs: int,
     large: bool = False,
     own_HP: torch.Tensor | None = None,
-    zero: bool = False,
 ) -> None:
     """Add the gradients of replicas to the gradients of their home experts.
 
     own_HP: gradients of the home experts; None: `gradients_HP`.
-    rows: `[slots, P]` of every rank, in the same dtype.   zero: clear them.
+    rows: `[slots, P]` of every rank, in the same dtype.
     large: a program has a multiprocessor to itself.
     """
     own = gradients_HP if own_HP is None else own_HP
@@ -289,7 +288,6 @@ def pull(
         gradients_HP.shape[1],
         gradients_HP.stride(0),
         ACCUMULATOR=tl.float64 if double else tl.float32,
-        ZERO=zero,
         ALIGNED=own.shape[1] * own.element_size() % 16 == 0,
         W=GRADIENTS * size,
         PROGRAMS=programs,

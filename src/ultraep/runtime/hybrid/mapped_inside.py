@@ -63,7 +63,6 @@ class MappedHybridPlane(HybridPlane):
         return MappedMemory(
             self._peers,
             self.of_domain,
-            name=f"memory {len(self._memories)}",
             tokens=1 << (tokens - 1).bit_length(),
             top_k=top_k,
             capacity=rows + rows // 2,

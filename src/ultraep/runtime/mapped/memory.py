@@ -22,7 +22,6 @@ from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, errors_at
 from ultraep.microbatch import TensorSpecs
 from ultraep.ops.products import accumulator
-from ultraep.runtime.mapped.peers import NamedPeers
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.replicas import no_free_slots
 from ultraep.runtime.streams import Overlap, capturing
@@ -34,28 +33,27 @@ SHARE = 16  # one in this many is spared
 class MappedMemory:
     """The shared memory of one rank. All ranks allocate a region at its first use.
 
-    name: prefix of its regions.   capacity: the most rows that a rank can serve.
+    capacity: the most rows that a rank can serve.
     """
 
     def __init__(
-        self, peers: Peers, shared: Shared, *, name: str, tokens: int, top_k: int, capacity: int
+        self, peers: Peers, shared: Shared, *, tokens: int, top_k: int, capacity: int
     ) -> None:
         settings, topology = shared.settings, shared.topology
-        own: Peers = NamedPeers(peers, name)
-        self.peers, self.topology, self.capacity = own, topology, capacity
+        self.peers, self.topology, self.capacity = peers, topology, capacity
         self.tokens, self.top_k, self.buffers = tokens, top_k, settings.in_flight
-        sms = multiprocessors(own.device)
-        self.overlap = Overlap(own.device)
+        sms = multiprocessors(peers.device)
+        self.overlap = Overlap(peers.device)
         timeout = settings.timeout or shared.comm.timeout
         self._first_rank = shared.first_rank
         self.signals = Signals(
-            own,
+            peers,
             slots=topology.slots,
             buffers=self.buffers,
             timeout=timeout,
             first_rank=shared.first_rank,
         )
-        moving, self._pulling, self.beside = _programs(own.device, sms)
+        moving, self._pulling, self.beside = _programs(peers.device, sms)
         # A chunk is complete when as many programs have written as the receiver expects.
         moving = min(shared.comm.gather_objects(moving))
         self.streamer = Streamer(self.signals, topology, relay=settings.relay, programs=moving)
@@ -65,12 +63,12 @@ class MappedMemory:
             top_k=top_k,
             capacity=capacity,
         )
-        tables = own.allocate("tables", layout.table_bytes)
-        self.exchange = RowExchange(layout, rank=own.rank, tables=tables, programs=sms)
-        self._loads = own.allocate("loads", self.signals.table_bytes(topology.experts))
+        tables = peers.allocate("tables", layout.table_bytes)
+        self.exchange = RowExchange(layout, rank=peers.rank, tables=tables, programs=sms)
+        self._loads = peers.allocate("loads", self.signals.table_bytes(topology.experts))
         # Reused, so that it holds loads of an earlier step if a rank is lost.
         self._gathered = torch.zeros(
-            topology.ranks, topology.experts, dtype=torch.int32, device=own.device
+            topology.ranks, topology.experts, dtype=torch.int32, device=peers.device
         )
         self._borrowers: list[str | None] = [None] * self.buffers
         self._layers: list[int | None] = [None] * self.buffers  # that borrowed them last

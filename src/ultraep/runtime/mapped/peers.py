@@ -31,20 +31,6 @@ class OnePeer:
         """Do nothing: the last tensor frees the memory."""
 
 
-class NamedPeers:
-    """Peers whose regions have a common prefix."""
-
-    def __init__(self, peers: Peers, name: str) -> None:
-        self._peers, self._name = peers, name
-        self.rank, self.size, self.device = peers.rank, peers.size, peers.device
-
-    def allocate(self, name: str, nbytes: int) -> Region:
-        return self._peers.allocate(f"{self._name}: {name}", nbytes)
-
-    def close(self) -> None:
-        """Do nothing: the peers own the memory."""
-
-
 class SymmetricPeers:
     """One rank of a group whose GPUs map each other's memory: torch's symmetric memory.
 

@@ -226,7 +226,6 @@ class Workspaces:
         memory = MappedMemory(
             peers,
             self._inside,
-            name=f"workspace {len(self.all)}",
             tokens=tokens * self._domains,
             top_k=top_k,
             capacity=capacity,

@@ -276,7 +276,6 @@ def pull(
     width,
     stride,
     ACCUMULATOR: tl.constexpr,
-    ZERO: tl.constexpr,
     ALIGNED: tl.constexpr,
     W: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -285,17 +284,15 @@ def pull(
 
     gradients, own: [H, width] result and own gradient, `stride` apart; may be one tensor.
     rows: [R] addresses of every rank's `[slots, width]` gradients, in the dtype of `own`.
-    ZERO: clear the gradients of the replicas.   ALIGNED: rows begin at multiples of 16 bytes.
+    ALIGNED: rows begin at multiples of 16 bytes.
 
     Home expert 0 has one replica, in slot 0 of rank 1:
 
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     >>> example(pull, 1, gradients=[[-1.0, -1.0], [3.0, 4.0]], own=[[1.0, 2.0], [0.0, 0.0]],
     ...         rows=at([[0.5, 0.5]], [[10.0, 20.0]]), schedule=schedule, copies=2, homes=2,
-    ...         width=2, stride=2, ACCUMULATOR=tl.float32, ZERO=True, ALIGNED=False, W=2,
-    ...         PROGRAMS=1)
+    ...         width=2, stride=2, ACCUMULATOR=tl.float32, ALIGNED=False, W=2, PROGRAMS=1)
     gradients = [[11.0, 22.0], [3.0, 4.0]]
-    rows = [[[0.5, 0.5]], [[0.0, 0.0]]]
     """
     worker = tl.program_id(0)
     places = layout.places_of(schedule, copies, slots)
@@ -315,9 +312,5 @@ def pull(
                         total, rows, places, copy, end, width, own, here, there, ALIGNED
                     )
                 tl.store(target + here, total.to(gradients.dtype.element_ty), mask=there)
-                if ZERO:
-                    for copy in range(first, end):
-                        held = gradient_row(rows, places, copy, width, own, ALIGNED)
-                        tl.store(held + here, 0.0, mask=there)
         target += stride
         source += stride
