@@ -174,7 +174,7 @@ def reduce(bench: Bench) -> None:
         us = pull.time(fan)
         moved = 4 * scale.numbers * (2 + fan)  # bytes read and written
         floor = moved / plain_rate
-        case = {"copies": f"fan {fan}", "programs": programs}
+        case: Case = {"copies": f"fan {fan}", "programs": programs}
         values = {TIME: us, RATE: moved / us / 1e6, FLOOR: floor, OF_FLOOR: floor / us}
         lines.append(Line(case, values))
     bench.table("reduce: fp32 gradients of replicas, pulled", lines)
