@@ -499,12 +499,6 @@ def test_weights_must_be_contiguous():
         made_by.sources(Layout.of(tensors, 2), tensors)
 
 
-def test_programs_must_be_positive():
-    board = Signals(LocalPeers(2, device=DEVICE).of(0), slots=1, buffers=1, timeout=1.0)
-    with pytest.raises(ConfigError, match="programs must be at least 1, got 0"):
-        Streamer(board, Topology(ranks=2, experts=4), relay="auto", programs=0)
-
-
 # Barriers.
 
 

@@ -51,8 +51,6 @@ class Streamer:
     """
 
     def __init__(self, signals: Signals, topology: Topology, *, relay: str, programs: int) -> None:
-        if programs < 1:
-            raise ConfigError(f"programs must be at least 1, got {programs}")
         self.signals, self.topology, self.programs = signals, topology, programs
         self.mode = MODES[relay]
         device = signals.peers.device
