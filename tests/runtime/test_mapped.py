@@ -47,7 +47,6 @@ def small_tiles():
     """Split few tokens into several tiles, and small experts into several chunks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rerouter, "ROWS", 16)
-        patch.setattr(rerouter, "TOKENS", 16)
         patch.setattr(streamer, "WORDS", 256)
         patch.setattr(streamer, "SIGNAL_COST", 512)
         yield
