@@ -74,20 +74,6 @@ class ThroughHost:
         self._comm.exchange([Message(m.peer, _on_host(m.tensor)) for m in sends], arrived)
         _copy(arrived, receives)
 
-    def begin_exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> Callable[[], None]:
-        arrived = _like(receives)
-        wait = self._comm.begin_exchange(
-            [Message(m.peer, _on_host(m.tensor)) for m in sends], arrived
-        )
-
-        def copy_arrived() -> None:
-            wait()
-            _copy(arrived, receives)
-
-        return copy_arrived
-
     def gather_objects(self, value: Any) -> list[Any]:
         return self._comm.gather_objects(value)
 

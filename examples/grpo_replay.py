@@ -56,7 +56,7 @@ class ReplayingTrainer(BalancedTraining, GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         routes = batch_routes(inputs["routes"], whole_mask(inputs))
-        self.replay.use(routes, foresee=True)
+        self.replay.use(routes)
         with record_routes(self.model) as trained:
             loss = super()._compute_loss(model, inputs)
         chosen = trained.routes().flatten(0, 1).transpose(0, 1)

@@ -63,7 +63,6 @@ LONGEST = (
     "integrations/test_transformers_checkpoints.py",
     "runtime/test_faults.py",
     "runtime/test_mapped_residency.py",
-    "runtime/test_foresee.py",
     "test_examples.py",
     "test_pretrain.py",
 )

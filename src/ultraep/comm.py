@@ -6,7 +6,7 @@ know shapes and counts from the plan, so they are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -47,14 +47,6 @@ class Communicator(Protocol):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive point to point, all at once; two ranks keep the order of messages."""
-
-    def begin_exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> Callable[[], None]:
-        """Start an exchange beside all other calls; return a function that waits for its end.
-
-        Exchanges that were started keep their order; other calls may overtake them.
-        """
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the small picklable values of all ranks; for set-up and errors."""

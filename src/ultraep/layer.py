@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ultraep.bundle import Bundle
 from ultraep.errors import ConfigError
 from ultraep.experts.modules import Experts, draw
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.ops.activations import swiglu
 from ultraep.ops.opaque import handle_of, routed_experts
-from ultraep.parallel.home import mesh_of
 from ultraep.routing import Router, Routing
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
@@ -80,7 +78,7 @@ class BalancedMoE(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        self.layer_index = self.balancer.register_layer(self._readable_weights)
+        self.layer_index = self.balancer.register_layer()
         self._handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedMoE:
@@ -89,15 +87,6 @@ class BalancedMoE(nn.Module):
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         copied._register()
         return copied
-
-    def _readable_weights(self) -> Bundle | None:
-        """Return the weights to replicate, unless they are sharded now; see `Balancer.foresee`."""
-        parameters = self.experts.home_parameters()
-        if any(mesh_of(parameter) is not None for parameter in parameters):
-            return None
-        device = parameters[0].device if parameters else torch.device("cpu")
-        bundle: Bundle = self.experts.current_bundle(self.balancer.weights_promise(device))
-        return None if any(map(callable, bundle.values())) else bundle
 
     def forward(
         self, x: torch.Tensor, *, policy: str | None = None, with_routing: bool = False

@@ -21,16 +21,15 @@ rank, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import torch
 
 from ultraep.bundle import Bundle, Stack
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Exchange, Pack
-from ultraep.errors import LoadError
 from ultraep.ops.products import Beside
 from ultraep.plan import Plan
 from ultraep.topology import Topology
@@ -72,33 +71,6 @@ class Layer:
     pack: Pack | None = None
 
 
-@dataclass(eq=False, slots=True)
-class Foreseen:
-    """A layer whose routes are known before it begins: its loads, its plan and its replicas.
-
-    info: of the microbatch that will begin; None: it has begun.
-    forward: a weak reference to the info of the forward pass, once it has begun.
-    loads: [R, E] of all ranks.   versions: [R] of their weights. On the host or on the device.
-    make_replicas: returns the replicas of the plan for these home weights.
-    weights: returns the home weights of the layer as they are now; None: not readable now.
-    ahead: replicas that were sent before their microbatch begins.
-    last: a weak reference to the replicas that the layer used last; None: it used none.
-    before, after: the neighbours of the layer, whose replicas travel while it computes.
-    """
-
-    info: MicrobatchInfo | None
-    loads: Any
-    versions: Any
-    plan: Any
-    make_replicas: Callable[[Bundle], Any]
-    weights: Callable[[], Bundle | None] = lambda: None
-    ahead: Any = None
-    last: Any = None
-    forward: Any = None
-    before: Foreseen | None = None
-    after: Foreseen | None = None
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Inputs:
     """The inputs of a microbatch."""
@@ -110,7 +82,6 @@ class Inputs:
     gates: torch.Tensor | None  # [T, K]
     tokens: torch.Tensor | None  # [T, D]
     shares_slots: bool  # whether other layers may overwrite the slots before backward
-    foreseen: Foreseen | None = None  # what is known of this microbatch
 
 
 class AnyPlan(Protocol):
@@ -225,14 +196,6 @@ class DataPlane(Protocol):
 
     def begin(self, inputs: Inputs, /) -> Microbatch:
         """Return a microbatch with these inputs."""
-
-    def foresee(self, inputs: Sequence[Inputs], refusal: LoadError | None, /) -> list[Foreseen]:
-        """Count and plan the microbatches of several layers at once. Collective.
-
-        refusal: the error of this rank if its routes are invalid; raised after the other ranks
-            have received it.
-        Returns an empty list if plans depend on rates or memory that only a first step provides.
-        """
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle, /) -> None:
         """Allocate the memory for microbatches of this size. Collective."""

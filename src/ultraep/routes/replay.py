@@ -5,7 +5,6 @@ Shapes: T tokens, L layers, K experts per token.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -18,7 +17,6 @@ from ultraep.arrays import PADDING
 from ultraep.config import check_choice
 from ultraep.errors import ConfigError, LoadError
 from ultraep.routes.record import RoutedLayer, at_choice, routed_layers
-from ultraep.runtime.balancer import Balancer
 
 UNKNOWN = ("router", "skip")
 
@@ -98,33 +96,22 @@ class Replay:
         self.use(None)
         self._hooks.close()
 
-    def use(self, routes: torch.Tensor | None, *, foresee: bool = False) -> None:
+    def use(self, routes: torch.Tensor | None) -> None:
         """Choose these ids in the next forward pass, and whenever it is recomputed.
 
         routes: `[L, T, K]`; see `batch_routes`. None: the routers decide again.
-        foresee: also pass them to `Balancer.foresee`. Collective; needs unknown="skip".
         """
         if routes is not None:
-            self._check(routes, foresee)
+            self._check(routes)
         for number, replayed in enumerate(self._layers):
             replayed.ids = None if routes is None else routes[number].long()
-        if routes is None or not foresee:
-            return
-        by_balancer: dict[Balancer, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        for replayed, ids in zip(self._layers, routes.long(), strict=True):
-            assert replayed.layer.balancer is not None
-            by_balancer[replayed.layer.balancer].append((replayed.layer.number, ids))
-        for balancer, layers in by_balancer.items():
-            balancer.foresee([ids for _, ids in sorted(layers, key=lambda pair: pair[0])])
 
-    def _check(self, routes: torch.Tensor, foresee: bool) -> None:
+    def _check(self, routes: torch.Tensor) -> None:
         if routes.ndim != 3 or len(routes) != len(self._layers):
             raise LoadError(
                 f"the routes must be [{len(self._layers)} layers, tokens, K], got "
                 f"{list(routes.shape)}; see batch_routes"
             )
-        if foresee and not all(replayed.skips for replayed in self._layers):
-            raise ConfigError("foresee=True needs Replay(model, unknown='skip'): all ids are known")
         if routes.numel():
             least, most = (int(number) for number in routes.aminmax())
             experts = min(replayed.layer.num_experts for replayed in self._layers)

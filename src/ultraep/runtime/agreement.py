@@ -54,16 +54,14 @@ class Point(IntEnum):
     STATE = 4
     PLANE = 5
     RATES = 6
-    FORESEEN = 7
 
 
 NAMES = (  # of the points
     *("the loads", "the loads, recomputed in backward,", "the plan", "the backward pass"),
     *("the full state", "the choice of a data plane", "the measurement of rates"),
-    "the foreseen routes",
 )
 MEETING_OF: dict[int, str] = dict(  # in the flight recorder; the other points are inside of stages
-    zip((Point.STATE, Point.PLANE, Point.RATES, Point.FORESEEN), MEETINGS, strict=True)
+    zip((Point.STATE, Point.PLANE, Point.RATES), MEETINGS, strict=True)
 )
 
 

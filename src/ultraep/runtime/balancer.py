@@ -46,8 +46,6 @@ from ultraep.runtime.connect import (
     warn_if_idle,
 )
 from ultraep.runtime.flight import NotingFailures
-from ultraep.runtime.foresight import Foresight, ReadWeights, invalid
-from ultraep.runtime.foresight import begin as begin_foreseen
 from ultraep.runtime.microbatch import NO_PASS, Shared, Site, backward_pass
 from ultraep.runtime.observe import Observer, Sink
 from ultraep.runtime.pricing import Pricing, from_environment
@@ -158,8 +156,8 @@ class Balancer:
         self.flight, self.recorder = joined.agreement.flight, joined.recorder
         chosen = own_ranks or group == ALONE
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=chosen)
-        self._steps, self._carriers = 0, dict[torch.device, _Carrier]()
-        self._foresight, self._versions, self._stats = Foresight(), Versions(), Stats()
+        self._steps, self._layers, self._carriers = 0, 0, dict[torch.device, _Carrier]()
+        self._versions, self._stats = Versions(), Stats()
         learns = self.config.speeds == AUTO
         self._pricing = Pricing(self.topology, self.comm, self._agreement, always=learns)
         self._speeds = Speeds(self.config, self.topology.ranks, self.rank, self._pricing)
@@ -219,13 +217,10 @@ class Balancer:
         """Speeds in thousandths of the median rank, as measured last; (): not measured."""
         return self._speeds.measured
 
-    def register_layer(self, weights: ReadWeights | None = None) -> int:
-        """Return the number of a new layer; all ranks create their layers in the same order.
-
-        weights: a method that returns the home weights of the layer as they are now, or None while
-            they cannot be read. `foresee` sends replicas of these layers ahead. Referenced weakly.
-        """
-        return self._foresight.register(weights)
+    def register_layer(self) -> int:
+        """Return the number of a new layer; all ranks create their layers in the same order."""
+        self._layers += 1
+        return self._layers - 1
 
     @hidden
     def begin(
@@ -246,78 +241,20 @@ class Balancer:
         policy: in place of the balancer's, for this microbatch.
         """
         refuse_transforms()
-        recomputed = backward_pass() != NO_PASS
-        foreseen = self._foresight.find(layer.index, recomputed=recomputed)
-        if foreseen is not None and policy not in (None, self.config.policy):
-            raise ConfigError(
-                f"layer {layer.index} was foreseen with policy {self.config.policy!r}, not with "
-                f"{policy!r}: call foresee(None) first"
-            )
         self._steps += 1
         carrier = self._carrier(ids.device)
         info = MicrobatchInfo(
             layer.index,
             self._steps,
-            recomputed=recomputed,
+            recomputed=backward_pass() != NO_PASS,
             start_time=time.time(),
             timed=carrier.clock.times(self._steps),
         )
-        if foreseen is not None:
-            info = begin_foreseen(foreseen, info)
         config = self.config
         if policy is not None:
             config = replace(config, policy=running_policy(policy).name)
-        shares_slots = max(self._foresight.layers, layer.index + 1) > self.settings.in_flight
-        return carrier.plane.begin(
-            Inputs(info, layer, config, ids, gates, tokens, shares_slots, foreseen)
-        )
-
-    @hidden
-    def foresee(
-        self, routes: torch.Tensor | Sequence[torch.Tensor] | None, *, recompute: bool = False
-    ) -> bool:
-        """Plan all layers of a step whose routes are known before it runs; collective.
-
-        routes: the `[T, K]` ids of this rank for every registered layer, in their order; -1:
-            padding. None: drop a step whose layers will not all begin.
-        recompute: the layers begin in backward, the last one first, by activation checkpointing.
-
-        Replicas of the next layer then travel before it begins, which needs in_flight >= 2.
-        Plans and gradients are the same as without. The layers must get these ids, and weights must
-        not change before backward has ended; other loads are refused on all ranks.
-        Return False if nothing was planned: the first step of a layer measures rates and allocates
-        memory, and without slots there is nothing to send. The layers then plan for themselves.
-        """
-        if routes is None:
-            self._foresight.drop()
-            return False
-        if self.settings.in_flight < 2:
-            raise ConfigError(
-                f"foresee() needs a second buffer of slots, got in_flight={self.settings.in_flight}"
-                ": pass in_flight=2 to the balancer"
-            )
-        self._foresight.check_finished()
-        refusal = invalid(routes, self._foresight.layers)
-        if not self._carriers or not self.topology.can_replicate:
-            if refusal is not None:
-                raise refusal
-            return False
-        device = next(iter(self._carriers)) if refusal is not None else routes[0].device
-        nothing = torch.zeros(0, 1, dtype=torch.int64, device=device)
-        ids = routes if refusal is None else [nothing] * self._foresight.layers
-        carrier, step = self._carrier(device), self._steps + 1
-        infos = [
-            MicrobatchInfo(
-                layer, step, recomputed=recompute, timed=carrier.clock.times(step + layer)
-            )
-            for layer in range(self._foresight.layers)
-        ]
-        # Without a promise, every step sends its weights again.
-        inputs = self._foresight.inputs(infos, ids, self.config, reads=self._versions.promise > 0)
-        layers = carrier.plane.foresee(inputs, refusal)
-        if layers:
-            self._foresight.add(layers, recompute=recompute)
-        return bool(layers)
+        shares_slots = max(self._layers, layer.index + 1) > self.settings.in_flight
+        return carrier.plane.begin(Inputs(info, layer, config, ids, gates, tokens, shares_slots))
 
     def plane(self, device: torch.device | str) -> DataPlane:
         """Return the data plane for tokens on this device; collective at the first call."""

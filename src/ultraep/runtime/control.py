@@ -242,12 +242,6 @@ class ControlPlane:
         )
         return self._plan
 
-    def restore(self, plan: DevicePlan) -> None:
-        """Use an earlier plan as the last plan. All its tensors must have their own memory."""
-        self._planner.result.copy_(plan.result)
-        self._planner.expert_of_slot.copy_(plan.expert_of_slot)
-        self._plan = plan
-
     def reroute(self, ids: torch.Tensor, *, counted: bool = False) -> DeviceRoutes:
         """Stage 4: a slot for each of the ids, by the last plan.
 

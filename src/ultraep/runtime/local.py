@@ -26,7 +26,6 @@ from ultraep.runtime.mapped.peers import OnePeer
 from ultraep.runtime.versions import count_optimizer_steps
 
 T = TypeVar("T")
-BESIDE = "begin_exchange"
 
 
 class LocalGroup:
@@ -40,9 +39,8 @@ class LocalGroup:
         check_timeout(timeout)
         self.size = size
         self.timeout = timeout
-        # By source, target, and whether messages travel beside the other calls.
-        self._mail: dict[tuple[int, int, bool], queue.SimpleQueue[Any]] = {
-            key: queue.SimpleQueue() for key in product(range(size), range(size), (False, True))
+        self._mail: dict[tuple[int, int], queue.SimpleQueue[Any]] = {  # by source and target
+            key: queue.SimpleQueue() for key in product(range(size), range(size))
         }
         self._failed: tuple[int, BaseException] | None = None
         self._ended: set[int] = set()
@@ -77,11 +75,11 @@ class LocalGroup:
         return True
 
     def send(self, verb: str, source: int, target: int, value: Any) -> None:
-        self._mail[source, target, verb == BESIDE].put((verb, value))
+        self._mail[source, target].put((verb, value))
 
     def receive(self, verb: str, source: int, target: int) -> Any:
         """Return the next value from a rank; raise once a rank failed or after the timeout."""
-        mail, waited, step = self._mail[source, target, verb == BESIDE], 0.0, 0.05
+        mail, waited, step = self._mail[source, target], 0.0, 0.05
         while True:
             ended = source in self._ended  # read first: its last message may be in the queue
             try:
@@ -132,20 +130,10 @@ class LocalCommunicator:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for peer, tensor in sends:
             self._group.send("exchange", self.rank, peer, tensor.detach().clone())
-        self._receive("exchange", receives)
-
-    def _receive(self, verb: str, receives: Sequence[Message]) -> None:
         for peer, tensor in receives:
-            sent = self._group.receive(verb, peer, self.rank)
+            sent = self._group.receive("exchange", peer, self.rank)
             self._compare(peer, sent.shape, tensor.shape)
             tensor.copy_(sent)
-
-    def begin_exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> Callable[[], None]:
-        for peer, tensor in sends:
-            self._group.send(BESIDE, self.rank, peer, tensor.detach().clone())
-        return partial(self._receive, BESIDE, receives)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._swap("gather_objects", [value] * self.size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -21,8 +21,8 @@ from ultraep.combine import combine
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Dispatcher, Exchange, dispatch
-from ultraep.errors import ConfigError, LoadError
-from ultraep.microbatch import AnyPlan, DataPlane, Foreseen, Inputs, Replicas
+from ultraep.errors import ConfigError
+from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
@@ -121,10 +121,9 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @hidden
     def plan(self) -> AnyPlanT:
         self._after("count", self._loads)
-        foreseen = self._inputs.foreseen
-        plan = self._plan_now() if foreseen is None else self._take(foreseen.plan)
+        plan = self._plan_now()
         note_plan(self.observers, self.info, plan)
-        if self._shared.settings.verify and foreseen is None:
+        if self._shared.settings.verify:
             self._verify(plan)
         plan = self._plan = self._settled(plan)
         for observer in self.observers:
@@ -139,12 +138,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         return self._make_plan(self._shared.speeds.applied(config))
 
     def replicate(self) -> Replicas:
-        plan, foreseen = self._after("plan", self._plan), self._inputs.foreseen
-        if foreseen is None:
-            return self._replicas(plan)
-        replicas: Any = _sent_ahead(foreseen) or self._replicas(plan)
-        replicas.take_over(self.info, self._inputs.layer.bundle, foreseen)
-        return cast(Replicas, replicas)
+        return self._replicas(self._after("plan", self._plan))
 
     @hidden
     @staged("reroute")
@@ -207,11 +201,6 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     def _make_plan(self, config: BalanceConfig) -> AnyPlanT:
         """Return the plan for the loads that were counted."""
 
-    @staged("plan")
-    def _take(self, plan: AnyPlanT) -> AnyPlanT:
-        """Return a plan that was made before; stages after this one use it."""
-        return plan
-
     @staged("verify")
     def _verify(self, plan: AnyPlanT) -> None:
         """Raise if ranks have different plans."""
@@ -231,20 +220,3 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @abstractmethod
     def _rows(self, plan: AnyPlanT) -> BaseExchange:
         """Return the object that moves the rows of this microbatch."""
-
-
-def _sent_ahead(foreseen: Foreseen) -> Any:
-    """Return replicas of the layer whose weights are on their way, or None."""
-    if foreseen.ahead is not None:
-        return foreseen.ahead
-    last = None if foreseen.last is None else foreseen.last()
-    return last if last is not None and last.begun else None
-
-
-def not_foreseen(layer: int, ranks: list[int]) -> LoadError:
-    """Return the error of all ranks if some ranks have other loads than foreseen."""
-    return LoadError(
-        f"the ids of layer {layer} on ranks {ranks} are not the foreseen ones: pass "
-        "Balancer.foresee the ids that the layer will get, or do without it",
-        ranks=ranks,
-    )

@@ -61,7 +61,6 @@ class Pricing:
         self._of_shape: dict[LayerShape, PriceList] = {}
         self._of_layer: dict[int, PriceList] = {}
         self._configs: dict[tuple[BalanceConfig, Rates], BalanceConfig] = {}
-        self._planned: set[int] = set()  # layers that were planned
         self._logged = False
 
     def lacks_rates(self, inputs: Inputs) -> bool:
@@ -73,11 +72,6 @@ class Pricing:
             return False
         measurable = None not in (inputs.layer.serve, inputs.tokens, inputs.gates)
         return measurable and not capturing(inputs.ids.device)
-
-    def ready(self, inputs: Inputs) -> bool:
-        """Whether the rates of the layer are known, or a first plan did without."""
-        layer = inputs.layer.index
-        return layer in self._of_layer or layer in self._planned or not self._depends(inputs.config)
 
     def measure(self, inputs: Inputs, trial: Trial) -> None:
         """Measure the rates of the layer, unless a layer of its shape was measured; collective."""
@@ -94,7 +88,6 @@ class Pricing:
     def config_for(self, inputs: Inputs, rows: int) -> BalanceConfig:
         """Return the config with the rates for these rows of all ranks, if it needs rates."""
         config, layer = inputs.config, inputs.info.layer
-        self._planned.add(layer)
         if not self._depends(config):
             return config
         prices = self._of_layer.get(layer)

@@ -12,14 +12,14 @@ import os
 import platform
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
-from ultraep.comm import Communicator, Message
+from ultraep.comm import Communicator
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
 from ultraep.runtime.flight import watch
@@ -52,7 +52,6 @@ class SharedMemoryCommunicator(BytesCommunicator):
         self.first_rank = joined.first_rank
         # Also at exit. The wire does not refer to the communicator, so it can be collected.
         self._release = weakref.finalize(self, self._wire.close)
-        self._sockets: TorchDistCommunicator | None = None
         watch(joined.has_failed)
 
     def hosts(self) -> Self:
@@ -74,21 +73,6 @@ class SharedMemoryCommunicator(BytesCommunicator):
         Also happens at the end of the interpreter. Ranks that wait for this one get an error.
         """
         self._release()
-        if self._sockets is not None:
-            self._sockets.close()
-
-    def begin_exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> Callable[[], None]:
-        """Start an exchange over the sockets of gloo, whose own threads move the bytes.
-
-        Shared memory needs this thread to copy. The first call is collective.
-        """
-        if self._sockets is None:
-            self._sockets = TorchDistCommunicator(
-                self._group, self.timeout, first_rank=self.first_rank
-            )
-        return self._sockets.begin_exchange(sends, receives)
 
     def _all_gather(self, verb: str, data: torch.Tensor, gathered: torch.Tensor) -> None:
         self._swap(verb, [data] * self.size, gathered.split([len(data)] * self.size))

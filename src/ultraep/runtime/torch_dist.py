@@ -30,7 +30,6 @@ _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
 HANG_UP = 1 << 30  # the tag of a message that is never sent
-BESIDE = 1 << 29  # the tag of messages that travel beside the calls of a step
 
 Connect = Callable[..., Communicator]  # (group, *, timeout=): see `connect.connect`
 Pieces = Sequence[tuple[int, torch.Tensor]]  # peer, bytes to send or to receive
@@ -142,11 +141,6 @@ class BytesCommunicator(ABC):
     @abstractmethod
     def _exchange(self, sends: Pieces, receives: Pieces) -> None: ...
 
-    @abstractmethod
-    def begin_exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> Callable[[], None]: ...
-
 
 class TorchDistCommunicator(BytesCommunicator):
     """One rank of a process group. Creating one is collective.
@@ -248,28 +242,15 @@ class TorchDistCommunicator(BytesCommunicator):
             raise _PeerError(f"{self.names[peer]}: {error}", peer) from error
 
     def _exchange(self, sends: Pieces, receives: Pieces) -> None:
-        self._post(sends, receives)()
-
-    def begin_exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> Callable[[], None]:
-        assert all(message.tensor.is_contiguous() for message in receives)
-        sent, received = (
-            [(peer, as_bytes(tensor)) for peer, tensor in part] for part in (sends, receives)
-        )
-        return self._post(sent, received, BESIDE)
-
-    def _post(self, sends: Pieces, receives: Pieces, tag: int = 0) -> Callable[[], None]:
-        """Start to send and receive; return a function that waits."""
-        ops = self._ops(sends, receives, tag)
+        ops = self._ops(sends, receives)
         with self._exchanging(*ops):
             works = dist.batch_isend_irecv(ops) if ops else []
-        return lambda: self._wait_all(works, ops)
+        self._wait_all(works, ops)
 
-    def _ops(self, sends: Pieces, receives: Pieces, tag: int = 0) -> list[dist.P2POp]:
+    def _ops(self, sends: Pieces, receives: Pieces) -> list[dist.P2POp]:
         """Receives come first: otherwise gloo uses the directions of a connection in turn."""
         return [
-            dist.P2POp(verb, data, dist.get_global_rank(self._group, peer), self._group, tag)
+            dist.P2POp(verb, data, dist.get_global_rank(self._group, peer), self._group)
             for verb, pieces in ((dist.irecv, receives), (dist.isend, sends))
             for peer, data in pieces
             if data.numel()  # backends treat empty messages differently

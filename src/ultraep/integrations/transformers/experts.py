@@ -37,7 +37,7 @@ from ultraep.integrations.transformers.quantised import (
 )
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
-from ultraep.parallel.home import HomeModule, mesh_of
+from ultraep.parallel.home import HomeModule
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
 
@@ -85,11 +85,6 @@ class BalancedExperts(HomeModule):
             )
         freeze_fp8(self)
         return own
-
-    def readable_weights(self) -> Bundle | None:
-        """Return the weights to replicate, unless they are sharded now; see `Balancer.foresee`."""
-        own = stacked_tensors(self)
-        return None if any(mesh_of(tensor) is not None for tensor in own.values()) else own
 
     def home_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of single experts; parameters that experts share are dense."""
@@ -229,7 +224,7 @@ def spread(module: Any, balancer: Balancer) -> None:
     module.__class__ = balanced_class(original)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
     module.stacked = tuple(stacked_tensors(module))
-    module.layer_index = balancer.register_layer(module.readable_weights)
+    module.layer_index = balancer.register_layer()
     module.spread_over(balancer)
 
 

@@ -10,7 +10,7 @@ other domains, A arrived rows, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -21,8 +21,7 @@ from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, moved
 from ultraep.dispatch import Moved
-from ultraep.errors import ConfigError, LoadError
-from ultraep.microbatch import Foreseen, Inputs, MicrobatchInfo, Replicas
+from ultraep.microbatch import Inputs, MicrobatchInfo, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.plan import Plan
 from ultraep.reroute import Routes, routes_of, rows_received
@@ -57,10 +56,6 @@ class HybridPlane(MessagesPlane):
     def begin(self, inputs: Inputs) -> HybridMicrobatch:
         self.kernels = self._kernels_for(inputs.ids)
         return HybridMicrobatch(self, inputs)
-
-    def foresee(self, inputs: Sequence[Inputs], refusal: LoadError | None) -> list[Foreseen]:
-        del inputs, refusal
-        raise not_foreseeable()
 
     def domains(self, device: torch.device) -> Domains:
         """Return the domains as tables on a device."""
@@ -145,14 +140,6 @@ def of_own_domain(shared: Shared, inside: Communicator) -> Shared:
     domain = shared.comm.rank // shared.topology.domain_size
     topology, first = shared.topology.of_domain(domain), domain * shared.topology.domain_size
     return replace(shared, comm=inside, topology=topology, first_rank=first)
-
-
-def not_foreseeable() -> ConfigError:
-    """Return the error of `foresee`."""
-    return ConfigError(
-        "foresee() is not possible on the data plane 'hybrid': pass data_plane='messages', or do "
-        "without it"
-    )
 
 
 def routes_inside(plan: Plan, place: int, slots: torch.Tensor) -> Routes:

@@ -10,8 +10,6 @@ ranks, E experts, C replicas, S slots; the last three of the domain if so named.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch.nn.functional import pad
@@ -21,14 +19,14 @@ from ultraep.backends.triton.signals import WeightVersion
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
-from ultraep.errors import ConfigError, LoadError
-from ultraep.microbatch import Foreseen, Inputs
+from ultraep.errors import ConfigError
+from ultraep.microbatch import Inputs
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Point
 from ultraep.runtime.control import DevicePlan, DeviceRoutes
 from ultraep.runtime.hybrid.crossing import Domains, PaddedCrossing
 from ultraep.runtime.hybrid.mapped_inside import replica_table
-from ultraep.runtime.hybrid.plane import HybridRows, not_foreseeable, of_own_domain
+from ultraep.runtime.hybrid.plane import HybridRows, of_own_domain
 from ultraep.runtime.mapped.plane import MappedMicrobatch, MappedPlane, MappedRows
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.observe import BaseExchange
@@ -49,10 +47,6 @@ class StaticPlane(MappedPlane):
 
     def begin(self, inputs: Inputs) -> StaticMicrobatch:
         return StaticMicrobatch(self, inputs)
-
-    def foresee(self, inputs: Sequence[Inputs], refusal: LoadError | None) -> list[Foreseen]:
-        del inputs, refusal
-        raise not_foreseeable()
 
     def keep(self, bundle: Bundle) -> None:
         del bundle

@@ -93,16 +93,6 @@ class MappedMemory:
         self._read.clear()
         return self._gathered
 
-    def share_numbers(self, numbers: torch.Tensor, digest: int) -> torch.Tensor:
-        """Return [R, ...] int32 numbers of all ranks, whose digests must be equal. A barrier."""
-        if self.peers.size == 1:
-            return numbers[None]
-        tables = self.region("numbers", self.signals.table_bytes(numbers.numel()))
-        gathered = numbers.new_empty(self.peers.size, *numbers.shape)
-        self.signals.share("loads", numbers, tables, gathered, digest)
-        self._read.clear()
-        return gathered
-
     def barrier(self) -> None:
         """Make what every rank has written readable for all ranks."""
         self.signals.barrier("rows")
@@ -173,10 +163,6 @@ class MappedMemory:
             yield buffer
         finally:
             self._borrowers[buffer] = None
-
-    def can_lend(self, buffer: int | None) -> bool:
-        """Whether this buffer is free; None: whether any is."""
-        return None in (self._borrowers if buffer is None else [self._borrowers[buffer]])
 
     @property
     def nbytes(self) -> int:

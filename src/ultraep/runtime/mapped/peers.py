@@ -124,7 +124,7 @@ class SilentCommunicator:
             f"{self.size} ranks of one thread cannot exchange messages: pass communicator="
         )
 
-    all_gather = all_to_all = exchange = begin_exchange = peers = part = _refuse
+    all_gather = all_to_all = exchange = peers = part = _refuse
 
     def hosts(self) -> None:
         """None: hosts cannot exchange messages."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,11 +24,11 @@ from torch.nn.functional import pad
 from ultraep.backends.triton.exchange import RowMap
 from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
-from ultraep.comm import Peers, moved
+from ultraep.comm import Peers
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
-from ultraep.errors import CommunicationError, ConfigError, LoadError, UltraEPError
-from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
+from ultraep.errors import CommunicationError, ConfigError
+from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
 from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
@@ -39,9 +38,9 @@ from ultraep.runtime.control import DevicePlan, DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.workspace import Workspace, Workspaces
-from ultraep.runtime.microbatch import BaseMicrobatch, Shared, not_foreseen
+from ultraep.runtime.microbatch import BaseMicrobatch, Shared
 from ultraep.runtime.observe import BaseExchange, Observer, staged
-from ultraep.runtime.streams import Fetch, capturing
+from ultraep.runtime.streams import capturing
 
 logger = logging.getLogger(__name__)
 
@@ -75,62 +74,9 @@ class MappedPlane:
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
         self.adopted: DevicePlan | None = None
         self.resident: torch.Tensor | None = None  # schedule of replicas that stay in their slots
-        self._unread: list[tuple[int, Fetch]] = []  # layers, and ranks that differ from foreseen
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
         return MappedMicrobatch(self, inputs)
-
-    def foresee(self, inputs: Sequence[Inputs], refusal: LoadError | None) -> list[Foreseen]:
-        if capturing(self.device) or self.adopted is not None:
-            raise ConfigError(
-                "foresee() cannot run inside of a graph capture or with an adopted plan: call it "
-                "before the capture, or adopt(None) first"
-            )
-        self._raise_unforeseen()
-        first, layers = inputs[0], [each.info.layer for each in inputs]
-        place = Place(Point.FORESEEN, first.info.layer, first.info.step)
-        own = "; ".join(signature(resolve(each.layer.bundle), ids=each.ids) for each in inputs)
-        workspace, tokens = self.workspaces.for_microbatch(
-            first.ids, place, own, first.info, refusal
-        )
-        known = all(self.workspaces.knows(workspace, layer) for layer in layers)
-        if not known or not all(self.shared.pricing.ready(each) for each in inputs):
-            return []
-        control, versions = workspace.control, self.shared.versions
-        counts = torch.stack([control.count(each.ids.contiguous()).clone() for each in inputs])
-        numbers = [versions.of(each.info.layer, each.layer.bundle) for each in inputs]
-        promised = torch.tensor([even(n) if versions.promise else 0 for n in numbers])
-        column = moved(promised.to(torch.int32), self.device)[:, None]
-        digest = zlib.crc32(f"{len(inputs)} layers: {own}".encode()) >> 1
-        gathered = workspace.memory.share_numbers(torch.cat([counts, column], dim=1), digest)
-        return [
-            MappedMicrobatch(self, each).foreseen(workspace, tokens, gathered[:, index])
-            for index, each in enumerate(inputs)
-        ]
-
-    def compare_loads(self, layer: int, loads: torch.Tensor, foreseen: Foreseen) -> torch.Tensor:
-        """Return [R] whether the loads of a rank differ from foreseen; the host reads it later."""
-        differs: torch.Tensor = (loads != foreseen.loads).any(dim=1)
-        self._unread.append((layer, Fetch(differs)))
-        return differs
-
-    def unforeseen(self, *, wait: bool = False) -> LoadError | None:
-        """Return the error if a layer had other loads than foreseen, as far as the host knows.
-
-        wait: for the device.
-        """
-        while self._unread and (wait or self._unread[0][1].here()):
-            layer, fetch = self._unread.pop(0)
-            ranks = fetch.wait().nonzero().flatten().tolist()
-            if ranks:
-                self._unread.clear()
-                return not_foreseen(layer, ranks)
-        return None
-
-    def _raise_unforeseen(self) -> None:
-        error = self.unforeseen(wait=True)
-        if error is not None:
-            raise error
 
     def promise(self) -> None:
         if not capturing(self.device):
@@ -180,7 +126,6 @@ class MappedPlane:
         return sum(workspace.memory.nbytes for workspace in self.workspaces.all)
 
     def check(self) -> None:
-        self._raise_unforeseen()
         try:
             for workspace in self.workspaces.all:
                 workspace.check()
@@ -223,52 +168,18 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         self._plane = plane
         self._last_replicas: Any = None
         self._host_plan: Plan | None = None  # if it was not made on the device
-        self._differs: torch.Tensor | None = None  # [R] whether loads are not the foreseen ones
-
-    def foreseen(self, workspace: Workspace, tokens: int, numbers: torch.Tensor) -> Foreseen:
-        """Plan before the microbatch begins; `numbers`: [R, E + 1] loads of all ranks, versions.
-
-        tokens: the most of a rank.
-        """
-        self._workspace, self._most_tokens, self._plane.counted = workspace, tokens, self.info
-        loads, versions = numbers[:, :-1], numbers[:, -1].contiguous()
-        self._loads = loads
-        plan = self._plan_now()
-        plan = replace(plan, expert_of_slot=plan.expert_of_slot.clone())
-        shared, memory = self._shared, self._workspace.memory
-        info = MicrobatchInfo(self.info.layer, self.info.step)
-        return Foreseen(
-            self.info,
-            loads,
-            versions,
-            plan,
-            lambda weights: MappedReplicas(shared, memory, info, plan.replicas, weights, versions),
-        )
 
     def _count(self) -> torch.Tensor:
         plane, inputs, info = self._plane, self._inputs, self.info
         own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
         workspaces, place = plane.workspaces, self._loads_place()
-        refusal = plane.unforeseen()
-        try:
-            workspace, self._most_tokens = workspaces.for_microbatch(
-                inputs.ids, place, own, info, refusal
-            )
-            workspace.poll()
-        except UltraEPError:
-            # Another rank may have received the loads of an earlier layer before this one.
-            unforeseen = refusal or plane.unforeseen(wait=True)
-            if unforeseen is not None:
-                raise unforeseen from None
-            raise
+        workspace, self._most_tokens = workspaces.for_microbatch(inputs.ids, place, own, info)
+        workspace.poll()
         self._workspace, plane.counted = workspace, info
         digest = zlib.crc32(f"layer {info.layer}: {own}".encode()) >> 1
         counts, weights = workspace.control.count(inputs.ids.contiguous()), self._weights_promise()
         self._versions = weights.versions
-        loads = self._gather_loads(counts, digest, weights)
-        if inputs.foreseen is not None:
-            self._differs = plane.compare_loads(info.layer, loads, inputs.foreseen)
-        return loads
+        return self._gather_loads(counts, digest, weights)
 
     def _gather_loads(
         self, counts_E: torch.Tensor, digest: int, weights: WeightVersion
@@ -341,11 +252,6 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         larger.control.count(ids.contiguous())
         return larger.control.adopt(host_plan)
 
-    @staged("plan")
-    def _take(self, plan: DevicePlan) -> DevicePlan:
-        self._current().control.restore(plan)
-        return plan
-
     def replicate(self) -> Replicas:
         replicas = self._last_replicas = super().replicate()
         return replicas
@@ -379,10 +285,6 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         assert plan.topology == self._plane.topology
         workspace = self._current()
         routes = workspace.control.reroute(self._inputs.ids.contiguous(), counted=True)
-        overflow = workspace.overflow(plan)
-        if self._differs is not None:
-            differs = self._differs.any()
-            overflow = differs if overflow is None else overflow | differs
         return MappedRows(
             self.info,
             self.observers,
@@ -390,7 +292,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             routes,
             self._last_replicas,
             self._plane.compare_places,
-            overflow,
+            workspace.overflow(plan),
             dispatched=workspace.dispatched,
         )
 
@@ -399,8 +301,7 @@ class MappedRows(BaseExchange):
     """Moves rows between tokens and slots; each rank pulls its rows from the memory of others.
 
     compare_places: raises if not all ranks are at the same place.
-    overflow: whether rows are lost, on the device: some rank has more than fit, or other rows than
-        foreseen; None: that is impossible.
+    overflow: whether some rank has more rows than fit, on the device; None: that is impossible.
     dispatched: a dispatcher moves the rows.
     """
 

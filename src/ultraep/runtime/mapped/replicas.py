@@ -30,7 +30,6 @@ class MappedReplicas(BaseReplicas):
     """
 
     kernels = True
-    beside_experts = False  # its programs wait for other ranks and would slow down the products
 
     def __init__(
         self,
@@ -64,9 +63,8 @@ class MappedReplicas(BaseReplicas):
             self.begun = True
 
     @hidden
-    def _fill(self, loan: ExitStack, *, ahead: bool) -> None:
+    def _fill(self, loan: ExitStack) -> None:
         """Fill the slots on the second stream; sends nothing if they still hold the weights."""
-        del ahead  # this stream never waits here
         memory, tensors = self._memory, resolve(self.bundle)
         layout = Layout.of(tensors, self.num_homes)
         lend = memory.lend(str(self), self.info.layer, self._buffer)
@@ -81,9 +79,6 @@ class MappedReplicas(BaseReplicas):
             self._sending = tensors
             memory.streamer.fill(schedule, layout, tensors, rows, buffer)
             self._report(layout)
-
-    def _buffer_is_free(self) -> bool:
-        return self._memory.can_lend(self._buffer)
 
     def _scheduled(self, layout: Layout, buffer: int) -> torch.Tensor:
         """Return the work of this rank now: other layers may have filled the slots since."""

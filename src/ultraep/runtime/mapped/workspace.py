@@ -106,15 +106,13 @@ class Workspaces:
         place: Place,
         signature: str,
         info: MicrobatchInfo,
-        refusal: LoadError | None = None,
     ) -> tuple[Workspace, int]:
         """Return the workspace for the tokens of all ranks, created or enlarged if necessary.
 
-        refusal: the error of this rank, if it refuses its inputs.
         Also returns the most tokens of a rank if hosts exchange them, otherwise the tokens that fit
         the workspace. Rates and so plans depend on this number, so all ranks must have the same.
         """
-        error = refusal or _invalid(ids)
+        error = _invalid(ids)
         exchanges = self._shared.settings.verify or not self.all
         tokens, top_k = (0, 0) if error else ids.shape
         if self.agreement is None or not exchanges or self._alone or self._capturing:
@@ -145,14 +143,10 @@ class Workspaces:
 
     def must_wait(self, workspace: Workspace, layer: int) -> bool:
         """Whether the host must read this plan: the first of a layer may exceed the workspace."""
-        if self.knows(workspace, layer):
+        if workspace.never_full or layer in workspace.layers or not self._can_grow:
             return False
         workspace.layers.add(layer)
         return True
-
-    def knows(self, workspace: Workspace, layer: int) -> bool:
-        """Whether the host need not read the next plan of this layer."""
-        return workspace.never_full or layer in workspace.layers or not self._can_grow
 
     def larger(self, workspace: Workspace, rows: int) -> Workspace | None:
         """Return a workspace in which a rank can serve this many rows; None: they fit this one.

@@ -9,7 +9,7 @@ slots of this rank, R ranks, E experts, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -26,14 +26,14 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
-from ultraep.microbatch import NO_LAYER, Foreseen, Inputs, MicrobatchInfo, Replicas
+from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.agreement import Agreement, Place, Point, Records
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
-from ultraep.runtime.microbatch import BaseMicrobatch, Shared, not_foreseen
+from ultraep.runtime.microbatch import BaseMicrobatch, Shared
 from ultraep.runtime.observe import BaseExchange, staged
 
 if TYPE_CHECKING:
@@ -55,59 +55,6 @@ class MessagesPlane:
     def begin(self, inputs: Inputs) -> MessagesMicrobatch:
         self.kernels = self._kernels_for(inputs.ids)
         return MessagesMicrobatch(self, inputs)
-
-    def foresee(self, inputs: Sequence[Inputs], refusal: LoadError | None) -> list[Foreseen]:
-        shared, microbatches = self.shared, [self.begin(each) for each in inputs]
-        place = Place(Point.FORESEEN, inputs[0].info.layer, inputs[0].info.step)
-        loads = self._own_loads(place, microbatches, inputs, refusal)
-        if not all(shared.pricing.ready(each) for each in inputs):
-            return []
-        versions = [shared.versions.of(each.info.layer, each.layer.bundle) for each in inputs]
-        gathered = shared.comm.all_gather(
-            torch.cat([loads, loads.new_tensor(versions)[:, None]], 1)
-        )
-        numbers = gathered.cpu().numpy()
-        layers = [
-            microbatch.foreseen(gathered[:, index, :-1], numbers[:, index])
-            for index, microbatch in enumerate(microbatches)
-        ]
-        if shared.settings.verify:
-            plans = [layer.plan for layer in layers]
-            shared.agreement.compare(
-                place,
-                gathered.device,
-                digest=digest_of(*(part for p in plans for part in (p.replicas, p.quotas))),
-                description=f"{[plan.num_replicas for plan in plans]} replicas",
-            )
-        return layers
-
-    def _own_loads(
-        self,
-        place: Place,
-        microbatches: Sequence[MessagesMicrobatch],
-        inputs: Sequence[Inputs],
-        refusal: LoadError | None,
-    ) -> torch.Tensor:
-        """Return [layers, E] the loads of this rank; raise on all ranks if one refuses its ids."""
-        own_counts = (microbatch.own_counts() for microbatch in microbatches)
-        counted = [(loads.clone(), faults) for loads, faults in own_counts]
-        faults = counted[-1][1] if self.kernels is not None else any(f for _, f in counted)
-        own = "; ".join(signature(resolve(each.layer.bundle), ids=each.ids) for each in inputs)
-        agreement = self.shared.agreement
-        records = agreement.gather_loads(
-            place,
-            torch.zeros_like(counted[0][0]),
-            signature=own,
-            version=0,
-            refused=1 if refusal is not None else faults,
-        )
-        if records.column("refused")[self.shared.comm.rank]:
-            if refusal is not None:
-                raise refusal
-            for microbatch in microbatches:
-                microbatch.refuse()
-        agreement.compare_inputs(records, own)
-        return torch.stack([loads.long() for loads, _ in counted])
 
     def prepare(self, ids: torch.Tensor, _rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate one buffer of spare slots."""
@@ -187,14 +134,9 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         self._ahead: _Ahead | None = None
 
     def _count(self) -> torch.Tensor:
-        inputs, shared, foreseen = self._inputs, self._shared, self._inputs.foreseen
-        version = (
-            shared.versions.of(self.info.layer, inputs.layer.bundle)
-            if foreseen is None
-            else int(foreseen.versions[shared.comm.rank])
-        )
-        ahead = foreseen is None and self._kernels is not None
-        counts_E, refused = self.own_counts()
+        inputs, shared = self._inputs, self._shared
+        version = shared.versions.of(self.info.layer, inputs.layer.bundle)
+        counts_E, refused = self._own_counts()
         own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
         records = shared.agreement.gather_loads(
             self._loads_place(),
@@ -205,32 +147,15 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             tokens=len(inputs.ids),
             pace=shared.speeds.report(self.info, inputs.ids.device.type),
             crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
-            meanwhile=self._work_ahead if ahead and isinstance(refused, torch.Tensor) else None,
+            meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[shared.comm.rank]:
-            self.refuse()
+            self._refuse()
         shared.agreement.compare_inputs(records, own)
         shared.speeds.gathered(self.info, records.column("pace"))
         self._host_loads, self._versions = records.loads, records.column("version")
-        if foreseen is not None:
-            differs = (records.loads != foreseen.loads).any(axis=1)
-            if differs.any():
-                raise not_foreseen(self.info.layer, np.flatnonzero(differs).tolist())
         self._counted(records)
         return records.loads_on_device
-
-    def foreseen(self, loads: torch.Tensor, numbers: IntArray) -> Foreseen:
-        """Plan before the microbatch begins; `numbers`: [R, E + 1] loads of all ranks, versions."""
-        self._loads, self._host_loads, versions = loads, numbers[:, :-1], numbers[:, -1]
-        shared, pool, device = self._shared, self._plane.pool, self._inputs.ids.device
-        info, plan = MicrobatchInfo(self.info.layer, self.info.step), self._plan_now()
-        return Foreseen(
-            self.info,
-            self._host_loads,
-            versions,
-            plan,
-            lambda weights: MessageReplicas(shared, pool, info, plan, weights, versions, device),
-        )
 
     def _crossing(self) -> torch.Tensor | None:
         """Return [D] the tokens that each fast-link domain serves; None: not needed."""
@@ -239,7 +164,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     def _counted(self, records: Records) -> None:
         """Use other fields of the records of all ranks."""
 
-    def own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
+    def _own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return [E] the loads of this rank, and whether its ids are invalid.
 
         On a GPU, the second also covers faults since the last step. The error is raised later.
@@ -254,8 +179,8 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         except LoadError:
             return torch.zeros(experts, dtype=torch.int64, device=ids.device), 1
 
-    def refuse(self) -> None:
-        """Raise the error that `own_counts` caught."""
+    def _refuse(self) -> None:
+        """Raise the error that `_own_counts` caught."""
         ids, shared = self._inputs.ids, self._shared
         if self._kernels is not None:
             self._kernels.control.check()

@@ -13,7 +13,7 @@ Shapes: R ranks, H home experts of this rank, L spare slots, B bytes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 
@@ -64,47 +64,24 @@ class MessageReplicas(BaseReplicas):
         self.kernels = device.type != "cpu" and backend_for(device.type).name == "triton"
         self._buffer: Buffer | None = None  # the one that was lent last
         self._layout: Layout | None = None
-        self._arrive: Callable[[], None] | None = None  # waits for weights that were sent ahead
         self._gradients: tuple[Layout, torch.Tensor] | None = None
 
-    def give_back(self) -> None:
-        self._wait()  # before others use the buffer
-        super().give_back()
-
-    def _fill(self, loan: ExitStack, *, ahead: bool) -> None:
+    def _fill(self, loan: ExitStack) -> None:
         tensors = resolve(self.bundle)
         layout = self._layout = Layout.of(tensors, self.num_homes)
         device = device_of_bundle(tensors)
         lend = self._pool.lend(layout, device, str(self), self._wanted, self._buffer)
         buffer = self._buffer = loan.enter_context(lend)
-        sent = self._send_missing(buffer, layout, tensors, ahead=ahead) if self._wanted else 0
+        sent = self._send_missing(buffer, layout, tensors) if self._wanted else 0
         self._sent("weights", layout.nbytes, sent // layout.nbytes)
 
-    def _buffer_is_free(self) -> bool:
-        if self._buffer is not None:
-            return self._buffer.borrower is None
-        tensors = resolve(self.bundle)
-        layout = Layout.of(tensors, self.num_homes)
-        return self._pool.can_lend(layout, device_of_bundle(tensors))
-
-    def _send_missing(
-        self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack], *, ahead: bool
-    ) -> int:
-        """Send and receive the replicas that are not in their slots yet; return the bytes sent.
-
-        ahead: only begin to. Their homes send all of them, since a relay would need this thread.
-        """
+    def _send_missing(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> int:
+        """Send and receive the replicas that are not in their slots yet; return the bytes sent."""
         plan, settings, comm = self._plan, self._shared.settings, self._shared.comm
         resident = {slot for slot, held in self._wanted.items() if buffer.held.get(slot) == held}
-        relay = "direct" if ahead else settings.relay
-        path = hops(plan, relay, chunks=settings.chunks, skip=resident)
+        path = hops(plan, settings.relay, chunks=settings.chunks, skip=resident)
         for hop in path:  # if sending fails, the slot holds nothing
             buffer.held.pop((hop.receiver, hop.slot), None)
-        if ahead:
-            packed = _packed(path, tensors, layout, plan, comm.rank)
-            sends, receives = _messages_of_round(0, path, packed, buffer.rows, comm.rank)
-            self._arrive = comm.begin_exchange(sends, receives)
-            return sum(message.tensor.numel() for message in sends)
         nbytes = send_weights(
             path,
             tensors,
@@ -117,16 +94,7 @@ class MessageReplicas(BaseReplicas):
         buffer.held.update(self._wanted)
         return nbytes
 
-    def _wait(self) -> None:
-        """Wait for weights that were sent ahead."""
-        arrive, self._arrive = self._arrive, None
-        if arrive is not None:
-            assert self._buffer is not None
-            arrive()
-            self._buffer.held.update(self._wanted)
-
     def _slot_tensors(self) -> dict[str, torch.Tensor]:
-        self._wait()
         assert self._buffer is not None
         assert self._layout is not None
         return self._layout.views(self._buffer.rows)

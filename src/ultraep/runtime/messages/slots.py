@@ -74,11 +74,6 @@ class SlotPool:
         finally:
             buffer.borrower = None
 
-    def can_lend(self, layout: Layout, device: torch.device) -> bool:
-        """Whether a buffer of this layout is free or can be allocated."""
-        buffers = self._buffers.get((layout, device), [])
-        return len(buffers) < self._max_buffers or any(b.borrower is None for b in buffers)
-
     def gradient_rows(
         self, use: str, count: int, nbytes: int, device: torch.device
     ) -> torch.Tensor:
