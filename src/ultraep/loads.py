@@ -43,11 +43,25 @@ def device_of(values: Any) -> str:
     return str(getattr(getattr(values, "device", None), "type", "cpu"))
 
 
+def invalid_ids(ids: Any) -> LoadError | None:
+    """Return the error for a tensor that is not integers `[T, K]`; None if it is.
+
+    Whether ids are in range is checked where they are counted.
+    """
+    if not str(ids.dtype).startswith(("torch.int", "torch.uint")):
+        return LoadError(f"ids must be integers, got {ids.dtype}")
+    if str(ids.dtype) == "torch.uint64":
+        return LoadError(f"ids of {ids.dtype} may not fit into int64; convert them to int64")
+    if ids.ndim != 2:
+        return LoadError(f"ids must be [tokens, choices], got {list(ids.shape)}")
+    return None
+
+
 def flat_ids(ids: Any, device: str = "cpu") -> Any:
     """Return the ids as int64 `[N]`: a tensor if they are on `device`, else an array."""
     if device_of(ids) == device != "cpu":
-        if not str(ids.dtype).startswith(("torch.int", "torch.uint")):
-            raise LoadError(f"ids must be integers, got {ids.dtype}")
+        if error := invalid_ids(ids):
+            raise error
         return ids.reshape(-1).long()
     flat = as_integers(ids, "ids").reshape(-1)
     if flat.dtype == np.uint64:  # the largest values must not wrap around to padding

@@ -25,7 +25,7 @@ from ultraep.backends import select
 from ultraep.backends.limits import Limits
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.errors import ConfigError, LoadError
-from ultraep.loads import MAX_TOTAL
+from ultraep.loads import MAX_TOTAL, invalid_ids
 from ultraep.plan import Plan
 from ultraep.topology import Topology
 
@@ -247,7 +247,6 @@ class ControlPlane:
 
         counted: the last call of `count` had these ids, so skip counting.
         """
-        self._check_ids(ids)
         plan, rows = self._last_plan(), ids.numel()
         if not counted:
             self.count(ids)
@@ -293,11 +292,14 @@ class ControlPlane:
         return self._plan
 
     def _check_ids(self, ids: torch.Tensor) -> None:
-        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
-            raise LoadError(f"ids must be integers, got {ids.dtype}")
-        if ids.dtype == torch.uint64:
-            raise LoadError(f"ids of {ids.dtype} may not fit into int64; convert them to int64")
-        self._check_tensor("ids", ids)
+        if error := invalid_ids(ids):
+            raise error
+        if ids.device != self.device:
+            raise LoadError(f"ids must be on {self.device}, got {ids.device}")
+        if not ids.is_contiguous():
+            raise LoadError(
+                f"ids must be contiguous: shape {list(ids.shape)}, strides {list(ids.stride())}"
+            )
         if ids.numel() > self.rows:
             raise LoadError(
                 f"{ids.numel()} routed rows, but the buffers are for {self.rows}; pass a "
@@ -316,15 +318,6 @@ class ControlPlane:
             raise LoadError(f"the rows of loads must be contiguous, got strides {loads.stride()}")
         if loads.device != self.device:
             raise LoadError(f"loads must be on {self.device}, got {loads.device}")
-
-    def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device != self.device:
-            raise LoadError(f"{name} must be on {self.device}, got {tensor.device}")
-        if not tensor.is_contiguous():
-            raise LoadError(
-                f"{name} must be contiguous: shape {list(tensor.shape)}, "
-                f"strides {list(tensor.stride())}"
-            )
 
 
 def _check_settings(topology: Topology, config: BalanceConfig, rows: int, rank: int) -> None:

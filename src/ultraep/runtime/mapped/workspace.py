@@ -15,6 +15,7 @@ import torch
 from ultraep.comm import Peers
 from ultraep.config import AUTO
 from ultraep.errors import LoadError
+from ultraep.loads import invalid_ids
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.agreement import Agreement, Place
 from ultraep.runtime.control import ControlPlane, DevicePlan, device_config
@@ -112,7 +113,7 @@ class Workspaces:
         Also returns the most tokens of a rank if hosts exchange them, otherwise the tokens that fit
         the workspace. Rates and so plans depend on this number, so all ranks must have the same.
         """
-        error = _invalid(ids)
+        error = invalid_ids(ids)
         exchanges = self._shared.settings.verify or not self.all
         tokens, top_k = (0, 0) if error else ids.shape
         if self.agreement is None or not exchanges or self._alone or self._capturing:
@@ -232,12 +233,3 @@ class Workspaces:
         )
         self.all.append(workspace)
         return self.all[-1]
-
-
-def _invalid(ids: torch.Tensor) -> LoadError | None:
-    """Return the error for ids whose shape or dtype is invalid."""
-    if ids.ndim != 2:
-        return LoadError(f"ids must be [tokens, choices], got {list(ids.shape)}")
-    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
-        return LoadError(f"ids must be integers, got {ids.dtype}")
-    return None
