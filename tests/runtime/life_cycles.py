@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import cases  # noqa: F401  registers a policy, also in processes
 import numpy as np
 import torch
 from dense import DenseMoE, Example, assert_close, network

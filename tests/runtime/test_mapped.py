@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from functools import partial
 
+import cases  # noqa: F401  registers a policy, also in processes
 import numpy as np
 import pytest
 import torch

@@ -5,6 +5,7 @@ Results of the mapped plane are compared with messages, with the dense twin, and
 
 import warnings
 
+import cases  # noqa: F401  registers a policy, also in processes
 import pytest
 import torch
 from dense import Example, assert_close, dense, gradients_of, network

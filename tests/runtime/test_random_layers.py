@@ -3,6 +3,7 @@
 200 of each with `pytest -m long tests/runtime/test_random_layers.py`; some of them otherwise.
 """
 
+import cases  # noqa: F401  registers a policy, also in processes
 import numpy as np
 import pytest
 from dense import ACTIVATIONS, Example, Result, assert_same, dense, gradients_of
