@@ -23,7 +23,6 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 import ultraep
-from ultraep import Plan
 from ultraep.experts import Experts
 
 PLAIN, FORCED = "unmodified", "forced balance"
@@ -117,11 +116,6 @@ def _on_rank(
 def step_values(shape: Shape, ms: float, none_ms: float) -> Values:
     """Milliseconds per step, tokens per second of all ranks, and the gain over no balancing."""
     return {STEP: ms, RATE: shape.ranks * shape.tokens / ms * 1e3, GAIN: none_ms / ms}
-
-
-def plan_values(plan: Plan) -> Values:
-    """The imbalance before and after a plan, and its number of replicas."""
-    return {BEFORE: plan.initial_imbalance, AFTER: plan.imbalance, COPIES: plan.num_replicas}
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -31,10 +31,10 @@ def example_of(tokens, dtype, **options):
     return Example(tokens=tokens, dtype=dtype, **sizes | options)
 
 
-def one_pass(layer, example, rank, device=CUDA, *, again=False):
+def one_pass(layer, example, rank, *, again=False):
     """Output and all gradients of one pass, on the host; again: backward recomputes the layer."""
     layer.zero_grad()
-    x = example.inputs[rank].to(device, copy=True).requires_grad_()
+    x = example.inputs[rank].to(CUDA, copy=True).requires_grad_()
     y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
     y.backward(example.gradients[rank].to(y))
     layer.balancer.check()
@@ -48,17 +48,17 @@ def assert_alike(actual, expected):
         assert_close(actual[name], tensor, name, PRECISION[tensor.dtype])
 
 
-def both_planes(rank, group, domain, tokens, dtype, device=CUDA, make=hybrid):
+def both_planes(rank, group, domain, tokens, dtype):
     """Compare passes of both planes; return the output and the number of replicas."""
     example = example_of(tokens, dtype)
     options = {"experts": 16, "slots": 2, "domain": domain}
     by_messages = messages(group, **options)
-    expected = one_pass(example.layer(by_messages, device=device), example, rank, device)
+    expected = one_pass(example.layer(by_messages, device=CUDA), example, rank)
     by_messages.close()
-    balancer = make(group, **options)
-    layer = example.layer(balancer, device=device)
+    balancer = hybrid(group, **options)
+    layer = example.layer(balancer, device=CUDA)
     for again in (False, True):
-        actual = one_pass(layer, example, rank, device, again=again)
+        actual = one_pass(layer, example, rank, again=again)
         assert_alike(actual, expected)
     copies = layer.last_plan.to_host().num_replicas
     balancer.close()
@@ -81,18 +81,18 @@ def test_two_domains_of_four(eight):
     assert_close(torch.cat([y for y, _ in results]), expected, tolerance=3e-2)
 
 
-def grown(rank, group, device=CUDA, make=hybrid):
+def grown(rank, group):
     """Compare both planes for microbatches of growing size, three of them in flight."""
     example = example_of([120] * 4, torch.float32)
     sizes = [(8, 5, 3, 1), (9, 30, 0, 40), (120, 0, 60, 120), (20, 20, 20, 20)]
     actual = []
-    for of_plane in (make, messages):
+    for of_plane in (hybrid, messages):
         balancer = of_plane(group, experts=16, slots=2, domain=2, in_flight=3)
-        layer = example.layer(balancer, device=device)
-        xs = [example.inputs[rank][: size[rank]].to(device).requires_grad_() for size in sizes]
+        layer = example.layer(balancer, device=CUDA)
+        xs = [example.inputs[rank][: size[rank]].to(CUDA).requires_grad_() for size in sizes]
         ys = [layer(x) for x in xs[:3]]
         for x, y in zip(xs[2::-1], ys[::-1], strict=True):
-            y.backward(example.gradients[rank][: len(x)].to(device))
+            y.backward(example.gradients[rank][: len(x)].to(CUDA))
         with balancer.unchanged_weights(), torch.no_grad():
             ys += [layer(xs[3]) for _ in range(2)]  # replicas stay in their slots
         balancer.check()
@@ -162,10 +162,10 @@ def test_with_a_static_capacity_the_host_never_waits(four):
     four.run(4, without_the_host, timeout=LIMIT)
 
 
-def leaves(rank, group, lost, device=CUDA, make=hybrid):
+def leaves(rank, group, lost):
     example = example_of([20] * 4, torch.float32)
-    layer = example.layer(make(group, experts=16, slots=2, domain=2), device=device)
-    x = example.inputs[rank].to(device)
+    layer = example.layer(hybrid(group, experts=16, slots=2, domain=2), device=CUDA)
+    x = example.inputs[rank].to(CUDA)
     layer(x)
     if rank == lost:
         os._exit(1)
