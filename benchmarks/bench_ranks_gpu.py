@@ -4,7 +4,7 @@
     python benchmarks/bench_ranks_gpu.py --models qwen       # one model
     python benchmarks/bench_ranks_gpu.py --tokens 512,8192   # tokens of a rank
     python benchmarks/bench_ranks_gpu.py --forward           # forward only, as in a prefill
-    python benchmarks/bench_ranks_gpu.py --quantised fp8_rows   # forward, experts in FP8
+    python benchmarks/bench_ranks_gpu.py --quantised fp8   # forward, experts in FP8
     python benchmarks/bench_ranks_gpu.py --toy               # two CPU processes, tiny, for CI
 
 Every process is a rank with a share of the multiprocessors of the GPU (`mps.py`) and launches its
@@ -47,7 +47,6 @@ from timing import free, in_turns, on_gpu
 
 import ultraep
 from ultraep import BalanceConfig
-from ultraep.ops.formats import FORMATS
 
 EVEN = "random even routing"
 NONE, DEFAULT, BALANCE = "none", "default", "objective balance"
@@ -79,7 +78,7 @@ class Size(Shape):
     )
     modes: tuple[str, ...] = MODES
     forward: bool = False  # without backward
-    quantised: str | None = None  # FP8 format of the experts; forward only
+    quantised: str | None = None  # format of frozen experts; forward only
     rounds: int = 11
     steps: int = 4  # timed together
 
@@ -283,8 +282,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=token_counts, metavar="N,M", help=text)
     text = "time forward only"
     parser.add_argument("--forward", action="store_true", help=text)
-    text = f"time forward only, with experts in an FP8 format: {', '.join(FORMATS)}"
-    parser.add_argument("--quantised", choices=FORMATS, metavar="FORMAT", help=text)
+    text = "time forward only, with frozen experts in this format: fp8"
+    parser.add_argument("--quantised", choices=["fp8"], metavar="FORMAT", help=text)
     options = parser.parse_args(argv[1:])
     cuda = on_gpu(toy=options.toy) and not options.toy
     sizes = [TOY] if options.toy else [MODELS[name] for name in options.models]

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from ultraep.dispatch import Received
-from ultraep.dispatchers import refuse_packed
 
 
 class Permuting:
@@ -73,8 +72,7 @@ class Differentiable:
     def __init__(self, comm):
         self.comm = comm
 
-    def dispatch(self, tokens, gates, routes, pack):
-        refuse_packed("Differentiable", pack)
+    def dispatch(self, tokens, gates, routes):
         first = np.arange(routes.ranks + 1) * routes.slots_per_rank
         permuting = Permuting(self.comm, first)
         rows, gates, counts, back = permuting.dispatch(tokens, routes.slots, gates)

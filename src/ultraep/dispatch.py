@@ -93,7 +93,6 @@ class Received:
     gates: torch.Tensor  # [A] gate of each row, differentiable
     counts: Sequence[int] | torch.Tensor  # [L] rows of each slot, as the dispatcher counted them
     state: Any = None  # what `combine` needs: a handle, or any other object
-    packed: torch.Tensor | None = None  # [A, bytes] if rows were packed; `rows` then has no values
 
 
 class Dispatcher(Protocol):
@@ -105,17 +104,9 @@ class Dispatcher(Protocol):
     """
 
     def dispatch(
-        self,
-        tokens_TD: torch.Tensor,
-        gates_TK: torch.Tensor,
-        routes: SlotRoutes,
-        pack: Pack | None,
+        self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, routes: SlotRoutes
     ) -> Received:
-        """Send every token to its slots, each row with its gate.
-
-        pack: send `pack(tokens_TD)` instead, and return these bytes as `Received.packed`; gradients
-            travel unpacked. Raise `ConfigError` if the dispatcher cannot.
-        """
+        """Send every token to its slots, each row with its gate."""
 
     def combine(self, outputs_AD: torch.Tensor, received: Received) -> torch.Tensor:
         """Return `[T, D]` the sum of the outputs of each token; padding contributes nothing.
@@ -160,7 +151,7 @@ def dispatch(
 
 
 def send(
-    tokens_TD: torch.Tensor, gates_TK: torch.Tensor, mover: RowMover, pack: Pack | None
+    tokens_TD: torch.Tensor, gates_TK: torch.Tensor, mover: RowMover, pack: Pack | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the rows and gates that arrive at the slots of this rank, and their packed bytes."""
     sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

@@ -62,7 +62,7 @@ class Layer:
     bundle: the weights to replicate; empty: nothing can be replicated.
     serve: stage 6. The balancer times it on synthetic rows if plans depend on rates. None: the
         planner optimises balance, unless `BalanceConfig(rates=...)` is set.
-    pack: converts rows to bytes before they are sent.
+    pack: converts rows to bytes before the data plane sends them; a dispatcher sends plain rows.
     """
 
     index: int = 0

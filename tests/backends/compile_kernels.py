@@ -33,7 +33,7 @@ TARGETS = {
 COLUMNS = {"kernel": 20, "size": 12, "target": 8, "warps": 5, "registers": 9}  # and their widths
 COLUMNS |= {"spilled": 7, "shared": 7, "widest": 6, "variant": 0}
 EXCHANGED = [("bfloat16", 8), ("float32", 8), ("bfloat16", 10)]  # dtype of rows, top k
-MATRICES = ("multiply", "multiply_quantised", "weight_gradients")  # compiled in full everywhere
+MATRICES = ("multiply", "weight_gradients")  # compiled in full everywhere
 PRODUCTS = [(4096, 1536, False), (2880, 2880, True)]  # model width, hidden width, with biases
 
 
@@ -131,7 +131,7 @@ def launches(
             launch_all(ranks, experts, slots, 0.0, speeds, row=1)
         for hidden, ffn, biases in products:
             launch_products(experts // ranks, slots, hidden, ffn, biases, machine)
-            launch_quantised(experts // ranks, slots, hidden, ffn, biases, machine)
+            launch_fp8(experts // ranks, slots, hidden, ffn, biases, machine)
         for dtype, top_k in EXCHANGED:
             launch_exchange(ranks, experts, slots, dtype, top_k)
         for relay, dtype in (("direct", "bfloat16"), ("chain", "float32"), ("auto", "float64")):
@@ -195,10 +195,6 @@ def launch_all(
     rerouter.receive(loads, 0, received)
 
 
-def capability(machine: Any) -> tuple[str, tuple[int, int]]:
-    return machine.backend, divmod(machine.arch, 10) if machine.backend == "cuda" else (0, 0)
-
-
 def launch_products(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, machine: Any, rows: int = 4096
 ) -> None:
@@ -208,7 +204,7 @@ def launch_products(
 
     import torch
 
-    from ultraep.backends.triton.blocks import table_for
+    from ultraep.backends.triton.blocks import TABLES
     from ultraep.backends.triton.products import TritonProducts, scale_rows, scale_rows_backward
     from ultraep.ops.activations import activation_named
     from ultraep.ops.products import Beside, Stacks
@@ -220,7 +216,7 @@ def launch_products(
         return Stacks(home_stack, torch.empty(slots, *shape, dtype=dtype))
 
     offsets = torch.empty(homes + slots + 1, dtype=torch.int32)
-    table, swiglu = table_for(*capability(machine)), activation_named("swiglu")
+    table, swiglu = TABLES[machine.backend], activation_named("swiglu")
     products = TritonProducts(offsets, swiglu, half, programs=132, table=table)
     up, down = stacks(2 * ffn, hidden), stacks(hidden, ffn)
     up_bias, down_bias = (stacks(2 * ffn), stacks(hidden)) if biases else (None, None)
@@ -244,43 +240,32 @@ def launch_products(
     scale_rows_backward(outer, outer, scale, scale)
 
 
-def launch_quantised(
+def launch_fp8(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, machine: Any, rows: int = 4096
 ) -> None:
-    """Launch FP8 products and conversions, in every format."""
+    """Launch FP8 products, where they run, and conversions."""
     import torch
 
-    from ultraep.backends.triton import quantise
-    from ultraep.backends.triton.blocks import multiplies_e4m3, table_for
-    from ultraep.backends.triton.quantised import TritonQuantised
+    from ultraep.backends.triton.blocks import E4M3_FROM, TABLES
+    from ultraep.backends.triton.fp8 import TritonFP8, quantise
     from ultraep.ops.activations import activation_named
-    from ultraep.ops.formats import E4M3, FORMATS
+    from ultraep.ops.fp8 import E4M3, FP8Stacks, pack
     from ultraep.ops.products import Stacks
-    from ultraep.ops.quantised import QuantisedStacks
 
     def stacks(*shape: int, dtype: Any = torch.bfloat16) -> Stacks:
         return Stacks(*(torch.empty(count, *shape, dtype=dtype) for count in (homes, slots)))
 
-    native, table = multiplies_e4m3(*capability(machine)), table_for(*capability(machine))
     offsets = torch.empty(homes + slots + 1, dtype=torch.int32)
     outer, wide = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (hidden, 2 * ffn))
-    bias = stacks(hidden) if biases else None
-    for form in FORMATS.values():
-        scales = form.scale_shape((hidden, ffn))
-        down = QuantisedStacks(
-            stacks(hidden, ffn, dtype=E4M3), stacks(*scales, dtype=form.scale_type)
-        )
-        held = down.data.homes, down.scales.homes
-        quantise.quantise(form, torch.empty(homes, hidden, ffn, dtype=torch.bfloat16), *held)
-        quantise.dequantise(form, *held, torch.bfloat16)
-        if form.packs:
-            products = TritonQuantised(
-                offsets, activation_named("swiglu"), outer.dtype, form, 132, table, native
-            )
-            quantise.unpack(form, quantise.pack(form, outer), hidden, outer.dtype, offsets[-1:])
-            packed = products.activate(wide)
-            gates = torch.empty(rows) if biases else None
-            products.multiply(packed, down, bias, scale=gates, out=outer)
+    codes, scales = stacks(hidden, ffn, dtype=E4M3), stacks(hidden, 1, dtype=torch.float32)
+    quantise(torch.empty(homes, hidden, ffn, dtype=torch.bfloat16), codes.homes, scales.homes)
+    pack(outer, quantise)
+    table, swiglu = TABLES[machine.backend], activation_named("swiglu")
+    products = TritonFP8(offsets, swiglu, outer.dtype, 132, table)
+    packed = products.activate(wide)
+    if machine.backend == "cuda" and divmod(machine.arch, 10) >= E4M3_FROM:
+        bias, gates = (stacks(hidden), torch.empty(rows)) if biases else (None, None)
+        products.multiply(packed, FP8Stacks(codes, scales), bias, scale=gates, out=outer)
 
 
 def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int) -> None:

@@ -15,7 +15,7 @@ KERNELS = Path(ultraep.__file__).parent / "backends/triton/kernels"
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 SIZES = ("64x256x1", "512x2048x2")
 MOVERS = {"expose_values", "gather_rows", "sum_rows", "stream", "pull"}  # between GPUs
-PRODUCTS = {"multiply", "multiply_quantised", "weight_gradients"}
+PRODUCTS = {"multiply", "weight_gradients"}
 ONCE = ("sm_80", "sm_100", "gfx942")  # targets that compile one variant of most kernels
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB per program
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ultraep.backends.triton.blocks import Blocks, table_for
+from ultraep.backends.triton.blocks import TABLES, Blocks
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.kernels.grouped import work_of_product
 from ultraep.backends.triton.kernels.tiles import lay_tiles
@@ -24,7 +24,7 @@ from ultraep.ops.products import Beside, Stacks
 
 DEVICE = default_device()
 CAPACITY, N, K = 40, 40, 24
-SMALL = dict.fromkeys(table_for("cuda", (8, 0)), Blocks(16, 16, 16, stages=2, band=2))
+SMALL = dict.fromkeys(TABLES["cuda"], Blocks(16, 16, 16, stages=2, band=2))
 LOW = dict.fromkeys(SMALL, Blocks(16, 32, 16, stages=2, band=2, half=True))
 SLOTS = {  # rows of the home slots, and of the spare slots
     "mixed": ([5, 0, 17], [9, 3]),
@@ -64,6 +64,9 @@ def dot(self, left, right, added, *_):
 def as_float32(handle):
     if handle.dtype.scalar == tl.bfloat16:
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    if handle.dtype.scalar == tl.float8e4nv:
+        codes = torch.from_numpy(np.ascontiguousarray(handle.data))
+        return codes.view(torch.float8_e4m3fn).float().numpy()
     return handle.data.astype(np.float32)
 
 

@@ -19,7 +19,6 @@ import torch
 from ultraep.backends.triton import kernels
 from ultraep.backends.triton.device import default_device, launching
 from ultraep.backends.triton.kernels.grouped import Tiling
-from ultraep.backends.triton.kernels.quantise import MatrixStack
 from ultraep.backends.triton.kernels.state import Shape
 from ultraep.backends.triton.kernels.tiles import Matrix, SlotTensors
 
@@ -136,7 +135,7 @@ class Launch:
         """One argument, or a group of arguments by the annotation of the parameter."""
         if not (isinstance(group, type) and hasattr(group, "_fields")):
             return self.value(name.removesuffix("_ptr"))
-        if group not in (Matrix, MatrixStack, SlotTensors):
+        if group not in (Matrix, SlotTensors):
             return group(*(self.value(field) for field in group._fields))
         value = self.given.get(name)
         if value is None:
@@ -149,8 +148,7 @@ class Launch:
                 homes, copies, sums, spans, homes.stride(0), copies.stride(0), homes.stride(1)
             )
         tensor = self.tensor(name, value)
-        rest = tensor.shape[1] if group is Matrix else tensor.stride(1)
-        return group(tensor, tensor.stride(0), rest)
+        return group(tensor, tensor.stride(0), tensor.shape[1])
 
     def value(self, name: str) -> Any:
         """The argument of that name: of the example, private to the kernel, or by default."""

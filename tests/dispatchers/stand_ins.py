@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-BF16, FP8, FLOAT, WIDE = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64
+BF16, FLOAT, WIDE = torch.bfloat16, torch.float32, torch.float64
 
 
 def library(monkeypatch, name, version):
@@ -70,18 +70,11 @@ def by_expert(local_UK, shuffle=None):
     return token[order], choice[order], expert
 
 
-def check_rows(x, wide, *, pairs=True):
-    """Check rows that are sent, `x` or (codes, scales); return them as a list."""
-    rows, scales = x if isinstance(x, tuple) else (x, None)
+def check_rows(rows, wide):
+    """Check rows that are sent."""
     require(rows.ndim == 2 and rows.is_contiguous(), "x is [num_tokens, hidden], contiguous")
     require(rows.shape[1] * rows.itemsize % 16 == 0, "rows of a multiple of 16 bytes")
-    if scales is None:
-        require(rows.dtype == BF16 or (wide and rows.is_floating_point()), "x is bfloat16")
-        return [rows]
-    require(pairs and rows.dtype == FP8 and scales.dtype == FLOAT, "x is (e4m3, float32)")
-    require(rows.shape[1] % 128 == 0, "hidden divides by 128")
-    require(scales.shape == (len(rows), rows.shape[1] // 128), "scales [T, hidden // 128]")
-    return [rows, scales]
+    require(rows.dtype == BF16 or (wide and rows.is_floating_point()), "x is bfloat16")
 
 
 def check_weights(weights, shape, wide):
@@ -156,8 +149,8 @@ class ElasticBuffer(StandIn):
             do_handle_copy and not use_tma_aligned_col_major_sf and not do_zero_padding, "flags"
         )
         require(do_expand and num_experts is not None, "do_expand and num_experts")
-        parts = check_rows(x, self.wide)
-        require(len(parts[0]) <= self.num_max_tokens_per_rank, "num_max_tokens_per_rank")
+        check_rows(x, self.wide)
+        require(len(x) <= self.num_max_tokens_per_rank, "num_max_tokens_per_rank")
         if handle is None:
             handle = self._layout(topk_idx, num_experts, expert_alignment or 1)
         else:
@@ -165,14 +158,13 @@ class ElasticBuffer(StandIn):
             require(isinstance(handle, EPHandle) and handle._buffer is self, "own handle")
             require(handle.do_expand and handle.num_experts == num_experts, "as in the handle")
         self.tokens_sent += sum(handle._links.counts)
-        received = [self._expand(handle, handle._links.there(bits(part))) for part in parts]
-        received = [rows.view(part.dtype) for rows, part in zip(received, parts, strict=True)]
+        received = self._expand(handle, handle._links.there(x)[handle._token])
         weights = None
         if topk_weights is not None:
             check_weights(topk_weights, handle.topk_idx.shape, self.wide)
             arrived = handle._links.there(topk_weights)
-            weights = self._expand(handle, arrived[handle._token, handle._choice], chosen=True)
-        return unpair(received), None, weights, handle, Event()
+            weights = self._expand(handle, arrived[handle._token, handle._choice])
+        return received, None, weights, handle, Event()
 
     def _layout(self, topk_idx, num_experts, alignment):
         links = Links(self.comm, topk_idx, num_experts)
@@ -199,13 +191,9 @@ class ElasticBuffer(StandIn):
             _rows=int(padded.sum()),
         )
 
-    def _expand(self, handle, values, *, chosen=False):
+    def _expand(self, handle, rows):
         """Return one row for each expert of a token, with undefined rows where they are padded."""
-        rows = values if chosen else values[handle._token]
-        shape = handle._rows, *rows.shape[1:]
-        expanded = (
-            torch.full(shape, 255, dtype=rows.dtype) if not chosen else undefined(rows, shape)
-        )
+        expanded = undefined(rows, (handle._rows, *rows.shape[1:]))
         expanded[handle._position] = rows
         return expanded
 
@@ -225,7 +213,8 @@ class ElasticBuffer(StandIn):
         require(bias is None and previous_event is None, "options")
         require(previous_event_before_epilogue is None, "options")
         require(not async_with_compute_stream and not allocate_on_comm_stream, "streams")
-        (rows,) = check_rows(x, self.wide, pairs=False)
+        rows = x
+        check_rows(rows, self.wide)
         require(isinstance(handle, EPHandle) and handle._buffer is self, "own handle")
         require(len(rows) == handle._rows, f"{handle._rows} rows of the handle, got {len(rows)}")
         links, top_k = handle._links, handle.topk_idx.shape[1]
@@ -239,15 +228,6 @@ class ElasticBuffer(StandIn):
             weights = links.back(spread).to(topk_weights.dtype)
             weights[handle.topk_idx < 0] = torch.nan
         return links.back(sums.to(rows.dtype)).to(rows.dtype), weights, Event()
-
-
-def bits(tensor):
-    """Return rows as bytes, which communicators can send whatever the dtype is."""
-    return tensor.contiguous().view(torch.uint8)
-
-
-def unpair(parts):
-    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def undefined(like, shape):
@@ -305,13 +285,12 @@ class Buffer(StandIn):
     ):
         require(previous_event is None and not async_finish, "streams")
         require(not allocate_on_comm_stream and num_worst_tokens == 0, "streams")
-        parts = check_rows(x, self.wide)
+        check_rows(x, self.wide)
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "no topk with a handle")
             links = opened(handle, self).links
             self.tokens_sent += sum(links.counts)
-            received = [links.there(bits(part)).view(part.dtype) for part in parts]
-            return unpair(received), None, None, None, None, Event()
+            return links.there(x), None, None, None, None, Event()
         require(num_tokens_per_rdma_rank is None, "one node")
         expected = self.get_dispatch_layout(topk_idx, len(num_tokens_per_expert))
         given = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
@@ -323,10 +302,9 @@ class Buffer(StandIn):
         local = local_ids(links, topk_idx, self.comm.rank)
         counts = torch.bincount(local[local >= 0], minlength=links.local)
         padded = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
-        received = [links.there(bits(part)).view(part.dtype) for part in parts]
         weights = links.there(topk_weights).masked_fill(local < 0, 0)
         handle = sealed(self, links=links, ids=topk_idx)
-        return unpair(received), local, weights, padded.tolist(), handle, Event()
+        return links.there(x), local, weights, padded.tolist(), handle, Event()
 
     def combine(
         self,
@@ -340,7 +318,8 @@ class Buffer(StandIn):
         allocate_on_comm_stream=False,
     ):
         require(bias is None and previous_event is None and not async_finish, "options")
-        (rows,) = check_rows(x, self.wide, pairs=False)
+        rows = x
+        check_rows(rows, self.wide)
         content = opened(handle, self)
         weights = None
         if topk_weights is not None:
@@ -408,34 +387,26 @@ class HybridEPBuffer(StandIn):
     ):
         require((num_dispatched_tokens, use_host_meta) == (None, None), "deprecated arguments")
         require((topk_idx, topk_weights, num_of_experts) == (None,) * 3, "routing_map, not topk")
+        require(not use_fp8 and scaling_factor is None, "bfloat16 rows")
         require(not fuse_permute_dispatch and not non_blocking and not pad_multiple, "flags")
         require(hidden.is_contiguous() and hidden.ndim == 2, "hidden [T, D], contiguous")
         if handle is None:
             require(num_permuted_tokens is None, "blocking mode counts by itself")
-            handle = self._layout(hidden, routing_map, num_of_experts_per_rank, bool(use_fp8))
+            handle = self._layout(hidden, routing_map, num_of_experts_per_rank)
         content = opened(handle, self)
         require(content.shape == tuple(hidden.shape), f"rows {content.shape} of the handle")
-        if content.fp8:
-            require(hidden.dtype == torch.uint8 and hidden.shape[1] % 512 == 0, "FP8 rows, % 512")
-            require(scaling_factor is not None and scaling_factor.dtype == FLOAT, "scales")
-            require(scaling_factor.shape == (len(hidden), hidden.shape[1] // 128), "scales")
-            require(scaling_factor.is_contiguous(), "scales, contiguous")
-        else:
-            require(scaling_factor is None and hidden.shape[1] % 16 == 0, "rows % 16")
-            check_rows(hidden, self.wide)
+        require(hidden.shape[1] % 16 == 0, "rows % 16")
+        check_rows(hidden, self.wide)
         count = len(content.token)
         require(num_permuted_tokens in (None, count), f"{count} rows of the handle")
         self.tokens_sent += sum(content.links.counts)
-        rows = content.links.there(bits(hidden))[content.token].view(hidden.dtype)
-        scales, weights = None, None
-        if content.fp8:
-            scales = content.links.there(scaling_factor)[content.token]
+        rows, weights = content.links.there(hidden)[content.token], None
         if probs is not None:
             check_weights(probs, content.routing_map.shape, self.wide)
             weights = content.links.there(probs)[content.token, content.column]
-        return rows, weights, scales, content.counts.clone(), handle
+        return rows, weights, None, content.counts.clone(), handle
 
-    def _layout(self, hidden, routing_map, per_rank, fp8):
+    def _layout(self, hidden, routing_map, per_rank):
         experts = per_rank * self.comm.size
         require(routing_map.dtype == torch.bool and routing_map.is_contiguous(), "routing_map")
         require(tuple(routing_map.shape) == (len(hidden), experts), "routing_map [T, E]")
@@ -449,7 +420,6 @@ class HybridEPBuffer(StandIn):
         return sealed(
             self,
             links=links,
-            fp8=fp8,
             shape=tuple(hidden.shape),
             routing_map=routing_map.clone(),
             token=token,
@@ -469,7 +439,8 @@ class HybridEPBuffer(StandIn):
     ):
         require(num_dispatched_tokens is None and not pad_multiple, "options")
         require(not fuse_unpermute_combine, "options")
-        (rows,) = check_rows(hidden, self.wide, pairs=False)
+        rows = hidden
+        check_rows(rows, self.wide)
         content = opened(handle, self)
         require(len(rows) == len(content.token), f"{len(content.token)} rows of the handle")
         sums = torch.zeros(sum(content.links.received), rows.shape[1], dtype=WIDE)
@@ -533,7 +504,7 @@ class NcclEp(StandIn):
         require(out_tokens.dtype == tokens.dtype and out_tokens.is_contiguous(), "out like tokens")
         require(out_weights.shape == (most,) and out_idx is None, "1D weights, no idx")
         self.tokens_sent += sum(content.links.counts)
-        rows = content.links.there(bits(tokens))[content.token].view(tokens.dtype)
+        rows = content.links.there(tokens)[content.token]
         out_tokens[: len(rows)] = rows
         out_weights[: len(rows)] = content.links.there(weights)[content.token, content.choice]
         out_tokens[len(rows) :] = torch.nan  # undefined
@@ -541,7 +512,7 @@ class NcclEp(StandIn):
 
     def _nccl_ep_combine(self, handle, rows, out):
         content = opened(handle, self)
-        check_rows(rows, self.wide, pairs=False)
+        check_rows(rows, self.wide)
         count = len(content.token)
         require(count <= len(rows) <= content.group.max_recv, f"{count} rows of the handle")
         require(out.shape == (content.links.tokens, rows.shape[1]), "out [T, H]")

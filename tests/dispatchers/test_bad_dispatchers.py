@@ -9,7 +9,6 @@ from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, NcclEp, TokenSwitch
 from test_dispatchers import NAMES, dispatcher_of, one_pass
 
 from ultraep import Balancer
-from ultraep.dispatchers import refuse_packed
 from ultraep.dispatchers.deepep import DeepEP, DeepEPBuffer
 from ultraep.dispatchers.hybridep import HybridEP
 from ultraep.dispatchers.token_switch import TokenSwitch
@@ -41,8 +40,8 @@ class Broken:
         self.inner, self.rank = dispatcher_of("DeepEP")(comm), comm.rank
         self.change, self.change_sums = change, change_sums
 
-    def dispatch(self, tokens, gates, routes, pack):
-        received = self.inner.dispatch(tokens, gates, routes, pack)
+    def dispatch(self, tokens, gates, routes):
+        received = self.inner.dispatch(tokens, gates, routes)
         return self.change(received) if self.change and self.rank == 1 else received
 
     def combine(self, outputs, received):
@@ -196,12 +195,6 @@ def test_ranks_with_different_dispatchers():
     LocalGroup(2).run(mixed)
 
 
-def test_a_dispatcher_without_packed_rows_refuses_them():
-    refuse_packed("Flex", None)
-    with pytest.raises(ConfigError, match="Flex sends rows unpacked, but the experts are quant"):
-        refuse_packed("Flex", lambda rows: rows)
-
-
 def first_step_of(example, message, error, *, make, **options):
     """Check that the first step raises this error on all ranks."""
 
@@ -260,17 +253,6 @@ def test_slots_are_checked_when_the_balancer_is_created(name):
         return True
 
     assert LocalGroup(2).run(refused) == [True, True]
-
-
-@pytest.mark.parametrize("name", ["DeepEP", "DeepEPBuffer", "HybridEP"])
-@pytest.mark.parametrize("form", ["fp8_rows", "fp8"])
-def test_scales_that_the_library_cannot_send(name, form):
-    example = Example([8, 6], experts=4, hidden=256, dtype=torch.bfloat16)
-    message = (
-        rf"{name} sends FP8 rows with one float32 scale for 128 columns, got rows of width 256"
-    )
-    options = {"layer_options": {"quantised": form}, "make": dispatcher_of(name, wide=False)}
-    first_step_of(example, message, ConfigError, **options)
 
 
 def test_a_token_that_has_a_slot_twice():

@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 import torch
@@ -222,7 +222,7 @@ def test_gates_travel_in_single_precision(name):
         dispatcher = dispatcher_of(name, wide=False, slots_per_rank=2, row_bytes=32)(comm)
         begins = [0, *accumulate(counts[comm.rank])]
         offsets, own = torch.tensor(begins, dtype=torch.int32), slots[comm.rank]
-        rows = dispatcher.begin(SlotRoutes(own, offsets, lambda: begins, comm.rank, 2, 2), 16)
+        rows = dispatcher.begin(SlotRoutes(own, offsets, lambda: begins, comm.rank, 2, 2))
         gates = torch.randn(own.shape, generator=torch.Generator().manual_seed(comm.rank))
         arrived, scalars = rows.to_slots(torch.ones(len(own), 16, dtype=torch.bfloat16), gates)
         assert list(rows.counts) == counts[comm.rank]
@@ -254,36 +254,16 @@ def test_the_switch_of_torch(monkeypatch):
 
 
 @each_library
-def test_fp8_rows_pass_with_their_scales(name):
-    """Bit for bit as without balancing, and as the bytes that the data plane delivers."""
-    example = Example([6, 5], experts=4, hidden=512, ffn=64, dtype=torch.bfloat16)
+def test_fp8_experts_quantise_rows_on_arrival(name):
+    """Bit for bit as with rows that the data plane sends in FP8."""
+    example = Example([6, 5], experts=4, hidden=64, ffn=64, dtype=torch.bfloat16)
     options = {"slots": 2, "layer_options": {"quantised": "fp8", "bitwise": True}}
-    make = dispatcher_of(name, wide=False, row_bytes=1024)
-    runs = {
-        policy: on_every_rank(example, packed_pass, dispatcher=make, policy=policy, **options)
-        for policy in ("ultraep", "none")
-    }
-    ours = on_every_rank(example, packed_pass, **options)
-    for balanced, plain, built_in in zip(runs["ultraep"], runs["none"], ours, strict=True):
-        assert torch.equal(balanced["y"], plain["y"])
-        assert balanced["packed"] == built_in["packed"]
-        for key in balanced.keys() - {"packed", "y"}:
-            assert_close(balanced[key], built_in[key], key)
-
-
-def packed_pass(layer, x, gradient):
-    """A pass that also returns the packed rows of each slot, in any order."""
-    seen = []
-    layer.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    y = layer(x)
-    y.backward(gradient)
-    packed = [sorted(bytes(row) for row in slot.numpy()) for slot in rows_by_slot(seen[0])]
-    return {"y": y.detach(), "packed": packed, **gradients_of(layer, x)}
-
-
-def rows_by_slot(arrivals):
-    begins = arrivals.begins()
-    return arrivals.packed[: begins[-1]].split([e - b for b, e in pairwise(begins)])
+    make = dispatcher_of(name, wide=False)
+    theirs = on_every_rank(example, one_pass, dispatcher=make, **options)
+    for actual, expected in zip(theirs, on_every_rank(example, one_pass, **options), strict=True):
+        assert torch.equal(actual["y"], expected["y"])
+        for key in actual:
+            assert_close(actual[key], expected[key], key)
 
 
 @each_library

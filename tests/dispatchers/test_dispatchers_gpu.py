@@ -37,14 +37,14 @@ class SortedRows(LibraryRows):
 
 
 class Raw(RawDispatcher):
-    def begin(self, routes, width):
+    def begin(self, routes):
         return SortedRows(routes)
 
 
 class Differentiable:
     """The same rows, with autograd of its own."""
 
-    def dispatch(self, tokens, gates, routes, pack):
+    def dispatch(self, tokens, gates, routes):
         sorted_rows = SortedRows(routes)
         rows, row_gates = sorted_rows.to_slots(tokens, gates)
         return Received(rows, row_gates, sorted_rows.counts, sorted_rows)

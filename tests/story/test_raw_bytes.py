@@ -18,13 +18,11 @@ from dense import FixedRouter
 from microbatches import planned
 from ranks import TRANSPORTS, everywhere, shared_pool
 from shared_peers import SharedPeers
-from torch.nn.functional import linear, silu
 
 from ultraep import (
     BalancedMoE,
     Balancer,
     ConfigError,
-    Experts,
     ExpertsFrom,
     LocalGroup,
     PlanMismatch,
@@ -32,8 +30,6 @@ from ultraep import (
 )
 from ultraep.backends.triton.device import interpreted
 from ultraep.bundle import Layout, as_bytes
-from ultraep.experts import weight_only
-from ultraep.ops.formats import WEIGHT_ONLY
 
 EXPERTS, D, F, SEED = 6, 32, 64, 7
 SHAPES = {"up": (F, D), "down": (D, F)}  # N, K
@@ -301,90 +297,6 @@ def test_all_experts_are_gathered_in_every_format():
                 assert torch.equal(as_bytes(gathered), as_bytes(tensor)), name
 
     LocalGroup(2).run(work)
-
-
-# Our own network
-
-PARTS = {"data": "proj", "scales": "scales", "global": "scale", "zeros": "zeros"}
-WEIGHTS = {"gate_up": (2 * F, D), "down": (D, F)}
-
-
-def drawn_weights(name: str) -> Tensors:
-    """Return the parts of both weights of all experts, with small numbers."""
-    random = torch.Generator().manual_seed(SEED)
-    return {
-        f"{weight}_{PARTS[part]}": tensor.flatten(2)
-        if name == "MXFP4" and part == "data"
-        else tensor
-        for weight, shape in WEIGHTS.items()
-        for part, tensor in FORMS[name].draw(random, *shape).items()
-    }
-
-
-def plain_weights(name: str, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return the weights as the tests dequantise them."""
-    form, plain = FORMS[name], {}
-    for weight, shape in WEIGHTS.items():
-        parts = [tensor for part, tensor in tensors.items() if part.startswith(weight)]
-        each = [form.dequantise(*(part[expert] for part in parts)) for expert in range(EXPERTS)]
-        divisor = {"NVFP4": 64, "INT8": 64}.get(name, 1)  # of the networks of these tests
-        plain[weight] = torch.stack(each).view(EXPERTS, *shape).mul(divisor).to(dtype)
-    return plain
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["MXFP4", "NVFP4", "INT8", "INT4"])
-def test_weight_only_experts(name, dtype):
-    """Outputs and gradients are the ones of the dequantised weights, which have the same bits."""
-    quantised = drawn_weights(name)
-    plain = plain_weights(name, quantised, dtype)
-    for weight, expected in plain.items():
-        parts = {p.removeprefix(f"{weight}_"): t for p, t in quantised.items() if weight in p}
-        actual = WEIGHT_ONLY[name.lower()].dequantise(parts, dtype)
-        torch.testing.assert_close(actual, expected, rtol=2**-20, atol=0)  # rounded differently
-        plain[weight] = actual
-
-    def network(rows, counts, tensors):
-        outputs = []
-        for index, part in enumerate(rows.split(counts)):
-            gate, value = linear(part, tensors["gate_up"][index]).chunk(2, dim=-1)
-            outputs.append(linear(silu(gate) * value, tensors["down"][index]))
-        return torch.cat(outputs)
-
-    def work(comm):
-        results = []
-        for run, stacks in ((weight_only(name.lower()), quantised), (network, plain)):
-            balancer = Balancer(experts=EXPERTS, communicator=comm)
-            homes = balancer.topology.home_experts(comm.rank).tolist()
-            ids, gates, x = routing(comm.rank)
-            bundle = {n: as_bytes(t)[homes].view(t.dtype) for n, t in stacks.items()}
-            router = FixedRouter(ids, gates.to(dtype))
-            layer = BalancedMoE(router, ExpertsFrom(run, bundle, homes), balancer=balancer)
-            x = (x / 1024).to(dtype).requires_grad_()
-            y = layer(x)
-            y.backward(torch.ones_like(y))
-            assert layer.last_plan.to_host().num_replicas > 0
-            results.append((y.detach(), x.grad))
-        for actual, expected in zip(*results, strict=True):
-            assert actual.isfinite().all()
-            torch.testing.assert_close(actual, expected)
-
-    LocalGroup(2).run(work)
-
-
-def test_parts_that_do_not_fit_a_weight_only_format():
-    network, tensors = weight_only("int4"), drawn_weights("INT4")
-    del tensors["down_zeros"]
-    with pytest.raises(ConfigError, match=r"int4 experts must have .*down_zeros, got gate_up_proj"):
-        network(torch.ones(1, D), [1], tensors)
-    tensors = drawn_weights("MXFP4")
-    tensors["gate_up_scales"] = tensors["gate_up_scales"][:, :-1]
-    with pytest.raises(ConfigError, match=r"weights \[128, 32\] need scales .* got \[127, 1\]"):
-        weight_only("mxfp4")(torch.ones(1, D), [1], tensors)
-    with pytest.raises(ConfigError, match="form must be one of mxfp4, nvfp4, int8, int4, got"):
-        weight_only("fp8")
-    with pytest.raises(ConfigError, match=r"'mxfp4' is for weights only; use ExpertsFrom with"):
-        Experts(D, F, [0], quantised="mxfp4")
 
 
 # Refusals

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from ultraep.combine import combine
-from ultraep.dispatch import Moved, Pack, Received, SlotRoutes, send
+from ultraep.dispatch import Moved, Received, SlotRoutes, send
 from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import accumulator
@@ -40,8 +40,8 @@ class LibraryRows(ABC):
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         """Return `[A, D]` rows and `[A]` scalars in slot order, without gaps.
 
-        The first call, in forward, has scalars and may have packed rows (uint8). The calls in
-        backward move gradients to the same rows, in the same order.
+        The first call, in forward, has scalars. The calls in backward move gradients to the same
+        rows, in the same order.
         """
 
     @abstractmethod
@@ -63,49 +63,20 @@ class RawDispatcher(ABC):
         """Raise if the library cannot serve this number of slots; called by the balancer."""
 
     @abstractmethod
-    def begin(self, routes: SlotRoutes, width: int) -> LibraryRows:
-        """Return the mover of one microbatch, whose tokens have this width."""
+    def begin(self, routes: SlotRoutes) -> LibraryRows:
+        """Return the mover of one microbatch."""
 
     def dispatch(
-        self,
-        tokens_TD: torch.Tensor,
-        gates_TK: torch.Tensor,
-        routes: SlotRoutes,
-        pack: Pack | None,
+        self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, routes: SlotRoutes
     ) -> Received:
         with unseen():
-            library_rows = self.begin(routes, tokens_TD.shape[1])
+            library_rows = self.begin(routes)
         gates_TK = gates_TK.to(accumulator(tokens_TD.dtype))
-        rows_AD, gates_A, packed = send(tokens_TD, gates_TK, library_rows, pack)
-        return Received(rows_AD, gates_A, library_rows.counts, library_rows, packed)
+        rows_AD, gates_A, _ = send(tokens_TD, gates_TK, library_rows)
+        return Received(rows_AD, gates_A, library_rows.counts, library_rows)
 
     def combine(self, outputs_AD: torch.Tensor, received: Received) -> torch.Tensor:
         return combine(outputs_AD, received.state)
-
-
-def refuse_packed(name: str, pack: Pack | None) -> None:
-    """Raise if rows must be packed, for dispatchers that cannot send bytes."""
-    if pack is not None:
-        raise ConfigError(
-            f"{name} sends rows unpacked, but the experts are quantised and pack their rows; use a "
-            "dispatcher that sends packed rows, or experts that are not quantised"
-        )
-
-
-def split_packed(name: str, packed: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[T, D]` e4m3 codes and `[T, D / 128]` float32 scales of packed rows."""
-    if packed.shape[1] != width + width // 32 or width % 512:
-        raise ConfigError(
-            f"{name} sends FP8 rows with one float32 scale for 128 columns, got rows of width "
-            f"{width} in {packed.shape[1]} bytes; use quantised='fp8' and a width divisible by 512"
-        )
-    codes, scales = packed[:, :width], packed[:, width:]
-    return codes.contiguous().view(torch.float8_e4m3fn), scales.contiguous().view(torch.float32)
-
-
-def join_packed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return packed rows; the inverse of `split_packed`."""
-    return torch.cat([codes.view(torch.uint8), scales.contiguous().view(torch.uint8)], dim=1)
 
 
 def check_dtype(name: str, rows: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:

@@ -16,14 +16,7 @@ from typing import Any
 import torch
 
 from ultraep.dispatch import Moved, SlotRoutes
-from ultraep.dispatchers import (
-    LibraryRows,
-    RawDispatcher,
-    check_buffer,
-    check_dtype,
-    join_packed,
-    split_packed,
-)
+from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer, check_dtype
 from ultraep.errors import LoadError
 from ultraep.ops.products import accumulator
 from ultraep.supported import ELASTIC_BUFFER, LEGACY_BUFFER
@@ -46,30 +39,29 @@ class DeepEP(RawDispatcher):
         )
         self.buffer = buffer
 
-    def begin(self, routes: SlotRoutes, width: int) -> _ExpandedRows:
+    def begin(self, routes: SlotRoutes) -> _ExpandedRows:
         tokens, most = len(routes.slots), self.buffer.num_max_tokens_per_rank
         if tokens > most:
             raise LoadError(
                 f"{tokens} tokens in a microbatch, but the ElasticBuffer is for {most}: pass a "
                 "larger num_max_tokens_per_rank to the buffer"
             )
-        return _ExpandedRows(self, routes, width)
+        return _ExpandedRows(self, routes)
 
 
 class _ExpandedRows(LibraryRows):
     """The rows of one microbatch; the library delivers one row for each slot of a token."""
 
-    def __init__(self, dispatcher: DeepEP, routes: SlotRoutes, width: int) -> None:
+    def __init__(self, dispatcher: DeepEP, routes: SlotRoutes) -> None:
         self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
-        self._routes, self._width = routes, width
-        self._handle: Any = None
+        self._routes, self._handle = routes, None
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        x = _library_rows("DeepEP", values_TD, self._width, self._dtypes)
+        check_dtype("DeepEP", values_TD, self._dtypes)
         first = self._handle is None
         known = {"topk_idx": self._routes.slots} if first else {"handle": self._handle}
         received, _, scalars_A, handle, _ = self._buffer.dispatch(
-            x,
+            values_TD.contiguous(),
             topk_weights=None if scalars_TK is None else scalars_TK.contiguous(),
             num_experts=self._routes.num_slots,
             do_expand=True,
@@ -77,7 +69,7 @@ class _ExpandedRows(LibraryRows):
         )
         if first:
             self._handle, self.counts = handle, handle.num_recv_tokens_per_expert_list
-        return _our_rows(received), scalars_A
+        return received, scalars_A
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         check_dtype("DeepEP", rows_AD, self._dtypes)
@@ -107,8 +99,8 @@ class DeepEPBuffer(RawDispatcher):
         )
         self.buffer = buffer
 
-    def begin(self, routes: SlotRoutes, width: int) -> _RowsOfTokens:
-        return _RowsOfTokens(self, routes, width)
+    def begin(self, routes: SlotRoutes) -> _RowsOfTokens:
+        return _RowsOfTokens(self, routes)
 
 
 class _RowsOfTokens(LibraryRows):
@@ -118,17 +110,17 @@ class _RowsOfTokens(LibraryRows):
     _order: [A] choice `token * K + k` of each row, in slot order.
     """
 
-    def __init__(self, dispatcher: DeepEPBuffer, routes: SlotRoutes, width: int) -> None:
+    def __init__(self, dispatcher: DeepEPBuffer, routes: SlotRoutes) -> None:
         self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
-        self._routes, self._width = routes, width
-        self._handle: Any = None
+        self._routes, self._handle = routes, None
         self._local = self._order = self._token_of_row = routes.slots  # until rows have arrived
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        x = _library_rows("DeepEPBuffer", values_TD, self._width, self._dtypes)
+        check_dtype("DeepEPBuffer", values_TD, self._dtypes)
+        x = values_TD.contiguous()
         if self._handle is not None:
             received, *_ = self._buffer.dispatch(x, handle=self._handle)
-            return _our_rows(received).index_select(0, self._token_of_row), None
+            return received.index_select(0, self._token_of_row), None
         slots, gates_TK = self._routes.slots, scalars_TK
         assert gates_TK is not None, "the first rows carry gates"
         per_rank, per_rdma_rank, per_slot, in_rank, _ = self._buffer.get_dispatch_layout(
@@ -146,7 +138,7 @@ class _RowsOfTokens(LibraryRows):
         elsewhere = local.numel() - sum(self.counts)
         self._local, self._order = local, local.flatten().argsort(stable=True)[elsewhere:]
         self._token_of_row = self._order // local.shape[1]
-        rows_AD = _our_rows(received).index_select(0, self._token_of_row)
+        rows_AD = received.index_select(0, self._token_of_row)
         return rows_AD, gates_UK.flatten().index_select(0, self._order)
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
@@ -172,21 +164,6 @@ class _RowsOfTokens(LibraryRows):
         for local, position in zip(self._local.unbind(1), positions.unbind(1), strict=True):
             sums += rows_AD.index_select(0, position).masked_fill_((local < 0)[:, None], 0)
         return sums.to(rows_AD.dtype)
-
-
-def _library_rows(
-    name: str, values: torch.Tensor, width: int, dtypes: tuple[torch.dtype, ...]
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return rows as DeepEP takes them: bfloat16, or FP8 codes with scales."""
-    if values.dtype == torch.uint8:
-        return split_packed(name, values, width)
-    check_dtype(name, values, dtypes)
-    return values.contiguous()
-
-
-def _our_rows(received: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return received rows, packed if they are FP8 with scales."""
-    return received if isinstance(received, torch.Tensor) else join_packed(*received)
 
 
 def _without_padding(scalars_TK: torch.Tensor | None, routes: SlotRoutes) -> torch.Tensor | None:

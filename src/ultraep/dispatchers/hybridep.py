@@ -19,14 +19,7 @@ from torch.nn.functional import pad
 
 from ultraep.config import check_integer
 from ultraep.dispatch import Moved, SlotRoutes
-from ultraep.dispatchers import (
-    LibraryRows,
-    RawDispatcher,
-    check_buffer,
-    check_dtype,
-    join_packed,
-    split_packed,
-)
+from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer, check_dtype
 from ultraep.errors import ConfigError, LoadError
 from ultraep.supported import HYBRID_BUFFER
 
@@ -59,13 +52,13 @@ class HybridEP(RawDispatcher):
     def check_slots(self, ranks: int, slots_per_rank: int) -> None:  # noqa: ARG002
         check_slots(self.buffer.num_of_hybrid_ep_ranks_per_nvlink_domain, slots_per_rank)
 
-    def begin(self, routes: SlotRoutes, width: int) -> _PermutedRows:
+    def begin(self, routes: SlotRoutes) -> _PermutedRows:
         if len(routes.slots) > self.tokens:
             raise LoadError(
                 f"{len(routes.slots)} tokens in a microbatch, but HybridEP(tokens={self.tokens}): "
                 "pass a larger number"
             )
-        return _PermutedRows(self, routes, width)
+        return _PermutedRows(self, routes)
 
 
 def check_slots(ranks: int, slots_per_rank: int) -> None:
@@ -78,44 +71,34 @@ def check_slots(ranks: int, slots_per_rank: int) -> None:
 
 
 class _PermutedRows(LibraryRows):
-    """The rows of one microbatch. FP8 rows and bfloat16 gradients need different handles."""
+    """The rows of one microbatch."""
 
-    def __init__(self, dispatcher: HybridEP, routes: SlotRoutes, width: int) -> None:
+    def __init__(self, dispatcher: HybridEP, routes: SlotRoutes) -> None:
         self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
-        self._routes, self._width = routes, width
+        self._routes, self._handle = routes, None
         self._missing = dispatcher.tokens - len(routes.slots)  # tokens to be padded
-        self._handles: dict[bool, Any] = {}  # by whether rows are FP8
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        fp8 = values_TD.dtype == torch.uint8
-        hidden, scales = self._padded(values_TD), None
-        if fp8:
-            codes, scales = split_packed("HybridEP", hidden, self._width)
-            hidden = codes.view(torch.uint8)
-        else:
-            check_dtype("HybridEP", hidden, self._dtypes)
+        check_dtype("HybridEP", values_TD, self._dtypes)
         known: dict[str, Any] = {"routing_map": self._routing_map()}
-        if fp8 in self._handles:
-            known = {"handle": self._handles[fp8], "num_permuted_tokens": sum(self.counts)}
-        received, scalars_A, scales, counts, handle = self._buffer.dispatch_with_permute(
-            hidden=hidden,
+        if self._handle is not None:
+            known = {"handle": self._handle, "num_permuted_tokens": sum(self.counts)}
+        rows_AD, scalars_A, _, counts, handle = self._buffer.dispatch_with_permute(
+            hidden=self._padded(values_TD),
             probs=None if scalars_TK is None else self._dense(scalars_TK),
-            scaling_factor=scales,
             num_of_experts_per_rank=self._routes.slots_per_rank,
-            use_fp8=fp8,
+            use_fp8=False,
             **known,
         )
-        if not self._handles:
-            self.counts = counts.tolist()
-        self._handles.setdefault(fp8, handle)
-        return join_packed(received, scales) if fp8 else received, scalars_A
+        if self._handle is None:
+            self._handle, self.counts = handle, counts.tolist()
+        return rows_AD, scalars_A
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         check_dtype("HybridEP", rows_AD, self._dtypes)
-        handle = next(iter(self._handles.values()))  # all of them have the same rows
         probs = None if scalars_A is None else scalars_A.contiguous()
         sums, dense, *_ = self._buffer.combine_with_unpermute(
-            hidden=rows_AD.contiguous(), probs=probs, handle=handle
+            hidden=rows_AD.contiguous(), probs=probs, handle=self._handle
         )
         slots = self._routes.slots
         if scalars_A is None:

@@ -57,8 +57,7 @@ class TokenSwitch(RawDispatcher):
                 f"slots; create the TokenSwitchNCCL for {slots}"
             )
 
-    def begin(self, routes: SlotRoutes, width: int) -> _SwitchedRows:
-        del width
+    def begin(self, routes: SlotRoutes) -> _SwitchedRows:
         rows = routes.begins()[-1]
         if rows > self.max_recv_tokens:
             raise LoadError(
@@ -79,14 +78,9 @@ class _SwitchedRows(LibraryRows):
         self._routing = self._switch.create_routing(slots, self.counts, layout="expert_major")
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        packed = values_TD.dtype == torch.uint8
-        if packed:  # dispatching only copies rows, whatever they are
-            values_TD = values_TD.view(torch.bfloat16)
-        else:
-            check_dtype("TokenSwitch", values_TD, self._dtypes)
+        check_dtype("TokenSwitch", values_TD, self._dtypes)
         weights = self._no_weights(values_TD) if scalars_TK is None else scalars_TK
         rows_AD, scalars_A = self._dispatch(values_TD, weights)
-        rows_AD = rows_AD.view(torch.uint8) if packed else rows_AD
         return rows_AD, None if scalars_TK is None else scalars_A
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.nn.functional import linear
 
 import ultraep.ops.products as plain
 from ultraep.bundle import (
@@ -43,12 +42,9 @@ from ultraep.bundle import (
     stored_tensors,
     tensors_of,
 )
-from ultraep.config import check_choice
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, SlotError
 from ultraep.microbatch import Replicas
-from ultraep.ops.activations import activation_named
-from ultraep.ops.formats import WEIGHT_ONLY
 from ultraep.ops.modes import hidden, seen_by_modes, unseen
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
@@ -114,36 +110,6 @@ def run(
             f"{list(outputs.shape)} {outputs.dtype}"
         )
     return outputs
-
-
-def weight_only(form: str, activation: str = "swiglu") -> Network:
-    """Return a network of two products for `ExpertsFrom` that dequantises the weights of an expert.
-
-    form: a name of `ultraep.ops.formats.WEIGHT_ONLY`. The bundle has `gate_up_proj`, `down_proj`,
-        `gate_up_scales` and `down_scales`; "nvfp4" adds `gate_up_scale` and `down_scale`, `[H]`;
-        "int4" adds `gate_up_zeros` and `down_zeros`.
-    """
-    check_choice("form", form, tuple(WEIGHT_ONLY))
-    known, activate = WEIGHT_ONLY[form], activation_named(activation).apply
-
-    def product(rows: torch.Tensor, which: str, tensors: dict[str, Any], index: int) -> Any:
-        parts = {part: tensors[f"{which}_{part}"][index] for part in known.parts}
-        return linear(rows, known.dequantise(parts, rows.dtype))
-
-    def network(rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]) -> torch.Tensor:
-        names = [f"{which}_{part}" for which in ("gate_up", "down") for part in known.parts]
-        if sorted(tensors) != sorted(names):
-            raise ConfigError(
-                f"the bundle of {form} experts must have {', '.join(names)}, got "
-                f"{', '.join(tensors)}"
-            )
-        outputs = []
-        for index, own in enumerate(rows.split(counts)):
-            hidden = activate(product(own, "gate_up", tensors, index)) if len(own) else own
-            outputs.append(product(hidden, "down", tensors, index) if len(own) else own)
-        return torch.cat(outputs)
-
-    return network
 
 
 class ExpertsFrom(HomeModule):

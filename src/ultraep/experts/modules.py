@@ -15,37 +15,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-import ultraep.ops.formats as formats
 from ultraep.backends import backend_for
 from ultraep.bundle import Promise
 from ultraep.config import check_choice
 from ultraep.dispatch import Arrivals
-from ultraep.errors import LoadError
+from ultraep.errors import ConfigError, LoadError
 from ultraep.microbatch import Replicas
 from ultraep.ops.activations import activation_named
-from ultraep.ops.formats import Format, format_named
-from ultraep.ops.products import Beside, Products, Stacks, TorchProducts, accumulator
-from ultraep.ops.quantised import (
-    WEIGHTS,
-    QuantisedProducts,
-    QuantisedStacks,
-    QuantisedWeights,
-    check_quantised,
+from ultraep.ops.fp8 import (
+    E4M3,
+    SCALES,
+    FP8Products,
+    FP8Stacks,
+    Quantise,
+    check_fp8,
+    pack,
+    quantise,
 )
+from ultraep.ops.modes import hidden
+from ultraep.ops.products import Beside, Products, Stacks, TorchProducts, accumulator
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
 
 ENGINES = ("torch", "triton")
 BIASES = ("gate_up_bias", "down_bias")
-QUANTISED = (*WEIGHTS, *WEIGHTS.values())  # data and scales
+FORMATS = ("fp8",)
+QUANTISED = (*SCALES, *SCALES.values())  # codes and scales
 Weights = Mapping[str, torch.Tensor]
-Engine = Products | QuantisedProducts
+Engine = Products | FP8Products
 
 
 class Experts(HomeModule):
@@ -57,15 +59,16 @@ class Experts(HomeModule):
         weights on any number of ranks.
     bitwise: the output of a row does not depend on the rows beside it; slower on a CPU.
     engine: "torch" or "triton"; None: the faster one on the device of the rows.
-    quantised: a name of `ultraep.ops.formats.FORMATS`. Forward multiplies in FP8, and replicas and
-        rows travel in FP8; the full weights stay at home and are trained. They are quantised anew
-        in every microbatch, unless the user promises that they have not changed.
+    quantised: "fp8" or None. Forward multiplies in FP8 (e4m3), and replicas and rows travel in
+        FP8. The full weights stay at home, are trained and are quantised in every microbatch;
+        `freeze` quantises them once.
     """
 
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
-    form: Format | None = None
-    _quantised: QuantisedWeights | None = None  # FP8 version of the full weights
+    gate_up_scales: nn.Parameter | None  # of frozen FP8 weights
+    down_scales: nn.Parameter | None
+    _codes: dict[str, torch.Tensor]  # FP8 codes and scales of trained weights
 
     def __init__(
         self,
@@ -83,8 +86,9 @@ class Experts(HomeModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self._configure(home_experts, activation, bitwise, engine, quantised)
-        self._quantised = None if self.form is None else QuantisedWeights(self.form)
+        if quantised is not None:
+            check_choice("quantised", quantised, FORMATS)
+        self._configure(home_experts, activation, bitwise, engine, fp8=quantised is not None)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         homes, up = len(home_experts), self.activation.inputs * ffn
         self.gate_up_proj = nn.Parameter(torch.empty(homes, up, hidden, **options))
@@ -98,9 +102,8 @@ class Experts(HomeModule):
                 draw(stack[index], generator)
 
     @classmethod
-    def from_quantised(
+    def from_fp8(
         cls,
-        quantised: str,
         tensors: Weights,
         home_experts: list[int],
         *,
@@ -108,21 +111,41 @@ class Experts(HomeModule):
         bitwise: bool = False,
         engine: str | None = None,
     ) -> Self:
-        """Build experts from the FP8 tensors of a checkpoint. They cannot be trained.
+        """Build frozen experts from the FP8 tensors of a checkpoint with one scale per row.
 
         tensors: `gate_up_proj` and `down_proj`, `[H, N, K]` e4m3; `gate_up_scales` and
-            `down_scales` in the layout of the format; optional `gate_up_bias` and `down_bias`.
+            `down_scales`, `[H, N, 1]` float32; optional `gate_up_bias` and `down_bias`.
         """
         experts = cls.__new__(cls)
         HomeModule.__init__(experts)
-        experts._configure(home_experts, activation, bitwise, engine, quantised)
-        assert experts.form is not None
-        check_quantised(experts.form, tensors, len(home_experts))
+        experts._configure(home_experts, activation, bitwise, engine, fp8=True)
+        check_fp8(tensors, len(home_experts))
+        experts._hold_frozen(tensors)
+        return experts
+
+    def freeze(self) -> Self:
+        """Quantise the weights to FP8 once, and drop the full weights: they cannot be trained.
+
+        Call it after the weights were loaded, and before a graph is captured.
+        """
+        if not self.fp8:
+            raise ConfigError("freeze() needs FP8 experts; create them with quantised='fp8'")
+        if not self.frozen:
+            self._quantise_weights()
+            self._hold_frozen(self._own_tensors() | self._codes)
+            self._codes = {}
+        return self
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the experts hold FP8 weights only."""
+        return self.gate_up_scales is not None
+
+    def _hold_frozen(self, tensors: Weights) -> None:
         for name in (*QUANTISED, *BIASES):
             stack = tensors.get(name)
             fixed = None if stack is None else nn.Parameter(stack.detach(), requires_grad=False)
-            experts.register_parameter(name, fixed)
-        return experts
+            self.register_parameter(name, fixed)
 
     def _configure(
         self,
@@ -130,13 +153,17 @@ class Experts(HomeModule):
         activation: str,
         bitwise: bool,
         engine: str | None,
-        quantised: str | None,
+        *,
+        fp8: bool,
     ) -> None:
         if engine is not None:
             check_choice("engine", engine, ENGINES)
         self.activation = activation_named(activation)
         self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
-        self.form = None if quantised is None else format_named(quantised)
+        self.fp8 = fp8
+        self._codes = {}
+        for name in SCALES.values():
+            self.register_parameter(name, None)
 
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
@@ -144,37 +171,45 @@ class Experts(HomeModule):
         return self.current_bundle(Promise())
 
     def current_bundle(self, promise: Promise) -> dict[str, torch.Tensor]:
-        """Return the tensors of a replica; quantise the weights again if they may have changed."""
-        own = self._own_tensors()
-        if self._quantised is not None:
-            full = {name: own[name] for name in WEIGHTS}
-            self._quantised.refresh(full, _quantise_module(own["down_proj"].device), promise)
-        return own | self._quantised_tensors()
+        """Return the tensors of a replica; quantises trained FP8 weights."""
+        del promise
+        if self.fp8 and not self.frozen:
+            self._quantise_weights()
+        return self._own_tensors() | self._fp8_tensors()
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         """Return weights and biases."""
-        tensors = ((name, getattr(self, name)) for name in (*WEIGHTS, *BIASES))
+        tensors = ((name, getattr(self, name)) for name in (*SCALES, *BIASES))
         return {name: tensor for name, tensor in tensors if tensor is not None}
 
-    def _quantised_tensors(self) -> dict[str, torch.Tensor]:
-        """Return FP8 data and scales, if the weights are quantised."""
-        if self._quantised is not None:
-            return self._quantised.tensors()
-        names = () if self.form is None else QUANTISED
-        return {name: getattr(self, name).detach() for name in names}
+    def _fp8_tensors(self) -> dict[str, torch.Tensor]:
+        """Return FP8 codes and scales, if there are any."""
+        if not self.frozen:
+            return dict(self._codes)
+        return {name: getattr(self, name).detach() for name in QUANTISED}
+
+    @hidden
+    @torch.no_grad()
+    def _quantise_weights(self) -> None:
+        """Quantise the weights into memory that stays, since backward and graphs use it again."""
+        for name, scales in SCALES.items():
+            weight, codes = getattr(self, name).detach(), self._codes.get(name)
+            if codes is None or (codes.shape, codes.device) != (weight.shape, weight.device):
+                with torch.inference_mode(False):
+                    self._codes[name] = weight.new_empty(weight.shape, dtype=E4M3)
+                    self._codes[scales] = weight.new_empty(
+                        *weight.shape[:2], 1, dtype=torch.float32
+                    )
+            _quantise_on(weight.device)(weight, self._codes[name], self._codes[scales])
 
     @property
     def pack(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """A function that packs rows to bytes before sending; None: rows travel unpacked."""
-        form = self.form
-        if form is None or not form.packs:
-            return None
-        return lambda rows: _quantise_module(rows.device).pack(form, rows)
+        return _packed if self.fp8 else None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HomeModule:
-        """Move the parameters; FP8 data and scales keep their dtypes."""
-        fp8_only = self.form is not None and self._quantised is None
-        kept = [getattr(self, name) for name in QUANTISED] if fp8_only else []
+        """Move the parameters; frozen FP8 codes and scales keep their dtypes."""
+        kept = [getattr(self, name) for name in QUANTISED] if self.frozen else []
 
         def apply(tensor: torch.Tensor) -> Any:
             if not any(tensor is stack for stack in kept):
@@ -207,7 +242,7 @@ class Experts(HomeModule):
         if weights is not None:
             own = dict(zip(own, weights, strict=True))
         engine = self._engine(arrivals, replicas)
-        call = _Call(engine, replicas, tuple(own), self._quantised_tensors())
+        call = _Call(engine, replicas, tuple(own), self._fp8_tensors())
         outputs: torch.Tensor = _TwoProducts.apply(  # type: ignore[no-untyped-call]
             arrivals.rows, arrivals.gates, arrivals.packed, call, *own.values()
         )
@@ -215,29 +250,31 @@ class Experts(HomeModule):
 
     def _engine(self, arrivals: Arrivals, replicas: Replicas) -> Engine:
         """Return the products engine for these rows."""
-        engine, rows, form = self.engine, arrivals.rows, self.form
+        engine, rows = self.engine, arrivals.rows
         if engine is None:
             small = rows.dtype.itemsize <= 4  # the kernels do not support float64
             engine = "triton" if replicas.kernels and small else "torch"
         if engine == "torch":
             plain = TorchProducts(arrivals.begins(), self.activation, bitwise=self.bitwise)
-            return plain if form is None else QuantisedProducts(plain, form, rows.dtype)
-        if form is not None:
-            from ultraep.backends.triton.quantised import TritonQuantised
-
-            return TritonQuantised(arrivals.offsets, self.activation, rows.dtype, form)
+            return FP8Products(plain, rows.dtype) if self.fp8 else plain
+        from ultraep.backends.triton.fp8 import TritonFP8
         from ultraep.backends.triton.products import TritonProducts
 
-        return TritonProducts(arrivals.offsets, self.activation, rows.dtype)
+        kind = TritonFP8 if self.fp8 else TritonProducts
+        return kind(arrivals.offsets, self.activation, rows.dtype)
 
 
-def _quantise_module(device: torch.device) -> ModuleType:
-    """Return the module that quantises on a device: Triton kernels, or plain torch."""
+def _quantise_on(device: torch.device) -> Quantise:
+    """Return the function that quantises on a device: a Triton kernel, or plain torch."""
     if device.type == "cpu" or backend_for(device.type).name != "triton":
-        return formats
-    from ultraep.backends.triton import quantise
+        return quantise
+    from ultraep.backends.triton import fp8
 
-    return quantise
+    return fp8.quantise
+
+
+def _packed(rows: torch.Tensor) -> torch.Tensor:
+    return pack(rows, _quantise_on(rows.device))
 
 
 @dataclass
@@ -268,7 +305,7 @@ class _TwoProducts(torch.autograd.Function):
     ) -> torch.Tensor:
         products, homes = call.products, call.homes(stacked)
         slots, inputs = call.replicas.tensors(), rows_AD if packed is None else packed
-        if packed is None and isinstance(products, QuantisedProducts):
+        if packed is None and isinstance(products, FP8Products):
             inputs = products.packed(rows_AD)
         up = products.multiply(inputs, *_layer(homes, slots, "gate_up"))
         outputs_AD = products.multiply(
@@ -319,14 +356,14 @@ def _layer(
 ) -> tuple[Any, Stacks | None]:
     """Return weights and biases of one layer of all slots, or their gradients.
 
-    The weights are `QuantisedStacks` if there are scales, else `Stacks`.
+    The weights are `FP8Stacks` if there are scales, else `Stacks`.
     """
 
     def stacks(name: str) -> Stacks:
         return Stacks(homes[name].detach(), slots[name], sums[name] if sums else None, spans)
 
     weight, bias, scales = stacks(f"{layer}_proj"), f"{layer}_bias", f"{layer}_scales"
-    weights = QuantisedStacks(weight, stacks(scales)) if scales in homes else weight
+    weights = FP8Stacks(weight, stacks(scales)) if scales in homes else weight
     return weights, stacks(bias) if bias in homes else None
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ultraep.comm import Communicator, moved
-from ultraep.dispatch import Arrivals, Dispatcher, Pack, Received, SlotRoutes
+from ultraep.dispatch import Arrivals, Dispatcher, Received, SlotRoutes
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.ops.modes import hidden
 from ultraep.ops.recompute import Gradients, first_order, save
@@ -41,20 +41,18 @@ class DispatchedRows:
         self._first = first
         self._received: Received | None = None
 
-    def dispatch(
-        self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, pack: Pack | None
-    ) -> Arrivals:
+    def dispatch(self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor) -> Arrivals:
         exchange = self._exchange
         tokens_TD, gates_TK = _mark(exchange, "reach_tokens", tokens_TD, gates_TK)
         exchange.leave_tokens()
-        received = self._dispatcher.dispatch(tokens_TD, gates_TK, self._routes, pack)
-        problem = _delivery_problem(received, self._routes, tokens_TD, pack, wait=self._first)
+        received = self._dispatcher.dispatch(tokens_TD, gates_TK, self._routes)
+        problem = _delivery_problem(received, self._routes, tokens_TD, wait=self._first)
         if problem:
             raise CommunicationError(f"{_name(self._dispatcher)} {problem}")
         self._received = received
         exchange.reach_slots()
         rows_AD, gates_A = _mark(exchange, "leave_slots", received.rows, received.gates)
-        return Arrivals(rows_AD, gates_A, exchange, received.packed)
+        return Arrivals(rows_AD, gates_A, exchange)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
         exchange, received = self._exchange, self._received
@@ -83,12 +81,7 @@ def _name(dispatcher: Dispatcher) -> str:
 
 @hidden
 def _delivery_problem(
-    received: Received,
-    routes: SlotRoutes,
-    tokens_TD: torch.Tensor,
-    pack: Pack | None,
-    *,
-    wait: bool,
+    received: Received, routes: SlotRoutes, tokens_TD: torch.Tensor, *, wait: bool
 ) -> str:
     """Return how the received rows differ from the planned ones; empty if they do not.
 
@@ -102,8 +95,6 @@ def _delivery_problem(
         )
     if gates.shape != rows.shape[:1]:
         return f"must deliver a gate for each of {len(rows)} rows, got {list(gates.shape)}"
-    if pack is not None and (received.packed is None or len(received.packed) != len(rows)):
-        return f"delivered {len(rows)} rows without their bytes: return `packed`, or refuse `pack`"
     if isinstance(counts, torch.Tensor):
         if counts.is_cuda and not wait:
             return ""
@@ -146,8 +137,8 @@ def probe(
     gates_TK = 1 + torch.arange(routes.slots.shape[1], device=routes.slots.device) % 2
     gates_TK = gates_TK.to(tokens_TD.dtype).expand_as(routes.slots)
     sent_TD = _probe_rows(routes, tokens_TD)
-    received = dispatcher.dispatch(sent_TD, gates_TK, routes, None)
-    problem = _delivery_problem(received, routes, sent_TD, None, wait=True)
+    received = dispatcher.dispatch(sent_TD, gates_TK, routes)
+    problem = _delivery_problem(received, routes, sent_TD, wait=True)
     _raise_on_all_ranks(dispatcher, comm, problem or _misplaced(received.rows, routes))
     outputs_AD = received.rows * received.gates[:, None].to(tokens_TD.dtype)
     y_TD = dispatcher.combine(outputs_AD, received)

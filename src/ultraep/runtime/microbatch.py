@@ -166,7 +166,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         if inputs.tokens is None or inputs.gates is None:
             raise ConfigError("dispatch() needs tokens and gates: pass both to Balancer.begin")
         if self._dispatched is not None:
-            return self._dispatched.dispatch(inputs.tokens, inputs.gates, inputs.layer.pack)
+            return self._dispatched.dispatch(inputs.tokens, inputs.gates)
         return dispatch(inputs.tokens, inputs.gates, exchange, inputs.layer.pack)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels of stage 6, by the compute capability of the GPU."""
+"""Tile sizes of the kernels of stage 6."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Blocks:
     half: bool = False  # whether slots of few rows may use tiles of half the height
 
 
-Table = Mapping[tuple[str, int | str], Blocks]  # by kernel, and bytes per element or format
+Table = Mapping[tuple[str, int], Blocks]  # by kernel, and bytes per element
 
 _ROWS: Table = {
     (kernel, size): Blocks(4, 1024 // size, warps=8, resident=resident)
@@ -32,8 +32,8 @@ _ROWS: Table = {
 }
 
 
-def _products(half: Blocks, gradients: Blocks, quantised: Blocks) -> Table:
-    """Return a table: tiles of 16-bit products, of their gradients, and of FP8 products."""
+def _products(half: Blocks, gradients: Blocks) -> Table:
+    """Return a table: tiles of 16-bit products, and of their gradients."""
     # Products of float32 are exact and use no tensor cores.
     single = Blocks(64, 64, 32, warps=4, stages=2, resident=2)
     return {
@@ -41,7 +41,6 @@ def _products(half: Blocks, gradients: Blocks, quantised: Blocks) -> Table:
         ("multiply_transposed", 2): half,
         ("weight_gradients", 2): gradients,
         **{(name, 4): single for name in ("multiply", "multiply_transposed", "weight_gradients")},
-        **{("multiply_quantised", form): quantised for form in ("fp8", "fp8_rows")},
         **_ROWS,
     }
 
@@ -49,39 +48,25 @@ def _products(half: Blocks, gradients: Blocks, quantised: Blocks) -> Table:
 _HALF = Blocks(128, 256, 64, warps=8, stages=3, half=True)
 _GRADIENTS = Blocks(128, 256, 64, warps=8, stages=3)
 _SMALL = Blocks(128, 128, 64, warps=8, stages=2)
-E4M3_FROM = (8, 9)
+_FP8 = Blocks(128, 256, 128, warps=8, stages=4, half=True)
+E4M3_FROM = (8, 9)  # compute capability
 
-TABLES: dict[str, dict[tuple[int, int], Table]] = {  # by backend and least capability
-    "cuda": {
-        (0, 0): _products(_HALF, _GRADIENTS, Blocks(128, 128, 128, warps=8, stages=2)),
-        E4M3_FROM: _products(
-            _HALF, _GRADIENTS, Blocks(128, 256, 128, warps=8, stages=4, half=True)
-        ),
-    },
-    "hip": {  # 64 KiB of shared memory
-        (0, 0): _products(_SMALL, _SMALL, Blocks(64, 64, 128, warps=4, stages=2)),
-    },
+TABLES: dict[str, Table] = {
+    "cuda": {**_products(_HALF, _GRADIENTS), ("multiply", 1): _FP8},
+    "hip": _products(_SMALL, _SMALL),  # 64 KiB of shared memory
 }
 
 
-def capability_of(device: torch.device) -> tuple[str, tuple[int, int]]:
-    """Return backend and compute capability of a GPU; the interpreter has the least one."""
-    if torch.version.hip is not None:
-        return "hip", (0, 0)
+def multiplies_e4m3(device: torch.device) -> bool:
+    """Return whether the kernels multiply e4m3 on this device; the interpreter does."""
     if device.type != "cuda":
-        return "cuda", (0, 0)
-    return "cuda", torch.cuda.get_device_capability(device)
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= E4M3_FROM
 
 
-def multiplies_e4m3(backend: str, capability: tuple[int, int]) -> bool:
-    """Return whether the tensor cores of a GPU multiply e4m3."""
-    return backend == "cuda" and capability >= E4M3_FROM
-
-
-def table_for(backend: str, capability: tuple[int, int]) -> Table:
-    """Return the table of the highest capability that the GPU has."""
-    tables = TABLES[backend]
-    return tables[max(least for least in tables if least <= capability)]
+def default_table() -> Table:
+    """Return the tile sizes of this machine's GPUs."""
+    return TABLES["cuda" if torch.version.hip is None else "hip"]
 
 
 def square_band(programs: int, blocks: Blocks) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 import ultraep.ops.products as plain
-from ultraep.backends.triton.blocks import Blocks, Table, capability_of, square_band, table_for
+from ultraep.backends.triton.blocks import Blocks, Table, default_table, square_band
 from ultraep.backends.triton.kernels import grouped, rowwise, tiles
 from ultraep.backends.triton.kernels.grouped import Tiling
 from ultraep.backends.triton.kernels.tiles import Matrix, SlotTensors
@@ -53,8 +53,8 @@ class TritonProducts:
         assert offsets.dtype == torch.int32, offsets.dtype
         self.offsets, self.num_slots = offsets, len(offsets) - 1
         self.programs = programs or multiprocessors(offsets.device)
-        self.table = table or table_for(*capability_of(offsets.device))
-        self._activation = activation
+        self.table = table or default_table()
+        self._activation, self._dtype = activation, dtype
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
         self._padded_slots = power_of_2(max(1, self.num_slots))
 
@@ -66,20 +66,28 @@ class TritonProducts:
         *,
         scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        scales: tuple[torch.Tensor, Stacks] | None = None,
     ) -> torch.Tensor:
+        """[A, N] rows @ W^T + bias, times `scale` [A]; W [N, K] and bias [N] per slot.
+
+        scales: of FP8 rows [A, 1] and of FP8 weights, [N, 1] per slot.
+        """
         weights = fitting(weights, rows_AK.dtype)
         width = weights.homes.shape[1]
         self.check(weights, (width, rows_AK.shape[1]))
         if bias is not None:
-            bias = fitting(bias, rows_AK.dtype)
+            bias = fitting(bias, self._dtype)
             self.check(bias, (width,))
-        out_AN = rows_AK.new_empty(len(rows_AK), width) if out is None else out
+        if scales is not None:
+            self.check(scales[1], (width, 1))
+        out_AN = out
+        if out_AN is None:
+            out_AN = rows_AK.new_empty(len(rows_AK), width, dtype=self._dtype)
         blocks = self.table["multiply", rows_AK.element_size()]
         order = self.tile_order(len(rows_AK), blocks)
         scale = None if scale is None else scale.float()
-        self._multiply(
-            rows_AK, weights, bias, scale, order, out_AN, blocks, self.programs, transposed=False
-        )
+        arguments = rows_AK, weights, bias, scale, order, out_AN, blocks
+        self._multiply(*arguments, self.programs, transposed=False, scales=scales)
         return out_AN
 
     def multiply_transposed(
@@ -119,12 +127,16 @@ class TritonProducts:
         *,
         transposed: bool,
         drawn: bool = False,
+        scales: tuple[torch.Tensor, Stacks] | None = None,
     ) -> None:
-        check_rows(rows, out, scale)
+        row_scales, weight_scales = scales or (None, None)
+        check_rows(rows, out, scale, row_scales)
         quick(grouped.multiply)[(programs * blocks.resident,)](
             matrix(rows),
             slot_tensors(weights),
             slot_tensors(bias),
+            matrix(row_scales),
+            slot_tensors(weight_scales),
             scale,
             order,
             matrix(out),
@@ -265,8 +277,10 @@ def check_rows(*tensors: torch.Tensor | None) -> None:
         assert tensor.ndim > 1 or tensor.dtype == torch.float32, tensor.dtype
 
 
-def matrix(tensor: torch.Tensor) -> Matrix:
+def matrix(tensor: torch.Tensor | None) -> Matrix:
     """Return a matrix as the argument of a kernel."""
+    if tensor is None:
+        return Matrix(None, None, None)
     return Matrix(tensor, tensor.stride(0), tensor.shape[1])
 
 

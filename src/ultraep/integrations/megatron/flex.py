@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
-from ultraep.dispatch import Pack, Received, SlotRoutes
-from ultraep.dispatchers import refuse_packed
+from ultraep.dispatch import Received, SlotRoutes
 from ultraep.dispatchers.hybridep import check_slots
 from ultraep.integrations.common import Overlay
 
@@ -43,14 +42,9 @@ class FlexDispatcher:
             check_slots(ranks, slots_per_rank)
 
     def dispatch(
-        self,
-        tokens_TD: torch.Tensor,
-        gates_TK: torch.Tensor,
-        routes: SlotRoutes,
-        pack: Pack | None,
+        self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, routes: SlotRoutes
     ) -> Received:
         """Send every token to its slots; see `Dispatcher`."""
-        refuse_packed("FlexDispatcher", pack)
         library = copy(self._library)  # with the handle of this microbatch
         library._comm_manager = copy(library._comm_manager)
         # Padding goes to one more column, which is removed.

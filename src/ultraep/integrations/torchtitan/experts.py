@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts
 
 from ultraep.comm import moved
-from ultraep.dispatch import Pack, Received, SlotRoutes
-from ultraep.dispatchers import refuse_packed
+from ultraep.dispatch import Received, SlotRoutes
 from ultraep.dispatchers.hybridep import check_slots
 from ultraep.errors import ConfigError
 from ultraep.experts.loan import serve
@@ -135,13 +134,8 @@ class FrameworkDispatcher:
             check_slots(ranks, slots_per_rank)
 
     def dispatch(
-        self,
-        tokens_TD: torch.Tensor,
-        gates_TK: torch.Tensor,
-        routes: SlotRoutes,
-        pack: Pack | None,
+        self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, routes: SlotRoutes
     ) -> Received:
-        refuse_packed(repr(self), pack)
         chosen = routes.slots[routes.slots >= 0]
         counts = torch.bincount(chosen, minlength=routes.num_slots)
         rows, arrived, state = self._library.dispatch(tokens_TD, gates_TK, routes.slots, counts)

@@ -1,6 +1,6 @@
 """Stage 6 on the GPU: matrix products of the rows of every slot with the weights of that slot.
 
-    multiply            rows @ W^T or rows @ W
+    multiply            rows @ W^T or rows @ W; also of FP8 (e4m3) with a scale per row
     weight_gradients    d_out^T @ rows for every slot
 
 The rows of slot l are `offsets[l]:offsets[l + 1]`; only the device knows these numbers. A fixed
@@ -92,6 +92,8 @@ def multiply(
     rows: Matrix,
     weights: SlotTensors,
     biases: SlotTensors,
+    row_scales: Matrix,
+    weight_scales: SlotTensors,
     scale_ptr,
     tiles_ptr,
     out: Matrix,
@@ -103,6 +105,7 @@ def multiply(
     """[A, K] -> [A, N]: (rows @ W^T + bias) * scale, with W [N, K] per slot.
 
     TRANSPOSED: rows @ W, with W [K, N].   tiles_ptr: see `lay_tiles`.
+    row_scales, weight_scales: of FP8 numbers, [A, 1] and [N, 1] per slot; None for other dtypes.
     DRAWN: programs draw their tiles from a counter, which several launches may share.
 
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
@@ -124,8 +127,8 @@ def multiply(
             first = draw_tile(tiles_ptr)
             following, _, next_column = find_tile(tiles_ptr, first, num_m, num_n)
             multiply_part(
-                rows, weights, biases, scale_ptr, out, part, column, halves, num_homes,
-                TRANSPOSED, TILING
+                rows, weights, biases, row_scales, weight_scales, scale_ptr, out, part, column,
+                halves, num_homes, TRANSPOSED, TILING
             )  # fmt: skip
     else:
         for tile in range(first, num_m * num_n, tl.num_programs(0)):
@@ -134,33 +137,34 @@ def multiply(
             next_tile = tile + tl.num_programs(0)
             following, _, next_column = find_tile(tiles_ptr, next_tile, num_m, num_n)
             multiply_part(
-                rows, weights, biases, scale_ptr, out, part, column, halves, num_homes,
-                TRANSPOSED, TILING
+                rows, weights, biases, row_scales, weight_scales, scale_ptr, out, part, column,
+                halves, num_homes, TRANSPOSED, TILING
             )  # fmt: skip
 
 
 @triton.jit
 def multiply_part(
-    rows, weights, biases, scale_ptr, out, part, column, halves, num_homes,
-    TRANSPOSED: tl.constexpr, TILING: tl.constexpr
+    rows, weights, biases, row_scales, weight_scales, scale_ptr, out, part, column, halves,
+    num_homes, TRANSPOSED: tl.constexpr, TILING: tl.constexpr
 ):  # fmt: skip
     """Compute one tile, of full or half height."""
     weight_ptr = slot_ptr(weights, part.slot, num_homes)
     bias_ptr = None if biases.homes_ptr is None else slot_ptr(biases, part.slot, num_homes)
+    scale_N_ptr = None if row_scales.ptr is None else slot_ptr(weight_scales, part.slot, num_homes)
     low = halves and part.count <= TILING.BLOCK_M // 2
     HEIGHTS: tl.constexpr = 1 + TILING.HALF
     for LOW in tl.static_range(HEIGHTS):
         if low == LOW:
             multiply_tile(
-                rows, weight_ptr, weights.stride_row, bias_ptr, scale_ptr, out, part,
-                column * TILING.BLOCK_N, TRANSPOSED, TILING, TILING.BLOCK_M // (1 + LOW)
+                rows, weight_ptr, weights.stride_row, bias_ptr, row_scales, scale_N_ptr, scale_ptr,
+                out, part, column * TILING.BLOCK_N, TRANSPOSED, TILING, TILING.BLOCK_M // (1 + LOW)
             )  # fmt: skip
 
 
 @triton.jit
 def multiply_tile(
-    rows, weight_ptr, stride_weight, bias_ptr, scale_ptr, out, part, column,
-    TRANSPOSED: tl.constexpr, TILING: tl.constexpr, BLOCK_M: tl.constexpr
+    rows, weight_ptr, stride_weight, bias_ptr, row_scales, scale_N_ptr, scale_ptr, out, part,
+    column, TRANSPOSED: tl.constexpr, TILING: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """Compute BLOCK_M rows and BLOCK_N columns of `multiply`, from `column` on."""
     BLOCK_N: tl.constexpr = TILING.BLOCK_N
@@ -188,6 +192,10 @@ def multiply_tile(
             )
             weight_KN = weight_NK.T
         sum_MN = tl.dot(row_MK, weight_KN, sum_MN, input_precision="ieee")
+    if row_scales.ptr is not None:
+        scale_M = tl.load(row_scales.ptr + (part.begin + last_M) * row_scales.stride)
+        scale_N = tl.load(scale_N_ptr + column + offs_n, mask=offs_n < left, other=0.0)
+        sum_MN = sum_MN * scale_M[:, None] * scale_N[None, :]
     store_products(out, sum_MN, bias_ptr, scale_ptr, part, column, BLOCK_M, BLOCK_N)
 
 
