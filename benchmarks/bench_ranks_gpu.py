@@ -142,7 +142,10 @@ class Variants:
             capacity=self.unbalanced_rows if config.policy == "none" and self.uneven else "auto",
             timeout=120.0,
         )
-        return layer_with_weights(balancer, self.router, self.weights, self.size.quantised)
+        layer = layer_with_weights(balancer, self.router, self.weights, self.size.quantised)
+        if self.size.quantised is not None:
+            layer.experts.freeze()
+        return layer
 
     def route(self, load: HotRank | None) -> None:
         """Set the choices of this rank's tokens; None: uniformly random choices."""

@@ -22,8 +22,6 @@ from torch.utils.checkpoint import (
 
 from ultraep import BalancedMoE, Balancer, ConfigError, Experts, Router
 from ultraep.bundle import Layout
-from ultraep.layer import run_stages
-from ultraep.microbatch import Layer
 from ultraep.ops.fp8 import E4M3, SCALES, dequantise, pack, parts, quantise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,19 +159,6 @@ def test_other_activations_and_biases(activation):
     outputs, gradients = (torch.cat(parts) for parts in zip(*results, strict=True))
     for actual, right in ((outputs, expected.output), (gradients, expected.gradients["x"])):
         assert (actual - right).norm() / right.norm() < 0.1
-
-
-def test_unpacked_rows_give_the_same_outputs():
-    """Rows of other dispatchers are packed on arrival."""
-    experts = Experts(64, 48, [0, 1], quantised="fp8")
-    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
-    ids, gates = torch.arange(20)[:, None] % 2, torch.ones(20, 1)
-    outputs = []
-    for packing in (None, experts.pack):
-        balancer = Balancer("alone", experts=2)
-        layer = Layer(0, experts.bundle, experts, packing)
-        outputs.append(run_stages(balancer, layer, ids, gates, x)[0])
-    assert_close(*outputs, "output", 1e-6)
 
 
 def save_all(*_args, **_options):
