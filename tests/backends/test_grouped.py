@@ -385,20 +385,6 @@ def test_no_slots_and_no_rows():
     assert products.activate(torch.empty(0, 2 * K, device=DEVICE)).shape == (0, K)
 
 
-def test_wrong_shapes_are_refused():
-    case = Case()
-    rows, weights = case.rows(K), case.stacks(N, K)
-    for wrong, out in (
-        (Stacks(weights.homes, weights.homes), None),  # slots
-        (case.stacks(N, K + 1), None),
-        (weights, case.empty(N)[1:]),
-    ):
-        with pytest.raises(AssertionError):
-            case.products.multiply(rows, wrong, None, out=out)
-    with pytest.raises(AssertionError):
-        case.products.weight_gradients(case.rows(N), rows.half(), weights, None)
-
-
 # On a GPU: real sizes, and in a graph
 
 
