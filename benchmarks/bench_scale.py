@@ -4,8 +4,8 @@
     python benchmarks/bench_scale.py --toy      # tiny, for CI
 
 `ranks` starts processes with a tiny layer on one machine, forked from one that has imported torch.
-A rank counts what it adds to that process: private memory, shared memory, sockets, threads, and the
-gathers of its set-up. All ranks share the cores, so only counts and bytes scale as on a cluster.
+A rank counts what it adds to that process: private memory, sockets, threads, and the gathers of its
+set-up. All ranks share the cores, so only counts and bytes scale as on a cluster.
 `plans` plans EP ranks with two experts each in one process, and allocates the buffers of one rank.
 
 `growth` is the exponent from the first to the last size: 1 is proportional to the ranks, 2 to their
@@ -36,7 +36,7 @@ import ultraep
 from ultraep import BalanceConfig, BalancedMoE, Balancer, Topology, workload
 from ultraep.backends import wait_until_compiled
 from ultraep.runtime.agreement import FIELDS
-from ultraep.runtime.torch_dist import BytesCommunicator
+from ultraep.runtime.torch_dist import TorchDistCommunicator
 
 # In the fork server, so that ranks share the planner with it, and the pages of Python objects,
 # which a collection of garbage would copy.
@@ -75,8 +75,6 @@ OF_RANK = {
     "gathers": Quantity("gathers at start", "", 0, "each compares one thing"),
     "received": Quantity("bytes gathered at start", "KB", 1, "a record of every rank"),
     "private": Quantity("private memory of the balancer and a step", "MB", 1, "loads of all ranks"),
-    "shared": Quantity("shared memory, by rank", "MB", 1, "a segment for each peer"),
-    "mapped": Quantity("shared memory that a rank touches", "MB", 1, "its own segments"),
 }
 OF_PLAN = {
     "plan": Quantity("time of a plan", "ms", 2, "[ranks, experts] loads are read", counted=False),
@@ -105,41 +103,37 @@ SCALES = {
 
 
 def ranks(bench: Bench) -> None:
-    """Start ever more ranks, over shared memory and over sockets."""
+    """Start ever more ranks."""
     needed = max(bench.scale.ranks) * MEMORY_OF_RANK
     if free_memory() < needed:
         raise Mismatch(f"{max(bench.scale.ranks)} ranks need {needed >> 20} MB of free memory")
-    on_ranks(2, rank_of, time.time(), "shared")  # starts the fork server
-    for transport in ("shared", "sockets"):
-        measured = [on_ranks(size, rank_of, time.time(), transport) for size in bench.scale.ranks]
-        show(bench, f"ranks over {transport}", OF_RANK, bench.scale.ranks, measured)
+    on_ranks(2, rank_of, time.time())  # starts the fork server
+    measured = [on_ranks(size, rank_of, time.time()) for size in bench.scale.ranks]
+    show(bench, "ranks", OF_RANK, bench.scale.ranks, measured)
 
 
-def rank_of(_rank: int, started: float, transport: str) -> dict[str, float]:
+def rank_of(_rank: int, started: float) -> dict[str, float]:
     """Measure one rank; return the means over all ranks, and the maximum of times."""
     numbers = {"start": time.time() - started}
-    private, sockets, threads = memory()["private"], count_sockets(), count_threads()
+    private, sockets, threads = private_memory(), count_sockets(), count_threads()
     gathers: list[int] = []
-    gather = BytesCommunicator._gather
+    gather = TorchDistCommunicator._gather
 
     def counted(self: Any, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         gathers.append(self.size * tensor.nbytes)
         return gather(self, verb, tensor)
 
-    BytesCommunicator._gather = counted  # type: ignore[method-assign]
+    TorchDistCommunicator._gather = counted  # type: ignore[method-assign]
     begin = time.perf_counter()
     experts, size = HOMES * dist.get_world_size(), dist.get_world_size()
-    balancer = Balancer(
-        experts=experts, transport=transport, config=BalanceConfig(objective="balance")
-    )
+    balancer = Balancer(experts=experts, config=BalanceConfig(objective="balance"))
     numbers["balancer"] = time.perf_counter() - begin
     numbers |= {"gathers": len(gathers), "received": sum(gathers) / 1e3}
     numbers |= {"sockets": sockets, "own sockets": count_sockets() - sockets}
     numbers["threads"] = count_threads() - threads
     layer = BalancedMoE.swiglu(HIDDEN, FFN, experts, TOP_K, balancer=balancer)
     numbers["step"] = statistics.median(step_of(layer) for _ in range(STEPS)) * 1e3
-    numbers["private"] = (memory()["private"] - private) / 1e6
-    numbers |= {name: memory()[name] / 1e6 for name in ("shared", "mapped")}
+    numbers["private"] = (private_memory() - private) / 1e6
     dist.barrier()
     balancer.close()
     gathered: list[Any] = [None] * size
@@ -159,14 +153,10 @@ def step_of(layer: BalancedMoE) -> float:
     return time.perf_counter() - begin
 
 
-def memory() -> dict[str, float]:
-    """Bytes of this process: private pages, its share of shared memory, and all that it maps."""
-    sizes = sizes_in("/proc/self/smaps_rollup") | sizes_in("/proc/self/status")
-    return {
-        "private": sizes["Private_Clean"] + sizes["Private_Dirty"],
-        "shared": sizes["Pss_Shmem"],
-        "mapped": sizes["RssShmem"],
-    }
+def private_memory() -> int:
+    """Bytes of the private pages of this process."""
+    sizes = sizes_in("/proc/self/smaps_rollup")
+    return sizes["Private_Clean"] + sizes["Private_Dirty"]
 
 
 def sizes_in(path: str) -> dict[str, int]:

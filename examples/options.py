@@ -42,7 +42,6 @@ def balancer_of(
         homes=even_homes(config.experts, dist.get_world_size()),
         config=ultraep.BalanceConfig(policy=policy, tolerance=args.tolerance, objective="balance"),
         relay=args.relay,
-        transport=args.transport,
     )
     try:
         yield balancer
@@ -63,7 +62,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     balance = parser.add_argument_group("balance")
     balance.add_argument("--slots", type=int, default=1, help="spare slots per rank (%(default)s)")
     balance.add_argument("--relay", choices=("auto", "direct", "chain"), default="auto")
-    balance.add_argument("--transport", choices=("auto", "shared", "sockets"), default="auto")
     balance.add_argument(
         "--tolerance", type=float, default=0.0, help="allowed imbalance above 1 (%(default)s)"
     )

@@ -107,7 +107,6 @@ class Pretraining:
                 objective="balance",  # no measured rates, so that a resumed run is exact
             ),
             relay=balance.relay,
-            transport=links.transport,
             timeout=links.timeout or None,
             record=trace_folder(self.settings.logging.record, start, self.rank // ep),
         )

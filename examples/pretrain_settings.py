@@ -50,7 +50,6 @@ class Training:
 class Parallel:
     ep: int = number(0, least=0)  # ranks of an expert-parallel group; 0: all
     device: str = one_of("cpu", "cpu", "cuda")
-    transport: str = one_of("auto", "auto", "shared", "sockets")
     timeout: float = number(0.0, least=0)  # seconds to wait for a rank; 0: the timeout of torch
 
 

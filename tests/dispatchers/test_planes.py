@@ -39,7 +39,7 @@ def on_plane(rank, group, plane, name):
 
 
 def two_passes(rank, group, plane, name):
-    comm = connect(group, transport="sockets", timeout=PATIENCE)
+    comm = connect(group, timeout=PATIENCE)
     peers = {"peers": SharedPeers(group)} if plane == "mapped" else {}
     balancer = Balancer(
         group,

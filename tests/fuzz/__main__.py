@@ -56,7 +56,7 @@ def numbers(most: int | None, seconds: float | None) -> Iterator[int]:
 
 
 def fuzz_files(seed: int, amount: Iterator[int], folder: Path) -> tuple[list[Finding], list[str]]:
-    """Read changed inputs; files count, settings, texts and messages come on top."""
+    """Read changed inputs; files count, settings and texts come on top."""
     from fuzz.readers import READERS, targets
 
     coverage, all_targets, findings = Coverage(), targets(folder), []

@@ -56,8 +56,7 @@ def check_layer(seed: int, number: int, counts: Counter[str]) -> None:
         options["domain"] = example.ranks  # its ranks map each other's memory
         results = shared_pool().run(example.ranks, mapped, example, options, again)
     elif plane == "processes":
-        transport = "sockets" if number % 2 else "shared"
-        results = everywhere(transport, example.ranks, in_process, example, options, again)
+        results = everywhere("gloo", example.ranks, in_process, example, options, again)
     else:
         results = over_messages(example, options, again)
     assert_dense(example, options, results)

@@ -1,4 +1,4 @@
-"""Every reader of the project as a fuzz target: files, settings, texts, requests and messages.
+"""Every reader of the project as a fuzz target: files, settings, texts and requests.
 
 A target gets bytes. Those of files are written to their place, those of settings are JSON with
 keyword arguments, those of command lines are JSON lists of words.
@@ -10,7 +10,6 @@ import io
 import json
 import os
 import random
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,9 +45,7 @@ from ultraep.routes import batch_routes, from_vllm, packed_routes
 from ultraep.runtime.flight import VARIABLE as FLIGHTS
 from ultraep.runtime.flight import Flight
 from ultraep.runtime.pricing import VARIABLE, from_environment
-from ultraep.runtime.segments import SharedFile, new_prefix
 from ultraep.runtime.settings import Settings
-from ultraep.runtime.wire import HEADER, LINE, VERBS, Wire, control_bytes
 from ultraep.tools.cli.options import split_names, split_numbers, split_ranges
 from ultraep.tools.demo.result import DemoResult
 from ultraep.tools.inspect.checkpoint import keys_in, read_config, weight_files
@@ -80,7 +77,7 @@ READERS = (
     *("files/reading.py", "workload/files.py", "trace/read.py", "trace/files.py"),
     *("trace/schema.py", "trace/join.py", "trace/replay.py", "trace/export.py", "trace/crash.py"),
     *("config.py", "topology.py", "loads.py", "rules.py", "routes/record.py", "plan.py"),
-    *("runtime/wire.py", "runtime/settings.py", "integrations/vllm/settings.py"),
+    *("runtime/settings.py", "integrations/vllm/settings.py"),
     *("tools/sim/presets.py", "tools/sim/workload.py", "tools/serving/load.py"),
     *("tools/demo/result.py", "tools/outputs.py", "tools/cli/options.py", "tools/soak/schedule.py"),
     *("tools/inspect/checkpoint.py", "tools/inspect/texts.py", "tools/view/api.py"),
@@ -119,7 +116,6 @@ def targets(folder: Path) -> list[Target]:
         *of_arrays(),
         of_state(),
         *of_requests(folder / "run"),
-        of_messages(),
         *of_commands(folder),
     ]
 
@@ -236,9 +232,9 @@ def of_settings() -> list[Target]:
     config |= {"max_replicas": 3, "locality": True, "objective": "time", "speeds": [900, 1000]}
     balancer = {"experts": 4, "slots": 1, "policy": "ultraep", "relay": "chain", "chunks": 2}
     balancer |= {"in_flight": 1, "verify": True, "timeout": 5.0, "capacity": "auto", "tokens": 8}
-    balancer |= {"homes": [0, 0, 0, 0], "domain": 1, "transport": "auto", "data_plane": "auto"}
+    balancer |= {"homes": [0, 0, 0, 0], "domain": 1, "data_plane": "auto"}
     settings = {"backend": "cpu", "relay": "auto", "chunks": 4, "in_flight": 1, "tokens": 9}
-    settings |= {"capacity": 8, "timeout": 1.5, "transport": "auto"}
+    settings |= {"capacity": 8, "timeout": 1.5}
     draws = {"ranks": 4, "experts": 8, "top_k": 2, "tokens": 16, "seed": 3}
     vllm = {"slots": 2, "policy": "ultraep", "tolerance": 0.1, "min_rows": 4, "keep": True}
     variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_POLICY": "ultraep", "ULTRAEP_KEEP": "1"}
@@ -458,7 +454,7 @@ def of_state() -> Target:
     return Target("state of a layer", [json.dumps(shapes).encode()], load, json_value)
 
 
-# -- requests and messages -----------------------------------------------------------------------
+# -- requests ------------------------------------------------------------------------------------
 
 
 def of_requests(run: Path) -> list[Target]:
@@ -507,39 +503,6 @@ class Connection:
         """Ignore options."""
 
     settimeout = setsockopt
-
-
-def of_messages() -> Target:
-    """The header of a message between two ranks in shared memory, as four numbers and a size."""
-
-    def receive(content: bytes) -> None:
-        verb, left, size, segment, expected = json.loads(content)
-        file = SharedFile(new_prefix(), control_bytes(2), 1 << 20, founder=True)
-        wires = [Wire(rank, 0.1, file, ["rank 0", "rank 1"]) for rank in range(2)]
-        try:
-            data = torch.arange(64, dtype=torch.uint8)
-            wires[1]._outboxes[0].put(VERBS[0], data)
-            at = wires[0]._inboxes[1]._at + HEADER
-            memory = memoryview(file.control).cast("q")
-            memory[at : at + 4] = (
-                memoryview(np.array([verb, left, size, segment])).cast("B").cast("q")
-            )
-            memory.release()
-            target = torch.empty(expected, dtype=torch.uint8)
-            wires[0].move(VERBS[0], {}, {1: deque([target])})
-        finally:
-            file.close()
-
-    def mutate(content: bytes, rng: random.Random) -> bytes:
-        numbers = json.loads(content)
-        for _ in range(rng.choice((1, 1, 2))):
-            near = (-1, 0, 1, 2, 3, 4, 63, 65, 64, 1 << 14, (1 << 14) + 1, 1 << 40, -(1 << 62))
-            numbers[rng.randrange(4)] = rng.choice(near)
-        numbers[4] = rng.choice((64, 64, 64, 0, 63, 1 << 15))
-        return json.dumps(numbers).encode()
-
-    assert LINE >= HEADER + 4
-    return Target("message", [b"[0, 64, 64, 16384, 64]"], receive, mutate, share=1)
 
 
 # -- command lines -------------------------------------------------------------------------------

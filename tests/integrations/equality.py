@@ -129,7 +129,7 @@ def compare(
     plain, model = build(family, **options), build(family, **options)
     plane = {"data_plane": "mapped", "peers": SharedPeers(group)} if mapped else {}
     if dispatched:
-        plane["dispatcher"] = Differentiable(connect(group, transport="sockets"))
+        plane["dispatcher"] = Differentiable(connect(group))
     with quiet(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = learn(plain, all_batches(group))[rank]
         balancer = balance(model, group, slots=slots, policy=policy, **plane)

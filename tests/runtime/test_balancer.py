@@ -324,7 +324,6 @@ WRONG = {
     "experts per rank": ({"experts": 7}, "7 experts do not divide evenly over 2 ranks"),
     "homes": ({"homes": [0] * 6}, "one rank for each of the 7 experts"),
     "domain": ({"experts": 8, "domain": 3}, "domain"),
-    "transport": ({"transport": "pigeons"}, "transport must be one of auto, shared, sockets, got"),
     "data plane": (
         {"data_plane": "air"},
         "data_plane must be one of auto, mapped, hybrid, messages, got 'air'",

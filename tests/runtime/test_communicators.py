@@ -1,4 +1,4 @@
-"""The same tests for all communicators: threads, sockets, shared memory."""
+"""The same tests for all communicators: threads, and processes over gloo."""
 
 import functools
 import random
@@ -214,12 +214,10 @@ def test_random_verbs_with_delays(run, size, seed):
     run(size, random_verbs, seed)
 
 
-def several_groups(rank, world, transport):
+def several_groups(rank, world):
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [3, 1], [0, 1, 2])]
     mine = [group for group in groups if dist.get_rank(group) >= 0]
-    comms = [
-        connect(group, transport=transport, timeout=PATIENCE) for group in [world, world, *mine]
-    ]
+    comms = [connect(group, timeout=PATIENCE) for group in [world, world, *mine]]
     for turn in range(3):
         for comm in comms if turn % 2 else reversed(comms):
             all_verbs(comm)
@@ -228,7 +226,6 @@ def several_groups(rank, world, transport):
     return [comm.size for comm in comms]
 
 
-@pytest.mark.parametrize("transport", ["sockets", "shared"])
-def test_several_groups_in_one_process(transport):
-    sizes = shared_pool().run(4, several_groups, transport)
+def test_several_groups_in_one_process():
+    sizes = shared_pool().run(4, several_groups)
     assert sizes == [[4, 4, 2, 3], [4, 4, 2, 3], [4, 4, 2, 3], [4, 4, 2]]

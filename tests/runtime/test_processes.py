@@ -28,12 +28,11 @@ def one_pass(comm, example, options):
     return y.detach(), gradients, layer.last_plan.num_replicas, layer.last_plan.digest()
 
 
-@pytest.mark.parametrize("transport", ["sockets", "shared"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_processes_agree_with_the_dense_twin(size, transport):
+def test_processes_agree_with_the_dense_twin(size):
     example = example_for(size)
     relay = "chain" if size > 2 else "direct"
-    actual = everywhere(transport, size, one_pass, example, {"relay": relay, "slots": 1})
+    actual = everywhere("gloo", size, one_pass, example, {"relay": relay, "slots": 1})
     assert len({digest for *_, digest in actual}) == 1
     assert all(copies > 0 for _, _, copies, _ in actual) or size == 1
     results = [Result(y, gradients) for y, gradients, *_ in actual]
@@ -89,8 +88,8 @@ def test_training_beside_ddp_is_the_same_balanced_or_not():
     assert after == pytest.approx(1.0, abs=0.02)
 
 
-def dies_in_the_middle(rank, group, transport, folder):
-    balancer = Balancer(group, experts=9, slots=1, transport=transport, timeout=PATIENCE)
+def dies_in_the_middle(rank, group, folder):
+    balancer = Balancer(group, experts=9, slots=1, timeout=PATIENCE)
     layer = BalancedMoE.swiglu(16, 12, 9, 2, balancer=balancer)
     x = torch.randn(16, 16, requires_grad=True)
     layer(x).sum().backward()
@@ -103,9 +102,8 @@ def dies_in_the_middle(rank, group, transport, folder):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("transport", ["sockets", "shared"])
-def test_a_rank_that_dies_stops_the_others_in_backward(transport, tmp_path):
-    ended = shared_pool().outcomes(3, dies_in_the_middle, transport, tmp_path)
+def test_a_rank_that_dies_stops_the_others_in_backward(tmp_path):
+    ended = shared_pool().outcomes(3, dies_in_the_middle, tmp_path)
     actual = {outcome.rank: outcome for outcome in ended}
     assert actual[1].kind == "lost"
     for rank in (0, 2):

@@ -11,7 +11,7 @@ from dense import Example, assert_close, network
 from hypothesis import given
 from hypothesis import strategies as st
 from microbatches import planned
-from ranks import everywhere, shared_pool
+from ranks import TRANSPORTS, everywhere, shared_pool
 from shared_peers import SharedPeers
 from torch.utils.checkpoint import checkpoint
 
@@ -346,7 +346,7 @@ def test_thousands_of_home_experts_are_measured(measuring, one_thread):
 
 
 @pytest.mark.parametrize("own_network", [False, True], ids=["experts", "network"])
-@pytest.mark.parametrize("transport", ["local", "shared", "sockets"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_ranks_have_the_same_rates(transport, own_network, one_thread, monkeypatch):
     if transport == "local":  # processes that start now keep the environment of this one
         monkeypatch.delenv(VARIABLE)

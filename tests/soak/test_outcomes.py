@@ -23,7 +23,7 @@ from ultraep.tools.soak.outcomes import (
 )
 from ultraep.tools.soak.schedule import Fault
 
-FAULT = Fault(0, "kill", 1, "dispatch", 2, 0.0, "shared", 3, 5)
+FAULT = Fault(0, "kill", 1, "dispatch", 2, 0.0, "messages", 3, 5)
 STAGE = "stage 'dispatch' of layer 0 (step 2)"
 NAMED = f"at {STAGE}: all_to_all: rank 1 (process 7) died; noticed by"
 GONE = RankEnd(1, killed=True)

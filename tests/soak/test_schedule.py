@@ -34,7 +34,7 @@ def test_all_kinds_planes_and_delays_are_drawn():
 
 def test_planes_limit_the_kinds():
     assert "kill" not in possible_kinds(["in-process"])
-    assert "lost messages" not in possible_kinds(["shared"])
+    assert "lost messages" not in possible_kinds(["messages"])
 
 
 def test_a_file_repeats_a_schedule(tmp_path):
@@ -75,7 +75,7 @@ def test_a_damaged_file_is_refused(damage, tmp_path):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_field_is_refused(name, tmp_path):
-    fault = asdict(replace(FAULTS[0], plane="shared", ranks=3, rank=1)) | {name: WRONG[name]}
+    fault = asdict(replace(FAULTS[0], plane="messages", ranks=3, rank=1)) | {name: WRONG[name]}
     path = tmp_path / "faults.json"
     path.write_text(json.dumps({"version": 1, "seed": 7, "faults": [fault]}))
     with pytest.raises(FileError, match=name):

@@ -69,7 +69,7 @@ def test_the_twin_notices_a_wrong_number():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are forked")
 def test_a_few_faults(tmp_path):
-    options = ("--kinds", "kill,slow,router,planner,digest", "--planes", "shared,in-process")
+    options = ("--kinds", "kill,slow,router,planner,digest", "--planes", "messages,in-process")
     code, output, rows = soak(tmp_path, "--faults", "5", *options, "--no-steady", "--jobs", "3")
     assert code == 0, output
     assert [row["kind"] for row in rows] == ["kill", "slow", "router", "planner", "digest"]
@@ -105,9 +105,9 @@ def wait_for(condition):
 )
 def test_a_signal_ends_all_processes(tmp_path, number, code):
     # Ranks that are stopped for longer than this test takes, beside runs without faults.
-    faults = [Fault(n, "stop", 1, "loads", 1, 3600.0, "shared", 2, n) for n in range(8)]
+    faults = [Fault(n, "stop", 1, "loads", 1, 3600.0, "messages", 2, n) for n in range(8)]
     write_schedule(tmp_path / "faults.json", 0, faults)
-    command = [sys.executable, "-m", "ultraep", "soak", "--planes", "shared", "--timeout", "3600"]
+    command = [sys.executable, "-m", "ultraep", "soak", "--planes", "messages", "--timeout", "3600"]
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
     running = subprocess.Popen(
         [*command, "--schedule", str(tmp_path / "faults.json"), "--jobs", "2"],
@@ -146,7 +146,7 @@ def test_wrong_options_are_refused(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are forked")
 def test_200_faults(tmp_path):
-    options = ("--planes", "shared,sockets,hybrid,in-process", "--no-steady", "--jobs", "8")
+    options = ("--planes", "messages,hybrid,in-process", "--no-steady", "--jobs", "8")
     code, output, rows = soak(tmp_path, "--seed", "11", "--faults", "200", *options)
     assert code == 0, output
     assert len(rows) == 200

@@ -1,4 +1,4 @@
-"""Bundles of raw bytes: every quantised format travels bit by bit, on every plane and transport.
+"""Bundles of raw bytes: every quantised format travels bit by bit, on every plane.
 
 The network of these tests dequantises the tensors of an expert and multiplies row by row, so that
 the output of a row has the same bits wherever it is computed.

@@ -91,8 +91,6 @@ class Balancer:
         time, and let layers find their replicas again.
     verify: compare the plans of all ranks, and their positions in backward. Without it, ranks
         compare only loads: a rank that skips a backward pass may hang the others or go unnoticed.
-    transport: of messages: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the
-        group's own).
     timeout: seconds after which a silent rank is an error; None: the timeout of the group (30
         minutes with gloo, 10 with NCCL). A rank that died is an error at once.
     record: directory for a trace of every microbatch, on all ranks; None: a new one inside the
@@ -121,7 +119,6 @@ class Balancer:
         chunks: int = 4,
         in_flight: int = 1,
         verify: bool = True,
-        transport: str = "auto",
         timeout: float | None = None,
         record: str | Path | None = None,
         communicator: Communicator | None = None,
@@ -139,7 +136,6 @@ class Balancer:
             chunks=chunks,
             in_flight=in_flight,
             verify=verify,
-            transport=transport,
             data_plane=data_plane,
             tokens=tokens,
             capacity=capacity,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -44,7 +43,7 @@ from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
 from ultraep.runtime.pricing import needs_rates
 from ultraep.runtime.recording import open_recorder, recording_setting
-from ultraep.runtime.settings import TRANSPORTS, Settings, check_slots
+from ultraep.runtime.settings import Settings, check_slots
 from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 from ultraep.trace.record import Recorder
@@ -111,40 +110,18 @@ def warn_if_idle(rank: int, topology: Topology, policy: str, *, chosen: bool) ->
     )
 
 
-def connect(
-    group: ProcessGroup | None,
-    *,
-    transport: str = "auto",
-    timeout: float | None = None,
-    first_rank: int = 0,
-) -> Communicator:
+def connect(group: ProcessGroup | None, *, timeout: float | None = None) -> Communicator:
     """Connect this rank to its group (None: this process alone); collective.
 
-    transport: "shared" is shared memory, "sockets" is torch.distributed. "auto" uses shared memory
-        if all ranks are CPU ranks of one host that has enough of it.
     timeout: seconds to wait for a rank; None: the timeout of the group.
-    first_rank: number of rank 0 in errors, if the group is a part of another one.
     """
-    check_choice("transport", transport, TRANSPORTS)
     check_timeout(timeout)
     if group is None:
         return LocalCommunicator(LocalGroup(1), 0)
-    if transport == "auto" and sys.platform != "linux":
-        transport = "sockets"
-    # Imported here, because a process alone needs neither.
-    if transport != "sockets":
-        from ultraep.runtime.shared_memory import connect_shared
-
-        shared = connect_shared(
-            group, timeout, connect, required=transport == "shared", first_rank=first_rank
-        )
-        if shared is not None:
-            logger.info("transport of %d ranks: shared", group.size())
-            return shared
+    # Imported here, because a process alone does not need it.
     from ultraep.runtime.torch_dist import TorchDistCommunicator
 
-    logger.info("transport of %d ranks: sockets", group.size())
-    return TorchDistCommunicator(group, timeout, connect, first_rank)
+    return TorchDistCommunicator(group, timeout)
 
 
 class Joined(NamedTuple):
@@ -176,9 +153,7 @@ def join(
     if communicator is None and group is None and peers is not None:
         communicator = SilentCommunicator(peers.rank, peers.size)
     with errors_at("the creation of the balancer"), ExitStack() as undo:
-        comm = communicator or undo.enter_context(
-            closing(connect(group, transport=settings.transport, timeout=settings.timeout))
-        )
+        comm = communicator or undo.enter_context(closing(connect(group, timeout=settings.timeout)))
         domain = topology.keywords["domain"]
         links = find_fast_links(comm, domain)
         whole = topology(ranks=comm.size, domain=links.domain if domain is None else domain)

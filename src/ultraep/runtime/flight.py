@@ -6,7 +6,8 @@ is written when
 
     a stage, or a comparison with other ranks, raises
     an exception ends the program (`sys.excepthook`, chained)
-    another rank of the group has failed: a thread looks for that, so a rank that hangs writes, too
+    another rank of the group has failed: the thread of a roll call looks for that, so a rank that
+        hangs writes, too
     the process receives SIGUSR1, unless the program uses this signal itself
 
 `ultraep trace crash` joins the files (`ultraep.trace.crash`). ULTRAEP_FLIGHT names their folder, or
@@ -59,7 +60,6 @@ FORWARD_PASS, BACKWARD_PASS, RECOMPUTED_PASS, MEETING = range(len(KINDS))
 INDEX = {stage: index for index, stage in enumerate(STAGES)}
 MOST_ERRORS = 8  # in a file: the first and the last ones
 REPEATED = 1.0  # seconds in which the same error is not written again
-POLL = 1.0  # seconds between two looks for failed ranks
 STACK_PAUSE = 0.05  # seconds in which a stack arrives
 MOST_STACK = 1 << 16  # bytes
 
@@ -283,7 +283,6 @@ def _global_rank() -> int:
 # -- the process ---------------------------------------------------------------------------------
 
 _flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
-_watched: list[weakref.WeakMethod[Callable[[], bool]]] = []
 _registered: list[int] = []  # signals that this module handles
 
 
@@ -297,11 +296,6 @@ def write_for_others() -> None:
 def _all() -> list[Flight]:
     references = _flights.valuerefs()  # at once: other threads create balancers
     return [flight for reference in references if (flight := reference()) is not None]
-
-
-def watch(has_failed: Callable[[], bool]) -> None:
-    """Write all files once this method returns True: another rank has failed. Weakly referenced."""
-    _watched.append(weakref.WeakMethod(has_failed))
 
 
 @cache
@@ -350,19 +344,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _answer(ask: int) -> None:
-    """Write files on request, and when another rank has failed."""
+    """Write files on request."""
     poll = select.poll()
     poll.register(ask, select.POLLIN)
     while True:
-        if poll.poll(1000 * POLL):
-            time.sleep(STACK_PAUSE)
-            stack = os.read(ask, MOST_STACK).decode("utf-8", "replace")
-            for flight in _all():
-                flight.write(SIGNAL, stack)
-        for reference in list(_watched):
-            has_failed = reference()
-            if has_failed is None:
-                _watched.remove(reference)
-            elif has_failed():
-                _watched.remove(reference)
-                write_for_others()
+        poll.poll()
+        time.sleep(STACK_PAUSE)
+        stack = os.read(ask, MOST_STACK).decode("utf-8", "replace")
+        for flight in _all():
+            flight.write(SIGNAL, stack)

@@ -9,8 +9,9 @@ that their rank has entered, and the seconds since it entered the last one:
     fewer calls than here     the rank is alive, and has not reached this call
     as many calls             the rank has reached this call, perhaps too late
 
-The first rank to find the cause stores it, so that later failures report the same cause. A rank
-that fails in another group stores the cause of that failure here (`note`).
+A rank that waits for other ranks elsewhere, for example in its domain, is not the cause as long as
+another rank is missing. The first rank to find the cause stores it, so that later failures report
+the same cause. A group and its parts store one cause.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class _Answering:
 
     store: Any
     rank: int
+    waiting: threading.Event  # set while this rank waits in a call, also of a part of the group
     calls: int = 0
     entered: float = 0.0  # when the last call began
     closed: threading.Event = field(default_factory=threading.Event)
@@ -63,7 +65,8 @@ class _Answering:
             store = self.store.clone()  # a separate connection: other threads may block theirs
             while not self.closed.wait(POLL):
                 if store.check([f"question/{self.rank}"]):
-                    store.set(f"answer/{self.rank}", f"{self.calls} {self.waited():.3f}")
+                    answer = _Answer(self.calls, self.waited(), self.waiting.is_set())
+                    store.set(f"answer/{self.rank}", json.dumps(answer))
                     write_for_others()
                     return
         except RuntimeError:  # the store is gone, so no rank can ask any more
@@ -71,38 +74,58 @@ class _Answering:
 
 
 class Cause(NamedTuple):
-    """Why a call failed: the missing ranks of the group, and what is known of them."""
+    """Why a call failed: the missing ranks, counted as in errors, and what is known of them."""
 
     text: str = ""
     ranks: Sequence[int] = ()
 
 
 class _Answer(NamedTuple):
-    """The collective calls of a rank, and the seconds since the last one began."""
+    """The collective calls of a rank, seconds since the last one began, whether it waits now."""
 
     calls: int
     waited: float
+    waiting: bool
 
 
 class RollCall:
-    """Finds the missing ranks after a failure."""
+    """Finds the missing ranks after a failure.
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, names: Sequence[str]) -> None:
-        self._rank, self._size, self._names = rank, len(names), names
+    names, first_rank: of the ranks, and the number of rank 0, for errors.
+    whole: the roll call of the group that this group is a part of.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        names: Sequence[str],
+        first_rank: int = 0,
+        whole: RollCall | None = None,
+    ) -> None:
+        self._rank, self._size, self._names = dist.get_rank(group), len(names), names
+        self._first_rank = first_rank
         number = next(_numbers[tuple(dist.get_process_group_ranks(group))])
         store = distributed_c10d._get_process_group_store(group)
         prefix = f"ultraep/{number}"
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        self._answering = _Answering(self._store, rank)
+        self._causes: Any = self._store if whole is None else whole._causes
+        self._waiting: threading.Event = threading.Event() if whole is None else whole._waiting
+        self._answering = _Answering(self._store, self._rank, self._waiting)
         thread = threading.Thread(target=self._answering.run, daemon=True, name="ultraep roll call")
         self.close = weakref.finalize(self, _end, thread, self._answering.closed)
         if self._size > 1:
             thread.start()
 
-    def enter(self) -> None:
-        """Count a collective call."""
-        self._answering.calls += 1
-        self._answering.entered = time.monotonic()
+    def enter(self, *, counted: bool) -> None:
+        """Note that this rank waits in a call; count it if it is collective."""
+        self._waiting.set()
+        if counted:
+            self._answering.calls += 1
+            self._answering.entered = time.monotonic()
+
+    def leave(self) -> None:
+        """Note that the call has ended."""
+        self._waiting.clear()
 
     def missing(self) -> Cause:
         """Return which ranks are missing. May take some seconds."""
@@ -110,9 +133,16 @@ class RollCall:
         self._try(lambda: result.append(self._ask()))
         return result[0] if result else Cause(NO_STORE)
 
-    def note(self, cause: Cause) -> None:
+    def note(self, ranks: Sequence[int]) -> None:
+        """Store that this rank gave up because of others, unless a cause is stored."""
+        if ranks:
+            listed = ", ".join(map(str, ranks))
+            text = f"{self._names[self._rank]} gave up, because of rank {listed}"
+            self._try(lambda: self._store_cause(Cause(text, ranks)))
+
+    def _store_cause(self, cause: Cause) -> None:
         """Store a cause, unless another rank has stored one."""
-        self._try(lambda: self._store.compare_set(CAUSE, "", json.dumps(cause)))
+        self._causes.compare_set(CAUSE, "", json.dumps(cause))
 
     def _try(self, work: Callable[[], Any]) -> None:
         """Work with the store for some seconds; a store whose host is stopped never returns."""
@@ -126,12 +156,12 @@ class RollCall:
         thread.join(GRACE + 1)
 
     def _ask(self) -> Cause:
-        if not self._store.check([CAUSE]):
+        if not self._causes.check([CAUSE]):
             cause = self._cause(self._answers())
-            if cause.text:  # another rank may have stored its own
-                self._store.compare_set(CAUSE, "", json.dumps(cause))
-        known = self._store.check([CAUSE])
-        return Cause(*json.loads(self._store.get(CAUSE))) if known else Cause()
+            if cause.text:
+                self._store_cause(cause)
+        known = self._causes.check([CAUSE])
+        return Cause(*json.loads(self._causes.get(CAUSE))) if known else Cause()
 
     def _answers(self) -> dict[int, _Answer]:
         """Return the answers of the ranks that answer in time."""
@@ -142,8 +172,7 @@ class RollCall:
         until = time.monotonic() + GRACE
         while waiting and time.monotonic() < until:
             for rank in [rank for rank in waiting if self._store.check([f"answer/{rank}"])]:
-                calls, waited = self._store.get(f"answer/{rank}").decode().split()
-                answers[rank] = _Answer(int(calls), float(waited))
+                answers[rank] = _Answer(*json.loads(self._store.get(f"answer/{rank}")))
                 waiting.remove(rank)
             time.sleep(PAUSE)
         return answers
@@ -151,14 +180,19 @@ class RollCall:
     def _cause(self, answers: dict[int, _Answer]) -> Cause:
         gone = [rank for rank in range(self._size) if rank not in (self._rank, *answers)]
         behind = [rank for rank, other in answers.items() if other.calls < self._answering.calls]
+        late = [rank for rank in behind if not answers[rank].waiting]
+        if not gone:
+            late = late or behind
         parts = []
         if gone:
             parts.append(
                 f"no response from {self._listed(gone)} (died, stopped, left or not there yet)"
             )
-        if behind:
-            parts.append(f"{self._listed(behind)} did not reach this call")
-        return Cause("; ".join(parts), gone + behind) if parts else self._last_to_enter(answers)
+        if late:
+            parts.append(f"{self._listed(late)} did not reach this call")
+        if not parts:
+            return self._last_to_enter(answers)
+        return Cause("; ".join(parts), [self._first_rank + rank for rank in gone + late])
 
     def _last_to_enter(self, answers: dict[int, _Answer]) -> Cause:
         """Return the rank that entered this call last, if it made the others wait."""
@@ -167,9 +201,8 @@ class RollCall:
         if last is None or own - last.waited < own / 2:
             return Cause()
         names, late = self._names, own - last.waited
-        return Cause(
-            f"{names[rank]} entered this call {late:.1f} s after {names[self._rank]}", [rank]
-        )
+        text = f"{names[rank]} entered this call {late:.1f} s after {names[self._rank]}"
+        return Cause(text, [self._first_rank + rank])
 
     def _listed(self, ranks: list[int]) -> str:
         plural = "s" * (len(ranks) > 1)

@@ -12,7 +12,6 @@ from ultraep.hops import MODES
 from ultraep.runtime.capacity import STATIC
 from ultraep.topology import Topology
 
-TRANSPORTS = ("auto", "shared", "sockets")
 MAY_DIFFER = ("backend", "timeout")  # between ranks
 
 
@@ -25,7 +24,6 @@ class Settings:
     chunks: int = 4
     in_flight: int = 1
     verify: bool = True
-    transport: str = "auto"
     data_plane: str = "auto"
     tokens: int | None = None
     capacity: int | str = AUTO
@@ -36,7 +34,6 @@ class Settings:
         if self.backend is not None:
             select(self.backend)
         check_choice("relay", self.relay, MODES)
-        check_choice("transport", self.transport, TRANSPORTS)
         for name in ("chunks", "in_flight", "tokens"):
             value = getattr(self, name)
             if value is not None:

@@ -11,7 +11,6 @@ import pickle
 import re
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -20,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultraep.comm import Communicator, Message, Peers
+from ultraep.comm import Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime.mapped.peers import mapped_by
-from ultraep.runtime.roll_call import Cause, RollCall
+from ultraep.runtime.roll_call import RollCall
 
 # torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
 _all_gather: Callable[..., Any] = (
@@ -31,7 +30,6 @@ _all_gather: Callable[..., Any] = (
 )
 HANG_UP = 1 << 30  # the tag of a message that is never sent
 
-Connect = Callable[..., Communicator]  # (group, *, timeout=): see `connect.connect`
 Pieces = Sequence[tuple[int, torch.Tensor]]  # peer, bytes to send or to receive
 
 # Groups that were made of parts of a group, by their ranks and backend. They are used again: torch
@@ -40,16 +38,40 @@ Made = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Made] = weakref.WeakKeyDictionary()
 
 
-class BytesCommunicator(ABC):
-    """One rank of a process group that sends tensors as bytes; a subclass moves the bytes."""
+class TorchDistCommunicator:
+    """One rank of a process group. Creating one is collective.
 
-    rank: int
-    size: int
-    timeout: float
-    first_rank: int  # number of rank 0 in the group that this one is part of, for errors
-    _group: dist.ProcessGroup
-    _connect: Connect | None  # None: no other communicators can be made of this one
-    _linked: weakref.ref[BytesCommunicator] | None = None  # of the domain, or of the whole group
+    timeout: seconds, for CPU tensors; None: the timeout of the group. On a GPU the host does not
+        wait, and the watchdog of the group applies.
+    whole: the communicator that this one is a part of.
+    first_rank: number of rank 0 in `whole`, for errors.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: float | None = None,
+        whole: TorchDistCommunicator | None = None,
+        first_rank: int = 0,
+    ) -> None:
+        self.rank, self.size = dist.get_rank(group), group.size()
+        if self.rank < 0:
+            raise ConfigError(
+                "this process is not a rank of the group; pass a group that contains it"
+            )
+        self._group, self._first_rank = group, first_rank
+        self._timeout = timeout
+        self._over_gloo = "cpu:" in dist.get_backend_config(group)
+        self._names = rank_names(group, first_rank)
+        whole_roll_call = None if whole is None else whole._roll_call
+        self._roll_call: RollCall = RollCall(group, self._names, first_rank, whole_roll_call)
+        # NCCL connects in the first call, which all ranks must join; some may skip an exchange.
+        self.gather_objects(None)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a silent rank is an error."""
+        return timeout_of(self._group) if self._timeout is None else self._timeout
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._gather("all_gather", tensor)
@@ -72,15 +94,24 @@ class BytesCommunicator(ABC):
         own = ([tensor for peer, tensor in part if peer == self.rank] for part in (sends, buffers))
         for source, target in zip(*own, strict=True):
             target.detach().copy_(source.detach())
-        self._exchange(
+        ops = self._ops(
             [(peer, as_bytes(tensor)) for peer, tensor in sends if peer != self.rank],
             [(peer, as_bytes(tensor)) for peer, tensor in buffers if peer != self.rank],
         )
+        with self._exchanging(*ops):
+            works = dist.batch_isend_irecv(ops) if ops else []
+        self._wait_all(works, ops)
         for message, buffer in zip(receives, buffers, strict=True):
             if buffer is not message:
                 message.tensor.detach().copy_(buffer.tensor)
 
     def gather_objects(self, value: Any) -> list[Any]:
+        if not self._over_gloo:
+            values = [None] * self.size
+            with self._named("gather_objects"):
+                dist.all_gather_object(values, value, group=self._group)
+            return values
+        # all_gather_object has no timeout
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._gather("gather_objects", torch.tensor(len(data), device="cpu")).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
@@ -92,29 +123,22 @@ class BytesCommunicator(ABC):
         """Return symmetric memory of the ranks' GPUs."""
         return mapped_by(self._group, device)
 
-    def part(self, size: int) -> Communicator:
+    def part(self, size: int) -> TorchDistCommunicator:
         first = self.rank - self.rank % size
-        part = self._connected(range(first, first + size), dist.get_backend(self._group))
-        if isinstance(part, BytesCommunicator):
-            self._linked, part._linked = weakref.ref(part), weakref.ref(self)
-        return part
+        return self._connected(range(first, first + size), dist.get_backend(self._group))
 
-    @abstractmethod
-    def give_up(self, cause: int) -> None:
-        """Report to waiting ranks that this rank leaves because of `cause`, counted as in errors.
+    def hosts(self) -> TorchDistCommunicator:
+        """Return a communicator over gloo."""
+        if dist.get_backend(self._group) == "gloo":
+            return self
+        return self._connected(range(self.size), "gloo")
 
-        The cause ended another communicator of this rank, which they may not be part of.
-        """
+    def close(self) -> None:
+        """Stop answering the questions of ranks that fail; the group stays."""
+        self._roll_call.close()
 
-    def _pass_on(self, causes: Sequence[int]) -> None:
-        """Let the linked communicator give up, after a failure of this one."""
-        linked = None if self._linked is None else self._linked()
-        if linked is not None and causes:
-            linked.give_up(causes[0])
-
-    def _connected(self, ranks: range, backend: str) -> Communicator:
+    def _connected(self, ranks: range, backend: str) -> TorchDistCommunicator:
         """Return a communicator of some ranks of this group; collective for them."""
-        assert self._connect is not None
         every = dist.get_process_group_ranks(self._group)
         members = tuple(every[rank] for rank in ranks)
         made = _made.setdefault(self._group, {})
@@ -122,87 +146,17 @@ class BytesCommunicator(ABC):
             made[members, backend] = dist.new_group(
                 list(members), backend=backend, use_local_synchronization=True
             )
-        first = self.first_rank + ranks.start
-        return self._connect(made[members, backend], timeout=self.timeout, first_rank=first)
+        first = self._first_rank + ranks.start
+        return TorchDistCommunicator(made[members, backend], self.timeout, self, first)
 
     def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._all_gather(verb, as_bytes(tensor), as_bytes(gathered))
-        return gathered
-
-    @abstractmethod
-    def _all_gather(self, verb: str, data: torch.Tensor, gathered: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def _all_to_all(
-        self, data: torch.Tensor, sent: list[int], arrived: torch.Tensor, received: list[int]
-    ) -> None: ...
-
-    @abstractmethod
-    def _exchange(self, sends: Pieces, receives: Pieces) -> None: ...
-
-
-class TorchDistCommunicator(BytesCommunicator):
-    """One rank of a process group. Creating one is collective.
-
-    timeout: seconds, for CPU tensors; None: the timeout of the group. On a GPU the host does not
-        wait, and the watchdog of the group applies.
-    connect: for `hosts` and `part`; None: they are not needed.
-    first_rank: number of rank 0 in errors, if the group is a part of another one.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        timeout: float | None = None,
-        connect: Connect | None = None,
-        first_rank: int = 0,
-    ) -> None:
-        self.rank, self.size, self.first_rank = dist.get_rank(group), group.size(), first_rank
-        if self.rank < 0:
-            raise ConfigError(
-                "this process is not a rank of the group; pass a group that contains it"
-            )
-        self._group = group
-        self._timeout, self._connect = timeout, connect
-        self._over_gloo = "cpu:" in dist.get_backend_config(group)
-        self.names = rank_names(group, first_rank)
-        self._roll_call = RollCall(group, self.rank, self.names)
-        # NCCL connects in the first call, which all ranks must join; some may skip an exchange.
-        self.gather_objects(None)
-
-    @property
-    def timeout(self) -> float:  # type: ignore[override]
-        """Seconds after which a silent rank is an error."""
-        return timeout_of(self._group) if self._timeout is None else self._timeout
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        if self._over_gloo:
-            return super().gather_objects(value)  # all_gather_object has no timeout
-        values = [None] * self.size
-        with self._named("gather_objects"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def hosts(self) -> Communicator | None:
-        """Return a communicator over gloo, or over shared memory if all ranks are on one host."""
-        if dist.get_backend(self._group) == "gloo":
-            return self
-        return self._connect and self._connected(range(self.size), "gloo")
-
-    def give_up(self, cause: int) -> None:
-        text = f"{self.names[self.rank]} gave up, because of rank {cause}"
-        self._roll_call.note(Cause(text, [cause - self.first_rank]))
-
-    def close(self) -> None:
-        """Stop answering the questions of ranks that fail; the group stays."""
-        self._roll_call.close()
-
-    def _all_gather(self, verb: str, data: torch.Tensor, gathered: torch.Tensor) -> None:
-        if data.numel():
+        if tensor.numel():
+            data = as_bytes(tensor)
             with self._named(verb):
-                work = _all_gather(gathered, data, group=self._group, async_op=True)
+                work = _all_gather(as_bytes(gathered), data, group=self._group, async_op=True)
                 self._wait(work, data.device, self._deadline())
+        return gathered
 
     def _all_to_all(
         self, data: torch.Tensor, sent: list[int], arrived: torch.Tensor, received: list[int]
@@ -239,13 +193,7 @@ class TorchDistCommunicator(BytesCommunicator):
             yield
         except RuntimeError as error:
             peer = dist.get_group_rank(self._group, op.peer)
-            raise _PeerError(f"{self.names[peer]}: {error}", peer) from error
-
-    def _exchange(self, sends: Pieces, receives: Pieces) -> None:
-        ops = self._ops(sends, receives)
-        with self._exchanging(*ops):
-            works = dist.batch_isend_irecv(ops) if ops else []
-        self._wait_all(works, ops)
+            raise _PeerError(f"{self._names[peer]}: {error}", peer) from error
 
     def _ops(self, sends: Pieces, receives: Pieces) -> list[dist.P2POp]:
         """Receives come first: otherwise gloo uses the directions of a connection in turn."""
@@ -270,7 +218,7 @@ class TorchDistCommunicator(BytesCommunicator):
     def _exchanging(self, *ops: dist.P2POp) -> AbstractContextManager[None]:
         """Name the peers of these messages in errors of torch.distributed."""
         peers = sorted({dist.get_group_rank(self._group, op.peer) for op in ops})
-        names = ", ".join(self.names[peer] for peer in peers)
+        names = ", ".join(self._names[peer] for peer in peers)
         return self._named(f"exchange with {names}", *peers, collective=False)
 
     def _deadline(self) -> float | None:
@@ -285,8 +233,7 @@ class TorchDistCommunicator(BytesCommunicator):
     @contextmanager
     def _named(self, verb: str, *peers: int, collective: bool = True) -> Iterator[None]:
         """Turn an error of torch.distributed into one that names the missing ranks or peers."""
-        if collective:
-            self._roll_call.enter()
+        self._roll_call.enter(counted=collective)
         try:
             yield
         except RuntimeError as error:
@@ -296,15 +243,17 @@ class TorchDistCommunicator(BytesCommunicator):
             symptom = symptom.partition(". This is typically")[0]
             first = [error.peer] if isinstance(error, _PeerError) else peers
             # Another rank may have found the cause, and counts this one among the late ranks.
-            others = [rank for rank in cause.ranks if rank != self.rank]
-            ranks = [self.first_rank + rank for rank in others or cause.ranks or first]
-            # The first connection that closed is the likeliest cause of the others.
-            self._pass_on([self.first_rank + peer for peer in first] or ranks)
+            own = self._first_rank + self.rank
+            others = [rank for rank in cause.ranks if rank != own]
+            ranks = others or cause.ranks or [self._first_rank + peer for peer in first]
+            self._roll_call.note(ranks)
             raise CommunicationError(
                 f"{verb}: {cause.text}{'; ' * bool(cause.text)}noticed by "
-                f"{self.names[self.rank]}: {symptom}",
+                f"{self._names[self.rank]}: {symptom}",
                 ranks=ranks,
             ) from error
+        finally:
+            self._roll_call.leave()
 
     def _hang_up(self) -> None:
         """Close the connections of gloo: an operation that timed out would keep the process alive.

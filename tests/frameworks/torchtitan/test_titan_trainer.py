@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from ranks import leftovers, shared_pool
+from ranks import shared_pool
 from titan_models import BALANCED, METRICS
 from titan_runs import training
 from torchtitan_cpu import NEW
@@ -103,7 +103,3 @@ def test_settings_that_need_a_newer_torch(size, options, tmp_path):
         for overrides in OVERRIDES.values()
     )
     torch.testing.assert_close(balanced, plain, rtol=LIMIT, atol=0)
-
-
-def test_no_shared_memory_is_left_behind(trained):
-    assert leftovers(shared_pool().pids) == []

@@ -40,7 +40,7 @@ class ElasticBuffer(stand_ins.StandIn):
     def __init__(self, group, *, num_bytes, num_max_tokens_per_rank, hidden, num_topk, **flags):
         known = {"use_fp8_dispatch", "deterministic", "explicitly_destroy"}
         require(flags.keys() == known and not flags["use_fp8_dispatch"], "arguments")
-        super().__init__(connect(group, transport="sockets"), wide=True)
+        super().__init__(connect(group), wide=True)
         self.group, self.num_bytes = group, num_bytes
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self._hidden, self._top_k, self._pending = hidden, num_topk, []
@@ -107,7 +107,7 @@ class HybridEPBuffer(stand_ins.HybridEPBuffer):
         known = {"num_sms_dispatch_api", "num_sms_combine_api", "load_cached_kernels"}
         known |= {"use_shared_buffer", "enable_custom_allgather"}
         require(tuning.keys() == known and not use_fp8, "arguments")
-        super().__init__(connect(group, transport="sockets"), wide=True)
+        super().__init__(connect(group), wide=True)
         sizes = SimpleNamespace(
             hidden_dim=hidden_dim,
             max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,

@@ -17,7 +17,6 @@ from ultraep.config import BalanceConfig
 from ultraep.topology import Topology
 
 logger = logging.getLogger("ultraep.compile")
-QUICK = ("fence",)  # compiled in well under a second
 NICENESS = 5  # compiling in the background yields to the ranks of this host
 
 
@@ -38,7 +37,7 @@ class CompileListener(event.Listener):  # type: ignore[misc]
             return
         if self.loading_thread == threading.get_ident():
             raise NotOnDisk(function.__qualname__)
-        if not self.logged and function.__name__ not in QUICK:
+        if not self.logged:
             self.logged = True
             logger.info("compiling the planner, which takes a while; later runs load it from disk")
 

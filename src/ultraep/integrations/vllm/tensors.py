@@ -23,7 +23,7 @@ class Carried:
     """A tensor of the layer and the form in which replicas hold it.
 
     tensor: the tensor of the layer.   names: its attributes.
-    stack: contiguous `[H, ...]`; 8-bit and smaller floats are uint8, which all transports accept.
+    stack: contiguous `[H, ...]`; 8-bit and smaller floats are uint8, which all backends accept.
     order: the dimensions of `tensor` from the largest stride to the smallest.
     shared: whether all home experts use one value, for example a static scale of the activations.
         Replicas carry it, because other ranks have another value.

@@ -1,4 +1,4 @@
-"""The data plane of messages: any group of torch.distributed, and shared memory of CPU ranks."""
+"""The data plane of messages: any group of torch.distributed."""
 
 from __future__ import annotations
 

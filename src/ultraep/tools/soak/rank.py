@@ -196,8 +196,8 @@ def make_balancer(
     """Yield a balancer of this plane; close it if nothing failed."""
     options = balancer_options(case) | {"timeout": job.timeout}
     with ExitStack() as closing:
-        if plane in ("shared", "sockets"):
-            options |= {"transport": plane, "data_plane": "messages"}
+        if plane == "messages":
+            options |= {"data_plane": "messages"}
         elif plane == "hybrid":
             options |= {"data_plane": "hybrid", "domain": 2}
         elif plane == "kernels":
@@ -278,7 +278,7 @@ def warm_server() -> None:
     os.environ["ULTRAEP_FLIGHT"] = "off"  # its thread would not survive a fork
     with warnings.catch_warnings(), suppress(ImportError):
         warnings.simplefilter("ignore")
-        import_module("ultraep.runtime.shared_memory")
+        import_module("ultraep.runtime.torch_dist")
         import_module("ultraep.runtime.hybrid.plane")
         import_module("ultraep.runtime.mapped.plane")  # needs triton
     for name in filter(None, os.environ.get(PRELOAD, "").split(",")):

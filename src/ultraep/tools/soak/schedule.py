@@ -29,8 +29,7 @@ MOST_RANKS, MOST_MICROBATCHES, MOST_DELAY = 64, 10_000, 3600.0
 
 # Data planes of a run, and the number of ranks that it may have.
 PLANES = {
-    "shared": (2, 3, 4),  # messages through shared memory
-    "sockets": (2, 3, 4),  # messages of torch.distributed
+    "messages": (2, 3, 4),
     "kernels": (2, 3),  # messages, planned by Triton kernels
     "mapped": (2, 3),  # mapped memory
     "hybrid": (4,),  # two domains of two ranks
@@ -39,9 +38,9 @@ PLANES = {
 }
 OF_KERNELS = ("kernels", "mapped")
 DISKS = ("full disk", "read-only disk")  # kinds of faults
-PROCESSES = ("shared", "sockets", "hybrid", "hosts", *OF_KERNELS)
+PROCESSES = ("messages", "hybrid", "hosts", *OF_KERNELS)
 ANYWHERE = (*PROCESSES, "in-process")
-OVER_MESSAGES = ("shared", "sockets", "hybrid", "in-process")
+OVER_MESSAGES = ("messages", "hybrid", "in-process")
 # Stages of one microbatch that every rank of every plane passes.
 FORWARD = ("loads", "plan", "reroute", "dispatch", "experts", "combine")
 EVERY = (*FORWARD, "combine back", "experts back", "dispatch back")
@@ -69,8 +68,8 @@ KINDS = {
     "hook": Kind(ANYWHERE, EVERY),
     "planner": Kind(OVER_MESSAGES, ("plan",)),
     "digest": Kind(ANYWHERE, ("loads", "plan", "combine back")),
-    "full disk": Kind(("shared", "sockets"), ("trace", "checkpoint")),
-    "read-only disk": Kind(("shared", "sockets"), ("trace", "checkpoint")),
+    "full disk": Kind(("messages",), ("trace", "checkpoint")),
+    "read-only disk": Kind(("messages",), ("trace", "checkpoint")),
     "clock": Kind(ANYWHERE, EVERY),
     "lost messages": Kind(("hosts",), EVERY),
     "delayed messages": Kind(("hosts",), EVERY, (SHORT,)),
