@@ -9,9 +9,9 @@ that their rank has entered, and the seconds since it entered the last one:
     fewer calls than here     the rank is alive, and has not reached this call
     as many calls             the rank has reached this call, perhaps too late
 
-A rank that waits for other ranks elsewhere, for example in its domain, is not the cause as long as
-another rank is missing. The first rank to find the cause stores it, so that later failures report
-the same cause. A group and its parts store one cause.
+A rank that waits for other ranks elsewhere is not the cause as long as another rank is missing. So
+a part of a group whose ranks all wait asks the whole group. The first rank to find the cause stores
+it, so that later failures report the same cause. A group and its parts store one cause.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class RollCall:
         whole: RollCall | None = None,
     ) -> None:
         self._rank, self._size, self._names = dist.get_rank(group), len(names), names
-        self._first_rank = first_rank
+        self._first_rank, self._whole = first_rank, whole
         number = next(_numbers[tuple(dist.get_process_group_ranks(group))])
         store = distributed_c10d._get_process_group_store(group)
         prefix = f"ultraep/{number}"
@@ -153,11 +153,11 @@ class RollCall:
 
         thread = threading.Thread(target=safely, daemon=True)
         thread.start()
-        thread.join(GRACE + 1)
+        thread.join(GRACE + 2)
 
     def _ask(self) -> Cause:
         if not self._causes.check([CAUSE]):
-            cause = self._cause(self._answers())
+            cause = self._find()
             if cause.text:
                 self._store_cause(cause)
         known = self._causes.check([CAUSE])
@@ -177,12 +177,16 @@ class RollCall:
             time.sleep(PAUSE)
         return answers
 
-    def _cause(self, answers: dict[int, _Answer]) -> Cause:
+    def _find(self) -> Cause:
+        answers = self._answers()
         gone = [rank for rank in range(self._size) if rank not in (self._rank, *answers)]
         behind = [rank for rank, other in answers.items() if other.calls < self._answering.calls]
         late = [rank for rank in behind if not answers[rank].waiting]
-        if not gone:
-            late = late or behind
+        if not gone and not late:
+            cause = Cause() if self._whole is None else self._whole._find()
+            if cause.text:
+                return cause
+            late = behind
         parts = []
         if gone:
             parts.append(
@@ -195,14 +199,15 @@ class RollCall:
         return Cause("; ".join(parts), [self._first_rank + rank for rank in gone + late])
 
     def _last_to_enter(self, answers: dict[int, _Answer]) -> Cause:
-        """Return the rank that entered this call last, if it made the others wait."""
-        own = self._answering.waited()
-        rank, last = min(answers.items(), key=lambda item: item[1].waited, default=(0, None))
-        if last is None or own - last.waited < own / 2:
+        """Return the rank that entered this call last, if it made another rank wait."""
+        waited = {rank: answer.waited for rank, answer in answers.items()}
+        waited[self._rank] = self._answering.waited()
+        first, last = max(waited, key=waited.__getitem__), min(waited, key=waited.__getitem__)
+        late = waited[first] - waited[last]
+        if late < waited[first] / 2 or first == last:
             return Cause()
-        names, late = self._names, own - last.waited
-        text = f"{names[rank]} entered this call {late:.1f} s after {names[self._rank]}"
-        return Cause(text, [self._first_rank + rank])
+        text = f"{self._names[last]} entered this call {late:.1f} s after {self._names[first]}"
+        return Cause(text, [self._first_rank + last])
 
     def _listed(self, ranks: list[int]) -> str:
         plural = "s" * (len(ranks) > 1)
