@@ -91,7 +91,7 @@ def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE
     """One layer per variant, all with the same weights."""
     layers, weights = {}, None
     for name, config in configs(BalanceConfig()).items():
-        balancer = ultraep.Balancer(experts=size.experts, communicator=comm, config=config)
+        balancer = ultraep.Balancer(comm, experts=size.experts, config=config)
         if weights is None:
             home = balancer.topology.home_experts(balancer.rank).tolist()
             weights = Experts(size.hidden, size.ffn, home).bundle

@@ -160,12 +160,12 @@ class Variants:
         policy, plane = VARIANTS[name]
         ranks: dict[str, Any] = {"group": dist.group.WORLD}
         if self.device.type == "cuda":
-            ranks = {"communicator": ThroughHost(connect(dist.group.WORLD, timeout=TIMEOUT))}
+            ranks = {"group": ThroughHost(connect(dist.group.WORLD, timeout=TIMEOUT))}
         elif self.size.kernels and plane == HYBRID:
             first = self.rank - self.rank % self.size.domain
             inside = range(first, first + self.size.domain)
             ranks["peers"] = SharedPeers(dist.new_group(inside, use_local_synchronization=True))
-        balancer = ultraep.Balancer(
+        balancer = ultraep.Balancer._with_settings(
             **ranks,
             experts=self.size.experts,
             domain=self.size.domain,

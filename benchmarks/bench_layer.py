@@ -25,7 +25,7 @@ from load_cases import Shape, even_ids, skewed_ids
 from timing import Call, in_turns, nothing
 
 import ultraep
-from ultraep.hops import hops
+from ultraep.hops import CHUNKS, hops
 from ultraep.microbatch import Layer
 from ultraep.runtime.connect import connect
 
@@ -64,7 +64,7 @@ def on_rank(rank: int, size: Size) -> dict[str, dict[str, float]]:
     comm = connect(dist.group.WORLD)
     config = ultraep.BalanceConfig(objective="balance")  # bench_cost.py measures the default
     options: dict[str, Any] = {"experts": size.experts, "slots": size.slots, "config": config}
-    balancer = ultraep.Balancer(communicator=comm, **options)
+    balancer = ultraep.Balancer._with_settings(comm, **options)
     moe = ultraep.BalancedMoE.swiglu(
         size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
     )
@@ -154,7 +154,7 @@ def control(bench: Bench) -> None:
         wide = Size(ranks=ranks, tokens=tokens, experts=experts, top_k=top_k)
         ids, comm = skewed_ids(wide, wide.ratio), PreparedCommunicator(ranks)
         comm.loads = torch.stack([torch.bincount(i.reshape(-1), minlength=experts) for i in ids])
-        balancer = ultraep.Balancer(experts=experts, communicator=comm)  # type: ignore[arg-type]
+        balancer = ultraep.Balancer(comm, experts=experts)  # type: ignore[arg-type]
         passes = [control_pass(balancer, ids[0], rounds) for _ in range(CONTROL_PASSES)]
         stages = min(passes, key=lambda stages: sum(stages.values()))
         case = {"ranks": ranks, "experts": experts, "top_k": top_k, "tokens": tokens}
@@ -179,7 +179,7 @@ def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, 
     marks.append(time.perf_counter())
     microbatch.reroute()  # computes everything that dispatch needs
     marks.append(time.perf_counter())
-    hops(plan, balancer.settings.relay, chunks=balancer.settings.chunks)
+    hops(plan, balancer.settings.relay, chunks=CHUNKS)
     marks.append(time.perf_counter())
     names = ("count", "plan and check", "reroute", "transfers")
     return {n: b - a for n, a, b in zip(names, marks, marks[1:], strict=False)}

@@ -118,14 +118,13 @@ class OneRank:
 def on_host(size: Shape, contender: Contender, capacity: int | str) -> tuple[dict[str, int], int]:
     """Bytes allocated for such a layer, without running it."""
     alone: Any = OneRank(size.ranks)
-    balancer = ultraep.Balancer(
-        communicator=alone,
+    balancer = ultraep.Balancer._with_settings(
+        alone,
         peers=alone,
         data_plane="mapped",
         experts=size.experts,
         slots=contender.slots,
         config=BalanceConfig(policy=contender.policy, objective="balance"),
-        tokens=size.tokens,
         capacity=capacity,
     )
     homes = size.experts // size.ranks
@@ -146,13 +145,12 @@ def on_card(
 ) -> tuple[dict[str, int], int, float]:
     """Shared memory, the peak of a step, and its milliseconds, in one process."""
     device = device_of_rank(cuda=True)
-    balancer = ultraep.Balancer(
+    balancer = ultraep.Balancer._with_settings(
         dist.group.WORLD,
         data_plane="mapped",
         experts=size.experts,
         slots=contender.slots,
         config=BalanceConfig(policy=contender.policy, objective="balance"),
-        tokens=size.tokens,
         capacity=capacity,
         timeout=120.0,
     )

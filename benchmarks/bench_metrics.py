@@ -111,9 +111,9 @@ def lines_of(case: Mapping[str, Any], times: Times) -> list[Line]:
 def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.BalancedMoE:
     """A layer with fixed routing on its own balancer."""
     balancer = ultraep.Balancer(
+        comm,
         experts=size.experts,
         slots=size.slots,
-        communicator=comm,
         config=ultraep.BalanceConfig(objective="balance"),
         record=folder,
     )

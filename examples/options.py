@@ -37,11 +37,9 @@ def balancer_of(
     """Open a balancer over all ranks; the experts need not divide evenly."""
     balancer = ultraep.Balancer(
         dist.new_group(),  # separate from the messages of the rest of the model
-        experts=config.experts,
+        experts=even_homes(config.experts, dist.get_world_size()),
         slots=args.slots,
-        homes=even_homes(config.experts, dist.get_world_size()),
         config=ultraep.BalanceConfig(policy=policy, tolerance=args.tolerance, objective="balance"),
-        relay=args.relay,
     )
     try:
         yield balancer
@@ -61,7 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--dtype", choices=DTYPES, default="float32")
     balance = parser.add_argument_group("balance")
     balance.add_argument("--slots", type=int, default=1, help="spare slots per rank (%(default)s)")
-    balance.add_argument("--relay", choices=("auto", "direct", "chain"), default="auto")
     balance.add_argument(
         "--tolerance", type=float, default=0.0, help="allowed imbalance above 1 (%(default)s)"
     )

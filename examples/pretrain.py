@@ -93,21 +93,18 @@ class Pretraining:
 
     def make_balancer(self, ep: int, start: int) -> ultraep.Balancer:
         """Return the balancer of this expert-parallel group."""
-        balance, links = self.settings.balance, self.settings.parallel
-        experts = self.settings.model.experts
+        balance = self.settings.balance
         return ultraep.Balancer(  # ultraep 2: one for all layers of an expert-parallel group
             self.group,
-            experts=experts,
+            experts=even_homes(self.settings.model.experts, ep),
             slots=balance.slots,
             domain=balance.domain or None,
-            homes=even_homes(experts, ep),
             config=ultraep.BalanceConfig(
                 policy=balance.policy,
                 tolerance=balance.tolerance,
                 objective="balance",  # no measured rates, so that a resumed run is exact
             ),
-            relay=balance.relay,
-            timeout=links.timeout or None,
+            timeout=self.settings.parallel.timeout or None,
             record=trace_folder(self.settings.logging.record, start, self.rank // ep),
         )
 

@@ -59,7 +59,6 @@ class Balance:
     tolerance: float = 0.0
     slots: int = number(1, least=0)
     domain: int = number(0, least=0)  # ranks joined by the fast link; 0: the whole group
-    relay: str = one_of("auto", "auto", "direct", "chain")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -298,8 +298,8 @@ def on_every_rank(
 
     def on_rank(comm: Any) -> Any:
         comm = wrap(comm)
-        options = {"dispatcher": dispatcher(comm), **balancer_options}
-        balancer = Balancer(experts=example.experts, communicator=comm, **options)
+        options = {"experts": example.experts, "dispatcher": dispatcher(comm)} | balancer_options
+        balancer = Balancer._with_settings(comm, **options)
         x = example.inputs[comm.rank].clone().requires_grad_()
         layer = example.layer(balancer, **layer_options or {})
         return work(layer, x, example.gradients[comm.rank])

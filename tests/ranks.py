@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cases  # noqa: F401  # registers a policy
 import torch
 import torch.distributed as dist
 import warm

@@ -20,7 +20,7 @@ class Model(nn.Module):
     def __init__(self, comm, seed):
         super().__init__()
         homes = even_homes(EXPERTS, comm.size)
-        self.balancer = Balancer(experts=EXPERTS, slots=1, homes=homes, communicator=comm)
+        self.balancer = Balancer(comm, experts=homes, slots=1)
         self.first = nn.Linear(8, 8).double()
         for parameter in self.first.parameters():  # ranks are threads and share a seed
             nn.init.constant_(parameter, seed / 10)

@@ -45,7 +45,7 @@ for module in pkgutil.walk_packages(ultraep.__path__, "ultraep."):
 import torch
 group = ultraep.LocalGroup(2)
 def work(comm):
-    balancer = ultraep.Balancer(communicator=comm, experts=8, slots=1)
+    balancer = ultraep.Balancer(comm, experts=8, slots=1)
     torch.manual_seed(0)
     moe = ultraep.BalancedMoE.swiglu(16, 32, 8, 2, balancer=balancer)
     moe(torch.randn(64, 16, requires_grad=True)).sum().backward()

@@ -219,7 +219,7 @@ def test_routes_stay_on_their_rank():
     def work(comm):
         counted = Counted(comm)
         config = BalanceConfig(objective="balance")
-        model = Model(Balancer(experts=EXPERTS, communicator=counted, config=config))
+        model = Model(Balancer(counted, experts=EXPERTS, config=config))
         for length in (5, 5, 50):  # the first step allocates
             x, mask = inputs(comm.rank, length=length), torch.ones(3, length)
             with torch.no_grad():

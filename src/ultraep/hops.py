@@ -13,6 +13,7 @@ from ultraep.config import check_choice
 from ultraep.plan import Plan
 
 MODES = ("direct", "chain", "auto")
+CHUNKS = 4  # pieces of an expert in a chain of messages
 HOME = -1
 
 

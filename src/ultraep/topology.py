@@ -115,7 +115,8 @@ class Topology:
             if self.experts % self.ranks:
                 raise ConfigError(
                     f"{self.experts} experts do not divide evenly over {self.ranks} ranks; "
-                    "pass homes=, for example ultraep.topology.even_homes(experts, ranks)"
+                    "pass the home rank of every expert, for example "
+                    "ultraep.topology.even_homes(experts, ranks)"
                 )
             return np.repeat(np.arange(self.ranks), self.experts // self.ranks)
         try:

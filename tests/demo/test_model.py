@@ -47,7 +47,7 @@ def test_even_routing_is_even_over_ranks_however_the_homes_are(ranks):
     homes = even_homes(experts=8, ranks=ranks)
 
     def body(comm):
-        balancer = Balancer(experts=8, homes=homes, communicator=comm)
+        balancer = Balancer(comm, experts=homes)
         moe = BalancedMoE.swiglu(4, 4, 8, 3, balancer=balancer)
         tokens = torch.zeros(24, 4)
         own, gates, _ = moe.router(tokens)

@@ -190,7 +190,7 @@ def test_ranks_with_different_dispatchers():
     def mixed(comm):
         name = NAMES[comm.rank]
         with pytest.raises(PlanMismatch, match=r"dispatcher='DeepEP'.*dispatcher='DeepEPBuffer'"):
-            Balancer(experts=4, communicator=comm, dispatcher=dispatcher_of(name)(comm))
+            Balancer(comm, experts=4, dispatcher=dispatcher_of(name)(comm))
 
     LocalGroup(2).run(mixed)
 
@@ -249,7 +249,7 @@ def test_slots_are_checked_when_the_balancer_is_created(name):
 
     def refused(comm):
         with pytest.raises(ConfigError, match=message):
-            Balancer(experts=experts, slots=2, communicator=comm, dispatcher=make(comm))
+            Balancer(comm, experts=experts, slots=2, dispatcher=make(comm))
         return True
 
     assert LocalGroup(2).run(refused) == [True, True]

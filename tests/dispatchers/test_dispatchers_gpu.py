@@ -57,7 +57,7 @@ class Differentiable:
 def one_pass(plane, dispatcher, example):
     """Output and gradients of the second of two steps, and the regions for rows."""
     options = {"data_plane": plane, "dispatcher": dispatcher}
-    balancer = Balancer("alone", experts=example.experts, slots=1, **options)
+    balancer = Balancer._with_settings("alone", experts=example.experts, slots=1, **options)
     layer = example.layer(balancer, device=CUDA)
     x = example.inputs[0].to(CUDA, copy=True).requires_grad_()
     layer(x)

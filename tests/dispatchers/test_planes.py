@@ -41,7 +41,7 @@ def on_plane(rank, group, plane, name):
 def two_passes(rank, group, plane, name):
     comm = connect(group, timeout=PATIENCE)
     peers = {"peers": SharedPeers(group)} if plane == "mapped" else {}
-    balancer = Balancer(
+    balancer = Balancer._with_settings(
         group,
         experts=EXAMPLE.experts,
         slots=2,
@@ -70,7 +70,7 @@ def expected():
     """The rows of the messages plane, one thread for each rank."""
 
     def work(comm):
-        balancer = Balancer(experts=EXAMPLE.experts, slots=2, communicator=comm)
+        balancer = Balancer(comm, experts=EXAMPLE.experts, slots=2)
         layer = EXAMPLE.layer(balancer)
         x = EXAMPLE.inputs[comm.rank].clone().requires_grad_()
         ys = [layer(x), layer(2 * x)]

@@ -64,5 +64,5 @@ def check_layer(seed: int, number: int, counts: Counter[str]) -> None:
 
 
 def in_process(comm: Any, example: Any, options: dict[str, Any], again: bool) -> Any:
-    balancer = Balancer(experts=example.experts, communicator=comm, **options)
+    balancer = Balancer._with_settings(comm, **options)
     return one_pass(balancer, example, again)

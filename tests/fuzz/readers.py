@@ -230,17 +230,17 @@ def of_settings() -> list[Target]:
     comm = LocalGroup(1).run(lambda comm: comm)[0]
     config = {"policy": "ultraep", "tolerance": 0.01, "min_tokens_per_replica": 2}
     config |= {"max_replicas": 3, "locality": True, "objective": "time", "speeds": [900, 1000]}
-    balancer = {"experts": 4, "slots": 1, "policy": "ultraep", "relay": "chain", "chunks": 2}
-    balancer |= {"in_flight": 1, "verify": True, "timeout": 5.0, "capacity": "auto", "tokens": 8}
-    balancer |= {"homes": [0, 0, 0, 0], "domain": 1, "data_plane": "auto"}
-    settings = {"backend": "cpu", "relay": "auto", "chunks": 4, "in_flight": 1, "tokens": 9}
+    balancer = {"experts": [0, 0, 0, 0], "slots": 1, "policy": "ultraep", "relay": "chain"}
+    balancer |= {"in_flight": 1, "timeout": 5.0, "capacity": "auto"}
+    balancer |= {"domain": 1, "data_plane": "auto"}
+    settings = {"backend": "cpu", "relay": "auto", "in_flight": 1}
     settings |= {"capacity": 8, "timeout": 1.5}
     draws = {"ranks": 4, "experts": 8, "top_k": 2, "tokens": 16, "seed": 3}
     vllm = {"slots": 2, "policy": "ultraep", "tolerance": 0.1, "min_rows": 4, "keep": True}
     variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_POLICY": "ultraep", "ULTRAEP_KEEP": "1"}
 
     def make_balancer(**options: Any) -> None:
-        Balancer(communicator=comm, **options).close()
+        Balancer._with_settings(comm, **options).close()
 
     builders: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
         "topology": (
@@ -438,7 +438,7 @@ def _tensor(values: Any) -> torch.Tensor:
 def of_state() -> Target:
     """The state of a layer, as shapes by name."""
     comm = LocalGroup(1).run(lambda comm: comm)[0]
-    balancer = Balancer(experts=4, slots=0, policy="none", communicator=comm)
+    balancer = Balancer(comm, experts=4, slots=0, policy="none")
     layer = BalancedMoE.swiglu(8, 4, 4, 2, balancer=balancer, shared_ffn=4)
     shapes = {name: list(tensor.shape) for name, tensor in layer.full_state_dict().items()}
 

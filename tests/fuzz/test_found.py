@@ -96,7 +96,7 @@ def test_quotas_whose_sum_overflows():
 )
 def test_states_of_another_layer(change, message):
     comm = LocalGroup(1).run(lambda comm: comm)[0]
-    balancer = Balancer(experts=4, slots=0, policy="none", communicator=comm)
+    balancer = Balancer(comm, experts=4, slots=0, policy="none")
     layer = BalancedMoE.swiglu(8, 4, 4, 2, balancer=balancer)
     state = layer.full_state_dict()
     change(state)

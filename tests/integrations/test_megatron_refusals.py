@@ -60,7 +60,7 @@ def test_no_experts_are_refused():
         check_settings(SimpleNamespace(num_moe_experts=None))
 
 
-@pytest.mark.parametrize("name", ["group", "homes", "experts"])
+@pytest.mark.parametrize("name", ["group", "domain", "experts"])
 def test_options_that_megatron_sets(name):
     with pytest.raises(ConfigError, match=f"'{name}' cannot be set"):
         check_options({"slots": 1, name: 3})

@@ -478,7 +478,7 @@ def check_recorded_routes(config: Any) -> dict[str, Any]:
     def serve(comm: Any) -> int:
         layer, (x, gates, ids) = layers[comm.rank], inputs[comm.rank]
         balance = BalanceConfig(objective="balance")
-        layer.balancer = Balancer(experts=2 * EXPERTS, config=balance, communicator=comm)
+        layer.balancer = Balancer(comm, experts=2 * EXPERTS, config=balance)
         layer.layer_index = layer.balancer.register_layer()
         layer.service = SimpleNamespace(policy=lambda _: None)
         with set_current_vllm_config(config), torch.inference_mode():

@@ -72,7 +72,7 @@ def train(balancer, example, metrics, layers=2, steps=3):
 def test_a_reading_on_the_messages_plane_equals_the_stats():
     def work(comm):
         example = Example(tokens=[20, 12], experts=8, top_k=2)
-        balancer, readings = Balancer(experts=8, communicator=comm), []
+        balancer, readings = Balancer(comm, experts=8), []
         metrics = Metrics(balancer, every=3).tell(readings.append)
         train(balancer, example, metrics)
         (reading,) = readings
@@ -89,7 +89,7 @@ def test_a_reading_on_the_messages_plane_equals_the_stats():
 
 
 def on_mapped(rank, group, example):
-    balancer = Balancer(
+    balancer = Balancer._with_settings(
         group,
         peers=SharedPeers(group),
         experts=example.experts,
@@ -127,7 +127,7 @@ def test_the_mapped_plane_is_counted_on_the_device():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_replays_of_a_graph_are_counted():
     torch.cuda.init()
-    balancer = Balancer("alone", experts=4, data_plane="mapped", tokens=16)
+    balancer = Balancer._with_settings("alone", experts=4, data_plane="mapped")
     metrics = Metrics(balancer)
     moe = ultraep.BalancedMoE.swiglu(64, 64, 4, 2, balancer=balancer).cuda().bfloat16()
     x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
@@ -182,7 +182,7 @@ def test_speeds_of_ranks_are_exported():
 
     def work(comm):
         config = BalanceConfig(objective="balance", speeds=(1000, 800))
-        metrics = Metrics(Balancer(experts=4, communicator=comm, config=config))
+        metrics = Metrics(Balancer(comm, experts=4, config=config))
         return metrics.read()
 
     reading = ultraep.LocalGroup(2).run(work)[0]

@@ -60,9 +60,9 @@ ONE_DTENSOR = "'gate_up_proj' of home experts would become one DTensor of ranks 
 DDP, FSDP1 = f"DistributedDataParallel {TREATED}", f"FullyShardedDataParallel {TREATED}"
 
 
-def refused(rank, group, wrapper, homes, frozen, message):
+def refused(rank, group, wrapper, experts, frozen, message):
     warnings.filterwarnings("ignore", "FSDP will not all-gather")
-    model = balanced(group, homes)
+    model = balanced(group, experts)
     model.moe.experts.requires_grad_(not frozen)
     before = copy.deepcopy(model.moe.experts)
     with pytest.raises(ConfigError) as error:
@@ -74,19 +74,19 @@ def refused(rank, group, wrapper, homes, frozen, message):
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "homes", "frozen", "message"),
+    ("wrapper", "experts", "frozen", "message"),
     [
-        ("ddp", None, False, DDP),
-        ("ddp", None, True, DDP),  # it averages nothing, but it would overwrite the experts
+        ("ddp", 8, False, DDP),
+        ("ddp", 8, True, DDP),  # it averages nothing, but it would overwrite the experts
         ("ddp", UNEVEN, False, DDP),
-        ("fsdp1", None, False, FSDP1),
-        ("fsdp2", None, False, ONE_DTENSOR),
+        ("fsdp1", 8, False, FSDP1),
+        ("fsdp2", 8, False, ONE_DTENSOR),
         ("fsdp2", UNEVEN, False, ONE_DTENSOR),
-        ("distribute_module", None, False, ONE_DTENSOR),
+        ("distribute_module", 8, False, ONE_DTENSOR),
     ],
 )
-def test_wrappers_that_treat_experts_as_equal_are_refused(wrapper, homes, frozen, message):
-    shared_pool().run(2, refused, wrapper, homes, frozen, message)
+def test_wrappers_that_treat_experts_as_equal_are_refused(wrapper, experts, frozen, message):
+    shared_pool().run(2, refused, wrapper, experts, frozen, message)
 
 
 def all_experts_in_ddp(rank, group):
@@ -132,7 +132,7 @@ def test_expert_parameters_carry_their_ranks():
     example = Example([4] * 2, shared_ffn=4)
 
     def work(comm):
-        layer = example.layer(Balancer(experts=8, communicator=comm))
+        layer = example.layer(Balancer(comm, experts=8))
         experts = parallel.expert_parameters(layer)
         assert list(experts) == ["experts.gate_up_proj", "experts.down_proj"]
         assert all(parameter.expert_ranks == (0, 1) for parameter in experts.values())

@@ -48,9 +48,9 @@ def grid(ep):
     return experts, dp_replicas
 
 
-def balanced(group, homes=None):
+def balanced(group, experts=EXAMPLE.experts):
     """Return the model of one rank of an expert-parallel group."""
-    return Model(EXAMPLE.layer(Balancer(group, experts=8, homes=homes)))
+    return Model(EXAMPLE.layer(Balancer(group, experts=experts)))
 
 
 def wrapped(wrapper, model, dp_replicas):

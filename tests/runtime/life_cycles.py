@@ -71,10 +71,9 @@ class Program:
         policy = str(draw.choice(["ultraep"] * 5 + ["registered", "none"]))
         options = {
             "slots": int(draw.integers(1, 3)),
-            "homes": sorted(int(home) for home in draw.integers(0, ranks, experts)),
+            "experts": sorted(int(home) for home in draw.integers(0, ranks, experts)),
             "policy": policy,
             "in_flight": int(draw.integers(1, 5)),
-            "verify": bool(draw.integers(4)),
         }
         program = cls(
             tokens=[int(count) for count in draw.integers(1, 12, ranks)],
@@ -477,7 +476,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 def assert_agree(program: Program, ranks: list[Observed]) -> None:
     """Check that all ranks together observed the same as the dense model."""
     homes = Topology(
-        ranks=len(program.tokens), experts=program.experts, homes=program.options["homes"]
+        ranks=len(program.tokens), experts=program.experts, homes=program.options["experts"]
     )
     by_rank = torch.from_numpy(homes.experts_by_rank.copy())
     expected = Dense(program).run()

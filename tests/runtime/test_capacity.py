@@ -105,7 +105,7 @@ def test_with_fewer_slots_a_rank_may_exceed_the_mean():
 BROKEN = {
     "slots": ({"slots": 3}, "3 slots, it needs 4"),
     "uneven homes": (
-        {"slots": 4, "homes": [0, 0, 0, 0, 0, 1, 1, 1]},
+        {"slots": 4, "experts": [0, 0, 0, 0, 0, 1, 1, 1]},
         "4 slots, it needs 5",
     ),
     "tolerance": ({"config": BalanceConfig(tolerance=0.01)}, "tolerance=0.01, it needs 0"),
@@ -132,15 +132,15 @@ def test_settings_that_break_the_proof_are_refused(name):
 
     def work(comm):
         with pytest.raises(ConfigError, match=f"capacity='static' is the mean, .*{words}"):
-            Balancer(experts=8, communicator=comm, capacity="static", **options)
-        Balancer(experts=8, communicator=comm, capacity="auto", **options)
+            Balancer._with_settings(comm, capacity="static", **{"experts": 8} | options)
+        Balancer._with_settings(comm, capacity="auto", **{"experts": 8} | options)
 
     LocalGroup(2).run(work)
 
 
 def test_another_policy_that_exceeds_a_static_capacity_is_refused():
     def work(comm):
-        balancer = Balancer(experts=8, slots=4, communicator=comm, capacity="static")
+        balancer = Balancer(comm, experts=8, slots=4, capacity="static")
         ids = torch.zeros(5, 2, dtype=torch.int64)
         with pytest.raises(LoadError, match=r"'none' gives 20 rows to rank 0.*the mean of 10"):
             planned(balancer, ids, policy="none")

@@ -291,15 +291,19 @@ def skewed_ids(rank, experts=8, tokens=30):
 
 
 def balancer_of(comm, **options):
-    return Balancer(
-        experts=8, communicator=comm, backend="triton", data_plane="messages", **options
+    return Balancer._with_settings(
+        comm,
+        experts=8,
+        backend="triton",
+        data_plane="messages",
+        **options,
     )
 
 
 def test_the_routes_of_a_balancer_agree_with_the_host():
     def work(comm):
         balancer = balancer_of(comm, slots=2)
-        twin = Balancer(experts=8, slots=2, communicator=comm, backend="cpu")
+        twin = Balancer._with_settings(comm, experts=8, slots=2, backend="cpu")
         ids = skewed_ids(comm.rank).to(DEVICE)
         ids[::7] = -1
         actual, expected = (planned(each, ids) for each in (balancer, twin))
@@ -318,7 +322,7 @@ def test_the_routes_of_a_balancer_agree_with_the_host():
 
 
 def test_a_balancer_reuses_its_buffers():
-    balancer = Balancer("alone", experts=8, backend="triton", data_plane="messages")
+    balancer = Balancer._with_settings("alone", experts=8, backend="triton", data_plane="messages")
     counted(balancer, skewed_ids(0, tokens=30).to(DEVICE))
     plane = balancer.plane(DEVICE)
     first = plane.kernels.control
@@ -344,7 +348,7 @@ def test_policies_that_change_from_step_to_step():
     def steps(backend):
         def work(comm):
             options = {"policy": "none", "slots": 2, "backend": backend}
-            layer = example.layer(Balancer(experts=8, communicator=comm, **options))
+            layer = example.layer(Balancer._with_settings(comm, experts=8, **options))
             x = example.inputs[comm.rank]
             return [
                 layer(x, policy=policy) for policy in ("ultraep", None, "registered", "ultraep")
@@ -358,8 +362,8 @@ def test_policies_that_change_from_step_to_step():
 
 
 def test_interleaved_microbatches_get_their_own_plans():
-    balancer = Balancer("alone", experts=8, backend="triton", data_plane="messages")
-    twin = Balancer("alone", experts=8, backend="reference", data_plane="messages")
+    balancer = Balancer._with_settings("alone", experts=8, backend="triton", data_plane="messages")
+    twin = Balancer._with_settings("alone", experts=8, backend="reference", data_plane="messages")
     every = [skewed_ids(seed, tokens=30 + seed) for seed in range(3)]
     names, actual = (None, "none", "ultraep"), []
     for own, device in ((balancer, DEVICE), (twin, torch.device("cpu"))):

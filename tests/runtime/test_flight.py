@@ -97,7 +97,7 @@ def run_with_a_failing_network(ranks):
     """Rank 1 raises in stage 6 of the second microbatch."""
 
     def work(comm):
-        balancer = Balancer(experts=4, communicator=comm)
+        balancer = Balancer(comm, experts=4)
         layer = BalancedMoE.swiglu(8, 8, 4, 2, balancer=balancer)
         layer(torch.randn(16, 8)).sum().backward()
         if comm.rank == 1:
@@ -137,7 +137,7 @@ def test_nothing_is_written_in_the_good_case(folder):
 
 def test_ranks_with_other_plans_are_named(folder):
     def work(comm):
-        balancer = Balancer(experts=4, communicator=comm, domain=comm.size)
+        balancer = Balancer(comm, experts=4, domain=comm.size)
         layer = BalancedMoE.swiglu(8, 8, 4, 2, balancer=balancer)
         skewed = torch.ones(16, 8)
         layer(skewed, policy="none" if comm.rank == 2 else None)

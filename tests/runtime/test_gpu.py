@@ -52,7 +52,7 @@ def test_the_default_timeout_is_the_one_of_nccl(nccl):
 
 def test_ranks_at_different_places_raise():
     def work(comm):
-        balancer = Balancer(experts=8, communicator=comm)
+        balancer = Balancer(comm, experts=8)
         ids = torch.arange(16, device=CUDA).reshape(8, 2) % 8
         microbatch = balancer.begin(Layer(), ids)
         assert microbatch.count().is_cuda
@@ -77,7 +77,7 @@ def test_several_ranks_in_one_process_agree_with_the_dense_twin(dtype):
     example = Example(tokens=[30, 20, 0, 40], dtype=dtype)
 
     def work(comm):
-        balancer = Balancer(experts=example.experts, communicator=comm, relay="chain")
+        balancer = Balancer._with_settings(comm, experts=example.experts, relay="chain")
         layer = example.layer(balancer, device=CUDA)
         with torch.no_grad():
             y = layer(example.inputs[comm.rank].to(CUDA))

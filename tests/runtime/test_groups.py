@@ -52,7 +52,7 @@ def test_processes_without_a_process_group_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("group", ["everyone", 1.5, -100])
 def test_an_invalid_group_is_refused(group):
-    with pytest.raises(ConfigError, match="or 'alone', got"):
+    with pytest.raises(ConfigError, match="'alone' or a Communicator, got"):
         Balancer(group, experts=8)
 
 
@@ -77,7 +77,7 @@ def test_the_warning_about_one_rank_points_to_the_caller(monkeypatch):
 )
 def test_ranks_that_cannot_place_replicas_warn_once(options, cause):
     def work(comm):
-        Balancer(experts=8, communicator=comm, **options)
+        Balancer._with_settings(comm, experts=8, **options)
 
     with pytest.warns(NothingToBalance, match=cause) as got:
         LocalGroup(4).run(work)
@@ -88,5 +88,5 @@ def test_explicit_choices_do_not_warn():
     """Warnings are errors here."""
     Balancer("alone", experts=8, slots=0)
     Balancer(experts=8, policy="none")
-    LocalGroup(1).run(lambda comm: Balancer(experts=8, communicator=comm))
-    LocalGroup(2).run(lambda comm: Balancer(experts=8, slots=0, communicator=comm, policy="none"))
+    LocalGroup(1).run(lambda comm: Balancer(comm, experts=8))
+    LocalGroup(2).run(lambda comm: Balancer(comm, experts=8, slots=0, policy="none"))

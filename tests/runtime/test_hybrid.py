@@ -47,7 +47,9 @@ def in_domains(seed, ranks):
         if not sizes:
             continue
         domain = int(rng.choice(sizes))
-        homes = np.bincount(np.array(options["homes"]) // domain, minlength=example.ranks // domain)
+        homes = np.bincount(
+            np.array(options["experts"]) // domain, minlength=example.ranks // domain
+        )
         if homes.min() >= max(1, options["slots"]):
             return example, options | {"domain": domain}, again
 
@@ -57,9 +59,7 @@ def over_messages(example, options, again):
 
     def work(local):
         comm = CountingCommunicator(local, options["domain"])
-        balancer = Balancer(
-            experts=example.experts, communicator=comm, data_plane="hybrid", **options
-        )
+        balancer = Balancer._with_settings(comm, data_plane="hybrid", **options)
         return one_pass(balancer, example, again), comm.crossed
 
     results = LocalGroup(example.ranks).run(work)
@@ -78,7 +78,7 @@ def over_messages(example, options, again):
 
 def fewest_crossing(example, options):
     """Return the fewest rows that each rank must send to other domains."""
-    domains = np.array(options["homes"]) // options["domain"]
+    domains = np.array(options["experts"]) // options["domain"]
     layer, fewest = example.twin(), []
     for rank, x in enumerate(example.inputs):
         own, (ids, _) = rank // options["domain"], layer.route(x)
@@ -90,9 +90,8 @@ def balancer_of(group, example, options):
     """A rank that maps the memory of its domain."""
     first = group.rank() - group.rank() % options["domain"]
     inside = dist.new_group(range(first, first + options["domain"]), use_local_synchronization=True)
-    return Balancer(
+    return Balancer._with_settings(
         group,
-        experts=example.experts,
         data_plane="hybrid",
         peers=SharedPeers(inside),
         timeout=PATIENCE,
@@ -109,7 +108,7 @@ def mapped_inside(rank, group, example, options, again):
 
 
 def assert_dense(example, options, actual):
-    homes = Topology(ranks=example.ranks, experts=example.experts, homes=options["homes"])
+    homes = Topology(ranks=example.ranks, experts=example.experts, homes=options["experts"])
     assert_same(actual, dense(example), homes)
 
 
@@ -148,8 +147,8 @@ def static_example(seed):
     tokens = [int(n) for n in rng.integers(0, 9, 4)]
     example = Example(tokens, experts=8, top_k=3, hidden=8, ffn=4, skew=2.0, seed=seed)
     options = {"slots": 2, "domain": 2, "in_flight": int(rng.integers(1, 3))}
-    options |= {"homes": [0, 0, 1, 1, 2, 2, 3, 3], "verify": bool(rng.integers(2))}
-    return example, options | {"capacity": "static"}, bool(rng.integers(2))
+    options |= {"experts": [0, 0, 1, 1, 2, 2, 3, 3], "capacity": "static"}
+    return example, options, bool(rng.integers(2))
 
 
 @only_interpreted
@@ -167,10 +166,10 @@ def test_random_layers_with_a_static_capacity(first, count):
         assert_dense(example, options, actual)
 
 
-def calls_of_a_pass(rank, group, verify):
+def calls_of_a_pass(rank, group):
     """Return what a rank sends between domains in a pass, and in a pass with other routes."""
     example, options, _ = static_example(3)
-    balancer = balancer_of(group, example, options | {"verify": verify, "tokens": 8})
+    balancer = balancer_of(group, example, options)
     layer, calls = example.layer(balancer), []
     record_calls(balancer.comm, calls)
     passes = []
@@ -200,22 +199,21 @@ def record_calls(comm, calls):
 
 @only_interpreted
 def test_with_a_static_capacity_sizes_do_not_depend_on_the_loads():
-    results = shared_pool().run(4, calls_of_a_pass, False)
+    results = shared_pool().run(4, calls_of_a_pass)
     for rank, passes in enumerate(results):
         (first, one), (second, other), (third, _) = passes
         assert len({one, other}) == 2  # other loads, other plans
-        assert first[-5:] == second == third  # the first pass also allocates memory
-        gathered, *moved = second
-        assert gathered == ("all_gather", (8,))  # loads, on the device; no sizes, no plans
+        assert first[-len(second) :] == second == third  # the first pass also allocates memory
+        moved = [call for call in second if call[0] == "all_to_all"]
         sent = [0, 0, 0, 0]
         sent[(rank + 2) % 4] = 8
-        assert [call[0] for call in moved] == ["all_to_all"] * 4
+        assert len(moved) == 4
         assert {call[2:] for call in moved} == {(tuple(sent), tuple(sent))}
 
 
 def overflows(rank, group):
     example, options, _ = static_example(3)
-    balancer = balancer_of(group, example, options | {"capacity": 2, "tokens": 8})
+    balancer = balancer_of(group, example, options | {"capacity": 2})
     y = example.layer(balancer)(example.inputs[rank])
     lost = bool(y.isnan().any()) or not len(y)
     try:
@@ -259,7 +257,7 @@ def test_auto_uses_domains_of_hosts(monkeypatch):
     example = Example([5, 5, 5, 5], experts=8, top_k=2, hidden=8, ffn=4, seed=1)
 
     def work(comm):
-        balancer = Balancer(experts=8, communicator=comm)
+        balancer = Balancer(comm, experts=8)
         return repr(balancer), one_pass(balancer, example, False), repr(balancer)
 
     results = LocalGroup(4).run(work)
@@ -269,7 +267,7 @@ def test_auto_uses_domains_of_hosts(monkeypatch):
 
 def test_one_host_stays_with_messages():
     def work(comm):
-        balancer = Balancer(experts=8, communicator=comm, domain=2)
+        balancer = Balancer(comm, experts=8, domain=2)
         balancer.plane("cpu")
         return repr(balancer)
 
@@ -290,8 +288,9 @@ def errors_of(work, ranks=4):
 
 def with_domains(comm, device="cpu", *, blind=False, **options):
     """Create a balancer and choose its plane; blind: ranks do not compare their positions."""
-    balancer = Balancer(
-        communicator=comm, **{"experts": 8, "domain": 2, "data_plane": "hybrid"} | options
+    balancer = Balancer._with_settings(
+        comm,
+        **{"experts": 8, "domain": 2, "data_plane": "hybrid"} | options,
     )
     if blind:  # comparing sends a tensor of the device
         balancer._agreement.compare = lambda *_: None

@@ -138,7 +138,7 @@ def without_the_host(rank, group):
     by_messages.close()
     warnings.simplefilter("default")  # torch's symmetric memory warns
     balancer = Balancer(
-        communicator=Waiting(connect(group, timeout=PATIENCE)),
+        Waiting(connect(group, timeout=PATIENCE)),
         experts=16,
         slots=4,
         domain=2,

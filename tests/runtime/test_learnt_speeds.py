@@ -181,7 +181,7 @@ def test_all_ranks_use_new_speeds_from_the_same_microbatch_on(monkeypatch, tmp_p
 
     def work(comm):
         record = tmp_path / "run"
-        balancer = Balancer(experts=6, slots=2, communicator=comm, config=AUTO, record=record)
+        balancer = Balancer(comm, experts=6, slots=2, config=AUTO, record=record)
         layers = [example.layer(balancer) for _ in range(2)]
         used = []
         with torch.no_grad():
@@ -217,7 +217,7 @@ def test_a_recomputed_pass_gets_the_plan_of_its_first_pass(monkeypatch, reentran
     example, together = Example([24, 20], experts=4), Barrier(2)
 
     def work(comm, config, around):
-        balancer = Balancer(experts=4, slots=2, communicator=comm, config=config)
+        balancer = Balancer(comm, experts=4, slots=2, config=config)
         layers = [example.layer(balancer) for _ in range(2)]
         optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.0)
         digests, gradients = [], []
@@ -285,7 +285,7 @@ def test_speeds_need_times_of_experts(monkeypatch, caplog):
     monkeypatch.setattr(speeds_module, "SILENT", 5)
 
     def work(comm):
-        balancer = Balancer(experts=4, communicator=comm, config=AUTO)
+        balancer = Balancer(comm, experts=4, config=AUTO)
         ids = torch.zeros(8, 1, dtype=torch.int64)
         for _ in range(2 * BLOCK):
             planned(balancer, ids)
@@ -305,11 +305,11 @@ def test_where_speeds_cannot_be_learnt():
     assert alone.speeds == alone.measured_speeds == ()
 
 
-def on_mapped(rank, group, verify, steps):
+def on_mapped(rank, group, steps):
     with pytest.MonkeyPatch.context() as patch:
         slowed(patch, [1.0, 1.6], block=2)
         example = Example([8, 8], experts=4, skew=0.3)
-        balancer = Balancer(
+        balancer = Balancer._with_settings(
             group,
             peers=SharedPeers(group),
             experts=4,
@@ -318,7 +318,6 @@ def on_mapped(rank, group, verify, steps):
             data_plane="mapped",
             capacity=64,
             timeout=PATIENCE,
-            verify=verify,
         )
         layer, used = example.layer(balancer), []
         with torch.no_grad():
@@ -333,11 +332,9 @@ def on_mapped(rank, group, verify, steps):
 @pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 def test_speeds_on_mapped_memory():
-    first, second = shared_pool().run(2, on_mapped, True, 7)
+    first, second = shared_pool().run(2, on_mapped, 7)
     assert first == second
     assert first[0][1] == ()
     assert first[-1][1] in ((1000, 620), (1000, 630))
     fast, slow = first[-1][2]
     assert slow / fast == pytest.approx(0.62, rel=0.2)
-    unlearnt, _ = shared_pool().run(2, on_mapped, False, 5)
-    assert {speeds for _, speeds, _ in unlearnt} == {()}

@@ -27,7 +27,7 @@ def blocks(quick, number=BLOCKS):
 
 def over_messages(program):
     def work(comm):
-        balancer = Balancer(experts=program.experts, communicator=comm, **program.options)
+        balancer = Balancer._with_settings(comm, **program.options)
         return OnRank(program, balancer).run()
 
     return LocalGroup(len(program.tokens), timeout=PATIENCE).run(work)
@@ -37,7 +37,7 @@ def in_two_domains(program):
     """Return the options with two domains of two ranks, each the home of every other expert."""
     homes = [2 * (expert % 2) + expert // 2 % 2 for expert in range(program.experts)]
     slots = min(program.options["slots"], program.experts // 2)
-    return program.options | {"data_plane": "hybrid", "domain": 2, "homes": homes, "slots": slots}
+    return program.options | {"data_plane": "hybrid", "domain": 2, "experts": homes, "slots": slots}
 
 
 def mapped(rank, group, program):
@@ -46,9 +46,8 @@ def mapped(rank, group, program):
         pair = [rank - rank % 2, rank - rank % 2 + 1]
         inside = dist.new_group(pair, use_local_synchronization=True)
         options = program.options
-    balancer = Balancer(
+    balancer = Balancer._with_settings(
         group,
-        experts=program.experts,
         peers=SharedPeers(inside),
         timeout=PATIENCE,
         **options,

@@ -217,7 +217,6 @@ class MappedLayer:
         self.balancer = mapped(
             group,
             experts=EXPERTS,
-            tokens=TOKENS,
             capacity=group.size() * TOKENS * TOP_K,
             policy=policy,
             relay="chain",

@@ -188,7 +188,7 @@ def test_the_bytes_sent_agree_with_messages(name):
     work, options = SCENARIOS[name]
 
     def on_messages(comm):
-        return work(Replicated(Balancer(experts=EXPERTS, communicator=comm, **sizes(options))))
+        return work(Replicated(Balancer._with_settings(comm, experts=EXPERTS, **sizes(options))))
 
     actual = shared_pool().run(RANKS, on_mapped, name)
     summed = [sum(steps) for steps in zip(*actual, strict=True)]

@@ -48,7 +48,9 @@ def example_of(tokens, dtype=torch.float32, **options):
 
 def alone(plane, example, **options):
     """The layer of one rank that is the whole group."""
-    balancer = Balancer("alone", experts=example.experts, data_plane=plane, **options)
+    balancer = Balancer._with_settings(
+        "alone", experts=example.experts, data_plane=plane, **options
+    )
     return example.layer(balancer, device=CUDA)
 
 

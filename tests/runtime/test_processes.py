@@ -19,7 +19,7 @@ def example_for(size, dtype=torch.float64):
 
 
 def one_pass(comm, example, options):
-    balancer = Balancer(experts=example.experts, communicator=comm, **options)
+    balancer = Balancer._with_settings(comm, experts=example.experts, **options)
     layer = example.layer(balancer)
     x = example.inputs[comm.rank].clone().requires_grad_()
     y = layer(x)

@@ -42,11 +42,10 @@ def drawn(seed, most_ranks):
     )
     options = {
         "slots": int(rng.integers(0, min(experts, 2) + 1)),
-        "homes": sorted(int(h) for h in rng.integers(0, ranks, experts)),
+        "experts": sorted(int(h) for h in rng.integers(0, ranks, experts)),
         "policy": str(rng.choice(["ultraep", "ultraep", "none", "registered"])),
         "relay": str(rng.choice(["auto", "chain", "direct"])),
         "in_flight": int(rng.integers(1, 3)),
-        "verify": bool(rng.integers(4)),
     }
     return example, options, bool(rng.integers(4) == 0)
 
@@ -61,7 +60,7 @@ def one_pass(balancer, example, again):
 
 def over_messages(example, options, again):
     def work(comm):
-        balancer = Balancer(experts=example.experts, communicator=comm, **options)
+        balancer = Balancer._with_settings(comm, **options)
         return one_pass(balancer, example, again)
 
     return LocalGroup(example.ranks).run(work)
@@ -69,12 +68,10 @@ def over_messages(example, options, again):
 
 def mapped(rank, group, example, options, again):
     rows = sum(example.tokens) * example.top_k
-    balancer = Balancer(
+    balancer = Balancer._with_settings(
         group,
-        experts=example.experts,
         data_plane="mapped",
         peers=SharedPeers(group),
-        tokens=max(1, *example.tokens),
         capacity=max(1, rows),
         timeout=PATIENCE,
         **options,
@@ -90,7 +87,7 @@ def over_memory(example, options, again):
 
 
 def assert_dense(example, options, actual):
-    homes = Topology(ranks=example.ranks, experts=example.experts, homes=options["homes"])
+    homes = Topology(ranks=example.ranks, experts=example.experts, homes=options["experts"])
     assert_same(actual, dense(example), homes)
 
 

@@ -184,7 +184,7 @@ EXAMPLE = Example([30] * 4)
 
 def steps(comm, count=2, layers=1, record=None, **options):
     """Train layers that share a balancer; return gradients, plans, stats and `repr`."""
-    balancer = Balancer(experts=8, communicator=comm, record=record, **options)
+    balancer = Balancer._with_settings(comm, experts=8, record=record, **options)
     made = [EXAMPLE.layer(balancer) for _ in range(layers)]
     outputs = []
     for _ in range(count):
@@ -260,7 +260,7 @@ def test_a_group_of_one_measures_nothing(measured, caplog):
 
 def test_unknown_rates_are_logged_once(measuring, caplog):
     def by_hand(comm):
-        balancer = Balancer(experts=8, communicator=comm)
+        balancer = Balancer(comm, experts=8)
         for _ in range(2):
             plan = planned(balancer, torch.tensor([[0]]))[1]
         return plan.num_replicas
@@ -275,7 +275,7 @@ def test_a_recomputed_forward_pass_has_the_same_plan(measured):
     measuring_ranks = measured(EXPENSIVE)
 
     def work(comm):
-        balancer = Balancer(experts=8, communicator=comm)
+        balancer = Balancer(comm, experts=8)
         layer = EXAMPLE.layer(balancer)
         plans = []
         x = EXAMPLE.inputs[comm.rank].clone().requires_grad_()
@@ -314,7 +314,7 @@ def measured_here(comm, own_network):
     """Measure a layer; check that the measurement leaves no trace, and return the rates."""
     with pytest.MonkeyPatch.context() as patch:  # processes have their own environment
         patch.delenv(VARIABLE, raising=False)
-        balancer = Balancer(experts=8, communicator=comm)
+        balancer = Balancer(comm, experts=8)
     layer = EXAMPLE.layer(balancer)
     if own_network:
         home = list(layer.experts.home_experts)
@@ -334,7 +334,7 @@ def test_thousands_of_home_experts_are_measured(measuring, one_thread):
     """2,049 home experts: 16 synthetic rows for each would exceed the limit of rows."""
 
     def output(comm, policy=None):
-        balancer = Balancer(experts=4098, communicator=comm, policy=policy)
+        balancer = Balancer(comm, experts=4098, policy=policy)
         layer = ultraep.BalancedMoE.swiglu(4, 2, 4098, 2, balancer=balancer, dtype=torch.float64)
         x = torch.randn(20, 4, generator=torch.Generator().manual_seed(comm.rank)).double()
         return layer(x), balancer.stats()["rates"]
@@ -362,7 +362,9 @@ def mapped_here(rank, group):
     example = Example([6] * 2, experts=4, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(VARIABLE, raising=False)
-        balancer = Balancer(group, peers=SharedPeers(group), experts=4, data_plane="mapped")
+        balancer = Balancer._with_settings(
+            group, peers=SharedPeers(group), experts=4, data_plane="mapped"
+        )
     layer = example.layer(balancer)
     outputs = [layer(example.inputs[rank]).detach() for _ in range(2)]
     balancer.check()

@@ -58,7 +58,7 @@ class Rank:
     """One rank with a bundle, all of whose tokens go to expert 0."""
 
     def __init__(self, comm, **options):
-        self.balancer = Balancer(experts=4, communicator=comm, **options)
+        self.balancer = Balancer._with_settings(comm, experts=4, **options)
         homes = len(self.balancer.topology.home_experts(comm.rank))
         self.bundle = {"w": torch.full((homes, 3), float(comm.rank))}
         self.ids = hot(comm)
@@ -116,7 +116,7 @@ def test_an_error_returns_the_slots():
 
 def test_an_error_in_the_layer_returns_the_slots(monkeypatch):
     def work(comm):
-        balancer = Balancer(experts=4, communicator=comm)
+        balancer = Balancer(comm, experts=4)
         layer = BalancedMoE.swiglu(6, 4, 4, 2, balancer=balancer)
         x = torch.randn(20, 6, generator=torch.Generator().manual_seed(comm.rank))
         good = layer(x)

@@ -43,7 +43,7 @@ def soak(tmp_path, *options):
 
 def train(case, watch):
     def work(comm):
-        balancer = Balancer(communicator=comm, **balancer_options(case))
+        balancer = Balancer._with_settings(comm, **balancer_options(case))
         Training(case, balancer, watch).run()
 
     LocalGroup(case.ranks).run(work)

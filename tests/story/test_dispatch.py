@@ -31,7 +31,6 @@ def on_ranks(routing, work):
 
     def on_rank(comm):
         shared = Mock(comm=comm, observers=[])
-        shared.settings.verify = False
         routes = reroute(ids[comm.rank], plan, comm.rank)
         return work(RowMessages(routes, shared, MicrobatchInfo(layer=0, step=1)), comm.rank)
 
@@ -117,7 +116,7 @@ class Counting:
 
 
 def exchange_of_one(ids, comm=None):
-    balancer = Balancer(experts=4, communicator=comm or connect(None))
+    balancer = Balancer(comm or connect(None), experts=4)
     return planned(balancer, ids, policy="none")[0].reroute()
 
 

@@ -227,14 +227,18 @@ def one_pass(balancer: Balancer, name: str, policy: str) -> Tensors:
 
 
 def on_messages(comm: Any, names: list[str], policy: str) -> list[Tensors]:
-    return [one_pass(Balancer(experts=EXPERTS, communicator=comm), name, policy) for name in names]
+    return [one_pass(Balancer(comm, experts=EXPERTS), name, policy) for name in names]
 
 
 def on_mapped(rank: int, group: Any, names: list[str]) -> list[Tensors]:
     results = []
     for name in names:
-        balancer = Balancer(
-            group, experts=EXPERTS, data_plane="mapped", peers=SharedPeers(group), capacity=80
+        balancer = Balancer._with_settings(
+            group,
+            experts=EXPERTS,
+            data_plane="mapped",
+            peers=SharedPeers(group),
+            capacity=80,
         )
         results.append(one_pass(balancer, name, "ultraep"))
         balancer.check()
@@ -289,7 +293,7 @@ def test_dtypes_that_torch_cannot_copy(dtype):
 
 def test_all_experts_are_gathered_in_every_format():
     def work(comm):
-        balancer = Balancer(experts=EXPERTS, communicator=comm)
+        balancer = Balancer(comm, experts=EXPERTS)
         for form in FORMS.values():
             _, bundle = layer_of(balancer, form)
             for name, tensor in all_experts(form).items():
@@ -304,7 +308,7 @@ def test_all_experts_are_gathered_in_every_format():
 
 def test_ranks_with_different_formats_are_refused_before_anything_is_sent():
     def work(comm):
-        balancer = Balancer(experts=EXPERTS, communicator=comm)
+        balancer = Balancer(comm, experts=EXPERTS)
         layer, _ = layer_of(balancer, FORMS[["MXFP8", "FP8, row scales"][comm.rank]])
         with pytest.raises(PlanMismatch, match=r"up_scales \[64, 1\] torch.float8_e8m0fnu"):
             layer(routing(comm.rank)[2])

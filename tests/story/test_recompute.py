@@ -27,7 +27,7 @@ TWO = Example([20, 16], experts=4)
 
 def on_ranks(body, **options):
     def work(comm):
-        return body(Balancer(experts=TWO.experts, communicator=comm, **options))
+        return body(Balancer._with_settings(comm, experts=TWO.experts, **options))
 
     return LocalGroup(TWO.ranks).run(work)
 
@@ -107,7 +107,7 @@ def one_rank(comm, *, learns):
     logits = torch.randn(100, 2, generator=draw, dtype=torch.float64, requires_grad=True)
     ids = torch.randint(0, 8, (100, 2), generator=draw)
     tokens = torch.randn(100, 16, generator=draw, dtype=torch.float64)
-    balancer = Balancer(experts=8, communicator=comm)
+    balancer = Balancer(comm, experts=8)
     return logits, lambda: served(balancer, {"w": weights}, logits.softmax(1), ids, tokens)
 
 

@@ -174,18 +174,13 @@ def as_bytes(tensor):
 
 
 @pytest.mark.parametrize("parts", BUNDLES.values(), ids=BUNDLES)
-@pytest.mark.parametrize(
-    ("relay", "chunks"),
-    [("direct", 1), ("chain", 1), ("chain", 3), ("chain", 7), ("chain", 999), ("auto", 4)],
-)
-@pytest.mark.parametrize("homes", [None, [0, 0, 0, 0, 0, 3, 1, 3]], ids=["even", "uneven"])
-def test_slots_hold_the_bytes_of_the_home(parts, relay, chunks, homes):
+@pytest.mark.parametrize("relay", MODES)
+@pytest.mark.parametrize("experts", [8, [0, 0, 0, 0, 0, 3, 1, 3]], ids=["even", "uneven"])
+def test_slots_hold_the_bytes_of_the_home(parts, relay, experts):
     truth = weights_of(parts, range(8))
 
     def work(comm):
-        balancer = Balancer(
-            experts=8, slots=2, homes=homes, relay=relay, chunks=chunks, communicator=comm
-        )
+        balancer = Balancer._with_settings(comm, experts=experts, slots=2, relay=relay)
         bundle = weights_of(parts, balancer.topology.home_experts(comm.rank))
         microbatch, plan = planned(balancer, skewed_ids(comm.rank), bundle)
         with microbatch.replicate() as replicas:
@@ -231,7 +226,7 @@ def test_weights_that_are_not_contiguous():
 
 def test_a_plan_without_replicas_sends_nothing():
     def work(comm):
-        balancer = Balancer(experts=8, communicator=comm, policy="none")
+        balancer = Balancer(comm, experts=8, policy="none")
         bundle = weights_of(PARTS, balancer.topology.home_experts(comm.rank))
         with planned(balancer, skewed_ids(comm.rank), bundle)[0].replicate():
             pass

@@ -22,7 +22,7 @@ class Replicated:
     """One rank that replicates repeatedly; `step` returns the bytes it sent."""
 
     def __init__(self, comm, **options):
-        self.balancer = Balancer(experts=8, slots=2, communicator=comm, **options)
+        self.balancer = Balancer._with_settings(comm, slots=2, **{"experts": 8} | options)
         self.homes = self.balancer.topology.home_experts(comm.rank)
         self.ids = skewed_ids(comm.rank)
 
@@ -170,7 +170,7 @@ def test_only_the_experts_of_ranks_that_changed_are_sent_again():
     homes = [0, 1, 2, 3, 0, 1, 2, 3]
 
     def work(comm):
-        rank = Replicated(comm, homes=homes, relay="direct")
+        rank = Replicated(comm, experts=homes, relay="direct")
         bundle = rank.weights()
         with rank.balancer.unchanged_weights():
             sent = [rank.step(bundle, value=float)]
@@ -187,7 +187,7 @@ def test_only_the_experts_of_ranks_that_changed_are_sent_again():
 
 def test_one_rank_alone_may_promise():
     def work(comm):
-        rank = Replicated(comm, homes=[0, 1, 2, 3, 0, 1, 2, 3], relay="direct")
+        rank = Replicated(comm, experts=[0, 1, 2, 3, 0, 1, 2, 3], relay="direct")
         bundle = rank.weights()
         with rank.balancer.unchanged_weights() if comm.rank == 0 else nullcontext():
             return [rank.step(bundle, value=float) for _ in range(2)]
@@ -285,7 +285,7 @@ def assert_follows(example, run):
     states = [{**example.state, "experts.down_proj": scale * base} for scale in SCALES]
 
     def work(comm):
-        balancer = Balancer(experts=example.experts, communicator=comm)
+        balancer = Balancer(comm, experts=example.experts)
         return [y.detach() for y in run(balancer, states, example.inputs[comm.rank])]
 
     results = LocalGroup(example.ranks).run(work)

@@ -117,7 +117,6 @@ slow, long = pytest.mark.slow, pytest.mark.long
 def test_a_compiled_block_equals_eager(rank, group, adapted, backend):
     balancer = Balancer(group, experts=8)
     block = block_on(rank, balancer, adapt=ADAPTED[adapted])
-    assert balancer.settings.verify
     weights = block.layer.experts.weights()  # another module may own them
     expected = one_pass(block, block, rank)
     outside = [weight.grad for weight in weights]

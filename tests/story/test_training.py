@@ -74,7 +74,7 @@ def test_selective_checkpointing(saved, promised):
     contexts = functools.partial(create_selective_checkpoint_contexts, SAVED[saved])
 
     def work(comm, selective):
-        balancer = Balancer(experts=EXPERTS, communicator=comm)
+        balancer = Balancer(comm, experts=EXPERTS)
         layers = nn.ModuleList(example.layer(balancer) for example in examples)
         options = {"use_reentrant": False, "context_fn": contexts}
         with balancer.unchanged_weights() if promised else nullcontext():
@@ -95,7 +95,7 @@ def test_gradients_accumulate_over_microbatches():
     examples = [Example([tokens] * 4, seed=0) for tokens in (30, 7, 18)]
 
     def work(comm):
-        layer = examples[0].layer(Balancer(experts=EXPERTS, communicator=comm))
+        layer = examples[0].layer(Balancer(comm, experts=EXPERTS))
         for example in examples:
             layer(example.inputs[comm.rank]).backward(example.gradients[comm.rank])
         return dict(layer.experts.named_parameters())
@@ -113,7 +113,7 @@ def test_microbatches_in_flight_with_backward_in_any_order(order, in_flight):
     examples = [Example([20] * 3, experts=9, skew=skew) for skew in (2.0, 1.0, -2.0)]
 
     def work(comm):
-        balancer = Balancer(experts=9, communicator=comm, in_flight=in_flight)
+        balancer = Balancer(comm, experts=9, in_flight=in_flight)
         layer = examples[0].layer(balancer)
         inputs = [example.inputs[comm.rank].clone().requires_grad_() for example in examples]
         for x, example in zip(inputs, examples, strict=True):
@@ -337,7 +337,7 @@ def test_memory_stays_constant():
     group = LocalGroup(2)
 
     def build(comm):
-        layer = example.layer(Balancer(experts=EXPERTS, communicator=comm))
+        layer = example.layer(Balancer(comm, experts=EXPERTS))
         return layer, torch.optim.Adam(layer.parameters(), lr=1e-3)
 
     built = group.run(build)
@@ -376,7 +376,7 @@ def test_balanced_and_unbalanced_training_agree():
     targets = [gradient.tanh() for gradient in example.gradients]
 
     def work(comm, policy):
-        layer = example.layer(Balancer(experts=EXPERTS, communicator=comm, policy=policy))
+        layer = example.layer(Balancer(comm, experts=EXPERTS, policy=policy))
         optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
         losses, replicas = [], 0
         for _ in range(25):
@@ -432,8 +432,8 @@ def test_states_and_parameters_hold_no_replicas():
         (2, {"slots": 0}),
         (2, {"slots": 2}),
         (4, {"slots": 1}),
-        (4, {"slots": 2, "homes": [3, 3, 3, 1, 0, 1, 0, 2]}),
-        (4, {"slots": 1, "homes": [3, 3, 3, 1, 1, 1, 0, 0]}),
+        (4, {"slots": 2, "experts": [3, 3, 3, 1, 0, 1, 0, 2]}),
+        (4, {"slots": 1, "experts": [3, 3, 3, 1, 1, 1, 0, 0]}),
     ],
     ids=str,
 )
@@ -442,7 +442,7 @@ def test_full_states_load_on_any_number_of_ranks_and_slots(ranks, options):
     example = Example([12] * 4, bias=True, router_bias=True, shared_ffn=4)
 
     def work(comm):
-        layer = example.layer(Balancer(experts=EXPERTS, communicator=comm, **options))
+        layer = example.layer(Balancer._with_settings(comm, **{"experts": EXPERTS} | options))
         state = {name: tensor.clone() for name, tensor in layer.full_state_dict().items()}
         with torch.no_grad():
             for parameter in layer.parameters():

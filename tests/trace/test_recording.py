@@ -41,7 +41,7 @@ def train(comm, folder, *, reentrant=None, layers=2, steps=STEPS, between=None, 
     example = Example(
         [40] * comm.size, experts=EXPERTS, ids=[ids_of(r, 0) for r in range(comm.size)]
     )
-    balancer = Balancer(experts=EXPERTS, communicator=comm, record=folder, **options)
+    balancer = Balancer._with_settings(comm, record=folder, **{"experts": EXPERTS} | options)
     stack = [example.layer(balancer) for _ in range(layers)]
     digests, sent = [], []
     for step in range(steps):
@@ -104,7 +104,7 @@ def test_slot_rows_are_the_rows_that_arrived(tmp_path):
     example = Example([40] * 4, experts=EXPERTS, ids=ids, top_k=1)
 
     def work(comm):
-        balancer = Balancer(experts=EXPERTS, slots=2, communicator=comm, record=tmp_path / "run")
+        balancer = Balancer(comm, experts=EXPERTS, slots=2, record=tmp_path / "run")
         layer = example.layer(balancer)
         x = torch.zeros_like(example.inputs[comm.rank])
         x[:, 0], x[:, 1] = comm.rank, torch.arange(len(x))
@@ -136,8 +136,8 @@ def test_slot_rows_are_the_rows_that_arrived(tmp_path):
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_recomputed_layers_count_once(tmp_path, reentrant):
     homes = [0, 1, 2] * 2 + [0, 1]
-    once = LocalGroup(3).run(lambda comm: train(comm, tmp_path / "once", homes=homes))
-    options = {"reentrant": reentrant, "homes": homes}
+    once = LocalGroup(3).run(lambda comm: train(comm, tmp_path / "once", experts=homes))
+    options = {"reentrant": reentrant, "experts": homes}
     LocalGroup(3).run(lambda comm: train(comm, tmp_path / "again", **options))
     trace = read_trace(tmp_path / "again")
     assert (len(trace), trace.dropped, trace.left_out) == (2 * STEPS, 0, 0)
@@ -162,7 +162,7 @@ def test_only_passes_that_run_are_recorded(tmp_path, learns):
     example = Example([20] * 2)
 
     def work(comm):
-        balancer = Balancer(experts=8, communicator=comm, record=tmp_path / "run", verify=False)
+        balancer = Balancer(comm, experts=8, record=tmp_path / "run")
         layer = example.layer(balancer)
         layer.router.requires_grad_(False)
         with torch.inference_mode(learns == "nothing"):
@@ -173,7 +173,7 @@ def test_only_passes_that_run_are_recorded(tmp_path, learns):
         balancer.close()
 
     LocalGroup(2).run(work)
-    trace, stages = read_trace(tmp_path / "run"), FORWARD_STAGES - {"verify"}
+    trace, stages = read_trace(tmp_path / "run"), set(FORWARD_STAGES)
     if learns == "weights":
         stages |= BACKWARD_STAGES - {"dispatch back"}
     assert trace.step.tolist() == [0, 1, 2]
@@ -242,7 +242,7 @@ def test_the_environment_turns_it_on_for_every_balancer(tmp_path, monkeypatch):
 def test_recording_on_some_ranks_only_is_an_error_on_all(tmp_path):
     def work(comm):
         with pytest.raises(PlanMismatch, match=r"settings.*record nothing.*record in") as caught:
-            Balancer(experts=8, communicator=comm, record=tmp_path if comm.rank == 1 else None)
+            Balancer(comm, experts=8, record=tmp_path if comm.rank == 1 else None)
         return str(caught.value)
 
     assert len(set(LocalGroup(4).run(work))) == 1
@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_on_all_before_the_run(
     def work(comm):
         record = None if place == "inside a file" else folder
         with pytest.raises(FileError, match=r"rank 0 cannot record: .*run") as caught:
-            Balancer(experts=8, communicator=comm, record=record)
+            Balancer(comm, experts=8, record=record)
         return str(caught.value)
 
     assert len(set(LocalGroup(2).run(work))) == 1
@@ -275,7 +275,7 @@ def test_a_rank_that_cannot_write_removes_the_trace(tmp_path):
 
     def work(comm):
         with pytest.raises(FileError, match=r"rank 1 cannot record: .*already holds a trace"):
-            Balancer(experts=9, communicator=comm, record=tmp_path / "run")
+            Balancer(comm, experts=9, record=tmp_path / "run")
 
     LocalGroup(3).run(work)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["rank-00001"]

@@ -35,10 +35,10 @@ def test_a_trace_stores_the_relay_mode(tmp_path, mode):
 
 def test_a_balancer_stores_its_relay_mode(tmp_path):
     pytest.importorskip("torch")
-    options = {"relay": "direct", "chunks": 2}
-    ultraep.Balancer("alone", experts=4, slots=1, record=tmp_path / "run", **options).close()
+    options = {"experts": 4, "relay": "direct", "record": tmp_path / "run"}
+    ultraep.Balancer._with_settings("alone", **options).close()
     header = read_trace(tmp_path / "run").header
-    assert (header.relay, header.chunks) == ("direct", 2)
+    assert (header.relay, header.chunks) == ("direct", 4)
 
 
 def test_a_trace_without_the_relay_mode_is_read(tmp_path):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 
 from ultraep.bundle import Bundle, Promise, resolve, signature
-from ultraep.comm import Communicator, Peers
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError, LoadError, errors_at
@@ -35,13 +34,12 @@ from ultraep.runtime.agreement import Place, Point, differing, ranks_by_value
 from ultraep.runtime.capacity import default_config
 from ultraep.runtime.clocks import HostClock, clock_for
 from ultraep.runtime.connect import (
-    ALONE,
     Choice,
-    GroupOrName,
+    Group,
     choose,
     join,
     plane_kinds,
-    resolve_group,
+    resolve_ranks,
     warm_up,
     warn_if_idle,
 )
@@ -50,7 +48,7 @@ from ultraep.runtime.microbatch import NO_PASS, Shared, Site, backward_pass
 from ultraep.runtime.observe import Observer, Sink
 from ultraep.runtime.pricing import Pricing, from_environment
 from ultraep.runtime.recording import Recording
-from ultraep.runtime.settings import Settings
+from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
@@ -69,8 +67,10 @@ class _Carrier(NamedTuple):
 class Balancer:
     """Balances every microbatch of every layer of one expert-parallel group.
 
-    group: the expert-parallel process group; None: the default group; "alone": this process.
-    experts, slots, homes: see `Topology`.
+    group: the expert-parallel process group; None: the default group; "alone": this process; or a
+        `Communicator`, for ranks that are not processes (`LocalGroup`).
+    experts: number of experts, which divides evenly over the ranks; or the home rank of each one.
+    slots: spare slots of every rank.
     domain: consecutive ranks that a fast link joins: replicas stay inside. None: the ranks of a
         host, or of hosts that an NVLink fabric joins.
     config or policy: how to balance. `policy` alone is short for `BalanceConfig(policy=...)`, with
@@ -80,78 +80,92 @@ class Balancer:
     data_plane: "mapped": GPUs map each other's memory, without the host between the stages;
         "hybrid": they do so inside of each domain, and messages carry tokens between domains;
         "messages" of torch.distributed; "auto": the first of these that the ranks can use.
-    tokens: for the mapped plane, the most tokens of a rank in a microbatch. None: learnt from the
-        first microbatch, grown by a larger one.
     capacity: the most rows that a rank can serve. "auto": learnt, and grown outside of graphs;
         "static": the mean of all ranks, refused if plans could exceed it (`runtime/capacity.py`).
-    backend: "triton", "cpu" or "reference"; None: the best one for the device of the ids.
-    relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
-    chunks: pieces of an expert in a chain of messages.
     in_flight: buffers of spare slots. More buffers let several microbatches hold slots at the same
         time, and let layers find their replicas again.
-    verify: compare the plans of all ranks, and their positions in backward. Without it, ranks
-        compare only loads: a rank that skips a backward pass may hang the others or go unnoticed.
     timeout: seconds after which a silent rank is an error; None: the timeout of the group (30
         minutes with gloo, 10 with NCCL). A rank that died is an error at once.
     record: directory for a trace of every microbatch, on all ranks; None: a new one inside the
         directory in the environment variable ULTRAEP_TRACE, if it is set.
-    communicator, peers: in place of a group, for ranks that are not processes (`LocalGroup`), and
-        for memory that they map.
     dispatcher: moves the rows in place of the data plane, for example through DeepEP; see
         docs/dispatchers.md. None: the data plane moves them.
     """
 
     def __init__(
         self,
-        group: GroupOrName = None,
+        group: Group = None,
         *,
-        experts: int,
+        experts: int | Sequence[int],
         slots: int = 1,
         domain: int | None = None,
-        homes: Sequence[int] | None = None,
         config: BalanceConfig | None = None,
         policy: str | None = None,
-        data_plane: str = "auto",
-        tokens: int | None = None,
+        data_plane: str = AUTO,
         capacity: int | str = AUTO,
-        backend: str | None = None,
-        relay: str = "auto",
-        chunks: int = 4,
         in_flight: int = 1,
-        verify: bool = True,
         timeout: float | None = None,
         record: str | Path | None = None,
-        communicator: Communicator | None = None,
-        peers: Peers | None = None,
         dispatcher: Dispatcher | None = None,
     ) -> None:
-        if config is not None and policy is not None:
-            raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
-        config = from_environment(config or default_config(policy, capacity))
-        running_policy(config.policy)
-        plane_kinds(data_plane)
-        self.settings = Settings(
-            backend=backend,
-            relay=relay,
-            chunks=chunks,
-            in_flight=in_flight,
-            verify=verify,
+        settings = Settings(
             data_plane=data_plane,
-            tokens=tokens,
             capacity=capacity,
+            in_flight=in_flight,
             timeout=timeout,
             dispatcher=dispatcher,
         )
-        self._peers, own_ranks = peers, communicator is not None or peers is not None
-        self.group = None if own_ranks and group is None else resolve_group(group)
-        warm_up(backend)
-        topology = partial(Topology, experts=experts, slots=slots, domain=domain, homes=homes)
-        joined = join(self.group, communicator, peers, topology, config, self.settings, record)
+        self._set_up(
+            group,
+            settings,
+            experts=experts,
+            slots=slots,
+            domain=domain,
+            config=config,
+            policy=policy,
+            record=record,
+        )
+
+    @classmethod
+    def _with_settings(cls, group: Group = None, **options: Any) -> Self:
+        """Return a balancer with settings that only tests and benchmarks choose.
+
+        options: all fields of `Settings`, and the other arguments of `Balancer`.
+        """
+        names = {field.name for field in fields(Settings)} & options.keys()
+        settings = Settings(**{name: options.pop(name) for name in names})
+        balancer = cls.__new__(cls)
+        balancer._set_up(group, settings, **options)
+        return balancer
+
+    def _set_up(
+        self,
+        group: Group,
+        settings: Settings,
+        *,
+        experts: int | Sequence[int],
+        slots: int = 1,
+        domain: int | None = None,
+        config: BalanceConfig | None = None,
+        policy: str | None = None,
+        record: str | Path | None = None,
+    ) -> None:
+        """Check all arguments, then join the other ranks; collective."""
+        if config is not None and policy is not None:
+            raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
+        config = from_environment(config or default_config(policy, settings.capacity))
+        running_policy(config.policy)
+        plane_kinds(settings.data_plane)
+        ranks = resolve_ranks(group)
+        warm_up(settings.backend)
+        count, homes = experts_and_homes(experts)
+        topology = partial(Topology, experts=count, slots=slots, domain=domain, homes=homes)
+        joined = join(ranks, topology, config, settings, record)
+        self.settings, self.group = settings, ranks.group
         self.comm, self.topology, self.config = joined.comm, joined.topology, joined.config
         self._joined, self._agreement = joined, joined.agreement
         self.flight, self.recorder = joined.agreement.flight, joined.recorder
-        chosen = own_ranks or group == ALONE
-        warn_if_idle(self.rank, self.topology, self.config.policy, chosen=chosen)
+        warn_if_idle(self.rank, self.topology, self.config.policy, chosen=ranks.chosen)
         self._steps, self._layers, self._carriers = 0, 0, dict[torch.device, _Carrier]()
         self._versions, self._stats = Versions(), Stats()
         learns = self.config.speeds == AUTO
@@ -266,7 +280,7 @@ class Balancer:
     def _make_carrier(self, device: torch.device) -> _Carrier:
         place = Place(Point.PLANE, 0, self._steps)
         compare_places = partial(self._agreement.compare, place, device)
-        site = Site(self.comm, self.topology, self._joined.links, device, self._peers)
+        site = Site(self.comm, self.topology, self._joined.links, device, self.settings.peers)
         with errors_at(place):
             choice = choose(self.settings.data_plane, site, compare_places)
         captures = choice.kind.captures

@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from ultraep import __version__
 from ultraep.backends import compile_in_background
-from ultraep.comm import Communicator, Peers
+from ultraep.comm import Communicator
 from ultraep.config import AUTO, BalanceConfig, check_choice, check_timeout
 from ultraep.errors import (
     CommunicationError,
@@ -39,9 +38,7 @@ from ultraep.runtime.agreement import Agreement, differing
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
-from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.microbatch import PlaneKind, Shared, Site
-from ultraep.runtime.pricing import needs_rates
 from ultraep.runtime.recording import open_recorder, recording_setting
 from ultraep.runtime.settings import Settings, check_slots
 from ultraep.runtime.streams import capturing
@@ -54,6 +51,7 @@ if TYPE_CHECKING:
 PLANES = (mapped.PLANE, hybrid.PLANE, messages.PLANE)
 ALONE: Final = "alone"  # the group of this process alone
 GroupOrName: TypeAlias = "ProcessGroup | Literal['alone'] | None"
+Group: TypeAlias = "GroupOrName | Communicator"
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +78,28 @@ def resolve_group(group: Any) -> ProcessGroup | None:
     if not running or not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             "group must be an initialised process group that this rank is part of, None (the "
-            f"default group) or {ALONE!r}, got {group!r}"
+            f"default group), {ALONE!r} or a Communicator, got {group!r}"
         )
     return group
+
+
+class Ranks(NamedTuple):
+    """The ranks of a balancer, before they are connected.
+
+    communicator: that the user passed, or None: connect the group (None: this process alone).
+    chosen: the caller chose these ranks explicitly, so one rank is not a mistake.
+    """
+
+    group: ProcessGroup | None
+    communicator: Communicator | None
+    chosen: bool
+
+
+def resolve_ranks(group: Any) -> Ranks:
+    """Return the ranks for the `group` argument of a balancer."""
+    if hasattr(group, "gather_objects"):
+        return Ranks(None, group, chosen=True)
+    return Ranks(resolve_group(group), None, chosen=group == ALONE)
 
 
 def warn_if_idle(rank: int, topology: Topology, policy: str, *, chosen: bool) -> None:
@@ -106,7 +123,7 @@ def warn_if_idle(rank: int, topology: Topology, policy: str, *, chosen: bool) ->
     warnings.warn(
         f"this balancer never balances anything: {cause}; {remedy}",
         NothingToBalance,
-        stacklevel=3,  # the line that creates the balancer
+        stacklevel=4,  # the line that creates the balancer
     )
 
 
@@ -137,9 +154,7 @@ class Joined(NamedTuple):
 
 
 def join(
-    group: ProcessGroup | None,
-    communicator: Communicator | None,
-    peers: Peers | None,
+    ranks: Ranks,
     topology: partial[Topology],
     config: BalanceConfig,
     settings: Settings,
@@ -148,17 +163,17 @@ def join(
     """Connect to the other ranks and compare settings with them; collective.
 
     topology: without its ranks. The domain None becomes the one of the fast links.
-    communicator, peers: that the user passed in place of a group.
     """
-    if communicator is None and group is None and peers is not None:
-        communicator = SilentCommunicator(peers.rank, peers.size)
     with errors_at("the creation of the balancer"), ExitStack() as undo:
-        comm = communicator or undo.enter_context(closing(connect(group, timeout=settings.timeout)))
+        comm = ranks.communicator or undo.enter_context(
+            closing(connect(ranks.group, timeout=settings.timeout))
+        )
         domain = topology.keywords["domain"]
         links = find_fast_links(comm, domain)
         whole = topology(ranks=comm.size, domain=links.domain if domain is None else domain)
         check_slots(settings.dispatcher, whole)
-        config = _config_for(comm, config)
+        if config.speeds != AUTO:
+            config.speeds_for(comm.size)  # raises if their number is wrong
         capacity = Capacity(settings.capacity, whole, config)
         compared = whole, config, settings.compared(), recording_setting(record), __version__
         agreement = Agreement(comm, repr(compared), whole.experts, whole.num_domains)
@@ -166,23 +181,6 @@ def join(
         recorder = open_recorder(record, comm, whole, config, settings)
         undo.pop_all()
     return Joined(comm, links, whole, config, capacity, agreement, recorder)
-
-
-def _config_for(comm: Communicator, config: BalanceConfig) -> BalanceConfig:
-    """Return the config for these ranks; raise if they cannot use it."""
-    if config.speeds != AUTO:
-        config.speeds_for(comm.size)  # raises if their number is wrong
-    if not isinstance(comm, SilentCommunicator):
-        return config
-    if config.speeds == AUTO:
-        raise ConfigError(
-            f"speeds={AUTO!r} needs ranks that exchange messages; these ranks share one thread: "
-            "pass one integer for each rank"
-        )
-    if needs_rates(config):
-        logger.info("plans are made for balance: ranks of one thread need rates=")
-        return replace(config, objective="balance")
-    return config
 
 
 @cache

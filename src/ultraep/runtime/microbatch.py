@@ -123,8 +123,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         self._after("count", self._loads)
         plan = self._plan_now()
         note_plan(self.observers, self.info, plan)
-        if self._shared.settings.verify:
-            self._verify(plan)
+        self._verify(plan)
         plan = self._plan = self._settled(plan)
         for observer in self.observers:
             observer.planned(self.info, plan)
@@ -155,7 +154,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         """Return the rows of this microbatch through a dispatcher; the first time, probe it."""
         shared, layer = self._shared, self.info.layer
         routes = slot_routes(exchange, shared.topology, shared.comm.rank)
-        if shared.settings.verify and not shared.dispatched_layers:
+        if not shared.dispatched_layers:
             probe(dispatcher, routes, tokens, shared.comm)
         first = layer not in shared.dispatched_layers
         shared.dispatched_layers.add(layer)

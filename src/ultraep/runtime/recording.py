@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
-from ultraep.hops import copies_sent
+from ultraep.hops import CHUNKS, copies_sent
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.reroute import rows_received
@@ -52,7 +52,7 @@ def open_recorder(
     parent = os.environ.get(VARIABLE) if record is None else None
     if record is None and not parent:
         return None
-    options: dict[str, Any] = {"relay": settings.relay, "chunks": settings.chunks}
+    options: dict[str, Any] = {"relay": settings.relay, "chunks": CHUNKS}
     recorder = None
     directory = "" if record is None else str(Path(record).absolute())
     for first in (True, False):  # rank 0 creates the directory

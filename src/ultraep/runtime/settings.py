@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from ultraep.backends import select
+from ultraep.comm import Peers
 from ultraep.config import AUTO, check_choice, check_integer, check_timeout
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError
@@ -12,32 +16,35 @@ from ultraep.hops import MODES
 from ultraep.runtime.capacity import STATIC
 from ultraep.topology import Topology
 
-MAY_DIFFER = ("backend", "timeout")  # between ranks
+MAY_DIFFER = ("backend", "timeout", "peers")  # between ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a balancer works; see `Balancer`."""
+    """How a balancer works.
 
-    backend: str | None = None
-    relay: str = "auto"
-    chunks: int = 4
-    in_flight: int = 1
-    verify: bool = True
-    data_plane: str = "auto"
-    tokens: int | None = None
+    data_plane, capacity, in_flight, timeout, dispatcher: see `Balancer`.
+
+    Only tests and benchmarks choose the others, with `Balancer._with_settings`:
+    backend: "triton", "cpu" or "reference"; None: the best one for the device of the ids.
+    relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
+    peers: memory that the ranks map; None: the data plane maps it.
+    """
+
+    data_plane: str = AUTO
     capacity: int | str = AUTO
+    in_flight: int = 1
     timeout: float | None = None
     dispatcher: Dispatcher | None = None
+    backend: str | None = None
+    relay: str = "auto"
+    peers: Peers | None = None
 
     def __post_init__(self) -> None:
         if self.backend is not None:
             select(self.backend)
         check_choice("relay", self.relay, MODES)
-        for name in ("chunks", "in_flight", "tokens"):
-            value = getattr(self, name)
-            if value is not None:
-                check_integer(name, value, least=1)
+        check_integer("in_flight", self.in_flight, least=1)
         if self.capacity not in (AUTO, STATIC):
             check_integer(f"capacity, unless it is {AUTO!r} or {STATIC!r},", self.capacity, least=1)
         check_timeout(self.timeout)
@@ -53,6 +60,17 @@ class Settings:
         if self.dispatcher is not None:
             compared["dispatcher"] = type(self.dispatcher).__qualname__
         return ", ".join(f"{name}={value!r}" for name, value in compared.items())
+
+
+def experts_and_homes(experts: int | Sequence[int]) -> tuple[int, Sequence[int] | None]:
+    """Return the number of experts, and the home rank of each one if they are given.
+
+    >>> experts_and_homes(8), experts_and_homes([0, 0, 1])
+    ((8, None), (3, [0, 0, 1]))
+    """
+    if isinstance(experts, (Sequence, np.ndarray)) and not isinstance(experts, str):
+        return len(experts), experts
+    return experts, None
 
 
 def check_slots(dispatcher: object, topology: Topology) -> None:

@@ -48,7 +48,7 @@ def test_unsupported_experts_settings_and_options():
     _, submodules = parts_of(spec)
     for arguments in ((balanced, spec, graphs), (BalancedMoELayer, graphs, submodules)):
         assert "cuda_graph_impl" in message_of(*arguments)
-    assert "homes" in message_of(balanced, spec, config, homes=[0])
+    assert "domain" in message_of(balanced, spec, config, domain=1)
     linear_spec = ModuleSpec(module=torch.nn.Linear)
     assert "no MoELayer" in message_of(balanced, linear_spec, config)
 

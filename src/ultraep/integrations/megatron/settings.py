@@ -64,7 +64,7 @@ REFUSED = (
     Refused("fine_grained_activation_offloading", (False,), OFFLOADED),
     Refused("moe_latent_size", (None,), "its projections were not tested"),
 )
-SET_BY_MEGATRON = ("group", "experts", "homes", "domain", "communicator", "peers")
+SET_BY_MEGATRON = ("group", "experts", "domain")
 
 
 def check_settings(config: Any) -> None:

@@ -21,15 +21,7 @@ ALL_TO_ALL, DEEPEP = "AllToAllTokenDispatcher", "DeepEPTokenDispatcher"
 HYBRIDEP = "HybridEPTokenDispatcher"
 DISPATCHERS = (ALL_TO_ALL, DEEPEP, HYBRIDEP)
 EXPERTS = ("GroupedExperts", "GptOssGroupedExperts")
-SET_BY_TORCHTITAN = (
-    "group",
-    "experts",
-    "homes",
-    "config",
-    "communicator",
-    "peers",
-    "dispatcher",
-)
+SET_BY_TORCHTITAN = ("group", "experts", "config", "dispatcher")
 REASONS = {  # by prefix of the class name
     "TorchAO": "it pads tokens for FP8 experts, and replicas do not include scales",
     "MinimalAsyncEP": "its fixed number of rows is not tested with spare slots",

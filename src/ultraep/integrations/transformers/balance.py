@@ -103,8 +103,8 @@ def _make_balancers(
     ranks = 1 if process_group is None else process_group.size()
     with ExitStack() as undo:
         for experts in sorted({module.num_experts for module in modules.values()}):
-            homes = None if experts % ranks == 0 else even_homes(experts, ranks)
-            by_count[experts] = Balancer(group, experts=experts, **{"homes": homes, **options})
+            homes = experts if experts % ranks == 0 else even_homes(experts, ranks)
+            by_count[experts] = Balancer(group, experts=homes, **options)
             undo.callback(by_count[experts].close)
         undo.pop_all()
     return by_count

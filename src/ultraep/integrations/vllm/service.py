@@ -86,9 +86,8 @@ class Service:
         rows = settings.min_rows or rows_to_pay(nbytes, parameters, device)
         balancer = Balancer(
             group.cpu_group if device == "cpu" else group.device_group,
-            experts=layer.global_num_experts,
+            experts=homes_of(layer),
             slots=settings.slots,
-            homes=homes_of(layer),
             config=BalanceConfig(
                 policy=settings.policy,
                 tolerance=settings.tolerance,

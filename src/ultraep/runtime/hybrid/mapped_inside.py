@@ -56,7 +56,7 @@ class MappedHybridPlane(HybridPlane):
         self, tokens: int, top_k: int, rows: int, last: MappedMemory | None
     ) -> MappedMemory:
         """Allocate somewhat more than is needed. Microbatches that have begun keep their memory."""
-        tokens = max(tokens, self.shared.settings.tokens or 1)
+        tokens = max(tokens, 1)
         rows = max(rows, tokens * top_k)
         if last is not None:
             tokens, rows = max(tokens, last.tokens), max(rows, last.capacity)

@@ -130,9 +130,8 @@ class HybridMicrobatch(MessagesMicrobatch):
 
     def _begin_backward(self) -> None:
         """Called before the first row moves in backward."""
-        if self._shared.settings.verify:
-            agreement, device = self._plane.verifier(self._inputs.ids.device)
-            agreement.compare(self._place(Point.BACKWARD), device)
+        agreement, device = self._plane.verifier(self._inputs.ids.device)
+        agreement.compare(self._place(Point.BACKWARD), device)
 
 
 def of_own_domain(shared: Shared, inside: Communicator) -> Shared:

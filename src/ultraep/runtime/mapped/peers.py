@@ -104,27 +104,3 @@ def mapped_by(group: ProcessGroup, device: torch.device) -> Peers:
     if device.type != "cuda":
         raise ConfigError(f"tokens are on {device}, and only GPUs map each other's memory")
     return OnePeer(device) if group.size() == 1 else SymmetricPeers(group, device)
-
-
-class SilentCommunicator:
-    """One of several ranks that one thread runs one after the other, so no rank can wait."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.timeout = rank, size, 30.0
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of this rank for every rank."""
-        return [value] * self.size
-
-    def close(self) -> None:
-        """Do nothing: nothing was allocated."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise ConfigError(
-            f"{self.size} ranks of one thread cannot exchange messages: pass communicator="
-        )
-
-    all_gather = all_to_all = exchange = peers = part = _refuse
-
-    def hosts(self) -> None:
-        """None: hosts cannot exchange messages."""

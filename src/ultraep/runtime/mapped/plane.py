@@ -63,14 +63,8 @@ class MappedPlane:
         agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
         self.of_domain = inside or shared
         self.workspaces = Workspaces(shared, peers, agreement, self.of_domain)
-        if (
-            shared.speeds.learns
-            and shared.comm.rank == 0
-            and not (agreement and shared.settings.verify)
-        ):
-            logger.warning(
-                "speeds='auto' learns nothing: the hosts exchange no records; it needs verify=True"
-            )
+        if shared.speeds.learns and shared.comm.rank == 0 and agreement is None:
+            logger.warning("speeds='auto' learns nothing: the hosts exchange no records")
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
         self.adopted: DevicePlan | None = None
         self.resident: torch.Tensor | None = None  # schedule of replicas that stay in their slots
@@ -117,8 +111,7 @@ class MappedPlane:
     def compare_places(self, place: Place) -> None:
         """Raise if the hosts of all ranks are not at this place, unless a graph is captured."""
         agreement = self.workspaces.agreement
-        verify = self.shared.settings.verify and not capturing(self.device)
-        if agreement is not None and verify:
+        if agreement is not None and not capturing(self.device):
             agreement.compare(place, torch.device("cpu"))
 
     @property

@@ -114,9 +114,8 @@ class Workspaces:
         the workspace. Rates and so plans depend on this number, so all ranks must have the same.
         """
         error = invalid_ids(ids)
-        exchanges = self._shared.settings.verify or not self.all
         tokens, top_k = (0, 0) if error else ids.shape
-        if self.agreement is None or not exchanges or self._alone or self._capturing:
+        if self.agreement is None or self._alone or self._capturing:
             if error:
                 raise error
             workspace = self._fitting(tokens, top_k) or self._create_alone(tokens, top_k)
@@ -193,8 +192,8 @@ class Workspaces:
             sizes = ", ".join(f"{w.tokens} x {w.memory.top_k}" for w in self.all)
             raise LoadError(
                 f"{tokens} tokens x {top_k} choices, but there is memory for {sizes or 'none'}, "
-                "and it cannot grow here: run such a step before, outside of a graph, or pass "
-                "tokens= to the balancer"
+                "and it cannot grow here: run such a step before, outside of a graph, or call "
+                "`prepare` with as many tokens"
             )
         return self._create(tokens, top_k)
 
@@ -202,7 +201,7 @@ class Workspaces:
     def _create(self, tokens: int, top_k: int) -> Workspace:
         """Create a workspace; collective. Microbatches that have begun keep theirs."""
         shared, peers = self._shared, self._peers
-        tokens = max(1, tokens, shared.settings.tokens or 1)
+        tokens = max(1, tokens)
         largest = max((w.tokens for w in self.all if w.memory.top_k == top_k), default=0)
         if self.all and tokens > largest:  # and somewhat more: it would grow again
             largest = 1 << (tokens - 1).bit_length()

@@ -288,9 +288,8 @@ class RowMessages(BaseExchange):
         return self._begins
 
     def _at_backward(self) -> None:
-        if self._shared.settings.verify:
-            place = Place(Point.BACKWARD, self.info.layer, self.info.step)
-            self._shared.agreement.compare(place, self.offsets.device)
+        place = Place(Point.BACKWARD, self.info.layer, self.info.step)
+        self._shared.agreement.compare(place, self.offsets.device)
 
     def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         order = self.routes.order

@@ -24,7 +24,7 @@ from ultraep.arrays import IntArray
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
-from ultraep.hops import HOME, Hop, hops
+from ultraep.hops import CHUNKS, HOME, Hop, hops
 from ultraep.microbatch import MicrobatchInfo, TensorSpecs
 from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
@@ -79,7 +79,7 @@ class MessageReplicas(BaseReplicas):
         """Send and receive the replicas that are not in their slots yet; return the bytes sent."""
         plan, settings, comm = self._plan, self._shared.settings, self._shared.comm
         resident = {slot for slot, held in self._wanted.items() if buffer.held.get(slot) == held}
-        path = hops(plan, settings.relay, chunks=settings.chunks, skip=resident)
+        path = hops(plan, settings.relay, chunks=CHUNKS, skip=resident)
         for hop in path:  # if sending fails, the slot holds nothing
             buffer.held.pop((hop.receiver, hop.slot), None)
         nbytes = send_weights(
@@ -89,7 +89,7 @@ class MessageReplicas(BaseReplicas):
             layout=layout,
             plan=plan,
             comm=comm,
-            chunks=settings.chunks,
+            chunks=CHUNKS,
         )
         buffer.held.update(self._wanted)
         return nbytes

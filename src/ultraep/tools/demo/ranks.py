@@ -117,9 +117,8 @@ class Demo:
         sizes = self.sizes
         balancer = Balancer(
             dist.new_group() if sizes.ranks > 1 else ALONE,  # the demo prints its own note for one
-            experts=sizes.experts,
+            experts=even_homes(sizes.experts, dist.get_world_size()),
             slots=sizes.slots,
-            homes=even_homes(sizes.experts, dist.get_world_size()),
             config=BalanceConfig(policy=policy, objective="balance"),
             record=record,
         )

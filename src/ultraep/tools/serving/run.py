@@ -300,10 +300,10 @@ def with_policy(balancer: Balancer, policy: str) -> Balancer:
     """Return a new balancer with this policy and the settings of another one. Collective."""
     topology, settings = balancer.topology, balancer.settings
     options = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    options |= {name: getattr(topology, name) for name in ("experts", "slots", "homes")}
+    options |= {"experts": topology.homes or topology.experts, "slots": topology.slots}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToBalance)  # of one rank, or without slots
-        return Balancer(balancer.group, policy=policy, **options)
+        return Balancer._with_settings(balancer.group, policy=policy, **options)
 
 
 # -- calibration ---------------------------------------------------------------------------------

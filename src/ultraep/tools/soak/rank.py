@@ -128,7 +128,7 @@ def _threads(job: Job, fault: Fault, pipe: Connection) -> None:
         with _Report(comm.rank, send, ends=False):  # the error stops the other threads
             case = case_of(fault)
             injector = Injector(fault, comm.rank, lambda: send(Fired(comm.rank)), job.disk)
-            balancer = Balancer(communicator=comm, **balancer_options(case))
+            balancer = Balancer._with_settings(comm, **balancer_options(case))
             injector.attach(balancer)
             Training(case, balancer, injector).run()
 
@@ -186,7 +186,7 @@ def case_of(fault: Fault) -> Case:
 
 def balancer_options(case: Case) -> dict[str, Any]:
     """Return the options of the balancer beside its group and data plane."""
-    return {"experts": case.experts, "homes": case.homes, "config": case.config, **case.options}
+    return {"experts": case.homes, "config": case.config, **case.options}
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def make_balancer(
                 options["peers"] = SharedPeers(comm)
         if fault is not None and fault.kind in DISKS and fault.stage == "trace":
             options["record"] = job.disk / "trace"
-        balancer = Balancer(group, **options)
+        balancer = Balancer._with_settings(group, **options)
         closing.callback(balancer.close)
         undo = closing.pop_all()  # after an error nothing is closed, as in most programs
         yield balancer
@@ -247,7 +247,7 @@ def _steady(job: Job, pipe: Connection) -> None:
 
 def _all_threads(case: Case, timeout: float) -> None:
     def work(comm: Any) -> None:
-        balancer = Balancer(communicator=comm, **balancer_options(case))
+        balancer = Balancer._with_settings(comm, **balancer_options(case))
         Training(case, balancer, Watch()).run()
         balancer.close()
 
@@ -286,7 +286,7 @@ def warm_server() -> None:
         getattr(import_module(module), function)() if function else import_module(module)
     warm_up(None)
     case = Case.drawn(1, 0)
-    training = Training(case, Balancer("alone", **balancer_options(case)), Watch())
+    training = Training(case, Balancer._with_settings("alone", **balancer_options(case)), Watch())
     with torch.no_grad():
         for layer in training.layers:
             layer(case.batch(0)[0][0])

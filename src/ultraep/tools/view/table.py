@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import PER_SECOND
 from ultraep.errors import ConfigError
-from ultraep.hops import hops
+from ultraep.hops import CHUNKS, hops
 from ultraep.plan import Plan, peak_of
 from ultraep.tools.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.read import Trace
@@ -233,7 +233,6 @@ def _largest(place: IntArray, values: FloatArray, count: int) -> FloatArray:
 
 # -- one record ----------------------------------------------------------------------------------
 
-CHUNKS = 4  # per chain, the default of balancers
 PLACES = 7  # a tenth of a microsecond
 
 
