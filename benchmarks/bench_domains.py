@@ -58,7 +58,7 @@ import ultraep
 from ultraep.arrays import IntArray
 from ultraep.runtime.connect import connect
 from ultraep.tools.launch import simulated_hosts
-from ultraep.workload.placement import busiest_domain, place_experts
+from ultraep.tools.placement import busiest_domain, place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"
 TIMEOUT = 60.0  # seconds to wait for a rank

@@ -37,7 +37,6 @@ class Problem:
 
 
 Decide = Callable[[Problem], IntArray]
-DecideInterval = Callable[[Problem, IntArray], IntArray]  # [S, E] loads -> [C, 4], microbatch first
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,6 @@ class Policy:
     summary: str
     within_limits: bool
     needs_history: bool
-    over_interval: DecideInterval | None = None
 
 
 BUILT_IN = ("none", "ultraep")
@@ -66,24 +64,19 @@ def register_policy(
     *,
     within_limits: bool = True,
     needs_history: bool = False,
-    over_interval: DecideInterval | None = None,
 ) -> Callable[[Decide], Decide]:
     """Make the decorated function available as `BalanceConfig(policy=name)`.
 
     within_limits: False for policies that ignore spare slots or move experts freely.
     needs_history: whether the policy uses past loads. The plans of such policies are for
         comparison: a balancer runs neither them nor policies beyond the limits.
-    over_interval: decides for many microbatches with the same past, in one call. The simulator
-        uses it; without it, it calls the policy for every microbatch.
     """
-    if over_interval is not None and not needs_history:
-        raise ConfigError(f"policy {name!r}: over_interval needs needs_history=True")
 
     def register(decide: Decide) -> Decide:
         if name in _registry and _registry[name].decide is not decide:
             raise ConfigError(f"a policy named {name!r} is registered already")
         summary = (decide.__doc__ or "").strip().split("\n")[0]
-        _registry[name] = Policy(name, decide, summary, within_limits, needs_history, over_interval)
+        _registry[name] = Policy(name, decide, summary, within_limits, needs_history)
         return decide
 
     return register

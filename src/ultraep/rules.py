@@ -18,8 +18,6 @@ host, quota; `replicas` of a plan has columns expert, host, spare slot.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from ultraep.arrays import IntArray
@@ -37,11 +35,11 @@ def check_loads(planned_RE: IntArray, loads_RE: IntArray) -> None:
         )
 
 
-def check_shape(placed: IntArray, columns: int = 3) -> None:
-    """Raise `PlanError` unless the replicas are int64 `[C, columns]`."""
-    if placed.ndim != 2 or placed.shape[1] != columns or placed.dtype != np.int64:
+def check_shape(placed_C3: IntArray) -> None:
+    """Raise `PlanError` unless the replicas are int64 `[C, 3]`."""
+    if placed_C3.ndim != 2 or placed_C3.shape[1] != 3 or placed_C3.dtype != np.int64:
         raise PlanError(
-            "shape", f"replicas must be int64 [C, {columns}], got {placed.dtype} {placed.shape}"
+            "shape", f"replicas must be int64 [C, 3], got {placed_C3.dtype} {placed_C3.shape}"
         )
 
 
@@ -85,19 +83,6 @@ def check_replicas(
                 "slots",
                 f"rank {held.argmax()} has {held.max()} replicas but {topology.slots} slots",
             )
-
-
-def check_interval(
-    placed_C4: IntArray, loads_SE: IntArray, topology: Topology, *, limited: bool
-) -> None:
-    """Raise `PlanError` if replicas (microbatch, expert, host, quota) break a rule."""
-    check_shape(placed_C4, columns=4)
-    microbatch_C, expert_C, host_C, _ = placed_C4.T
-    _check_range("microbatch", microbatch_C, len(loads_SE))
-    placed_C4 = placed_C4[np.lexsort((host_C, expert_C, microbatch_C))]
-    first = np.searchsorted(placed_C4[:, 0], np.arange(len(loads_SE) + 1))
-    for loads_E, (begin, end) in zip(loads_SE, pairwise(first), strict=True):
-        check_replicas(placed_C4[begin:end, 1:], loads_E[None], topology, limited=limited)
 
 
 def check_slots(replicas_C3: IntArray, topology: Topology, *, limited: bool) -> None:

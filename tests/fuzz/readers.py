@@ -48,9 +48,11 @@ from ultraep.runtime.pricing import VARIABLE, from_environment
 from ultraep.runtime.settings import Settings
 from ultraep.tools.cli.options import split_names, split_numbers, split_ranges
 from ultraep.tools.demo.result import DemoResult
+from ultraep.tools.export import timeline_of, write_csv
 from ultraep.tools.inspect.checkpoint import keys_in, read_config, weight_files
 from ultraep.tools.inspect.run import claim_folder
 from ultraep.tools.launch.processes import RankPlace
+from ultraep.tools.replay import differing
 from ultraep.tools.serving.endpoint import InvalidAnswer, _has_token, endpoint_of, sums_of
 from ultraep.tools.serving.load import read_arrivals
 from ultraep.tools.sim.cluster import load_cluster
@@ -69,13 +71,11 @@ from ultraep.tools.view.api import Api, case_of
 from ultraep.tools.view.catalogue import Catalogue
 from ultraep.tools.view.server import Handler
 from ultraep.trace.crash import read_crash
-from ultraep.trace.export import timeline_of, write_csv
-from ultraep.trace.replay import differing
 
 # Files whose lines the log counts.
 READERS = (
     *("files/reading.py", "workload/files.py", "trace/read.py", "trace/files.py"),
-    *("trace/schema.py", "trace/join.py", "trace/replay.py", "trace/export.py", "trace/crash.py"),
+    *("trace/schema.py", "trace/join.py", "trace/crash.py"),
     *("config.py", "topology.py", "loads.py", "rules.py", "routes/record.py", "plan.py"),
     *("runtime/settings.py", "integrations/vllm/settings.py"),
     *("tools/sim/presets.py", "tools/sim/workload.py", "tools/serving/load.py"),

@@ -15,10 +15,10 @@ from ultraep.tools.inspect.blocks import Anatomy
 from ultraep.tools.inspect.findings import label, write_report
 from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.inspect.run import Inspection, claim_folder, experts_per_layer, write_preset
+from ultraep.tools.replay import cases, differing, replayed
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.workload import read_workload
 from ultraep.trace.read import read_trace
-from ultraep.trace.replay import cases, differing, replayed
 
 pytest.importorskip("transformers")
 SETTINGS = {"tokens": 192, "window": 64, "sequence_length": 16, "ep": "4,8", "device": "cpu"}

@@ -82,8 +82,6 @@ def test_slots_limit_only_policies_within_limits(registered, within_limits):
 
 
 def test_invalid_registrations(registered):
-    with pytest.raises(ConfigError, match="'mine': over_interval needs needs_history"):
-        registered([[0, 1, 5]], over_interval=lambda problem, loads: np.empty((0, 4), np.int64))
     registered([[0, 1, 5]])
     with pytest.raises(ConfigError, match="'mine' is registered already"):
         registered([[0, 1, 6]])

@@ -20,7 +20,7 @@ from ultraep.runtime import speeds as speeds_module
 from ultraep.runtime import versions
 from ultraep.runtime.rates import PriceList
 from ultraep.runtime.speeds import BLOCK, SafePoints, Speeds, next_speeds, relative_speeds
-from ultraep.trace.replay import differing
+from ultraep.tools.replay import differing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

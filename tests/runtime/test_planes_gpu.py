@@ -24,7 +24,7 @@ from ultraep import (
     read_trace,
 )
 from ultraep.ops.activations import ACTIVATIONS
-from ultraep.trace.replay import differing
+from ultraep.tools.replay import differing
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = [

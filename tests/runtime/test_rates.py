@@ -39,7 +39,7 @@ from ultraep.runtime.rates import (
     slopes,
     synthetic_replicas,
 )
-from ultraep.trace.replay import differing
+from ultraep.tools.replay import differing
 
 VARIABLE = "ULTRAEP_RATES"
 EXPENSIVE = Rates(row=1000, copy=10**9)

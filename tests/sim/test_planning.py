@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ultraep import (
     BalanceConfig,
     Plan,
-    PlanError,
     Problem,
     Topology,
     plan,
@@ -144,39 +143,3 @@ def test_a_registered_policy_gets_the_past_of_its_interval(register: Any) -> Non
     check_same(replicas, plans)
     placed = np.column_stack([replicas.microbatch, replicas.expert, replicas.rows]).tolist()
     assert placed == [[0, 1, 1], [1, 1, 5], [3, 1, 1]]
-
-
-def test_a_policy_may_decide_for_a_whole_interval(register: Any) -> None:
-    calls = []
-
-    def over_interval(problem: Problem, loads_SE: Any) -> Any:
-        assert problem.history is not None
-        calls.append((problem.history.tolist(), loads_SE.tolist()))
-        return np.array([[len(loads_SE) - 1, 1, 0, 1]])
-
-    register(over_interval=over_interval)
-    loads_SE, config = LOADS_SRE.sum(axis=1)[[0, 1, 3]], BalanceConfig(policy="mine")
-    replicas = plan_layer(loads_SE, TWO, config, interval=2, past_E=PAST_E)
-    second = loads_SE[:2].sum(axis=0).tolist()
-    assert calls == [([0, 9], loads_SE[:2].tolist()), (second, loads_SE[2:].tolist())]
-    placed = np.column_stack([replicas.microbatch, replicas.host, replicas.rows]).tolist()
-    assert placed == [[1, 0, 1], [2, 0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("placed", "rule"),
-    [
-        ([[0, 1, 0, 99]], "quota"),
-        ([[0, 1, 1, 1]], "home"),
-        ([[0, 1, 0, 1], [0, 1, 0, 1]], "duplicate"),
-        ([[0, 2, 0, 1]], "range"),
-        ([[4, 1, 0, 1]], "range"),
-        ([[1, 0, 1]], "shape"),
-    ],
-)
-def test_plans_of_an_interval_are_checked(register: Any, placed: Any, rule: str) -> None:
-    register(over_interval=lambda problem, loads_SE: np.array(placed))
-    config = BalanceConfig(policy="mine")
-    with pytest.raises(PlanError) as caught:
-        plan_layer(LOADS_SRE.sum(axis=1), TWO, config, interval=9, past_E=PAST_E)
-    assert caught.value.rule == rule

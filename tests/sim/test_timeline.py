@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ultraep.tools.cli.scenario import ScenarioOptions, make_scenario
+from ultraep.tools.export import write_timeline
 from ultraep.tools.sim.run import MAX_RANKS, make_timeline, median_microbatch, time_layer
 from ultraep.tools.sim.runtime import Contender
-from ultraep.trace.export import write_timeline
 
 POLICIES = ("none", "eplb", "lplb", "quota", "ultraep", "ideal")
 CONTENDERS = [Contender.of(policy) for policy in POLICIES]

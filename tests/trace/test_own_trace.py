@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import ultraep
+from ultraep.tools.replay import differing
 from ultraep.tools.sim.workload import read_workload
-from ultraep.trace.replay import differing
 
 PATH = Path(__file__).parents[2] / "benchmarks/results/trace_train_ep8_h200_202611.npz"
 

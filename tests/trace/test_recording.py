@@ -14,7 +14,7 @@ import ultraep
 from ultraep import Balancer, FileError, LocalGroup, PlanMismatch, read_trace
 from ultraep.reroute import reroute
 from ultraep.runtime.recording import VARIABLE
-from ultraep.trace.replay import differing
+from ultraep.tools.replay import differing
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 EXPERTS, STEPS = 8, 4

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ultraep import ConfigError
-from ultraep.workload.placement import place_experts
+from ultraep.tools.placement import place_experts
 
 
 def busiest(loads, order, groups):

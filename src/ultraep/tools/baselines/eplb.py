@@ -18,16 +18,17 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.tools.baselines.places import pack, replicated_items, served_equally
+from ultraep.tools.baselines.places import decides_intervals, pack, replicated_items, served_equally
 from ultraep.topology import Topology
 
 
+@decides_intervals("eplb")
 def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
     """[C, 4] microbatch, expert, host and quota: one placement, equal shares of every load."""
     return served_equally(problem, loads_SE, place_by_past)
 
 
-@register_policy("eplb", within_limits=False, needs_history=True, over_interval=over_interval)
+@register_policy("eplb", within_limits=False, needs_history=True)
 def eplb(problem: Problem) -> IntArray:
     """DeepSeek EPLB: placed by past loads, split equally over the instances."""
     return over_interval(problem, problem.expert_loads[None])[:, 1:]

@@ -24,18 +24,24 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.tools.baselines.places import FloatArray, replicated_items, served_equally
+from ultraep.tools.baselines.places import (
+    FloatArray,
+    decides_intervals,
+    replicated_items,
+    served_equally,
+)
 from ultraep.topology import Topology
 
 TINY = np.float32(0.01)  # makes the score of no load one
 
 
+@decides_intervals("flashlb")
 def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
     """[C, 4] microbatch, expert, host and quota: one placement, equal shares of every load."""
     return served_equally(problem, loads_SE, search)
 
 
-@register_policy("flashlb", within_limits=False, needs_history=True, over_interval=over_interval)
+@register_policy("flashlb", within_limits=False, needs_history=True)
 def flashlb(problem: Problem) -> IntArray:
     """FlashLB: a search over replicas per expert, placed by past loads, split equally."""
     return over_interval(problem, problem.expert_loads[None])[:, 1:]

@@ -28,7 +28,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.tools.baselines.places import away_from_home, pack, refuse_limits
+from ultraep.tools.baselines.places import away_from_home, decides_intervals, pack, refuse_limits
 from ultraep.topology import Topology
 
 DEVICES_PER_NODE = 8
@@ -46,6 +46,7 @@ class Places(NamedTuple):
     host: IntArray  # [D]
 
 
+@decides_intervals("lplb")
 def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
     """[C, 4] microbatch, expert, host and quota: one placement, the best split of every load."""
     refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
@@ -60,7 +61,7 @@ def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
     return away_from_home(expert_X, rank_X, np.concatenate([stay_SE, moved_SX], axis=1), topology)
 
 
-@register_policy("lplb", within_limits=False, needs_history=True, over_interval=over_interval)
+@register_policy("lplb", within_limits=False, needs_history=True)
 def lplb(problem: Problem) -> IntArray:
     """DeepSeek LPLB: homes and one replica per expert on a fixed graph, split optimally."""
     return over_interval(problem, problem.expert_loads[None])[:, 1:]

@@ -22,6 +22,17 @@ from ultraep.policies import Problem
 from ultraep.topology import Topology
 
 FloatArray = NDArray[np.float32]
+DecideInterval = Callable[[Problem, IntArray], IntArray]  # [S, E] loads -> [C, 4], microbatch first
+INTERVALS: dict[str, DecideInterval] = {}  # by policy: decide many microbatches with one past
+
+
+def decides_intervals(policy: str) -> Callable[[DecideInterval], DecideInterval]:
+    """Let the simulator call the decorated function once for all microbatches of an interval."""
+
+    def register(decide: DecideInterval) -> DecideInterval:
+        return INTERVALS.setdefault(policy, decide)
+
+    return register
 
 
 def refuse_limits(config: BalanceConfig, *names: str) -> None:

@@ -23,12 +23,12 @@ from ultraep.tools.cli import render
 from ultraep.tools.cli import scenario as scenarios
 from ultraep.tools.cli.options import option
 from ultraep.tools.cli.terminal import FAINT, Grid, Terminal, make_grid, print_records, progress
+from ultraep.tools.export import write_timeline
 from ultraep.tools.sim.presets import presets
 from ultraep.tools.sim.run import Result, make_timeline, median_microbatch
 from ultraep.tools.sim.run import simulate as run_simulation
 from ultraep.tools.sim.runtime import Contender
 from ultraep.tools.sim.scenario import Scenario
-from ultraep.trace.export import write_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,13 +18,13 @@ from ultraep.errors import FileError
 from ultraep.files.reading import read_text
 from ultraep.files.writing import write_text
 from ultraep.tools.demo.sizes import Sizes
+from ultraep.tools.replay import cases, replayed
 from ultraep.tools.report.numbers import Numbers, grouped, microbatches, plain
 from ultraep.tools.report.page import REPORT_FILE, RESULT_FILE, Page
 from ultraep.tools.report.words import counted, size, table
 from ultraep.tools.view.table import overview, records_to_replan
 from ultraep.tools.view.traces import WholeTrace
 from ultraep.trace.read import Trace, read_trace
-from ultraep.trace.replay import cases, replayed
 
 TRACE = "trace"  # folder of a trace, inside the folder of its policy
 SAME_LOSS = 1e-3  # largest relative difference at the end that counts as rounding

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from ultraep.files.writing import write_text
 from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.inspect.texts import TextSpan
+from ultraep.tools.replay import Case, Replayed, cases, plans, replayed
 from ultraep.tools.report.numbers import Numbers, grouped, microbatches
 from ultraep.tools.report.page import REPORT_FILE, RESULT_FILE, Page
 from ultraep.tools.report.words import counted, table
 from ultraep.trace.read import Trace
-from ultraep.trace.replay import Case, Replayed, cases, plans, replayed
 
 PRESET_FILE = "model.toml"
 TRACE = "trace"

@@ -20,6 +20,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
+from ultraep.tools.placement import busiest_domain, place_experts
 from ultraep.tools.sim.planes import PLANES, obstacle, served_shares
 from ultraep.tools.sim.run import Result, simulate, time_layer
 from ultraep.tools.sim.runtime import Contender
@@ -28,7 +29,6 @@ from ultraep.tools.sim.serving import Serving
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import Recorded, Skew, fit_skew, mean_imbalance
 from ultraep.topology import Topology
-from ultraep.workload.placement import busiest_domain, place_experts
 
 Curve = tuple[tuple[int, float], ...]  # tokens per rank and microbatch, gain
 

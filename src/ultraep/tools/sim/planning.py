@@ -20,7 +20,7 @@ from ultraep.backends import select
 from ultraep.config import BalanceConfig
 from ultraep.plan import decided
 from ultraep.policies import BASELINES, BUILT_IN, Policy, Problem, get_policy
-from ultraep.rules import check_interval
+from ultraep.tools.baselines.places import INTERVALS
 from ultraep.topology import Topology
 
 OWN = (*BUILT_IN, *BASELINES)  # policies of this package
@@ -127,12 +127,10 @@ def plan_layer(
     for begin in range(0, len(loads_SE), interval):
         now_SE = loads_SE[begin : begin + interval]
         problem = replace(problem, history=past_E)
-        if policy.over_interval is None:
-            placed_C4 = _plan_each(policy, problem, now_SE)
+        if policy.name in INTERVALS:
+            placed_C4 = INTERVALS[policy.name](problem, now_SE)
         else:
-            placed_C4 = policy.over_interval(problem, now_SE)
-            if policy.name not in OWN:
-                check_interval(placed_C4, now_SE, topology, limited=policy.within_limits)
+            placed_C4 = _plan_each(policy, problem, now_SE)
         parts.append(np.column_stack([placed_C4[:, 0] + begin, placed_C4[:, 1:]]))
         past_E = now_SE.sum(axis=0)
     return Replicas.of(topology, np.concatenate(parts), loads_SE)

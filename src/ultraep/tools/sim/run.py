@@ -27,13 +27,13 @@ from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.plan import DEFAULT_CONFIG
+from ultraep.tools.export import Event, named, span, stages, threads, timeline
 from ultraep.tools.sim.costs import FloatArray
 from ultraep.tools.sim.layer import LayerClock, LayerTimes
 from ultraep.tools.sim.planning import Replicas, plan_layer
 from ultraep.tools.sim.runtime import IDEAL, NONE, Contender
 from ultraep.tools.sim.scenario import Memory, Scenario
 from ultraep.tools.sim.workload import share_out
-from ultraep.trace.export import Event, named, span, stages, threads, timeline
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import SIMULATED, Header, of_backward
 

@@ -29,6 +29,7 @@ from ultraep.files.writing import write_text
 from ultraep.plan import Plan
 from ultraep.policies import get_policy, policy_names
 from ultraep.tools.demo.result import DemoResult, trace_folder
+from ultraep.tools.replay import Case, cases, plans, replayed_plans
 from ultraep.tools.report.numbers import MOST_NUMBERS, Numbers, plain, sample
 from ultraep.tools.report.page import embedded, own_file, plotly_js
 from ultraep.tools.view.catalogue import GONE, Catalogue, Item, message_of
@@ -43,7 +44,6 @@ from ultraep.tools.view.table import (
 )
 from ultraep.tools.view.traces import OpenTrace
 from ultraep.trace.read import Trace
-from ultraep.trace.replay import Case, cases, plans, replayed_plans
 from ultraep.trace.schema import KEY, Header
 
 VIEWER = "ultraep.tools.view"
