@@ -45,7 +45,6 @@ class Policy:
 
     name: str
     decide: Decide
-    summary: str
     within_limits: bool
     needs_history: bool
 
@@ -60,10 +59,7 @@ _import_module = cache(importlib.import_module)
 
 
 def register_policy(
-    name: str,
-    *,
-    within_limits: bool = True,
-    needs_history: bool = False,
+    name: str, *, within_limits: bool = True, needs_history: bool = False
 ) -> Callable[[Decide], Decide]:
     """Make the decorated function available as `BalanceConfig(policy=name)`.
 
@@ -75,8 +71,7 @@ def register_policy(
     def register(decide: Decide) -> Decide:
         if name in _registry and _registry[name].decide is not decide:
             raise ConfigError(f"a policy named {name!r} is registered already")
-        summary = (decide.__doc__ or "").strip().split("\n")[0]
-        _registry[name] = Policy(name, decide, summary, within_limits, needs_history)
+        _registry[name] = Policy(name, decide, within_limits, needs_history)
         return decide
 
     return register

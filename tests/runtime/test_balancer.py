@@ -136,16 +136,6 @@ def test_settings_that_differ_are_an_error_on_every_rank(other):
     assert "ranks [2] have" in results[0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS_OF_CPU)
-def test_a_slow_rank_gets_fewer_rows(backend):
-    def work(comm):
-        config = BalanceConfig(objective="balance", speeds=(1000, 500, 1000, 1000))
-        balancer = Balancer._with_settings(comm, experts=8, slots=2, config=config, backend=backend)
-        return planned(balancer, ids_of(comm.rank, tokens=70))[1].to_host().rank_loads.tolist()
-
-    assert LocalGroup(4).run(work) == [[80, 40, 80, 80]] * 4
-
-
 def test_the_number_of_speeds_must_be_the_number_of_ranks():
     config = BalanceConfig(speeds=(1000, 900, 1000))
     errors = outcomes(2, lambda comm: Balancer(comm, experts=8, config=config))

@@ -18,7 +18,6 @@ from ultraep.backends.triton.device import interpreted
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime import speeds as speeds_module
 from ultraep.runtime import versions
-from ultraep.runtime.rates import PriceList
 from ultraep.runtime.speeds import BLOCK, SafePoints, Speeds, next_speeds, relative_speeds
 from ultraep.tools.replay import differing
 
@@ -148,15 +147,6 @@ def test_speeds_are_limited_to_what_plans_accept():
     assert relative_speeds([1, 10**9]) == (1000, 100)
     assert relative_speeds([1, 10**9, 10**9]) == (4000, 1000, 1000)
     assert BalanceConfig(speeds=relative_speeds([1, 10**9, 10**9, 10**15])).speeds
-
-
-def test_the_prediction_follows_the_size_of_groups():
-    prices = PriceList((), (1.0, 4.0, 8.0))  # 1, 16 and 64 rows
-    assert prices.seconds(np.array([0, 1, 0])) == 1.0
-    assert prices.seconds(np.array([16, 16])) == 8.0
-    assert prices.seconds(np.array([40])) == pytest.approx(6.0)
-    assert prices.seconds(np.array([64 + 48])) == pytest.approx(12.0)  # the last slope goes on
-    assert PriceList((), (1.0,)).seconds(np.array([5])) == 0.0
 
 
 def slowed(monkeypatch, paces, block=4):

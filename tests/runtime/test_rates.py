@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from dense import Example, assert_close, network
-from hypothesis import given
-from hypothesis import strategies as st
 from microbatches import planned
 from ranks import TRANSPORTS, everywhere, shared_pool
 from shared_peers import SharedPeers
@@ -37,7 +35,6 @@ from ultraep.runtime.rates import (
     Timings,
     price_list,
     slopes,
-    synthetic_replicas,
 )
 from ultraep.tools.replay import differing
 
@@ -117,24 +114,6 @@ def test_rates_depend_on_the_rows_per_expert():
     assert few.row == 1  # nothing is saved
     assert (prices.at(0), prices.at(15), prices.at(16), prices.at(900)) == (few, few, many, many)
     assert str(prices) == f"from 1 rows {few}; from 16 rows {many}"
-
-
-@given(*[st.floats(0, 1e3)] * 4)
-def test_rates_have_two_digits_and_are_in_range(row, copy, each, layer):
-    rates = Rates.from_seconds(row=row, copy=copy, each=each, layer=layer)
-    assert all(two_digits(number) == number or number in MOST for number in rates.numbers)
-
-
-@pytest.mark.parametrize(
-    ("topology", "expected"),
-    [
-        (Topology(ranks=2, experts=4), [(0, 1, 1), (2, 0, 1)]),
-        (Topology(ranks=4, experts=4, domain=2), [(0, 1, 1), (1, 0, 1), (2, 3, 1), (3, 2, 1)]),
-        (Topology(ranks=3, experts=2, homes=[0, 2]), [(0, 1, 1), (1, 0, 1)]),
-    ],
-)
-def test_synthetic_replicas(topology, expected):
-    assert synthetic_replicas(topology).tolist() == [list(copy) for copy in expected]
 
 
 # From the environment.
@@ -392,15 +371,3 @@ def test_a_device_plans_with_later_rates():
         plan = control.plan(torch.from_numpy(loads)).to_host()
         assert plan == ultraep.plan(loads, topology, config)
         assert plan.rates == rates
-
-
-def test_plans_know_their_time():
-    topology = Topology(ranks=2, experts=4)
-    loads = np.array([[8, 0, 0, 0], [8, 0, 0, 0]])
-    plan = ultraep.plan(
-        loads, topology, BalanceConfig(rates=Rates(row=10, copy=7, each=3, layer=1))
-    )
-    assert plan.num_replicas == 1
-    assert plan.time == 10 * 8 + 7 + 3 + 1
-    assert plan.time_without_replicas == 160
-    assert ultraep.plan(loads, topology).time is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ultraep
 from ultraep import BalanceConfig, ConfigError, Rates, Topology
 from ultraep.backends.limits import Limits
-from ultraep.backends.reference.place import domains_of, shared_threshold
+from ultraep.backends.reference.place import domains_of
 from ultraep.config import PARTS, speeds_from_text
 from ultraep.runtime.capacity import Capacity
 from ultraep.tools.baselines import warn_if_speeds_ignored
@@ -86,17 +86,6 @@ def test_the_best_possible_balance_of_tiny_loads(rows, data):
         assert peak(plan.rank_loads, speeds) == least_peak(sum(rows), speeds)
 
 
-@given(problems(), configs, st.data())
-def test_shares_hold_all_rows_and_no_lower_threshold_does(problem, config, data):
-    loads, topology = problem
-    config = with_speeds(data.draw, replace(config, tolerance=0.0), topology.ranks)
-    domains = domains_of(loads.sum(axis=0), Limits.of(topology, config))
-    for domain in domains:
-        assert sum(domain.limits(domain.mean)) >= domain.total
-        assert domain.mean == 0 or sum(domain.limits(domain.mean - 1)) < domain.total
-    assert shared_threshold(domains, 0) == max(domain.mean for domain in domains)
-
-
 @given(problems(), st.one_of(configs, timed_configs), st.data())
 def test_plans_are_valid_and_respect_the_bound(problem, config, data):
     loads, topology = problem
@@ -107,22 +96,6 @@ def test_plans_are_valid_and_respect_the_bound(problem, config, data):
         assert plan.imbalance <= plan.initial_imbalance + 1e-12 or plan.config.tolerance
     if plan.time is not None:
         assert plan.time <= plan.time_without_replicas
-
-
-@given(st.data(), st.lists(st.integers(800, 1000), min_size=2, max_size=5))
-def test_renumbering_the_ranks_keeps_the_balance(data, speeds):
-    ranks = range(len(speeds))
-    rows = st.lists(st.integers(0, 5000), min_size=2, max_size=2)
-    expert_loads = data.draw(st.lists(rows, min_size=len(speeds), max_size=len(speeds)))
-    order = data.draw(st.permutations(ranks))
-    plans = [
-        ultraep.plan(
-            *one_domain([expert_loads[rank] for rank in line], slots=4),
-            replace(BALANCE, speeds=[speeds[rank] for rank in line]),
-        )
-        for line in (ranks, order)
-    ]
-    assert plans[0].imbalance == plans[1].imbalance
 
 
 @pytest.mark.parametrize("name", ["zipf", "zipf_shuffled", "zipf_two_slots", "wide"])
