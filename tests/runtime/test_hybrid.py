@@ -206,7 +206,7 @@ def test_with_a_static_capacity_sizes_do_not_depend_on_the_loads():
         assert first[-len(second) :] == second == third  # the first pass also allocates memory
         moved = [call for call in second if call[0] == "all_to_all"]
         sent = [0, 0, 0, 0]
-        sent[(rank + 2) % 4] = 8
+        sent[(rank + 2) % 4] = max(static_example(3)[0].tokens)
         assert len(moved) == 4
         assert {call[2:] for call in moved} == {(tuple(sent), tuple(sent))}
 
