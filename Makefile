@@ -33,7 +33,7 @@ help:
 	@echo "make test-slow  set up, then the tests that make test leaves out (nine minutes)"
 	@echo "make test-failed  the tests that failed in the last run, one at a time"
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
-	@echo "make fuzz    set up, then changed inputs for all readers, random plans and layers (MINUTES=10 SEED=1)"
+	@echo "make fuzz    set up, then changed inputs for all readers, and random plans (MINUTES=10 SEED=1)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (five minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (40 minutes)"
 	@echo "make test-triton  set up, then compile all kernels with the oldest Triton that is supported (a minute)"

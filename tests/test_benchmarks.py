@@ -119,33 +119,6 @@ def test_make_bench_prints_what_it_skips():
     assert "bench_single.py is skipped: it needs a GPU" in skipped
 
 
-def test_measurements_alternate():
-    turns = []
-    values = timing.in_turns("abc", 2, lambda name: turns.append(name) or len(turns), warmup=1)
-    assert "".join(turns) == "abcbcacab"
-    assert values == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
-
-
-def test_commands_contain_no_absolute_paths():
-    script = str(BENCHMARKS / "bench_plan.py")
-    inside = str(ROOT / "benchmarks" / "results" / "plan.json")
-    argv = [script, "--trace=/data/trace.npz", "--json", inside, "--window", "64", "../x/y.npz"]
-    assert harness.command(argv) == (
-        "python benchmarks/bench_plan.py --trace=trace.npz "
-        "--json benchmarks/results/plan.json --window 64 y.npz"
-    )
-
-
-def test_samples_are_combined_by_case():
-    mean, worst = harness.Metric("m", "", "m"), harness.Metric("w", "", "w", combine=max)
-    samples = harness.Samples()
-    for case, value in (("a", 1.0), ("b", 5.0), ("a", 3.0)):
-        samples.add({"case": case}, {mean: value, worst: value})
-    samples.add({"case": "c"}, {mean: None, worst: None})
-    combined = {line.case["case"]: list(line.values.values()) for line in samples.lines()}
-    assert combined == {"a": [2.0, 3.0], "b": [5.0, 5.0], "c": [None, None]}
-
-
 @pytest.mark.slow
 def test_the_page_on_the_paper_is_written(tmp_path):
     pytest.importorskip("matplotlib")

@@ -64,19 +64,6 @@ def test_a_link_stays_and_its_target_is_written(tmp_path, exists):
     assert sorted(os.listdir(tmp_path)) == ["folder", "link.txt"]
 
 
-@linux
-def test_devices_are_written_to_and_stay(tmp_path):
-    before = os.stat("/dev/null").st_rdev
-    link = tmp_path / "null"
-    link.symlink_to("/dev/null")
-    for path in ("/dev/null", link):
-        writing.check_targets((path, "table"))
-        writing.write_text(path, "gone")
-        assert stat.S_ISCHR(os.stat(path).st_mode)
-    assert os.stat("/dev/null").st_rdev == before
-    assert link.is_symlink()
-
-
 def test_a_full_disk_is_a_file_error_and_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -10,7 +10,6 @@ import sys
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,8 +95,6 @@ def two(tmp_path_factory):
     runs = [
         options(root / "whole", checkpoints__keep=2, logging__record=root / "traces"),
         [*options(root / "resumed"), "--resume", checkpoint(root / "whole", 4)],
-        options(root / "in_flight", training__in_flight=2, training__recompute="true"),
-        options(root / "autocast", training__precision="bfloat16"),
         options(root / "exact", **exact),
         [
             *options(root / "apart", **exact, parallel__ep=1),
@@ -143,17 +140,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two):
     for part in ("model", "optimizer", "rng"):
         torch.testing.assert_close(whole[part], resumed[part], rtol=0, atol=0)
     assert [rng.keys() for rng in whole["rng"]] == [{"cpu"}] * 2
-
-
-@pytest.mark.slow
-def test_other_ways_to_train(two):
-    whole = scalars(two / "whole")
-    assert scalars(two / "in_flight") == whole
-    rough = scalars(two / "autocast")
-    assert rough != whole
-    assert list(rough.values()) == pytest.approx(list(whole.values()), rel=0.01)
-    saved = torch.load(checkpoint(two / "autocast", 6))["model"]
-    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
 @pytest.mark.slow
@@ -249,18 +235,6 @@ def test_elastic_continues_from_the_last_whole_checkpoint(pretrain, tmp_path, mo
     assert message.count("\n") == 1
 
 
-def test_an_epoch_reads_every_window_once(pretrain):
-    parts, settings = import_module("pretrain_parts"), import_module("pretrain_settings")
-    changes = ["training.length=4", "data.held_out=5", "evaluation.windows=100"]
-    text = parts.Windows(bytes(range(101)), settings.read_settings(None, changes))
-    assert text.held_out.tolist() == [0, 5, 10, 15, 20]
-    first, second = text.after(0, 20), text.after(20, 20)
-    assert sorted(first) == sorted(second) == [n for n in range(25) if n % 5]
-    assert first.tolist() != second.tolist()
-    assert text.after(15, 10).tolist() == [*first[15:], *second[:5]]
-    assert text[first[:1]].tolist() == [[*range(4 * first[0], 4 * first[0] + 5)]]
-
-
 def test_the_shipped_file_has_all_settings_and_their_defaults(pretrain):
     settings = import_module("pretrain_settings")
     path = str(EXAMPLES / "pretrain.toml")
@@ -274,22 +248,14 @@ def test_the_shipped_file_has_all_settings_and_their_defaults(pretrain):
 
 BAD_SETTINGS = {
     "training.stepz=3": "unknown setting training.stepz; there are steps, batch",
-    "trainin.steps=3": "unknown section [trainin]; there are model, training",
     "steps=3": "--set wants section.key=value, got 'steps=3'",
-    "training.steps=many": "training.steps must be a whole number, got 'many'",
     "training.steps=0": "training.steps must be at least 1, and finite, got 0",
-    "training.lr=nan": "training.lr must be at least 0, and finite, got nan",
     "training.recompute=1": "training.recompute must be true or false, got 1",
     "balance.policy=best": "balance.policy must be one of",
     "data.files=text.txt": "data.files must be a list of texts, got 'text.txt'",
     "model.top_k=17": "model.top_k 17 is more than model.experts 16",
-    "model.heads=5": "hidden=64, heads=5",
-    "balance.slots=17": "balance.slots 17 is more than model.experts 16",
-    "balance.domain=2": "balance.domain 2 does not divide a group of 1 ranks",
     "parallel.ep=2": "parallel.ep 2 does not divide 1 ranks",
     "training.microbatches=5": "batch 32 does not divide among 5 microbatches x 1 ranks",
-    "training.in_flight=2": "in_flight 2 is more than training.microbatches 1",
-    "training.final_lr=2": "training.final_lr 2 is a share",
 }
 BAD_FILES = {
     "steps = 3": "unknown section [steps]",
@@ -329,23 +295,3 @@ def test_errors_are_one_line(pretrain, capsys, tmp_path):
         line = capsys.readouterr().err
         assert message in line
         assert line.count("\n") == 1
-
-
-def test_tensorboard_gets_every_scalar(pretrain, monkeypatch, tmp_path, capsys):
-    def run(folder):
-        changed = options(tmp_path / folder, training__steps=2, evaluation__every=2)
-        return pretrain.main([word for word in changed if word != "--no-tensorboard"])
-
-    module = Mock()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    assert run("with") == 0
-    module.SummaryWriter.assert_called_once_with(tmp_path / "with", purge_step=1)
-    writer = module.SummaryWriter.return_value
-    written = {(c.args[0], c.args[2]): c.args[1] for c in writer.add_scalar.mock_calls}
-    for name in SCALARS:
-        for step, value in scalars(tmp_path / "with", name).items():
-            assert written[name, step] == value
-    writer.close.assert_called_once_with()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert run("without") == 0
-    assert "pip install tensorboard, or pass --no-tensorboard" in capsys.readouterr().out

@@ -69,16 +69,6 @@ def test_api_pages_list_every_public_name_once(build, tmp_path):
     assert ".. autoexception:: ultraep.LoadError" in text
 
 
-def test_external_resources_are_found(build, tmp_path):
-    (tmp_path / "a.html").write_text(
-        '<a href="https://elsewhere"></a><script src="here.js"></script>'
-    )
-    assert build.external_resources(tmp_path) == []
-    for text in ('<script src="https://x"></script>', "<link href=//x>", "a { b: url(https://x) }"):
-        (tmp_path / "a.html").write_text(text)
-        assert len(build.external_resources(tmp_path)) == 1, text
-
-
 PAGE = """<html><body><nav>menu</nav><article role="main"><section id="data-planes">
 <h1>Data planes<a class="headerlink" href="#data-planes">¶</a></h1><p>How bytes <b>move</b>.</p>
 <section id="limits"><h2>Limits</h2><p>No <code>NVLink</code> &amp; no &lt;b&gt; was measured.</p>
@@ -87,19 +77,6 @@ PAGE = """<html><body><nav>menu</nav><article role="main"><section id="data-plan
 SEARCH_PAGE = """<html><body><form><input name="q"></form><div id="search-results"></div>
 <script src="_static/searchtools.js?v=1"></script><script src="searchindex.js"></script>
 </body></html>"""
-
-
-def test_sections_of_a_page(load):
-    assert load("search").sections_of(PAGE, "docs/a.html") == [
-        ("docs/a.html#data-planes", "Data planes", "Data planes", "How bytes move."),
-        ("docs/a.html#limits", "Data planes", "Limits", "No NVLink & no <b> was measured."),
-        (
-            "docs/a.html#ultraep.Balancer",
-            "Data planes",
-            "Balancer",
-            "class Balancer Balances ranks.",
-        ),
-    ]
 
 
 @pytest.mark.skipif(chromium() is None, reason="needs Chromium")
@@ -135,10 +112,3 @@ def test_the_tutorial_runs(load):
     assert [bool(output) for output in outputs] == [bool(output) for output in stored]
     assert outputs[0] == stored[0]  # plans are the same everywhere
     assert any("outputs are equal\n" in output[0]["text"] for output in outputs if output)
-
-
-def test_the_tutorial_becomes_a_page(load):
-    module = load("notebook")
-    page = module.page(module.read(ROOT / "docs" / "tutorial.ipynb"))
-    assert page.startswith("# Plan, inspect, balance")
-    assert "imbalance 2.323 -> 1.000" in page

@@ -143,26 +143,3 @@ def rows_received(plan: Plan, rank: int) -> IntArray:
     for index in np.flatnonzero(hosts == rank):
         received[:, len(mine) + indices[index]] = plan.split[index]
     return received
-
-
-def reroute_dense(
-    routing_map: torch.Tensor,
-    probabilities: torch.Tensor,
-    plan: Plan,
-    rank: int,
-    *,
-    backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reroute `[T, E]` routing maps and probabilities to `[T, S]` slots; keeps gradients."""
-    if routing_map.shape != probabilities.shape or routing_map.dtype != torch.bool:
-        raise LoadError(
-            f"routing_map must be bool {list(probabilities.shape)} like the probabilities, "
-            f"got {routing_map.dtype} {list(routing_map.shape)}"
-        )
-    tokens, experts = routing_map.nonzero(as_tuple=True)
-    slots = reroute(experts[:, None], plan, rank, backend=backend).slots[:, 0]
-    shape = (len(routing_map), int(plan.topology.first_slot_of_rank[-1]))
-    slot_map = torch.zeros(shape, dtype=torch.bool, device=routing_map.device)
-    slot_map[tokens, slots] = True
-    spread = torch.zeros(shape, dtype=probabilities.dtype, device=probabilities.device)
-    return slot_map, spread.index_put((tokens, slots), probabilities[tokens, experts])

@@ -71,15 +71,6 @@ def test_the_settings_can_be_pasted_into_a_program(options):
     assert (config.tolerance, config.objective) == (advice["tolerance"], advice["objective"])
 
 
-def test_plans_by_time_are_the_default_and_need_no_tolerance():
-    advice, text = numbers(), printed()
-    assert advice["objective"] == ultraep.BalanceConfig().objective == "time"
-    assert [option["slots"] for option in advice["options"]] == [1, 2, 3, 4]
-    assert {option["tolerance"] for option in advice["options"]} == {0.0}
-    assert "plans by time" in text
-    assert "tolerance" not in text
-
-
 def test_balancing_that_does_not_pay():
     text = flat(*EVEN, *BALANCE)
     assert text.startswith("Does not pay: 1 spare slot and tolerance 0.05 would reach ")

@@ -54,14 +54,6 @@ def test_finished_runs_are_printed_when_a_server_fails(tmp_path):
     assert {row["value"] for row in rows if row["metric"] == "within_1_s"} == {0.0}
 
 
-def test_the_table_fits_a_narrow_terminal():
-    with serving() as server:
-        result = invoke(*FAST, "--endpoint", f"ultraep={server.url}", width=80)
-    table = result.stdout[result.stdout.index("rate ") :].split("\n\n")[0]
-    assert "imbalance" in table
-    assert max(map(len, table.splitlines())) <= 80
-
-
 @pytest.mark.slow
 def test_an_interruption_writes_finished_runs_and_leaves_no_process(tmp_path):
     model = save_tiny(tmp_path / "tiny")

@@ -1,13 +1,11 @@
 """`ultraep demo`: its output, on a terminal and elsewhere."""
 
-import io
 from dataclasses import replace
 
 import pytest
 
-from ultraep.errors import BackendUnavailable, CommunicationError
-from ultraep.tools.cli import demo, render
-from ultraep.tools.cli.terminal import Terminal
+from ultraep.errors import CommunicationError
+from ultraep.tools.cli import demo
 from ultraep.tools.demo.result import DemoResult, Note, PolicyResult, Progress
 from ultraep.tools.demo.sizes import Sizes
 
@@ -97,38 +95,12 @@ def test_options_reach_the_job(jobs, tmp_path):
     assert job.out == str(tmp_path)
 
 
-def test_without_plotly_there_is_no_report(jobs, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "write_report", lambda out, _: out / "report.html")
-    result = invoke("--out", tmp_path)
-    assert f"report    {tmp_path / 'report.html'}" in result.stdout
-
-    def write_report(*_):
-        raise BackendUnavailable("the report needs plotly")
-
-    monkeypatch.setattr(demo, "write_report", write_report)
-    result = invoke("--out", tmp_path)
-    assert (result.exit_code, "note: the report needs plotly" in result.stdout) == (0, True)
-
-
 def test_the_headline_compares_speed_and_loss():
     slower = replace(RESULT.policies[1], layer_tokens_per_second=12_000.0, layer_share=0.6)
     result = replace(RESULT, policies=[RESULT.policies[0], slower], loss_difference_last=0.02)
     assert result.headline == "MoE layers 0.75x as fast with ultraep, losses 2.0% apart"
     alone = replace(RESULT, policies=[RESULT.policies[1]])
     assert alone.headline == "Imbalance 1.25 -> 1.00 with ultraep"
-
-
-def test_on_a_terminal_there_is_a_picture():
-    file = io.StringIO()
-    terminal = Terminal(file=file, force_terminal=True, width=90, color_system=None)
-    with demo.Display(terminal, ("none", "ultraep")) as display:
-        for number in range(1, 4):
-            for policy, after in (("none", 1.5), ("ultraep", 1.0)):
-                numbers = (2.5, 999.0, 1.5, after)
-                display.show(Progress("training", number, 9, policy, "prose", *numbers))
-        display.show(Progress("layers", 1, 2, subject="each in turn"))
-    for part in ("3/9", "text: prose", "1.500 -> 1.000", "███", "▁▁▁"):
-        assert part in file.getvalue()
 
 
 def test_a_failed_rank_is_one_line(monkeypatch, tmp_path):
@@ -139,8 +111,3 @@ def test_a_failed_rank_is_one_line(monkeypatch, tmp_path):
     result = invoke("--out", tmp_path)
     assert result.exit_code == 2
     assert result.stderr == "ultraep: rank 1 failed\n"
-
-
-def test_sparklines_span_their_range():
-    assert render.sparkline([1.0, 1.5, None, 2.0, 9.0], 2.0) == "▁▅██"
-    assert render.sparkline([1.0, 1.0], 1.0, render.ASCII) == "__"

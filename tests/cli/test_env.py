@@ -6,14 +6,13 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 import ultraep
 from ultraep.backends import BackendInfo
 from ultraep.tools.cli import env
 from ultraep.tools.sim.planning import OWN
 
-from .commands import flat, output, records
+from .commands import flat, records
 
 
 def test_json_holds_all_facts():
@@ -28,14 +27,6 @@ def test_json_holds_all_facts():
     assert set(facts["torch"]) == {"cuda", "rocm", "available", "devices"}
 
 
-def test_the_table_has_the_same_facts():
-    shown = output("env")
-    for word in (ultraep.__version__, np.__version__, platform.platform(), "eplb", "numba"):
-        assert word in shown
-    for device in ("CPU", "GPU"):
-        assert f"chosen for {device} tensors" in shown
-
-
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(env, "PACKAGES", ("numpy", "no-such-package"))
     missing = BackendInfo("gpu", "cuda", "no_such_module")
@@ -45,25 +36,6 @@ def test_missing_packages_are_named(monkeypatch):
     assert "no-such-package not installed" in shown
     assert "chosen for CPU and GPU tensors" in shown
     assert "not available: needs no_such_module" in shown
-
-
-def test_a_torch_that_cannot_be_imported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert "error" in records("env")["torch"]
-    assert "torch cannot be imported" in output("env")
-
-
-@pytest.mark.parametrize(
-    ("torch", "expected"),
-    [
-        ({"cuda": None, "rocm": None, "devices": []}, "CPU only"),
-        ({"cuda": "12.8", "rocm": None, "devices": []}, "CUDA 12.8: no device found"),
-        ({"cuda": "12.8", "rocm": None, "devices": ["H200", "H200"]}, "CUDA 12.8: H200, H200"),
-        ({"cuda": None, "rocm": "6.2", "devices": ["MI300X"]}, "ROCm 6.2: MI300X"),
-    ],
-)
-def test_devices_are_named(torch, expected):
-    assert expected in env._devices(torch)
 
 
 def test_torchrun_shows_a_map_of_ranks(tmp_path):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from traces import plan_for, record
 
-from ultraep import BalanceConfig, ConfigError, LocalGroup, Topology, workload
+from ultraep import ConfigError, LocalGroup, workload
 from ultraep.runtime.connect import connect
 from ultraep.tools.cli import advise, demo, simulate
 from ultraep.tools.cli import plan as plan_command
 
-from .commands import assert_one_line, invoke, shell, start
+from .commands import assert_one_line, invoke, start
 
 HUGE = str(10**20)
 SIMULATE = "simulate --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --processes 1"
@@ -30,11 +30,8 @@ WRONG = {
     # the command line
     "plan": "missing argument 'FILE' (see ultraep plan --help)",
     "plan loads.npy --slot 3": "no such option: --slot",
-    "plan loads.npy --slots x": "invalid value for '--slots'",
-    "plan loads.npy other.npy": "got unexpected extra argument",
     "--nonsense": "no such option: --nonsense",
     "plam": "no such command 'plam'",
-    "trace inf run": "no such command 'inf'",
     # plan: files
     "plan none.npy": "none.npy: no such file",
     "plan negative.npy": "microbatch 0: loads must not be negative, got -1 for source rank 0, "
@@ -42,31 +39,22 @@ WRONG = {
     "plan uneven.npy": "6 experts do not divide",
     # plan: options
     "plan loads.npy --ranks 4": "--ranks is 4, but the file has loads of 8",
-    "plan loads.npy --slots -1": "slots must lie between 0 and 32, got -1",
     "plan loads.npy --policy none,magic": "unknown policy 'magic'; choose from none, ultraep",
     "plan loads.npy --policy ,": "--policy needs at least one name",
     "plan loads.npy --backend abacus": "unknown backend 'abacus'; choose from triton, cpu",
     "plan loads.npy --rates row=fast": "rates must be row=PICOSECONDS,copy=PICOSECONDS",
     "plan loads.npy --history 0": "--history must be at least 1, got 0",
     "plan loads.npy --show 1": "--show must lie in 0..0, got 1",
-    "plan loads.npy --experts 8": "--experts is for recorded routing",
     "plan loads.npy --window 8": "--window is for recorded routing",
     # plan: recorded routing
     "plan routing.npz": "recorded routing needs the number of ranks",
-    "plan routing.npz --ranks 0": "--ranks must be at least 1, got 0",
-    "plan routing.npz --ranks 4 --window 0": "a window of 0 tokens",
-    f"plan routing.npz --ranks 4 --window 20 --experts {HUGE}": f"{HUGE} experts",
     "plan routing.npz --ranks 3 --window 30": "8 experts do not divide evenly over 3 ranks",
     # simulate
     f"{TRAIN} --model qwen3-235b": "per device do not fit into the 141 GB",
     f"{TRAIN} --policy llep=ultraep": "as ultraep: the policy replicates beyond spare slots",
     f"{TRAIN} --policy none,echo=": "needs two policies, got 'echo='",
     f"{TRAIN} --prefill stem": "not training; remove --microbatches and --steps",
-    f"{TRAIN} --processes 0": "--processes must be at least 1, got 0",
     f"{TRAIN} --plot out.pdf": "out.pdf: a plot must end in .png, .svg, .html, got .pdf",
-    f"{TRAIN} --plot /none/out.png": "/none/out.png: cannot be written",
-    f"{TRAIN} --timeline /none/out.json": "/none/out.json: cannot be written",
-    f"{TRAIN} --timeline-layers 0": "--timeline-layers must be at least 1",
     f"{TRAIN} --objective balance --rates row=1": "add --objective time",
     f"{TRAIN} --trace uneven.npy": "loads of 6 experts",
     **{
@@ -81,20 +69,15 @@ WRONG = {
         )
     },
     # advise
-    f"{ADVISE} --steps 0": "steps must be at least 1",
     f"{ADVISE} --prefill stem --steps 2": "remove --steps",
-    "advise --trace nowhere": "nowhere: no such file",
     # trace
     "trace export run": "pass --csv, --perfetto or --npz",
     "trace export run --npz run.zip": "--npz needs a name that ends in .npz, got run.zip",
-    "trace export run --csv /none/run.csv": "cannot be written: No such file",
     "trace replay run --slots two": "--slots must be numbers like 1,2, got 'two'",
-    "trace info none": "none: no such file or folder",
     "trace replay empty": "holds no trace",
     "trace export demo --csv x.csv": "holds 2 traces; pass one of them: demo/none/trace, "
     "demo/ultraep/trace",
     # view
-    "view gone": "gone: no such file or folder",
     "view run --live --export a.html": "remove --live",
     "view run again --export a.html": "--export writes one trace, but 2 are open",
     "view run --export no/such/a.html": "cannot be written",
@@ -108,17 +91,12 @@ WRONG = {
     "inspect Qwen/Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B: not a directory",
     f"{RANDOM} --ep eight": "--ep must be numbers like 1,2, got 'eight'",
     f"{RANDOM} --layers 3-1": "--layers 3-1: a range must ascend",
-    f"{RANDOM} --layers x": "--layers must be numbers like 0-3,7, got 'x'",
-    f"{RANDOM} --text nowhere.txt": "nowhere.txt: no such file",
-    f"{RANDOM} --tokens 0": "--tokens must be at least 1, got 0",
-    f"{RANDOM} --out /dev/null/folder": "cannot be written to",
     # bench
     f"{ENDPOINT} --ranks 2": "remove --ranks",
     "bench prefill --timeout 2": "remove --timeout",
     "bench prefill --rate 1 --load 1": "--load sets the rates; remove --rate",
     "bench prefill --rate fast": "--rate must be numbers like 0.5,2, got 'fast'",
     "bench prefill --longest 5000": "up to 5000 tokens, but random Qwen3-MoE takes 4096",
-    "bench prefill --arrivals /nowhere": "/nowhere",
     "bench prefill --json /nowhere/x.json": "cannot be written",
 }
 NEEDS = {"inspect": "transformers", "bench": "transformers", "view": "plotly"}
@@ -178,13 +156,6 @@ def test_huge_numbers(files, monkeypatch, command, option):
     assert_one_line(invoke(*command.split(), option, HUGE), "0" * 15)
 
 
-@pytest.mark.parametrize("name", ["loads.csv", "loads.json"])
-def test_loads_too_large_to_count(tmp_path, name):
-    text = f"{HUGE},1\n1,1\n" if name.endswith("csv") else f"[[{HUGE}, 1], [1, 1]]"
-    (tmp_path / name).write_text(text)
-    assert_one_line(invoke("plan", tmp_path / name), name)
-
-
 def test_no_command_prints_the_help():
     for words in ((), ("trace",), ("bench",)):
         result = invoke(*words)
@@ -215,13 +186,6 @@ def test_timeouts_are_positive_seconds(seconds):
     for make in (lambda: connect(None, timeout=seconds), lambda: LocalGroup(2, timeout=seconds)):
         with pytest.raises(ConfigError, match="timeout must be a positive number of seconds"):
             make()
-
-
-def test_settings_of_odd_types_and_sizes():
-    with pytest.raises(ConfigError, match="homes must be a list of ranks"):
-        Topology(ranks=2, experts=4, homes=[0, [1, 1], 0])
-    with pytest.raises(ConfigError, match="tolerance must lie between"):
-        BalanceConfig(tolerance=10**400)
 
 
 # -- the environment -----------------------------------------------------------------------------
@@ -255,19 +219,9 @@ def failing_plan(files, monkeypatch, error):
     return invoke("plan", files / "loads.npy")
 
 
-def test_an_unexpected_error_stays_a_traceback(files, monkeypatch):
-    result = failing_plan(files, monkeypatch, RuntimeError("a bug"))
-    assert isinstance(result.exception, RuntimeError)
-
-
 def test_ctrl_c_is_one_line(files, monkeypatch):
     result = failing_plan(files, monkeypatch, KeyboardInterrupt)
     assert (result.exit_code, result.output) == (130, "ultraep: interrupted\n")
-
-
-def test_a_user_error_is_one_line_in_a_shell(tmp_path):
-    code, out, errors = shell("plan", tmp_path / "none.npy")
-    assert (code, out, errors.count("\n")) == (2, "", 1)
 
 
 @linux
@@ -297,7 +251,7 @@ ultraep_start.main()
 """
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("delay", [0.05, 0.5])
 def test_ctrl_c_while_modules_load_is_one_line(delay):
     """The command prints a line when its handler is installed; `env` imports torch."""
     process = start("env", stdout=subprocess.PIPE, program=("-c", ANNOUNCING))

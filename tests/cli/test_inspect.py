@@ -4,7 +4,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -67,14 +66,6 @@ def test_a_checkpoint_with_texts_twice_in_one_directory(tmp_path):
     assert "EP2 EP16" in out
     assert len(read_trace(tmp_path / "out" / "trace")) == 16
     assert (tmp_path / "out" / "report.html").is_file()
-
-
-def test_without_plotly_only_the_report_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    result = invoke("--random", "mixtral", *QUICK, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "note: the report needs plotly" in result.stdout
-    assert (tmp_path / "result.json").is_file()
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import ultraep
 from ultraep import FileError, read_trace, workload
 from ultraep.tools.cli import render
 from ultraep.tools.cli.plan import PLAN_NUMBERS, PlanOptions, read_layers
-from ultraep.tools.cli.terminal import Terminal
 
 from .commands import assert_one_line, flat, invoke, output, records, shell
 
@@ -111,27 +110,6 @@ def test_policies_are_compared_with_footnotes(sequence):
     assert f"eplb: 1 of {STEPS} microbatches had no past loads and used their own" in words
 
 
-def test_the_most_imbalanced_microbatch_is_drawn_by_default(sequence):
-    imbalances = [line["initial_imbalance"] for line in records("plan", sequence)]
-    worst = imbalances.index(max(imbalances))
-    assert f"Microbatch {worst}, the most imbalanced:" in output("plan", sequence)
-    text = output("plan", sequence, "--show", "1")
-    assert "Microbatch 1, selected by --show:" in text
-    assert f"before  busiest rank {imbalances[1]:.3f}x the mean" in text
-
-
-def test_several_ranks_share_a_column_of_a_narrow_terminal(tmp_path):
-    file = save(tmp_path / "wide.npy", workload.lognormal(192, 192, tokens=64))
-    text = output("plan", file, width=80)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "busiest of 3 neighbouring ranks" in " ".join(text.split())
-    assert "191" in text
-
-
-def test_empty_loads(tmp_path):
-    assert "1.000x the mean" in output("plan", save(tmp_path / "empty.npy", np.zeros((2, 4), int)))
-
-
 def test_terminals_without_blocks_get_ascii(npy):
     code, out, errors = shell("plan", npy, "--policy", "ultraep,ideal", PYTHONIOENCODING="ascii")
     assert (code, errors) == (0, "")
@@ -154,31 +132,6 @@ def test_a_skyline_reaches_as_high_as_the_loads():
     assert lines[4].startswith("1.00x ┤██▔██")
     assert lines[7].startswith("      │██ ██")
     assert len(lines) == 10
-
-
-def test_few_ranks_get_wide_bars_and_domains_get_ticks():
-    lines = draw([2, 2, 2, 2], domain=2).plain.splitlines()
-    assert lines[0] == "1.00x ┤███▔███▔███▔███▔"
-    assert lines[-2] == "      └────────┴───────"
-    assert lines[-1] == "       rank 0         3"
-
-
-def test_a_very_busy_rank_does_not_make_the_picture_higher():
-    lines = draw([64] + [0] * 63, width=70).plain.splitlines()
-    assert len(lines) == render.HEIGHT + 2
-    assert lines[0].startswith("64.0x ┤█")
-
-
-def test_bars_above_the_mean_are_red():
-    terminal = Terminal(width=80, color_system="standard", force_terminal=True)
-    segments = draw([8, 0] * 10).render(terminal)
-    assert {s.style.color.name for s in segments if "█" in s.text} == {"red", "cyan"}
-
-
-@pytest.mark.parametrize("highest", [1.0, 1.04, 1.3, 2.0, 2.996, 4.45, 7.1, 11.9, 40.0])
-def test_a_skyline_has_a_few_rows(highest):
-    rows = len(draw([1000 * highest] + 64 * [1000 - 1000 * (highest - 1) / 64]).plain.splitlines())
-    assert 5 <= rows - 2 <= 12
 
 
 # -- traces and recorded routing -----------------------------------------------------------------

@@ -11,12 +11,10 @@ import pytest
 from traces import plan_for, record
 
 from ultraep.backends.cpu.on_disk import CompileListener
-from ultraep.files.writing import check_targets
 from ultraep.tools.cli.terminal import Terminal, make_grid
 
 from .commands import assert_one_line, invoke, start
 
-SIMULATE = ("simulate", "--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8")
 posix = pytest.mark.skipif(sys.platform != "linux", reason="needs pipes and file names of Linux")
 
 
@@ -58,25 +56,7 @@ def test_names_of_files_cannot_control_the_terminal(tmp_path, loads, run):
         assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", result.stdout + result.stderr)
 
 
-@posix
-def test_undecodable_names_are_printed(tmp_path, loads):
-    name = os.fsdecode(bytes(tmp_path) + b"/\xff.npy")
-    loads.rename(name)
-    result = invoke("plan", name, width=1000)
-    assert (result.exit_code, r"\udcff.npy: 2 microbatches" in result.stdout) == (0, True)
-
-
 # -- narrow terminals ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [20, 40, 60])
-def test_narrow_tables_keep_words_and_numbers_whole(loads, run, width):
-    names = ("before", "worst", "replicas", "ingress", "fan-out", "microbatch", "ultraep")
-    result = invoke("plan", loads, "--policy", "none,ultraep", width=width)
-    assert all(name in result.stdout for name in names)
-    result = invoke("trace", "replay", run, "--policy", "none,ultraep", width=width)
-    assert all(name in result.stdout for name in ("history", "bound", "ultraep"))
-    assert max(map(len, result.stdout.splitlines())) <= width
 
 
 def test_a_narrow_table_is_a_paragraph_for_every_row(capsys):
@@ -149,15 +129,3 @@ def test_own_and_empty_files_are_overwritten_and_others_by_force(run, tmp_path, 
     out.write_bytes(b"mine")
     assert invoke("trace", "export", run, option, out, "--force").exit_code == 0
     assert out.read_bytes() == first
-
-
-@pytest.mark.parametrize("ending", ["png", "svg", "html"])
-def test_own_pictures_are_overwritten(tmp_path, ending):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / f"out.{ending}"
-    command = (*SIMULATE, "--policy", "none", "--steps", "1", "--microbatches", "1", "--plot", out)
-    out.write_bytes(b"mine")
-    assert "exists and is not a picture file" in invoke(*command).stderr
-    assert out.read_bytes() == b"mine"
-    assert invoke(*command, "--force").exit_code == 0
-    check_targets((out, "picture"))

@@ -5,13 +5,9 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 
-import numpy as np
 import pytest
 from traces import plan_for, record
-
-from ultraep.trace.files import write_arrays
 
 from .commands import invoke, start
 
@@ -50,23 +46,6 @@ def test_a_damaged_trace_is_an_error(run, tmp_path, name, words):
     result = invoke("view", other, run, "--export", tmp_path / "run.html")
     assert result.exit_code == 0, result.stderr
     assert words in result.stderr
-
-
-def test_a_damaged_piece_is_an_error_on_terminal_and_page(run, tmp_path):
-    other = shutil.copytree(run, tmp_path / "other")
-    write_arrays(other / "rank-00001" / "000001.npz", {"step": np.zeros(2)})
-    result = invoke("view", other, "--export", tmp_path / "other.html")
-    assert result.exit_code == 0, result.stderr
-    (line,) = result.stderr.splitlines()
-    assert re.match(r"ultraep: .*rank-00001/000001\.npz: arrays missing or unknown", line)
-    assert "000001.npz: arrays missing or unknown" in (tmp_path / "other.html").read_text("utf-8")
-
-
-def test_a_missing_plotly_is_named(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    result = invoke("view", run, "--port", "0")
-    assert result.exit_code == 2
-    assert re.search(r"pip install 'ultraep\[(view|plot)\]'", result.stderr)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import torch
 
 from ultraep import Balancer
 from ultraep.layer import BalancedMoE
-from ultraep.parallel.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
 from ultraep.tools.demo.ranks import route_evenly
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE
@@ -17,29 +16,6 @@ CONFIG = ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)
 @pytest.fixture
 def tiny():
     return TinyMoE(CONFIG, Balancer("alone", experts=4)).double()
-
-
-def test_texts_in_one_sequence_are_masked_from_each_other(tiny):
-    first, second = torch.arange(7), torch.arange(50, 55)
-    alone = tiny(second[None])[0]
-    positions = torch.cat([torch.arange(7), torch.arange(5)])
-    together = tiny(torch.cat([first, second])[None], positions[None])[0, 7:]
-    assert torch.allclose(alone, together, rtol=1e-12, atol=1e-12)
-
-
-def test_unevenness_is_one_per_even_layer_and_has_gradients_of_the_routers(tiny):
-    tokens, routers = torch.arange(64)[None], [moe.router for moe in moe_layers(tiny).values()]
-    tiny(tokens)
-    tiny.unevenness.backward()
-    assert tiny.unevenness > CONFIG.layers
-    assert all(router.weight.grad.abs().max() > 0 for router in routers)
-    for router in routers:
-        torch.nn.init.zeros_(router.weight)  # all experts equally probable
-    tiny(tokens)
-    assert tiny.unevenness.item() == pytest.approx(CONFIG.layers)
-    with torch.no_grad():
-        tiny(tokens)
-    assert tiny.unevenness == 0  # without gradients
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

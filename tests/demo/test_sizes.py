@@ -14,15 +14,6 @@ def test_ranks_are_a_power_of_two_by_cores(cores, ranks, slots):
     assert (sizes.ranks, sizes.slots) == (ranks, slots)
 
 
-def test_too_few_cores_give_a_note():
-    sizes, notes = choose(Machine(1, None))
-    assert sizes.ranks == 2
-    assert "2 ranks share 1 core:" in notes[0]
-    assert choose(Machine(2, None))[1] == []
-    assert "4 ranks share 2 cores" in choose(Machine(2, None), ranks=4)[1][0]
-    assert choose(Machine(2, None), ranks=1)[1] == ["one rank: there is nothing to balance"]
-
-
 def test_little_memory_reduces_tokens_and_ranks_with_a_note():
     plenty = choose(Machine(8, 64 * GIB))
     assert plenty == choose(Machine(8, None))
@@ -34,18 +25,6 @@ def test_little_memory_reduces_tokens_and_ranks_with_a_note():
     assert (least.ranks, least.tokens) == (2, module.FEWEST_TOKENS)
     assert "more than is free" in notes[0]
     assert choose(Machine(8, 100_000_000), ranks=8)[0].ranks == 8
-
-
-def test_steps_set_by_the_user_have_no_time_limit():
-    assert choose(Machine(2, None), steps=7)[0].seconds is None
-    quick = choose(Machine(2, None), quick=True)[0]
-    assert quick.seconds is not None
-    assert quick.steps < choose(Machine(2, None))[0].steps
-
-
-def test_one_gpu_is_one_rank():
-    assert choose(Machine(16, None, gpus=1), device="cuda")[0].ranks == 1
-    assert choose(Machine(16, None, gpus=6), device="cuda")[0].ranks == 4
 
 
 def test_containers_limit_the_machine(monkeypatch):

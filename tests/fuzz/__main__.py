@@ -1,7 +1,7 @@
-"""Fuzz readers, the planner and layers, and write a log with counts, coverage and findings.
+"""Fuzz readers and the planner, and write a log with counts, coverage and findings.
 
-    python -m fuzz --minutes 10 --seed 1                       # each kind for a third of the time
-    python -m fuzz --files 100000 --plans 1000000 --layers 10000 --log fuzz.txt
+    python -m fuzz --minutes 10 --seed 1                       # each kind for half of the time
+    python -m fuzz --files 100000 --plans 1000000 --log fuzz.txt
 
 Run it with `src` and `tests` on PYTHONPATH; `make fuzz` does. Inputs that fail are written to
 build/fuzz. The exit code is 1 if there are any.
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -33,12 +32,11 @@ import quick_interpreter
 import torch
 
 from fuzz.guided import Coverage, Finding, Target, limit_memory, outcome, schedule
-from ultraep import NothingToBalance
 from ultraep.backends import wait_until_compiled
 from ultraep.tools.report.rows import cpu_device, versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-KINDS = ("files", "plans", "layers")
+KINDS = ("files", "plans")
 MOST_SHOWN = 20  # findings of a kind
 Step = Callable[[int], Finding | None]
 
@@ -57,7 +55,7 @@ def numbers(most: int | None, seconds: float | None) -> Iterator[int]:
 
 def fuzz_files(seed: int, amount: Iterator[int], folder: Path) -> tuple[list[Finding], list[str]]:
     """Read changed inputs; files count, settings and texts come on top."""
-    from fuzz.readers import READERS, targets
+    from fuzz.readers import targets
 
     coverage, all_targets, findings = Coverage(), targets(folder), []
     for target in all_targets:
@@ -76,12 +74,10 @@ def fuzz_files(seed: int, amount: Iterator[int], folder: Path) -> tuple[list[Fin
             number += 1
             if target.name.startswith("file "):
                 break
-    return findings, _lines_of(all_targets, coverage, at_start, READERS)
+    return findings, _lines_of(all_targets, coverage, at_start)
 
 
-def _lines_of(
-    targets: list[Target], coverage: Coverage, at_start: int, names: tuple[str, ...]
-) -> list[str]:
+def _lines_of(targets: list[Target], coverage: Coverage, at_start: int) -> list[str]:
     groups: dict[str, Counter[str]] = {}
     for target in targets:
         groups.setdefault(target.name.split(" ")[0], Counter()).update(target.ends)
@@ -90,8 +86,6 @@ def _lines_of(
         + ", ".join(f"{end} {number:,}" for end, number in sorted(ends.items()))
         for name, ends in groups.items()
     ]
-    shares = coverage.of_files(names)
-    reached, whole = (sum(column) for column in zip(*shares.values(), strict=True))
     kept = sum(len(target.kept) for target in targets)
     slowest = max(targets, key=lambda target: target.slowest)
     return [
@@ -99,9 +93,6 @@ def _lines_of(
         f"{len(coverage.pairs):,}; {kept:,} inputs were kept",
         *inputs,
         f"slowest input: {slowest.slowest:.2f} s of CPU time, {slowest.name}",
-        f"lines of functions in {len(names)} reader files that ran: {reached:,} of {whole:,} "
-        f"({reached / whole:.0%})",
-        *(f"  {name}: {part} of {total}" for name, (part, total) in shares.items()),
     ]
 
 
@@ -111,15 +102,6 @@ def fuzz_plans(seed: int, amount: Iterator[int], _: Path) -> tuple[list[Finding]
     counts = Counts()
     findings = _all("plan", lambda number: check_plan(seed, number, counts), amount)
     return findings, counts.lines()
-
-
-def fuzz_layers(seed: int, amount: Iterator[int], _: Path) -> tuple[list[Finding], list[str]]:
-    from fuzz.layers import check_layer
-
-    counts: Counter[str] = Counter()
-    findings = _all("layer", lambda number: check_layer(seed, number, counts), amount)
-    planes = ", ".join(f"{count:,} on {plane}" for plane, count in counts.items())
-    return findings, [f"layers equal to their dense twins: {planes}"]
 
 
 def _all(name: str, check: Callable[[int], None], amount: Iterator[int]) -> list[Finding]:
@@ -210,7 +192,7 @@ def _heading(options: argparse.Namespace) -> list[str]:
     ]
 
 
-FUZZ = {"files": fuzz_files, "plans": fuzz_plans, "layers": fuzz_layers}
+FUZZ = {"files": fuzz_files, "plans": fuzz_plans}
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -232,7 +214,6 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     logging.getLogger("ultraep").setLevel(logging.ERROR)  # some policies ignore speeds
-    warnings.simplefilter("ignore", NothingToBalance)  # some layers have no slots
     sys.exit(run(options) > 0)
 
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from damage import damaged
@@ -47,7 +47,6 @@ class Coverage:
     def __init__(self, root: str = PACKAGE) -> None:
         self._root = root
         self.pairs: set[tuple[int, int, int]] = set()
-        self.lines: set[tuple[str, int]] = set()
         self._new = False
 
     def of(self, call: Callable[[], Any]) -> bool:
@@ -74,7 +73,6 @@ class Coverage:
                 previous = frame.f_lineno
                 if pair not in pairs:
                     pairs.add(pair)
-                    self.lines.add((code.co_filename, previous))
                     self._new = True
             return at_line
 
@@ -84,27 +82,6 @@ class Coverage:
     def new(self) -> bool:
         """Whether the last call executed a new pair of lines."""
         return self._new
-
-    def of_files(self, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Return reached lines and all lines of functions, by file of the package."""
-        shares = {}
-        for name in names:
-            path = f"{PACKAGE}/{name}"
-            lines = _lines_of_functions(path)
-            shares[name] = (len(lines & {n for file, n in self.lines if file == path}), len(lines))
-        return shares
-
-
-def _lines_of_functions(path: str) -> set[int]:
-    lines: set[int] = set()
-    pending = [compile(Path(path).read_text("utf-8"), path, "exec")]
-    while pending:
-        code = pending.pop()
-        pending += [part for part in code.co_consts if isinstance(part, CodeType)]
-        if code.co_flags & 0x2:  # a function: modules and classes ran when they were imported
-            own = {line for _, _, line in code.co_lines() if line} - {code.co_firstlineno}
-            lines |= own
-    return lines
 
 
 @dataclass(frozen=True)

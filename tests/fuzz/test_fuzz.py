@@ -83,6 +83,7 @@ def forever():
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGALRM")
 def test_outcomes(monkeypatch, read, expected):
     monkeypatch.setattr(guided, "SECONDS", 1)
+    monkeypatch.setattr(guided, "ON_A_BUSY_MACHINE", 1)
     assert expected in outcome(read)
 
 
@@ -117,7 +118,7 @@ def fuzz(tmp_path, *words):
     done = program.finish(timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     log = (tmp_path / "log").read_text()
-    assert log.count("findings: 0") == 3, log
+    assert log.count("findings: 0") == 2, log
     return log
 
 
@@ -136,10 +137,9 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs a limit 
 @needs_linux
 def test_a_short_run_finds_nothing(tmp_path):
     pytest.importorskip("transformers")
-    log = fuzz(tmp_path, "--files", "100", "--plans", "500", "--layers", "5", "--seed", "5")
+    log = fuzz(tmp_path, "--files", "100", "--plans", "500", "--seed", "5")
     assert "files: 100 in" in log
     assert "plans: 500 in" in log
-    assert "layers: 5 in" in log
 
 
 @needs_linux

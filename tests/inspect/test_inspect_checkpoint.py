@@ -2,14 +2,12 @@
 
 import json
 import shutil
-from contextlib import suppress
 
 import pytest
 import torch
 from inspect_models import routing_of, save_model
 
-from ultraep.errors import BackendUnavailable, ConfigError, FileError
-from ultraep.supported import Library
+from ultraep.errors import ConfigError, FileError
 from ultraep.tools.inspect.blocks import run_windows
 from ultraep.tools.inspect.checkpoint import INDEX, Checkpoint
 from ultraep.tools.inspect.library import transformers
@@ -54,38 +52,6 @@ def assert_same(routing, expected):
 def test_block_by_block_equals_the_whole_model(family, tmp_path):
     save_model(family, tmp_path)
     assert_same(streamed(tmp_path), whole(tmp_path))
-
-
-def test_the_language_part_of_a_vision_model(tmp_path):
-    library = transformers()
-    text = {"vocab_size": 4096, "hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
-    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    config = library.AutoConfig.for_model(
-        "qwen3_vl_moe",
-        text_config=text | {"num_experts": 8, "num_experts_per_tok": 2},
-        vision_config=vision | {"out_hidden_size": 64, "deepstack_visual_indexes": []},
-    )
-    torch.manual_seed(0)
-    model = library.AutoModelForImageTextToText.from_config(config).double().eval()
-    model.save_pretrained(tmp_path)
-    model.set_experts_implementation("eager")
-    with routing_of(model) as expected, torch.no_grad():
-        model(input_ids=IDS, use_cache=False)
-    assert_same({f"model.{name}": ids for name, ids in streamed(tmp_path).items()}, expected)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"), [(None, torch.float32), (torch.float16, torch.float16)]
-)
-def test_a_loaded_block_has_the_requested_dtype_and_is_unloaded(checkpoint, dtype, expected):
-    opened = Checkpoint(checkpoint, device=CPU, dtype=dtype)
-    name, block = next(iter(opened.anatomy.blocks.items()))
-    with suppress(KeyboardInterrupt), opened.loaded(name):
-        assert {parameter.dtype for parameter in block.parameters()} == {expected}
-        assert not any(parameter.is_meta for parameter in block.parameters())
-        raise KeyboardInterrupt
-    assert all(parameter.is_meta for parameter in block.parameters())
 
 
 def test_one_block_at_a_time_has_weights(checkpoint):
@@ -243,12 +209,6 @@ def test_damaged_checkpoints_are_refused_in_one_line(name, checkpoint, tmp_path)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "https://example.org/model", "nowhere"])
-def test_only_local_directories_are_opened(name):
-    with pytest.raises(ConfigError, match="nothing is downloaded"):
-        Checkpoint(name, device=CPU)
-
-
 def test_unsupported_models_are_refused(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "awq")
     edit(folder, quantization_config={"quant_method": "awq"})
@@ -260,10 +220,3 @@ def test_unsupported_models_are_refused(checkpoint, tmp_path):
     library.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts of transformers'"):
         Checkpoint(tmp_path / "dense", device=CPU)
-
-
-@pytest.mark.parametrize("version", [None, "4.57.1"])
-def test_a_missing_or_old_library_is_refused(version, monkeypatch):
-    monkeypatch.setattr(Library, "installed", lambda _: version)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'ultraep\[transformers\]'"):
-        transformers()

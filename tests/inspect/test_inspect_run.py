@@ -4,17 +4,14 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from browser import Browser, chromium
 from demo.test_report import embedded
 from inspect_models import TEXTS, routing_of
-from torch import nn
 
 from ultraep.errors import ConfigError
-from ultraep.tools.inspect.blocks import Anatomy
 from ultraep.tools.inspect.findings import label, write_report
 from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.run import Inspection, claim_folder, experts_per_layer, write_preset
+from ultraep.tools.inspect.run import Inspection, claim_folder, write_preset
 from ultraep.tools.replay import cases, differing, replayed
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.workload import read_workload
@@ -71,20 +68,6 @@ def test_the_simulator_reads_the_trace_and_the_sizes(done):
     assert workload.loads.shape == (6, 4, 16)
 
 
-@pytest.mark.parametrize(
-    ("family", "shared", "dense"),
-    [("qwen2_moe", 64, 0), ("deepseek_v3", 64, 128), ("glm4_moe", 64, 128)],
-)
-def test_sizes_of_shared_experts_and_dense_layers(family, shared, dense, tmp_path):
-    options = InspectOptions(random=family, device="cpu", tokens=8, sequence_length=8, ep="2")
-    inspection = Inspection(options)
-    write_preset(tmp_path / "model.toml", inspection, 8)
-    model = load_model(str(tmp_path / "model.toml"))
-    assert (model.shared_width, model.dense_width) == (shared, dense)
-    assert model.dense_layers == (1 if dense else 0)
-    assert model.weights == pytest.approx(inspection.estimate.parameters, rel=0.02)
-
-
 # -- the result ----------------------------------------------------------------------------------
 
 
@@ -103,22 +86,6 @@ def test_rows_are_replays_of_the_trace(done):
     assert (content["layers"], content["notes"], content["rows"]) == ([0, 1, 2, 3], [], rows)
 
 
-def test_the_ranks_need_not_divide_the_experts(tmp_path):
-    done = Done(tmp_path, random="qwen2_moe", ep="8,7", policy="ultraep", slots="1")
-    assert done.trace.header.experts == 60
-    assert [row["ranks"] for row in done.result.rows] == [8, 7]
-    assert all(row["after"] <= row["before"] for row in done.result.rows)
-    assert differing(done.trace) == []
-
-
-def test_selected_layers(checkpoint, tmp_path):
-    done = Done(tmp_path, model=checkpoint, layers="0,2", policy="none", slots="0")
-    assert done.trace.layers.tolist() == [0, 2]
-    assert list(done.ids) == [f"model.layers.{number}.mlp.experts" for number in range(3)]
-    every = Inspection(InspectOptions(model=checkpoint, **SETTINGS))
-    assert done.inspection.estimate.read < every.estimate.read
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -134,14 +101,6 @@ def test_selected_layers(checkpoint, tmp_path):
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Inspection(InspectOptions(**({"random": "mixtral", "ep": "4"} | options)))
-
-
-def test_layers_with_different_numbers_of_experts_are_refused():
-    experts = {n: nn.ParameterList([nn.Parameter(torch.zeros(4 + n, 2))]) for n in range(2)}
-    anatomy = Anatomy(nn.Module(), "", {}, experts, {0: "a", 1: "b"})
-    with pytest.raises(ConfigError, match="layer 0 has 4 experts, layer 1 has 5"):
-        experts_per_layer(anatomy)
-    assert experts_per_layer(anatomy.only([1])) == 5
 
 
 # -- the report ----------------------------------------------------------------------------------
@@ -177,38 +136,6 @@ def test_the_page_shows_the_numbers_of_the_trace(done, page):
     assert experts["texts"] == ["all texts", *TEXTS]
     loads = trace.loads[(trace.layer == 2) & (trace.step < 3)].sum(axis=(0, 1))
     np.testing.assert_allclose(experts["load"][1][2], loads / loads.mean(), atol=1e-3)
-
-
-def test_history_within_a_text_and_after_a_change(done, page):
-    history, step = embedded(page, "history"), done.trace.step
-    eplb = next(o for o in done.findings.of_size(4) if o.case.config.policy == "eplb")
-    name = label(eplb.case)
-    same, changed = (eplb.after[mask].mean() for mask in (np.isin(step, [1, 2, 4, 5]), step == 3))
-    assert [case["policy"] for case in history["cases"]] == ["eplb", "ultraep"]
-    assert history["values"][0][name]["mean"] == pytest.approx([same, changed], abs=1e-6)
-    _, rows = done.findings.past_table()
-    assert rows[0] == [name, "1 window", f"{same:.3f}", f"{changed:.3f}"]
-
-
-def test_the_page_begins_with_the_answer(done, page):
-    assert f"<h1>small: {done.findings.headline}</h1>".replace("->", "-&gt;") in page
-    assert "letters (192 tokens), numbers (192 tokens); windows of 64 tokens" in page
-
-
-@pytest.mark.slow
-def test_the_page_without_policies_that_use_history(tmp_path):
-    small = Done(tmp_path, random="mixtral", policy="none", slots="1", ep="4")
-    pytest.importorskip("plotly")
-    page = write_report(small.out, small.result, small.findings).read_text("utf-8")
-    assert "numbers-sizes" in page
-    assert "numbers-history" not in page
-    assert "weights are random" in page
-    if chromium() is not None:
-        with Browser(tmp_path / "home") as browser:
-            browser.open((tmp_path / "report.html").as_uri())
-            browser.wait("document.querySelectorAll('#plot-sizes .main-svg').length")
-            assert browser.run("document.getElementById('history') === null")
-            assert browser.messages == []
 
 
 SELECT = """

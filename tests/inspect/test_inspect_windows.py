@@ -6,9 +6,9 @@ from inspect_models import routing_of, save_tokenizer, smaller_config
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.inspect import checkpoint
-from ultraep.tools.inspect.blocks import num_experts, run_windows
+from ultraep.tools.inspect.blocks import run_windows
 from ultraep.tools.inspect.checkpoint import FAMILIES, RandomModel
-from ultraep.tools.inspect.texts import first_tokens, texts_of, tokenizer_of, windows_of
+from ultraep.tools.inspect.texts import texts_of, tokenizer_of, windows_of
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -33,17 +33,6 @@ def test_windows_have_the_routing_of_the_whole_batch(family, monkeypatch):
     assert not any("forward" in vars(block) for block in anatomy.blocks.values())
 
 
-@pytest.mark.parametrize(
-    ("family", "experts", "layers"),
-    [("mixtral", 8, [0, 1, 2, 3]), ("gpt_oss", 128, [0, 1, 2, 3]), ("deepseek_v3", 256, [1, 2, 3])],
-)
-def test_random_models_have_the_experts_of_their_family(family, experts, layers):
-    anatomy = RandomModel(family, device=CPU, dtype=None, seed=0).anatomy
-    assert list(anatomy.experts) == layers
-    assert num_experts(anatomy.experts[1]) == experts
-    assert list(anatomy.blocks) == [f"model.layers.{number}" for number in range(4)]
-
-
 # -- texts ---------------------------------------------------------------------------------------
 
 
@@ -55,29 +44,6 @@ def test_the_tokenizer_of_a_checkpoint_is_used_unless_damaged(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
     with pytest.raises(FileError, match=r"cannot read its tokenizer.*\Z"):
         tokenizer_of(tmp_path)
-
-
-def test_no_more_text_is_encoded_than_needed():
-    lengths = []
-
-    def encode(text):
-        lengths.append(len(text))
-        return list(range(len(text) // 20))
-
-    assert len(first_tokens("x" * 100_000, encode, 50)) == 50
-    assert lengths == [400, 800, 1600]
-    assert len(first_tokens("x" * 100, encode, 50)) == 5
-
-
-@pytest.mark.parametrize(
-    ("window", "sequence", "shapes"), [(32, 16, [(2, 16)] * 3), (8, 16, [(1, 8)] * 12)]
-)
-def test_a_text_is_cut_into_windows(window, sequence, shapes):
-    sizes = {"tokens": 100, "window": window, "sequence": sequence}
-    (span,), windows = windows_of({"text": "x" * 100}, lambda text: range(len(text)), **sizes)
-    assert [part.shape for part in windows] == shapes
-    assert [part[0, 0] for part in windows] == [window * number for number in range(len(windows))]
-    assert (span.begin, span.end, span.tokens) == (0, len(shapes) - 1, 96)
 
 
 def test_texts_have_different_names_and_sequences_of_one_length(tmp_path):

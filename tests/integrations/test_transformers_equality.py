@@ -105,17 +105,6 @@ def test_layers_with_different_numbers_of_experts_have_different_balancers(rank,
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
-@on_ranks(3)
-def test_a_rank_stores_only_its_home_experts(rank, group):
-    model = build("mixtral")
-    stacks = [p for name, p in model.named_parameters() if ".experts." in name]
-    before = sum(p.untyped_storage().nbytes() for p in stacks)
-    balancer = balance(model, group)
-    share = len(balancer.topology.home_experts(rank)) / balancer.topology.experts
-    balancer.close()
-    assert sum(p.untyped_storage().nbytes() for p in stacks) == int(before * share) < before
-
-
 @on_ranks(4)
 def test_two_groups_with_the_same_experts(rank, group, tmp_path):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -108,23 +108,6 @@ def test_fp8_models_compute_the_same_bits(rank, group, case, tmp_path):
 
 
 @pytest.mark.slow
-@on_ranks(3)
-def test_fp8_models_on_uneven_ranks_and_without_balancing(rank, group, tmp_path):
-    with quiet(), fp8_kernels():
-        kind = saved(rank, tmp_path, "mixtral")
-        plain, model = (load(kind, tmp_path / "fp8") for _ in range(2))
-        expected = [outputs(plain, batch(r)) for r in range(3)][rank]
-        balancer = balance(model, group, policy="none")
-        assert torch.equal(outputs(model, batch(rank)), expected)
-        unbalance(model)
-        balancer = balance(model, group)
-        assert torch.equal(outputs(model, batch(rank)), expected)
-        assert rank or balancer.stats()["copies"]
-        unbalance(model)
-        assert_same_bits(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 @on_ranks(2)
 def test_fp8_models_on_the_mapped_plane(rank, group, tmp_path):
@@ -194,24 +177,6 @@ def test_fp8_checkpoints(rank, group, config, tmp_path):
         ]
         assert configs[0] == configs[1]
         dist.barrier()
-
-
-@on_ranks(2)
-def test_fp8_models_generate_the_same_tokens(rank, group, tmp_path):
-    with quiet(), fp8_kernels():
-        kind = saved(rank, tmp_path)
-        plain, model = (load(kind, tmp_path / "fp8") for _ in range(2))
-        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-        prompts = [batch(r, rows=1, length=5) for r in range(2)]
-        expected = [
-            plain.generate(p, attention_mask=torch.ones_like(p), **options) for p in prompts
-        ]
-        balancer = balance(model, group)
-        with balancer.unchanged_weights():
-            prompt = prompts[rank]
-            tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        assert torch.equal(tokens, expected[rank])
-        balancer.close()
 
 
 def fp4_experts(config: Any, seed: int) -> Any:
@@ -354,20 +319,6 @@ def test_mxfp4_checkpoints(rank, group, tmp_path):
         dist.barrier()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
-@on_ranks(2)
-def test_mxfp4_models_on_the_mapped_plane(rank, group, tmp_path):
-    with quiet(), mxfp4_kernels(), torch.no_grad():
-        kind = saved_mxfp4(rank, tmp_path)
-        plain, model = (load(kind, tmp_path) for _ in range(2))
-        expected = [outputs(plain, batch(r)) for r in range(2)][rank]
-        balancer = balance(model, group, data_plane="mapped", peers=SharedPeers(group))
-        assert torch.equal(outputs(model, batch(rank)), expected)
-        assert balancer.stats()["copies"]
-        balancer.close()
-
-
 # Refusals
 
 
@@ -377,16 +328,6 @@ def fp8_model(folder: Any, experts: str = "grouped_mm", **options: Any) -> Any:
     model.save_pretrained(folder)
     with fp8_kernels():
         return load(type(model), folder, experts, quantization_config=fp8_config(**options))
-
-
-def test_scales_that_do_not_fit_are_refused(tmp_path):
-    with quiet():
-        model = fp8_model(tmp_path)
-        experts = model.model.layers[1].mlp.experts
-        experts.down_proj_scale_inv = torch.nn.Parameter(torch.ones(8, 2, 1), requires_grad=False)
-        with pytest.raises(ConfigError, match=r"down_proj_scale_inv' must be \[8, 2, 2\] for"):
-            balance(model, "alone")
-        assert not balanced_experts(model)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
-import torch.distributed as dist
 import transformers
 from families import batch, build, outputs
 from ranks import on_ranks
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from ultraep import ConfigError
 from ultraep.integrations.transformers import (
     balance,
-    balanced_from_pretrained,
     balancers,
     unbalance,
 )
@@ -93,23 +91,6 @@ def test_tied_experts():
     refused(model, r"layers.0.mlp.experts.gate_up_proj' and .*layers.1.mlp.*' are tied")
 
 
-def test_experts_of_another_shape_or_without_weights():
-    model = build("mixtral")
-    experts = model.model.layers[0].mlp.experts
-    experts.down_proj = torch.nn.Parameter(experts.down_proj[:5].detach())
-    refused(model, r"stacked over 8 experts, got shape \[5, 32, 48\]")
-    with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(build("mixtral").config)
-    with pytest.raises(ConfigError, match="on the meta device"):
-        balance(model)
-
-
-def test_gradients_of_all_experts():
-    model = build("mixtral")
-    outputs(model, batch(0)).sum().backward()
-    refused(model, "has a gradient")
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -123,33 +104,11 @@ def test_invalid_settings(options, match):
     refused(build("mixtral"), match, **options)
 
 
-def test_processes_without_torch_distributed(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    refused(build("mixtral"), "started 4 processes, but torch.distributed is not initialised")
-
-
-@on_ranks(2)
-def test_a_rank_outside_of_the_group(rank, group):
-    alone = dist.new_group([0])
-    model = build("mixtral")
-    if rank == 1:
-        with pytest.raises(ConfigError, match="that this rank is part of"):
-            balance(model, alone)
-
-
 @on_ranks(2)
 def test_sharded_experts(rank, group):
     model = fully_shard(build("mixtral"), mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(ConfigError, match=r"ranks \[0, 1\]; balance the model before sharding it"):
         balance(model)
-
-
-def test_checkpoints_of_an_unknown_architecture(tmp_path):
-    model = build("mixtral")
-    model.config.architectures = ["UnknownForCausalLM"]
-    model.config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"UnknownForCausalLM.*model_class="):
-        balanced_from_pretrained(tmp_path)
 
 
 def test_saving_refuses_options_that_change_the_weights(tmp_path):

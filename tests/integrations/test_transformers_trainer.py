@@ -184,9 +184,7 @@ def adapted(model, **targets):
     return model
 
 
-@pytest.mark.parametrize(
-    ("family", "first"), [("mixtral", "balance"), ("mixtral", "peft"), ("gpt_oss", "balance")]
-)
+@pytest.mark.parametrize(("family", "first"), [("mixtral", "peft"), ("gpt_oss", "balance")])
 @on_ranks(2)
 def test_lora_of_attention_with_frozen_experts(rank, group, family, first):
     """Adapt attention before or after balancing."""
@@ -224,7 +222,7 @@ def test_lora_of_experts_is_refused_by_name(rank, group):
         balancer.close()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
 @on_ranks(2)
 def test_auxiliary_losses_and_router_logits(rank, group, family):
     """With `output_router_logits`, auxiliary losses are computed from each rank's own batch."""

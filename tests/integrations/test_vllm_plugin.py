@@ -18,13 +18,11 @@ import ultraep
 from ultraep import ConfigError
 from ultraep.bundle import Layout
 from ultraep.integrations import vllm
-from ultraep.integrations.vllm.counters import VARIABLE, ServingCounters, where_they_are
+from ultraep.integrations.vllm.counters import ServingCounters
 from ultraep.integrations.vllm.refusals import (
     BACKENDS,
-    least_tokens,
     reasons_of_engine,
     reasons_of_layer,
-    rows_to_pay,
 )
 from ultraep.integrations.vllm.settings import VLLM_LOGGER, ServingSettings, read_settings
 from ultraep.integrations.vllm.tensors import carry_experts, tensors_without_bundle
@@ -146,26 +144,6 @@ def test_engines_that_are_not_balanced(changes, reason):
     assert message.startswith(reason)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"cudagraph_mode": "NONE"},
-        {"cudagraph_mode": "PIECEWISE"},
-        {"cudagraph_mode": "FULL_DECODE_ONLY"},
-        {"all2all_backend": "deepep_v2"},
-        {"all2all_backend": "flashinfer_nvlink_one_sided"},
-        {"speculative_config": SimpleNamespace(method="ngram")},
-    ],
-)
-def test_engines_that_are_balanced(changes):
-    assert reasons_of_engine(engine(**changes)) == []
-
-
-def test_all_reasons_are_listed():
-    config = engine(enable_eplb=True, cudagraph_mode="FULL", lora_config=object())
-    assert len(reasons_of_engine(config)) == 3
-
-
 WEIGHTS = {"w13_weight": torch.zeros(2, 4, 3), "w2_weight": torch.zeros(2, 3, 2)}
 
 
@@ -281,34 +259,6 @@ def test_a_value_that_experts_share_travels_with_each():
     assert carried.restore(carried.stack[1:]) == 0.25
 
 
-def test_two_names_of_a_tensor_travel_once():
-    home = Experts()
-    home.w13_weight_packed = home.w13_weight
-    carried = carry_experts(home)
-    assert carried.keys() == {"w13_weight", "w2_weight"}
-    assert carried["w13_weight"].names == ("w13_weight", "w13_weight_packed")
-
-
-def test_plain_attributes_travel():
-    carried = carry_experts(Experts(attributes={"w13_input_scale": torch.tensor([1.0, 2.0])}))
-    assert carried["w13_input_scale"].stack.tolist() == [1, 2]
-
-
-def test_replicas_of_wider_dtypes_need_more_rows():
-    in_float32 = rows_to_pay(nbytes=4096, parameters=1024, device="cpu")
-    assert rows_to_pay(nbytes=2048, parameters=1024, device="cpu") * 2 == in_float32
-    assert rows_to_pay(nbytes=1024, parameters=1024, device="cpu") * 4 == in_float32
-    assert rows_to_pay(nbytes=2, parameters=1, device="cuda") == 2000
-    assert rows_to_pay(nbytes=2, parameters=1, device="xpu") == 2000
-    assert rows_to_pay(nbytes=1, parameters=1000, device="cpu") == 1
-
-
-def test_a_batch_at_the_threshold_has_enough_rows_per_rank():
-    for rows, ranks, top_k in [(16, 2, 2), (2000, 64, 8), (5, 3, 7), (1, 8, 8)]:
-        tokens = least_tokens(rows, ranks, top_k)
-        assert tokens * top_k / ranks >= rows > (tokens - 1) * top_k / ranks
-
-
 def test_counters():
     registry = prometheus_client.CollectorRegistry()
     counters = ServingCounters(0, registry)
@@ -335,21 +285,6 @@ def test_counters():
     assert value("stage_seconds_total", stage="experts") == 0.75
 
 
-def test_only_the_first_rank_counts_plans():
-    registry = prometheus_client.CollectorRegistry()
-    loads = np.array([[8, 0], [8, 0]])
-    plan = ultraep.plan(loads, ultraep.Topology(ranks=2, experts=2))
-    ServingCounters(1, registry).planned(MICROBATCH, plan)
-    assert registry.get_sample_value("ultraep_copies_planned_total") == 0
-
-
-def test_the_log_says_whether_counters_are_shown(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "folder")
-    assert where_they_are() == "counters are on the metrics page"
-    monkeypatch.delenv(VARIABLE)
-    assert where_they_are().endswith("set PROMETHEUS_MULTIPROC_DIR to show them")
-
-
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
@@ -370,12 +305,6 @@ def test_unsupported_versions_are_not_balanced(monkeypatch, caplog, installed, m
     assert message in caplog.records[0].getMessage()
     assert logged_by_plugin(caplog.text) == [record.getMessage() for record in caplog.records]
     assert "vllm" not in sys.modules
-
-
-def test_an_invalid_setting_stops_the_start(monkeypatch):
-    monkeypatch.setenv("ULTRAEP_SLOTS", "many")
-    with pytest.raises(ConfigError, match="ULTRAEP_SLOTS must be an integer, got 'many'"):
-        vllm.register()
 
 
 def test_vllm_finds_the_plug_in():

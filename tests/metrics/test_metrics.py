@@ -21,8 +21,7 @@ from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.history import PlanSums
 from ultraep.metrics import DASHBOARD, Exporter, Log, Metrics, scalars, serve
 from ultraep.metrics.figures import FIGURES
-from ultraep.metrics.reading import ORDER, Meter, stats_of
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.metrics.reading import ORDER, stats_of
 from ultraep.runtime.control import ControlPlane
 from ultraep.runtime.stats import Stats
 
@@ -140,12 +139,6 @@ def test_replays_of_a_graph_are_counted():
         for _ in range(5):
             graph.replay()
     assert metrics.read().totals.microbatches == 6
-
-
-def test_a_backward_pass_planned_before_the_meter_existed_is_not_counted():
-    meter = Meter(Topology(ranks=2, experts=4))
-    meter.sent(MicrobatchInfo(0, 1, in_backward=True), "gradients", 8, None)
-    assert not any(vars(meter.fetch().host).values())
 
 
 def test_a_reading_is_published_in_the_step_in_which_it_arrives(monkeypatch):

@@ -9,7 +9,7 @@ from serving.servers import serving
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.tools.serving import endpoint
 from ultraep.tools.serving.endpoint import EndpointOptions, endpoint_of, run
-from ultraep.tools.serving.load import Arrival, Lengths, LoadOptions
+from ultraep.tools.serving.load import Lengths, LoadOptions
 
 LENGTHS = Lengths(shortest=4, longest=16, burst=4)
 LOAD = LoadOptions(rates=(40.0,), seconds=0.3, rounds=1, lengths=LENGTHS)
@@ -32,16 +32,6 @@ def test_the_first_token_of_every_prompt_is_timed():
     body = server.bodies[0]
     assert (body["model"], body["max_tokens"], body["stream"]) == ("tiny", 1, True)
     assert max(len(body["prompt"]) for body in server.bodies) <= 16 * endpoint.BYTES_PER_TOKEN
-
-
-def test_prompts_are_sent_before_earlier_ones_are_answered():
-    recorded = tuple(Arrival(0.05 * number) for number in range(8))
-    with serving(delay=0.3) as server:
-        (turn,) = measure(server, load=LoadOptions(recorded=recorded, rounds=1, lengths=LENGTHS))
-    assert turn.rate == pytest.approx(20.0)
-    assert turn.seconds < 8 * 0.3
-    assert len(turn.waited) == 8
-    assert None not in turn.waited
 
 
 def test_servers_get_the_same_prompts_and_imbalance_comes_from_their_counters():

@@ -13,18 +13,14 @@ from serving.models import save_tiny
 from ultraep.errors import CommunicationError, ConfigError, FileError
 from ultraep.tools.launch import processes
 from ultraep.tools.launch.group import process_group
-from ultraep.tools.serving import run as runs
 from ultraep.tools.serving.engine import CPU, Engine
 from ultraep.tools.serving.load import Arrival, Lengths, LoadOptions, make_prompts
 from ultraep.tools.serving.measure import Turn, agreement
 from ultraep.tools.serving.run import (
     Calibrated,
     EngineOptions,
-    calibrate,
     check,
-    facts_of,
     load_model,
-    rates_of,
     run,
 )
 
@@ -44,14 +40,6 @@ def engine(tiny):
         model = load_model(EngineOptions(load=LOAD, model=tiny, slots=1), group, CPU)
         yield Engine(model)
         model.close()
-
-
-def test_facts_of_a_checkpoint_and_of_the_random_model(tiny):
-    facts = facts_of(tiny)
-    assert (facts.layers, facts.experts, facts.top_k, facts.longest) == (2, 4, 2, 64)
-    random = facts_of(None)
-    assert random.name == "random Qwen3-MoE"
-    assert random.layers * random.experts * 3 * 512 * 1536 > 0.95 * random.parameters
 
 
 def test_invalid_models_and_loads_are_refused_before_any_process_starts(tiny, tmp_path):
@@ -87,25 +75,6 @@ def test_waiting_starts_at_the_arrival_in_real_time(engine):
     assert None not in turn.first
 
 
-def test_a_turn_that_takes_too_long_is_ended(engine, monkeypatch):
-    monkeypatch.setattr(engine, "grace", 0.0)
-    monkeypatch.setattr(engine, "budget", 1)
-    turn = engine.serve(make_prompts([Arrival(0.0)] * 4, LENGTHS, [0], 8), "none", 9.0, 0)
-    assert turn.errors == {"not served in time": 4}
-    assert turn.waited == [None] * 4
-
-
-def test_calibration_sets_up_the_engine(engine, tiny, monkeypatch):
-    monkeypatch.setattr(runs, "MICROBATCH_SECONDS", 0.02)
-    options = EngineOptions(load=LoadOptions(lengths=LENGTHS), model=tiny)
-    calibrated = calibrate(engine, options, 8)
-    assert engine.budget == calibrated.budget >= 32
-    assert calibrated.tokens_per_second > 0
-    assert len(calibrated.rates) == 4
-    rates = rates_of(options.load, 1000 * calibrated.tokens_per_second)
-    assert rates[3] / rates[0] == pytest.approx(1.4 / 0.4, rel=0.1)
-
-
 @pytest.mark.slow
 def test_two_ranks_serve_the_same_first_tokens_under_every_policy(tiny):
     events = []
@@ -123,19 +92,6 @@ def test_two_ranks_serve_the_same_first_tokens_under_every_policy(tiny):
     even = [turn for turn in turns if turn.variant == "even"]
     assert max(turn.before for turn in even) < min(t.before for t in turns if t not in even)
     assert any(turn.copies for turn in turns if turn.variant == "ultraep")
-
-
-@pytest.mark.slow
-def test_even_routing_needs_no_replicas(tiny, monkeypatch):
-    monkeypatch.setenv("ULTRAEP_RATES", "row=1000,copy=1000000")  # as measured: replicas cost time
-    load = LoadOptions(rates=(40.0,), seconds=0.4, rounds=1, lengths=LENGTHS)
-    options = EngineOptions(
-        load=load, model=tiny, budget=48, routing="even", variants=("none", "ultraep")
-    )
-    events = []
-    with warm_ranks():
-        run(options, events.append)
-    assert [turn.copies for turn in events[1:]] == [0, 0]
 
 
 @pytest.mark.slow

@@ -2,18 +2,12 @@
 
 import json
 
-import pytest
-
 from ultraep.tools.report.rows import as_json
 from ultraep.tools.serving.measure import (
     Turn,
     UnderLoad,
-    agreement,
-    experts_per_token,
-    gains,
     headline,
     notes,
-    page,
     rows_of,
     table,
     under_load,
@@ -48,22 +42,6 @@ def test_a_prompt_without_a_first_token_counts_in_every_percentile():
     assert load.within(1.0) == 0.5
 
 
-def test_turns_are_grouped_by_rate_and_variant():
-    loads = under_load(TURNS)
-    assert [(load.rate, load.variant) for load in loads] == [
-        *((1.0, "none"), (1.0, "ultraep"), (2.0, "none"), (2.0, "ultraep"))
-    ]
-    assert gains(loads) == [1.0, 2.0, 1.0, 2.0]
-    assert agreement(TURNS, "ultraep") == pytest.approx(4 / 5)
-
-
-def test_cpu_time_of_experts_is_per_served_token():
-    turns = [turn(experts=0.6), turn("ultraep", waited=(1.0, 1.0), experts=0.2)]
-    assert experts_per_token(turns, "none") == pytest.approx(0.6 / 30)
-    assert notes(turns)[-1].endswith("busiest rank: none 20.000 ms, ultraep 10.000 ms")
-    assert experts_per_token(TURNS, "none") is None
-
-
 def test_rows_contain_every_known_number():
     rows = json.loads(as_json(rows_of(under_load(TURNS), 1.0, "ultraep bench prefill", "a CPU")))
     values = {
@@ -90,16 +68,3 @@ def test_headline_table_and_notes():
     assert "none at 1/s: 3 status 500" in notes(TURNS)
     assert "first tokens equal to none: ultraep 80.0%" in notes(TURNS)
     assert "used the core of a rank up to 50% of the time" in notes(TURNS)[-1]
-
-
-def test_the_page_draws_the_measurements():
-    drawn = page(TURNS, 1.0, [("Model", "a model")])
-    waits = drawn.numbers["waits"]
-    assert waits["rates"] == [1.0, 2.0]
-    assert [line["label"] for line in waits["lines"]] == ["none", "ultraep"]
-    assert waits["lines"][0]["p50"] == [0.5, 1.0]
-    assert waits["lines"][0]["p99"] == [0.5, None]
-    assert list(drawn.numbers) == ["waits", "served", "intime", "loads"]
-    assert "First token after 0.500 s with ultraep" in drawn.html()
-    servers = page([turn(before=None, after=None)], 1.0, [])
-    assert list(servers.numbers) == ["waits", "served", "intime"]

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep.tools.sim.advise import TOLERANCES, Advice, Option, advise, choose, verdict_of
+from ultraep.tools.sim.advise import TOLERANCES, Advice, Option, advise, choose
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.gains import SEEDS, break_even
 from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving, load_requests
@@ -89,38 +88,6 @@ def test_even_loads_do_not_pay():
     assert "too few tokens" in reasons(advice)
 
 
-def test_few_tokens_do_not_pay():
-    advice = advised(tokens=128)
-    assert advice.verdict == "does not pay"
-    assert advice.gain.high < 1
-    assert advice.break_even.tokens > 128
-    assert advice.exposed > advice.saved
-    assert "too few tokens per rank and microbatch: 128" in reasons(advice)
-
-
-def test_a_domain_of_one_rank_cannot_hold_replicas():
-    advice = advised(domain=1)
-    assert (advice.verdict, advice.slots, advice.options) == ("does not pay", 0, ())
-    assert advice.option is None
-    assert (advice.gain.overall, advice.gain.low, advice.gain.high) == (1, 1, 1)
-    assert "one rank" in reasons(advice)
-
-
-@pytest.mark.parametrize(
-    ("gain", "low", "verdict"),
-    [
-        (1.3, 1.05, "pays"),
-        (1.3, 1.04, "pays a little"),
-        (1.01, 0.9, "pays a little"),
-        (1.009, 1.0, "does not pay"),
-        (0.4, 0.3, "does not pay"),
-    ],
-)
-def test_verdicts_follow_the_gain(gain, low, verdict):
-    assert verdict_of(gain, low, avoids_out_of_memory=False) == verdict
-    assert verdict_of(gain, low, avoids_out_of_memory=True) == "pays"
-
-
 # Settings
 
 
@@ -132,13 +99,6 @@ def test_the_fewest_slots_near_the_best_are_chosen():
     tried = (option(1, 0, 0.90), option(2, 0, 0.956), option(2, 0.01, 0.954), option(3, 0, 0.96))
     assert choose(tried, 0.0) == tried[1]
     assert choose(tried[:2], 0.0) == tried[1]
-
-
-def test_settings_that_need_more_memory_than_none_are_not_chosen():
-    tried = (option(1, 0, 0.9), option(2, 0, 0.99, out_of_memory=0.5))
-    assert choose(tried, 0.0) == tried[0]
-    assert choose(tried, 0.5) == tried[1]
-    assert choose(tried[1:], 0.25) is None
 
 
 def test_options_have_the_results_of_simulate():
@@ -156,14 +116,6 @@ def test_options_have_the_results_of_simulate():
 # Gain
 
 
-def test_the_range_covers_microbatches_and_seeds():
-    gain = advised().gain
-    assert len(gain.draws) == len(set(gain.draws)) == SEEDS
-    assert gain.draws[0] == gain.overall == advised().option.gain
-    gains = (*gain.draws, *gain.microbatches)
-    assert (gain.low, gain.high) == (min(gains), max(gains))
-
-
 def test_prefill_advice_is_about_the_request_rate():
     requests = replace(load_requests("stem"), limit_s=0.1)
     job = Serving(requests=requests, iterations=3)
@@ -172,14 +124,6 @@ def test_prefill_advice_is_about_the_request_rate():
     assert advice.gain.low <= advice.gain.overall <= advice.gain.high
     assert "per iteration" in advice.remainder
     assert advice.memory.slot == MODEL.slot_bytes(training=False)
-
-
-def test_break_even_is_reached_always_never_or_from_some_tokens():
-    falling = ((64, 1.1), (128, 0.9), (256, 0.99), (512, 1.01))
-    assert break_even(falling, 0.5).always
-    assert break_even(falling, 0.5).tokens == 64
-    assert break_even(falling, 1.05).tokens is None
-    assert break_even(falling, 1.0).tokens == pytest.approx(256 * 2**0.5)
 
 
 # Memory
@@ -198,19 +142,6 @@ def test_memory_limits_the_slots_and_may_make_balancing_necessary():
     assert advice.memory.avoids_out_of_memory
     assert advice.verdict == "pays"
     assert "out of memory without balancing: 100%" in reasons(advice)
-
-
-def test_no_slot_fits():
-    advice = advised(memory_gb=memory_gb(slots=0) - 0.05)
-    assert (advice.verdict, advice.option, advice.slots) == ("does not pay", None, 0)
-    assert "no spare slot fits" in reasons(advice)
-    assert "out of memory without balancing" in reasons(advice)
-
-
-def test_a_trace_has_one_seed():
-    gain = advise(recorded()).gain
-    assert gain.draws == (gain.overall,)
-    assert gain.low <= gain.overall <= gain.high
 
 
 @pytest.mark.parametrize("make", [scenario, recorded])

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
-import numpy as np
 import pytest
 
-import ultraep
-from ultraep import BalanceConfig, ConfigError, Topology, workload
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.costs import Costs, measured_rates, rates_of
+from ultraep.tools.sim.costs import Costs, measured_rates
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.presets import presets
 
 from .small import MICRO, plain_rates, small_costs
 
@@ -35,25 +31,6 @@ def test_experts_by_hand() -> None:
     assert costs.experts([0, 1], backward=True) == pytest.approx([0, (768 + 128) / 100 * MICRO])
 
 
-def test_efficiency_is_interpolated_over_the_logarithm_of_rows() -> None:
-    points = {"rows": [4.0, 16.0], "grouped_forward": [0.5, 0.25]}
-    rows = np.array([1, 4, 8, 16, 1000])
-    factor = small_costs(**points).experts(rows) / small_costs().experts(rows)
-    assert factor == pytest.approx([2, 2, 1 / 0.375, 4, 4])
-
-
-@pytest.mark.parametrize("model", list(presets("models")))
-@pytest.mark.parametrize("backward", [False, True])
-def test_more_rows_take_longer_and_never_less_than_the_roofline(model: str, backward: bool) -> None:
-    # The measured efficiency of few rows varies, so up to 8 % less time is accepted there.
-    sizes = load_cluster("gb200-nvl72"), load_model(model)
-    rows = np.unique(np.geomspace(1, 1e6, 4000).astype(int))
-    seconds = Costs(*sizes, measured_rates()).experts(rows, backward=backward)
-    assert (np.diff(seconds)[rows[1:] > 1024] > 0).all()
-    assert (seconds >= 0.92 * np.maximum.accumulate(seconds)).all()
-    assert (seconds > Costs(*sizes, plain_rates()).experts(rows, backward=backward)).all()
-
-
 def test_attention_by_hand() -> None:
     # 10 tokens: (192 + 80) weights twice, 6 attended tokens with 32 operations each, and 16 passes
     # of 16 bytes through memory.
@@ -65,17 +42,6 @@ def test_attention_by_hand() -> None:
     assert costs.attention(10, 6) == pytest.approx(forward)
     backward = (2 * 2 * products + 5 * 2.5 * core + 2 * passes / 0.8) * MICRO
     assert costs.attention(10, 6, backward=True) == pytest.approx(backward)
-
-
-def test_the_framework_slows_everything_except_experts_and_messages() -> None:
-    def seconds(costs: Costs) -> list[float]:
-        attention = [costs.attention(10, 5), costs.attention(10, 5, backward=True)]
-        return [*attention, costs.dense_mlp(10), costs.head(10)]
-
-    plain, slow = small_costs(), small_costs(framework=3.0)
-    assert seconds(slow) == pytest.approx([3 * value for value in seconds(plain)])
-    assert slow.experts(10) == plain.experts(10)
-    assert slow.on_links(10, 10) == plain.on_links(10, 10)
 
 
 def test_links_and_control_by_hand() -> None:
@@ -127,20 +93,6 @@ def test_the_efficiency_of_grouped_products(direction: str) -> None:
     assert getattr(measured_rates(), f"grouped_{direction}") == pytest.approx(medians, rel=0.02)
 
 
-def test_the_efficiency_of_dense_operations() -> None:
-    rates = measured_rates()
-    products = values("grouped", "grouped/dense", "rate", work="matmul")
-    assert rates.dense_matmul == pytest.approx(median(products) * 1e12 / MATMUL, rel=0.02)
-    size = "64 heads of 128, 8192 tokens"
-    for direction in ("forward", "backward"):
-        (rate,) = values("grouped", "grouped/dense", "rate", size=size, **{"pass": direction})
-        efficiency = getattr(rates, f"attention_{direction}")
-        assert efficiency == pytest.approx(rate * 1e12 / MATMUL, rel=0.02)
-    moved = values("grouped", "grouped/dense", "byte_rate")
-    assert len(moved) == 3
-    assert rates.memory == pytest.approx(mean(moved) * 1e9 / MEMORY, rel=0.02)
-
-
 def test_times_of_the_control_plane() -> None:
     rates = measured_rates()
     costs = Costs(load_cluster("h200-nvl8"), load_model("qwen3-235b"), rates)
@@ -165,26 +117,3 @@ def test_times_of_the_control_plane() -> None:
 
 
 # Rates of plans by time
-
-
-def rates(model: str = "qwen3-235b", **sizes: Any) -> ultraep.Rates:
-    return rates_of("h200-nvl8", model, **{"ranks": 8, "tokens": 8192, **sizes})
-
-
-def test_rates_grow_with_the_sizes() -> None:
-    many, few, training = rates(), rates(tokens=4), rates(training=True)
-    assert few.row < many.row < training.row
-    assert few.copy == many.copy < training.copy
-    assert many.copy < rates("deepseek-v3-671b").copy
-    with pytest.raises(ConfigError, match="ranks and tokens must be at least 1, got 0 and 8192"):
-        rates(ranks=0)
-
-
-def test_replicas_pay_with_many_tokens_only() -> None:
-    replicas = []
-    for tokens in (16, 8192):
-        loads = workload.zipf(8, 128, ratio=1.5, top_k=8, tokens=tokens)
-        config = BalanceConfig(rates=rates(tokens=tokens))
-        plan = ultraep.plan(loads, Topology(ranks=8, experts=128), config)
-        replicas.append(plan.num_replicas)
-    assert replicas[0] == 0 < replicas[1]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ultraep import BalanceConfig, Topology, plan
 from ultraep.hops import choose
 from ultraep.tools.sim.layer import CHUNKS, LayerClock, LayerTimes
-from ultraep.tools.sim.planning import Replicas, plan_layer
+from ultraep.tools.sim.planning import plan_layer
 from ultraep.trace.schema import SIMULATED, STAGES, of_backward
 
 from .small import MICRO, replicas_of, small_costs, small_runtime
@@ -86,22 +86,6 @@ def test_sums_figures_and_names_of_stages() -> None:
     assert (prefill.backward, prefill.backward_seconds) == ({}, 0)
 
 
-def test_a_rank_with_few_rows_still_sends_its_own() -> None:
-    replicas = replicas_of(LOADS, [], PAIR)  # 16 rows and 4; each rank sends 10
-    busy = clock().by_rank(replicas)["dispatch"][0] / MICRO
-    assert busy == pytest.approx([16 * 16 / 2 / 10 + 3, 10 * 16 / 2 / 10 + 3])
-
-
-@pytest.mark.parametrize(
-    ("domain", "micros"),
-    [(2, 20 * 16 / 2 / 1 + 7), (4, 20 * 16 * 3 / 4 / 10 + 3)],  # half of the rows leave the domain
-)
-def test_rows_that_leave_the_domain_use_the_network(domain: int, micros: float) -> None:
-    topology = Topology(ranks=4, experts=4, domain=domain)
-    times = clock(topology).times(replicas_of([[20, 8, 6, 6]], [], topology))
-    assert micro(times.forward)["dispatch"] == pytest.approx(micros)
-
-
 # Weights
 
 
@@ -152,29 +136,6 @@ def test_backward_sends_weights_again_unless_recompute_kept_them(
     assert micro(times.backward)["weights again"] == pytest.approx(micros)
 
 
-@pytest.mark.parametrize(
-    ("relay", "fan", "sent", "hops"),
-    [
-        ("direct", 1, 1, 1),
-        ("direct", 7, 7, 1),
-        ("chain", 1, 1, 1),
-        ("chain", 7, 1 + 6 / CHUNKS, 7),
-        ("tree", 3, 3, 1),
-        ("tree", 4, 2, 2),
-        ("tree", 7, 3, 2),
-        ("auto", 1, 1, 1),
-        ("auto", 7, 1 + 6 / CHUNKS, 7),
-    ],
-)
-def test_one_expert_on_many_ranks(relay: str, fan: int, sent: float, hops: int) -> None:
-    topology = Topology(ranks=8, experts=8, slots=2)
-    placed = [(0, 0, host, 9) for host in range(1, fan + 1)]
-    star = replicas_of([[80] + [10] * 7], placed, topology)
-    costs, runtime = small_costs(hop_us=100.0), small_runtime(relay=relay)
-    times = clock(topology, costs=costs, runtime=runtime).times(star)
-    assert micro(times.forward)["replicate"] == pytest.approx(sent * 19.2 + hops * 100)
-
-
 @given(seed=st.integers(0, 10**6), ranks=st.sampled_from([4, 8]))
 @settings(derandomize=True, database=None, deadline=None, max_examples=100)
 def test_auto_chooses_like_the_runtime(seed: int, ranks: int) -> None:
@@ -193,32 +154,3 @@ def test_auto_chooses_like_the_runtime(seed: int, ranks: int) -> None:
 
 
 # Gradients
-
-
-def test_gradients_overlap_the_last_product_or_attention() -> None:
-    stages = micro(pair_times().backward)
-    slow = 384 / ((40 + stages["attention back"]) * MICRO) / 1e9  # 40 us longer than attention
-    under = small_runtime(reduce_under="attention", reduce_gb_s=slow)
-    assert micro(pair_times(runtime=under).backward)["reduce"] == pytest.approx(40)
-    quick = small_runtime(reduce_under="attention", reduce_gb_s=1.0, backward_us=9.0)
-    assert micro(pair_times(runtime=quick).backward)["reduce"] == pytest.approx(9)
-
-
-def reduced(replicas: Replicas, **entries: Any) -> float:
-    """Gradients that the busiest home receives, in gradients of one expert."""
-    runtime = small_runtime(reduce_gb_s=1e-9, **entries)
-    backward = clock(replicas.topology, runtime=runtime).times(replicas).backward
-    exposed = float(backward["reduce"][0])
-    return (exposed + float(backward["experts back"][0]) / 3) / 384 if exposed else 0.0
-
-
-def test_the_home_with_most_replicas_receives_last() -> None:
-    moved = [(0, 0, 1, 4), (0, 0, 2, 5), (0, 1, 3, 2)]
-    replicas = replicas_of([[14, 6, 2, 2]], moved, Topology(ranks=4, experts=4))
-    assert reduced(replicas) == pytest.approx(2)
-
-
-def test_a_placed_expert_that_moved_needs_no_reduction() -> None:
-    moved = replicas_of([[4, 4, 4, 4]], [(0, 0, 1, 4)], PAIR)
-    assert reduced(moved, relay="direct") == pytest.approx(1)
-    assert reduced(moved, relay="placed") == 0

@@ -16,8 +16,7 @@ from ultraep.runtime.hybrid.crossing import Domains
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.gains import compare_planes, crossing_rows, imbalance_between
 from ultraep.tools.sim.layer import LayerClock
-from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.planes import PLANES, plane_for, served_shares
+from ultraep.tools.sim.planes import PLANES, served_shares
 from ultraep.tools.sim.runtime import Contender
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.training import Training
@@ -64,28 +63,7 @@ def test_even_routing_crosses_as_the_closed_formula_says(
     assert predicted == pytest.approx(exact, rel=1e-9)
 
 
-def test_uneven_loads_cross_as_counted() -> None:
-    topology = Topology(ranks=8, experts=64, domain=2)
-    weights = np.random.default_rng(1).lognormal(sigma=1.2, size=64)
-    ids = drawn_ids(weights, 20_000, 6)
-    loads = np.bincount(ids.ravel(), minlength=64)[None]
-    assert served_shares(loads, topology, 6)[0] == pytest.approx(counted(ids, topology), abs=0.015)
-
-
-def test_an_expert_of_all_tokens_and_one_of_none() -> None:
-    topology = Topology(ranks=2, experts=4, domain=1)
-    shares = served_shares(np.array([[100, 100, 0, 0], [100, 0, 50, 50]]), topology, 2)
-    assert shares == pytest.approx(np.array([[1, 0], [1, 1]]), abs=1e-4)
-
-
 # Which plane
-
-
-@pytest.mark.parametrize(("domain", "name"), [(4, "mapped"), (2, "hybrid")])
-def test_auto_is_the_plane_of_the_runtime(domain: int, name: str) -> None:
-    topology = Topology(ranks=4, experts=4, domain=domain)
-    assert plane_for("auto", topology).name == name
-    assert plane_for("messages", topology).name == "messages"
 
 
 @pytest.mark.parametrize(
@@ -130,32 +108,12 @@ def test_a_token_crosses_once_and_is_spread_inside() -> None:
     assert stages("messages", [])["dispatch"] == pytest.approx(10 / 2 * 16 / 1 + 7)
 
 
-def test_the_ranks_of_a_domain_may_share_their_network() -> None:
-    rows = replicas_of([[16, 4, 10, 10]], [], FOUR)
-    micros = []
-    for shared in (False, True):
-        costs = small_costs()
-        costs = replace(costs, cluster=replace(costs.cluster, network_shared=shared))
-        clock = LayerClock(
-            costs=costs, topology=FOUR, runtime=small_runtime(), tokens=5, context=6.0
-        )
-        micros.append(float(clock.times(rows).forward["dispatch"][0]) / MICRO)
-    assert micros == pytest.approx([16 / 2 * 16 + 7, 10 / 2 * 16 + 7])
-
-
 def test_weights_move_while_tokens_cross_but_not_with_messages() -> None:
     placed = [(0, 0, 1, 2)]
     assert stages("hybrid", placed)["replicate"] == pytest.approx(0)
     assert stages("messages", placed)["replicate"] == pytest.approx(19.2)
     assert stages("hybrid", placed)["reduce"] < stages("messages", placed)["reduce"]
     assert stages("messages", placed)["reduce"] == pytest.approx(38.4)
-
-
-def test_the_host_waits_in_every_layer_except_with_mapped_memory() -> None:
-    loads = {name: stages(name, [], host_us=100.0)["loads"] for name in ("hybrid", "messages")}
-    without = stages("hybrid", [])["loads"]
-    assert loads == pytest.approx({"hybrid": without + 100, "messages": without + 100})
-    assert stages("mapped", [], host_us=100.0)["loads"] == pytest.approx(without)
 
 
 # Advice across domains
@@ -175,15 +133,6 @@ def test_planes_of_two_nodes_are_compared() -> None:
     assert hybrid.crossing < messages.crossing == 2.0
     assert hybrid.seconds < min(messages.seconds, hybrid.unbalanced_seconds)
     assert crossing_rows(scenario()) == pytest.approx(hybrid.crossing)
-
-
-def test_a_group_that_does_not_fit_into_a_domain_says_why() -> None:
-    model = load_model("gpt-oss-20b")
-    needed = Training(tokens=4096, groups=2).weight_bytes(model, 8)
-    small = replace(load_cluster("h200-nvl8"), memory_gb=0.99 * needed / 1e9)
-    *_, inside = compare_planes(scenario(cluster=small, model=model), OURS)
-    assert "per device do not fit into" in inside.obstacle
-    assert inside.tokens_per_second == 0
 
 
 def test_placement_is_forecast_from_the_first_half() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 
 from ultraep.errors import ConfigError
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.model import GroupedAttention, load_model
-from ultraep.tools.sim.planning import OWN
+from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.presets import presets
-from ultraep.tools.sim.runtime import runtime_of
 from ultraep.tools.sim.serving import load_requests
 
 from .small import small_cluster, small_model
@@ -37,19 +34,6 @@ link_gb_s = 100
 link_us = 2
 network_gb_s = 25
 network_us = 5
-"""
-MODEL = """
-[first]
-title = "mine"
-source = "me"
-layers = 2
-dense_layers = 0
-width = 64
-experts = 8
-top_k = 2
-expert_width = 32
-vocabulary = 100
-attention = { kind = "grouped", heads = 4, kv_heads = 2, head_width = 16 }
 """
 
 
@@ -81,14 +65,6 @@ def test_presets_have_the_published_numbers_of_weights(
     assert model.active_weights / 1e9 == pytest.approx(active_billions, rel=0.07)
 
 
-def test_latent_attention_by_hand() -> None:
-    queries = 7168 * 1536 + 1536 * 128 * 192
-    keys_and_values = 7168 * 576 + 512 * 128 * 256
-    model = load_model("deepseek-v3-671b")
-    assert model.attention_weights == queries + keys_and_values + 128 * 128 * 7168
-    assert model.attention.core == 2 * 128 * (192 + 128)
-
-
 def test_counts_of_a_small_model_by_hand() -> None:
     model = small_model()
     assert (model.moe_layers, model.expert_layers) == (2, range(1, 3))
@@ -103,25 +79,7 @@ def test_counts_of_a_small_model_by_hand() -> None:
     assert model.training_operations(10) == 3 * (2 * 1368 + 3 * 32 * 5)
 
 
-def windowed(layers: int, window: int = 10) -> dict[str, Any]:
-    attention = GroupedAttention(kind="grouped", heads=2, kv_heads=1, head_width=4)
-    return {"attention": replace(attention, window=window, windowed_layers=layers)}
-
-
-def test_windowed_layers_attend_to_their_window() -> None:
-    model = small_model(**windowed(1))
-    assert model.attended(6) == 6
-    assert model.attended(40) == pytest.approx((10 + 40 + 40) / 3)
-
-
 # Clusters
-
-
-@pytest.mark.parametrize(
-    ("ranks", "size"), [(1, 1), (4, 4), (8, 8), (10, 5), (12, 6), (16, 8), (11, 1), (64, 8)]
-)
-def test_a_group_uses_the_largest_equal_blocks_of_a_domain(ranks: int, size: int) -> None:
-    assert small_cluster(domain=8).domain_of(ranks) == size
 
 
 @pytest.mark.parametrize(
@@ -131,8 +89,6 @@ def test_a_group_uses_the_largest_equal_blocks_of_a_domain(ranks: int, size: int
         (small_model, {"layers": -1}, "model small: layers must be at least 1, got -1"),
         (small_model, {"dense_layers": 3}, r"dense_layers must lie in 0\.\.2, got 3"),
         (small_model, {"top_k": 5}, "top_k 5 is more than its 4 experts"),
-        (small_model, windowed(4), "model small: windowed_layers must be at most 3, got 4"),
-        (small_model, windowed(1, window=0), "model small: window must be at least 1, got 0"),
         (small_cluster, {"domain": 0}, "cluster small: domain must be at least 1, got 0"),
         (small_cluster, {"link_gb_s": 0.0}, "link_gb_s must be positive, got 0"),
         (small_cluster, {"memory_gb": -5.0}, "memory_gb must be positive, got -5"),
@@ -154,18 +110,6 @@ def test_all_presets_load() -> None:
         assert [load(name).name for name in presets(kind)] == list(presets(kind))
 
 
-def test_a_policy_has_a_runtime_or_an_error() -> None:
-    known = {"ideal", *presets("runtimes")}
-    assert known <= set(OWN)
-    for policy in known:
-        assert runtime_of(policy).name == policy
-    assert not runtime_of("ideal").streams
-    assert not runtime_of("eplb").streams
-    for policy in {*OWN, "mine"} - known:
-        with pytest.raises(ConfigError, match=f"'{policy}' has no costs.*ultraep.*{policy}=NAME"):
-            runtime_of(policy)
-
-
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("name", ["nothing-like-it", ""])
 def test_an_unknown_name_lists_the_known_ones(kind: str, name: str) -> None:
@@ -181,14 +125,6 @@ def test_a_file_gives_its_first_table_or_the_named_one(file: Path) -> None:
     assert load_cluster(f"{file}:second").devices == 32
     with pytest.raises(ConfigError, match="unknown cluster 'secnd'; did you mean second"):
         load_cluster(f"{file}:secnd")
-
-
-def test_a_model_from_a_file(file: Path) -> None:
-    file.write_text(MODEL)
-    model = load_model(str(file))
-    assert model.expert_weights == 3 * 64 * 32
-    assert model.shared_width == model.dense_width == 0
-    assert model.attention == GroupedAttention(kind="grouped", heads=4, kv_heads=2, head_width=16)
 
 
 @pytest.mark.parametrize(
@@ -207,18 +143,3 @@ def test_wrong_entries(file: Path, line: str, instead: str, message: str) -> Non
     file.write_text(CLUSTER.replace(line, instead))
     with pytest.raises(ConfigError, match=re.escape(f"cluster {file}: {message}")):
         load_cluster(str(file))
-
-
-@pytest.mark.parametrize(
-    ("attention", "message"),
-    [
-        ('"grouped"', "attention must be a table with kind grouped or latent"),
-        ('{ kind = "linear" }', "attention must be a table with kind grouped or latent"),
-        ('{ kind = "grouped", heads = 4 }', "attention: kv_heads, head_width missing"),
-        ('{ kind = "latent", head = 4 }', "attention: unknown entry 'head'; did you mean heads?"),
-    ],
-)
-def test_wrong_attention(file: Path, attention: str, message: str) -> None:
-    file.write_text(re.sub(r"attention = .*", f"attention = {attention}", MODEL))
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_model(str(file))

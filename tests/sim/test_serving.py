@@ -14,13 +14,11 @@ from ultraep.tools.sim.serving import (
     Requests,
     Serving,
     draw_requests,
-    load_requests,
-    make_iteration,
     mean_first_token,
     rate_at_limit,
 )
 
-from .small import small_costs, small_model, small_scenario
+from .small import small_model, small_scenario
 
 PLAIN = Iteration(fixed=1.0, experts=np.array([2.0]), per_token=0.0, per_pair=0.0, chunk=10)
 PAIRS = replace(PLAIN, fixed=0.0, experts=np.zeros(1), per_pair=1.0)
@@ -58,29 +56,7 @@ def test_time_to_first_token_by_hand(
     assert mean == pytest.approx(seconds)
 
 
-def test_costs_of_an_iteration_by_hand() -> None:
-    costs = small_costs(framework=2.0)
-    serving = Serving(requests=requests(mean_tokens=40.0), tokens=10)
-    iteration = make_iteration(costs, serving, np.array([7.0, 8.0]), 0.5)
-    assert (iteration.fixed, iteration.experts.tolist(), iteration.chunk) == (0.5, [7.0, 8.0], 10)
-    token = 3 * costs.attention(1, 0) + costs.dense_mlp(1)  # one of three layers is dense
-    assert iteration.per_token == pytest.approx(token)
-    assert iteration.per_pair == pytest.approx(3 * 2 * 32 / 1e9)
-    seconds = iteration.seconds(3, np.array([10.0, 4.0]), np.array([50.0, 8.0]))
-    assert seconds == pytest.approx(0.5 + 10 * token + 50 * iteration.per_pair + 0.7 * 8.0)
-
-
 # Rates
-
-
-def rate(seed: int = 0, **changes: Any) -> float:
-    return rate_at_limit(QUICK, Serving(requests=requests(**changes), tokens=1000, seed=seed), 4)
-
-
-def test_the_rate_is_near_full_chunks_or_zero() -> None:
-    full = 4 * 1000 / (0.01 + 0.1 + 0.1) / 100
-    assert 0.85 * full < rate(limit_s=3.0) < 1.15 * full
-    assert rate(limit_s=0.02) == 0  # shorter than an iteration
 
 
 def test_the_rate_meets_the_limit_and_a_higher_one_does_not() -> None:
@@ -91,21 +67,7 @@ def test_the_rate_meets_the_limit_and_a_higher_one_does_not() -> None:
         assert (mean_first_token(QUICK, *drawn, 4) <= 1.0) == meets
 
 
-def test_the_rate_depends_on_the_seed_alone() -> None:
-    assert rate(spread=0.8) == rate(spread=0.8)
-    assert rate(spread=0.8) == pytest.approx(rate(seed=1, spread=0.8), rel=0.2)
-
-
 # Requests and memory
-
-
-@pytest.mark.parametrize("name", ["stem", "mixed"])
-def test_prompt_lengths_have_the_mean_and_spread_of_the_preset(name: str) -> None:
-    preset = load_requests(name)
-    lengths = preset.lengths(200_000, np.random.default_rng(0))
-    assert lengths.mean() == pytest.approx(preset.mean_tokens, rel=0.01)
-    assert np.log(lengths).std() == pytest.approx(preset.spread, rel=0.01)
-    assert (lengths == lengths.round()).all()
 
 
 @pytest.mark.parametrize(

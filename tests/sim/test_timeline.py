@@ -9,7 +9,7 @@ import pytest
 
 from ultraep.tools.cli.scenario import ScenarioOptions, make_scenario
 from ultraep.tools.export import write_timeline
-from ultraep.tools.sim.run import MAX_RANKS, make_timeline, median_microbatch, time_layer
+from ultraep.tools.sim.run import MAX_RANKS, make_timeline, time_layer
 from ultraep.tools.sim.runtime import Contender
 
 POLICIES = ("none", "eplb", "lplb", "quota", "ultraep", "ideal")
@@ -68,17 +68,6 @@ def test_layers_last_as_long_as_in_the_simulation(name):
                     assert max(map(end, parts)) == pytest.approx(end(whole))
 
 
-def test_passes_follow_each_other():
-    for own in events_of("training").values():
-        passes = [event for event in own if event["tid"] == 0]
-        forward = [f"layer {n} forward" for n in range(LAYERS)]
-        backward = [f"layer {n} backward" for n in reversed(range(LAYERS))]
-        assert [event["name"] for event in passes] == forward + backward
-        assert passes[0]["ts"] == 0
-        for before, after in pairwise(passes):
-            assert after["ts"] == pytest.approx(end(before))
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_ranks_do_one_thing_at_a_time_and_wait_before_combine(name):
     for policy, own in events_of(name).items():
@@ -105,8 +94,3 @@ def test_a_wide_group_shows_some_ranks_with_names(tmp_path):
     assert len(named) == len(POLICIES) * (MAX_RANKS + 1)
     assert {event["ph"] for event in events} == {"X", "M"}
     assert all(e["dur"] > 0 <= e["ts"] for e in events if e["ph"] == "X")
-
-
-def test_the_median_microbatch():
-    for seconds, index in (([5.0, 1.0, 3.0], 2), ([5.0, 1.0, 3.0, 4.0], 2), ([7.0], 0)):
-        assert median_microbatch(np.array(seconds)) == index

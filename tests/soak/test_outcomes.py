@@ -10,16 +10,11 @@ from ultraep.tools.soak.outcomes import (
     NOT_INJECTED,
     STOPPED,
     SURVIVED,
-    UNEXPLAINED,
     UNNAMED,
     WRONG,
     RankEnd,
-    Row,
-    as_record,
     classify,
-    explain,
     growing,
-    table,
 )
 from ultraep.tools.soak.schedule import Fault
 
@@ -66,11 +61,6 @@ def test_the_error_of_the_user_needs_no_names():
     assert classify(replace(FAULT, kind="hook"), ends, fired=True, left=[])[0] == STOPPED
 
 
-def test_killed_ranks_need_flight_files(tmp_path):
-    assert "no flight files" in explain(FAULT, tmp_path)[1]
-    assert explain(replace(FAULT, kind="hook"), tmp_path) == ("", "")
-
-
 def samples(**slopes):
     return [
         (float(s), {name: 100 + slope * s + s % 7 for name, slope in slopes.items()})
@@ -83,20 +73,3 @@ def test_a_slope_is_a_leak_and_noise_is_not():
     assert set(growing(samples(rss=0.1, threads=0.0, handles=0.05))) == {"rss", "handles"}
     jump = [(s, {"rss": 100.0 + 50 * (s > 30)}) for s, _ in samples(rss=0.0)]
     assert growing(jump) == {}  # a cache that was filled once
-
-
-def test_the_report_counts_kinds_by_outcome():
-    rows = [
-        Row(FAULT, STOPPED),
-        Row(FAULT, HANG, "rank 0"),
-        Row(replace(FAULT, kind="slow"), SURVIVED),
-    ]
-    headers, lines = table(rows)
-    assert headers == ["fault", "runs", SURVIVED, STOPPED, HANG]
-    assert lines == [
-        ["kill", "2", "0", "1", "1"],
-        ["slow", "1", "1", "0", "0"],
-        ["all", "3", "1", "1", "1"],
-    ]
-    assert as_record(rows[1])["detail"] == "rank 0"
-    assert UNEXPLAINED not in headers

@@ -10,7 +10,6 @@ from ultraep.tools.soak.schedule import (
     KINDS,
     PLANES,
     draw_fault,
-    possible_kinds,
     read_schedule,
     write_schedule,
 )
@@ -30,11 +29,6 @@ def test_all_kinds_planes_and_delays_are_drawn():
     assert all(fault.stage in KINDS[fault.kind].stages for fault in FAULTS)
     stops = [fault.delay for fault in FAULTS if fault.kind == "stop"]
     assert min(stops) < 6 < max(stops)
-
-
-def test_planes_limit_the_kinds():
-    assert "kill" not in possible_kinds(["in-process"])
-    assert "lost messages" not in possible_kinds(["messages"])
 
 
 def test_a_file_repeats_a_schedule(tmp_path):

@@ -6,14 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import distinct_ids, draw_ids, plan_of, routings, topologies
+from cases import draw_ids, plan_of, routings
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import ultraep
 from ultraep import BalanceConfig, LoadError, Topology
 from ultraep.arrays import PADDING
-from ultraep.reroute import reroute, reroute_dense, rows_received
+from ultraep.reroute import reroute, rows_received
 
 
 def slots_of_sent(routes):
@@ -182,39 +180,6 @@ def test_ids_of_any_integer_type_that_are_a_view(dtype):
     plan = plan_of(ids, topology)
     expected = reroute(ids[1].contiguous(), plan, 1).slots
     assert torch.equal(reroute(ids[1].to(dtype), plan, 1).slots, expected)
-
-
-@settings(max_examples=100)
-@given(topologies(max_ranks=5), st.integers(0, 2**32 - 1), st.integers(1, 3))
-def test_dense_maps_give_the_slots_of_the_ids(topology, seed, top_k):
-    rng = np.random.default_rng(seed)
-    top_k = min(top_k, topology.experts)
-    ids = [
-        distinct_ids(rng, int(rng.integers(0, 30)), top_k, topology) for _ in range(topology.ranks)
-    ]
-    plan = plan_of(ids, topology)
-    for rank, own in enumerate(ids):
-        weights = torch.rand(own.shape, generator=torch.Generator().manual_seed(seed % 2**31))
-        chosen = torch.zeros(len(own), topology.experts, dtype=torch.bool).scatter(1, own, True)
-        full = torch.zeros(chosen.shape).scatter(1, own, weights).requires_grad_()
-        slot_map, probabilities = reroute_dense(chosen, full, plan, rank)
-        slots = reroute(own, plan, rank).slots
-        shape = (len(own), int(topology.first_slot_of_rank[-1]))
-        assert torch.equal(slot_map, torch.zeros(shape, dtype=torch.bool).scatter(1, slots, True))
-        assert torch.equal(probabilities.detach(), torch.zeros(shape).scatter(1, slots, weights))
-        pull = torch.rand(shape, generator=torch.Generator().manual_seed(1))
-        probabilities.backward(pull)
-        expected = torch.zeros(chosen.shape).scatter(1, own, pull.gather(1, slots))
-        assert torch.equal(full.grad, expected)
-
-
-def test_invalid_dense_maps():
-    topology = Topology(ranks=2, experts=4, slots=1)
-    plan = ultraep.plan(np.zeros((2, 4), dtype=int), topology)
-    with pytest.raises(LoadError, match=r"bool \[3, 4\] like the probabilities, got .*int64"):
-        reroute_dense(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4), plan, 0)
-    with pytest.raises(LoadError, match=r"got torch.bool \[3, 5\]"):
-        reroute_dense(torch.zeros(3, 5, dtype=torch.bool), torch.zeros(3, 4), plan, 0)
 
 
 @pytest.mark.parametrize(

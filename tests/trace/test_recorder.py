@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from traces import TOPOLOGY, arrived, plan_for, record
 
 import ultraep
-from ultraep import BalanceConfig, ConfigError, FileError, Recorder, Topology, read_trace
+from ultraep import BalanceConfig, FileError, Recorder, Topology, read_trace
 from ultraep.trace import files
 from ultraep.trace import record as recording
 from ultraep.trace.schema import STAGES
@@ -114,44 +114,6 @@ def test_records_that_some_ranks_lack_are_left_out(tmp_path, ranks, left_out):
     assert trace.by_layer().shape == (len(trace), min(1, len(trace)), 2, 4)
 
 
-def test_ranks_may_record_in_another_order(tmp_path):
-    plans = [plan_for(seed) for seed in range(5)]
-    for rank, order in ((0, [3, 0, 4, 1]), (1, [0, 1, 2, 3, 4])):
-        with Recorder(tmp_path / "run", TOPOLOGY, rank=rank) as recorder:
-            for step in order:
-                recorder.add(plan=plans[step], slot_rows=arrived(plans[step], rank), step=step)
-                recorder.more(step=step, seconds={"reduce": step})
-    trace = read_trace(tmp_path / "run")
-    assert trace.step.tolist() == [3, 0, 4, 1]
-    assert trace.left_out == 1
-    assert trace.rank_loads.tolist() == [plans[n].rank_loads.tolist() for n in (3, 0, 4, 1)]
-    reduce = trace.header.stages.index("reduce")
-    assert trace.seconds[:, :, reduce].tolist() == [[3, 3], [0, 0], [4, 4], [1, 1]]
-
-
-def test_the_first_of_two_records_with_one_key_counts(tmp_path):
-    plans = [plan_for(0), plan_for(1)]
-    for rank in range(2):
-        with Recorder(tmp_path / "run", TOPOLOGY, rank=rank) as recorder:
-            for plan in plans:
-                recorder.add(plan=plan, slot_rows=arrived(plan, rank), step=2**40)
-    trace = read_trace(tmp_path / "run")
-    assert (len(trace), trace.left_out) == (1, 1)
-    assert trace.plan(0) == trace.plan(-1) == plans[0]
-
-
-def test_the_largest_keys(tmp_path):
-    plan, largest = plan_for(0), 2**31 - 1
-    keys = [(2**62, largest, largest), (0, largest, 0)]
-    for rank in range(2):
-        with Recorder(tmp_path / "run", TOPOLOGY, rank=rank) as recorder:
-            for step, layer, microbatch in keys[: 2 - rank]:
-                key = {"step": step, "layer": layer, "microbatch": microbatch}
-                recorder.add(plan=plan, slot_rows=arrived(plan, rank), **key)
-    trace = read_trace(tmp_path / "run")
-    assert (trace.step.tolist(), trace.left_out) == ([2**62], 1)
-
-
 WRONG = {
     "topology": ({"plan": plan_for(0, Topology(ranks=2, experts=6))}, "the plan was made for"),
     "config": ({"plan": plan_for(0, config=BalanceConfig(tolerance=0.1))}, "was made with"),
@@ -171,20 +133,6 @@ def test_invalid_records_are_refused(tmp_path, changes, message):
         with pytest.raises(ultraep.UltraEPError, match=message):
             recorder.add(**(valid | changes))
     assert len(read_trace(tmp_path / "run")) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 2}, r"rank must lie in 0\.\.1, got 2"),
-        ({"memory": 0}, "memory must be at least 1 byte"),
-        ({"stages": ["a", "a"]}, "stages must differ"),
-    ],
-)
-def test_invalid_settings_are_refused(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        Recorder(tmp_path, TOPOLOGY, **options)
-    assert not list(tmp_path.iterdir())
 
 
 # -- folders -------------------------------------------------------------------------------------
@@ -210,12 +158,6 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(FileError, match="new: cannot be written to: Permission denied"):
         Recorder(tmp_path / "new", TOPOLOGY)
-
-
-def test_a_discarded_trace_leaves_nothing(tmp_path):
-    for rank in (0, 1):
-        Recorder(tmp_path / "run", TOPOLOGY, rank=rank).discard()
-    assert not list((tmp_path / "run").iterdir())
 
 
 # -- the writer thread ---------------------------------------------------------------------------

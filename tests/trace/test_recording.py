@@ -98,41 +98,6 @@ def test_the_trace_holds_planned_loads_and_counted_rows(tmp_path, policy):
     ]
 
 
-def test_slot_rows_are_the_rows_that_arrived(tmp_path):
-    """Rows carry their source rank and token, so they are counted without the plan."""
-    ids = [ids_of(rank, 0)[:, :1] for rank in range(4)]
-    example = Example([40] * 4, experts=EXPERTS, ids=ids, top_k=1)
-
-    def work(comm):
-        balancer = Balancer(comm, experts=EXPERTS, slots=2, record=tmp_path / "run")
-        layer = example.layer(balancer)
-        x = torch.zeros_like(example.inputs[comm.rank])
-        x[:, 0], x[:, 1] = comm.rank, torch.arange(len(x))
-        experts, caught = layer.experts.forward, []
-        layer.experts.forward = lambda arrivals, *rest: (
-            caught.append(arrivals.rows[:, :2].long().tolist()) or experts(arrivals, *rest)
-        )
-        layer(x)
-        balancer.close()
-        return caught[0]
-
-    rows_of_rank = LocalGroup(4).run(work)
-    trace = read_trace(tmp_path / "run")
-    plan, topology = trace.plan(0), trace.topology
-    counted = np.zeros_like(trace.slot_rows[0])
-    for rank, rows in enumerate(rows_of_rank):
-        slots = {expert: topology.home_slot_of_expert[expert] for expert in range(EXPERTS)}
-        for expert, host, index in plan.replicas.tolist():
-            if host == rank:
-                slots[expert] = topology.spare_slot(host, index)
-        for source, token in rows:
-            slot = slots[int(ids[source][token])]
-            assert topology.first_slot_of_rank[rank] <= slot < topology.first_slot_of_rank[rank + 1]
-            counted[slot] += 1
-    assert plan.num_replicas > 0
-    assert trace.slot_rows[0].tolist() == counted.tolist()
-
-
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_recomputed_layers_count_once(tmp_path, reentrant):
     homes = [0, 1, 2] * 2 + [0, 1]
@@ -193,16 +158,6 @@ def test_record_step_sets_the_step(tmp_path):
     assert differing(trace) == []
 
 
-def test_a_policy_for_one_call(tmp_path):
-    balancer = Balancer("alone", experts=8, record=tmp_path / "run")
-    layer = Example([20]).layer(balancer)
-    for policy in (None, "none", "registered"):
-        layer(Example([20]).inputs[0], policy=policy)
-    balancer.close()
-    assert read_trace(tmp_path / "run").policy.tolist() == ["ultraep", "none", "registered"]
-    assert differing(read_trace(tmp_path / "run")) == []
-
-
 def test_a_caller_that_dispatches_rows_itself_adds_its_own_records(tmp_path):
     balancer = Balancer("alone", experts=8, record=tmp_path / "run")
     weights = {"w": torch.randn(8, 4)}
@@ -217,12 +172,6 @@ def test_a_caller_that_dispatches_rows_itself_adds_its_own_records(tmp_path):
     balancer.close()
     trace = read_trace(tmp_path / "run")
     assert trace.slot_rows.tolist() == [rows]
-
-
-def test_off_by_default():
-    balancer = Balancer("alone", experts=8)
-    assert balancer.recorder is None
-    balancer.record_step(3)
 
 
 # -- all ranks or none ---------------------------------------------------------------------------
@@ -268,17 +217,6 @@ def test_a_folder_that_cannot_be_used_is_an_error_on_all_before_the_run(
         return str(caught.value)
 
     assert len(set(LocalGroup(2).run(work))) == 1
-
-
-def test_a_rank_that_cannot_write_removes_the_trace(tmp_path):
-    (tmp_path / "run" / "rank-00001").mkdir(parents=True)  # of an earlier run
-
-    def work(comm):
-        with pytest.raises(FileError, match=r"rank 1 cannot record: .*already holds a trace"):
-            Balancer(comm, experts=9, record=tmp_path / "run")
-
-    LocalGroup(3).run(work)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["rank-00001"]
 
 
 def in_a_process(rank, group, folder):

@@ -5,19 +5,18 @@ import shutil
 
 import numpy as np
 import pytest
-from traces import arrived, plan_for, record
+from traces import arrived, plan_for
 
 import ultraep
 from ultraep import ConfigError, FileError, Topology
 from ultraep.files.reading import read_arrays
 from ultraep.tools.view import catalogue as catalogue_module
-from ultraep.tools.view import table, traces
+from ultraep.tools.view import table
 from ultraep.tools.view.catalogue import Catalogue, items_in
 from ultraep.tools.view.table import numbers_of, stages_of
 from ultraep.tools.view.traces import FolderTrace, WholeTrace
 from ultraep.trace import files
-from ultraep.trace.files import read_piece, write_arrays
-from ultraep.trace.schema import KEY, Column
+from ultraep.trace.schema import KEY
 from view.runs import (
     LAYERS,
     MOMENTS,
@@ -88,39 +87,6 @@ def test_table_and_records_equal_the_trace(source, run, pieces, trace, tmp_path)
     check_equal(shown.table, trace)
     check_records(shown, trace)
     assert (shown.finished, shown.notes, shown.left_out, shown.dropped) == (True, [], 0, 0)
-
-
-def test_a_record_shows_its_plan(trace):
-    for n in range(len(trace)):
-        plan = trace.plan(n)
-        copies = numbers_of(trace.take(np.array([n])))["copies"]["list"]
-        shown = sorted((c["expert"], c["path"][-1], c["slot"], c["rows"]) for c in copies)
-        assert shown == sorted(
-            (*replica, quota)
-            for replica, quota in zip(plan.replicas.tolist(), plan.quotas.tolist(), strict=True)
-        )
-        assert all(c["path"][0] == TOPOLOGY.home_of_expert[c["expert"]] for c in copies)
-
-
-def test_the_table_grows_while_the_trace_is_read(pieces, monkeypatch):
-    monkeypatch.setattr(traces, "PUBLISH_SECONDS", 0.0)
-    trace, sizes = FolderTrace(pieces), []
-    trace.read(lambda: bool(sizes.append(len(trace.table))))
-    assert sizes == sorted(sizes)
-    assert 0 < sizes[len(sizes) // 2] < MOMENTS * LAYERS == len(trace.table)
-
-
-def test_the_table_needs_only_the_summaries(pieces, monkeypatch):
-    requested = []
-
-    def noting(path, header, rank, names=None):
-        requested.append(names)
-        return read_piece(path, header, rank, names)
-
-    monkeypatch.setattr(traces, "read_piece", noting)
-    read(pieces)
-    summary = ("summary", "stage_sums", "dropped")
-    assert set(requested) == {summary, (*summary, "step", "speeds")}
 
 
 def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypatch):
@@ -241,24 +207,6 @@ def test_a_damaged_piece_is_named_and_the_rest_is_shown(pieces, tmp_path):
     np.testing.assert_array_equal(shown.table.bytes, trace.bytes_moved.sum(axis=1)[rows])
 
 
-def test_a_missing_piece_is_named(pieces, tmp_path):
-    run = shutil.copytree(pieces, tmp_path / "run")
-    (run / "rank-00002/000002.npz").unlink()
-    (run / "rank-00009").mkdir()
-    notes = " ".join(read(run).notes)
-    assert "000003.npz: not read, 000002.npz before it is missing" in notes
-    assert "rank-00009: not read, the trace has only 4 ranks" in notes
-
-
-def test_replicas_that_make_no_sense_are_counted(run, tmp_path):
-    path = shutil.copytree(run, tmp_path / "run") / "rank-00000/000000.npz"
-    change(path, copies=np.full_like(read_arrays(path)["copies"], 10**6))
-    shown = read(tmp_path / "run")
-    numbers = numbers_of(shown.record(shown.table.key(0)))
-    assert numbers["unusable"] == shown.table.copies[0] > 0
-    assert numbers["copies"]["list"] == []
-
-
 def test_any_number_becomes_valid_json(run, tmp_path):
     path = shutil.copytree(run, tmp_path / "run") / "rank-00001/000000.npz"
     seconds = read_arrays(path)["seconds"].copy()
@@ -281,39 +229,7 @@ def test_a_piece_that_claims_too_much_is_refused(run, monkeypatch):
     assert "bytes claim to unpack to" in shown.notes[0]
 
 
-def test_a_summary_that_contradicts_the_piece(run, tmp_path):
-    path = shutil.copytree(run, tmp_path / "run") / "rank-00000/000000.npz"
-    arrays = read_arrays(path)
-    swapped = arrays["summary"].copy()
-    swapped[0, Column.LATE] = 1
-    write_arrays(path, arrays | {"summary": swapped})
-    assert "the summary has records after additions" in read(tmp_path / "run").notes[0]
-    arrays |= {name: arrays[name][:1] for name in ("loads", "policy", "rates", "copy_ends")}
-    write_arrays(path, arrays)
-    shown = read(tmp_path / "run")
-    with pytest.raises(FileError, match=r"000000\.npz"):
-        shown.record(shown.table.key(5))
-
-
-def test_a_piece_that_changes_after_it_was_read(pieces, tmp_path):
-    shown = read(shutil.copytree(pieces, tmp_path / "run"))
-    path = tmp_path / "run/rank-00001/000001.npz"
-    change(path, began=np.zeros((5, 3)))
-    with pytest.raises(FileError, match="began must be float64"):
-        shown.record(shown.table.key(6))
-    path.unlink()
-    with pytest.raises(FileError, match="no such"):
-        shown.record(shown.table.key(6))
-
-
 # -- numbers that are drawn ----------------------------------------------------------------------
-
-
-def test_too_many_layers_are_refused(run, monkeypatch):
-    monkeypatch.setattr(table, "MOST_LAYERS", 2)
-    for draw in (table.overview, lambda shown: table.heat(shown, "before")):
-        with pytest.raises(ConfigError, match="3 layers, at most 2 are shown"):
-            draw(read(run).table)
 
 
 def test_points_stand_for_several_moments(trace, run):
@@ -331,22 +247,6 @@ def test_points_stand_for_several_moments(trace, run):
     assert numbers["worst"] == tuple(trace.arrays[name][worst] for name in KEY)
 
 
-def test_cells_of_the_map_are_means(trace, run):
-    numbers = table.heat(read(run).table, "after", 2, 8, most=3)
-    moment = trace.step * 2 + trace.microbatch
-    for layer in range(LAYERS):
-        for column, begin in enumerate(numbers["starts"]):
-            own = (moment >= begin) & (moment < begin + 2) & (trace.layer == layer)
-            mean = trace.imbalance_after[own].mean()
-            assert numbers["z"][layer][column] == pytest.approx(mean, abs=1e-6)
-
-
-def test_a_trace_without_records_is_drawn(tmp_path):
-    shown = read(record(tmp_path / "run", [])).table
-    assert table.overview(shown)["totals"]["records"] == 0
-    assert table.heat(shown, "before")["z"] == []
-
-
 # -- searching -----------------------------------------------------------------------------------
 
 
@@ -362,13 +262,6 @@ def test_the_contents_of_a_folder(run, tmp_path):
     by_report = items_in([tmp_path / "demo/report.html"])
     assert sorted(item.name for item in by_report) == sorted(name for _, name in names)
     assert len(items_in([run, run])) == 1
-
-
-def test_traces_of_the_same_name_get_different_names(run, tmp_path):
-    paths = [shutil.copytree(run, tmp_path / folder / "run") for folder in ("a", "b")]
-    catalogue = Catalogue(paths)
-    catalogue.close()
-    assert [item.name for item in catalogue.items] == ["run", str(tmp_path / "b/run")]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 from browser import Browser, chromium
 from cli.test_demo import RESULT
-from traces import arrived
 
-import ultraep
-from ultraep import BalanceConfig, Rates, Recorder, Topology
 from ultraep.tools.view import catalogue as catalogue_module
 from ultraep.tools.view.api import write_page
 from ultraep.tools.view.catalogue import Catalogue
@@ -27,7 +24,6 @@ VIEWS = {
     "record": ["ranks", "flows", "forward", "backward"],
     "compare": ["runs", "runlayers"],
 }
-LONG_NAME = "the-run-of-last-week-with-a-name-that-lists-all-of-its-settings-2026-11-16"
 ROWS = "[...document.querySelectorAll('{} tbody tr')].map((row) => row.innerText.split('\\t'))"
 
 
@@ -36,7 +32,6 @@ def server(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shown")
     shutil.copytree(run, folder / "run")
     write_run(folder / "short", moments=4)
-    shutil.copytree(folder / "short", folder / LONG_NAME)
     shutil.copytree(run, folder / "torn")
     (folder / "torn/header.json").write_text('{"format": "ultraep-trace"')
     (folder / "report.html").write_text("<title>r</title><link rel=icon href='data:,'><p>A report.")
@@ -100,13 +95,6 @@ def test_every_view_is_drawn(page, server, view, look):
         assert any("PNG" in title or "plot as a" in title for title in titles)
     assert page.run("document.documentElement.scrollWidth <= window.innerWidth"), "too wide"
     assert page.run("document.getElementById('error').hidden")
-
-
-def test_long_names_fit_a_phone(page, server):
-    page.look(width=390)
-    for link in (f"view=compare&trace=run&also={LONG_NAME}", f"view=compare&trace={LONG_NAME}"):
-        goto(page, server, link)
-        assert page.run("document.documentElement.scrollWidth <= window.innerWidth")
 
 
 def test_the_numbers_of_the_trace(page, server, trace):
@@ -231,27 +219,6 @@ def test_a_trace_and_its_replay(page, server, trace):
     assert rows[1][3:5] == [f"{before:.3f}", f"{before:.3f}"]
 
 
-def test_a_form_is_filled_in_and_sent_with_keys(page, server):
-    goto(page, server, "view=compare&trace=run&also=-&policy=none")
-    page.run("document.getElementById('ranks').focus()")
-    page.press("3", "Enter")
-    shows(page, "error", "4 recorded ranks cannot become 3")
-    page.messages[:] = [text for text in page.messages if "400 (Bad Request)" not in text]
-
-
-def test_several_traces_in_one_figure(page, server):
-    goto(page, server, "view=compare&trace=run&also=short")
-    assert [row[:3] for row in page.run(ROWS.format("#table"))] == [
-        ["run", "ultraep", "30"],
-        ["short", "ultraep", "12"],
-    ]
-    lines = page.run("find('plot-runs').data.filter(({name}) => name)")
-    assert [line["name"] for line in lines] == ["run, without replicas", "run", "short"]
-    assert lines[1]["line"]["color"] == lines[2]["line"]["color"], "the colour of the policy"
-    assert lines[1]["line"]["dash"] != lines[2]["line"]["dash"]
-    assert page.run("document.getElementById('trained').hidden")
-
-
 @pytest.mark.slow
 def test_a_demo_opens_on_the_balanced_run_and_compares_by_itself(window, run, tmp_path):
     for row in RESULT.policies:
@@ -288,18 +255,6 @@ def test_a_damaged_trace_is_named_and_the_rest_is_shown(page, server):
     assert "torn (cannot be opened)" in page.run("find('trace').innerText")
 
 
-@pytest.mark.slow
-def test_an_empty_trace(window, tmp_path):
-    write_run(tmp_path / "run", ranks=[0])
-    with served(tmp_path / "run") as server:
-        goto(window, server, "")
-        assert "the trace has no record that all ranks wrote" in window.text("notes")
-        assert window.run("document.getElementById('drawn').hidden")
-        for view in ("map", "record", "compare"):
-            goto(window, server, f"view={view}")
-        assert window.messages == []
-
-
 def test_a_report_has_a_way_back(page, server):
     goto(page, server, "view=record&trace=short")
     page.run("document.querySelector('#reports a').click()")
@@ -309,46 +264,6 @@ def test_a_report_has_a_way_back(page, server):
     shows(page, "description", "microbatch")
     goto(page, server, "view=report&report=report.html")
     assert page.run("find('report').getAttribute('src')") == "/report?name=report.html"
-
-
-@pytest.mark.slow
-def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
-    """Every replica forwards the weights to the next one."""
-    topology = Topology(ranks=8, experts=16, slots=1)
-    loads = np.full((8, 16), 3)
-    loads[:, 2] = 200
-    config = BalanceConfig(rates=Rates(row=1000, copy=1))
-    plan = ultraep.plan(loads, topology, config)
-    for rank in range(8):
-        options = {"rank": rank, "relay": "chain", "chunks": 4}
-        with Recorder(tmp_path / "run", topology, config, **options) as recorder:
-            recorder.add(plan=plan, slot_rows=arrived(plan, rank), bytes_moved=10, step=0)
-    with served(tmp_path / "run") as server:
-        window.look(width=390)
-        goto(window, server, "view=record")
-        assert "forwards the weights to the next (relay mode of the balancer)." in window.text(
-            "paths"
-        )
-        assert "Numbers are ranks" in window.text("paths")
-        labels = window.run("find('plot-flows').data[0].node.label")
-        assert (len(labels), labels[0]) == (plan.num_replicas + 1, "1")
-        sources = window.run("find('plot-flows').data[0].link.source")
-        assert sorted(sources) == list(range(plan.num_replicas))
-        assert f"Predicted by the rates ({config.rates} ps)" in window.text("description")
-        assert "objective time" in window.run("find('facts').textContent")
-        window.look()
-        goto(window, server, "view=record")
-        assert window.run("find('plot-flows').data[0].node.label[0]") == "rank 1"
-        assert window.messages == []
-
-
-def test_flows_between_two_ranks_differ_in_shade(page, server):
-    goto(page, server, "view=overview&trace=run")
-    replicas = [{"expert": e, "path": [0, 1], "rows": 5, "slot": e} for e in range(3)]
-    link = page.run(f"flowsFigure({json.dumps(replicas)}, 800)[0][0].link")
-    assert len(set(link["color"])) == 3
-    assert link["line"]["width"] == [1, 1, 1]
-    assert link["label"] == ["expert 0", "expert 1", "expert 2"]
 
 
 # -- files and running jobs ----------------------------------------------------------------------

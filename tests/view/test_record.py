@@ -33,14 +33,6 @@ def test_a_trace_stores_the_relay_mode(tmp_path, mode):
         assert mode == "chain" or longest == 2
 
 
-def test_a_balancer_stores_its_relay_mode(tmp_path):
-    pytest.importorskip("torch")
-    options = {"experts": 4, "relay": "direct", "record": tmp_path / "run"}
-    ultraep.Balancer._with_settings("alone", **options).close()
-    header = read_trace(tmp_path / "run").header
-    assert (header.relay, header.chunks) == ("direct", 4)
-
-
 def test_a_trace_without_the_relay_mode_is_read(tmp_path):
     record_one(tmp_path / "run")
     file = tmp_path / "run" / "header.json"

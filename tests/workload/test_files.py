@@ -31,12 +31,6 @@ def test_all_formats_hold_one_matrix_or_a_sequence(tmp_path, suffix, matrices):
     np.testing.assert_array_equal(read, matrices.reshape(-1, 2, 4))
 
 
-def test_a_json_object_with_loads(tmp_path):
-    path = tmp_path / "loads.JSON"
-    path.write_text(json.dumps({"loads": MATRIX.tolist(), "model": "any"}))
-    np.testing.assert_array_equal(workload.read_loads(path)[0], MATRIX)
-
-
 BAD = {
     "loads.txt": (b"1,2", "unknown format '.txt'; choose from .npy, .npz, .csv, .json"),
     "loads": (b"1,2", r"unknown format '\(none\)'"),

@@ -39,17 +39,6 @@ def test_zipf_reaches_the_imbalance(experts, ratio):
     assert rank_imbalance(loads) == pytest.approx(ratio, rel=0.02)
 
 
-def test_a_popular_expert_is_chosen_at_most_once_per_token():
-    loads = workload.zipf(4, 16, ratio=2.0, top_k=4, tokens=1000, inner=8.0)
-    assert loads.max() == 1000
-    assert rank_imbalance(loads) == pytest.approx(2.0, rel=0.02)
-
-
-def test_one_hot_loads_one_expert():
-    loads = workload.one_hot(3, 5, tokens=7, expert=2)
-    assert loads.sum(axis=0).tolist() == [0, 0, 21, 0, 0]
-
-
 def test_topics_differ_more_than_neighbouring_microbatches():
     loads = workload.topic_shift(4, 64, steps=30, topics=3, tokens=2048).sum(axis=1)
     share = loads / loads.sum(axis=1, keepdims=True)
