@@ -151,7 +151,6 @@ class Rank:
             policy=NONE,
             tokens=scale.tokens,
             capacity=scale.ranks * scale.rows,  # of all ranks, so that no memory grows in a turn
-            in_flight=scale.layers,  # every layer keeps its replicas
             timeout=120.0,
         )
         free()

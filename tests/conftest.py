@@ -62,7 +62,6 @@ LONGEST = (
     "backends/test_quantised.py",
     "integrations/test_transformers_checkpoints.py",
     "runtime/test_faults.py",
-    "runtime/test_mapped_residency.py",
     "test_examples.py",
     "test_pretrain.py",
 )

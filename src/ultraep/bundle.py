@@ -8,11 +8,10 @@ weights move them between calls; all calls of a microbatch must return equal val
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,16 +20,6 @@ from ultraep.errors import ConfigError
 Stack: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # [H, ...], or H tensors
 Bundle: TypeAlias = Mapping[str, Stack | Callable[[], Stack]]
 ALIGNMENT = 64
-
-
-class Promise(NamedTuple):
-    """The promise that weights do not change while its number stays the same; 0: no promise.
-
-    on_device: the number that captured graphs read; None: graphs cannot be captured.
-    """
-
-    number: int = 0
-    on_device: torch.Tensor | None = None
 
 
 def resolve(bundle: Bundle) -> dict[str, Stack]:
@@ -95,45 +84,6 @@ def check_repeatable(bundle: Bundle) -> None:
 def device_of_bundle(tensors: Mapping[str, Stack]) -> torch.device:
     """Return the device of the tensors."""
     return next(t.device for stack in tensors.values() for t in tensors_of(stack))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TensorVersion:
-    """Identity, address and write count of a tensor. A new tensor in the same memory differs."""
-
-    tensor: weakref.ref[torch.Tensor]
-    address: int
-    writes: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorVersion:
-        writes = 0 if tensor.is_inference() else tensor._version
-        return cls(weakref.ref(tensor), tensor.data_ptr(), writes)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, TensorVersion)
-            and self.tensor() is other.tensor()
-            and (self.address, self.writes) == (other.address, other.writes)
-        )
-
-
-Weights: TypeAlias = list[TensorVersion | Callable[[], Stack]]
-
-
-def bundle_versions(bundle: Bundle) -> Weights:
-    """Return the versions of a bundle's tensors, and its functions themselves.
-
-    A function may return new tensors at every call, so only the promise of the user says that
-    its weights have not changed.
-    """
-    versions: Weights = []
-    for stack in bundle.values():
-        if callable(stack):
-            versions.append(stack)
-        else:
-            versions += [TensorVersion.of(tensor) for tensor in tensors_of(stack)]
-    return versions
 
 
 @dataclass(frozen=True)

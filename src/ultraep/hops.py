@@ -28,22 +28,18 @@ class Hop(NamedTuple):
     depth: int  # hops before this one
 
 
-def hops(
-    plan: Plan, mode: str, *, chunks: int = 1, skip: set[tuple[int, int]] | None = None
-) -> list[Hop]:
+def hops(plan: Plan, mode: str, *, chunks: int = 1) -> list[Hop]:
     """Return the hops of a plan, by expert and depth.
 
     chunks: pieces of an expert in a chain, for the choice of mode `auto`.
-    skip: slots (host, index) that already hold their replica.
     """
     check_choice("relay", mode, MODES)
-    mode = choose(plan, chunks, skip) if mode == "auto" else mode
+    mode = choose(plan, chunks) if mode == "auto" else mode
     homes = plan.topology.home_of_expert
     chained = mode == "chain"
     replicas: dict[int, list[tuple[int, int]]] = {}
     for expert, host, slot in plan.replicas.tolist():
-        if not skip or (host, slot) not in skip:
-            replicas.setdefault(expert, []).append((host, slot))
+        replicas.setdefault(expert, []).append((host, slot))
     senders = set(homes[list(replicas)].tolist())
     path = []
     for expert, places in replicas.items():
@@ -55,15 +51,13 @@ def hops(
     return path
 
 
-def choose(
-    plan: Plan, chunks: int, skip: set[tuple[int, int]] | None = None
-) -> Literal["direct", "chain"]:
+def choose(plan: Plan, chunks: int) -> Literal["direct", "chain"]:
     """Return the faster mode, decided by integers, so the same on every rank.
 
     The rank that sends most takes longest. In a chain of h hops, the last replica also waits h - 1
     chunks for its first one.
     """
-    direct, chain = (hops(plan, mode, skip=skip) for mode in ("direct", "chain"))
+    direct, chain = (hops(plan, mode) for mode in ("direct", "chain"))
     longest = max((hop.depth + 1 for hop in chain), default=0)
     rounds = _most_sent(chain) * chunks + max(0, longest - 1)
     return "chain" if rounds < _most_sent(direct) * chunks else "direct"

@@ -112,7 +112,7 @@ class BalancedMoE(nn.Module):
     def _layer(self, rows: torch.Tensor, weights: Sequence[torch.Tensor] | None = None) -> Layer:
         """Return the experts as they are now; raise if they cannot serve these rows."""
         experts = self.experts
-        bundle = experts.current_bundle(self.balancer.weights_promise(rows.device))
+        bundle = experts.bundle
         experts.check(rows)
         serve = experts if weights is None else partial(experts, weights=weights)
         return Layer(self.layer_index, bundle, serve, experts.pack)

@@ -201,13 +201,6 @@ class DataPlane(Protocol):
         """Allocate the memory for microbatches of this size. Collective."""
 
     @property
-    def promised(self) -> torch.Tensor | None:
-        """The promise that graphs read, on the device; None: the plane cannot be captured."""
-
-    def promise(self) -> None:
-        """Copy the current promise about unchanged weights to the device."""
-
-    @property
     def nbytes(self) -> int:
         """Bytes allocated for slots and transfers."""
 

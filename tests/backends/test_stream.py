@@ -25,7 +25,7 @@ from ultraep import BalanceConfig, CommunicationError, ConfigError, Plan, Topolo
 from ultraep.backends.triton import signals, streamer
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.signals import BARRIERS, MAX_CHUNKS, Signals
-from ultraep.backends.triton.streamer import Contents, Streamer, chunks_for
+from ultraep.backends.triton.streamer import Streamer, chunks_for
 from ultraep.bundle import Layout
 from ultraep.hops import HOME, choose, hops
 
@@ -109,12 +109,12 @@ def kernel_schedule(made, plan, rank):
     )
 
 
-def host_schedule(plan, rank, mode, nbytes, skip=None):
-    """Compute the schedule with `hops`; `skip`: slots that already hold their replica."""
-    longest = max((hop.depth + 1 for hop in hops(plan, "chain", skip=skip)), default=0)
+def host_schedule(plan, rank, mode, nbytes):
+    """Compute the schedule with `hops`."""
+    longest = max((hop.depth + 1 for hop in hops(plan, "chain")), default=0)
     if mode == "auto":
-        mode = choose(plan, chunks_for(longest, nbytes, programs=1), skip)
-    all_hops = hops(plan, mode, skip=skip)
+        mode = choose(plan, chunks_for(longest, nbytes, programs=1))
+    all_hops = hops(plan, mode)
     longest = max((hop.depth + 1 for hop in all_hops), default=0)
     places = plan.replicas[:, 1:].tolist()
     mine = plan.topology.home_experts(rank).tolist()
@@ -208,48 +208,6 @@ def test_relays_where_they_are_faster(name):
     for actual, expected in schedules(plan, "auto", nbytes):
         assert actual == expected
         assert (actual.longest > 1) == chained
-
-
-class Twin:
-    """What slots hold, as the host tracks it."""
-
-    def __init__(self, topology):
-        self.topology, self.held = topology, {}
-
-    def skipped(self, plan, versions, owner):
-        """Return the slots that hold what is needed, then mark all slots of the plan as filled."""
-        expected = {
-            (host, slot): (owner, expert, int(versions[self.topology.home_of_expert[expert]]))
-            for expert, host, slot in plan.replicas.tolist()
-        }
-        kept = {p for p, content in expected.items() if content[2] and self.held.get(p) == content}
-        self.held |= expected
-        return kept
-
-
-@only_interpreted
-@pytest.mark.parametrize("mode", MODES)
-def test_schedules_leave_out_what_is_there(mode):
-    """Plans of two layers in turn; some ranks have promised, some have new weights."""
-    topology, rng = Topology(ranks=5, experts=20, slots=2), np.random.default_rng(len(mode))
-    group, nbytes = LocalPeers(5, device=DEVICE), 1 << 24
-    makers = [streamer_of(group, rank, topology, mode) for rank in range(5)]
-    tables = [maker.empty_slots() for maker in makers]
-    twin, versions, seen = Twin(topology), np.arange(5), 0
-    plans = [random_plan(rng, topology, 0.8) for _ in range(2)]
-    for turn in range(8):
-        plan, owner = plans[rng.integers(2)], int(rng.integers(1, 3))
-        versions[rng.integers(5)] += rng.integers(2)
-        skip = twin.skipped(plan, versions, owner)
-        seen += len(skip)
-        for rank, (maker, table) in enumerate(zip(makers, tables, strict=True)):
-            made = torch.full((maker.size,), -7, dtype=torch.int32, device=DEVICE)
-            numbers = torch.from_numpy(versions.astype(np.int32)).to(DEVICE)
-            maker.schedule(on_device(plan), of_bytes(nbytes), made, Contents(table, numbers, owner))
-            actual = kernel_schedule(made, plan, rank)
-            assert actual == host_schedule(plan, rank, mode, nbytes, skip), (turn, rank)
-        assert all(torch.equal(tables[0], table) for table in tables)
-    assert seen
 
 
 sizes = st.integers(1, 1 << 40)

@@ -226,7 +226,7 @@ def of_settings() -> list[Target]:
     settings |= {"capacity": 8, "timeout": 1.5}
     draws = {"ranks": 4, "experts": 8, "top_k": 2, "tokens": 16, "seed": 3}
     vllm = {"slots": 2, "policy": "ultraep", "tolerance": 0.1, "min_rows": 4, "keep": True}
-    variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_POLICY": "ultraep", "ULTRAEP_KEEP": "1"}
+    variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_POLICY": "ultraep"}
 
     def make_balancer(**options: Any) -> None:
         Balancer._with_settings(comm, **options).close()

@@ -179,6 +179,23 @@ def test_fp8_checkpoints(rank, group, config, tmp_path):
         dist.barrier()
 
 
+@on_ranks(2)
+def test_fp8_models_generate_the_same_tokens(rank, group, tmp_path):
+    with quiet(), fp8_kernels():
+        kind = saved(rank, tmp_path)
+        plain, model = (load(kind, tmp_path / "fp8") for _ in range(2))
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        prompts = [batch(r, rows=1, length=5) for r in range(2)]
+        expected = [
+            plain.generate(p, attention_mask=torch.ones_like(p), **options) for p in prompts
+        ]
+        balancer = balance(model, group)
+        prompt = prompts[rank]
+        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert torch.equal(tokens, expected[rank])
+        balancer.close()
+
+
 def fp4_experts(config: Any, seed: int) -> Any:
     """Return experts of the library with random FP4 codes and ue8m0 scales."""
     config.expert_dtype = "fp4"  # 5.17 reads it there
@@ -275,7 +292,7 @@ def test_mxfp4_models_compute_the_same_bits(rank, group, tmp_path):
         kind = saved_mxfp4(rank, tmp_path)
         plain, model = (load(kind, tmp_path) for _ in range(2))
         expected = [outputs(plain, batch(r)) for r in range(3)][rank]
-        balancer = balance(model, group, slots=2, in_flight=2)  # a buffer for each layer
+        balancer = balance(model, group, slots=2)
         assert torch.equal(outputs(model, batch(rank)), expected)
         module = next(iter(balanced_experts(model).values()))
         kinds = {name: (t.dtype, len(t)) for name, t in module.bundle.items()}
@@ -288,11 +305,6 @@ def test_mxfp4_models_compute_the_same_bits(rank, group, tmp_path):
             )
         )
         assert rank or balancer.stats()["copies"]
-        with balancer.unchanged_weights():
-            outputs(model, batch(rank))
-            sent = balancer.stats()["weights_bytes_sent"]
-            assert torch.equal(outputs(model, batch(rank)), expected)
-            assert balancer.stats()["weights_bytes_sent"] == sent
         unbalance(model)
         assert torch.equal(outputs(model, batch(rank)), expected)
 

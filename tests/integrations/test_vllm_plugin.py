@@ -47,10 +47,9 @@ def test_settings_of_the_environment():
         "ULTRAEP_TOLERANCE": "0.05",
         "ULTRAEP_RECORD": "traces",
         "ULTRAEP_MIN_ROWS": "7",
-        "ULTRAEP_KEEP": "0",
     }
     assert read_settings(environment, None) == ServingSettings(
-        slots=2, policy="none", tolerance=0.05, record="traces", min_rows=7, keep=False
+        slots=2, policy="none", tolerance=0.05, record="traces", min_rows=7
     )
     assert read_settings({"ULTRAEP_POLICY": "ultraep"}, None) == ServingSettings()
 
@@ -69,14 +68,12 @@ def test_settings_of_the_additional_configuration():
         ({"ULTRAEP_SLOT": "1"}, None, "unknown setting ULTRAEP_SLOT; choose from ULTRAEP_SLOTS"),
         ({"ULTRAEP_TOLERANCE": "low"}, None, "ULTRAEP_TOLERANCE must be a number, got 'low'"),
         ({"ULTRAEP_TOLERANCE": "-1"}, None, "tolerance must lie between 0 and 1000, got -1"),
-        ({"ULTRAEP_KEEP": "yes"}, None, "ULTRAEP_KEEP must be 0 or 1, got 'yes'"),
         ({"ULTRAEP_POLICY": "best"}, None, "best"),
         ({"ULTRAEP_RECORD": ""}, None, "record must be the path of a directory, got ''"),
         ({"ULTRAEP_MIN_ROWS": "0"}, None, "min_rows must be an integer of at least 1, got 0"),
         ({}, {"ultraep": True}, "the additional configuration needs .*, got True"),
         ({}, {"ultraep": {"slot": 1}}, "unknown setting slot; choose from slots, policy"),
         ({}, {"ultraep": {"slots": "1"}}, "slots must be an integer of at least 0, got '1'"),
-        ({}, {"ultraep": {"keep": 1}}, "keep must be true or false, got 1"),
         (
             {"ULTRAEP_SLOTS": "1"},
             {"ultraep": {"slots": 2}},

@@ -11,14 +11,13 @@ Actions, with n a microbatch and l a layer:
     drop n        its backward is never run
     write l       of all expert weights, in one of several ways
     copy l        a deep copy, with other weights, becomes a further layer
-    promise       `unchanged_weights` begins or ends
     fail n        an exception in forward or in backward, on all ranks
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,11 +117,11 @@ class _Drawing:
     def __init__(self, program: Program, draw: np.random.Generator) -> None:
         self.program, self.draw = program, draw
         self.waiting: dict[int, str] = {}  # microbatches, and how they are checkpointed
-        self.layers, self.promised, self.number = len(program.forms), False, 0
+        self.layers, self.number = len(program.forms), 0
 
     def run(self, count: int) -> None:
         kinds = ("forward",) * 5 + ("backward",) * 4 + ("drop", "write", "write", "copy")
-        kinds += ("promise", "promise", "fail forward", "fail backward", "infer")
+        kinds += ("fail forward", "fail backward", "infer")
         while len(self.program.actions) < count:
             self._add(str(self.draw.choice(kinds)))
         while self.waiting:
@@ -179,10 +178,6 @@ class _Drawing:
         layer = int(self.draw.integers(self.layers))
         self.layers += 1
         return "copy", layer, float(self.draw.uniform(0.5, 1.5))
-
-    def _promise(self) -> tuple[Any, ...]:
-        self.promised = not self.promised
-        return "promise", self.promised
 
     def _fail_forward(self) -> tuple[Any, ...]:
         self.number += 1
@@ -264,9 +259,6 @@ class Machine:
     def fail_forward(self, number: int, chain: list[int], how: str) -> None:
         """Run a forward pass that raises."""
 
-    def promise(self, begins: bool) -> None:
-        """Begin or end a promise that weights do not change."""
-
     def copy(self, layer: int, factor: float) -> None:
         copied = deepcopy(self.layers[layer])
         self.layers.append(copied)
@@ -346,7 +338,7 @@ class OnRank(Machine):
 
     def __init__(self, program: Program, balancer: Balancer) -> None:
         super().__init__(program)
-        self.balancer, self.promises = balancer, ExitStack()
+        self.balancer = balancer
         self.fails: str | None = None  # where an exception is raised next
         for number, form in enumerate(program.forms):
             self.layers.append(self._layer(program.example(number), form))
@@ -413,8 +405,6 @@ class OnRank(Machine):
     def copy(self, layer: int, factor: float) -> None:
         super().copy(layer, factor)
         self._watch(self.layers[-1])
-        if self.layers[-1].form == "functions":
-            self.balancer.weights_changed()  # torch does not see that its weights were scaled
 
     def write(self, layer: int, how: str, factor: float) -> None:
         written = self.layers[layer]
@@ -429,15 +419,7 @@ class OnRank(Machine):
             module, assign = written.holder or written.experts, written.form in FORMS[::3]
             state = {name: factor * value for name, value in module.state_dict().items()}
             module.load_state_dict(state, assign=assign)
-        if how == "data" or ("optimizer" not in how and written.form == "functions"):
-            self.balancer.weights_changed()
         self.forget_gradients()
-
-    def promise(self, begins: bool) -> None:
-        if begins:
-            self.promises.enter_context(self.balancer.unchanged_weights())
-        else:
-            self.promises.close()
 
     def fail_forward(self, number: int, chain: list[int], how: str) -> None:
         self.fails = "router"

@@ -17,8 +17,14 @@ from ultraep import BalanceConfig, Balancer, ConfigError, LocalGroup, Topology, 
 from ultraep.backends.triton.device import interpreted
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime import speeds as speeds_module
-from ultraep.runtime import versions
-from ultraep.runtime.speeds import BLOCK, SafePoints, Speeds, next_speeds, relative_speeds
+from ultraep.runtime.speeds import (
+    BLOCK,
+    SafePoints,
+    Speeds,
+    next_speeds,
+    optimizer_steps,
+    relative_speeds,
+)
 from ultraep.tools.replay import differing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -245,7 +251,7 @@ def test_a_recomputed_pass_gets_the_plan_of_its_first_pass(monkeypatch, reentran
 
 
 def test_plans_change_only_when_nothing_waits_for_recomputation():
-    safe, optimizer = SafePoints(), versions.optimizer_steps
+    safe, optimizer = SafePoints(), optimizer_steps
     forward = lambda layer: safe.begin(MicrobatchInfo(layer, 0))  # noqa: E731
     recompute = lambda layer: safe.begin(MicrobatchInfo(layer, 0, recomputed=True))  # noqa: E731
     optimizer()

@@ -12,27 +12,29 @@ CPU = torch.device("cpu")
 LAYOUT = Layout.of({"w": torch.zeros(1, 5)}, 1)
 
 
-def test_a_borrower_gets_the_buffer_with_its_content():
-    pool, one, two, three = (
-        SlotPool(1, 2),
-        {(0, 0): (0, 5, 1)},
-        {(0, 0): (1, 5, 1)},
-        {(0, 0): (2, 5, 1)},
-    )
-
-    def lent(expected):
-        with pool.lend(LAYOUT, CPU, "me", expected) as buffer:
-            buffer.held.update(expected)
-            return buffer
-
-    first, second = lent(one), lent(two)
-    assert first is not second
-    assert lent(one) is first
-    assert lent({}) in (first, second)
-    assert lent(two) is second
-    assert lent(three) is first  # lent longest ago
-    assert lent(two) is second
+def test_a_borrower_gets_its_last_buffer():
+    pool = SlotPool(1, 2)
+    with pool.lend(LAYOUT, CPU, "one") as first, pool.lend(LAYOUT, CPU, "two") as second:
+        assert first is not second
+    for last in (second, first):
+        with pool.lend(LAYOUT, CPU, "me", last) as buffer:
+            assert buffer is last
+    with pool.lend(LAYOUT, CPU, "me", second) as buffer, pool.lend(LAYOUT, CPU, "you", second):
+        assert buffer is second
     assert pool.nbytes == 2 * LAYOUT.nbytes
+
+
+@pytest.mark.parametrize(("layers", "times"), [(1, 1), (3, 5)])
+def test_backward_sends_weights_again_if_another_layer_has_used_the_slots(layers, times):
+    def work(comm):
+        rank = Rank(comm)
+        every = [rank.replicas(layer) for layer in range(layers)]
+        for replicas in (*every, *reversed(every)):
+            with replicas as copies:
+                copies.tensors()
+        return rank.balancer.stats()["weights_copies_sent"]
+
+    assert LocalGroup(2).run(work) == [times, 0]
 
 
 def test_gradient_rows_grow_and_are_kept():

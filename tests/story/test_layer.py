@@ -100,11 +100,6 @@ def test_the_gate_of_a_single_choice_is_one(dtype):
     assert_same(results, expected, results[0].plan.topology)
 
 
-def test_every_token_to_every_expert():
-    results = check(Example([9, 5, 0, 2], top_k=8), experts=[0, 0, 0, 0, 0, 1, 2, 3])
-    assert replicas_of(results) > 0
-
-
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_bfloat16(bitwise):
     example = Example([30] * 4, dtype=torch.bfloat16, bias=True, shared_ffn=8)
@@ -159,17 +154,8 @@ def random_ids(tokens, experts, top_k, *, skew, seed):
     return drawn.reshape(tokens, top_k)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_an_expert_chosen_twice_by_a_token_counts_twice(dtype):
-    ids = [random_ids(25, 8, 3, skew=0.8, seed=rank) for rank in range(4)]
-    assert any(row.unique().numel() < 3 for row in ids[0])
-    results = check(Example([25] * 4, top_k=3, dtype=dtype, ids=ids), slots=2)
-    assert replicas_of(results) > 0
-
-
-@pytest.mark.parametrize("expert", [0, 5])
-def test_all_tokens_to_one_expert(expert):
-    ids = [torch.full((20, 2), expert) for _ in range(4)]
+def test_all_tokens_to_one_expert():
+    ids = [torch.full((20, 2), 5) for _ in range(4)]
     results = check(Example([20] * 4, ids=ids))
     assert results[0].plan.imbalance == 1.0
     assert results[0].plan.num_replicas == 3
@@ -303,26 +289,6 @@ def test_the_same_bits(runs, dtype):
             assert result.gradients.keys() == expected.gradients.keys()
             for name, gradient in expected.gradients.items():
                 assert torch.equal(result.gradients[name], gradient), name
-
-
-def test_two_layers_that_share_a_balancer():
-    first, second = Example([30] * 4), Example([30] * 4, seed=1, bias=True)
-
-    def work(comm):
-        balancer = Balancer(comm, experts=8)
-        layers = torch.nn.Sequential(first.layer(balancer), second.layer(balancer))
-        x = first.inputs[comm.rank].clone().requires_grad_()
-        layers(x).backward(first.gradients[comm.rank])
-        return x.grad, [layer.experts.down_proj.grad for layer in layers]
-
-    results = LocalGroup(4).run(work)
-    twins = torch.nn.Sequential(first.twin(), second.twin())
-    x = torch.cat(first.inputs).requires_grad_()
-    twins(x).backward(torch.cat(first.gradients))
-    assert_close(torch.cat([gradient for gradient, _ in results]), x.grad)
-    for index, twin in enumerate(twins):
-        actual = torch.cat([gradients[index] for _, gradients in results])
-        assert_close(actual, twin.gradient("experts.down_proj"))
 
 
 def test_weights_of_another_dtype_are_cast_to_the_dtype_of_the_tokens():

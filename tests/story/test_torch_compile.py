@@ -161,7 +161,7 @@ def test_inductor(rank, group, adapted, dtype):
 def test_microbatches_of_any_size_share_a_graph(rank, group):
     block = block_on(rank, Balancer(group, experts=8))
     compiled = whole_graph(block)
-    for begin in (0, 3, 0, 5, 11, 2, 7):
+    for begin in (0, 3, 11):
         expected = one_pass(block, block, rank, begin=begin)
         actual = one_pass(compiled, block, rank, begin=begin)
         assert_same_tensors([actual], [expected])
@@ -270,15 +270,6 @@ class Recomputed:
 
 
 @slow
-@on_ranks(2)
-def test_reentrant_checkpointing(rank, group):
-    block = block_on(rank, Balancer(group, experts=8))
-    expected = one_pass(block, block, rank)
-    module = functools.partial(checkpoint, whole_graph(block), use_reentrant=True)
-    assert_same_tensors([one_pass(module, block, rank)], [expected])
-
-
-@slow
 @pytest.mark.parametrize("adapted", ["experts", "experts of a network"])
 @on_ranks(2)
 def test_autocast(rank, group, adapted):
@@ -349,19 +340,6 @@ def test_hooks_of_parameters_run_once(rank, group):
     assert_close(actual["experts.down_proj"], 2 * expected["experts.down_proj"])
 
 
-@slow
-@on_ranks(2)
-def test_two_backward_passes(rank, group):
-    block = block_on(rank, Balancer(group, experts=8))
-    expected, compiled = one_pass(block, block, rank), whole_graph(block)
-    block.zero_grad()
-    y = compiled(EXAMPLE.inputs[rank])
-    y.backward(EXAMPLE.gradients[rank], retain_graph=True)
-    y.backward(EXAMPLE.gradients[rank])
-    for name, parameter in block.named_parameters():
-        assert_close(parameter.grad, 2 * expected[name], name)
-
-
 @on_ranks(2)
 def test_backward_frees_what_forward_keeps(rank, group):
     block = block_on(rank, Balancer(group, experts=8))
@@ -374,21 +352,6 @@ def test_backward_frees_what_forward_keeps(rank, group):
     compiled(x)  # a step without backward
     gc.collect()
     assert len(recompute._states) == before
-
-
-@slow
-@on_ranks(2)
-def test_a_promise_saves_messages(rank, group):
-    sent = []
-    for compile_it in (False, True):
-        balancer = Balancer(group, experts=8)
-        block = block_on(rank, balancer)
-        module = whole_graph(block) if compile_it else block
-        with balancer.unchanged_weights():
-            for _ in range(3):
-                one_pass(module, block, rank)
-        sent.append(balancer.stats()["weights_bytes_sent"])
-    assert sent[0] == sent[1]
 
 
 @slow

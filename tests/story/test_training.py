@@ -4,8 +4,7 @@ import copy
 import functools
 import gc
 import io
-import itertools
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -67,9 +66,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("promised", [False, True])
-def test_selective_checkpointing(saved, promised):
-    """With a promise, the slots still hold the replicas in one of the two forward passes."""
+def test_selective_checkpointing(saved):
     examples = [Example([30] * 2, seed=seed) for seed in range(2)]
     contexts = functools.partial(create_selective_checkpoint_contexts, SAVED[saved])
 
@@ -77,38 +74,22 @@ def test_selective_checkpointing(saved, promised):
         balancer = Balancer(comm, experts=EXPERTS)
         layers = nn.ModuleList(example.layer(balancer) for example in examples)
         options = {"use_reentrant": False, "context_fn": contexts}
-        with balancer.unchanged_weights() if promised else nullcontext():
-            for _ in range(3):
-                x = examples[0].inputs[comm.rank].clone().requires_grad_()
-                y = x
-                for layer in layers:
-                    y = checkpoint(layer, y, **options) if selective else layer(y)
-                    assert layer.last_plan.num_replicas > 0
-                y.backward(examples[0].gradients[comm.rank])
+        for _ in range(2):
+            x = examples[0].inputs[comm.rank].clone().requires_grad_()
+            y = x
+            for layer in layers:
+                y = checkpoint(layer, y, **options) if selective else layer(y)
+                assert layer.last_plan.num_replicas > 0
+            y.backward(examples[0].gradients[comm.rank])
         return gradients_of(layers, x)
 
     plain, recomputed = (LocalGroup(2).run(lambda comm, s=s: work(comm, s)) for s in (False, True))
     assert_same_tensors(recomputed, plain)
 
 
-def test_gradients_accumulate_over_microbatches():
-    examples = [Example([tokens] * 4, seed=0) for tokens in (30, 7, 18)]
-
-    def work(comm):
-        layer = examples[0].layer(Balancer(comm, experts=EXPERTS))
-        for example in examples:
-            layer(example.inputs[comm.rank]).backward(example.gradients[comm.rank])
-        return dict(layer.experts.named_parameters())
-
-    results = LocalGroup(4).run(work)
-    expected = [dense(example).gradients for example in examples]
-    for name in ("gate_up_proj", "down_proj"):
-        total = torch.cat([parameters[name].grad for parameters in results])
-        assert_close(total, sum(gradients[f"experts.{name}"] for gradients in expected))
-
-
-@pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize(
+    ("order", "in_flight"), [((0, 1, 2), 1), ((2, 1, 0), 1), ((1, 2, 0), 2)], ids=str
+)
 def test_microbatches_in_flight_with_backward_in_any_order(order, in_flight):
     examples = [Example([20] * 3, experts=9, skew=skew) for skew in (2.0, 1.0, -2.0)]
 

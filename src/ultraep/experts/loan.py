@@ -32,7 +32,6 @@ import ultraep.ops.products as plain
 from ultraep.bundle import (
     Bundle,
     Layout,
-    Promise,
     Stack,
     check_repeatable,
     check_trainable,
@@ -142,11 +141,6 @@ class ExpertsFrom(HomeModule):
                     f"{name!r} is {len(stack)} tensors, one for each home expert; ShardedState "
                     "needs one tensor stacked over the experts"
                 )
-
-    def current_bundle(self, promise: Promise) -> Bundle:
-        """Return the bundle; it holds the original tensors, so promises do not matter."""
-        del promise
-        return self.bundle
 
     @hidden
     @torch.no_grad()

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from ultraep.backends import backend_for
-from ultraep.bundle import Promise
 from ultraep.config import check_choice
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
@@ -167,12 +166,7 @@ class Experts(HomeModule):
 
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
-        """The tensors of a replica."""
-        return self.current_bundle(Promise())
-
-    def current_bundle(self, promise: Promise) -> dict[str, torch.Tensor]:
-        """Return the tensors of a replica; quantises trained FP8 weights."""
-        del promise
+        """The tensors of a replica; reading it quantises trained FP8 weights."""
         if self.fp8 and not self.frozen:
             self._quantise_weights()
         return self._own_tensors() | self._fp8_tensors()

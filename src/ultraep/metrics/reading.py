@@ -7,7 +7,7 @@ sums to the host without blocking the step.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,7 +21,6 @@ from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
-from ultraep.runtime.observe import Later
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.streams import Fetch
 from ultraep.topology import Topology
@@ -29,7 +28,6 @@ from ultraep.topology import Topology
 if TYPE_CHECKING:
     from ultraep.backends.triton.history import PlanSums
 
-MOST_PENDING = 64  # replica counts that may still be on the device
 PARTS = 100_000  # the kernel counts imbalances in parts of 1 / PARTS
 # The kernel writes the first six sums.
 ORDER = ("microbatches", "copies", "skipped", "before", "after", "worst", "weights", "gradients")
@@ -57,7 +55,6 @@ class Meter:
         self._host = Stats()
         self._devices: dict[torch.device, PlanSums] = {}
         self._replicas: WeakKeyDictionary[MicrobatchInfo, torch.Tensor] = WeakKeyDictionary()
-        self._pending: deque[tuple[str, int, Later]] = deque()  # what, bytes of each, replicas
         triton = any(info.name == "triton" and info.available for info in BACKENDS)
         if triton and torch.cuda.is_initialized():  # allocate before a graph is captured
             self._sums_on(torch.empty(0, device="cuda").device)
@@ -81,24 +78,13 @@ class Meter:
             on_device.speeds,
         )
 
-    def sent(
-        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
-    ) -> None:
-        if isinstance(copies, int):
+    def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | None) -> None:
+        if copies is not None:
             self._host.bytes_sent[what] += nbytes * copies
-        elif copies is not None:
-            self._pending.append((what, nbytes, copies))
-            self.settle(MOST_PENDING)
         elif microbatch in self._replicas:  # else it was planned before the meter existed
             replicas = self._replicas[microbatch]
             sums = self._devices[replicas.device].sums
             sums[ORDER.index(what)].add_(replicas[0], alpha=nbytes)
-
-    def settle(self, most: int = 0) -> None:
-        """Count all but the `most` latest pending replica counts; waits for the device."""
-        while len(self._pending) > most:
-            what, nbytes, copies = self._pending.popleft()
-            self._host.bytes_sent[what] += nbytes * copies()
 
     @torch.inference_mode(False)  # the sums are also updated outside of inference mode
     def _sums_on(self, device: torch.device) -> PlanSums:
@@ -230,8 +216,6 @@ class Metrics:
         """Read now and pass the reading to the sinks; waits for the device."""
         if self._pending is not None:
             self._publish()
-        for meter in self._meters:
-            meter.settle()
         self._fetch()
         return self._publish()
 

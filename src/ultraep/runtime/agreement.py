@@ -5,7 +5,7 @@ At some points of every step, ranks gather a record of 64-bit words from all ran
     balancer             digest that identifies the balancer
     point, layer, step   position of the rank in the program
     digest               of what must be equal there: signature of tensors, or the plan
-    refused, version     whether the rank refuses its input; the version of its weights
+    refused              whether the rank refuses its input
     tokens               of this rank, for the size of memory
     rows                 the most that this rank was ever planned to serve, likewise
     pace                 of this rank, if speeds are learnt (speeds.py)
@@ -39,7 +39,7 @@ from ultraep.trace.crash import MEETINGS
 
 FIELDS = (
     *("balancer", "point", "layer", "step", "digest"),
-    *("refused", "version", "tokens", "rows", "pace"),
+    *("refused", "tokens", "rows", "pace"),
 )
 COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
 
@@ -135,7 +135,6 @@ class Agreement:
         loads_E: torch.Tensor,
         *,
         signature: str,
-        version: int,
         refused: torch.Tensor | int,
         tokens: int = 0,
         rows: int = 0,
@@ -148,7 +147,7 @@ class Agreement:
         signature: of weights and inputs; its digest is sent.
         meanwhile: called with the loads on their device before the host waits for them.
         """
-        numbers = text_digest(signature), 0, version, tokens, rows, pace
+        numbers = text_digest(signature), 0, tokens, rows, pace
         record = self._record(place, loads_E.device, *numbers)
         record[REFUSED] = refused
         record[loads_of(self._experts)] = loads_E

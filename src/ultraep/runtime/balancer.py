@@ -14,8 +14,7 @@ Shapes: T tokens, K experts per token, D model width.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
-from ultraep.bundle import Bundle, Promise, resolve, signature
+from ultraep.bundle import Bundle, resolve, signature
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError, LoadError, errors_at
@@ -51,7 +50,6 @@ from ultraep.runtime.recording import Recording
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
-from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
 
@@ -82,8 +80,7 @@ class Balancer:
         "messages" of torch.distributed; "auto": the first of these that the ranks can use.
     capacity: the most rows that a rank can serve. "auto": learnt, and grown outside of graphs;
         "static": the mean of all ranks, refused if plans could exceed it (`runtime/capacity.py`).
-    in_flight: buffers of spare slots. More buffers let several microbatches hold slots at the same
-        time, and let layers find their replicas again.
+    in_flight: buffers of spare slots: microbatches that can hold replicas at the same time.
     timeout: seconds after which a silent rank is an error; None: the timeout of the group (30
         minutes with gloo, 10 with NCCL). A rank that died is an error at once.
     record: directory for a trace of every microbatch, on all ranks; None: a new one inside the
@@ -167,7 +164,7 @@ class Balancer:
         self.flight, self.recorder = joined.agreement.flight, joined.recorder
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=ranks.chosen)
         self._steps, self._layers, self._carriers = 0, 0, dict[torch.device, _Carrier]()
-        self._versions, self._stats = Versions(), Stats()
+        self._stats = Stats()
         learns = self.config.speeds == AUTO
         self._pricing = Pricing(self.topology, self.comm, self._agreement, always=learns)
         self._speeds = Speeds(self.config, self.topology.ranks, self.rank, self._pricing)
@@ -263,7 +260,7 @@ class Balancer:
         config = self.config
         if policy is not None:
             config = replace(config, policy=running_policy(policy).name)
-        shares_slots = max(self._layers, layer.index + 1) > self.settings.in_flight
+        shares_slots = max(self._layers, layer.index + 1) > 1
         return carrier.plane.begin(Inputs(info, layer, config, ids, gates, tokens, shares_slots))
 
     def plane(self, device: torch.device | str) -> DataPlane:
@@ -293,7 +290,6 @@ class Balancer:
             self.settings,
             self._joined.capacity,
             self._agreement,
-            self._versions,
             self._pricing,
             self._speeds,
             observers,
@@ -339,43 +335,6 @@ class Balancer:
             for carrier in self._carriers.values():
                 carrier.clock.begin_step(step)  # first: flushes the previous step
             self._recording.begin_step(step)
-
-    @contextmanager
-    def unchanged_weights(self) -> Iterator[None]:
-        """Promise that the weights of this rank's home experts do not change in this block.
-
-        Replicas that are still in their slots are then not sent again. Use it for serving, and for
-        the microbatches between two optimizer steps. Without it, replicas serve one microbatch,
-        forward and backward, since torch does not see every write. The balancer notices writes that
-        torch sees, steps of torch's optimizers, and tensors that were replaced. Call
-        `weights_changed` after any other write, and before `torch.utils.swap_tensors`. The promise
-        of one rank does not bind the others.
-
-        It holds for replays of graphs in the block, in the order of the current stream; there, only
-        `weights_changed` reports changes. FP8 experts quantise their weights once per promise.
-        A capture promises nothing.
-        """
-        try:
-            with self._versions.unchanged():
-                self._promise()
-                yield
-        finally:
-            self._promise()
-
-    def _promise(self) -> None:
-        """Pass the current promise to the devices."""
-        for carrier in self._carriers.values():
-            carrier.plane.promise()
-
-    def weights_promise(self, device: torch.device) -> Promise:
-        """Return the current promise that weights do not change."""
-        carrier = self._carriers.get(device)
-        return Promise(self._versions.promise, None if carrier is None else carrier.plane.promised)
-
-    def weights_changed(self) -> None:
-        """Report that weights of this rank have changed in spite of a promise; not collective."""
-        self._versions.changed()
-        self._promise()
 
     def stats(self) -> dict[str, Any]:
         """Return what was planned and moved so far, and the seconds of every stage on this rank.

@@ -18,7 +18,7 @@ from ultraep.hops import copies_sent
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.runtime.microbatch import Site
-from ultraep.runtime.observe import Later, Sink
+from ultraep.runtime.observe import Sink
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.replays import ReplayedPlans
 
@@ -98,13 +98,9 @@ class HostClock:
         for sink in self._sinks:
             sink.planned(microbatch, host_plan)
 
-    def sent(
-        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
-    ) -> None:
+    def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | None) -> None:
         if copies is None:
             copies = copies_sent(self._plans[microbatch], what, self._rank)
-        elif callable(copies):
-            copies = copies()
         for sink in self._sinks:
             sink.sent(microbatch, what, nbytes * copies, copies)
 
@@ -167,12 +163,10 @@ class DeviceClock(HostClock):
         elif self._replays is not None:
             self._replays.captured(microbatch, plan)  # type: ignore[arg-type]
 
-    def sent(
-        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
-    ) -> None:
+    def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | None) -> None:
         if not torch.cuda.is_current_stream_capturing():
             self._reports.append(lambda: HostClock.sent(self, microbatch, what, nbytes, copies))
-        elif self._replays is not None and copies is None:
+        elif self._replays is not None:
             self._replays.sent(microbatch, what, nbytes)
 
     def _attach(self, event: Any) -> None:

@@ -23,7 +23,7 @@ from ultraep.comm import Communicator, Message, Peers
 from ultraep.config import check_timeout
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime.mapped.peers import OnePeer
-from ultraep.runtime.versions import count_optimizer_steps
+from ultraep.runtime.speeds import count_optimizer_steps
 
 T = TypeVar("T")
 

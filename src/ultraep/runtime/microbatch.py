@@ -34,7 +34,6 @@ from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.speeds import Speeds
-from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
 AnyPlanT = TypeVar("AnyPlanT", bound=AnyPlan)
@@ -52,7 +51,6 @@ class Shared:
     settings: Settings
     capacity: Capacity
     agreement: Agreement
-    versions: Versions
     pricing: Pricing
     speeds: Speeds
     observers: list[Observer]
@@ -213,8 +211,8 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         """Return the replicas of the plan."""
 
     @abstractmethod
-    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
-        """Return the replicas of a synthetic plan, to be timed; every number is used once."""
+    def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
+        """Return the replicas of a synthetic plan, to be timed."""
 
     @abstractmethod
     def _rows(self, plan: AnyPlanT) -> BaseExchange:

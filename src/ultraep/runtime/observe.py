@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -23,7 +23,6 @@ from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.runtime.flight import NotingFailures
 
-Later: TypeAlias = Callable[[], int]  # yields a number once a device has produced it
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ class Observer(Protocol):
     def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan, /) -> None: ...
 
     def sent(
-        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None, /
+        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | None, /
     ) -> None:
         """`weights` or `gradients` of some replicas, `nbytes` each; None: as planned."""
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -39,7 +39,7 @@ from ultraep.ops.products import accumulator
 from ultraep.plan import Plan, plan_from_replicas
 from ultraep.topology import Topology
 
-Trial: TypeAlias = Callable[[Plan, Bundle, int], Replicas]  # replicas of a synthetic plan
+Trial: TypeAlias = Callable[[Plan, Bundle], Replicas]  # replicas of a synthetic plan
 
 ROWS = (1, 16, 64, 256, 1024)  # of every home expert, until one takes `ENOUGH`
 MOST_ROWS = 32768  # of all home experts
@@ -155,14 +155,14 @@ class _Trials:
     """Replicas of synthetic plans."""
 
     def __init__(self, trial: Trial, topology: Topology) -> None:
-        self._trial, self._topology, self._numbers = trial, topology, count(1)
+        self._trial, self._topology = trial, topology
 
     def replicas(self, placed_C3: IntArray, bundle: Bundle) -> Replicas:
-        """Return the replicas of a plan, as if their weights had never been sent."""
+        """Return new replicas of a plan: no slot holds them."""
         topology, config = self._topology, BalanceConfig(objective="balance")
         loads_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
         plan = plan_from_replicas(loads_RE, topology, config, placed_C3)
-        return self._trial(plan, bundle, next(self._numbers))
+        return self._trial(plan, bundle)
 
     def seconds(
         self, comm: Communicator, device: torch.device, placed_C3: IntArray, bundle: Bundle

@@ -18,7 +18,7 @@ from ultraep.microbatch import MicrobatchInfo
 from ultraep.ops.modes import hidden
 from ultraep.runtime.flight import note_failure
 from ultraep.runtime.microbatch import NO_PASS, Shared, backward_pass
-from ultraep.runtime.observe import Later, staged
+from ultraep.runtime.observe import staged
 
 
 class BaseReplicas(ABC):
@@ -76,7 +76,7 @@ class BaseReplicas(ABC):
             )
         return self._slot_tensors()
 
-    def _sent(self, what: str, nbytes: int, copies: int | Later | None) -> None:
+    def _sent(self, what: str, nbytes: int, copies: int | None) -> None:
         for observer in self.observers:
             observer.sent(self.info, what, nbytes, copies)
 

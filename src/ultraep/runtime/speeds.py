@@ -21,6 +21,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from statistics import fmean, median_high
 from time import monotonic
@@ -28,13 +29,13 @@ from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ultraep.arrays import IntArray
 from ultraep.config import AUTO, LEARNT_RANGE, LEARNT_UNIT, NOMINAL_SPEED, PARTS, BalanceConfig
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.runtime.pricing import Pricing
-from ultraep.runtime.versions import count_optimizer_steps, optimizer_steps
 
 BLOCK = 32  # microbatches
 REMEMBERED = 64  # microbatches of a layer; more hardly wait for backward at the same time
@@ -52,6 +53,24 @@ SILENT = 5 * BLOCK  # microbatches without a sample before a warning
 
 Numbers: TypeAlias = tuple[int, ...]  # one for each rank
 logger = logging.getLogger(__name__)
+
+
+class _OptimizerSteps:
+    """Counts the steps of all torch optimizers."""
+
+    total = 0
+
+    def __call__(self, *_: object) -> None:
+        self.total += 1
+
+
+optimizer_steps = _OptimizerSteps()
+
+
+@cache
+def count_optimizer_steps() -> None:
+    """Start to count optimizer steps, for the rest of the process."""
+    register_optimizer_step_post_hook(optimizer_steps)
 
 
 class SafePoints:

@@ -6,7 +6,6 @@ Shapes: R ranks.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import torch
 
@@ -20,20 +19,7 @@ STAGES = ("loads", "rows", "weights", "gradients")  # in which a rank can wait
 MISMATCH = len(STAGES)  # instead of a stage: ranks with different digests reached a barrier
 BARRIERS = ("loads", "rows", "gradients")
 MAX_CHUNKS = 64
-AS_PROMISED = -1  # instead of a version
 WORD = 4
-
-
-class WeightVersion(NamedTuple):
-    """The version of this rank's weights, which `share` sends; 0: the weights may have changed.
-
-    version: AS_PROMISED: the integer at `promise` when the kernel runs.
-    versions: [R] receives the versions of all ranks.
-    """
-
-    version: int
-    promise: torch.Tensor
-    versions: torch.Tensor
 
 
 class Signals:
@@ -58,8 +44,7 @@ class Signals:
         polls = int(timeout * polls_per_second(peers.device))
         self.poll_limit = min(max(1, polls), 2**31 - 1)  # kernels count in 32 bits
         self._no_table = peers.allocate("barriers", self.table_bytes(0))
-        zeros = torch.zeros(peers.size, dtype=torch.int32, device=peers.device)
-        self._no_row, self._no_version = zeros[:0], WeightVersion(0, zeros, zeros)
+        self._no_row = torch.zeros(0, dtype=torch.int32, device=peers.device)
 
     def channel(self, index: int) -> int:
         """Return the first word of a channel: barriers first, then buffers."""
@@ -83,29 +68,24 @@ class Signals:
         tables: Region,
         gathered: torch.Tensor,
         digest: int = 0,
-        version: WeightVersion | None = None,
     ) -> None:
         """Gather a row of int32 from every rank into `gathered` [R, ...]. A barrier.
 
         tables: `table_bytes` of every rank.   digest: must be equal on all ranks.
         """
         index, ranks, numbers = BARRIERS.index(barrier), self.peers.size, row.numel()
-        version = version or self._no_version
         require_resident(ranks, 1, self.peers.device)
         quick(signals.share)[(ranks,)](
             self.region.addresses,
             tables.addresses,
             row,
             gathered,
-            version.promise,
-            version.versions,
             self.peers.rank,
             ranks,
             self.channel(index),
             self._flags + index * ranks,
             numbers,
             digest,
-            version.version,
             STAGES.index(barrier),
             MISMATCH,
             self.poll_limit,
@@ -115,17 +95,12 @@ class Signals:
 
     def table_bytes(self, numbers: int) -> int:
         """Return the bytes that `share` needs for rows of `numbers` integers."""
-        return 2 * self.peers.size * (numbers + 2) * WORD
+        return 2 * self.peers.size * (numbers + 1) * WORD
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks: what a rank wrote before, all ranks can read afterwards."""
         if self.peers.size > 1:
             self.share(name, self._no_row, self._no_table, self._no_row)
-
-    @property
-    def sent(self) -> int:
-        """Replicas that this rank was to send so far, also by graphs; waits for the device."""
-        return int(self.words[signals.SENT.value])
 
     def check(self) -> None:
         """Raise if a rank did not signal in time; waits for the device."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -28,20 +28,6 @@ GRADIENTS, GRADIENT_WARPS = 4096, 8  # of a tile of gradients
 # Factor for programs that have a multiprocessor to themselves and use all its threads.
 LARGE = 4 if torch.version.hip is None else 2
 MOST_SOURCES = 1024  # address tables in the cache
-
-
-class Contents(NamedTuple):
-    """Contents of the slots of one buffer on all ranks, before and after a microbatch.
-
-    held: [R * slots, 3] owner, expert and version of every slot; 0: nothing.
-    versions: [R] of the weights of all ranks; 0: not promised, so they are sent again.
-    owner: identifies the layer and the shapes of its weights.   buffer: of slots.
-    """
-
-    held: torch.Tensor
-    versions: torch.Tensor
-    owner: int = 1
-    buffer: int = 0
 
 
 class Streamer:
@@ -69,35 +55,15 @@ class Streamer:
         self._chunks: dict[int, torch.Tensor] = {}
         self._sources: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._captured: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._scratch = torch.zeros(7 * self.copies, dtype=torch.int32, device=device)
-        self._anything = Contents(
-            self.empty_slots(), torch.zeros(topology.ranks, dtype=torch.int32, device=device)
-        )
-
-    def empty_slots(self) -> torch.Tensor:
-        """[R * slots, 3] the `held` table of empty slots."""
-        return torch.zeros(self.copies, 3, dtype=torch.int32, device=self.signals.peers.device)
+        self._scratch = torch.zeros(4 * self.copies, dtype=torch.int32, device=device)
 
     @property
     def size(self) -> int:
         """Number of integers of a schedule."""
         return int(schedule.HEADER.value) + 6 * self.copies + self.topology.slots + 2 * self.homes
 
-    def schedule(
-        self,
-        replicas_C3: torch.Tensor,
-        layout: Layout,
-        schedule: torch.Tensor,
-        contents: Contents | None = None,
-        *,
-        again: bool = False,
-    ) -> None:
-        """Write what this rank must send for a plan; execute it before the next schedule.
-
-        contents: of the slots, updated to the plan; None: unknown.
-        again: the schedule was executed before, and the slots may have been filled since.
-        """
-        held, versions, owner, buffer = contents or self._anything
+    def schedule(self, replicas_C3: torch.Tensor, layout: Layout, schedule: torch.Tensor) -> None:
+        """Write what this rank must send for a plan."""
         signals, topology = self.signals, self.topology
         padded = power_of_2(self.copies)
         quick(relay.make_schedule)[(1,)](
@@ -105,19 +71,14 @@ class Streamer:
             replicas_C3,
             self._home_tables,
             self.chunks_of_length(layout.nbytes),
-            versions,
-            held,
             schedule,
             self._scratch,
-            owner,
-            int(again),
             signals.peers.rank,
             topology.ranks,
             topology.slots,
             self.homes,
             self.copies,
             signals.channel_of_buffer(0),  # fills of all buffers are numbered together
-            signals.channel_of_buffer(buffer),
             MODE=self.mode,
             C=padded,
             B=max(1, min(32, padded, 8192 // padded)),
@@ -133,7 +94,7 @@ class Streamer:
         rows: Region,
         buffer: int = 0,
     ) -> None:
-        """Send what the schedule says, unless the slots already hold it."""
+        """Send what the schedule says, unless the slots still hold this very fill."""
         homes, parts = self.sources(layout, tensors)
         self.launch(homes, parts, schedule, layout.nbytes, rows, buffer, self.signals.peers.rank, 1)
 

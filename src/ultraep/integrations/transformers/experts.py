@@ -94,8 +94,6 @@ class BalancedExperts(HomeModule):
 class BalancedMxfp4Experts(BalancedExperts):
     """Home experts in MXFP4; the library passes its routing instead of expert ids."""
 
-    _rows: dict[str, torch.Tensor]  # memory of the Triton tensors
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self, hidden_states: torch.Tensor, routing_data: Any, gather_idx: Any, scatter_idx: Any
@@ -109,15 +107,8 @@ class BalancedMxfp4Experts(BalancedExperts):
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
         """The tensors of a replica: biases, and the memory of the Triton tensors."""
-        rows = {name: memory_of(tensor) for name, tensor in triton_tensors(self).items()}
-        for (
-            name,
-            memory,
-        ) in rows.items():  # the same tensor as before, so that it counts as unchanged
-            known = self._rows.get(name)
-            if known is None or known.data_ptr() != memory.data_ptr():
-                self._rows[name] = memory
-        return stacked_tensors(self) | {name: self._rows[name] for name in rows}
+        memory = {name: memory_of(tensor) for name, tensor in triton_tensors(self).items()}
+        return stacked_tensors(self) | memory
 
 
 def stages(
@@ -219,7 +210,6 @@ def spread(module: Any, balancer: Balancer) -> None:
     if isinstance(module, Mxfp4Experts):
         memory = {n: memory_of(t)[list(homes)] for n, t in triton_tensors(module).items()}
         _set_memory(module, memory)
-        module._rows = {}
     original: Any = type(module)
     module.__class__ = balanced_class(original)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
@@ -234,7 +224,6 @@ def reunite(module: Any) -> None:
     if isinstance(module, Mxfp4Experts):
         memory = {n: memory_of(t) for n, t in triton_tensors(module).items()}
         _set_memory(module, {n: gather_experts(t, module.balancer) for n, t in memory.items()})
-        del module._rows
     for tensor in stacked_tensors(module).values():
         tensor.data = gather_experts(tensor, module.balancer)
         tensor.grad = None

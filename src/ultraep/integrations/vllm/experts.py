@@ -209,22 +209,6 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
             kernel = with_quant_config(kernel, config)
         return FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(False), kernel)
 
-    def load_weights(self, *inputs: Any, **options: Any) -> Any:
-        """Load weights like vLLM; existing replicas become invalid."""
-        self._weights_change()
-        return super().load_weights(*inputs, **options)
-
-    def weight_loader(self, *inputs: Any, **options: Any) -> Any:
-        """Load one tensor like vLLM; existing replicas become invalid."""
-        self._weights_change()
-        return super().weight_loader(*inputs, **options)
-
-    def _weights_change(self) -> None:
-        if self.balancer is not None:
-            self.balancer.weights_changed()
-
-    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
-
 
 def with_quant_config(kernel: Any, config: Any) -> Any:
     """Return the kernel, and the kernels that it chooses from, with this configuration."""

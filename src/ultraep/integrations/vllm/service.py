@@ -72,7 +72,6 @@ class Service:
                 if key not in self._balancers:
                     balancer = self._balancers[key] = self._balancer(layer, group)
                     undo.callback(balancer.close)
-                    undo.enter_context(balancer.unchanged_weights())  # see `weight_loader`
                     balancer.add_sink(counters)
                 layer.balancer = self._balancers[key]
                 layer.layer_index = layer.balancer.register_layer()
@@ -92,9 +91,8 @@ class Service:
                 policy=settings.policy,
                 tolerance=settings.tolerance,
                 min_tokens_per_replica=rows,
-                objective="balance",  # kept replicas cost nothing, which rates ignore
+                objective="balance",  # `rows` says which replicas pay
             ),
-            in_flight=len(self.layers) if settings.keep else 1,
             record=settings.record,
         )
         self._least[balancer] = least_tokens(rows, balancer.comm.size, layer.top_k)
@@ -130,7 +128,6 @@ class Service:
         topology, config = balancer.topology, balancer.config
         tensors = self.layers[0].bundle
         nbytes = Layout.of(tensors, len(self.layers[0].w2_weight)).nbytes * topology.slots
-        nbytes *= len(self.layers) if self.settings.keep else 1
         untested = "" if self.layers[0].w2_weight.device.type == "cpu" else " (not tested on GPUs)"
         return (
             f"{len(self.layers)} layers of {topology.experts} experts over {topology.ranks} ranks"

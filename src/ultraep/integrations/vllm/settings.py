@@ -24,13 +24,11 @@ READ_ELSEWHERE = {"ULTRAEP_TRACE", "ULTRAEP_RATES", "ULTRAEP_FLIGHT"}
 class ServingSettings:
     """Settings of the plug-in.
 
-    slots: spare slots of every rank in every layer; 0: balance nothing.
+    slots: spare slots of every rank; 0: balance nothing.
     policy, tolerance: see `BalanceConfig`.
     record: directory for a trace of every microbatch; None: the value of ULTRAEP_TRACE.
     min_rows: fewest rows that a replica may serve. Batches with fewer rows per rank are not
         balanced. None: enough rows to pay for the transfer of an expert (`rows_to_pay`).
-    keep: keep separate slots for every layer, so that replicas stay for the next batch. False: all
-        layers share one set of slots, and replicas are sent again for every batch.
     """
 
     slots: int = 1
@@ -38,14 +36,11 @@ class ServingSettings:
     tolerance: float = 0.0
     record: str | None = None
     min_rows: int | None = None
-    keep: bool = True
 
     def __post_init__(self) -> None:
         check_integer("slots", self.slots, least=0)
         if self.min_rows is not None:
             check_integer("min_rows", self.min_rows, least=1)
-        if not isinstance(self.keep, bool):
-            raise ConfigError(f"keep must be true or false, got {self.keep!r}")
         if self.record is not None and not (isinstance(self.record, str) and self.record):
             raise ConfigError(f"record must be the path of a directory, got {self.record!r}")
         BalanceConfig(policy=self.policy, tolerance=self.tolerance)
@@ -80,7 +75,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         (read, expected), text = READERS[names[variable]], environment[variable]
         try:
             values[names[variable]] = read(text)
-        except (KeyError, ValueError):
+        except ValueError:
             raise ConfigError(f"{variable} must be {expected}, got {text!r}") from None
     return values
 
@@ -109,5 +104,4 @@ READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "tolerance": (float, "a number"),
     "record": (str, "text"),
     "min_rows": (int, "an integer"),
-    "keep": ({"0": False, "1": True}.__getitem__, "0 or 1"),
 }

@@ -17,7 +17,7 @@ from ultraep.reroute import Routes
 from ultraep.runtime.control import DeviceRoutes
 from ultraep.runtime.hybrid.plane import HybridMicrobatch, HybridPlane
 from ultraep.runtime.mapped.memory import MappedMemory
-from ultraep.runtime.mapped.plane import MappedRows, even
+from ultraep.runtime.mapped.plane import MappedRows
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.microbatch import Shared
 
@@ -97,19 +97,16 @@ class MappedHybridMicrobatch(HybridMicrobatch):
     def _replicas(self, plan: Plan) -> MappedReplicas:
         del plan
         device, bundle = self._inputs.ids.device, self._inputs.layer.bundle
-        numbers = np.array([even(int(version)) for version in self._versions], np.int32)
         replicas = self._own_replicas = MappedReplicas(
             self._plane.of_domain,
             self._memory,
             self.info,
             replica_table(self._own_plan, device),
             bundle,
-            moved(torch.from_numpy(numbers), device),
         )
         return replicas
 
-    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MappedReplicas:
-        del number
+    def _trial(self, plan: Plan, bundle: Bundle) -> MappedReplicas:
         plane, device = self._plane, self._inputs.ids.device
         return MappedReplicas(
             plane.of_domain.unobserved(),
@@ -117,7 +114,6 @@ class MappedHybridMicrobatch(HybridMicrobatch):
             MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True),  # not reported
             replica_table(plan.of_domain(plane.domain), device),
             bundle,
-            torch.zeros(len(self._versions), dtype=torch.int32, device=device),
         )
 
     def _rows_inside(self, slots: torch.Tensor) -> MappedRows:

@@ -89,7 +89,6 @@ class HybridMicrobatch(MessagesMicrobatch):
         arriving = records.crossing[:, domain].reshape(-1, size).copy()
         arriving[domain] = records.column("tokens").reshape(-1, size)[domain]
         self._most_tokens = int(arriving.sum(axis=0).max())
-        self._versions = self._versions[domain * size :][:size]
         self._fit(0)
 
     def _fit(self, rows: int) -> None:
@@ -104,8 +103,8 @@ class HybridMicrobatch(MessagesMicrobatch):
         del plan
         return super()._replicas(self._own_plan)
 
-    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
-        return super()._trial(plan.of_domain(self._plane.domain), bundle, number)
+    def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
+        return super()._trial(plan.of_domain(self._plane.domain), bundle)
 
     def _rows(self, plan: Plan) -> BaseExchange:
         shared, slots = self._shared, self._routes(plan).slots

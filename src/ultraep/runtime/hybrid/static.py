@@ -15,11 +15,8 @@ import torch
 from torch.nn.functional import pad
 
 from ultraep.arrays import PADDING
-from ultraep.backends.triton.signals import WeightVersion
-from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
-from ultraep.errors import ConfigError
 from ultraep.microbatch import Inputs
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Point
@@ -47,10 +44,6 @@ class StaticPlane(MappedPlane):
 
     def begin(self, inputs: Inputs) -> StaticMicrobatch:
         return StaticMicrobatch(self, inputs)
-
-    def keep(self, bundle: Bundle) -> None:
-        del bundle
-        raise ConfigError("keep() is not possible on the data plane 'hybrid'")
 
     def close(self) -> None:
         super().close()
@@ -124,11 +117,9 @@ class StaticMicrobatch(MappedMicrobatch):
     _own_replicas: torch.Tensor  # [C, 3] of this domain
     _own_rows: torch.Tensor  # [ranks, S] of this domain
 
-    def _gather_loads(
-        self, counts_E: torch.Tensor, digest: int, weights: WeightVersion
-    ) -> torch.Tensor:
+    def _gather_loads(self, counts_E: torch.Tensor, digest: int) -> torch.Tensor:
         own = counts_E[self._plane.tables.experts]
-        self._workspace.memory.share_loads(own, digest, weights)
+        self._workspace.memory.share_loads(own, digest)
         return self._shared.comm.all_gather(counts_E)
 
     def _make_plan(self, config: BalanceConfig) -> DevicePlan:

@@ -15,8 +15,8 @@ import torch
 
 from ultraep.backends.triton.exchange import RegionLayout, RowExchange, aligned
 from ultraep.backends.triton.launch import multiprocessors
-from ultraep.backends.triton.signals import Signals, WeightVersion
-from ultraep.backends.triton.streamer import Contents, Streamer, pull
+from ultraep.backends.triton.signals import Signals
+from ultraep.backends.triton.streamer import Streamer, pull
 from ultraep.bundle import Layout, Stack
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, errors_at
@@ -71,25 +71,16 @@ class MappedMemory:
             topology.ranks, topology.experts, dtype=torch.int32, device=peers.device
         )
         self._borrowers: list[str | None] = [None] * self.buffers
-        self._layers: list[int | None] = [None] * self.buffers  # that borrowed them last
-        self._lent_at, self._loans = [0] * self.buffers, 0
-        self._contents: dict[tuple[int, int], torch.Tensor] = {}
-        self._owners: dict[tuple[int, Layout], int] = {}
         self._gradients: dict[tuple[Any, ...], dict[str, GradientSlots]] = {}
         self._regions: dict[tuple[str, int], Region] = {}
         self._slot_tensors: dict[tuple[Layout, int], dict[str, torch.Tensor]] = {}
         self._read: set[str] = set()  # since the last barrier
 
-    def share_loads(
-        self, loads_E: torch.Tensor, digest: int, weights: WeightVersion
-    ) -> torch.Tensor:
-        """Return [R, E] the loads of all ranks, whose digests must be equal.
-
-        weights: the promise of this rank about its weights, and where to store all promises.
-        """
+    def share_loads(self, loads_E: torch.Tensor, digest: int) -> torch.Tensor:
+        """Return [R, E] the loads of all ranks, whose digests must be equal."""
         if self.peers.size == 1:
             return loads_E[None]
-        self.signals.share("loads", loads_E, self._loads, self._gathered, digest, weights)
+        self.signals.share("loads", loads_E, self._loads, self._gathered, digest)
         self._read.clear()
         return self._gathered
 
@@ -104,7 +95,7 @@ class MappedMemory:
         self.streamer.sources(layout, tensors)
         self.streamer.chunks_of_length(layout.nbytes)
         for buffer in range(self.buffers):
-            self.contents_of_all(layout, buffer)
+            self.slots(layout, buffer)
         self.gradient_slots(
             {name: (shape, accumulator(dtype)) for name, shape, dtype in layout.parts}
         )
@@ -143,22 +134,16 @@ class MappedMemory:
         return self.region(name, nbytes)
 
     @contextmanager
-    def lend(self, borrower: str, layer: int, last: int | None) -> Iterator[int]:
+    def lend(self, borrower: str, last: int | None) -> Iterator[int]:
         """Lend a free buffer of spare slots and yield its number, the same on all ranks.
 
-        Prefers the `last` buffer of the borrower, then the last one of the layer, then an unused
-        one, then the least recently lent one.
+        Prefers the `last` buffer of the borrower.
         """
-        if None not in self._borrowers:
-            raise no_free_slots(borrower, self._borrowers)
-        layers, lent_at = self._layers, self._lent_at
         free = [number for number, other in enumerate(self._borrowers) if other is None]
-        buffer = max(
-            free,
-            key=lambda n: (n == last, layers[n] == layer, layers[n] is None, -lent_at[n]),
-        )
-        self._loans += 1
-        self._borrowers[buffer], layers[buffer], lent_at[buffer] = borrower, layer, self._loans
+        if not free:
+            raise no_free_slots(borrower, self._borrowers)
+        buffer = last if last in free else free[0]
+        self._borrowers[buffer] = borrower
         try:
             yield buffer
         finally:
@@ -172,19 +157,6 @@ class MappedMemory:
     def slots(self, layout: Layout, buffer: int) -> Region:
         """Return `[slots, bytes]` of every rank."""
         return self.region(f"slots {buffer}", max(1, self.topology.slots) * layout.nbytes)
-
-    @torch.inference_mode(False)
-    def contents_of_all(self, layout: Layout, buffer: int) -> torch.Tensor:
-        """Return [R * slots, 3] what the slots of this region hold on all ranks."""
-        key = (self.slots(layout, buffer).local.numel(), buffer)
-        if key not in self._contents:
-            self._contents[key] = self.streamer.empty_slots()
-        return self._contents[key]
-
-    def contents(self, layout: Layout, buffer: int, layer: int, versions: torch.Tensor) -> Contents:
-        """Return the contents of these slots, to be compared with a layer's weights."""
-        owner = self._owners.setdefault((layer, layout), len(self._owners) + 1)
-        return Contents(self.contents_of_all(layout, buffer), versions, owner, buffer)
 
     @torch.inference_mode(False)
     def slot_tensors(self, layout: Layout, buffer: int) -> dict[str, torch.Tensor]:

@@ -22,7 +22,6 @@ import torch
 from torch.nn.functional import pad
 
 from ultraep.backends.triton.exchange import RowMap
-from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Peers
 from ultraep.config import BalanceConfig
@@ -56,9 +55,6 @@ class MappedPlane:
     def __init__(self, shared: Shared, peers: Peers, inside: Shared | None = None) -> None:
         _check_current(peers.device)
         self.shared, self.topology, self.device = shared, shared.topology, peers.device
-        with torch.inference_mode(False):
-            self.promised = torch.zeros(1, dtype=torch.int32, device=peers.device)
-        self.promise()
         self._peers, self._hosts = peers, shared.comm.hosts()
         agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
         self.of_domain = inside or shared
@@ -66,47 +62,14 @@ class MappedPlane:
         if shared.speeds.learns and shared.comm.rank == 0 and agreement is None:
             logger.warning("speeds='auto' learns nothing: the hosts exchange no records")
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
-        self.adopted: DevicePlan | None = None
-        self.resident: torch.Tensor | None = None  # schedule of replicas that stay in their slots
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
         return MappedMicrobatch(self, inputs)
-
-    def promise(self) -> None:
-        if not capturing(self.device):
-            number = self.shared.versions.promise
-            self.promised.fill_(even(number) + 1 if number else 0)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         tokens, top_k = ids.shape
         workspace = self.workspaces.for_tokens(tokens, top_k)
         workspace.memory.prepare(resolve(bundle), None if workspace.dispatched else rows)
-
-    def adopt(self, plan: Plan | None) -> None:
-        """Use this plan, made by any policy, for all microbatches to come; None: plan again.
-
-        It must be a plan for their loads: a replayed graph uses the plan that was adopted last.
-        """
-        if plan is not None:
-            self.workspaces.last.check_rows(int(plan.rank_loads.max()))
-        self.adopted = None if plan is None else self.workspaces.last.control.adopt(plan)
-        self.resident = None
-
-    def keep(self, bundle: Bundle) -> None:
-        """Send the replicas of the adopted plan once; they stay while nothing else fills the slots.
-
-        For weights that do not change, and one layer: changes are not detected.
-        """
-        if self.adopted is None:
-            raise ConfigError("keep() needs an adopted plan: call adopt(plan) first")
-        info = MicrobatchInfo(0, 0, in_backward=True)
-        versions = torch.zeros(self._peers.size, dtype=torch.int32, device=self.device)
-        memory = self.workspaces.last.memory
-        shared = self.shared.unobserved()
-        adopted = self.adopted.replicas
-        with MappedReplicas(shared, memory, info, adopted, bundle, versions) as replicas:
-            replicas.tensors()
-        self.resident = replicas.schedule
 
     def compare_places(self, place: Place) -> None:
         """Raise if the hosts of all ranks are not at this place, unless a graph is captured."""
@@ -153,7 +116,6 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
 
     # From `count`:
     _workspace: Workspace
-    _versions: torch.Tensor  # [R] of the weights of all ranks
     _most_tokens: int  # of a rank
 
     def __init__(self, plane: MappedPlane, inputs: Inputs) -> None:
@@ -170,24 +132,11 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         workspace.poll()
         self._workspace, plane.counted = workspace, info
         digest = zlib.crc32(f"layer {info.layer}: {own}".encode()) >> 1
-        counts, weights = workspace.control.count(inputs.ids.contiguous()), self._weights_promise()
-        self._versions = weights.versions
-        return self._gather_loads(counts, digest, weights)
+        return self._gather_loads(workspace.control.count(inputs.ids.contiguous()), digest)
 
-    def _gather_loads(
-        self, counts_E: torch.Tensor, digest: int, weights: WeightVersion
-    ) -> torch.Tensor:
-        """Return [R, E] the loads of all ranks; compares digests and gathers versions."""
-        return self._workspace.memory.share_loads(counts_E, digest, weights)
-
-    def _weights_promise(self) -> WeightVersion:
-        """Return the promise of this rank about its weights; in a graph, the device reads it."""
-        plane, versions = self._plane, self._shared.versions
-        of_all = torch.empty(plane.topology.ranks, dtype=torch.int32, device=plane.device)
-        if capturing(plane.device):
-            return WeightVersion(AS_PROMISED, plane.promised, of_all)
-        number = versions.of(self.info.layer, self._inputs.layer.bundle)
-        return WeightVersion(even(number) if versions.promise else 0, plane.promised, of_all)
+    def _gather_loads(self, counts_E: torch.Tensor, digest: int) -> torch.Tensor:
+        """Return [R, E] the loads of all ranks; compares digests."""
+        return self._workspace.memory.share_loads(counts_E, digest)
 
     def _rows_of_all(self) -> int:
         """As if every rank had the tokens of the rank with the most tokens."""
@@ -208,8 +157,6 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
     def _make_plan(self, config: BalanceConfig) -> DevicePlan:
         plane, control, loads = self._plane, self._current().control, self._loads
         assert loads is not None
-        if plane.adopted is not None:
-            return plane.adopted
         if control.use(config):
             plan = control.plan(loads)
             if plane.workspaces.must_wait(self._current(), self.info.layer):
@@ -256,19 +203,16 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             self.info,
             self._replica_table(plan),
             self._inputs.layer.bundle,
-            self._versions,
-            schedule=self._plane.resident,
         )
 
     def _replica_table(self, plan: DevicePlan) -> torch.Tensor:
         """Return [C, 3] the replicas of the plan that these ranks send each other."""
         return plan.replicas
 
-    def _trial(self, plan: Plan, bundle: Bundle, _number: int) -> MappedReplicas:
+    def _trial(self, plan: Plan, bundle: Bundle) -> MappedReplicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True)
         shared, memory = self._plane.of_domain.unobserved(), self._workspace.memory
-        table, no_versions = self._trial_table(plan), torch.zeros_like(self._versions)
-        return MappedReplicas(shared, memory, info, table, bundle, no_versions)
+        return MappedReplicas(shared, memory, info, self._trial_table(plan), bundle)
 
     def _trial_table(self, plan: Plan) -> torch.Tensor:
         """Return the same of a synthetic plan."""
@@ -379,11 +323,6 @@ class MappedRows(BaseExchange):
         """Put a NaN into the result if rows were dropped: the host learns of it only later."""
         if self._overflow is not None and sums_TD.numel():
             sums_TD.view(-1)[:1].masked_fill_(self._overflow, torch.nan)
-
-
-def even(number: int) -> int:
-    """Return a 32-bit version for a number of the host; promises of the device have odd ones."""
-    return 2 * (number % 2**30)
 
 
 def _check_current(device: torch.device) -> None:

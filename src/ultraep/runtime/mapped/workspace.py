@@ -125,7 +125,6 @@ class Workspaces:
             place,
             torch.zeros(self._shared.topology.experts, dtype=torch.int64),
             signature=signature,
-            version=0,
             refused=int(error is not None),
             tokens=tokens,
             rows=max((workspace.most_rows for workspace in self.all), default=0),

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
@@ -66,11 +65,6 @@ class MessagesPlane:
     def verifier(self, device: torch.device) -> tuple[Agreement, torch.device]:
         """Return what compares plans, and the device of its messages."""
         return self.shared.agreement, device
-
-    promised = None
-
-    def promise(self) -> None:
-        """Do nothing: hosts exchange versions in every microbatch."""
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +120,6 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
     # From `count`:
     _host_loads: IntArray  # [R, E]
-    _versions: IntArray  # [R] of the weights of all ranks
 
     def __init__(self, plane: MessagesPlane, inputs: Inputs) -> None:
         super().__init__(inputs, plane.shared)
@@ -135,14 +128,12 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
     def _count(self) -> torch.Tensor:
         inputs, shared = self._inputs, self._shared
-        version = shared.versions.of(self.info.layer, inputs.layer.bundle)
         counts_E, refused = self._own_counts()
         own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
         records = shared.agreement.gather_loads(
             self._loads_place(),
             counts_E,
             signature=own,
-            version=version,
             refused=refused,
             tokens=len(inputs.ids),
             pace=shared.speeds.report(self.info, inputs.ids.device.type),
@@ -153,7 +144,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             self._refuse()
         shared.agreement.compare_inputs(records, own)
         shared.speeds.gathered(self.info, records.column("pace"))
-        self._host_loads, self._versions = records.loads, records.column("version")
+        self._host_loads = records.loads
         self._counted(records)
         return records.loads_on_device
 
@@ -234,15 +225,13 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
     def _replicas(self, plan: Plan) -> Replicas:
         bundle, device, pool = self._inputs.layer.bundle, self._inputs.ids.device, self._plane.pool
-        shared, versions = self._plane.of_domain, self._versions
-        return MessageReplicas(shared, pool, self.info, plan, bundle, versions, device)
+        return MessageReplicas(self._plane.of_domain, pool, self.info, plan, bundle, device)
 
-    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
+    def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step)
-        versions = np.full(plan.topology.ranks, number)  # no slot holds this version
         shared, pool = self._plane.of_domain.unobserved(), self._plane.pool
         device = self._inputs.ids.device
-        return MessageReplicas(shared, pool, info, plan, bundle, versions, device)
+        return MessageReplicas(shared, pool, info, plan, bundle, device)
 
     def _rows(self, plan: Plan) -> BaseExchange:
         return RowMessages(self._routes(plan), self._shared, self.info)

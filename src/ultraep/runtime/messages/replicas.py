@@ -20,7 +20,6 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from ultraep.arrays import IntArray
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
@@ -29,7 +28,7 @@ from ultraep.microbatch import MicrobatchInfo, TensorSpecs
 from ultraep.ops.modes import hidden
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
-from ultraep.runtime.messages.slots import Buffer, Contents, SlotPool
+from ultraep.runtime.messages.slots import Buffer, SlotPool
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.observe import staged
 from ultraep.runtime.replicas import BaseReplicas
@@ -38,7 +37,7 @@ from ultraep.runtime.replicas import BaseReplicas
 class MessageReplicas(BaseReplicas):
     """The replicas of one plan and one bundle of home weights.
 
-    versions: [R] versions of the weights of all ranks.   device: where the tokens are.
+    device: where the tokens are.
     """
 
     def __init__(
@@ -48,21 +47,16 @@ class MessageReplicas(BaseReplicas):
         info: MicrobatchInfo,
         plan: Plan,
         bundle: Bundle,
-        versions: IntArray,
         device: torch.device,
     ) -> None:
         super().__init__(shared, info, bundle)
         self._pool, self._plan, self._device = pool, plan, device
         self._home_experts = plan.topology.home_experts(shared.comm.rank)
-        versions_E = versions[plan.topology.home_of_expert]
-        self._wanted: Contents = {
-            (host, slot): (info.layer, expert, int(versions_E[expert]))
-            for expert, host, slot in plan.replicas.tolist()
-        }
         self.num_homes = len(self._home_experts)
         self.possible = plan.num_replicas > 0
         self.kernels = device.type != "cpu" and backend_for(device.type).name == "triton"
         self._buffer: Buffer | None = None  # the one that was lent last
+        self._filling = object()  # what a buffer holds that these replicas have filled
         self._layout: Layout | None = None
         self._gradients: tuple[Layout, torch.Tensor] | None = None
 
@@ -70,18 +64,18 @@ class MessageReplicas(BaseReplicas):
         tensors = resolve(self.bundle)
         layout = self._layout = Layout.of(tensors, self.num_homes)
         device = device_of_bundle(tensors)
-        lend = self._pool.lend(layout, device, str(self), self._wanted, self._buffer)
+        lend = self._pool.lend(layout, device, str(self), self._buffer)
         buffer = self._buffer = loan.enter_context(lend)
-        sent = self._send_missing(buffer, layout, tensors) if self._wanted else 0
+        sent = self._send(buffer, layout, tensors) if self.possible else 0
         self._sent("weights", layout.nbytes, sent // layout.nbytes)
 
-    def _send_missing(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> int:
-        """Send and receive the replicas that are not in their slots yet; return the bytes sent."""
+    def _send(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> int:
+        """Send and receive the weights, unless they are still there; return the bytes sent."""
+        if buffer.holds is self._filling:
+            return 0
         plan, settings, comm = self._plan, self._shared.settings, self._shared.comm
-        resident = {slot for slot, held in self._wanted.items() if buffer.held.get(slot) == held}
-        path = hops(plan, settings.relay, chunks=CHUNKS, skip=resident)
-        for hop in path:  # if sending fails, the slot holds nothing
-            buffer.held.pop((hop.receiver, hop.slot), None)
+        path = hops(plan, settings.relay, chunks=CHUNKS)
+        buffer.holds = None  # if sending fails
         nbytes = send_weights(
             path,
             tensors,
@@ -91,7 +85,7 @@ class MessageReplicas(BaseReplicas):
             comm=comm,
             chunks=CHUNKS,
         )
-        buffer.held.update(self._wanted)
+        buffer.holds = self._filling
         return nbytes
 
     def _slot_tensors(self) -> dict[str, torch.Tensor]:

@@ -2,24 +2,18 @@
 
 A buffer is lent while a microbatch fills and uses it, in forward and again in backward. A request
 while all buffers are lent is an error that names the borrowers.
-
-The pool also remembers what every slot of every rank holds. All ranks see the same plans in the
-same order, so their memories agree, and no rank sends weights that a slot already holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ultraep.bundle import Layout
 from ultraep.runtime.replicas import no_free_slots
-
-Content = tuple[int, int, int]  # layer, expert, version of the home's weights
-Contents = dict[tuple[int, int], Content]  # by host rank and slot
 
 
 @dataclass(eq=False)
@@ -27,12 +21,8 @@ class Buffer:
     """The spare slots of this rank for one bundle layout."""
 
     rows: torch.Tensor  # [slots, bytes]
-    held: Contents = field(default_factory=dict)
+    holds: object = None  # the replicas that filled it last
     borrower: str | None = None
-
-    def holds(self, wanted: Contents) -> int:
-        """Return how many slots hold the wanted content."""
-        return sum(self.held.get(slot) == content for slot, content in wanted.items())
 
 
 class SlotPool:
@@ -49,25 +39,20 @@ class SlotPool:
         layout: Layout,
         device: torch.device,
         borrower: str,
-        wanted: Contents | None = None,
         last: Buffer | None = None,
     ) -> Iterator[Buffer]:
         """Lend a free buffer of this layout until the end of the `with` block.
 
-        Prefers the `last` buffer of the borrower, then one that holds wanted content, then a new
-        one, then the least recently lent one.
+        Prefers the `last` buffer of the borrower; allocates one if all are lent.
         """
-        wanted = wanted or {}
         buffers = self._buffers.setdefault((layout, device), [])
         free = [buffer for buffer in buffers if buffer.borrower is None]
-        buffer = max(free, key=lambda b: (b is last, b.holds(wanted)), default=None)
-        overwrites = wanted and buffer not in (None, last) and not buffer.holds(wanted)
-        if (buffer is None or overwrites) and len(buffers) < self._max_buffers:
-            buffer = Buffer(_zeros(self._slots, layout.nbytes, device))
-            buffers.append(buffer)
-        if buffer is None:
+        if not free and len(buffers) < self._max_buffers:
+            free = [Buffer(_zeros(self._slots, layout.nbytes, device))]
+            buffers += free
+        if not free:
             raise no_free_slots(borrower, [b.borrower for b in buffers])
-        buffers.sort(key=lambda b: b is buffer)
+        buffer = last if last is not None and last in free else free[0]
         buffer.borrower = borrower
         try:
             yield buffer

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,15 +119,13 @@ class Engine:
         """Serve one turn; returns the same result on all ranks."""
         balancers, sums = self._select(variant), self.sums
         texts = {prompt.number: self.model.encode(prompt) for prompt in prompts}
-        with ExitStack() as stack:
-            for balancer in balancers:
-                balancer.stats()  # waits for reports of earlier microbatches
-                stack.enter_context(balancer.unchanged_weights())
-            sums.reset()
-            self.cpu_times.seconds.clear()
-            dist.barrier()
-            begin, preempted = time.monotonic(), _preempted_seconds()
-            mine, microbatches = self._microbatches(prompts, texts, begin)
+        for balancer in balancers:
+            balancer.stats()  # waits for reports of earlier microbatches
+        sums.reset()
+        self.cpu_times.seconds.clear()
+        dist.barrier()
+        begin, preempted = time.monotonic(), _preempted_seconds()
+        mine, microbatches = self._microbatches(prompts, texts, begin)
         disturbed = (_preempted_seconds() - preempted) / max(time.monotonic() - begin, 1e-9)
         for balancer in balancers:
             balancer.stats()  # waits for all reports of this turn

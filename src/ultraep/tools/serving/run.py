@@ -132,7 +132,6 @@ def work(place: RankPlace, options: EngineOptions, report: Report) -> None:
             options,
             dist.new_group(),  # a group of its own, apart from the messages of the engine
             device,
-            in_flight=facts_of(options.model).layers,  # every layer keeps its replicas
             tokens=options.budget,
         )
         model.check_packing()

@@ -8,10 +8,6 @@ replicas at once. Notes about the replicas are in `scratch`, [4, C]:
     BEFORE   key of its predecessor
     LAST     whether it is the last one
 
-Behind the notes are the replicas that must be sent, [C, 3] as in the plan: replicas that a slot
-already holds are left out. `held`, [R * slots, 3], says what the slots of all ranks hold: owner,
-expert and version of the weights. Every rank has its own table; all tables are equal.
-
 Shapes: C replicas at most, B replicas of a tile.
 """
 
@@ -21,12 +17,11 @@ import triton.language as tl
 from ultraep.backends.triton.kernels import schedule as layout
 from ultraep.backends.triton.kernels.plan import EXPERT, HOST, SLOT, Homes, replica_at
 from ultraep.backends.triton.kernels.schedule import CHUNKS, FILL, HOPS, LONGEST, Hop
-from ultraep.backends.triton.kernels.signals import HELD, LAST_FILL, SENT, area_of
+from ultraep.backends.triton.kernels.signals import LAST_FILL, area_of
 
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEVER = tl.constexpr(2**30)
-KEY, PLACE, BEFORE, LAST, NOTES = (tl.constexpr(number) for number in range(5))
-OWNER, COPIED, VERSION = (tl.constexpr(number) for number in range(3))  # columns of `held`
+KEY, PLACE, BEFORE, LAST = (tl.constexpr(number) for number in range(4))
 
 
 @triton.jit
@@ -44,35 +39,6 @@ def replicas_at(replicas, homes, at, copies):
     host = tl.load(replica_at(replicas, at, HOST), mask=there, other=-2)
     slot = tl.load(replica_at(replicas, at, SLOT), mask=there, other=0)
     return tl.where(there, expert, -1), home, host, slot
-
-
-@triton.jit
-def leave_out(
-    replicas, homes, versions, held, to_send, owner, all_held, slots, copies, C: tl.constexpr
-):
-    """Write which replicas must be sent, and mark the slots as holding the plan.
-
-    A slot already holds a replica if it holds that expert of that owner in the promised version;
-    version 0 promises nothing. all_held: whether the slots hold this very fill.
-    """
-    all_C = tl.arange(0, C)
-    expert_C, home_C, host_C, slot_C = replicas_at(replicas, homes, all_C, copies)
-    there_C = expert_C >= 0
-    version_C = tl.load(versions + home_C, mask=there_C, other=0)
-    place_C = held + 3 * (host_C * slots + slot_C)
-    kept_C = tl.load(place_C + OWNER, mask=there_C, other=0) == owner
-    kept_C &= tl.load(place_C + COPIED, mask=there_C, other=0) == expert_C
-    kept_C &= tl.load(place_C + VERSION, mask=there_C, other=0) == version_C
-    kept_C = (kept_C & (version_C != 0)) | (tl.zeros([C], tl.int32) + all_held != 0)
-    tl.debug_barrier()
-    tl.store(place_C + OWNER, tl.zeros([C], tl.int32) + owner, mask=there_C)
-    tl.store(place_C + COPIED, expert_C, mask=there_C)
-    tl.store(place_C + VERSION, version_C, mask=there_C)
-    known_C = all_C < copies
-    tl.store(replica_at(to_send, all_C, EXPERT), tl.where(kept_C, -1, expert_C), mask=known_C)
-    tl.store(replica_at(to_send, all_C, HOST), host_C, mask=known_C)
-    tl.store(replica_at(to_send, all_C, SLOT), slot_C, mask=known_C)
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -201,7 +167,7 @@ def write_senders(schedule, hops, sender_C, rank, slots, copies):
 def write_places(
     schedule, replicas, homes, rank, slots, num_homes, copies, C: tl.constexpr, H: tl.constexpr
 ):
-    """Write the places of all replicas, also of held ones, and the spans of this rank's experts."""
+    """Write the places of all replicas, and the spans of this rank's experts."""
     all_C, home = tl.arange(0, C), tl.arange(0, H)
     expert_C, home_C, host_C, slot_C = replicas_at(replicas, homes, all_C, copies)
     mine_C = (expert_C >= 0) & (home_C == rank)
@@ -217,28 +183,20 @@ def write_places(
     layout.store_span(spans, home, first, first + count, home < num_homes)
 
 
-@triton.jit(
-    do_not_specialize=["owner", "again", "rank", "ranks", "slots", "num_homes", "copies",
-                       "numbering", "channel"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["rank", "ranks", "slots", "num_homes", "copies", "numbering"])
 def make_schedule(
     areas,
     replicas,
     homes: Homes,
     chunks_of_length,
-    versions,
-    held,
     schedule,
     scratch,
-    owner,
-    again,
     rank,
     ranks,
     slots,
     num_homes,
     copies,
     numbering,
-    channel,
     MODE: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
@@ -246,37 +204,28 @@ def make_schedule(
 ):
     """Write the schedule of this rank. One program.
 
-    versions: [R] of the weights of every rank.   owner: identifies the layer and its shapes.
-    again: whether the schedule was executed before and keeps its number.
-    numbering, channel: first words of the channels of the first buffer and of this one.
+    numbering: first word of the channel that counts the fills of all buffers.
 
     Rank 0 sends its first expert into slot 0 of rank 1, and no rank fills its own slot:
 
     >>> areas = at([0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0])
     >>> example(make_schedule, 1, areas=areas, replicas=[[0, 1, 0], [-1, -1, -1]],
-    ...         chunks_of_length=[1, 1, 2], versions=[7, 8], held=[[0, 0, 0], [1, 0, 6]],
-    ...         schedule=empty(21), owner=1, again=0, rank=0, num_homes=2, copies=2, numbering=4,
-    ...         channel=4, MODE=AUTO, B=2)
-    areas = [[0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
-    held = [[0, 0, 0], [1, 0, 7]]
+    ...         chunks_of_length=[1, 1, 2], schedule=empty(21), rank=0, num_homes=2, copies=2,
+    ...         numbering=4, MODE=AUTO, B=2)
+    areas = [[0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
     schedule = [1, 1, 1, 1, 0, 1, 0, 0, _, _, _, _, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     """
-    area, fill = area_of(areas, rank), tl.load(schedule + FILL)
-    if again == 0:
-        fill = tl.load(area + numbering + LAST_FILL) + 1
-        tl.store(area + numbering + LAST_FILL, fill)
-    all_held = ((again != 0) & (fill == tl.load(area + channel + HELD))).to(tl.int32)
-    to_send = scratch + NOTES * copies
-    leave_out(replicas, homes, versions, held, to_send, owner, all_held, slots, copies, C)
-    longest = order_chains(to_send, homes, scratch, copies, ranks, slots, C, B)
-    chained = choose(to_send, homes, scratch, chunks_of_length, longest, copies, MODE, C, B)
+    last_fill = area_of(areas, rank) + numbering + LAST_FILL
+    fill = tl.load(last_fill) + 1
+    tl.store(last_fill, fill)
+    longest = order_chains(replicas, homes, scratch, copies, ranks, slots, C, B)
+    chained = choose(replicas, homes, scratch, chunks_of_length, longest, copies, MODE, C, B)
     longest = tl.where(chained, longest, tl.minimum(longest, 1))
-    hops, sender_C = hops_of(to_send, homes, scratch, chained, rank, ranks, slots, copies, C)
+    hops, sender_C = hops_of(replicas, homes, scratch, chained, rank, ranks, slots, copies, C)
     sent = write_hops(schedule, hops, sender_C, scratch, rank, copies, C, B)
     write_senders(schedule, hops, sender_C, rank, slots, copies)
     write_places(schedule, replicas, homes, rank, slots, num_homes, copies, C, H)
     tl.store(schedule + HOPS, sent)
-    tl.store(area + SENT, tl.load(area + SENT) + sent)
     tl.store(schedule + CHUNKS, tl.load(chunks_of_length + longest))
     tl.store(schedule + FILL, fill)
     tl.store(schedule + LONGEST, longest)

@@ -3,7 +3,6 @@
 Every rank has a signal area:
 
     [FAULT]                  the first fault: 0, or stage * RANKS + rank + 1
-    [SENT]                   replicas that this rank was to send so far
     [CHANNEL + c * WORDS..]  channel c: epoch, and a counter of finished programs; for buffers of
                              slots also the fill that they hold and the number of the last fill
     then                     flags
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-FAULT, SENT = tl.constexpr(0), tl.constexpr(1)
+FAULT = tl.constexpr(0)
 CHANNEL = tl.constexpr(4)
 EPOCH, TICKETS, HELD, LAST_FILL = (tl.constexpr(number) for number in range(4))
 WORDS = tl.constexpr(4)  # of a channel
@@ -109,8 +108,8 @@ def last_of(area, channel, programs):
 
 @triton.jit
 def row_of(table, epoch, sender, ranks, numbers):
-    """Return the row of a sender in a table `[2, R, numbers + 2]`, whose halves alternate."""
-    return table + ((epoch & 1) * ranks + sender).to(tl.int64) * (numbers + 2)
+    """Return the row of a sender in a table `[2, R, numbers + 1]`, whose halves alternate."""
+    return table + ((epoch & 1) * ranks + sender).to(tl.int64) * (numbers + 1)
 
 
 @triton.jit(do_not_specialize=["polls"])
@@ -123,7 +122,7 @@ def idle(word, polls):
 
 
 @triton.jit(
-    do_not_specialize=["rank", "ranks", "channel", "flags", "numbers", "digest", "version", "stage",
+    do_not_specialize=["rank", "ranks", "channel", "flags", "numbers", "digest", "stage",
                        "mismatch", "poll_limit"]
 )  # fmt: skip
 def share(
@@ -131,15 +130,12 @@ def share(
     tables,
     row,
     gathered,
-    promise,
-    versions,
     rank,
     ranks,
     channel,
     flags,
     numbers,
     digest,
-    version,
     stage,
     mismatch,
     poll_limit,
@@ -147,24 +143,21 @@ def share(
 ):
     """Program p: exchange `numbers` int32 with rank p. A barrier.
 
-    tables: memory of all ranks, `[2, R, numbers + 2]`: a fast rank writes its next row into the
+    tables: memory of all ranks, `[2, R, numbers + 1]`: a fast rank writes its next row into the
     other half while a slow rank still reads.   flags: word of the first of R flags.
     digest: sent behind the numbers; ranks with different digests are a fault of stage `mismatch`.
-    version: sent last, of this rank's weights; -1: the integer at `promise`.
-    versions: [R] the versions of all ranks.
 
     Rank 1 has signalled epoch 1: its flag is in the area of rank 0, its row in the table.
 
     >>> areas = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
-    >>> tables = at([[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [7, 8, 0, 4]], 4 * [[0, 0, 0, 0]])
+    >>> tables = at([[0, 0, 0], [0, 0, 0], [0, 0, 0], [7, 8, 0]], 4 * [[0, 0, 0]])
     >>> example(share, 2, areas=areas, tables=tables, row=[5, 6], gathered=empty(2, 2),
-    ...         promise=[3], versions=empty(2), rank=0, channel=4, flags=8, numbers=2, digest=0,
-    ...         version=-1, stage=0, mismatch=4, poll_limit=9, B=2)
+    ...         rank=0, channel=4, flags=8, numbers=2, digest=0, stage=0, mismatch=4,
+    ...         poll_limit=9, B=2)
     areas = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
-    tables = [[[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [7, 8, 0, 4]],
-              [[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [0, 0, 0, 0]]]
+    tables = [[[0, 0, 0], [0, 0, 0], [5, 6, 0], [7, 8, 0]],
+              [[0, 0, 0], [0, 0, 0], [5, 6, 0], [0, 0, 0]]]
     gathered = [[5, 6], [7, 8]]
-    versions = [3, 4]
     """
     peer = tl.program_id(0)
     mine, theirs = area_of(areas, rank), area_of(areas, peer)
@@ -176,12 +169,8 @@ def share(
         there = at < numbers
         tl.store(at_peer + at, tl.load(row + at, mask=there), mask=there)
     tl.store(at_peer + numbers, digest)
-    promised = tl.load(promise, volatile=True)
-    tl.store(at_peer + numbers + 1, tl.where(version < 0, promised, version))
     post(theirs + flags + rank, epoch)
-    tl.store(versions + peer, 0)
     if wait(mine + flags + peer, epoch, Waiting(areas, rank, ranks, stage, poll_limit), peer):
-        tl.store(versions + peer, tl.load(here + numbers + 1, volatile=True))
         if tl.load(here + numbers, volatile=True) != digest:
             report(areas, ranks, fault_of(mismatch, peer))
         for begin in range(0, numbers, B):
