@@ -149,7 +149,6 @@ class Rank:
         balance(
             model,
             policy=NONE,
-            tokens=scale.tokens,
             capacity=scale.ranks * scale.rows,  # of all ranks, so that no memory grows in a turn
             timeout=120.0,
         )

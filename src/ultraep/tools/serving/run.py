@@ -128,12 +128,8 @@ def work(place: RankPlace, options: EngineOptions, report: Report) -> None:
     report = report if place.rank == 0 else lambda _: None
     with process_group(place, backend), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch uses a slower kernel
-        model = load_model(
-            options,
-            dist.new_group(),  # a group of its own, apart from the messages of the engine
-            device,
-            tokens=options.budget,
-        )
+        # A group of its own, apart from the messages of the engine.
+        model = load_model(options, dist.new_group(), device)
         model.check_packing()
         engine = Engine(model, routing=options.routing)
         calibrated = calibrate(engine, options, model.bytes_per_token)
@@ -198,7 +194,7 @@ def random_model(config: Any, seed: int, device: torch.device) -> Any:
 
 
 def load_model(
-    options: EngineOptions, group: ProcessGroup, device: torch.device, **balancing: Any
+    options: EngineOptions, group: ProcessGroup, device: torch.device
 ) -> TransformersModel:
     """Load the checkpoint, or draw the random model, and balance it. Collective."""
     from ultraep.integrations.transformers import balance, balanced_from_pretrained
@@ -208,9 +204,9 @@ def load_model(
     common: dict[str, Any] = {"slots": options.slots, "policy": "none"}
     if folder is None:
         model = random_model(config, options.load.seed, device)
-        balance(model, group, **common, **balancing)
+        balance(model, group, **common)
         return TransformersModel(model)
-    model = balanced_from_pretrained(folder, group, **common, balancing=balancing)
+    model = balanced_from_pretrained(folder, group, **common)
     encode = tokenizer_of(Path(folder)) or hashed_words(config.get_text_config().vocab_size)
     return TransformersModel(model.to(device), encode, BYTES_PER_TOKEN)
 
