@@ -47,8 +47,8 @@ from ultraep.runtime.clocks import HostClock
 from ultraep.runtime.connect import connect
 from ultraep.runtime.flight import Flight
 from ultraep.runtime.recording import Recording
-from ultraep.trace.crash import OFF
-from ultraep.trace.crash import VARIABLE as FLIGHT_VARIABLE
+from ultraep.trace.flight import OFF
+from ultraep.trace.flight import VARIABLE as FLIGHT_VARIABLE
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 EVERY = 10

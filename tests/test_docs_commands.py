@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from ultraep import Topology, read_trace
 from ultraep.tools.cli.commands import app
 from ultraep.tools.sim import workload
-from ultraep.trace.crash import FlightFile
+from ultraep.trace.flight import FlightFile
 
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(ultraep|make|python|torchrun|pip|tensorboard)(?= |$)")
 # Options that make commands faster: fewer microbatches, with the same layers and ranks.

@@ -16,7 +16,8 @@ from ultraep import BalancedMoE, Balancer, CommunicationError, LocalGroup, PlanM
 from ultraep.arrays import digest_of
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.flight import PASSES, Flight
-from ultraep.trace.crash import VARIABLE, crash_folders, read_crash, read_flight
+from ultraep.tools.crash import crash_folders, read_crash, read_flight
+from ultraep.trace.flight import VARIABLE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = 1.5  # seconds

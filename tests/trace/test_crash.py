@@ -9,7 +9,8 @@ import pytest
 from damage import damaged
 
 from ultraep import FileError
-from ultraep.trace.crash import FlightFile, Pass, crash_folders, read_crash, read_flight
+from ultraep.tools.crash import crash_folders, read_crash, read_flight
+from ultraep.trace.flight import FlightFile, Pass
 
 
 def passed(number, *, stage="combine", **changes):

@@ -35,7 +35,7 @@ from ultraep.arrays import IntArray
 from ultraep.comm import Communicator, moved
 from ultraep.errors import CommunicationError, PlanMismatch
 from ultraep.runtime.flight import Flight, flight_of
-from ultraep.trace.crash import MEETINGS
+from ultraep.trace.flight import MEETINGS
 
 FIELDS = (
     *("balancer", "point", "layer", "step", "digest"),

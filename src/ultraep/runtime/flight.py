@@ -10,7 +10,7 @@ is written when
         hangs writes, too
     the process receives SIGUSR1, unless the program uses this signal itself
 
-`ultraep trace crash` joins the files (`ultraep.trace.crash`). ULTRAEP_FLIGHT names their folder, or
+`ultraep trace crash` joins the files (`ultraep.tools.crash`). ULTRAEP_FLIGHT names their folder, or
 is "off".
 """
 
@@ -40,7 +40,7 @@ from ultraep.errors import CommunicationError, FileError
 from ultraep.files.writing import write_text
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.trace.crash import (
+from ultraep.trace.flight import (
     ERROR,
     KINDS,
     OFF,

@@ -21,11 +21,12 @@ from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
 from ultraep.tools.cli.options import option, split_numbers
 from ultraep.tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
+from ultraep.tools.crash import MOST_CRASHES, Crash, crash_folders, read_crash
 from ultraep.tools.export import timeline_of, write_csv, write_timeline
 from ultraep.tools.placement import busiest_domain, place_experts
 from ultraep.tools.replay import Replayed, cases, differing, replayed
 from ultraep.tools.report.words import counted
-from ultraep.trace.crash import MOST_CRASHES, Crash, crash_folders, default_folder, read_crash
+from ultraep.trace.flight import default_folder
 from ultraep.trace.read import Trace, read_trace
 
 DIFFERS = 1  # exit code of a replay that differs from the recorded plans

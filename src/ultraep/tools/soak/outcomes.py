@@ -22,8 +22,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ultraep.errors import FileError
+from ultraep.tools.crash import crash_folders, read_crash
 from ultraep.tools.soak.schedule import Fault
-from ultraep.trace.crash import crash_folders, read_crash
 
 SURVIVED, STOPPED, UNNAMED, HANG = "survived", "stopped", "unnamed", "hang"
 WRONG, LEAK, NOT_INJECTED, UNEXPLAINED = "wrong number", "leak", "not injected", "unexplained"
