@@ -14,7 +14,7 @@ Shapes: A rows, L slots, D model width, F hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from timing import Call, alternating_ms, captured, free
 from torch import nn
 
 import ultraep
-from ultraep.ops.fp8 import E4M3, FP8Stacks, pack, parts
+from ultraep.ops.fp8 import E4M3, pack, parts
 
 PLAIN, TRAINED, FROZEN = "bf16", "fp8, trained", "fp8, frozen"
 
@@ -77,7 +77,7 @@ def products(bench: Bench) -> None:
 
 
 def product_lines(bench: Bench, case: Case, slots: int, height: int, width: int) -> list[Line]:
-    from ultraep.backends.triton.fp8 import TritonFP8, quantise
+    from ultraep.backends.triton.fp8 import quantise
     from ultraep.backends.triton.products import TritonProducts
     from ultraep.ops.activations import activation_named
 
@@ -88,13 +88,15 @@ def product_lines(bench: Bench, case: Case, slots: int, height: int, width: int)
     codes = torch.empty_like(weights, dtype=E4M3)
     scales = weights.new_empty(slots, height, 1, dtype=torch.float32)
     quantise(weights, codes, scales)
-    stacks, packed = FP8Stacks(as_stacks(codes), as_stacks(scales)), pack(rows, quantise)
+    stacks, packed = replace(as_stacks(codes), scales=as_stacks(scales)), pack(rows, quantise)
     out, dtype = rows.new_empty(count, height), rows.dtype
     calls: dict[str, Callable[[], torch.Tensor]] = {
         PLAIN: partial(
             TritonProducts(offsets, swiglu, dtype).multiply, rows, as_stacks(weights), None, out=out
         ),
-        "fp8": partial(TritonFP8(offsets, swiglu, dtype).multiply, packed, stacks, None, out=out),
+        "fp8": partial(
+            TritonProducts(offsets, swiglu, dtype, fp8=True).multiply, packed, stacks, None, out=out
+        ),
     }
     if bench.on_gpu:
         calls |= torch_calls(rows, weights, packed, codes, scales, offsets[1:], out)

@@ -244,12 +244,15 @@ def launch_fp8(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, machine: Any, rows: int = 4096
 ) -> None:
     """Launch FP8 products, where they run, and conversions."""
+    from dataclasses import replace
+
     import torch
 
     from ultraep.backends.triton.blocks import E4M3_FROM, TABLES
-    from ultraep.backends.triton.fp8 import TritonFP8, quantise
+    from ultraep.backends.triton.fp8 import quantise
+    from ultraep.backends.triton.products import TritonProducts
     from ultraep.ops.activations import activation_named
-    from ultraep.ops.fp8 import E4M3, FP8Stacks, pack
+    from ultraep.ops.fp8 import E4M3, pack
     from ultraep.ops.products import Stacks
 
     def stacks(*shape: int, dtype: Any = torch.bfloat16) -> Stacks:
@@ -261,11 +264,11 @@ def launch_fp8(
     quantise(torch.empty(homes, hidden, ffn, dtype=torch.bfloat16), codes.homes, scales.homes)
     pack(outer, quantise)
     table, swiglu = TABLES[machine.backend], activation_named("swiglu")
-    products = TritonFP8(offsets, swiglu, outer.dtype, 132, table)
+    products = TritonProducts(offsets, swiglu, outer.dtype, 132, table, fp8=True)
     packed = products.activate(wide)
     if machine.backend == "cuda" and divmod(machine.arch, 10) >= E4M3_FROM:
         bias, gates = (stacks(hidden), torch.empty(rows)) if biases else (None, None)
-        products.multiply(packed, FP8Stacks(codes, scales), bias, scale=gates, out=outer)
+        products.multiply(packed, replace(codes, scales=scales), bias, scale=gates, out=outer)
 
 
 def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int) -> None:

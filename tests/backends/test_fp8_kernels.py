@@ -1,6 +1,7 @@
 """FP8 on the GPU, compared with the torch twins; without a GPU, Triton interprets the kernels."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,12 +13,12 @@ from test_grouped import LOW, dot
 from triton.runtime.interpreter import InterpreterBuilder
 
 from ultraep.backends.triton import fp8 as kernels
+from ultraep.backends.triton import products as triton_products
 from ultraep.backends.triton.blocks import Blocks, multiplies_e4m3
 from ultraep.backends.triton.device import default_device, interpreted, launching
-from ultraep.backends.triton.fp8 import TritonFP8
 from ultraep.ops import fp8
 from ultraep.ops.activations import activation_named
-from ultraep.ops.fp8 import E4M3, FP8Products, FP8Stacks, dequantise, pack, parts
+from ultraep.ops.fp8 import E4M3, dequantise, pack, parts
 from ultraep.ops.products import Stacks, TorchProducts
 
 DEVICE = default_device()
@@ -44,7 +45,8 @@ def watch(monkeypatch):
 
 
 def engine(offsets, dtype, **options):
-    return TritonFP8(offsets, activation_named("swiglu"), dtype, **options)
+    swiglu = activation_named("swiglu")
+    return triton_products.TritonProducts(offsets, swiglu, dtype, fp8=True, **options)
 
 
 def drawn(*shape, seed=0, dtype=torch.float32):
@@ -116,15 +118,17 @@ class Case:
         counts = SLOTS[name]
         self.total, self.dtype = sum(map(sum, counts)), dtype
         begins = torch.tensor([0, *counts[0], *counts[1]]).cumsum(0)
-        plain = TorchProducts(begins.tolist(), activation_named("swiglu"), bitwise=True)
-        self.twin = FP8Products(plain, dtype)
+        swiglu = activation_named("swiglu")
+        self.twin = TorchProducts(begins.tolist(), swiglu, bitwise=True, fp8=dtype)
         offsets = begins.to(DEVICE, torch.int32)
         self.kernels = engine(offsets, dtype, programs=2, table=table)
         self.rows = drawn(CAPACITY, depth, dtype=dtype, seed=1)
         self.scale = drawn(CAPACITY, seed=2)
         stacks = [quantised(drawn(len(n), width, depth, seed=3)) for n in counts]
         self.bias = Stacks(*(drawn(len(n), width, seed=4) for n in counts))
-        self.weights = FP8Stacks(*(Stacks(*pair) for pair in zip(*stacks, strict=True)))
+        codes, scales = (Stacks(*pair) for pair in zip(*stacks, strict=True))
+        self.weights = replace(codes, scales=scales)
+        self.packed = pack(self.rows)
 
 
 def close(actual, expected, dtype=torch.float32):
@@ -142,19 +146,17 @@ def test_products_are_those_of_the_twin(name, dtype, any_scales):
     case = Case(name, dtype)
     for stack in (case.weights.scales.homes, case.weights.scales.copies) if any_scales else ():
         stack *= 1 + torch.rand(stack.shape, generator=torch.Generator().manual_seed(6)).to(DEVICE)
-    packed = case.twin.packed(case.rows)
     for bias, scale in ((None, None), (case.bias, case.scale)):
-        actual = case.kernels.multiply(packed, case.weights, bias, scale=scale)
-        expected = case.twin.multiply(packed, case.weights, bias, scale=scale)
+        actual = case.kernels.multiply(case.packed, case.weights, bias, scale=scale)
+        expected = case.twin.multiply(case.packed, case.weights, bias, scale=scale)
         close(actual[: case.total], expected[: case.total], dtype)
 
 
 def test_gpus_that_cannot_multiply_e4m3_dequantise(monkeypatch):
-    monkeypatch.setattr(kernels, "multiplies_e4m3", lambda device: False)
+    monkeypatch.setattr(triton_products, "multiplies_e4m3", lambda device: False)
     case = Case()
-    packed = case.twin.packed(case.rows)
-    actual = case.kernels.multiply(packed, case.weights, case.bias)
-    expected = case.twin.multiply(packed, case.weights, case.bias)
+    actual = case.kernels.multiply(case.packed, case.weights, case.bias)
+    expected = case.twin.multiply(case.packed, case.weights, case.bias)
     close(actual[: case.total], expected[: case.total])
 
 
@@ -176,11 +178,11 @@ def test_what_stands_between_products_is_that_of_the_twin(dtype):
 
 def test_backward_uses_dequantised_numbers():
     case, results = Case(), []
-    packed, d_out = case.twin.packed(case.rows), drawn(CAPACITY, 40, seed=5)
+    d_out = drawn(CAPACITY, 40, seed=5)
     for products in (case.kernels, case.twin):
         d_rows = products.multiply_transposed(d_out, case.weights)
         into = Stacks(*(torch.empty(n, 40, 300, device=DEVICE) for n in (3, 2)))
-        products.weight_gradients(d_out, packed, into, None)
+        products.weight_gradients(d_out, case.packed, into, None)
         results.append([d_rows[: case.total], into.homes, into.copies])
     for actual, expected in zip(*results, strict=True):
         close(actual, expected)
@@ -195,7 +197,7 @@ def test_bits_do_not_depend_on_the_place(dtype):
 def assert_same_bits(rows, weights, ends, **options):
     """One slot, or several with the same weights and the rows in another order."""
     order, results = torch.randperm(len(rows)).to(DEVICE), []
-    packed, homes = pack(rows), (weights.codes.homes, weights.scales.homes)
+    packed, homes = pack(rows), (weights.homes, weights.scales.homes)
     for begins, moved in (([0, len(rows)], packed), (ends, packed[order])):
         count = len(begins) - 2  # of home slots; the last slot is a spare one
         repeated = [Stacks(t[:1].repeat(count, 1, 1), t[:1].clone()) for t in homes]
@@ -203,7 +205,8 @@ def assert_same_bits(rows, weights, ends, **options):
             repeated = [Stacks(t[:1], t[:0]) for t in homes]
         offsets = torch.tensor(begins, dtype=torch.int32, device=DEVICE)
         products = engine(offsets, rows.dtype, **options)
-        results.append(products.multiply(moved, FP8Stacks(*repeated), None))
+        stacks = replace(repeated[0], scales=repeated[1])
+        results.append(products.multiply(moved, stacks, None))
     assert torch.equal(results[0][order], results[1])
 
 
@@ -217,7 +220,7 @@ def test_large_products(sizes):
     begins = torch.tensor([0, 700, 0, 1, 513]).cumsum(0)
     rows = torch.randn(1500, width, device=DEVICE, dtype=torch.bfloat16)
     codes, scales = quantised(torch.randn(4, height, width, device=DEVICE) * width**-0.5)
-    weights = FP8Stacks(Stacks(codes[:3], codes[3:]), Stacks(scales[:3], scales[3:]))
+    weights = Stacks(codes[:3], codes[3:], scales=Stacks(scales[:3], scales[3:]))
     packed, out = pack(rows, kernels.quantise), rows.new_full((1500, height), 7.0)
     products = engine(begins.to(DEVICE, torch.int32), rows.dtype)
     products.multiply(packed, weights, None, out=out)
@@ -236,5 +239,5 @@ def test_bits_do_not_depend_on_the_place_in_the_tiles_of_this_gpu():
     """In one slot, or in two of which one ends with half a tile."""
     rows = torch.randn(700, 1024, device=DEVICE, dtype=torch.bfloat16)
     codes, scales = quantised(torch.randn(1, 512, 1024, device=DEVICE))
-    weights = FP8Stacks(Stacks(codes, codes[:0]), Stacks(scales, scales[:0]))
+    weights = Stacks(codes, codes[:0], scales=Stacks(scales, scales[:0]))
     assert_same_bits(rows, weights, [0, 170, 700])

@@ -18,7 +18,8 @@ from ultraep.backends.triton.blocks import TABLES, Blocks
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.kernels.grouped import work_of_product
 from ultraep.backends.triton.kernels.tiles import lay_tiles
-from ultraep.backends.triton.products import TritonProducts, matrix
+from ultraep.backends.triton.launch import matrix
+from ultraep.backends.triton.products import TritonProducts
 from ultraep.ops.activations import activation_named, swiglu
 from ultraep.ops.products import Beside, Stacks
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -29,10 +29,7 @@ from ultraep.ops.activations import activation_named
 from ultraep.ops.fp8 import (
     E4M3,
     SCALES,
-    FP8Products,
-    FP8Stacks,
     Quantise,
-    check_fp8,
     pack,
     quantise,
 )
@@ -46,7 +43,6 @@ BIASES = ("gate_up_bias", "down_bias")
 FORMATS = ("fp8",)
 QUANTISED = (*SCALES, *SCALES.values())  # codes and scales
 Weights = Mapping[str, torch.Tensor]
-Engine = Products | FP8Products
 
 
 class Experts(HomeModule):
@@ -85,9 +81,13 @@ class Experts(HomeModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        if engine is not None:
+            check_choice("engine", engine, ENGINES)
         if quantised is not None:
             check_choice("quantised", quantised, FORMATS)
-        self._configure(home_experts, activation, bitwise, engine, fp8=quantised is not None)
+        self.activation = activation_named(activation)
+        self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
+        self.fp8, self._codes = quantised is not None, {}
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         homes, up = len(home_experts), self.activation.inputs * ffn
         self.gate_up_proj = nn.Parameter(torch.empty(homes, up, hidden, **options))
@@ -95,43 +95,26 @@ class Experts(HomeModule):
         for name, width in zip(BIASES, (up, hidden), strict=True):
             zeros = nn.Parameter(torch.zeros(homes, width, **options)) if bias else None
             self.register_parameter(name, zeros)
+        for name in SCALES.values():
+            self.register_parameter(name, None)
         for index, expert in enumerate(home_experts):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
             for stack in (self.gate_up_proj, self.down_proj):
                 draw(stack[index], generator)
 
-    @classmethod
-    def from_fp8(
-        cls,
-        tensors: Weights,
-        home_experts: list[int],
-        *,
-        activation: str = "swiglu",
-        bitwise: bool = False,
-        engine: str | None = None,
-    ) -> Self:
-        """Build frozen experts from the FP8 tensors of a checkpoint with one scale per row.
-
-        tensors: `gate_up_proj` and `down_proj`, `[H, N, K]` e4m3; `gate_up_scales` and
-            `down_scales`, `[H, N, 1]` float32; optional `gate_up_bias` and `down_bias`.
-        """
-        experts = cls.__new__(cls)
-        HomeModule.__init__(experts)
-        experts._configure(home_experts, activation, bitwise, engine, fp8=True)
-        check_fp8(tensors, len(home_experts))
-        experts._hold_frozen(tensors)
-        return experts
-
     def freeze(self) -> Self:
         """Quantise the weights to FP8 once, and drop the full weights: they cannot be trained.
 
-        Call it after the weights were loaded, and before a graph is captured.
+        Call it after full weights were loaded. FP8 weights with scales `[H, N, 1]` are loaded
+        afterwards, by `load_state_dict`.
         """
         if not self.fp8:
             raise ConfigError("freeze() needs FP8 experts; create them with quantised='fp8'")
         if not self.frozen:
             self._quantise_weights()
-            self._hold_frozen(self._own_tensors() | self._codes)
+            for name, tensor in (self._own_tensors() | self._codes).items():
+                fixed = nn.Parameter(tensor.detach(), requires_grad=False)
+                self.register_parameter(name, fixed)
             self._codes = {}
         return self
 
@@ -139,30 +122,6 @@ class Experts(HomeModule):
     def frozen(self) -> bool:
         """Whether the experts hold FP8 weights only."""
         return self.gate_up_scales is not None
-
-    def _hold_frozen(self, tensors: Weights) -> None:
-        for name in (*QUANTISED, *BIASES):
-            stack = tensors.get(name)
-            fixed = None if stack is None else nn.Parameter(stack.detach(), requires_grad=False)
-            self.register_parameter(name, fixed)
-
-    def _configure(
-        self,
-        home_experts: list[int],
-        activation: str,
-        bitwise: bool,
-        engine: str | None,
-        *,
-        fp8: bool,
-    ) -> None:
-        if engine is not None:
-            check_choice("engine", engine, ENGINES)
-        self.activation = activation_named(activation)
-        self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
-        self.fp8 = fp8
-        self._codes = {}
-        for name in SCALES.values():
-            self.register_parameter(name, None)
 
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
@@ -242,20 +201,18 @@ class Experts(HomeModule):
         )
         return outputs
 
-    def _engine(self, arrivals: Arrivals, replicas: Replicas) -> Engine:
+    def _engine(self, arrivals: Arrivals, replicas: Replicas) -> Products:
         """Return the products engine for these rows."""
         engine, rows = self.engine, arrivals.rows
         if engine is None:
             small = rows.dtype.itemsize <= 4  # the kernels do not support float64
             engine = "triton" if replicas.kernels and small else "torch"
         if engine == "torch":
-            plain = TorchProducts(arrivals.begins(), self.activation, bitwise=self.bitwise)
-            return FP8Products(plain, rows.dtype) if self.fp8 else plain
-        from ultraep.backends.triton.fp8 import TritonFP8
+            fp8 = rows.dtype if self.fp8 else None
+            return TorchProducts(arrivals.begins(), self.activation, bitwise=self.bitwise, fp8=fp8)
         from ultraep.backends.triton.products import TritonProducts
 
-        kind = TritonFP8 if self.fp8 else TritonProducts
-        return kind(arrivals.offsets, self.activation, rows.dtype)
+        return TritonProducts(arrivals.offsets, self.activation, rows.dtype, fp8=self.fp8)
 
 
 def _quantise_on(device: torch.device) -> Quantise:
@@ -275,7 +232,7 @@ def _packed(rows: torch.Tensor) -> torch.Tensor:
 class _Call:
     """The weights and the engine for the rows of one microbatch."""
 
-    products: Engine
+    products: Products
     replicas: Replicas
     names: tuple[str, ...]  # of the trained weights
     quantised: dict[str, torch.Tensor] = field(default_factory=dict)  # multiplied instead
@@ -299,8 +256,8 @@ class _TwoProducts(torch.autograd.Function):
     ) -> torch.Tensor:
         products, homes = call.products, call.homes(stacked)
         slots, inputs = call.replicas.tensors(), rows_AD if packed is None else packed
-        if packed is None and isinstance(products, FP8Products):
-            inputs = products.packed(rows_AD)
+        if packed is None and call.quantised:
+            inputs = _packed(rows_AD)
         up = products.multiply(inputs, *_layer(homes, slots, "gate_up"))
         outputs_AD = products.multiply(
             products.activate(up),
@@ -347,18 +304,17 @@ def _layer(
     layer: str,
     sums: Weights | None = None,
     spans: torch.Tensor | None = None,
-) -> tuple[Any, Stacks | None]:
-    """Return weights and biases of one layer of all slots, or their gradients.
+) -> tuple[Stacks, Stacks | None]:
+    """Return weights and biases of one layer of all slots, or their gradients."""
 
-    The weights are `FP8Stacks` if there are scales, else `Stacks`.
-    """
-
-    def stacks(name: str) -> Stacks:
+    def stacks(name: str) -> Stacks | None:
+        if name not in homes:
+            return None
         return Stacks(homes[name].detach(), slots[name], sums[name] if sums else None, spans)
 
-    weight, bias, scales = stacks(f"{layer}_proj"), f"{layer}_bias", f"{layer}_scales"
-    weights = FP8Stacks(weight, stacks(scales)) if scales in homes else weight
-    return weights, stacks(bias) if bias in homes else None
+    weights = stacks(f"{layer}_proj")
+    assert weights is not None
+    return replace(weights, scales=stacks(f"{layer}_scales")), stacks(f"{layer}_bias")
 
 
 class _Gradients:
@@ -385,7 +341,7 @@ class _Gradients:
             for n, w in homes.items()
         }
 
-    def of(self, layer: str) -> tuple[Any, Stacks | None]:
+    def of(self, layer: str) -> tuple[Stacks, Stacks | None]:
         """Return the memory for the gradients of one layer."""
         return _layer(self._of_homes, self._slots, layer, self._own, self._spans)
 

@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import linear
 
 from ultraep.ops.activations import Activation
+from ultraep.ops.fp8 import dequantise, pack, unpack
 from ultraep.ops.modes import unseen
 
 TILE = 32
@@ -34,13 +35,15 @@ class Stacks:
     """One tensor per slot: a stack of the home slots and a stack of the spare slots.
 
     Both have equal strides within a slot and a contiguous last dimension. They have one dtype,
-    except gradients: `homes` may have the dtype of the parameters.
+    except gradients: `homes` may have the dtype of the parameters. FP8 weights [N, K] have scales
+    [N, 1] per slot.
     """
 
     homes: torch.Tensor
     copies: torch.Tensor
     sums: torch.Tensor | None = None  # replaces `homes` for gradients that replicas are added to
     spans: torch.Tensor | None = None  # [H, 2] begin and end of the replicas of each home expert
+    scales: Stacks | None = None  # of FP8 weights
 
     def __post_init__(self) -> None:
         homes, copies, sums = self.homes, self.copies, self.sums
@@ -50,6 +53,15 @@ class Stacks:
 
     def __len__(self) -> int:
         return len(self.homes) + len(self.copies)
+
+    def plain(self, dtype: torch.dtype) -> Stacks:
+        """Return the stacks; FP8 weights are dequantised."""
+        if self.scales is None:
+            return self
+        return Stacks(
+            dequantise(self.homes, self.scales.homes, dtype),
+            dequantise(self.copies, self.scales.copies, dtype),
+        )
 
     def __getitem__(self, slot: int) -> torch.Tensor:
         spare = slot - len(self.homes)
@@ -67,7 +79,11 @@ class Beside(NamedTuple):
 
 
 class Products(Protocol):
-    """Products and activations of stage 6 for the rows of one microbatch."""
+    """Products and activations of stage 6 for the rows of one microbatch.
+
+    With FP8 weights, `multiply` takes packed rows and `activate` returns them; backward uses the
+    dequantised numbers.
+    """
 
     @property
     def knows_spans(self) -> bool:
@@ -131,6 +147,7 @@ class TorchProducts:
 
     begins: [L + 1] where the rows of each slot begin.
     bitwise: multiply fixed tiles of rows, so that a row never depends on the rows beside it.
+    fp8: dtype of the results of FP8 products; None: weights are not FP8.
 
     Returns new tensors and never writes a part of one: selective checkpointing may keep any of
     them.
@@ -138,8 +155,15 @@ class TorchProducts:
 
     knows_spans = False
 
-    def __init__(self, begins: list[int], activation: Activation, *, bitwise: bool = False) -> None:
-        self._begins, self._activation = begins, activation
+    def __init__(
+        self,
+        begins: list[int],
+        activation: Activation,
+        *,
+        bitwise: bool = False,
+        fp8: torch.dtype | None = None,
+    ) -> None:
+        self._begins, self._activation, self._fp8 = begins, activation, fp8
         self._tile = TILE if bitwise else None
 
     def multiply(
@@ -151,6 +175,9 @@ class TorchProducts:
         scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if self._fp8 is not None:
+            rows_AK = unpack(rows_AK, weights.homes.shape[2], self._fp8)
+            weights = weights.plain(self._fp8)
         parts = []
         for slot, part in self._parts():
             weight = _of_slot(weights, slot, rows_AK)
@@ -168,6 +195,7 @@ class TorchProducts:
         beside: Beside | None = None,
     ) -> torch.Tensor:
         del beside  # only for GPUs
+        weights = weights.plain(rows_AN.dtype)
         parts = [
             self._in_tiles(torch.matmul, rows_AN[part], _of_slot(weights, slot, rows_AN))
             for slot, part in self._parts()
@@ -175,7 +203,8 @@ class TorchProducts:
         return self._joined(parts, rows_AN, weights.homes.shape[2], out)
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
-        return self._activation.apply(up)
+        hidden_AF = self._activation.apply(up)
+        return hidden_AF if self._fp8 is None else pack(hidden_AF)
 
     def activate_backward(
         self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
@@ -195,6 +224,7 @@ class TorchProducts:
         *,
         scale: torch.Tensor | None = None,
     ) -> None:
+        rows_AK = unpacked_input(rows_AK, into, d_out_AN)
         for slot, (begin, end) in enumerate(pairwise(self._begins[: len(into) + 1])):
             part = slice(begin, end)
             d_out = d_out_AN[part]
@@ -232,6 +262,13 @@ class TorchProducts:
         padded = torch.cat([rows, rows.new_zeros(short, rows.shape[1])])
         products = [multiply(part, *weights) for part in padded.split(self._tile)]
         return torch.cat(products)[: len(rows)]
+
+
+def unpacked_input(rows: torch.Tensor, gradient: Stacks, d_out_AN: torch.Tensor) -> torch.Tensor:
+    """Return the `[A, K]` input of a product with these gradients; it may be packed."""
+    if rows.dtype != torch.uint8:
+        return rows
+    return unpack(rows, gradient.homes.shape[2], d_out_AN.dtype)
 
 
 def activate_backward(

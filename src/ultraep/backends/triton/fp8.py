@@ -1,6 +1,6 @@
-"""FP8 on a GPU: launches of `kernels/fp8`, and products; twin of `ultraep.ops.fp8`.
+"""Launches of `kernels/fp8`: the functions of `ops.fp8` for tensors on a GPU.
 
-Shapes: A row capacity, N and K of a weight, F hidden width.
+Shapes: A row capacity, K columns, F hidden width.
 """
 
 from __future__ import annotations
@@ -8,13 +8,9 @@ from __future__ import annotations
 import torch
 
 import ultraep.ops.fp8 as plain
-from ultraep.backends.triton.blocks import Table, multiplies_e4m3
 from ultraep.backends.triton.kernels import fp8 as kernels
-from ultraep.backends.triton.launch import cdiv, power_of_2, quick
-from ultraep.backends.triton.products import TritonProducts, matrix
-from ultraep.ops.activations import Activation
-from ultraep.ops.fp8 import FP8Products, FP8Stacks, empty_packed, parts
-from ultraep.ops.products import Stacks
+from ultraep.backends.triton.launch import cdiv, matrix, power_of_2, quick
+from ultraep.ops.fp8 import empty_packed, parts
 
 ELEMENTS, WARPS = 8192, 8  # of a tile of `quantise`
 ACTIVATED, ACTIVATED_WARPS = 2048, 4  # of a tile of the activation
@@ -40,64 +36,29 @@ def quantise(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
         )
 
 
+def swiglu_packed(up: torch.Tensor, offsets: torch.Tensor, programs: int) -> torch.Tensor:
+    """Return packed rows: silu of the first half of `up` [A, 2F], times the second half.
+
+    Rows behind `offsets[-1]` are neither read nor written.
+    """
+    width = up.shape[1] // 2
+    packed = empty_packed(len(up), width, up.device)
+    codes, scales = parts(packed, width)
+    high, padded = _tile(width, ACTIVATED)
+    quick(kernels.swiglu_quantise)[(programs * RESIDENT,)](
+        matrix(up),
+        offsets,
+        matrix(codes.view(torch.uint8)),
+        matrix(scales),
+        len(offsets) - 1,
+        BLOCK_M=high,
+        BLOCK_N=padded,
+        num_warps=ACTIVATED_WARPS,
+    )
+    return packed
+
+
 def _tile(columns: int, elements: int) -> tuple[int, int]:
     """Return rows and columns of a tile of whole rows."""
     padded = power_of_2(columns)
     return max(1, elements // padded), padded
-
-
-class TritonFP8(FP8Products):
-    """Products of all slots in one launch; see `TritonProducts` for the arguments.
-
-    GPUs that cannot multiply e4m3 multiply dequantised numbers.
-    """
-
-    quantise = staticmethod(quantise)
-
-    def __init__(
-        self,
-        offsets: torch.Tensor,
-        activation: Activation,
-        dtype: torch.dtype,
-        programs: int | None = None,
-        table: Table | None = None,
-    ) -> None:
-        self._products = TritonProducts(offsets, activation, dtype, programs, table)
-        super().__init__(self._products, dtype)
-        self._fused = activation.name == "swiglu"
-        self._native = multiplies_e4m3(offsets.device)
-
-    def multiply(
-        self,
-        packed: torch.Tensor,
-        weights: FP8Stacks,
-        bias: Stacks | None,
-        *,
-        scale: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if not self._native:
-            return super().multiply(packed, weights, bias, scale=scale, out=out)
-        codes, scales = parts(packed, weights.codes.homes.shape[2])
-        return self._products.multiply(
-            codes, weights.codes, bias, scale=scale, out=out, scales=(scales, weights.scales)
-        )
-
-    def activate(self, up: torch.Tensor) -> torch.Tensor:
-        if not self._fused:
-            return super().activate(up)
-        width = up.shape[1] // 2
-        packed = empty_packed(len(up), width, up.device)
-        codes, scales = parts(packed, width)
-        high, padded = _tile(width, ACTIVATED)
-        quick(kernels.swiglu_quantise)[(self._products.programs * RESIDENT,)](
-            matrix(up),
-            self._products.offsets,
-            matrix(codes.view(torch.uint8)),
-            matrix(scales),
-            self._products.num_slots,
-            BLOCK_M=high,
-            BLOCK_N=padded,
-            num_warps=ACTIVATED_WARPS,
-        )
-        return packed

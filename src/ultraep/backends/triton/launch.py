@@ -17,6 +17,7 @@ import torch
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
+from ultraep.backends.triton.kernels.tiles import Matrix
 from ultraep.errors import ConfigError
 
 ALIGNED = 15  # bits of an address or integer for which kernels are specialised
@@ -32,6 +33,13 @@ def cdiv(number: int, size: int) -> int:
 def power_of_2(number: int) -> int:
     """Return the least power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def matrix(tensor: torch.Tensor | None) -> Matrix:
+    """Return a matrix as the argument of a kernel."""
+    if tensor is None:
+        return Matrix(None, None, None)
+    return Matrix(tensor, tensor.stride(0), tensor.shape[1])
 
 
 def multiprocessors(device: torch.device) -> int:

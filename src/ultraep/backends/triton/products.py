@@ -9,13 +9,21 @@ from __future__ import annotations
 import torch
 
 import ultraep.ops.products as plain
-from ultraep.backends.triton.blocks import Blocks, Table, default_table, square_band
+from ultraep.backends.triton.blocks import (
+    Blocks,
+    Table,
+    default_table,
+    multiplies_e4m3,
+    square_band,
+)
+from ultraep.backends.triton.fp8 import quantise, swiglu_packed
 from ultraep.backends.triton.kernels import grouped, rowwise, tiles
 from ultraep.backends.triton.kernels.grouped import Tiling
-from ultraep.backends.triton.kernels.tiles import Matrix, SlotTensors
-from ultraep.backends.triton.launch import cdiv, multiprocessors, power_of_2, quick
+from ultraep.backends.triton.kernels.tiles import SlotTensors
+from ultraep.backends.triton.launch import cdiv, matrix, multiprocessors, power_of_2, quick
 from ultraep.errors import ConfigError
 from ultraep.ops.activations import Activation
+from ultraep.ops.fp8 import dequantise, pack, parts
 from ultraep.ops.products import Beside, Stacks
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,6 +38,7 @@ class TritonProducts:
     dtype: of the rows; weights of another dtype are converted, as under autocast.
     programs: multiprocessors to use; None: all.
     table: tile sizes; None: the table of this GPU.
+    fp8: weights are FP8. GPUs that cannot multiply e4m3 multiply dequantised numbers.
 
     Sums are float32. A row of a result has the same bits at any position, beside any other rows; a
     sum over rows depends on their order.
@@ -44,6 +53,7 @@ class TritonProducts:
         dtype: torch.dtype,
         programs: int | None = None,
         table: Table | None = None,
+        fp8: bool = False,
     ) -> None:
         if dtype not in TYPES:
             known = ", ".join(map(str, TYPES))
@@ -54,7 +64,7 @@ class TritonProducts:
         self.offsets, self.num_slots = offsets, len(offsets) - 1
         self.programs = programs or multiprocessors(offsets.device)
         self.table = table or default_table()
-        self._activation, self._dtype = activation, dtype
+        self._activation, self._dtype, self._fp8 = activation, dtype, fp8
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
         self._padded_slots = power_of_2(max(1, self.num_slots))
 
@@ -66,20 +76,21 @@ class TritonProducts:
         *,
         scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        scales: tuple[torch.Tensor, Stacks] | None = None,
     ) -> torch.Tensor:
-        """[A, N] rows @ W^T + bias, times `scale` [A]; W [N, K] and bias [N] per slot.
-
-        scales: of FP8 rows [A, 1] and of FP8 weights, [N, 1] per slot.
-        """
+        row_scales, weight_scales = None, weights.scales
+        if weight_scales is not None:
+            rows_AK, row_scales = parts(rows_AK, weights.homes.shape[2])
+            if not multiplies_e4m3(rows_AK.device):
+                rows_AK = dequantise(rows_AK, row_scales, self._dtype)
+                weights, row_scales, weight_scales = weights.plain(self._dtype), None, None
         weights = fitting(weights, rows_AK.dtype)
         width = weights.homes.shape[1]
         self.check(weights, (width, rows_AK.shape[1]))
         if bias is not None:
             bias = fitting(bias, self._dtype)
             self.check(bias, (width,))
-        if scales is not None:
-            self.check(scales[1], (width, 1))
+        if weight_scales is not None:
+            self.check(weight_scales, (width, 1))
         out_AN = out
         if out_AN is None:
             out_AN = rows_AK.new_empty(len(rows_AK), width, dtype=self._dtype)
@@ -87,6 +98,7 @@ class TritonProducts:
         order = self.tile_order(len(rows_AK), blocks)
         scale = None if scale is None else scale.float()
         arguments = rows_AK, weights, bias, scale, order, out_AN, blocks
+        scales = row_scales, weight_scales
         self._multiply(*arguments, self.programs, transposed=False, scales=scales)
         return out_AN
 
@@ -98,7 +110,7 @@ class TritonProducts:
         out: torch.Tensor | None = None,
         beside: Beside | None = None,
     ) -> torch.Tensor:
-        weights = fitting(weights, rows_AN.dtype)
+        weights = fitting(weights.plain(rows_AN.dtype), rows_AN.dtype)
         width = weights.homes.shape[2]
         self.check(weights, (rows_AN.shape[1], width))
         out_AK = rows_AN.new_empty(len(rows_AN), width) if out is None else out
@@ -127,9 +139,9 @@ class TritonProducts:
         *,
         transposed: bool,
         drawn: bool = False,
-        scales: tuple[torch.Tensor, Stacks] | None = None,
+        scales: tuple[torch.Tensor | None, Stacks | None] = (None, None),
     ) -> None:
-        row_scales, weight_scales = scales or (None, None)
+        row_scales, weight_scales = scales
         check_rows(rows, out, scale, row_scales)
         quick(grouped.multiply)[(programs * blocks.resident,)](
             matrix(rows),
@@ -150,7 +162,10 @@ class TritonProducts:
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         if self._activation.name != "swiglu":
-            return self._activation.apply(up)
+            hidden_AF = self._activation.apply(up)
+            return pack(hidden_AF, quantise) if self._fp8 else hidden_AF
+        if self._fp8:
+            return swiglu_packed(up, self.offsets, self.programs)
         hidden_AF = up.new_empty(len(up), up.shape[1] // 2)
         check_rows(up, hidden_AF)
         blocks = self.table["swiglu", up.element_size()]
@@ -217,6 +232,7 @@ class TritonProducts:
         *,
         scale: torch.Tensor | None = None,
     ) -> None:
+        rows_AK = plain.unpacked_input(rows_AK, into, d_out_AN)
         height, width = d_out_AN.shape[1], rows_AK.shape[1]
         scale = None if scale is None else scale.float()
         check_rows(d_out_AN, rows_AK, scale)
@@ -275,13 +291,6 @@ def check_rows(*tensors: torch.Tensor | None) -> None:
         assert len(tensor) == len(present[0]), (tensor.shape, present[0].shape)
         assert tensor.stride(-1) == 1, tensor.stride()
         assert tensor.ndim > 1 or tensor.dtype == torch.float32, tensor.dtype
-
-
-def matrix(tensor: torch.Tensor | None) -> Matrix:
-    """Return a matrix as the argument of a kernel."""
-    if tensor is None:
-        return Matrix(None, None, None)
-    return Matrix(tensor, tensor.stride(0), tensor.shape[1])
 
 
 def slot_tensors(stacks: Stacks | None) -> SlotTensors:

@@ -120,12 +120,12 @@ def multiply(
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(out.columns, TILING.BLOCK_N)
     halves = TILING.HALF and tl.load(tiles_ptr + 1) != 0
     first = draw_tile(tiles_ptr) if DRAWN else tl.program_id(0)
-    following, _, next_column = find_tile(tiles_ptr, first, num_m, num_n)
+    following, next_column = find_tile(tiles_ptr, first, num_m, num_n)
     if DRAWN:
         while first < num_m * num_n:
             part, column = following, next_column
             first = draw_tile(tiles_ptr)
-            following, _, next_column = find_tile(tiles_ptr, first, num_m, num_n)
+            following, next_column = find_tile(tiles_ptr, first, num_m, num_n)
             multiply_part(
                 rows, weights, biases, row_scales, weight_scales, scale_ptr, out, part, column,
                 halves, num_homes, TRANSPOSED, TILING
@@ -135,7 +135,7 @@ def multiply(
             part, column = following, next_column
             # Look up the next tile before this product: its entries are three loads away.
             next_tile = tile + tl.num_programs(0)
-            following, _, next_column = find_tile(tiles_ptr, next_tile, num_m, num_n)
+            following, next_column = find_tile(tiles_ptr, next_tile, num_m, num_n)
             multiply_part(
                 rows, weights, biases, row_scales, weight_scales, scale_ptr, out, part, column,
                 halves, num_homes, TRANSPOSED, TILING

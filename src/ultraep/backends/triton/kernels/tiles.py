@@ -106,7 +106,7 @@ def draw_tile(tiles):
 
 @triton.jit
 def find_tile(tiles, tile, high, wide):
-    """Return the rows of a tile, the index of its row of tiles, and its column.
+    """Return the rows of a tile, and its column.
 
     The count of rows runs to the end of the slot: it may be larger than BLOCK_M.
     """
@@ -120,7 +120,7 @@ def find_tile(tiles, tile, high, wide):
     slot = tl.load(at, mask=mask, other=0)
     begin = tl.load(at + 1, mask=mask, other=0)
     part = Part(slot, begin.to(tl.int64), tl.load(at + 2, mask=mask, other=0))
-    return part, number, within // height
+    return part, within // height
 
 
 @triton.jit
