@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from cases import NAMED, topologies
+from cases import topologies
 from guard import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +20,6 @@ from ranks import PATIENCE, QUICK, shared_pool
 from shared_peers import LocalPeers, SharedPeers
 from triton.runtime.interpreter import InterpreterBuilder
 
-import ultraep
 from ultraep import BalanceConfig, CommunicationError, ConfigError, Plan, Topology
 from ultraep.backends.triton import signals, streamer
 from ultraep.backends.triton.device import default_device, interpreted
@@ -32,7 +31,7 @@ from ultraep.hops import HOME, choose, hops
 DEVICE = default_device()
 MODES = ("direct", "chain", "auto")
 SCRIBBLE = 0xAB
-FILLS = 5
+FILLS = 3
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 
 
@@ -155,11 +154,11 @@ def streamer_of(group, rank, topology, mode):
     return Streamer(board, topology, relay=mode, programs=1)
 
 
-def schedules(plan, mode, nbytes, ranks=None):
-    """Yield the schedules of the kernel and of the host for these ranks."""
+def schedules(plan, mode, nbytes):
+    """Yield the schedules of the kernel and of the host, rank by rank."""
     topology, replicas = plan.topology, on_device(plan)
     group = LocalPeers(topology.ranks, device=DEVICE)
-    for rank in range(topology.ranks) if ranks is None else ranks:
+    for rank in range(topology.ranks):
         made_by = streamer_of(group, rank, topology, mode)
         made = torch.full((made_by.size,), -7, dtype=torch.int32, device=DEVICE)
         made_by.schedule(replicas, of_bytes(nbytes), made)
@@ -178,15 +177,6 @@ def schedules(plan, mode, nbytes, ranks=None):
 def test_schedules_are_those_of_the_plain_twin(topology, seed, fullness, mode, nbytes):
     plan = random_plan(np.random.default_rng(seed), topology, fullness)
     for actual, expected in schedules(plan, mode, nbytes):
-        assert actual == expected
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["zipf_two_slots", "lognormal_domains", "uneven_homes", "empty"])
-def test_schedules_of_real_plans(name, mode):
-    loads, topology = NAMED[name]
-    plan = ultraep.plan(loads, topology)
-    for actual, expected in schedules(plan, mode, 1 << 24, ranks=[0, topology.ranks - 1]):
         assert actual == expected
 
 
@@ -305,12 +295,6 @@ class Rank:
     def epoch(self, buffer=0):
         return int(self.board.words[self.board.channel_of_buffer(buffer)])
 
-    def memory(self):
-        """Return all memory that the kernels reach by address."""
-        regions = (self.board.region, self.board._no_table, *self.rows)
-        shared = [piece for region in regions for piece in region.handle]
-        return [*shared, *self.tensors.values()]
-
     def assert_filled(self, plan, buffer=0):
         """The slots of the plan hold their experts bit for bit; the others are untouched."""
         self.board.check()
@@ -366,7 +350,6 @@ def fill_again_and_again(rank, group, topology, options, fills, one_home):
 
 
 TRANSFERS = {  # ranks, topology, streamer, only experts of rank 0
-    "direct": (3, {"experts": 6, "slots": 2}, {"relay": "direct", "programs": 2}, False),
     "chains that cross": (4, {"experts": 8, "slots": 2}, {"relay": "chain"}, False),
     "chains of one home": (4, {"experts": 8, "slots": 1}, {"programs": 2}, True),
     "no homes": (3, {"experts": 5, "slots": 2, "homes": [0, 2, 0, 2, 2]}, {"relay": "auto"}, False),
@@ -421,24 +404,6 @@ def fill_what_is_there(rank, group):
 def test_slots_that_hold_a_schedule_are_not_filled_again():
     sent = [True, False, True, False, True, True, False, True]
     assert shared_pool().run(3, fill_what_is_there) == [(sent, [1, 1, 1, 1, 2, 3, 3, 4])] * 3
-
-
-def fill_under_watch(rank, group):
-    topology = Topology(ranks=3, experts=6, slots=2)
-    plan = random_plan(np.random.default_rng(3), topology, fullness=1.0)
-    with small_tiles():
-        me = Rank(SharedPeers(group), topology, seed=3)
-        me.slots().fill_(SCRIBBLE)
-        with watched(also=me.memory()) as watch:
-            me.fill(me.schedule(plan))
-            me.board.barrier("rows")
-        me.assert_filled(plan)
-    return {"stream", "share"} <= watch.kernels
-
-
-@only_interpreted
-def test_kernels_stay_in_the_memory_of_the_ranks():
-    assert all(shared_pool().run(3, fill_under_watch))
 
 
 def test_bundles_at_one_address_may_have_different_shapes():
@@ -520,10 +485,10 @@ def without_rank_2(rank, group, timeout):
 
 @only_interpreted
 def test_a_rank_that_never_arrives_is_named():
-    for rank, (errors, seconds) in enumerate(shared_pool().run(3, without_rank_2, 1.0)[:2]):
+    for rank, (errors, seconds) in enumerate(shared_pool().run(3, without_rank_2, 0.5)[:2]):
         assert seconds < QUICK
         for stage, message in zip(signals.STAGES, errors, strict=True):
-            assert message.startswith("rank 2 did not arrive within 1 s")
+            assert message.startswith("rank 2 did not arrive within 0.5 s")
             assert f"at stage {stage!r} (detected by rank {rank})" in message
 
 
@@ -644,8 +609,7 @@ def fanned_plan():
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("width", [1, 32, 77])
+@pytest.mark.parametrize(("width", "large"), [(1, True), (32, False), (77, True), (77, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, large):
     for rank in (0, 3):

@@ -27,13 +27,12 @@ import ultraep
 from ultraep import BalanceConfig, Rates, Topology, backends, workload
 from ultraep.backends.limits import Limits
 from ultraep.backends.reference.members import alias, thrifty
-from ultraep.backends.reference.place import attempts_of, domains_of, shared_threshold, solve
+from ultraep.backends.reference.place import domains_of, shared_threshold
 from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.kernels.reroute import place_on_line
-from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.rerouter import ROWS, strides
-from ultraep.config import UNLIMITED, rungs_of
+from ultraep.config import UNLIMITED
 from ultraep.reroute import reroute
 from ultraep.runtime.control import ControlPlane
 
@@ -81,7 +80,6 @@ def speeds_of(topology, seed=0):
     [
         EXACT,
         LOOSE,
-        BalanceConfig(tolerance=0.01),
         BalanceConfig(tolerance=0.3, locality=False, min_tokens_per_replica=20),
     ],
     ids=str,
@@ -108,11 +106,9 @@ def test_plans_of_random_cases(problem, config, data):
 @only_interpreted
 @few
 @given(problems(), timed_configs, st.data())
-def test_all_attempts_by_time_are_those_of_the_reference(problem, config, data):
+def test_plans_by_time_of_random_cases(problem, config, data):
     loads, topology = problem
-    config = maybe_with_speeds(data, config, topology)
-    assert_planned(loads, topology, config)
-    assert_attempts_agree(loads, topology, config)
+    assert_planned(loads, topology, maybe_with_speeds(data, config, topology))
 
 
 def test_rates_and_speeds_may_change_between_plans():
@@ -181,7 +177,9 @@ LARGE = {
 
 
 @pytest.mark.parametrize(
-    "config", [EXACT, LOOSE, pytest.param(FEW_LINKS, marks=pytest.mark.slow)], ids=str
+    "config",
+    [EXACT, *(pytest.param(c, marks=pytest.mark.slow) for c in (LOOSE, FEW_LINKS))],
+    ids=str,
 )
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_of_large_domains(name, config):
@@ -235,46 +233,6 @@ def test_a_device_plan_knows_its_slots():
     assert actual.expert_of_slot.tolist() == held.tolist()
 
 
-def copies_in(planner, domain, buffer):
-    """Return expert, host and quota of the replicas that a heuristic left in its buffer."""
-    places, quotas = planner.tried.attempts[domain, buffer].cpu().numpy()
-    experts = planner.expert_of_place.cpu().numpy().reshape(planner.domains, -1)[domain]
-    held = np.flatnonzero(places[: planner.held] >= 0)
-    return [(experts[places[slot]], slot // planner.slots, quotas[slot]) for slot in held]
-
-
-def by_host(attempt):
-    """Sort the replicas of one host in the order in which they were made."""
-    return lambda copy: (copy[1], attempt.copies.index(copy))
-
-
-def assert_attempts_agree(loads, topology, config):
-    """Compare all attempts of a plan by time, also those that lose."""
-    planner = control_of(topology, config)._planner
-    planner.plan(on_device(loads))
-    domains = domains_of(loads.sum(axis=0), Limits.of(topology, config))
-    rungs = [shared_threshold(domains, parts) for parts in rungs_of(config.tolerance_parts)]
-    exact = [solve(domain, rungs[0]) for domain in domains]
-    limited, others = attempts_of(domains, rungs, few_links=config.rates.copy > 0)
-    first = 1 if limited else 1 + LIMITED.value
-    assert planner.num_attempts == first + len(limited) + len(others)
-    for number, attempts in enumerate(limited + others, start=first):
-        for index, expected in enumerate(attempts):
-            buffer, peak, made, transfers, at_home = planner.tried.outcomes[index, number].tolist()
-            assert buffer == number
-            assert copies_in(planner, index, number) == sorted(
-                expected.copies, key=by_host(expected)
-            )
-            assert planner.tried.attempt_loads[index, number].tolist() == expected.rank_loads
-            unmet = 1 << 62 if domains[index].speeds else MAX_TOTAL
-            assert peak == (expected.threshold if expected.peak <= expected.threshold else unmet)
-            assert (made, transfers) == (len(expected.copies), expected.transfers)
-            assert at_home == domains[index].peak(domains[index].rank_loads)
-    for index, expected in enumerate(exact):
-        actual = [expected.peak, len(expected.copies), expected.transfers]
-        assert planner.tried.outcomes[index, 0, 1:4].tolist() == actual
-
-
 @pytest.mark.parametrize("name", ["zipf_two_slots", "unclosable", "lognormal_domains"])
 @pytest.mark.parametrize("copy", [0, 20_000])
 def test_plans_by_time_of_named_cases(name, copy):
@@ -310,18 +268,10 @@ def test_every_attempt_at_a_tolerance(rank_loads, tolerance, least, met):
 
 # The functions of every backend
 
-FUNCTION_CASES = [
-    *[(name, BalanceConfig()) for name in ("zipf_two_slots", "lognormal_domains", "no_slots")],
-    *[(name, BalanceConfig()) for name in ("unclosable", "empty")],
-    *[(name, LOOSE) for name in ("uneven_homes", "a_rank_without_homes", "near_overflow")],
-    ("one_rank", LOOSE),
-    *[("zipf_two_slots", BalanceConfig(policy=p)) for p in ("none", "quota", "echo", "ideal")],
-]
 
-
-@pytest.mark.parametrize(("name", "config"), FUNCTION_CASES)
-def test_the_functions_for_plans(name, config):
-    loads, topology = NAMED[name]
+@pytest.mark.parametrize("policy", ["ultraep", "none", "quota", "echo", "ideal"])
+def test_the_functions_for_plans(policy):
+    (loads, topology), config = NAMED["zipf_two_slots"], BalanceConfig(policy=policy)
     expected = ultraep.plan(loads, topology, config)
     assert_same_plan(ultraep.plan(loads, topology, config, backend="triton"), expected)
 
@@ -353,11 +303,6 @@ def test_ids_that_do_not_match_the_plan_have_no_routes(ids):
     plan = plan_of([torch.zeros(5, 1, dtype=torch.int64)] * 2, Topology(ranks=2, experts=4))
     with pytest.raises(ultraep.LoadError, match="the ids of rank 1 differ"):
         reroute(torch.tensor(ids)[:, None], plan, 1, backend="triton")
-
-
-def test_strides_are_those_of_the_reference():
-    expected = [stride(length) for length in range(1, 2000)]
-    assert strides(1999).tolist()[1:] == expected
 
 
 @triton.jit

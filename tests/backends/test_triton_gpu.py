@@ -143,47 +143,16 @@ def test_a_graph_plans_with_the_speeds_that_the_device_holds(topology, config):
     control.check()
 
 
-def test_a_running_step_allocates_nothing():
-    step = Step()
-    step.draw(0)
-    step.run()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    for _ in range(3):
-        step.run()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_running_step_waits_for_nothing():
+def test_a_running_step_allocates_nothing_and_waits_for_nothing():
     step = Step()
     expected = step.draw(0)
     step.run()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         actual = step.run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    step.assert_same(actual, expected)
-
-
-def test_the_same_step_gives_the_same_bits():
-    step = Step()
-    step.draw(5)
-    runs = []
-    for _ in range(3):
-        counts, plan, routes = step.run()
-        tensors = (counts, plan.result, routes.slots, routes.order, routes.positions)
-        runs.append([tensor.cpu().clone() for tensor in tensors])
-    for other in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, runs[0], strict=True))
-
-
-def test_a_step_in_another_stream():
-    step = Step()
-    expected = step.draw(1)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        actual = step.run()
-    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     step.assert_same(actual, expected)

@@ -1,7 +1,7 @@
 """Strict stand-ins for the compiled dispatchers of other libraries, on CPU ranks.
 
-Each class has the documented signature and row semantics of its library, and fails on any other
-call: wrong dtypes, tensors that are not contiguous, arguments that the adapters should not use,
+Each class has the documented row semantics of its library and the arguments that callers should
+use. It fails on any other call: wrong dtypes, tensors that are not contiguous, other arguments,
 handles of another buffer or microbatch. Undefined memory is NaN. A token is sent once to each rank;
 `tokens_sent` counts these messages. Rows of an expert arrive in a shuffled order where the library
 promises none.
@@ -32,6 +32,11 @@ def require(condition, what):
         raise AssertionError(f"outside of the documented call: {what}")
 
 
+def check_defaults(options, *names):
+    """Check that only these further arguments are passed, with their defaults."""
+    require(options.keys() <= set(names) and not any(options.values()), f"options {options}")
+
+
 class Links:
     """Which tokens of this rank go to which ranks, and back. One message for a token and rank."""
 
@@ -59,6 +64,18 @@ class Links:
         for tokens, part in zip(self.sent, returned.split(self.counts), strict=True):
             sums[tokens] += part.to(WIDE)
         return sums
+
+    def back_summed(self, rows, token):
+        """Return [T, D] the sums of rows; `token`: received token of each row."""
+        sums = torch.zeros(sum(self.received), rows.shape[1], dtype=WIDE)
+        sums.index_add_(0, token, rows.to(WIDE))
+        return self.back(sums.to(rows.dtype)).to(rows.dtype)
+
+    def back_spread(self, scalars, token, column, columns):
+        """Return [T, columns] scalars; `token`, `column`: place of each."""
+        spread = torch.zeros(sum(self.received), columns, dtype=scalars.dtype)
+        spread[token, column] = scalars
+        return self.back(spread).to(scalars.dtype)
 
 
 def by_expert(local_UK, shuffle=None):
@@ -121,117 +138,50 @@ class ElasticBuffer(StandIn):
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
 
     def dispatch(
-        self,
-        x,
-        topk_idx=None,
-        topk_weights=None,
-        cumulative_local_expert_recv_stats=None,
-        num_experts=None,
-        num_max_tokens_per_rank=None,
-        expert_alignment=None,
-        num_sms=0,
-        num_qps=0,
-        previous_event=None,
-        previous_event_before_epilogue=None,
-        async_with_compute_stream=False,
-        allocate_on_comm_stream=False,
-        handle=None,
-        do_handle_copy=True,
-        do_cpu_sync=None,
-        do_expand=False,
-        do_zero_padding=False,
-        use_tma_aligned_col_major_sf=False,
+        self, x, topk_idx=None, topk_weights=None, num_experts=None, handle=None, do_expand=False
     ):
-        unused = (cumulative_local_expert_recv_stats, num_max_tokens_per_rank, previous_event)
-        require(unused == (None,) * 3 and previous_event_before_epilogue is None, "options")
-        require(not async_with_compute_stream and not allocate_on_comm_stream, "streams")
-        require(
-            do_handle_copy and not use_tma_aligned_col_major_sf and not do_zero_padding, "flags"
-        )
         require(do_expand and num_experts is not None, "do_expand and num_experts")
         check_rows(x, self.wide)
         require(len(x) <= self.num_max_tokens_per_rank, "num_max_tokens_per_rank")
         if handle is None:
-            handle = self._layout(topk_idx, num_experts, expert_alignment or 1)
+            handle = self._layout(topk_idx, num_experts)
         else:
-            require(topk_idx is None and not do_cpu_sync, "topk_idx is None with a handle")
+            require(topk_idx is None, "topk_idx is None with a handle")
             require(isinstance(handle, EPHandle) and handle._buffer is self, "own handle")
-            require(handle.do_expand and handle.num_experts == num_experts, "as in the handle")
+            require(handle.num_experts == num_experts, "as in the handle")
         self.tokens_sent += sum(handle._links.counts)
-        received = self._expand(handle, handle._links.there(x)[handle._token])
+        received = handle._links.there(x)[handle._token]
         weights = None
         if topk_weights is not None:
             check_weights(topk_weights, handle.topk_idx.shape, self.wide)
-            arrived = handle._links.there(topk_weights)
-            weights = self._expand(handle, arrived[handle._token, handle._choice])
+            weights = handle._links.there(topk_weights)[handle._token, handle._choice]
         return received, None, weights, handle, Event()
 
-    def _layout(self, topk_idx, num_experts, alignment):
+    def _layout(self, topk_idx, num_experts):
         links = Links(self.comm, topk_idx, num_experts)
         local = local_ids(links, topk_idx, self.comm.rank)
         token, choice, expert = by_expert(local, self._shuffle)
-        counts = torch.bincount(expert, minlength=links.local)
-        padded = (counts + alignment - 1) // alignment * alignment
-        begins = padded.cumsum(0) - padded
-        position = begins.repeat_interleave(counts) + torch.arange(len(token))
-        position -= (counts.cumsum(0) - counts).repeat_interleave(counts)
         return EPHandle(
-            do_expand=True,
             num_experts=num_experts,
-            expert_alignment=alignment,
             topk_idx=topk_idx.clone(),
-            num_recv_tokens_per_expert_list=padded.tolist(),
-            psum_num_recv_tokens_per_expert=(begins + counts).to(torch.int32),
-            num_recv_tokens=sum(links.received),
+            num_recv_tokens_per_expert_list=torch.bincount(expert, minlength=links.local).tolist(),
             _buffer=self,
             _links=links,
             _token=token,
             _choice=choice,
-            _position=position,
-            _rows=int(padded.sum()),
         )
 
-    def _expand(self, handle, rows):
-        """Return one row for each expert of a token, with undefined rows where they are padded."""
-        expanded = undefined(rows, (handle._rows, *rows.shape[1:]))
-        expanded[handle._position] = rows
-        return expanded
-
-    def combine(
-        self,
-        x,
-        handle,
-        topk_weights=None,
-        bias=None,
-        num_sms=0,
-        num_qps=0,
-        previous_event=None,
-        previous_event_before_epilogue=None,
-        async_with_compute_stream=False,
-        allocate_on_comm_stream=False,
-    ):
-        require(bias is None and previous_event is None, "options")
-        require(previous_event_before_epilogue is None, "options")
-        require(not async_with_compute_stream and not allocate_on_comm_stream, "streams")
-        rows = x
-        check_rows(rows, self.wide)
+    def combine(self, x, handle, topk_weights=None):
+        check_rows(x, self.wide)
         require(isinstance(handle, EPHandle) and handle._buffer is self, "own handle")
-        require(len(rows) == handle._rows, f"{handle._rows} rows of the handle, got {len(rows)}")
-        links, top_k = handle._links, handle.topk_idx.shape[1]
-        sums = torch.zeros(sum(links.received), rows.shape[1], dtype=WIDE)
-        sums.index_add_(0, handle._token, rows[handle._position].to(WIDE))
-        weights = None
+        token, weights = handle._token, None
+        require(len(x) == len(token), f"{len(token)} rows of the handle")
         if topk_weights is not None:
-            check_weights(topk_weights, [len(rows)], self.wide)
-            spread = torch.zeros(len(sums), top_k, dtype=topk_weights.dtype)
-            spread[handle._token, handle._choice] = topk_weights[handle._position]
-            weights = links.back(spread).to(topk_weights.dtype)
+            check_weights(topk_weights, [len(x)], self.wide)
+            top_k = handle.topk_idx.shape[1]
+            weights = handle._links.back_spread(topk_weights, token, handle._choice, top_k)
             weights[handle.topk_idx < 0] = torch.nan
-        return links.back(sums.to(rows.dtype)).to(rows.dtype), weights, Event()
-
-
-def undefined(like, shape):
-    return torch.full(shape, torch.nan, dtype=like.dtype)
+        return handle._links.back_summed(x, token), weights, Event()
 
 
 def local_ids(links, topk_idx, rank):
@@ -243,21 +193,16 @@ def local_ids(links, topk_idx, rank):
 # --- DeepEP 1 ---
 
 
+STREAMS = ("previous_event", "async_finish", "allocate_on_comm_stream")
+
+
 class Buffer(StandIn):
     """deep_ep.Buffer: each token arrives once, with the local experts among its choices."""
 
     __module__ = "deep_ep.buffers.legacy"
 
-    def get_dispatch_layout(
-        self,
-        topk_idx,
-        num_experts,
-        previous_event=None,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-    ):
-        require(previous_event is None and not async_finish, "streams")
-        require(not allocate_on_comm_stream, "streams")
+    def get_dispatch_layout(self, topk_idx, num_experts, **options):
+        check_defaults(options, *STREAMS)
         links = Links(self.comm, topk_idx, num_experts)
         in_rank = torch.zeros(len(topk_idx), self.comm.size, dtype=torch.bool)
         for rank, tokens in enumerate(links.sent):
@@ -276,15 +221,9 @@ class Buffer(StandIn):
         num_tokens_per_expert=None,
         topk_idx=None,
         topk_weights=None,
-        expert_alignment=1,
-        num_worst_tokens=0,
-        config=None,
-        previous_event=None,
-        async_finish=False,
-        allocate_on_comm_stream=False,
+        **options,
     ):
-        require(previous_event is None and not async_finish, "streams")
-        require(not allocate_on_comm_stream and num_worst_tokens == 0, "streams")
+        check_defaults(options, *STREAMS)
         check_rows(x, self.wide)
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "no topk with a handle")
@@ -301,32 +240,20 @@ class Buffer(StandIn):
         self.tokens_sent += sum(links.counts)
         local = local_ids(links, topk_idx, self.comm.rank)
         counts = torch.bincount(local[local >= 0], minlength=links.local)
-        padded = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
         weights = links.there(topk_weights).masked_fill(local < 0, 0)
         handle = sealed(self, links=links, ids=topk_idx)
-        return links.there(x), local, weights, padded.tolist(), handle, Event()
+        return links.there(x), local, weights, counts.tolist(), handle, Event()
 
-    def combine(
-        self,
-        x,
-        handle,
-        topk_weights=None,
-        bias=None,
-        config=None,
-        previous_event=None,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-    ):
-        require(bias is None and previous_event is None and not async_finish, "options")
-        rows = x
-        check_rows(rows, self.wide)
+    def combine(self, x, handle, topk_weights=None, **options):
+        check_defaults(options, *STREAMS)
+        check_rows(x, self.wide)
         content = opened(handle, self)
         weights = None
         if topk_weights is not None:
-            check_weights(topk_weights, [len(rows), content.ids.shape[1]], self.wide)
+            check_weights(topk_weights, [len(x), content.ids.shape[1]], self.wide)
             weights = content.links.back(topk_weights).to(topk_weights.dtype)
             weights[content.ids < 0] = torch.nan
-        return content.links.back(rows).to(rows.dtype), weights, Event()
+        return content.links.back(x).to(x.dtype), weights, Event()
 
 
 class SealedHandle(tuple):
@@ -369,26 +296,19 @@ class HybridEPBuffer(StandIn):
         self,
         *,
         hidden,
-        topk_idx=None,
-        topk_weights=None,
         num_of_experts_per_rank=None,
-        num_of_experts=None,
-        use_fp8=None,
         routing_map=None,
         probs=None,
-        scaling_factor=None,
         num_permuted_tokens=None,
-        pad_multiple=None,
         handle=None,
-        non_blocking=False,
-        fuse_permute_dispatch=False,
-        num_dispatched_tokens=None,
-        use_host_meta=None,
+        use_fp8=None,
+        scaling_factor=None,
+        **options,
     ):
-        require((num_dispatched_tokens, use_host_meta) == (None, None), "deprecated arguments")
-        require((topk_idx, topk_weights, num_of_experts) == (None,) * 3, "routing_map, not topk")
+        unused = ("topk_idx", "topk_weights", "num_of_experts", "num_dispatched_tokens")
+        unused += ("use_host_meta", "non_blocking", "pad_multiple", "fuse_permute_dispatch")
+        check_defaults(options, *unused)
         require(not use_fp8 and scaling_factor is None, "bfloat16 rows")
-        require(not fuse_permute_dispatch and not non_blocking and not pad_multiple, "flags")
         require(hidden.is_contiguous() and hidden.ndim == 2, "hidden [T, D], contiguous")
         if handle is None:
             require(num_permuted_tokens is None, "blocking mode counts by itself")
@@ -427,32 +347,17 @@ class HybridEPBuffer(StandIn):
             counts=torch.bincount(expert, minlength=per_rank),
         )
 
-    def combine_with_unpermute(
-        self,
-        *,
-        hidden,
-        probs=None,
-        handle=None,
-        pad_multiple=None,
-        fuse_unpermute_combine=False,
-        num_dispatched_tokens=None,
-    ):
-        require(num_dispatched_tokens is None and not pad_multiple, "options")
-        require(not fuse_unpermute_combine, "options")
-        rows = hidden
-        check_rows(rows, self.wide)
-        content = opened(handle, self)
-        require(len(rows) == len(content.token), f"{len(content.token)} rows of the handle")
-        sums = torch.zeros(sum(content.links.received), rows.shape[1], dtype=WIDE)
-        sums.index_add_(0, content.token, rows.to(WIDE))
-        dense = None
+    def combine_with_unpermute(self, *, hidden, probs=None, handle=None, **options):
+        check_defaults(options, "pad_multiple", "fuse_unpermute_combine", "num_dispatched_tokens")
+        check_rows(hidden, self.wide)
+        content, dense = opened(handle, self), None
+        require(len(hidden) == len(content.token), f"{len(content.token)} rows of the handle")
         if probs is not None:
-            check_weights(probs, [len(rows)], self.wide)
-            spread = torch.zeros(len(sums), content.routing_map.shape[1], dtype=probs.dtype)
-            spread[content.token, content.column] = probs
-            dense = content.links.back(spread).to(probs.dtype)
+            check_weights(probs, [len(hidden)], self.wide)
+            columns = content.routing_map.shape[1]
+            dense = content.links.back_spread(probs, content.token, content.column, columns)
             dense[~content.routing_map] = torch.nan
-        return content.links.back(sums.to(rows.dtype)).to(rows.dtype), dense
+        return content.links.back_summed(hidden, content.token), dense
 
 
 # --- NCCL EP in torch ---
@@ -516,9 +421,7 @@ class NcclEp(StandIn):
         count = len(content.token)
         require(count <= len(rows) <= content.group.max_recv, f"{count} rows of the handle")
         require(out.shape == (content.links.tokens, rows.shape[1]), "out [T, H]")
-        sums = torch.zeros(sum(content.links.received), rows.shape[1], dtype=WIDE)
-        sums.index_add_(0, content.token, rows[:count].to(WIDE))
-        out.copy_(content.links.back(sums.to(rows.dtype)))
+        out.copy_(content.links.back_summed(rows[:count], content.token))
 
 
 class Routing(NamedTuple):

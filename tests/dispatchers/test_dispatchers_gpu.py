@@ -5,7 +5,6 @@ import torch
 from dense import Example, assert_close, gradients_of
 
 from ultraep import Balancer
-from ultraep.dispatch import Received
 from ultraep.dispatchers import LibraryRows, RawDispatcher
 
 pytestmark = [
@@ -41,19 +40,6 @@ class Raw(RawDispatcher):
         return SortedRows(routes)
 
 
-class Differentiable:
-    """The same rows, with autograd of its own."""
-
-    def dispatch(self, tokens, gates, routes):
-        sorted_rows = SortedRows(routes)
-        rows, row_gates = sorted_rows.to_slots(tokens, gates)
-        return Received(rows, row_gates, sorted_rows.counts, sorted_rows)
-
-    def combine(self, outputs, received):
-        shape, token_of_row = received.state.shape, received.state.order // received.state.shape[1]
-        return outputs.new_zeros(shape[0], outputs.shape[1]).index_add(0, token_of_row, outputs)
-
-
 def one_pass(plane, dispatcher, example):
     """Output and gradients of the second of two steps, and the regions for rows."""
     options = {"data_plane": plane, "dispatcher": dispatcher}
@@ -72,14 +58,11 @@ def one_pass(plane, dispatcher, example):
     return {"y": y.detach(), **gradients_of(layer, x)}, names & {"values", "served"}
 
 
-@pytest.mark.parametrize("dispatcher", [Raw(), Differentiable()], ids=["raw", "autograd"])
 @pytest.mark.parametrize("plane", ["mapped", "messages"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_equal_to_the_data_plane(plane, dispatcher, dtype):
-    example = Example([100], hidden=64, ffn=48, dtype=dtype)
-    actual, rows = one_pass(plane, dispatcher, example)
+def test_equal_to_the_data_plane(plane):
+    example = Example([100], hidden=64, ffn=48, dtype=torch.float32)
+    actual, rows = one_pass(plane, Raw(), example)
     expected, _ = one_pass(plane, None, example)
     assert not rows
     for name, tensor in expected.items():
-        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-        assert_close(actual[name], tensor, name, tolerance)
+        assert_close(actual[name], tensor, name, 1e-5)

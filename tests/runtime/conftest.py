@@ -39,11 +39,6 @@ def four(mps):
 
 
 @pytest.fixture
-def eight(mps):
-    yield from sharing(8, mps)
-
-
-@pytest.fixture
 def mortal():
     """Up to four processes that may die: they take turns on the GPU, without CUDA MPS."""
     yield from sharing(4, {})

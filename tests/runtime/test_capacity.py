@@ -29,6 +29,14 @@ def hot_ids(tokens, experts=8):
 # The proof, checked with random loads.
 
 
+def drawn_loads(draw, topology):
+    """Draw flat or skewed loads, few or many rows."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    liked = np.exp(rng.normal(0, draw(st.sampled_from([0.0, 1.0, 4.0, 8.0])), topology.experts))
+    scale = draw(st.sampled_from([0.1, 1, 30, 10**5])) / liked.mean()
+    return rng.poisson(liked * scale, (topology.ranks, topology.experts)), topology
+
+
 @st.composite
 def proven(draw):
     """Draw loads, and a topology with at least as many slots as any rank has home experts."""
@@ -36,43 +44,31 @@ def proven(draw):
     homes = draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
     most = int(np.bincount(homes).max())
     slots = draw(st.integers(most, min(experts, most + 2)))
-    topology = Topology(ranks=ranks, experts=experts, slots=slots, homes=homes)
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    liked = np.exp(rng.normal(0, draw(st.sampled_from([0.0, 1.0, 4.0, 8.0])), experts))
-    scale = draw(st.sampled_from([0.1, 1, 30, 10**5])) / liked.mean()
-    return rng.poisson(liked * scale, (ranks, experts)), topology
-
-
-@given(proven())
-def test_with_as_many_slots_as_homes_no_rank_exceeds_the_mean(problem):
-    loads, topology = problem
-    assert Capacity("static", topology, EXACT).proven
-    plan = ultraep.plan(loads, topology, EXACT)
-    assert plan.rank_loads.max() == -(-loads.sum() // topology.ranks)
-    Capacity("static", topology, EXACT).check(plan)
-
-
-@given(proven(), st.integers(0, 2**32 - 1))
-def test_no_rank_serves_more_rows_than_the_fullest_rank_has(problem, seed):
-    """Padding and short microbatches only reduce the rows."""
-    loads, topology = problem
-    rows = int(loads.sum(axis=1).max())
-    capacity = Capacity("static", topology, EXACT).rows_for(max(1, rows), 0)
-    kept = np.random.default_rng(seed).binomial(loads, 0.7)
-    assert ultraep.plan(kept, topology, EXACT).rank_loads.max() <= capacity == max(1, rows)
+    return drawn_loads(draw, Topology(ranks=ranks, experts=experts, slots=slots, homes=homes))
 
 
 @st.composite
 def proven_in_domains(draw):
     """Draw loads of several domains, with a slot for every home expert of a rank."""
-    domains, size = draw(st.integers(2, 4)), draw(st.integers(1, 4))
-    homes = draw(st.integers(1, 3))
-    ranks, experts = domains * size, domains * size * homes
-    topology = Topology(ranks=ranks, experts=experts, slots=homes, domain=size)
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    liked = np.exp(rng.normal(0, draw(st.sampled_from([0.0, 1.0, 4.0, 8.0])), experts))
-    scale = draw(st.sampled_from([0.1, 1, 30, 10**5])) / liked.mean()
-    return rng.poisson(liked * scale, (ranks, experts)), topology
+    domains, size, homes = (draw(st.integers(least, 4)) for least in (2, 1, 1))
+    ranks = domains * size
+    topology = Topology(ranks=ranks, experts=ranks * homes, slots=homes, domain=size)
+    return drawn_loads(draw, topology)
+
+
+@given(proven(), st.integers(0, 2**32 - 1))
+def test_with_as_many_slots_as_homes_no_rank_exceeds_the_mean(problem, seed):
+    """Padding and short microbatches only reduce the rows."""
+    loads, topology = problem
+    capacity = Capacity("static", topology, EXACT)
+    assert capacity.proven
+    plan = ultraep.plan(loads, topology, EXACT)
+    assert plan.rank_loads.max() == -(-loads.sum() // topology.ranks)
+    capacity.check(plan)
+    rows = max(1, int(loads.sum(axis=1).max()))
+    assert capacity.rows_for(rows, 0) == rows
+    kept = np.random.default_rng(seed).binomial(loads, 0.7)
+    assert ultraep.plan(kept, topology, EXACT).rank_loads.max() <= rows
 
 
 @given(proven_in_domains())

@@ -1,4 +1,4 @@
-"""The layer on a GPU: one rank over NCCL with backward, several ranks in one process without."""
+"""The layer on a GPU: one rank over NCCL, and the weights that a graph quantises."""
 
 from datetime import timedelta
 
@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import Example, assert_close, dense
-from microbatches import counted
 
-from ultraep import BalancedMoE, Balancer, LocalGroup, PlanMismatch
-from ultraep.microbatch import Layer
+from ultraep import BalancedMoE, Balancer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,48 +46,6 @@ def test_one_rank_over_nccl_agrees_with_the_dense_twin(nccl, data_plane):
 def test_the_default_timeout_is_the_one_of_nccl(nccl):
     assert Balancer(nccl, experts=8).comm.timeout == 77.0
     assert Balancer(nccl, experts=8, timeout=5.0).comm.timeout == 5.0
-
-
-def test_ranks_at_different_places_raise():
-    def work(comm):
-        balancer = Balancer(comm, experts=8)
-        ids = torch.arange(16, device=CUDA).reshape(8, 2) % 8
-        microbatch = balancer.begin(Layer(), ids)
-        assert microbatch.count().is_cuda
-        with pytest.raises(PlanMismatch) as caught:
-            counted(balancer, ids) if comm.rank else microbatch.plan()
-        return str(caught.value)
-
-    assert (
-        LocalGroup(2).run(work)
-        == [
-            "ranks are at different places of the program: "
-            "ranks [0] are at the plan of layer 0 (step 1); "
-            "ranks [1] are at the loads of layer 0 (step 2)"
-        ]
-        * 2
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_several_ranks_in_one_process_agree_with_the_dense_twin(dtype):
-    """Forward only: autograd runs all backward work of one GPU in one thread."""
-    example = Example(tokens=[30, 20, 0, 40], dtype=dtype)
-
-    def work(comm):
-        balancer = Balancer._with_settings(comm, experts=example.experts, relay="chain")
-        layer = example.layer(balancer, device=CUDA)
-        with torch.no_grad():
-            y = layer(example.inputs[comm.rank].to(CUDA))
-        plane = balancer.plane("cuda")
-        assert plane.name == "messages"  # ranks that are threads map nothing
-        assert plane.kernels is not None  # the kernels did it
-        assert layer.last_plan.num_replicas > 0
-        return y.cpu()
-
-    outputs = LocalGroup(4).run(work)
-    tolerance = {torch.float32: 1e-5}.get(dtype)  # other kernels than on the CPU
-    assert_close(torch.cat(outputs), dense(example).output, tolerance=tolerance)
 
 
 def test_a_graph_quantises_trained_weights_and_not_frozen_ones():

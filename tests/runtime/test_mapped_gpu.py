@@ -4,7 +4,6 @@ ULTRAEP_GPU_ROUNDS: plans of each test; the default is 200.
 """
 
 import os
-import time
 import warnings
 from itertools import product
 from unittest import mock
@@ -148,35 +147,6 @@ def test_experts_arrive_bit_for_bit(four):
         assert len(longest) == 6
         for (relay, _), length in longest.items():
             assert (length > 1) == (relay != "direct")
-
-
-def without_rank_3(rank, group, timeout):
-    """Return the error of this rank, and the seconds of 20 further barriers."""
-    with small_tiles():
-        world = Rank(symmetric(group), "direct", timeout=timeout)
-        world.fill()
-        world.peers.gather_objects("kernels are loaded")
-        world.plan([(3 * HOMES, host, 0) for host in range(3)])
-        seconds = 0.0
-        if rank != 3:
-            world.fill()
-            torch.cuda.synchronize()
-            begin = time.monotonic()
-            for _ in range(20):
-                world.signals.barrier("rows")
-            torch.cuda.synchronize()
-            seconds = time.monotonic() - begin
-        world.peers.gather_objects("all ranks have waited")
-        with pytest.raises(CommunicationError) as caught:
-            world.signals.check()
-        return str(caught.value), seconds
-
-
-def test_a_rank_that_never_comes_is_named(four):
-    for rank, (message, seconds) in enumerate(four.run(4, without_rank_3, 0.5)):
-        assert message.startswith("rank 3 did not arrive within 0.5 s")
-        assert f"at stage 'weights' (detected by rank {rank})" in message
-        assert seconds < 20 * 0.5  # ranks do not wait a second time
 
 
 def outlive_rank_1(rank, group, timeout):

@@ -16,14 +16,11 @@ from ultraep import (
     BalancedMoE,
     Balancer,
     ConfigError,
-    Experts,
     ExpertsFrom,
     LoadError,
-    Router,
     Routing,
     read_trace,
 )
-from ultraep.ops.activations import ACTIVATIONS
 from ultraep.tools.replay import differing
 from ultraep.trace.schema import BACKWARD, FORWARD
 
@@ -98,16 +95,6 @@ class Precise(nn.Module):
 # One rank that is the whole group.
 
 
-def test_auto_is_mapped_on_a_gpu():
-    example = example_of([40])
-    balancer = Balancer("alone", experts=EXPERTS)
-    layer = example.layer(balancer, device=CUDA)
-    assert "not chosen before the first microbatch" in repr(balancer)
-    one_pass(layer, example)
-    assert balancer.plane("cuda").name == "mapped"
-    assert "data plane mapped on cuda:0: all 1 ranks map each other's memory" in repr(balancer)
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_both_planes_agree_with_the_dense_twin(dtype):
     example = example_of([40], dtype, bias=True)
@@ -129,42 +116,6 @@ def test_gates_of_another_type_than_the_rows(plane, gates):
     actual = one_pass(layer, example)
     actual["router.weight"] = actual.pop("router.router.weight")
     assert_alike(actual, expected, 1e-2 if gates == torch.bfloat16 else 1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_by_kernels_and_by_torch(activation, dtype):
-    example = example_of([60], dtype)
-    options = {"dtype": dtype, "device": CUDA}
-
-    def layer_of(engine):
-        balancer = Balancer("alone", experts=EXPERTS)
-        router = Router(HIDDEN, EXPERTS, TOP_K, **options)
-        experts = Experts(
-            *(HIDDEN, FFN, list(range(EXPERTS))),
-            activation=activation,
-            bias=True,
-            engine=engine,
-            **options,
-        )
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for bias in (experts.gate_up_bias, experts.down_bias):
-                bias.copy_(torch.randn(bias.shape, generator=generator))
-        return BalancedMoE(router, experts, balancer=balancer)
-
-    actual, expected = (one_pass(layer_of(engine), example) for engine in ("triton", "torch"))
-    assert_alike(actual, expected)
-
-
-def test_the_first_pass_may_be_in_inference_mode():
-    example = example_of([40])
-    layer = alone("mapped", example)
-    with torch.inference_mode():
-        served = layer(example.inputs[0].to(CUDA)).cpu()
-    actual = [one_pass(layer, example) for _ in range(2)]
-    assert torch.equal(actual[0]["y"], served)
-    assert_alike(actual[1], actual[0])
 
 
 def test_stages_are_timed_on_the_device():
@@ -229,16 +180,6 @@ def assert_replays(captured, launched):
 def in_a_graph(act, *args, **options):
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         act(*args, **options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_a_graph_can_be_captured_after_one_step(dtype):
-    example = example_of([40], dtype, bias=True)
-    captured, launched = (Captured(alone("mapped", example), example) for _ in range(2))
-    captured.eager()
-    captured.capture()
-    assert_replays(captured, launched)
-    assert captured.layer.balancer.stats()["microbatches"] == 1  # replays are not counted
 
 
 def test_a_graph_can_be_captured_after_memory_was_prepared():
@@ -337,31 +278,6 @@ def test_two_processes_get_the_same_by_memory_and_by_messages(two):
     for copies in one:
         assert min(copies) > 0
         assert copies[:2] == copies[2:]
-
-
-def grown(rank, group):
-    """Compare both planes for microbatches of growing size."""
-    example = example_of([120, 120])
-    actual = []
-    for make in (mapped, messages):
-        balancer = make(group, experts=EXPERTS, in_flight=3)
-        layer = example.layer(balancer, device=CUDA)
-        sizes = [(8, 5), (9, 30), (120, 0), (20, 20)]
-        xs = [example.inputs[rank][: size[rank]].to(CUDA).requires_grad_() for size in sizes]
-        ys = [layer(x) for x in xs[:3]]
-        for x, y in zip(xs[2::-1], ys[::-1], strict=True):
-            y.backward(example.gradients[rank][: len(x)].to(CUDA))
-        ys.append(layer(xs[3]))
-        balancer.check()
-        passed = {f"y {n}": y.detach().cpu() for n, y in enumerate(ys)}
-        passed |= {f"x {n}": x.grad.cpu() for n, x in enumerate(xs[:3])}
-        actual.append(passed | {name: p.grad.cpu() for name, p in layer.named_parameters()})
-        balancer.close()
-    assert_alike(*actual)
-
-
-def test_memory_of_two_processes_grows_with_the_largest_microbatch(two):
-    two.run(2, grown, timeout=LONG)
 
 
 def watched(rank, group, folder):

@@ -200,6 +200,27 @@ def skew(module: torch.nn.Module) -> None:
             router.weight[1] -= 0.5 * direction
 
 
+def rows_of_rank(dtype: torch.dtype, microbatch: int = 0, width: int = HIDDEN) -> torch.Tensor:
+    """Draw the tokens of a microbatch of this rank."""
+    draw = torch.Generator().manual_seed(10 * microbatch + torch.distributed.get_rank())
+    x = torch.randn(12, 3, width, generator=draw, dtype=torch.float64)
+    return x.to(dtype).requires_grad_()
+
+
+def forward_backward(
+    layer: Any, dtype: torch.dtype = torch.float32, microbatches: int = 1
+) -> dict[str, torch.Tensor]:
+    """Return the outputs and all gradients."""
+    seed()
+    results = {}
+    for number in range(microbatches):
+        x = rows_of_rank(dtype, number)
+        y, _ = layer(x)
+        (y.square().sum() / 100).backward()
+        results |= {f"output {number}": y.detach(), f"input {number}": x.grad}
+    return results | {name: p.grad for name, p in layer.named_parameters()}
+
+
 def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest value."""
     assert expected.shape == actual.shape

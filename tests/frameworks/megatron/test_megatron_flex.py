@@ -8,8 +8,7 @@ from unittest.mock import patch
 import pytest
 import stand_ins
 import te_on_cpu
-import torch
-from megatron_models import difference, make_layer, on_megatron, seed, settings
+from megatron_models import difference, forward_backward, make_layer, on_megatron, settings
 
 from ultraep import ConfigError
 
@@ -52,18 +51,6 @@ class HybridEPBuffer(stand_ins.HybridEPBuffer):
         super().__init__(TorchDistCommunicator(group), wide=True)
 
 
-def forward_backward(layer, microbatches=2):
-    seed()
-    results = {}
-    for number in range(microbatches):
-        draw = torch.Generator().manual_seed(10 * number + torch.distributed.get_rank())
-        x = torch.randn(12, 3, 32, generator=draw).requires_grad_()
-        y, _ = layer(x)
-        (y.square().sum() / 100).backward()
-        results |= {f"output {number}": y.detach(), f"input {number}": x.grad}
-    return results | {name: p.grad for name, p in layer.named_parameters()}
-
-
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
 @on_megatron(2, expert_model_parallel_size=2)
 def test_outputs_and_gradients(backend):
@@ -97,7 +84,7 @@ def compare(backend, **changes):
     with libraries():
         config = settings(**FLEX, moe_flex_dispatcher_backend=backend, **changes)
         ours = make_layer(config, {"slots": 2})
-        expected, actual = forward_backward(plain), forward_backward(ours)
+        expected, actual = (forward_backward(layer, microbatches=2) for layer in (plain, ours))
     differences = {name: difference(expected[name], actual[name]) for name in expected}
     assert ours.balancer.stats()["copies"] > 0
     assert max(differences.values()) < 1e-5, differences

@@ -6,7 +6,14 @@ Every gemm of the stand-in checks its arguments, and spare slots are further gem
 import pytest
 import te_on_cpu
 import torch
-from megatron_models import HIDDEN, difference, make_layer, on_megatron, seed, settings
+from megatron_models import (
+    difference,
+    forward_backward,
+    make_layer,
+    on_megatron,
+    rows_of_rank,
+    settings,
+)
 
 pytestmark = pytest.mark.skipif(
     not te_on_cpu.available(), reason="make build/transformer-engine/.ready"
@@ -35,27 +42,12 @@ def te_settings(dtype=torch.float32, **changes):
     )
 
 
-def rows_of_rank(dtype, microbatch=0, width=HIDDEN):
-    draw = torch.Generator().manual_seed(10 * microbatch + torch.distributed.get_rank())
-    x = torch.randn(12, 3, width, generator=draw, dtype=torch.float64)
-    return x.to(dtype).requires_grad_()
-
-
-def forward_backward(layer, dtype):
-    seed()
-    x = rows_of_rank(dtype)
-    y, _ = layer(x)
-    (y.square().sum() / 100).backward()
-    gradients = {name: p.grad for name, p in layer.named_parameters()}
-    return {"output": y.detach(), "input": x.grad, **gradients}
-
-
 @pytest.mark.parametrize("case", CASES)
 @on_megatron(2, te=True, expert_model_parallel_size=2)
 def test_outputs_and_gradients(case):
     config = te_settings(**CASES[case])
     layers = [make_layer(config, options, use_te=True) for options in (None, {"slots": 2})]
-    plain, ours = (forward_backward(layer, torch.float32) for layer in layers)
+    plain, ours = (forward_backward(layer) for layer in layers)
     differences = {name: difference(plain[name], ours[name]) for name in plain}
     assert plain.keys() == ours.keys()
     assert layers[1].last_plan.to_host().num_replicas > 0

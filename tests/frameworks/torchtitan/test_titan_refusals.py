@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import titan_models
 
 # isort: split
 import torch
-import torchtitan.models.deepseek_v3 as deepseek
 import torchtitan.models.qwen3 as qwen3
 from titan_models import BALANCED
-from torchtitan.components.quantization.float8 import _get_float8_grouped_experts_cls
-from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
-from torchtitan.components.quantization.utils import swap_token_dispatcher
 from torchtitan.config.override import OverrideConfig, apply_overrides
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 from ultraep import ConfigError
@@ -84,24 +78,6 @@ def test_refused_dispatchers(backend, settings, reason):
     refused(with_dispatcher(backend, **settings), f"cannot be balanced, {reason}")
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(_get_float8_grouped_experts_cls, "Float8"), (_get_mxfp8_grouped_experts_cls, "MXFP8")],
-)
-def test_fp8_recipes(make, name):
-    """The framework's converters replace the dispatcher and the experts."""
-    config = config_of()
-    layers = [layer for _, layer, *_ in config.traverse(RoutedExperts.Config)]
-    for layer in layers:
-        experts = layer.inner_experts
-        values = {f.name: getattr(experts, f.name) for f in dataclasses.fields(experts)}
-        layer.inner_experts = make(GroupedExperts).Config(**values)
-    refused(config, f"{name}GroupedExperts cannot be balanced, replicas do not include FP8 scales")
-    for layer in layers:
-        swap_token_dispatcher(layer, 16)
-    refused(config, "TorchAOTokenDispatcher cannot be balanced, it pads tokens")
-
-
 def test_experts_without_expert_parallelism():
     refused(config_of(expert_parallel_degree=1), "not over ep.*expert_parallel_degree")
     tensor = config_of(expert_parallel_degree=1, tensor_parallel_degree=2)
@@ -114,9 +90,3 @@ def test_experts_without_a_process_group():
     experts = config.model_spec.model.layers[0].moe.routed_experts.build()
     with pytest.raises(ConfigError, match="call parallelize"):
         experts(torch.zeros(1, 2, 64), *(torch.zeros(1, 2, 2) for _ in range(2)), torch.zeros(8))
-
-
-def test_other_families_are_accepted():
-    for family in ("deepseek_v3", "gpt_oss"):
-        assert apply(config_of(titan_models.spec(family)))
-    assert len(apply(config_of(deepseek.model_registry("16B")))) == 26

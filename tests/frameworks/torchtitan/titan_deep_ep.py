@@ -16,7 +16,7 @@ from torch._library import opaque_object
 sys.path.insert(0, str(Path(__file__).parents[2] / "dispatchers"))
 
 import stand_ins
-from stand_ins import EPHandle, Links, bits, check_rows, check_weights, local_ids, require
+from stand_ins import EPHandle, Links, check_rows, check_weights, local_ids, require
 
 from ultraep.runtime.connect import connect
 
@@ -66,15 +66,15 @@ class ElasticBuffer(stand_ins.StandIn):
         do_cpu_sync=None,
     ):
         require(num_sms == SMS and not do_expand, "compact rows, with the number of SMs")
-        (rows,) = check_rows(x, self.wide, pairs=False)
-        require(rows.shape[1] == self._hidden, "hidden")
+        check_rows(x, self.wide)
+        require(x.shape[1] == self._hidden, "hidden")
         if handle is not None:
             require(topk_idx is None and topk_weights is None and not do_cpu_sync, "with a handle")
             require(isinstance(handle, EPHandle) and handle.buffer is self, "own handle")
-            return handle.links.there(bits(rows)).view(rows.dtype), None, None, handle, None
-        require(do_cpu_sync and len(rows) <= self.num_max_tokens_per_rank, "first call")
+            return handle.links.there(x), None, None, handle, None
+        require(do_cpu_sync and len(x) <= self.num_max_tokens_per_rank, "first call")
         tokens = self.comm.all_gather(torch.tensor([num_max_tokens_per_rank]))
-        require(len(tokens.unique()) == 1 and len(rows) <= int(tokens[0, 0]), "equal strides")
+        require(len(tokens.unique()) == 1 and len(x) <= int(tokens[0, 0]), "equal strides")
         check_weights(topk_weights, topk_idx.shape, wide=False)
         links = Links(self.comm, topk_idx, num_experts)
         local = local_ids(links, topk_idx, self.comm.rank)
@@ -83,18 +83,18 @@ class ElasticBuffer(stand_ins.StandIn):
             buffer=self, links=links, num_recv_tokens_per_expert_list=counts, num_sms=num_sms
         )
         weights = links.there(topk_weights).masked_fill(local < 0, 0)
-        return links.there(bits(rows)).view(rows.dtype), local, weights, handle, None
+        return links.there(x), local, weights, handle, None
 
     def combine(self, x, handle, topk_weights=None, async_with_compute_stream=False):
         require(all(event.waits for event in self._pending), "wait for the combine before")
-        (rows,) = check_rows(x, self.wide, pairs=False)
+        check_rows(x, self.wide)
         require(isinstance(handle, EPHandle) and handle.buffer is self, "own handle")
         self._pending = [Waited()] if async_with_compute_stream else []
         weights = None
         if topk_weights is not None:
-            check_weights(topk_weights, [len(rows), self._top_k], wide=False)
+            check_weights(topk_weights, [len(x), self._top_k], wide=False)
             weights = handle.links.back(topk_weights).to(topk_weights.dtype)
-        sums = handle.links.back(rows).to(rows.dtype)
+        sums = handle.links.back(x).to(x.dtype)
         return sums, weights, self._pending[0] if self._pending else None
 
 
@@ -115,11 +115,11 @@ class HybridEPBuffer(stand_ins.HybridEPBuffer):
         )
         self.group, self.configurer = group, SimpleNamespace(buffer_config=sizes)
 
-    def _layout(self, hidden, routing_map, per_rank, fp8):
+    def _layout(self, hidden, routing_map, per_rank):
         sizes = self.configurer.buffer_config
         require(per_rank <= sizes.num_of_experts_per_rank, "experts of the buffer")
         require(len(hidden) <= sizes.max_num_of_tokens_per_rank, "tokens of the buffer")
-        return super()._layout(hidden, routing_map, per_rank, fp8)
+        return super()._layout(hidden, routing_map, per_rank)
 
 
 def indices_to_map(topk_idx, topk_weights, num_tokens, num_experts):
