@@ -4,13 +4,13 @@ import sys
 
 import pytest
 import torch
-from dense import Example, assert_close, gradients_of
+from dense import Example, assert_close, gradients_of, on_every_rank
 from ranks import PATIENCE, shared_pool
 from shared_peers import SharedPeers
 from stand_ins import library
 from test_dispatchers import NAMES, dispatcher_of
 
-from ultraep import Balancer, LocalGroup
+from ultraep import Balancer
 from ultraep.backends.triton.device import interpreted
 from ultraep.runtime.connect import connect
 
@@ -29,7 +29,7 @@ class Modules:
 
 
 def on_plane(rank, group, plane, name):
-    """Two passes and their regions of rows; the second microbatch begins before backward."""
+    """Two passes, and the regions of rows."""
     library(Modules, "deep_ep", "2.1.0")
     library(Modules, "torch_stand_in", "2.15.0")
     try:
@@ -53,8 +53,7 @@ def two_passes(rank, group, plane, name):
     layer = EXAMPLE.layer(balancer)
     x = EXAMPLE.inputs[rank].clone().requires_grad_()
     balancer.prepare(EXAMPLE.ids[0], x, layer.experts.bundle)  # sizes of the largest rank
-    ys = [layer(x), layer(2 * x)]
-    sum(ys).backward(EXAMPLE.gradients[rank])
+    passed = passes(layer, x, EXAMPLE.gradients[rank])
     balancer.check()
     assert layer.last_plan.to_host().num_replicas > 0
     regions = set()
@@ -63,21 +62,14 @@ def two_passes(rank, group, plane, name):
         regions = {key[0] for workspace in workspaces for key in workspace.memory._regions}
     balancer.close()
     comm.close()
-    return {"y": ys[0].detach(), **gradients_of(layer, x)}, regions
+    return passed, regions
 
 
-def expected():
-    """The rows of the messages plane, one thread for each rank."""
-
-    def work(comm):
-        balancer = Balancer(comm, experts=EXAMPLE.experts, slots=2)
-        layer = EXAMPLE.layer(balancer)
-        x = EXAMPLE.inputs[comm.rank].clone().requires_grad_()
-        ys = [layer(x), layer(2 * x)]
-        sum(ys).backward(EXAMPLE.gradients[comm.rank])
-        return {"y": ys[0].detach(), **gradients_of(layer, x)}
-
-    return LocalGroup(EXAMPLE.ranks).run(work)
+def passes(layer, x, gradient):
+    """Two passes; the second microbatch begins before backward."""
+    ys = [layer(x), layer(2 * x)]
+    sum(ys).backward(gradient)
+    return {"y": ys[0].detach(), **gradients_of(layer, x)}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +79,8 @@ def expected():
 def test_processes(plane, name):
     """The mapped plane allocates no memory for rows."""
     results = shared_pool().run(EXAMPLE.ranks, on_plane, plane, name)
-    for (own, regions), others in zip(results, expected(), strict=True):
+    expected = on_every_rank(EXAMPLE, passes, slots=2)  # by messages
+    for (own, regions), others in zip(results, expected, strict=True):
         assert regions.isdisjoint({"values", "served"})
         for key, tensor in others.items():
             assert_close(own[key], tensor, key, 1e-5)

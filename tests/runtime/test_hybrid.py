@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import Example, assert_same, dense
-from ranks import PATIENCE, QUICK, on_ranks, shared_pool
+from ranks import PATIENCE, on_ranks, shared_pool
 from shared_peers import SharedPeers
-from test_random_layers import drawn, one_pass
+from test_random_layers import assert_dense, drawn, one_pass, seeds
 
 from ultraep import (
     Balancer,
@@ -31,8 +31,6 @@ from ultraep.runtime.mapped.peers import together
 
 pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # some have no slots
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
-BLOCK = 20  # layers of one test
-BLOCKS = 10
 
 
 def in_domains(seed, ranks):
@@ -104,19 +102,8 @@ def mapped_inside(rank, group, example, options, again):
     return actual
 
 
-def assert_dense(example, options, actual):
-    homes = Topology(ranks=example.ranks, experts=example.experts, homes=options["experts"])
-    assert_same(actual, dense(example), homes)
-
-
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("first", "count"),
-    [
-        pytest.param(0, 10, id="some"),
-        *(pytest.param(b * BLOCK, BLOCK, marks=pytest.mark.long) for b in range(BLOCKS)),
-    ],
-)
+@seeds(some=10)
 def test_random_layers_with_messages_inside(first, count):
     for seed in range(first, first + count):
         example, options, again = in_domains(seed, ranks=6)
@@ -124,13 +111,7 @@ def test_random_layers_with_messages_inside(first, count):
 
 
 @only_interpreted
-@pytest.mark.parametrize(
-    ("first", "count"),
-    [
-        pytest.param(0, 3, id="some"),
-        *(pytest.param(b * BLOCK, BLOCK, marks=pytest.mark.long) for b in range(BLOCKS)),
-    ],
-)
+@seeds(some=3)
 def test_random_layers_with_mapped_memory_inside(first, count):
     for seed in range(1000 + first, 1000 + first + count):
         example, options, again = in_domains(seed, ranks=4)
@@ -377,23 +358,3 @@ def test_processes_of_two_domains(rank, group, tmp_path):
     dist.all_gather_object(results, one_pass(balancer, example, False))
     balancer.close()
     assert_same(results, dense(example), Topology(ranks=4, experts=8))
-
-
-def leaves(rank, group, lost):
-    balancer = Balancer(group, experts=4, domain=2, data_plane="hybrid", timeout=QUICK)
-    example = Example([4] * 4, experts=4, top_k=2, hidden=8, ffn=4, seed=3)
-    layer = example.layer(balancer)
-    layer(example.inputs[rank])
-    if rank == lost:
-        return "left"
-    try:
-        layer(example.inputs[rank])
-    except CommunicationError as error:
-        return str(error)
-    return "not noticed"
-
-
-def test_a_lost_rank_of_another_domain_is_named():
-    outcomes = shared_pool().outcomes(4, leaves, 3)
-    errors = [outcome.value for outcome in outcomes if outcome.rank != 3]
-    assert all("rank 3" in error for error in errors), errors

@@ -19,6 +19,12 @@ BLOCK = 20  # layers of one test
 BLOCKS = 10
 
 
+def seeds(some):
+    """The first few seeds, or with `-m long` all of them, in blocks."""
+    blocks = [pytest.param(b * BLOCK, BLOCK, marks=pytest.mark.long) for b in range(BLOCKS)]
+    return pytest.mark.parametrize(("first", "count"), [pytest.param(0, some, id="some"), *blocks])
+
+
 def drawn(seed, most_ranks):
     """Draw an example, options of the balancer, and whether backward recomputes the layer."""
     rng = np.random.default_rng(seed)
@@ -92,24 +98,15 @@ def assert_dense(example, options, actual):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(b, marks=[] if b < 2 else pytest.mark.long) for b in range(BLOCKS)],
-)
-def test_over_messages(block):
-    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+@seeds(some=2 * BLOCK)
+def test_over_messages(first, count):
+    for seed in range(first, first + count):
         example, options, again = drawn(seed, most_ranks=4)
         assert_dense(example, options, over_messages(example, options, again))
 
 
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
-@pytest.mark.parametrize(
-    ("first", "count"),
-    [
-        pytest.param(0, 6, id="some"),
-        *(pytest.param(b * BLOCK, BLOCK, marks=pytest.mark.long) for b in range(BLOCKS)),
-    ],
-)
+@seeds(some=6)
 def test_over_mapped_memory(first, count):
     for seed in range(1000 + first, 1000 + first + count):
         example, options, again = drawn(seed, most_ranks=3)
