@@ -72,17 +72,6 @@ from ultraep.tools.view.api import Api, case_of
 from ultraep.tools.view.catalogue import Catalogue
 from ultraep.tools.view.server import Handler
 
-# Files whose lines the log counts.
-READERS = (
-    *("files/reading.py", "workload/files.py", "trace/read.py", "trace/files.py"),
-    *("trace/schema.py", "trace/join.py", "tools/crash.py"),
-    *("config.py", "topology.py", "loads.py", "rules.py", "routes/record.py", "plan.py"),
-    *("runtime/settings.py", "integrations/vllm/settings.py"),
-    *("tools/sim/presets.py", "tools/sim/workload.py", "tools/serving/load.py"),
-    *("tools/demo/result.py", "tools/outputs.py", "tools/cli/options.py", "tools/soak/schedule.py"),
-    *("tools/inspect/checkpoint.py", "tools/inspect/texts.py", "tools/view/api.py"),
-    *("tools/view/server.py", "tools/view/traces.py", "tools/view/table.py"),
-)
 WORDS = (
     "",
     "-1",
