@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 import ultraep
 from ultraep.backends import BackendInfo
@@ -38,6 +39,7 @@ def test_missing_packages_are_named(monkeypatch):
     assert "not available: needs no_such_module" in shown
 
 
+@pytest.mark.slow
 def test_torchrun_shows_a_map_of_ranks(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launcher, "--standalone", "-m", "ultraep", "env", "--json"]

@@ -41,17 +41,16 @@ def test_a_missing_library(known, monkeypatch):
         known.check()
 
 
-@pytest.mark.parametrize("name", ["torchtitan", "transformers"])
-def test_importing_an_integration_without_its_library(name):
-    code = f"""
+def test_importing_an_integration_without_its_library():
+    code = """
 import importlib.metadata as metadata
 def missing(name): raise metadata.PackageNotFoundError(name)
 metadata.version = missing
-import ultraep.integrations.{name}
+import ultraep.integrations.transformers
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert "BackendUnavailable" in done.stderr
-    assert f"pip install 'ultraep[{name}]'" in done.stderr
+    assert "pip install 'ultraep[transformers]'" in done.stderr
     assert issubclass(BackendUnavailable, ImportError)
 
 

@@ -6,16 +6,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
-import pytest
-
 from ultraep.tools.sim.advise import TOLERANCES, Advice, Option, advise, choose
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving, load_requests
 from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import Recorded, fit_skew
+from ultraep.tools.sim.workload import fit_skew
 from ultraep.topology import Topology
 
 from .small import gpt_oss
@@ -45,11 +42,6 @@ def scenario(
 @cache
 def advised(**changes: Any) -> Advice:
     return advise(scenario(**changes))
-
-
-def recorded() -> Scenario:
-    loads = np.random.default_rng(3).zipf(1.6, (5, MODEL.layers, MODEL.experts)).clip(1, 400)
-    return replace(scenario(), workload=Recorded(loads, MODEL.top_k))
 
 
 def reasons(advice: Advice) -> str:
@@ -144,10 +136,9 @@ def test_memory_limits_the_slots_and_may_make_balancing_necessary():
     assert "out of memory without balancing: 100%" in reasons(advice)
 
 
-@pytest.mark.parametrize("make", [scenario, recorded])
-def test_advice_is_reproducible_and_progress_reaches_its_end(make):
+def test_advice_is_reproducible_and_progress_reaches_its_end():
     reports: list[tuple[int, int]] = []
-    advice = advise(make(), report=lambda *counts: reports.append(counts))
-    assert advice == (advised() if make is scenario else advise(recorded(), processes=2))
+    advice = advise(scenario(), report=lambda *counts: reports.append(counts))
+    assert advice == advised()
     assert reports == sorted(reports)
     assert reports[-1][0] == reports[-1][1]

@@ -8,7 +8,6 @@ import pytest
 from published import CONTENDERS, scenario_of, settings, share_of_ideal
 
 from ultraep.tools.sim.run import Result, simulate
-from ultraep.tools.sim.workload import Skew, calibrated_noise
 
 SETTINGS = {setting.name: setting for setting in settings()}
 SIMULATED = ["glm-train", pytest.param("qwen-train", marks=pytest.mark.slow)]
@@ -17,19 +16,6 @@ SIMULATED = ["glm-train", pytest.param("qwen-train", marks=pytest.mark.slow)]
 @cache
 def results(name: str) -> list[Result]:
     return simulate(scenario_of(SETTINGS[name], steps=1), CONTENDERS)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_setting_is_a_scenario(name: str) -> None:
-    setting = SETTINGS[name]
-    scenario = scenario_of(setting, steps=3)
-    assert (scenario.ranks, scenario.cluster.name) == (setting.ranks, "gb200-nvl72")
-    assert scenario.job.trains == setting.training == name.endswith("train")
-    assert scenario.devices == (256 if setting.training else setting.ranks)
-    if setting.training:
-        assert scenario.microbatches == 3 * setting.microbatches * setting.groups
-        assert isinstance(scenario.workload, Skew)
-        assert 0.2 < scenario.workload.noise <= calibrated_noise(training=True)
 
 
 @pytest.mark.parametrize("name", SIMULATED)
