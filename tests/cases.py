@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import registered_policy  # noqa: F401
 import torch
 from hypothesis import strategies as st
 
 import ultraep
-import ultraep.tools.baselines
 from ultraep import BalanceConfig, Rates, workload
 from ultraep.arrays import PADDING
-from ultraep.policies import get_policy
 
 MAX_TOTAL = 2**31 - 1
 # With a GPU, the Triton kernels accept no CPU tensors.
@@ -20,12 +19,6 @@ BACKENDS_OF_CPU = [
     name for name in ultraep.backend_names() if name != "triton" or not torch.cuda.is_available()
 ]
 POLICIES = ("none", "ultraep", "quota", "echo")  # without history
-
-
-@ultraep.register_policy("registered")
-def registered(problem):
-    """A policy as users register it: it plans on the host, and a balancer runs it."""
-    return get_policy("quota").decide(problem)
 
 
 def _named() -> dict[str, tuple[np.ndarray, ultraep.Topology]]:

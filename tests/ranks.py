@@ -34,7 +34,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cases  # noqa: F401  # registers a policy
+import registered_policy  # noqa: F401
 import torch
 import torch.distributed as dist
 import warm
