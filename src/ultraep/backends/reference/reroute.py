@@ -32,9 +32,13 @@ def count(ids_N: IntArray, experts: int) -> tuple[IntArray, int]:
     >>> count(np.array([0, 2, 2, 7, PADDING]), 3)
     (array([1, 0, 2]), 1)
     """
-    known = (ids_N >= 0) & (ids_N < experts)
-    counts: IntArray = np.bincount(ids_N[known], minlength=experts).astype(np.int64)
-    return counts, int((~known & (ids_N != PADDING)).sum())
+    counts, unknown = np.zeros(experts, np.int64), 0
+    for expert in ids_N:
+        if 0 <= expert < experts:
+            counts[expert] += 1
+        elif expert != PADDING:
+            unknown += 1
+    return counts, unknown
 
 
 def reroute(
@@ -60,21 +64,61 @@ def reroute(
     counts, unknown = count(ids_N, len(loads_E))
     if unknown or not np.array_equal(counts, loads_E):
         return None
-    row_M = np.flatnonzero(ids_N != PADDING)
-    expert_M, place_M = ids_N[row_M], np.arange(len(row_M))
-    slot_M = home_slot_of_expert[expert_M]
-    for expert in sorted(set(expert_of_copy[rows_of_copy > 0].tolist())):
-        mine = np.flatnonzero(expert_M == expert)
-        copies = np.flatnonzero(expert_of_copy == expert)
-        at_home = len(mine) - rows_of_copy[copies].sum()
-        ends = at_home + np.cumsum(rows_of_copy[copies])
-        places = np.arange(len(mine)) * stride(len(mine)) % len(mine)
-        copied = places >= at_home
-        served_by = copies[np.searchsorted(ends, places[copied], side="right")]
-        slot_M[mine[copied]] = slot_of_copy[served_by]
-        place_M[mine] = places
-    order = np.lexsort((place_M, slot_M))
-    return row_M[order], np.bincount(slot_M, minlength=num_slots)
+    rows_of_slot = np.zeros(num_slots, np.int64)
+    for expert in range(len(counts)):
+        rows_of_slot[home_slot_of_expert[expert]] = counts[expert]
+    for copy in range(len(expert_of_copy)):
+        rows_of_slot[slot_of_copy[copy]] = rows_of_copy[copy]
+        rows_of_slot[home_slot_of_expert[expert_of_copy[copy]]] -= rows_of_copy[copy]
+    first_of_slot = np.cumsum(rows_of_slot) - rows_of_slot
+    by_expert, first = sort_by_expert(ids_N, counts)
+    order_M = np.empty(len(by_expert), np.int64)
+    copy = 0
+    for expert in range(len(counts)):
+        rows = by_expert[first[expert] : first[expert + 1]]
+        home, begin = home_slot_of_expert[expert], copy
+        while copy < len(expert_of_copy) and expert_of_copy[copy] == expert:
+            copy += 1
+        if rows_of_slot[home] == len(rows):
+            for index in range(len(rows)):
+                order_M[first_of_slot[home] + index] = rows[index]
+        else:
+            deal_out(rows, home, slot_of_copy[begin:copy], rows_of_slot, first_of_slot, order_M)
+    return order_M, rows_of_slot
+
+
+def sort_by_expert(ids_N: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """[M] rows by expert, then by token, and [E + 1] where each expert begins."""
+    first = np.zeros(len(counts) + 1, np.int64)
+    for expert in range(len(counts)):
+        first[expert + 1] = first[expert] + counts[expert]
+    next_row, rows_M = first.copy(), np.empty(first[-1], np.int64)
+    for row in range(len(ids_N)):
+        expert = ids_N[row]
+        if expert != PADDING:
+            rows_M[next_row[expert]] = row
+            next_row[expert] += 1
+    return rows_M, first
+
+
+def deal_out(
+    rows: IntArray,
+    home: int,
+    copies: IntArray,
+    rows_of_slot: IntArray,
+    first_of_slot: IntArray,
+    order_M: IntArray,
+) -> None:
+    """Write the rows of one expert to its home and replicas in `order_M`, by their places."""
+    place, step = 0, stride(len(rows))
+    for row in rows:
+        slot, rest, copy = home, place, 0
+        while rest >= rows_of_slot[slot]:
+            rest -= rows_of_slot[slot]
+            slot = copies[copy]
+            copy += 1
+        order_M[first_of_slot[slot] + rest] = row
+        place = (place + step) % len(rows)
 
 
 def stride(length: int) -> int:
