@@ -26,9 +26,10 @@ from hypothesis import strategies as st
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, backends, workload
 from ultraep.backends.limits import Limits
-from ultraep.backends.reference.members import alias, thrifty
-from ultraep.backends.reference.place import domains_of, shared_threshold
+from ultraep.backends.reference.heuristics import alias, thrifty
+from ultraep.backends.reference.place import domains_of
 from ultraep.backends.reference.reroute import stride
+from ultraep.backends.reference.search import shared_threshold
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.kernels.reroute import place_on_line
 from ultraep.backends.triton.rerouter import ROWS, strides

@@ -5,15 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from cases import NAMED, configs, problems, timed_configs, topologies
+from cases import NAMED, configs, problems, timed_configs, topologies, with_speeds
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import ultraep
 from ultraep import BalanceConfig, ConfigError, PlanError, Rates, Topology, workload
-from ultraep.backends.reference.members import Domain
-from ultraep.backends.reference.place import attempts_of, shared_threshold
-from ultraep.config import rungs_of
+from ultraep.backends.limits import Limits
+from ultraep.backends.reference.heuristics import alias
+from ultraep.backends.reference.place import domains_of, place, replicas_of
+from ultraep.backends.reference.quickest import LIMITED, attempt_at, attempts_to_make
+from ultraep.backends.reference.search import shared_threshold, solve
+from ultraep.config import MAX_THRESHOLD
 
 
 @given(problems(), configs)
@@ -84,22 +87,40 @@ def test_neither_no_replicas_nor_the_best_balance_is_faster(problem, config):
         assert time_of(plan, config.rates) <= time_of(other, config.rates)
 
 
-@given(problems(), timed_configs)
-def test_no_attempt_is_faster(problem, config):
-    """The CPU backend leaves some of these attempts out."""
+@given(problems(), timed_configs, st.data())
+def test_the_quickest_of_all_attempts_is_planned(problem, config, data):
+    """The planner leaves out attempts that cannot be quicker."""
     loads, topology = problem
-    assume(topology.domain == topology.ranks)
-    tokens = dict(enumerate(loads.sum(axis=0).tolist()))
-    homes = [topology.home_experts(rank).tolist() for rank in range(topology.ranks)]
-    least = config.min_tokens_per_replica
-    domain = Domain(homes, tokens, topology.slots, least, config.replica_limit)
-    taken = time_of(ultraep.plan(loads, topology, config), config.rates)
-    rungs = [shared_threshold([domain], parts) for parts in rungs_of(config.tolerance_parts)]
-    _, others = attempts_of([domain], rungs, few_links=config.rates.copy > 0)
-    for (attempt,), threshold in zip(others, rungs[1:], strict=True):
-        if attempt.peak <= threshold:
-            transfers, copies = attempt.transfers, len(attempt.copies)
-            assert taken <= config.rates.time(peak=threshold, transfers=transfers, copies=copies)
+    if data.draw(st.booleans()):
+        config = with_speeds(data.draw, config, topology.ranks)
+    expert_loads, limits = loads.sum(axis=0), Limits.of(topology, config)
+    domains = domains_of(expert_loads, limits)
+    exact = [solve(d, shared_threshold(domains, config.tolerance_parts)) for d in domains]
+    none = [alias(d, MAX_THRESHOLD) for d in domains]
+
+    def transfers(attempts):
+        return max(a.transfers for a in attempts)
+
+    def cost(attempts):
+        copies = sum(len(a.copies) for a in attempts)
+        met = attempts is not exact and attempts is not none
+        peak = max(a.threshold if met else a.peak for a in attempts)
+        unit = domains[0].unit
+        time = config.rates.time(peak=peak, unit=unit, transfers=transfers(attempts), copies=copies)
+        return time, copies
+
+    few_links = config.rates.copy > 0
+    attempts = [
+        [attempt_at(domain, threshold, links) for domain in domains]
+        for threshold, links in zip(
+            *attempts_to_make(domains, config.tolerance_parts, few_links), strict=True
+        )
+    ]
+    limited = attempts[:LIMITED] if few_links else []
+    fewer = [a for a in limited if transfers(a) < transfers(exact)]
+    met = [a for a in fewer + attempts[LIMITED:] if all(one.peak <= one.threshold for one in a)]
+    expected = replicas_of(min([exact, *met, none], key=cost), limits)
+    np.testing.assert_array_equal(place(expert_loads, limits), expected)
 
 
 def test_expensive_links_are_fewer():

@@ -53,8 +53,8 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Numbers) -> lis
             return best
         least[number] = NEVER
         attempts = [attempt_at(domain, thresholds[number], links[number]) for domain in domains]
-        peak, transfers, made, threshold = totals(attempts)
-        if peak > threshold or (number < LIMITED and transfers >= exact_transfers):
+        _, transfers, made, threshold = totals(attempts)
+        if threshold == NEVER or (number < LIMITED and transfers >= exact_transfers):
             continue
         cost = time_of(threshold, unit, transfers, made, rates), made, number
         if cost < (time, copies, chosen):
@@ -63,11 +63,16 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Numbers) -> lis
 
 
 def totals(attempts: list[Attempt]) -> tuple[int, int, int, int]:
-    """Return the highest peak, most transfers, all replicas, and the highest threshold."""
+    """Return the highest peak, most transfers, all replicas, and the highest threshold.
+
+    The threshold is `NEVER` if an attempt does not meet its own.
+    """
     peak = transfers = copies = threshold = 0
     for attempt in attempts:
-        peak, threshold = max(peak, attempt.peak), max(threshold, attempt.threshold)
-        transfers, copies = max(transfers, attempt.transfers), copies + len(attempt.copies)
+        peak, transfers = max(peak, attempt.peak), max(transfers, attempt.transfers)
+        copies += len(attempt.copies)
+        met = attempt.peak <= attempt.threshold
+        threshold = max(threshold, attempt.threshold if met else NEVER)
     return peak, transfers, copies, threshold
 
 

@@ -1,4 +1,4 @@
-"""Twins of the heuristics in `reference/members.py`: one program per domain, in registers.
+"""Twins of the heuristics in `reference/heuristics.py`: one program per domain, in registers.
 
 Axis 1 of a tile are the ranks of the domain, axis 0 their home experts: `home_HG` are the rows
 still at home (-1: no expert) and `load_G` the rows of every rank. A reduction over experts then
