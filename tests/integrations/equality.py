@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
+from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -18,6 +21,7 @@ from shared_peers import SharedPeers
 
 from ultraep.integrations.transformers import balance
 from ultraep.integrations.transformers.experts import expert_owners
+from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.connect import connect
 
 warm.preload("transformers.trainer", "ultraep.integrations.transformers")
@@ -107,6 +111,16 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=dtype)
 
 
+@contextmanager
+def mapped_memory(group: Any) -> Iterator[None]:
+    """Let `balance` use the mapped data plane between processes without GPUs."""
+    module = import_module("ultraep.integrations.transformers.balance")
+    options = {"data_plane": "mapped", "peers": SharedPeers(group)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "Balancer", partial(Balancer._with_settings, **options))
+        yield
+
+
 def compare(
     rank: int,
     group: Any,
@@ -127,10 +141,9 @@ def compare(
     dispatched: rows travel through a dispatcher of another library.   options: of `build`.
     """
     plain, model = build(family, **options), build(family, **options)
-    plane = {"data_plane": "mapped", "peers": SharedPeers(group)} if mapped else {}
-    if dispatched:
-        plane["dispatcher"] = Differentiable(connect(group))
-    with quiet(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    plane = {"dispatcher": Differentiable(connect(group))} if dispatched else {}
+    memory = mapped_memory(group) if mapped else nullcontext()
+    with quiet(), memory, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = learn(plain, all_batches(group))[rank]
         balancer = balance(model, group, slots=slots, policy=policy, **plane)
         if recompute is not None:

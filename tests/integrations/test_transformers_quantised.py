@@ -15,12 +15,18 @@ pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 import torch
 import torch.distributed as dist
 import transformers.integrations.finegrained_fp8 as fp8
-from equality import all_batches, assert_same_gradients, learn, quiet, under_torchrun
+from equality import (
+    all_batches,
+    assert_same_gradients,
+    learn,
+    mapped_memory,
+    quiet,
+    under_torchrun,
+)
 from families import batch, build, outputs
 from hub_kernels import fp8_kernels, mxfp4_kernels
 from ranks import on_ranks
 from safetensors.torch import load_file, save_file
-from shared_peers import SharedPeers
 from transformers import FineGrainedFP8Config, Mxfp4Config
 
 from ultraep import ConfigError
@@ -309,7 +315,8 @@ def test_models_on_the_mapped_plane(rank, group, form, tmp_path):
         kind = saved(rank, tmp_path) if form == "fp8" else saved_mxfp4(rank, tmp_path / form)
         plain, model = (load(kind, tmp_path / form) for _ in range(2))
         expected = [outputs(plain, batch(r)) for r in range(2)][rank]
-        balancer = balance(model, group, data_plane="mapped", peers=SharedPeers(group), slots=2)
+        with mapped_memory(group):
+            balancer = balance(model, group, slots=2)
         assert torch.equal(outputs(model, batch(rank)), expected)
         assert balancer.stats()["copies"]
         balancer.close()
