@@ -268,37 +268,34 @@ def stacked_tensors(experts, seed):
 class Rank:
     """One rank with its own weights, and spare slots for weights of others."""
 
-    def __init__(
-        self, peers, topology, *, relay="chain", programs=1, seed=0, buffers=1, timeout=PATIENCE
-    ):
+    def __init__(self, peers, topology, *, relay="chain", programs=1, seed=0, timeout=PATIENCE):
         self.topology, self.rank, self.seed = topology, peers.rank, seed
-        self.board = Signals(peers, slots=topology.slots, buffers=buffers, timeout=timeout)
+        self.board = Signals(peers, slots=topology.slots, buffers=1, timeout=timeout)
         self.streamer = Streamer(self.board, topology, relay=relay, programs=programs)
         mine = topology.home_experts(peers.rank).tolist()
         self.tensors = stacked_tensors(mine, seed)
         self.layout = Layout.of(self.tensors, len(mine))
-        size = topology.slots * self.layout.nbytes
-        self.rows = [peers.allocate(f"slots {buffer}", size) for buffer in range(buffers)]
+        self.rows = peers.allocate("slots", topology.slots * self.layout.nbytes)
 
     def schedule(self, plan):
         made = torch.zeros(self.streamer.size, dtype=torch.int32)
         self.streamer.schedule(on_device(plan), self.layout, made)
         return made
 
-    def fill(self, made, buffer=0):
-        self.streamer.fill(made, self.layout, self.tensors, self.rows[buffer], buffer)
+    def fill(self, made):
+        self.streamer.fill(made, self.layout, self.tensors, self.rows)
 
-    def slots(self, buffer=0):
+    def slots(self):
         slots, nbytes = self.topology.slots, self.layout.nbytes
-        return self.rows[buffer].local[: slots * nbytes].view(slots, nbytes)
+        return self.rows.local[: slots * nbytes].view(slots, nbytes)
 
-    def epoch(self, buffer=0):
-        return int(self.board.words[self.board.channel_of_buffer(buffer)])
+    def epoch(self):
+        return int(self.board.words[self.board.channel_of_buffer(0)])
 
-    def assert_filled(self, plan, buffer=0):
+    def assert_filled(self, plan):
         """The slots of the plan hold their experts bit for bit; the others are untouched."""
         self.board.check()
-        rows, held = self.slots(buffer), set()
+        rows, held = self.slots(), set()
         views = self.layout.views(rows)
         for expert, host, slot in plan.replicas.tolist():
             if host == self.rank:
@@ -363,47 +360,6 @@ def test_experts_arrive_bit_for_bit(name):
     topology = Topology(ranks=ranks, **options)
     epochs = shared_pool().run(ranks, fill_again_and_again, topology, how, FILLS, one_home)
     assert epochs == [FILLS] * ranks
-
-
-def fill_what_is_there(rank, group):
-    """Two schedules, two buffers, and a third schedule of the same replicas."""
-    topology = Topology(ranks=3, experts=6)
-    plans = [
-        plan_with(topology, [(0, 1, 0), (0, 2, 0), (5, 0, 0)]),
-        plan_with(topology, [(2, 0, 0), (1, 2, 0)]),
-    ]
-    epochs = []
-    with small_tiles():
-        me = Rank(SharedPeers(group), topology, buffers=2)
-        first, second = (me.schedule(plan) for plan in plans)
-
-        def fill(made, plan, buffer=0):
-            """Whether anything was sent."""
-            me.slots(buffer).fill_(SCRIBBLE)
-            before = me.epoch(buffer)
-            me.fill(made, buffer)
-            epochs.append(me.epoch(buffer))
-            sent = me.epoch(buffer) > before
-            me.assert_filled(plan if sent else plan_with(topology, []), buffer)
-            return sent
-
-        actual = [
-            fill(first, plans[0]),
-            fill(first, plans[0]),
-            fill(second, plans[1], buffer=1),
-            fill(first, plans[0]),
-            fill(second, plans[1]),
-            fill(first, plans[0]),
-            fill(first, plans[0]),
-            fill(me.schedule(plans[0]), plans[0]),
-        ]
-    return actual, epochs
-
-
-@only_interpreted
-def test_slots_that_hold_a_schedule_are_not_filled_again():
-    sent = [True, False, True, False, True, True, False, True]
-    assert shared_pool().run(3, fill_what_is_there) == [(sent, [1, 1, 1, 1, 2, 3, 3, 4])] * 3
 
 
 def test_bundles_at_one_address_may_have_different_shapes():

@@ -297,7 +297,7 @@ REFUSED = {
         [f"rank 0: cpu on {HOST}, domain 0; rank 1: meta on {HOST}, domain 0"],
     ),
     "a domain without experts": (
-        lambda comm: with_domains(comm, experts=4, homes=[0, 0, 1, 1]),
+        lambda comm: with_domains(comm, experts=[0, 0, 1, 1]),
         ["domain 1 is the home of 0 experts"],
     ),
 }

@@ -209,25 +209,6 @@ def test_ranks_with_different_multiprocessors_move_weights_together():
     assert len(actual[0]["replicas"])
 
 
-def adopt(balancer, example):
-    """Run one pass with a policy that plans on the host, then one that plans on the device."""
-    layer, rank = example.layer(balancer), balancer.rank
-    actual = {}
-    for policy in ("registered", None):
-        x = example.inputs[rank].clone().requires_grad_()
-        y = layer(x, policy=policy)
-        y.backward(example.gradients[rank])
-        passed = {"y": y.detach(), **gradients_of(layer, x), **plan_tensors(layer)}
-        actual |= {f"{name} by {policy}": tensor.clone() for name, tensor in passed.items()}
-    return actual
-
-
-def test_another_policy_plans_on_the_host():
-    actual = assert_as_on_host(adopt, single([9, 5], experts=12), slots=2)[0]
-    assert not torch.equal(actual["split by registered"], actual["split by None"])
-    assert torch.equal(actual["y by registered"], actual["y by None"])
-
-
 def fills(rank, group, example):
     """Return how often slots were filled by one layer and by two, forward and backward."""
     with small_tiles():
