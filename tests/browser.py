@@ -1,8 +1,7 @@
-"""A headless Chromium, driven over its debugging pipe: pages, keys, clicks, pictures."""
+"""A headless Chromium, driven over its debugging pipe: pages, keys, clicks."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -214,7 +213,3 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-
-    def picture(self, path, *, whole=True):
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        Path(path).write_bytes(base64.b64decode(found["data"]))

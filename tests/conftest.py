@@ -59,7 +59,6 @@ LONGEST = (
     "view/test_page.py",
     "serving/test_engine.py",
     "runtime/test_mapped.py",
-    "backends/test_quantised.py",
     "integrations/test_transformers_checkpoints.py",
     "runtime/test_faults.py",
     "test_examples.py",

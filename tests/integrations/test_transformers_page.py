@@ -7,7 +7,6 @@ import io
 import os
 import re
 import runpy
-import socket
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ pytest.importorskip("peft")
 pytest.importorskip("ultraep.integrations.transformers.native", exc_type=ImportError)
 
 import torch.distributed as dist
+import warm
 from equality import under_torchrun
 from families import build
 from ranks import shared_pool
@@ -40,7 +40,7 @@ def run_script(rank, group, folder, name, port):
     printed = io.StringIO()
     before, arguments = Path.cwd(), sys.argv
     with under_torchrun(rank, size), contextlib.redirect_stdout(printed):
-        os.environ["MASTER_PORT"] = str(port)
+        os.environ["MASTER_PORT"] = port
         os.environ["ACCELERATE_USE_CPU"] = "1"
         os.chdir(folder)
         sys.argv = [f"{name}.py", str(folder / "checkpoint")]
@@ -63,16 +63,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run(name, folder):
     assert len(SCRIPTS[name].splitlines()) < 40
-    printed = shared_pool().run(2, run_script, folder, name, free_port())
+    printed = shared_pool().run(2, run_script, folder, name, warm.free_port())
     words = {
         "train": "loss",
         "trainer": "train_loss",

@@ -5,6 +5,7 @@ The library's own Python runs, with stand-ins for the kernels that it downloads 
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -135,40 +136,38 @@ def test_fp8_checkpoints(rank, group, config, tmp_path):
         if rank == 0:
             plain.save_pretrained(tmp_path / "again")
         model.save_pretrained(tmp_path / "balanced", max_shard_size="60KB")
-        options = {
-            "dtype": torch.float32,
-            "attn_implementation": "eager",
-            "experts_implementation": experts,
-        }
-        again = balanced_from_pretrained(tmp_path / "fp8", group, **options)
-        models = [model, again]
+        read = partial(
+            balanced_from_pretrained,
+            group=group,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation=experts,
+        )
+        models = [model, read(tmp_path / "fp8")]
         if "static" not in config:
-            models.append(
-                balanced_from_pretrained(
-                    tmp_path / "plain", group, quantization_config=settings, **options
-                )
-            )
+            models.append(read(tmp_path / "plain", quantization_config=settings))
+        tokens = generated(plain, rank)
         for loaded in models:
             assert_same_bits(loaded.state_dict(), model.state_dict())
             assert torch.equal(outputs(loaded, batch(rank)), expected)
+            assert torch.equal(generated(loaded, rank), tokens)
             assert rank or balancers(loaded)[0].stats()["copies"]
         for loaded in models:
             unbalance(loaded)
             assert_same_bits(loaded.state_dict(), plain.state_dict())
-        files = [
-            {
-                n: t
-                for f in (tmp_path / folder).glob("*.safetensors")
-                for n, t in load_file(f).items()
-            }
-            for folder in ("balanced", "again")
-        ]
-        assert_same_bits(*files)
-        configs = [
-            (tmp_path / folder / "config.json").read_text() for folder in ("balanced", "again")
-        ]
+        folders = tmp_path / "balanced", tmp_path / "again"
+        assert_same_bits(*map(tensors_in, folders))
+        configs = [(folder / "config.json").read_text() for folder in folders]
         assert configs[0] == configs[1]
         dist.barrier()
+
+
+def generated(model: Any, rank: int) -> torch.Tensor:
+    return model.generate(batch(rank, rows=1), max_new_tokens=4, do_sample=False)
+
+
+def tensors_in(folder: Any) -> dict[str, torch.Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
 def fp4_experts(config: Any, seed: int) -> Any:
@@ -270,15 +269,9 @@ def test_mxfp4_models_compute_the_same_bits(rank, group, tmp_path):
         balancer = balance(model, group, slots=2)
         assert torch.equal(outputs(model, batch(rank)), expected)
         module = next(iter(balanced_experts(model).values()))
-        kinds = {name: (t.dtype, len(t)) for name, t in module.bundle.items()}
-        assert (
-            kinds["down_proj"]
-            == kinds["gate_up_proj_scales"]
-            == (
-                torch.uint8,
-                len(module.home_experts),
-            )
-        )
+        for name in ("down_proj", "gate_up_proj_scales"):
+            assert module.bundle[name].dtype == torch.uint8
+            assert len(module.bundle[name]) == len(module.home_experts)
         assert rank or balancer.stats()["copies"]
         unbalance(model)
         assert torch.equal(outputs(model, batch(rank)), expected)
@@ -297,10 +290,7 @@ def test_mxfp4_checkpoints(rank, group, tmp_path):
         model.save_pretrained(tmp_path / "balanced")
         files = [load_file(f / "model.safetensors") for f in (tmp_path / "balanced", tmp_path)]
         assert_same_bits(*files)
-        tokens = model.generate(batch(rank, rows=1), max_new_tokens=4, do_sample=False)
-        assert torch.equal(
-            tokens, plain.generate(batch(rank, rows=1), max_new_tokens=4, do_sample=False)
-        )
+        assert torch.equal(generated(model, rank), generated(plain, rank))
         unbalance(model)
         assert torch.equal(outputs(model, batch(rank)), expected)
         dist.barrier()

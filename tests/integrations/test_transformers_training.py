@@ -16,6 +16,7 @@ from ultraep import parallel
 from ultraep.integrations.transformers import balance
 
 CLIP, STEPS = 0.5, 20
+THREE = ["mixtral", "gpt_oss", "deepseek_v3"]
 
 
 def train(model, losses_of_step, clip):
@@ -38,10 +39,9 @@ def train(model, losses_of_step, clip):
     ("family", "options", "limit"),
     [
         ("mixtral", {"dtype": torch.float64}, 1e-12),
-        ("mixtral", {"experts": "grouped_mm"}, 1e-4),
         *(
             pytest.param(family, {"experts": "grouped_mm"}, 1e-4, marks=pytest.mark.slow)
-            for family in ("deepseek_v3", "gpt_oss")
+            for family in THREE
         ),
     ],
 )
@@ -81,14 +81,15 @@ def test_losses_of_twenty_steps(rank, group, family, options, limit):
     ("families", "options"),
     [
         (["mixtral"], {"experts": "eager"}),
-        (NAMED, {"experts": "grouped_mm"}),
+        (THREE, {"experts": "grouped_mm"}),
+        pytest.param(NAMED, {"experts": "grouped_mm"}, marks=pytest.mark.slow),
         pytest.param(
-            ["mixtral", "gpt_oss", "deepseek_v3"],
+            THREE,
             {"experts": "grouped_mm", "cache_implementation": "static"},
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["eager", "grouped", "static cache"],
+    ids=["eager", "grouped", "more families", "static cache"],
 )
 @on_ranks(2)
 def test_generation(rank, group, families, options):

@@ -32,15 +32,11 @@ from ultraep.supported import Library
 MICROBATCH = MicrobatchInfo(layer=0, step=1)
 
 
-def test_no_settings():
+def test_settings_of_environment_and_additional_configuration():
     assert read_settings({}, None) is None
-    assert read_settings({"PATH": "/bin", "ULTRAEP_TRACE": "run"}, {}) is None
-    assert read_settings({}, {"other": 1}) is None
+    assert read_settings({"PATH": "/bin", "ULTRAEP_TRACE": "run"}, {"other": 1}) is None
     assert read_settings({"ULTRAEP_SLOTS": "0"}, None) is None
     assert read_settings({}, {"ultraep": {"slots": 0}}) is None
-
-
-def test_settings_of_the_environment():
     environment = {
         "ULTRAEP_SLOTS": "2",
         "ULTRAEP_POLICY": "none",
@@ -52,9 +48,6 @@ def test_settings_of_the_environment():
         slots=2, policy="none", tolerance=0.05, record="traces", min_rows=7
     )
     assert read_settings({"ULTRAEP_POLICY": "ultraep"}, None) == ServingSettings()
-
-
-def test_settings_of_the_additional_configuration():
     assert read_settings({}, {"ultraep": {}}) == ServingSettings()
     both = read_settings({"ULTRAEP_SLOTS": "1"}, {"ultraep": {"slots": 1, "tolerance": 0.1}})
     assert both == ServingSettings(slots=1, tolerance=0.1)
@@ -217,9 +210,7 @@ def random_bytes(*shape, seed):
     return torch.randint(0, 128, shape, dtype=torch.uint8, generator=generator)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int32]
-)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int32])
 @pytest.mark.parametrize("form", ["contiguous", "transposed", "one per expert", "expanded"])
 def test_replicas_have_the_bits_and_strides_of_their_expert(dtype, form):
     size = dtype.itemsize
@@ -287,8 +278,6 @@ def test_counters():
     [
         (None, "vLLM 0.32.x is needed, but no version of it is installed: pip install"),
         ("0.31.2", "vLLM 0.32.x is needed, but 0.31.2 is installed"),
-        ("0.33.0rc1", "vLLM 0.32.x is needed, but 0.33.0rc1 is installed"),
-        ("1.0", "vLLM 0.32.x is needed, but 1.0 is installed"),
     ],
 )
 def test_unsupported_versions_are_not_balanced(monkeypatch, caplog, installed, message):

@@ -45,32 +45,29 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
+# Methods that quantise while they load: their module, and options of the case.
+ONLINE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Fp8PerTensorOnlineMoEMethod": ("fp8", {}),
+    "Fp8PerBlockOnlineMoEMethod": ("fp8", {}),
+    "Fp8PtpcOnlineMoEMethod": ("fp8", {}),
+    "Int8OnlineMoEMethod": ("int8", {}),
+    "Mxfp8OnlineMoEMethod": ("mxfp8", {"backend": "marlin"}),
+    "Mxfp4OnlineMoEMethod": ("mxfp4", {"backend": "marlin"}),
+    "Nvfp4OnlineMoEMethod": ("nvfp4", {"backend": "marlin", "dtype": torch.bfloat16}),
+}
+
+
 def cases() -> dict[str, Case]:
     """Return all cases by name; imports vLLM."""
     from compressed_tensors.quantization import QuantizationArgs
-    from vllm.model_executor.layers.quantization import fp8, modelopt, mxfp4
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_w4a4_mxfp4 as ct_mxfp4,
-    )
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_w4a4_nvfp4 as ct_nvfp4,
-    )
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_w8a8_fp8 as ct_fp8,
-    )
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_w8a8_int8 as ct_int8,
-    )
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_wna16 as ct_wna16,
-    )
-    from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
-    from vllm.model_executor.layers.quantization.online import int8 as online_int8
-    from vllm.model_executor.layers.quantization.online import mxfp4 as online_mxfp4
-    from vllm.model_executor.layers.quantization.online import mxfp8 as online_mxfp8
-    from vllm.model_executor.layers.quantization.online import nvfp4 as online_nvfp4
-    from vllm.model_executor.layers.quantization.quark import quark_moe
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
+
+    def module(name: str) -> Any:
+        return importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
+
+    def compressed(kind: str, name: str, *settings: Any) -> Callable[[Any], Any]:
+        folder = "compressed_tensors.compressed_tensors_moe"
+        method = getattr(module(f"{folder}.compressed_tensors_moe_{kind}"), name)
+        return lambda layer: method(*settings, layer.moe_config)
 
     def fp8_method(scheme: str, block: list[int] | None) -> Callable[[Any], Any]:
         config = fp8.Fp8Config(True, scheme, weight_block_size=block)
@@ -80,43 +77,39 @@ def cases() -> dict[str, Case]:
         return QuantizationArgs(num_bits=bits, type="int", **options)
 
     def wna16(weights: QuantizationArgs) -> Callable[[Any], Any]:
-        return lambda layer: ct_wna16.CompressedTensorsWNA16MoEMethod(
-            weights, None, layer.moe_config
-        )
+        return compressed("wna16", "CompressedTensorsWNA16MoEMethod", weights, None)
 
+    def online(kind: str, name: str) -> Callable[[Any], Any]:
+        method = getattr(module(f"online.{kind}"), name)
+        return lambda layer: method(moe=layer.moe_config)
+
+    fp8, modelopt, mxfp4 = module("fp8"), module("modelopt"), module("mxfp4")
+    quark, mxfp4_scheme = module("quark.quark_moe"), module("utils.quant_utils").kMxfp4Static
     group = {"strategy": "group", "group_size": 128}
     per_token = {"strategy": "token", "dynamic": True}
     floats = {"num_bits": 8, "type": "float"}
+    fp8_args = (
+        QuantizationArgs(**floats, strategy="channel"),
+        QuantizationArgs(**floats, **per_token),
+    )
+    int8_args = integers(8, strategy="channel"), integers(8, **per_token)
     nvfp4 = modelopt.ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True)
+    w8a8_fp8 = "CompressedTensorsW8A8Fp8MoEMethod"
+    w8a8_int8 = "CompressedTensorsW8A8Int8MoEMethod"
+    w4a4_nvfp4 = "CompressedTensorsW4A4Nvfp4MoEMethod"
+    w4a4_mxfp4 = "CompressedTensorsW4A4Mxfp4MoEMethod"
     return {
         "Fp8MoEMethod, blocks": Case(fp8_method("dynamic", [128, 128]), computes=True),
         "Fp8MoEMethod, static": Case(fp8_method("static", None), computes=True),
-        "CompressedTensorsW8A8Fp8MoEMethod": Case(
-            lambda layer: ct_fp8.CompressedTensorsW8A8Fp8MoEMethod(
-                QuantizationArgs(**floats, strategy="channel"),
-                QuantizationArgs(**floats, **per_token),
-                layer.moe_config,
-            ),
-            computes=True,
-        ),
-        "CompressedTensorsW8A8Int8MoEMethod": Case(
-            lambda layer: ct_int8.CompressedTensorsW8A8Int8MoEMethod(
-                integers(8, strategy="channel"), integers(8, **per_token), layer.moe_config
-            ),
-            computes=True,
-        ),
+        w8a8_fp8: Case(compressed("w8a8_fp8", w8a8_fp8, *fp8_args), computes=True),
+        w8a8_int8: Case(compressed("w8a8_int8", w8a8_int8, *int8_args), computes=True),
         "CompressedTensorsWNA16MoEMethod, int4": Case(wna16(integers(4, **group)), computes=True),
         "CompressedTensorsWNA16MoEMethod, int4 with zero points": Case(
             wna16(integers(4, symmetric=False, **group))
         ),
         "CompressedTensorsWNA16MoEMethod, int8": Case(wna16(integers(8, **group))),
-        "CompressedTensorsW4A4Nvfp4MoEMethod": Case(
-            lambda layer: ct_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod(layer.moe_config),
-            backend="cutlass",
-        ),
-        "CompressedTensorsW4A4Mxfp4MoEMethod": Case(
-            lambda layer: ct_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod(layer.moe_config)
-        ),
+        w4a4_nvfp4: Case(compressed("w4a4_nvfp4", w4a4_nvfp4), backend="cutlass"),
+        w4a4_mxfp4: Case(compressed("w4a4_mxfp4", w4a4_mxfp4)),
         "ModelOptNvFp4FusedMoE": Case(
             lambda layer: modelopt.ModelOptNvFp4FusedMoE(nvfp4, layer.moe_config),
             backend="cutlass",
@@ -128,34 +121,10 @@ def cases() -> dict[str, Case]:
             lambda layer: mxfp4.GptOssMxfp4MoEMethod(layer.moe_config), backend="marlin"
         ),
         "QuarkOCP_MX_MoEMethod": Case(
-            lambda layer: quark_moe.QuarkOCP_MX_MoEMethod(layer.moe_config, kMxfp4Static, None),
+            lambda layer: quark.QuarkOCP_MX_MoEMethod(layer.moe_config, mxfp4_scheme, None),
             backend="marlin",
         ),
-        "Fp8PerTensorOnlineMoEMethod": Case(
-            lambda layer: online_fp8.Fp8PerTensorOnlineMoEMethod(moe=layer.moe_config)
-        ),
-        "Fp8PerBlockOnlineMoEMethod": Case(
-            lambda layer: online_fp8.Fp8PerBlockOnlineMoEMethod(moe=layer.moe_config)
-        ),
-        "Fp8PtpcOnlineMoEMethod": Case(
-            lambda layer: online_fp8.Fp8PtpcOnlineMoEMethod(moe=layer.moe_config)
-        ),
-        "Int8OnlineMoEMethod": Case(
-            lambda layer: online_int8.Int8OnlineMoEMethod(moe=layer.moe_config)
-        ),
-        "Mxfp8OnlineMoEMethod": Case(
-            lambda layer: online_mxfp8.Mxfp8OnlineMoEMethod(moe=layer.moe_config),
-            backend="marlin",
-        ),
-        "Mxfp4OnlineMoEMethod": Case(
-            lambda layer: online_mxfp4.Mxfp4OnlineMoEMethod(moe=layer.moe_config),
-            backend="marlin",
-        ),
-        "Nvfp4OnlineMoEMethod": Case(
-            lambda layer: online_nvfp4.Nvfp4OnlineMoEMethod(moe=layer.moe_config),
-            backend="marlin",
-            dtype=torch.bfloat16,
-        ),
+        **{name: Case(online(kind, name), **more) for name, (kind, more) in ONLINE.items()},
     }
 
 
