@@ -249,10 +249,10 @@ def launch_fp8(
     import torch
 
     from ultraep.backends.triton.blocks import E4M3_FROM, TABLES
-    from ultraep.backends.triton.fp8 import quantise
+    from ultraep.backends.triton.fp8 import dequantise, quantise
     from ultraep.backends.triton.products import TritonProducts
     from ultraep.ops.activations import activation_named
-    from ultraep.ops.fp8 import E4M3, pack
+    from ultraep.ops.fp8 import E4M3, pack, parts
     from ultraep.ops.products import Stacks
 
     def stacks(*shape: int, dtype: Any = torch.bfloat16) -> Stacks:
@@ -262,7 +262,8 @@ def launch_fp8(
     outer, wide = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (hidden, 2 * ffn))
     codes, scales = stacks(hidden, ffn, dtype=E4M3), stacks(hidden, 1, dtype=torch.float32)
     quantise(torch.empty(homes, hidden, ffn, dtype=torch.bfloat16), codes.homes, scales.homes)
-    pack(outer, quantise)
+    dequantise(codes.homes, scales.homes, torch.bfloat16)
+    dequantise(*parts(pack(outer, quantise), hidden), outer.dtype, offsets[-1:])
     table, swiglu = TABLES[machine.backend], activation_named("swiglu")
     products = TritonProducts(offsets, swiglu, outer.dtype, 132, table, fp8=True)
     packed = products.activate(wide)

@@ -91,6 +91,19 @@ def test_rows_are_packed_like_their_twins(shape, dtype):
         same_bytes(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float16], ids=str)
+def test_all_codes_are_dequantised_like_their_twins(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(2, 6, 1).to(DEVICE).view(E4M3)
+    scales = drawn(2, 6, 1, seed=1).abs()
+    expected = dequantise(codes, scales, dtype)
+    torch.testing.assert_close(
+        kernels.dequantise(codes, scales, dtype), expected, rtol=0, atol=0, equal_nan=True
+    )
+    used = torch.tensor([5], dtype=torch.int32, device=DEVICE)
+    some = kernels.dequantise(codes[0], scales[0], dtype, used)[:5]
+    torch.testing.assert_close(some, expected[0, :5], rtol=0, atol=0, equal_nan=True)
+
+
 @settings(max_examples=50)
 @given(st.lists(st.floats(width=32, allow_infinity=False, allow_nan=False), min_size=8, max_size=8))
 def test_any_number_is_rounded_within_bounds_as_torch_does(values):

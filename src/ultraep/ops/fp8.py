@@ -20,6 +20,7 @@ import torch
 from ultraep.ops.modes import hidden
 
 Quantise = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+Dequantise = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 E4M3 = torch.float8_e4m3fn
 SCALES = {"gate_up_proj": "gate_up_scales", "down_proj": "down_scales"}  # of the weights
 ALIGNMENT = 16  # bytes, of a packed row and of the scale in it

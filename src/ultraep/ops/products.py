@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import linear
 
 from ultraep.ops.activations import Activation
-from ultraep.ops.fp8 import dequantise, pack, unpack
+from ultraep.ops.fp8 import Dequantise, dequantise, pack, unpack
 from ultraep.ops.modes import unseen
 
 TILE = 32
@@ -54,7 +54,7 @@ class Stacks:
     def __len__(self) -> int:
         return len(self.homes) + len(self.copies)
 
-    def plain(self, dtype: torch.dtype) -> Stacks:
+    def plain(self, dtype: torch.dtype, dequantise: Dequantise = dequantise) -> Stacks:
         """Return the stacks; FP8 weights are dequantised."""
         if self.scales is None:
             return self

@@ -11,8 +11,9 @@ import ultraep.ops.fp8 as plain
 from ultraep.backends.triton.kernels import fp8 as kernels
 from ultraep.backends.triton.launch import cdiv, matrix, power_of_2, quick
 from ultraep.ops.fp8 import empty_packed, parts
+from ultraep.ops.modes import hidden
 
-ELEMENTS, WARPS = 8192, 8  # of a tile of `quantise`
+ELEMENTS, WARPS = 8192, 8  # of a tile of `quantise` and `dequantise`
 ACTIVATED, ACTIVATED_WARPS = 2048, 4  # of a tile of the activation
 RESIDENT = 8  # programs of the activation per multiprocessor
 
@@ -34,6 +35,33 @@ def quantise(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
             BLOCK_N=padded,
             num_warps=WARPS,
         )
+
+
+@hidden
+def dequantise(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    used: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the numbers `[..., K]`. Rows behind `used` [1], if it is given, are not written."""
+    if dtype == torch.float64:
+        return plain.dequantise(codes, scales, dtype)
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    rows = codes.view(torch.uint8).flatten(0, -2)
+    if rows.numel():
+        high, padded = _tile(rows.shape[1], ELEMENTS)
+        quick(kernels.dequantise)[(cdiv(len(rows), high),)](
+            matrix(rows),
+            matrix(scales.flatten(0, -2)),
+            used,
+            matrix(out.flatten(0, -2)),
+            len(rows),
+            BLOCK_M=high,
+            BLOCK_N=padded,
+            num_warps=WARPS,
+        )
+    return out
 
 
 def swiglu_packed(up: torch.Tensor, offsets: torch.Tensor, programs: int) -> torch.Tensor:

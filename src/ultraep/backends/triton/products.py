@@ -16,14 +16,14 @@ from ultraep.backends.triton.blocks import (
     multiplies_e4m3,
     square_band,
 )
-from ultraep.backends.triton.fp8 import quantise, swiglu_packed
+from ultraep.backends.triton.fp8 import dequantise, quantise, swiglu_packed
 from ultraep.backends.triton.kernels import grouped, rowwise, tiles
 from ultraep.backends.triton.kernels.grouped import Tiling
 from ultraep.backends.triton.kernels.tiles import SlotTensors
 from ultraep.backends.triton.launch import cdiv, matrix, multiprocessors, power_of_2, quick
 from ultraep.errors import ConfigError
 from ultraep.ops.activations import Activation
-from ultraep.ops.fp8 import dequantise, pack, parts
+from ultraep.ops.fp8 import pack, parts
 from ultraep.ops.products import Beside, Stacks
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -81,8 +81,9 @@ class TritonProducts:
         if weight_scales is not None:
             rows_AK, row_scales = parts(rows_AK, weights.homes.shape[2])
             if not multiplies_e4m3(rows_AK.device):
-                rows_AK = dequantise(rows_AK, row_scales, self._dtype)
-                weights, row_scales, weight_scales = weights.plain(self._dtype), None, None
+                rows_AK = dequantise(rows_AK, row_scales, self._dtype, self.offsets[-1:])
+                weights = weights.plain(self._dtype, dequantise)
+                row_scales = weight_scales = None
         weights = fitting(weights, rows_AK.dtype)
         width = weights.homes.shape[1]
         self.check(weights, (width, rows_AK.shape[1]))
@@ -110,7 +111,7 @@ class TritonProducts:
         out: torch.Tensor | None = None,
         beside: Beside | None = None,
     ) -> torch.Tensor:
-        weights = fitting(weights.plain(rows_AN.dtype), rows_AN.dtype)
+        weights = fitting(weights.plain(rows_AN.dtype, dequantise), rows_AN.dtype)
         width = weights.homes.shape[2]
         self.check(weights, (rows_AN.shape[1], width))
         out_AK = rows_AN.new_empty(len(rows_AN), width) if out is None else out
@@ -232,7 +233,9 @@ class TritonProducts:
         *,
         scale: torch.Tensor | None = None,
     ) -> None:
-        rows_AK = plain.unpacked_input(rows_AK, into, d_out_AN)
+        if rows_AK.dtype == torch.uint8:  # packed
+            codes = parts(rows_AK, into.homes.shape[2])
+            rows_AK = dequantise(*codes, d_out_AN.dtype, self.offsets[-1:])
         height, width = d_out_AN.shape[1], rows_AK.shape[1]
         scale = None if scale is None else scale.float()
         check_rows(d_out_AN, rows_AK, scale)

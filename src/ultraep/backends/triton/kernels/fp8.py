@@ -2,6 +2,7 @@
 
     quantise          rows of weights, or rows before they are sent
     swiglu_quantise   the activation between two products
+    dequantise        rows and weights that backward multiplies
 
 Codes are encoded with integer operations, so results do not depend on the GPU.
 
@@ -34,6 +35,16 @@ def encode(values):
     small = (tl.abs(values) + SHIFT).to(tl.int32, bitcast=True) - SHIFT_BITS
     code = tl.where(tl.abs(values) < NORMAL, small, normal)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def decode(code):
+    """Return the float32 numbers of e4m3 codes."""
+    size = (code & 0x7F).to(tl.int32)
+    normal = ((size << 20) + ((ONE - 7) << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)  # multiples of 2**-9
+    number = tl.where(size == NAN, float("nan"), number)
+    return tl.where(code > 0x7F, -number, number)
 
 
 @triton.jit
@@ -105,3 +116,33 @@ def swiglu_quantise(
         wide = gate.to(tl.float32)
         hidden_MN = (wide * tl.sigmoid(wide) * value).to(gate.dtype).to(tl.float32)
         store_quantised(hidden_MN, codes, scales, first, mask_m, mask, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def dequantise(
+    codes: Matrix,
+    scales: Matrix,
+    used_ptr,
+    out: Matrix,
+    num_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program i: write the numbers of BLOCK_M rows. Rows behind `used` are not written.
+
+    used_ptr: number of rows; None: `num_rows`.
+
+    >>> example(dequantise, 1, codes=[[56, 126, 40], [1, 0, 246]], scales=[[1.0], [2.0]],
+    ...         used_ptr=None, out=empty(2, 3, dtype=torch.float32), num_rows=2, BLOCK_M=2,
+    ...         BLOCK_N=4)
+    out = [[1.0, 448.0, 0.25], [0.00390625, 0.0, -448.0]]
+    """
+    if used_ptr is not None:
+        num_rows = tl.load(used_ptr)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_M
+    mask_m, column = first + tl.arange(0, BLOCK_M) < num_rows, tl.arange(0, BLOCK_N)[None, :]
+    mask = mask_m[:, None] & (column < codes.columns)
+    code_MN = tl.load(row_ptrs(codes, first, BLOCK_M) + column, mask=mask, other=0)
+    scale_M1 = tl.load(row_ptrs(scales, first, BLOCK_M), mask=mask_m[:, None], other=0.0)
+    value_MN = (decode(code_MN) * scale_M1).to(out.ptr.dtype.element_ty)
+    tl.store(row_ptrs(out, first, BLOCK_M) + column, value_MN, mask=mask)
