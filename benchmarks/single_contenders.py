@@ -89,13 +89,16 @@ class Contender:
         self.forward().backward(self._dy)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Outputs and all gradients of a step."""
+        """Outputs and all gradients of a step, in the dtype of the outputs.
+
+        Gradients of float32 gates are sums of bfloat16 products.
+        """
         y = self.forward()
         results = {"outputs": y.detach().clone()}  # backward may overwrite them
         y.backward(self._dy)
         for name, leaf in self._leaves.items():
             assert leaf.grad is not None, name
-            results[f"gradient of {name}"] = leaf.grad.clone()
+            results[f"gradient of {name}"] = leaf.grad.to(y.dtype, copy=True)
             leaf.grad = None
         return results
 
