@@ -77,7 +77,7 @@ class ThroughHost:
     def gather_objects(self, value: Any) -> list[Any]:
         return self._comm.gather_objects(value)
 
-    def hosts(self) -> Communicator | None:
+    def hosts(self) -> Communicator:
         return self._comm.hosts()
 
     def part(self, size: int) -> Communicator:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ultraep.errors import UltraEPError
 from ultraep.supported import TORCH
 
 TORCH.check()  # here: whatever runs on ranks imports this module
@@ -54,8 +55,8 @@ class Communicator(Protocol):
     def peers(self, device: torch.device) -> Peers:
         """Return memory of a device that all ranks map; raises ConfigError if it is impossible."""
 
-    def hosts(self) -> Communicator | None:
-        """Return a communicator whose messages wait for no device, or None; collective."""
+    def hosts(self) -> Communicator:
+        """Return a communicator whose messages wait for no device; collective."""
 
     def part(self, size: int) -> Communicator:
         """Return a communicator of the block of `size` consecutive ranks with this one; collective.
@@ -94,6 +95,26 @@ class Peers(Protocol):
 
     def close(self) -> None:
         """Free the memory."""
+
+
+class Gathers(Protocol):
+    """Ranks that can gather small values, such as a communicator."""
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+
+def raise_together(ranks: Gathers, error: UltraEPError | None) -> None:
+    """Raise on all ranks if a rank passes an error; collective.
+
+    All ranks raise the same: the class of the first error, and the texts of all errors with their
+    ranks.
+    """
+    gathered = ranks.gather_objects(None if error is None else (type(error), str(error)))
+    failures = {rank: failure for rank, failure in enumerate(gathered) if failure is not None}
+    if failures:
+        kind = next(iter(failures.values()))[0]
+        listed = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items())
+        raise kind(listed, ranks=failures) from error
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

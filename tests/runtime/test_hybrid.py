@@ -334,7 +334,7 @@ def test_memory_that_one_rank_cannot_map_is_an_error_on_all():
         together(comm, "share 64 bytes", act)
 
     message = errors_of(work, ranks=3)
-    expected = "rank 1 of 3 cannot share 64 bytes with its peers: CUDA error: out of memory"
+    expected = "rank 1: cannot share 64 bytes with its peers: CUDA error: out of memory"
     assert message == expected
 
 

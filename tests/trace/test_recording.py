@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_on_all_before_the_run(
 
     def work(comm):
         record = None if place == "inside a file" else folder
-        with pytest.raises(FileError, match=r"rank 0 cannot record: .*run") as caught:
+        with pytest.raises(FileError, match=r"rank 0: cannot record: .*run") as caught:
             Balancer(comm, experts=8, record=record)
         return str(caught.value)
 

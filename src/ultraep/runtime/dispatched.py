@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ultraep.comm import Communicator, moved
+from ultraep.comm import Communicator, moved, raise_together
 from ultraep.dispatch import Arrivals, Dispatcher, Received, SlotRoutes
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.ops.modes import hidden
@@ -157,9 +157,8 @@ def probe(
 
 def _raise_on_all_ranks(dispatcher: Dispatcher, comm: Communicator, problem: str) -> None:
     """Raise on all ranks if one has a problem; collective."""
-    problems = [text for text in comm.gather_objects(problem) if text]
-    if problems:
-        raise CommunicationError(f"{_name(dispatcher)} {problems[0]}")
+    text = f"{_name(dispatcher)} {problem}"
+    raise_together(comm, CommunicationError(text) if problem else None)
 
 
 DIGIT = 4  # base of the numbers in a probe: sums of 56 choices stay below 256

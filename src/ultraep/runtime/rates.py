@@ -30,7 +30,7 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, tensors_of
-from ultraep.comm import Communicator
+from ultraep.comm import Communicator, raise_together
 from ultraep.config import BalanceConfig, Rates
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
@@ -61,7 +61,6 @@ class Timings(NamedTuple):
     one: list[float]  # with one replica of a few bytes
     small: list[float]  # with one replica of a few bytes from every rank
     whole: list[float]  # the same with the experts of the layer
-    failure: str = ""  # why this rank could not time its network
 
 
 @dataclass(frozen=True)
@@ -127,28 +126,24 @@ def measure(
             one=filling(placed[:1], few_bytes),
             small=filling(placed, few_bytes),
             whole=filling(placed, bundle),
-            failure="" if own_failure.error is None else repr(own_failure.error),
         )
-    gathered = comm.gather_objects(timings)
-    if own_failure.error is not None:
-        raise own_failure.error
-    for rank, of_rank in enumerate(gathered):
-        if of_rank.failure:
-            raise ConfigError(
-                f"rates cannot be measured, rank {rank} raised {of_rank.failure}; mend the network "
-                "of the layer, or pass BalanceConfig(rates=...)"
-            )
-    return price_list(gathered, len(placed), shape)
+    raise_together(comm, own_failure.error)
+    return price_list(comm.gather_objects(timings), len(placed), shape)
 
 
 class _Caught(AbstractContextManager[None]):
-    """A block whose error is kept."""
+    """A block whose error is kept, as a `ConfigError` that it causes."""
 
-    error: Exception | None = None
+    error: ConfigError | None = None
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> bool:
-        self.error = error if isinstance(error, Exception) else None
-        return self.error is not None
+        if isinstance(error, Exception):
+            self.error = ConfigError(
+                f"rates cannot be measured, because the network of the layer raised {error!r}: "
+                "mend the network, or pass BalanceConfig(rates=...)"
+            )
+            self.error.__cause__ = error
+        return isinstance(error, Exception)
 
 
 class _Trials:

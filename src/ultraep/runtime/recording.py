@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ultraep.comm import Communicator
+from ultraep.comm import Communicator, raise_together
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
 from ultraep.hops import CHUNKS, copies_sent
@@ -56,22 +56,20 @@ def open_recorder(
     recorder = None
     directory = "" if record is None else str(Path(record).absolute())
     for first in (True, False):  # rank 0 creates the directory
-        error = ""
+        error = None
         if first == (comm.rank == 0):
             try:
                 directory = directory or str(_new_directory(Path(str(parent))))
                 recorder = Recorder(directory, topology, config, rank=comm.rank, **options)
             except FileError as refused:
-                error = str(refused)
-        gathered = comm.gather_objects((directory, error))
-        directory, errors = gathered[0][0], [text for _, text in gathered]
-        if not directory and not any(errors):
-            errors[0] = f"ranks of one thread cannot agree on a directory in {parent}: pass record="
-        if any(errors):
+                error = FileError(f"cannot record: {refused}")
+        try:
+            raise_together(comm, error)
+        except FileError:
             if recorder is not None:
                 recorder.discard()
-            rank = next(rank for rank, text in enumerate(errors) if text)
-            raise FileError(f"rank {rank} cannot record: {errors[rank]}")
+            raise
+        directory = comm.gather_objects(directory)[0]
     return recorder
 
 

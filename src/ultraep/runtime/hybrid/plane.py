@@ -45,7 +45,7 @@ class HybridPlane(MessagesPlane):
         self.domain = shared.comm.rank // shared.topology.domain_size
         self.of_domain = of_own_domain(shared, inside)
         self._domains: Domains | None = None
-        self._hosts = shared.comm.hosts() or shared.comm
+        self._hosts = shared.comm.hosts()
         self._agreement = shared.agreement.over(self._hosts)
 
     def verifier(self, device: torch.device) -> tuple[Agreement, torch.device]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ultraep.comm import Peers, Region
+from ultraep.comm import Gathers, Peers, Region, raise_together
 from ultraep.errors import CommunicationError, ConfigError
 
 if TYPE_CHECKING:
@@ -82,20 +82,15 @@ def check_same(requests: list[tuple[str, int]]) -> None:
         raise ConfigError(f"ranks allocate different memory: {listed}")
 
 
-def together(peers: SymmetricPeers, what: str, act: Callable[[], Any]) -> Any:
+def together(peers: Gathers, what: str, act: Callable[[], Any]) -> Any:
     """Return the result of `act`; if it fails on any rank, raise on all of them."""
-    result, failure = None, ""
+    result, failure = None, None
     try:
         result = act()
     except RuntimeError as error:
-        failure = str(error).partition("\n")[0] or repr(error)
-    failures = {rank: text for rank, text in enumerate(peers.gather_objects(failure)) if text}
-    if failures:
-        listed = "; ".join(
-            f"rank {rank} of {peers.size} cannot {what} with its peers: {text}"
-            for rank, text in failures.items()
-        )
-        raise CommunicationError(listed, ranks=failures)
+        reason = str(error).partition("\n")[0] or repr(error)
+        failure = CommunicationError(f"cannot {what} with its peers: {reason}")
+    raise_together(peers, failure)
     return result
 
 

@@ -12,7 +12,6 @@ width.
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -41,8 +40,6 @@ from ultraep.runtime.microbatch import BaseMicrobatch, Shared
 from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.streams import capturing
 
-logger = logging.getLogger(__name__)
-
 
 class MappedPlane:
     """One rank of a group of GPUs that map each other's memory; see `DataPlane`.
@@ -56,11 +53,9 @@ class MappedPlane:
         _check_current(peers.device)
         self.shared, self.topology, self.device = shared, shared.topology, peers.device
         self._peers, self._hosts = peers, shared.comm.hosts()
-        agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
+        agreement = shared.agreement.over(self._hosts)
         self.of_domain = inside or shared
         self.workspaces = Workspaces(shared, peers, agreement, self.of_domain)
-        if shared.speeds.learns and shared.comm.rank == 0 and agreement is None:
-            logger.warning("speeds='auto' learns nothing: the hosts exchange no records")
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
@@ -73,9 +68,8 @@ class MappedPlane:
 
     def compare_places(self, place: Place) -> None:
         """Raise if the hosts of all ranks are not at this place, unless a graph is captured."""
-        agreement = self.workspaces.agreement
-        if agreement is not None and not capturing(self.device):
-            agreement.compare(place, torch.device("cpu"))
+        if not capturing(self.device):
+            self.workspaces.agreement.compare(place, torch.device("cpu"))
 
     @property
     def nbytes(self) -> int:
@@ -91,19 +85,16 @@ class MappedPlane:
 
     def _ask_hosts(self, error: CommunicationError) -> None:
         """Raise with what the hosts know: a rank that is late may have waited for another."""
-        if self._hosts is not None:
-            try:
-                self._hosts.gather_objects(None)
-            except CommunicationError as cause:
-                ranks = *error.ranks, *cause.ranks
-                raise CommunicationError(
-                    f"{error}; {cause}", ranks=ranks, place=error.place
-                ) from error
+        try:
+            self._hosts.gather_objects(None)
+        except CommunicationError as cause:
+            ranks = *error.ranks, *cause.ranks
+            raise CommunicationError(f"{error}; {cause}", ranks=ranks, place=error.place) from error
 
     def close(self) -> None:
         self.workspaces.all.clear()
         self._peers.close()
-        if self._hosts is not None and self._hosts is not self.shared.comm:
+        if self._hosts is not self.shared.comm:
             self._hosts.close()
 
 

@@ -81,13 +81,11 @@ class Workspace:
 class Workspaces:
     """The workspaces of one rank; the last one is the largest.
 
-    agreement: of hosts whose messages wait for no device; None: hosts cannot exchange messages.
+    agreement: of hosts whose messages wait for no device.
     inside: the ranks that map each other's memory; they take in the tokens of the other ranks.
     """
 
-    def __init__(
-        self, shared: Shared, peers: Peers, agreement: Agreement | None, inside: Shared
-    ) -> None:
+    def __init__(self, shared: Shared, peers: Peers, agreement: Agreement, inside: Shared) -> None:
         self._shared, self._peers, self.agreement = shared, peers, agreement
         self._inside, self._domains = inside, shared.topology.ranks // inside.topology.ranks
         self.all: list[Workspace] = []
@@ -115,7 +113,7 @@ class Workspaces:
         """
         error = invalid_ids(ids)
         tokens, top_k = (0, 0) if error else ids.shape
-        if self.agreement is None or self._alone or self._capturing:
+        if self._alone or self._capturing:
             if error:
                 raise error
             workspace = self._fitting(tokens, top_k) or self._create_alone(tokens, top_k)
@@ -160,9 +158,8 @@ class Workspaces:
     @property
     def _can_grow(self) -> bool:
         """Whether ranks can allocate more rows together, now."""
-        together = self.agreement is not None or self._alone
         grows = self._shared.capacity.setting == AUTO and not self._dispatched
-        return grows and together and not self._capturing
+        return grows and not self._capturing
 
     @property
     def _dispatched(self) -> bool:
