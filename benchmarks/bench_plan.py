@@ -1,10 +1,10 @@
 """All planners on the same loads: imbalance, replicas, time, and the gap to the optimum.
 
-    python benchmarks/bench_plan.py                          # quality, tolerance, growth, small
+    python benchmarks/bench_plan.py                             # all sections but these three:
     python benchmarks/bench_plan.py --only trace --trace FILE   # recorded routing
     python benchmarks/bench_plan.py --only optimum              # exact optima
     python benchmarks/bench_plan.py --only speeds               # unequal ranks; also with --trace
-    python benchmarks/bench_plan.py --toy                    # tiny, for CI
+    python benchmarks/bench_plan.py --toy                       # tiny, for CI
 
 `benchmarks/README.md` explains the tables. Shapes: R ranks, E experts.
 """
@@ -26,11 +26,20 @@ from optimum import Unproven, optimal_peak, small_cases
 from timing import growth_law, one_core, time_call
 
 import ultraep
-from ultraep import BalanceConfig, Plan, Topology
+from ultraep import BalanceConfig, Plan, Rates, Topology
 from ultraep.arrays import IntArray
 from ultraep.policies import get_policy
 from ultraep.tools.sim.planning import OWN
 
+OBJECTIVES = {  # the rates decide how many attempts a plan by time makes
+    "tolerance 0": BalanceConfig(),
+    "tolerance 0.01": BalanceConfig(tolerance=0.01),
+    "time, few links": BalanceConfig(rates=Rates(row=5300, copy=41_000_000, layer=1_200_000)),
+    "time, few replicas": BalanceConfig(rates=Rates(row=5300, each=1_000_000, layer=1_200_000)),
+    "time, both": BalanceConfig(
+        rates=Rates(row=100_000, copy=200_000_000, each=1_000_000, layer=5_000_000)
+    ),
+}
 PUBLISHED_FOR = (64, 256, 2)  # ranks, experts, slots; ordered Zipf, 1 % above the mean
 PUBLISHED_COPIES = {1.5: 38, 2.0: 46, 3.0: 51}  # replicas of the paper's planner, by ratio
 STOP_EARLY = ("ultraep", "quota", "echo", "llep")  # policies that use a tolerance
@@ -194,6 +203,27 @@ def tolerance(bench: Bench) -> None:
                 samples.add(_case(topology, load=kind.name, policy=policy), values)
         bench.table("tolerance 0.01", samples.lines())
     bench.report.note("publ.: replicas of the planner of the UltraEP paper, as published.")
+
+
+def objectives(bench: Bench) -> None:
+    """Planning time by objective and rates, on one core."""
+    scale: Scale = bench.scale
+    ranks, experts = scale.detail
+    topology, samples = Topology(ranks=ranks, experts=experts), Samples()
+    for kind, seed in list(product(zipf_kinds(scale.ratios), range(min(3, scale.seeds)))):
+        loads = kind.draw(ranks, experts, tokens=scale.tokens, seed=seed)
+        for objective, config in OBJECTIVES.items():
+            call = partial(ultraep.plan, loads, topology, config)
+            plan = call()
+            values: Values = {
+                COUNT: 1,
+                MEAN: plan.imbalance,
+                COPIES: plan.num_replicas,
+                EGRESS: plan.max_egress,
+                FAST: 1e6 * time_call(call, repeats=20, warmup=2).p20,
+            }
+            samples.add(_case(topology, load=kind.family, objective=objective), values)
+    bench.table("objectives", samples.lines())
 
 
 def growth(bench: Bench) -> None:
@@ -376,6 +406,7 @@ def _case(topology: Topology, **names: str) -> dict[str, str | int | float]:
 SECTIONS = {
     "quality": quality,
     "tolerance": tolerance,
+    "objectives": objectives,
     "growth": growth,
     "small": small,
     "trace": trace,
@@ -392,5 +423,5 @@ OPTIONS: Extra = {
 
 if __name__ == "__main__":
     one_core()
-    scales, usual = {"toy": TOY, "quick": QUICK, "full": Scale()}, list(SECTIONS)[:4]
+    scales, usual = {"toy": TOY, "quick": QUICK, "full": Scale()}, list(SECTIONS)[:5]
     main("plan", __doc__, SECTIONS, scales, usual=usual, extra=OPTIONS)

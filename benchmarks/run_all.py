@@ -22,7 +22,6 @@ from mps import CONTROL
 HERE = Path(__file__).resolve().parent
 NEEDS = {  # all other scripts run anywhere
     "bench_control.py": ("a GPU",),
-    "bench_copies.py": ("scipy",),
     "bench_fp8.py": ("a GPU",),
     "bench_frameworks.py": ("transformers",),
     "bench_grouped.py": ("a GPU",),

@@ -22,7 +22,7 @@ from ultraep.tools.sim.planning import OWN
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
-PLAN_SECTIONS = ("quality", "tolerance", "growth", "small", "trace", "optimum")
+PLAN_SECTIONS = ("quality", "tolerance", "objectives", "growth", "small", "trace", "optimum")
 
 
 def run(script, *options):
@@ -46,13 +46,11 @@ def usage_error(monkeypatch, capsys):
 def extra_options(script, folder):
     if script == "bench_frameworks.py":
         return ["--only", "transformers,transformers_fp8"]  # make test-frameworks runs the others
-    if script not in ("bench_plan.py", "bench_copies.py"):
+    if script != "bench_plan.py":
         return []
     rng = np.random.default_rng(0)
     texts = {f"{name}_ids": rng.integers(0, 16, (n, 2, 2)) for name, n in (("a", 200), ("b", 70))}
     np.savez(folder / "routing.npz", **texts)
-    if script == "bench_copies.py":
-        return ["--routing", str(folder / "routing.npz")]
     sections = ["--only", ",".join(PLAN_SECTIONS)]
     return [*sections, "--trace", str(folder / "routing.npz"), "--window", "64"]
 
