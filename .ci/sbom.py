@@ -1,6 +1,6 @@
 """Write a bill of materials (CycloneDX 1.6, JSON) of the installed package and all it requires.
 
-    python .ci/sbom.py dist/ultraep-0.2.0.cdx.json
+    python .ci/sbom.py dist/ultraep-0.3.0.cdx.json
 
 Run it with the Python of an environment that has only the package: every distribution in it is
 listed, with its version, license and the distributions that it requires.

@@ -48,7 +48,7 @@ from ultraep.plan import Plan, plan
 from ultraep.policies import Problem, policy_names, register_policy
 from ultraep.topology import Topology
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from ultraep.experts import Experts, ExpertsFrom
