@@ -225,7 +225,7 @@ def of_settings() -> list[Target]:
     settings = {"backend": "cpu", "relay": "auto", "in_flight": 1}
     settings |= {"capacity": 8, "timeout": 1.5}
     draws = {"ranks": 4, "experts": 8, "top_k": 2, "tokens": 16, "seed": 3}
-    vllm = {"slots": 2, "policy": "ultraep", "tolerance": 0.1, "min_rows": 4, "keep": True}
+    vllm = {"slots": 2, "policy": "ultraep", "tolerance": 0.1, "min_rows": 4}
     variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_POLICY": "ultraep"}
 
     def make_balancer(**options: Any) -> None:
