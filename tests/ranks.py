@@ -235,7 +235,7 @@ def serve(pipe: Connection) -> None:
     """Run one job after the other, until the other end of the pipe is closed."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    roll_call.POLL, roll_call.GRACE = 0.1, 3.0  # ranks that died are named sooner
+    roll_call.POLL, roll_call.GRACE = 0.1, 2.0  # ranks that died are named sooner
     while True:
         try:
             pickled = pipe.recv_bytes()

@@ -14,7 +14,6 @@ from ranks import (
     PATIENCE,
     TIMED_OUT,
     TRANSPORTS,
-    RankPool,
     everywhere,
     meet,
     on_communicator,
@@ -172,8 +171,7 @@ def lose_a_rank_of_another_domain(rank, group, folder):
 
 
 def test_a_killed_rank_is_named_at_once_inside_and_outside_of_its_domain(tmp_path):
-    with RankPool(4) as pool:
-        outcomes = pool.outcomes(4, lose_a_rank_of_another_domain, tmp_path)
+    outcomes = shared_pool().outcomes(4, lose_a_rank_of_another_domain, tmp_path)
     ends = {outcome.rank: outcome.value for outcome in outcomes if outcome.kind == "result"}
     assert ends.keys() == {0, 1, 2}
     for rank, (text, ranks) in ends.items():
@@ -184,12 +182,12 @@ def test_a_killed_rank_is_named_at_once_inside_and_outside_of_its_domain(tmp_pat
 
 
 def lose_a_rank_inside(rank, group, folder):
-    """Rank 1 leaves, then rank 0, which waits for it in their domain; then all others call."""
+    """Rank 3 leaves, then rank 2, which waits for it in their domain; then all others call."""
     comm = connect(group, timeout=PATIENCE)
-    inside, named = comm.part(2), ("", [1])
-    if rank == 0:
+    inside, named = comm.part(2), ("", [3])
+    if rank == 2:
         named = named_by(inside.all_gather, torch.zeros(1))
-    if rank < 2:
+    if rank >= 2:
         inside.close()
         comm.close()
         (folder / str(rank)).touch()
@@ -201,19 +199,19 @@ def lose_a_rank_inside(rank, group, folder):
 
 def test_a_cause_inside_a_domain_is_named_by_the_others(tmp_path):
     for text, ranks in shared_pool().run(4, lose_a_rank_inside, tmp_path):
-        assert ranks == [1], text
+        assert ranks == [3], text
 
 
 def wait_for_a_late_rank(rank, group, folder):
     """Rank 3 is late. Rank 2 waits for it in their domain; the others wait for both, longer."""
-    comm = connect(group, timeout=3.0)
+    comm = connect(group, timeout=2 * SHORT)
     inside = comm.part(2)
     meet(folder, rank, 4)
     if rank == 3:
-        time.sleep(6)
+        time.sleep(3 * SHORT)
         return "", [3]
     if rank == 2:
-        time.sleep(1)
+        time.sleep(SHORT / 2)
     return named_by(inside.all_gather if rank == 2 else comm.all_gather, torch.zeros(1))
 
 
@@ -226,11 +224,11 @@ def wait_in_different_calls(comm):
     """Rank 1 is late. Rank 0 waits for it in an exchange, rank 2 for both, longer."""
     if comm.rank == 2:
         return named_by(comm.all_gather, torch.zeros(1))[1]
-    time.sleep(1 if comm.rank == 0 else 6)
+    time.sleep(SHORT / 2 if comm.rank == 0 else 3 * SHORT)
     if comm.rank == 1:
         return [1]
     return named_by(comm.exchange, [], [Message(1, torch.zeros(1))])[1]
 
 
 def test_a_rank_that_waits_in_another_call_is_not_named():
-    assert everywhere("gloo", 3, wait_in_different_calls, timeout=3.0) == [[1], [1], [1]]
+    assert everywhere("gloo", 3, wait_in_different_calls, timeout=2 * SHORT) == [[1], [1], [1]]
