@@ -3,6 +3,7 @@
     python benchmarks/bench_ranks_gpu.py                     # needs a GPU and CUDA MPS
     python benchmarks/bench_ranks_gpu.py --models qwen       # one model
     python benchmarks/bench_ranks_gpu.py --tokens 512,8192   # tokens of a rank
+    python benchmarks/bench_ranks_gpu.py --imbalance 1.5,3   # of the loads
     python benchmarks/bench_ranks_gpu.py --forward           # forward only, as in a prefill
     python benchmarks/bench_ranks_gpu.py --quantised fp8   # forward, experts in FP8
     python benchmarks/bench_ranks_gpu.py --toy               # two CPU processes, tiny, for CI
@@ -283,6 +284,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--models", type=models, default=[*MODELS], metavar="A,B", help=text)
     text = "tokens of a rank (default: 4096,512)"
     parser.add_argument("--tokens", type=token_counts, metavar="N,M", help=text)
+    text = "imbalance of the loads, such as 1.5,3 (default: even routing, 1.5, 2 and 3)"
+    parser.add_argument("--imbalance", type=ratios, metavar="X,Y", help=text)
     text = "time forward only"
     parser.add_argument("--forward", action="store_true", help=text)
     text = "time forward only, with frozen experts in this format: fp8"
@@ -293,6 +296,9 @@ def main(argv: Sequence[str]) -> None:
     if options.quick:
         loads = (HotRank(1.5), HotRank(2.0))
         sizes = [replace(size, all_tokens=(4096,), loads=loads) for size in sizes]
+    if options.imbalance:
+        loads = tuple(map(HotRank, options.imbalance))
+        sizes = [replace(size, loads=loads) for size in sizes]
     if options.tokens:
         sizes = [replace(size, all_tokens=options.tokens) for size in sizes]
     forward = options.forward or options.quantised is not None
@@ -304,6 +310,10 @@ def main(argv: Sequence[str]) -> None:
                 for case in on_ranks(size.ranks, on_rank, sized, cuda):
                     report.add(f"EP{size.ranks}: {size.about}", lines_of(sized, case))
                 report.write(options.json)
+
+
+def ratios(text: str) -> tuple[float, ...]:
+    return tuple(float(number) for number in text.split(","))
 
 
 def token_counts(text: str) -> tuple[int, ...]:

@@ -76,8 +76,11 @@ def test_the_planner_compiles_in_all_its_variants(table):
 
 @pytest.mark.slow
 def test_registers_suffice(table):
-    """Only kernels with the search for a higher threshold, a rare case, may spill, and little."""
-    allowed = {"search": 64, "try_rungs": 64}
+    """Kernels with the search for a higher threshold, a rare case, may spill a little.
+
+    So may FP8 products with a bias, behind their loop.
+    """
+    allowed = {"search": 64, "try_rungs": 64, "multiply": 8}
     for row in table:
         if row["size"] == "64x256x1" and row["target"] == "sm_90":
             assert int(row["spilled"]) <= allowed.get(row["kernel"], 0), row
