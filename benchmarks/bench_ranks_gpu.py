@@ -297,8 +297,8 @@ def main(argv: Sequence[str]) -> None:
         loads = (HotRank(1.5), HotRank(2.0))
         sizes = [replace(size, all_tokens=(4096,), loads=loads) for size in sizes]
     if options.imbalance:
-        loads = tuple(map(HotRank, options.imbalance))
-        sizes = [replace(size, loads=loads) for size in sizes]
+        chosen = tuple(map(HotRank, options.imbalance))
+        sizes = [replace(size, loads=chosen) for size in sizes]
     if options.tokens:
         sizes = [replace(size, all_tokens=options.tokens) for size in sizes]
     forward = options.forward or options.quantised is not None
