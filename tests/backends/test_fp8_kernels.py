@@ -1,21 +1,18 @@
 """FP8 on the GPU, compared with the torch twins; without a GPU, Triton interprets the kernels."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from guard import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_grouped import LOW, dot
-from triton.runtime.interpreter import InterpreterBuilder
+from test_grouped import LOW, watch  # noqa: F401  a fixture of all tests here
 
 from ultraep.backends.triton import fp8 as kernels
 from ultraep.backends.triton import products as triton_products
 from ultraep.backends.triton.blocks import Blocks, multiplies_e4m3
-from ultraep.backends.triton.device import default_device, interpreted, launching
+from ultraep.backends.triton.device import default_device
 from ultraep.ops import fp8
 from ultraep.ops.activations import activation_named
 from ultraep.ops.fp8 import E4M3, dequantise, pack, parts
@@ -33,15 +30,6 @@ CAPACITY = 40
 TYPES = [torch.float32, torch.bfloat16]
 types = pytest.mark.parametrize("dtype", TYPES, ids=str)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True)
-def watch(monkeypatch):
-    """Interpreted kernels access only their tensors, and compute as a GPU does."""
-    if interpreted():
-        monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-    with watched() if interpreted() else nullcontext(), launching(DEVICE):
-        yield
 
 
 def engine(offsets, dtype, **options):
