@@ -30,7 +30,7 @@ import ultraep
 from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import PADDING, IntArray
 from ultraep.reroute import Routes, reroute
-from ultraep.runtime.control import ControlPlane, DeviceRoutes
+from ultraep.runtime.device_planner import DevicePlanner, DeviceRoutes
 
 INNER = 20  # calls per graph
 SIZES = ((8, 128), (16, 128), (64, 256), (72, 288), (256, 1024), (1024, 4096))  # ranks, experts
@@ -124,7 +124,7 @@ class Rig:
 
     def __init__(self, setting: Setting, batch: Batch) -> None:
         self.setting = setting
-        self.control = ControlPlane(setting.topology, setting.config, rows=batch.ids.numel())
+        self.control = DevicePlanner(setting.topology, setting.config, rows=batch.ids.numel())
         self.loads = torch.from_numpy(batch.loads).to(self.control.device, torch.int32)
         self.ids = batch.ids.to(self.control.device, copy=True)
 

@@ -25,7 +25,7 @@ from timing import time_call
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology
 from ultraep.arrays import IntArray
-from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.device_planner import DevicePlanner
 
 INNER = 20  # calls per graph
 RECORDED_EXPERTS = 32  # of a gpt-oss-20b layer; several layers together have more
@@ -100,7 +100,7 @@ def loads_of(ranks: int, experts: int, scale: Scale) -> list[tuple[str, IntArray
     return named_loads
 
 
-def check_plan(control: ControlPlane, loads_RE: torch.Tensor, wanted: ultraep.Plan) -> None:
+def check_plan(control: DevicePlanner, loads_RE: torch.Tensor, wanted: ultraep.Plan) -> None:
     """Raise unless the device makes the plan of the CPU."""
     plan = control.plan(loads_RE).to_host()
     control.check()
@@ -124,7 +124,7 @@ def plans(bench: Bench) -> None:
         microbatches = loads_of(ranks, experts, bench.scale)
         for objective in bench.scale.objectives:
             config = config_of(objective, ranks)
-            control = ControlPlane(topology, config, rows=1)
+            control = DevicePlanner(topology, config, rows=1)
             loads_RE = torch.from_numpy(microbatches[0][1]).to(control.device, torch.int32)
             watch = bench.clock.stopwatch(partial(control.plan, loads_RE), INNER)
             for kind, loads in microbatches:

@@ -20,7 +20,7 @@ from torch.nn.functional import silu
 
 import ultraep
 from ultraep.dispatch import Arrivals
-from ultraep.experts.loan import serve
+from ultraep.experts.custom import serve
 from ultraep.microbatch import Layer as ExpertLayer
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows and gates to outputs

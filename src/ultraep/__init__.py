@@ -52,7 +52,7 @@ __version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from ultraep.experts import Experts, ExpertsFrom
-    from ultraep.experts.loan import serve
+    from ultraep.experts.custom import serve
     from ultraep.layer import BalancedMoE
     from ultraep.routing import Router, Routing
     from ultraep.runtime.balancer import Balancer
@@ -73,7 +73,7 @@ _LAZY = {
     "Routing": "ultraep.routing",
     "gather_experts": "ultraep.runtime.state",
     "reorder_experts": "ultraep.runtime.state",
-    "serve": "ultraep.experts.loan",
+    "serve": "ultraep.experts.custom",
     "read_trace": "ultraep.trace.read",
 }
 

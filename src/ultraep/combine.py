@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ultraep.dispatch import RowMover
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.recompute import Gradients, first_order, save
 
 
@@ -30,7 +30,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, outputs_AD: torch.Tensor, mover: RowMover) -> torch.Tensor:
         ctx.num_rows = len(outputs_AD)
         save(ctx, mover)  # unpacking this starts the recomputation of a checkpoint
-        with unseen():
+        with outside_dispatch_modes():
             y_TD, _ = mover.to_tokens(outputs_AD, None)
         return y_TD
 

@@ -257,7 +257,7 @@ def two_digits(number: int) -> int:
     return (number + step // 2) // step * step
 
 
-def rungs_of(tolerance_parts: int) -> list[int]:
+def tolerances_by_time(tolerance_parts: int) -> list[int]:
     """Return the tolerances that objective "time" tries, in millionths, smallest first."""
     return [tolerance_parts, *(parts for parts in LADDER if parts > tolerance_parts)]
 

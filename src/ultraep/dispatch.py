@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.recompute import Gradients, first_order, save
 
 Pack: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [T, D] -> [T, bytes]
@@ -172,7 +172,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         save(ctx, mover)
         packed = None
-        with unseen():
+        with outside_dispatch_modes():
             if pack is None:
                 rows_AD, gates_A = mover.to_slots(tokens_TD, gates_TK)
             else:

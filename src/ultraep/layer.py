@@ -17,7 +17,7 @@ from ultraep.errors import ConfigError
 from ultraep.experts.modules import Experts, draw
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.ops.activations import swiglu
-from ultraep.ops.opaque import handle_of, routed_experts
+from ultraep.ops.compiled_op import handle_of, routed_experts
 from ultraep.routing import Router, Routing
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts

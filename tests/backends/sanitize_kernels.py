@@ -29,7 +29,7 @@ from ultraep.backends.triton.device import default_device
 from ultraep.backends.triton.signals import Signals
 from ultraep.backends.triton.streamer import Streamer, pull
 from ultraep.bundle import Layout
-from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.device_planner import DevicePlanner
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from shared_peers import LocalPeers
@@ -44,7 +44,7 @@ def control() -> None:
     settings = product(({}, {"slots": 2, "domain": 4}, {"slots": 0}), (None, by_time))
     for options, config in settings:
         topology = Topology(ranks=8, experts=32, **options)
-        plane = ControlPlane(topology, config, rows=600, device=DEVICE)
+        plane = DevicePlanner(topology, config, rows=600, device=DEVICE)
         ids = torch.from_numpy(np.minimum(rng.geometric(0.2, (200, 3)) - 1, 31)).to(DEVICE)
         loads = plane.count(ids)[None].repeat(8, 1)
         plan = plane.plan(loads)

@@ -13,7 +13,7 @@ from guard import watched
 
 from ultraep import BalanceConfig, Rates, Topology
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.device_planner import DevicePlanner
 
 pytestmark = [
     pytest.mark.skipif(not interpreted(), reason="a kernel cannot be interrupted"),
@@ -64,7 +64,7 @@ def time_limit():
 )
 def test_planning_ends(topology, config, kind, time_limit):
     shape = TOPOLOGIES[topology].ranks, TOPOLOGIES[topology].experts
-    control = ControlPlane(TOPOLOGIES[topology], CONFIGS[config], rows=9, device=default_device())
+    control = DevicePlanner(TOPOLOGIES[topology], CONFIGS[config], rows=9, device=default_device())
     ids = torch.zeros(9, 1, dtype=torch.int32, device=default_device())
     for seed in range(2):  # the sums of some seeds overflow
         rng = np.random.default_rng(seed)

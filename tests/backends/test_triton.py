@@ -35,7 +35,7 @@ from ultraep.backends.triton.kernels.reroute import place_on_line
 from ultraep.backends.triton.rerouter import ROWS, strides
 from ultraep.config import UNLIMITED
 from ultraep.reroute import reroute
-from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.device_planner import DevicePlanner
 
 DEVICE = default_device()
 TWIN, KERNELS = backends.select("cpu"), backends.select("triton")
@@ -55,7 +55,7 @@ def on_device(values):
 
 
 def control_of(topology, config=None, *, rows=0, rank=0, learnt=False):
-    return ControlPlane(topology, config, rows=rows, rank=rank, learnt=learnt, device=DEVICE)
+    return DevicePlanner(topology, config, rows=rows, rank=rank, learnt=learnt, device=DEVICE)
 
 
 def planned(loads, topology, config):
@@ -453,5 +453,5 @@ def test_no_kernel_leaves_its_tensors(name, config):
         run_all(on_device(loads), topology, config, ids, topology.ranks - 1)
     expected = KERNEL_NAMES - (set() if topology.slots else {"split"})
     if config.rates:
-        expected = expected - {"search"} | {"try_rungs"}
+        expected = expected - {"search"} | {"plan_by_time"}
     assert watch.kernels >= expected

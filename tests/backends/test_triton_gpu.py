@@ -14,7 +14,7 @@ from test_triton import assert_same_routes
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, workload
 from ultraep.config import LEARNT_UNIT
-from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.device_planner import DevicePlanner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +48,7 @@ def random_loads(topology, seed):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_random_plans(topology, config):
-    control = ControlPlane(topology, config, rows=0, device=CUDA)
+    control = DevicePlanner(topology, config, rows=0, device=CUDA)
     for seed in range(50):
         loads = random_loads(topology, seed)
         actual = control.plan(torch.tensor(loads, device=CUDA)).to_host()
@@ -63,7 +63,7 @@ def test_random_plans(topology, config):
 )
 def test_a_plan_of_1024_ranks(config):
     topology = Topology(ranks=1024, experts=4096)
-    control = ControlPlane(topology, config, rows=0, device=CUDA)
+    control = DevicePlanner(topology, config, rows=0, device=CUDA)
     for seed in range(3):
         loads = workload.zipf(1024, 4096, ratio=3.0, tokens=512, shuffled=True, seed=seed)
         actual = control.plan(torch.tensor(loads, device=CUDA)).to_host()
@@ -76,7 +76,7 @@ class Step:
     def __init__(self, tokens=3000, top_k=4, rank=3):
         self.topology, self.rank = Topology(ranks=8, experts=32, slots=2), rank
         self.tokens, self.top_k = tokens, top_k
-        self.control = ControlPlane(self.topology, rows=tokens * top_k, rank=rank, device=CUDA)
+        self.control = DevicePlanner(self.topology, rows=tokens * top_k, rank=rank, device=CUDA)
         self.ids = torch.zeros(tokens, top_k, dtype=torch.int64, device=CUDA)
         self.loads = torch.zeros(8, 32, dtype=torch.int32, device=CUDA)
 
@@ -123,7 +123,7 @@ def test_a_graph_makes_new_plans_of_new_inputs():
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_a_graph_plans_with_the_speeds_that_the_device_holds(topology, config):
     """New speeds, equal or not, take effect in the next replay, bit for bit."""
-    control = ControlPlane(topology, config, rows=0, learnt=True, device=CUDA)
+    control = DevicePlanner(topology, config, rows=0, learnt=True, device=CUDA)
     loads = torch.zeros(topology.ranks, topology.experts, dtype=torch.int64, device=CUDA)
     control.plan(loads)
     torch.cuda.synchronize()

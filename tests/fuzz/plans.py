@@ -203,7 +203,7 @@ def _kernels_plan(config: BalanceConfig, topology: Topology) -> bool:
 def _by_kernels(loads: Any, topology: Topology, config: BalanceConfig) -> Plan:
     import torch
 
-    from ultraep.runtime.control import ControlPlane
+    from ultraep.runtime.device_planner import DevicePlanner
 
-    control = ControlPlane(topology, config, rows=0, rank=0, device=torch.device("cpu"))
+    control = DevicePlanner(topology, config, rows=0, rank=0, device=torch.device("cpu"))
     return control.plan(torch.from_numpy(loads)).to_host()

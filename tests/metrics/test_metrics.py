@@ -22,7 +22,7 @@ from ultraep.backends.triton.history import PlanSums
 from ultraep.metrics import DASHBOARD, Exporter, Log, Metrics, scalars, serve
 from ultraep.metrics.figures import FIGURES
 from ultraep.metrics.reading import ORDER, stats_of
-from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.device_planner import DevicePlanner
 from ultraep.runtime.stats import Stats
 
 DEVICE = default_device()
@@ -43,7 +43,7 @@ def test_the_kernel_counts_like_the_host(shape, slowest):
     ranks, experts, slots, domain = shape
     topology = Topology(ranks=ranks, experts=experts, slots=slots, domain=domain)
     speeds = None if slowest is None else (slowest, *[1000] * (ranks - 1))
-    control = ControlPlane(topology, BalanceConfig(speeds=speeds), rows=64, device=DEVICE)
+    control = DevicePlanner(topology, BalanceConfig(speeds=speeds), rows=64, device=DEVICE)
     sums = torch.zeros(len(ORDER), dtype=torch.int64, device=DEVICE)
     on_device, on_host = PlanSums(sums, topology.home_of_expert, ranks), Stats()
     rng = np.random.default_rng(0)

@@ -22,7 +22,7 @@ from ultraep import (
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.planner import MAX_TILE
 from ultraep.reroute import reroute
-from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.device_planner import DevicePlanner
 
 DEVICE = default_device()
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="its tokens are on the CPU")
@@ -36,7 +36,7 @@ TOPOLOGIES = {
 
 
 def control_of(topology, config=None, *, rows=200, rank=0):
-    return ControlPlane(topology, config, rows=rows, rank=rank, device=DEVICE)
+    return DevicePlanner(topology, config, rows=rows, rank=rank, device=DEVICE)
 
 
 FEW = Topology(ranks=4, experts=8)
@@ -228,7 +228,7 @@ WRONG_SETTINGS = {
 def test_invalid_settings(wrong, message):
     settings = {"topology": FEW, "rows": 10, "device": DEVICE, **wrong}
     with pytest.raises(ConfigError, match=message):
-        ControlPlane(settings.pop("topology"), **settings)
+        DevicePlanner(settings.pop("topology"), **settings)
 
 
 WRONG_INPUTS = {

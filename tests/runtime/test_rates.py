@@ -27,7 +27,7 @@ from ultraep import (
 from ultraep.backends.triton.device import interpreted
 from ultraep.config import MOST_PER_ROW, UNLIMITED, two_digits
 from ultraep.runtime import pricing
-from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.device_planner import DevicePlanner
 from ultraep.runtime.pricing import from_environment
 from ultraep.runtime.rates import (
     LayerShape,
@@ -362,7 +362,7 @@ def test_all_mapped_ranks_have_the_same_rates():
 @pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
 def test_a_device_plans_with_later_rates():
     topology = Topology(ranks=4, experts=8)
-    control = ControlPlane(topology, BalanceConfig(), rows=64)
+    control = DevicePlanner(topology, BalanceConfig(), rows=64)
     assert not control.use(BalanceConfig(tolerance=0.1))
     for seed, rates in enumerate((None, EXPENSIVE, CHEAP, Rates(row=1000, copy=4000), None)):
         config = BalanceConfig(rates=rates)

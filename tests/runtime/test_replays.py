@@ -10,7 +10,7 @@ from ultraep.backends.triton.device import default_device
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.reroute import rows_received
 from ultraep.runtime import replays as module
-from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.device_planner import DevicePlanner
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.replays import ReplayedPlans
 
@@ -27,7 +27,7 @@ class World:
             ReplayedPlans(Recording(recorder, rank), TOPOLOGY, default_device())
             for rank, recorder in enumerate(self.recorders)
         ]
-        self.control = ControlPlane(TOPOLOGY, CONFIG, rows=600, device=default_device())
+        self.control = DevicePlanner(TOPOLOGY, CONFIG, rows=600, device=default_device())
         self.rng, self.plans = np.random.default_rng(7), []
         for layer in (4, 5):
             microbatch, plan = MicrobatchInfo(layer, 1), self.planned()

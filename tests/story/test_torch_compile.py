@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 
 from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LoadError
 from ultraep.ops import recompute
-from ultraep.ops.opaque import routed_experts
+from ultraep.ops.compiled_op import routed_experts
 from ultraep.routing import Routing
 
 EXAMPLE = Example([20, 30], bias=True, shared_ffn=4)

@@ -23,7 +23,7 @@ import torch
 from ultraep.combine import combine
 from ultraep.dispatch import Moved, Received, SlotRoutes, send
 from ultraep.errors import BackendUnavailable, ConfigError
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
 from ultraep.supported import Library
 
@@ -69,7 +69,7 @@ class RawDispatcher(ABC):
     def dispatch(
         self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, routes: SlotRoutes
     ) -> Received:
-        with unseen():
+        with outside_dispatch_modes():
             library_rows = self.begin(routes)
         gates_TK = gates_TK.to(accumulator(tokens_TD.dtype))
         rows_AD, gates_A, _ = send(tokens_TD, gates_TK, library_rows)

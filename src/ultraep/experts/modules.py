@@ -33,7 +33,7 @@ from ultraep.ops.fp8 import (
     pack,
     quantise,
 )
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import Beside, Products, Stacks, TorchProducts, accumulator
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
@@ -141,7 +141,7 @@ class Experts(HomeModule):
             return dict(self._codes)
         return {name: getattr(self, name).detach() for name in QUANTISED}
 
-    @hidden
+    @outside_dispatch_modes
     @torch.no_grad()
     def _quantise_weights(self) -> None:
         """Quantise the weights into memory that stays, since backward and graphs use it again."""

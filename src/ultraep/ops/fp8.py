@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 
 Quantise = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 Dequantise = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
@@ -38,7 +38,7 @@ def quantise(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
     scales.copy_(_powers(exponents))
 
 
-@hidden
+@outside_dispatch_modes
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers, rounded once if the dtype cannot hold them."""
     return codes.to(dtype).mul_(scales)
@@ -59,7 +59,7 @@ def _powers(exponents: torch.Tensor) -> torch.Tensor:
     return (exponents << 23).view(torch.float32)
 
 
-@hidden  # writes parts of a tensor, which selective checkpointing must not keep
+@outside_dispatch_modes  # writes parts of a tensor, which selective checkpointing must not keep
 def pack(rows_AK: torch.Tensor, quantise: Quantise = quantise) -> torch.Tensor:
     """Return rows as bytes: the codes of a row, then its scale."""
     packed = empty_packed(len(rows_AK), rows_AK.shape[1], rows_AK.device)

@@ -7,10 +7,10 @@ packed or allocated for one depends on earlier messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch._C import _functorch
@@ -20,6 +20,7 @@ from ultraep.errors import ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+NOTHING = nullcontext()
 
 
 def seen_by_modes() -> bool:
@@ -27,22 +28,22 @@ def seen_by_modes() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Hide the ops of this block from dispatch modes."""
-    if not seen_by_modes():
-        yield
-        return
-    with _disable_current_modes():
-        yield
+@overload
+def outside_dispatch_modes() -> AbstractContextManager[None]: ...
 
 
-def hidden(function: Callable[P, T]) -> Callable[P, T]:
-    """Hide the ops of a function from dispatch modes. Without a mode, the call is direct."""
+@overload
+def outside_dispatch_modes(function: Callable[P, T], /) -> Callable[P, T]: ...
+
+
+def outside_dispatch_modes(function: Callable[P, T] | None = None, /) -> Any:
+    """Hide the ops of a function, or of a `with` block, from dispatch modes."""
+    if function is None:
+        return _disable_current_modes() if seen_by_modes() else NOTHING
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not seen_by_modes():
+        if not torch._C._len_torch_dispatch_stack():
             return function(*args, **kwargs)
         with _disable_current_modes():
             return function(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from ultraep.ops.activations import Activation
 from ultraep.ops.fp8 import Dequantise, dequantise, pack, unpack
-from ultraep.ops.modes import unseen
+from ultraep.ops.modes import outside_dispatch_modes
 
 TILE = 32
 
@@ -246,7 +246,7 @@ class TorchProducts:
         joined = torch.cat(parts) if parts else like.new_empty(0, width)
         if out is None:
             return joined
-        with unseen():  # a mode that kept this shared memory would not write it again
+        with outside_dispatch_modes():  # a mode that kept it would not write it again
             out[: len(joined)].copy_(joined)
         return out
 
@@ -284,7 +284,7 @@ def activate_backward(
 
 def _of_slot(stacks: Stacks, slot: int, rows: torch.Tensor) -> torch.Tensor:
     """Return the tensor of one slot, in the dtype of the rows."""
-    with unseen():  # a mode that kept the view would show later contents of the slot
+    with outside_dispatch_modes():  # a view that a mode keeps shows later contents
         tensor = stacks[slot]
     return tensor.to(rows)
 

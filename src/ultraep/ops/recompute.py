@@ -29,7 +29,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ultraep.errors import SlotError
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
@@ -43,7 +43,7 @@ class _Label(np.ndarray[Any, Any]):
     state: Any
 
 
-@hidden
+@outside_dispatch_modes
 def label_of(state: Any) -> torch.Tensor:
     """Return an integer tensor that identifies the state and keeps it alive."""
     number = next(_numbers)

@@ -44,7 +44,7 @@ FIELDS = (
 COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
 
 
-class Point(IntEnum):
+class At(IntEnum):
     """A point of the program at which ranks compare records."""
 
     LOADS = 0
@@ -60,20 +60,22 @@ NAMES = (  # of the points
     *("the loads", "the loads, recomputed in backward,", "the plan", "the backward pass"),
     *("the full state", "the choice of a data plane", "the measurement of rates"),
 )
-MEETING_OF: dict[int, str] = dict(  # in the flight recorder; the other points are inside of stages
-    zip((Point.STATE, Point.PLANE, Point.RATES), MEETINGS, strict=True)
-)
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of a rank in the program."""
 
-    point: int
+    at: int
     layer: int
     step: int
 
     def __str__(self) -> str:
-        return f"{NAMES[self.point]} of layer {self.layer} (step {self.step})"
+        return f"{NAMES[self.at]} of layer {self.layer} (step {self.step})"
+
+
+MEETING_OF: dict[int, str] = dict(  # in the flight recorder; the other points are inside of stages
+    zip((At.STATE, At.PLANE, At.RATES), MEETINGS, strict=True)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Agreement:
 
     def gather_loads(
         self,
-        place: Place,
+        place: Position,
         loads_E: torch.Tensor,
         *,
         signature: str,
@@ -162,11 +164,11 @@ class Agreement:
             raise CommunicationError(
                 f"ranks {refused} refused their input; their errors say why", ranks=refused
             )
-        place = Place(*records.words[0, PLACE].tolist())
+        place = Position(*records.words[0, PLACE].tolist())
         self._compare_digests(place, records, signature, "the weights or inputs at ")
 
     def compare(
-        self, place: Place, device: torch.device, *, digest: int = 0, description: str = ""
+        self, place: Position, device: torch.device, *, digest: int = 0, description: str = ""
     ) -> None:
         """Raise if ranks are at different places, or if their digests differ; collective.
 
@@ -176,7 +178,7 @@ class Agreement:
             records = self._gather(place, self._record(place, device, digest))
             self._compare_digests(place, records, description)
 
-    def _record(self, place: Place, device: torch.device, *numbers: int) -> torch.Tensor:
+    def _record(self, place: Position, device: torch.device, *numbers: int) -> torch.Tensor:
         crossing = self._domains if self._domains > 1 else 0
         words = np.zeros(len(FIELDS) + self._experts + crossing, np.int64)
         begin = (self._balancer, *place, *numbers)
@@ -185,13 +187,13 @@ class Agreement:
 
     def _gather(
         self,
-        place: Place,
+        place: Position,
         record: torch.Tensor,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
         met = None
-        if self.flight is not None and place.point in MEETING_OF:
-            met = self.flight.meet(MEETING_OF[place.point], place.layer, place.step)
+        if self.flight is not None and place.at in MEETING_OF:
+            met = self.flight.meet(MEETING_OF[place.at], place.layer, place.step)
         try:
             gathered = self._comm.all_gather(record)
         except CommunicationError as error:
@@ -210,12 +212,12 @@ class Agreement:
             self._compare_places(place, records)
         return records
 
-    def _compare_places(self, place: Place, records: Records) -> None:
+    def _compare_places(self, place: Position, records: Records) -> None:
         """Raise if places differ. All ranks have the same records, so all of them get here."""
         balancers = records.column("balancer").tolist()
         if len(set(balancers)) > 1:
             _compare("the balancer", balancers, self._comm.gather_objects(self._settings))
-        places = [Place(*row) for row in records.words[:, PLACE].tolist()]
+        places = [Position(*row) for row in records.words[:, PLACE].tolist()]
         if len(set(places)) > 1:
             groups = ranks_by_value(places).items()
             listed = "; ".join(f"ranks {ranks} are at {other}" for other, ranks in groups)
@@ -226,7 +228,7 @@ class Agreement:
             )
 
     def _compare_digests(
-        self, place: Place, records: Records, description: str, what: str = ""
+        self, place: Position, records: Records, description: str, what: str = ""
     ) -> None:
         """Raise if digests differ; places are equal by now."""
         if not records.equal:

@@ -27,9 +27,9 @@ from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError, LoadError, errors_at
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
-from ultraep.ops.modes import hidden, refuse_transforms
+from ultraep.ops.modes import outside_dispatch_modes, refuse_transforms
 from ultraep.policies import running_policy
-from ultraep.runtime.agreement import Place, Point, differing, ranks_by_value
+from ultraep.runtime.agreement import At, Position, differing, ranks_by_value
 from ultraep.runtime.capacity import default_config
 from ultraep.runtime.clocks import HostClock, clock_for
 from ultraep.runtime.connect import (
@@ -43,7 +43,7 @@ from ultraep.runtime.connect import (
     warn_if_idle,
 )
 from ultraep.runtime.flight import NotingFailures
-from ultraep.runtime.microbatch import NO_PASS, Shared, Site, backward_pass
+from ultraep.runtime.microbatch import NO_PASS, Context, PlaneRequest, backward_pass
 from ultraep.runtime.observe import Observer, Sink
 from ultraep.runtime.pricing import Pricing, from_environment
 from ultraep.runtime.recording import Recording
@@ -53,7 +53,7 @@ from ultraep.runtime.stats import Stats
 from ultraep.topology import Topology
 
 
-class _Carrier(NamedTuple):
+class DeviceState(NamedTuple):
     """The data plane of one device, its clock and all its observers."""
 
     choice: Choice
@@ -163,7 +163,7 @@ class Balancer:
         self._joined, self._agreement = joined, joined.agreement
         self.flight, self.recorder = joined.agreement.flight, joined.recorder
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=ranks.chosen)
-        self._steps, self._layers, self._carriers = 0, 0, dict[torch.device, _Carrier]()
+        self._steps, self._layers, self._devices = 0, 0, dict[torch.device, DeviceState]()
         self._stats = Stats()
         learns = self.config.speeds == AUTO
         self._pricing = Pricing(self.topology, self.comm, self._agreement, always=learns)
@@ -185,8 +185,8 @@ class Balancer:
 
     def __repr__(self) -> str:
         chosen = [
-            f"{carrier.choice.kind.name} on {device}: {carrier.choice.reason}"
-            for device, carrier in self._carriers.items()
+            f"{state.choice.kind.name} on {device}: {state.choice.reason}"
+            for device, state in self._devices.items()
         ]
         topology, config, dispatcher = self.topology, self.config, self.settings.dispatcher
         rows_by = "" if dispatcher is None else f", rows by {type(dispatcher).__qualname__}"
@@ -229,7 +229,7 @@ class Balancer:
         self._layers += 1
         return self._layers - 1
 
-    @hidden
+    @outside_dispatch_modes
     def begin(
         self,
         layer: Layer,
@@ -249,41 +249,43 @@ class Balancer:
         """
         refuse_transforms()
         self._steps += 1
-        carrier = self._carrier(ids.device)
+        state = self._device(ids.device)
         info = MicrobatchInfo(
             layer.index,
             self._steps,
             recomputed=backward_pass() != NO_PASS,
             start_time=time.time(),
-            timed=carrier.clock.times(self._steps),
+            timed=state.clock.times(self._steps),
         )
         config = self.config
         if policy is not None:
             config = replace(config, policy=running_policy(policy).name)
         shares_slots = max(self._layers, layer.index + 1) > 1
-        return carrier.plane.begin(Inputs(info, layer, config, ids, gates, tokens, shares_slots))
+        return state.plane.begin(Inputs(info, layer, config, ids, gates, tokens, shares_slots))
 
     def plane(self, device: torch.device | str) -> DataPlane:
         """Return the data plane for tokens on this device; collective at the first call."""
-        return self._carrier(device).plane
+        return self._device(device).plane
 
-    def _carrier(self, device: torch.device | str) -> _Carrier:
-        if device not in self._carriers:
+    def _device(self, device: torch.device | str) -> DeviceState:
+        if device not in self._devices:
             device = torch.empty(0, device=device).device  # with its index
-        if device not in self._carriers:
-            self._carriers[device] = self._make_carrier(device)
-        return self._carriers[device]
+        if device not in self._devices:
+            self._devices[device] = self._make_device(device)
+        return self._devices[device]
 
-    def _make_carrier(self, device: torch.device) -> _Carrier:
-        place = Place(Point.PLANE, 0, self._steps)
+    def _make_device(self, device: torch.device) -> DeviceState:
+        place = Position(At.PLANE, 0, self._steps)
         compare_places = partial(self._agreement.compare, place, device)
-        site = Site(self.comm, self.topology, self._joined.links, device, self.settings.peers)
+        request = PlaneRequest(
+            self.comm, self.topology, self._joined.links, device, self.settings.peers
+        )
         with errors_at(place):
-            choice = choose(self.settings.data_plane, site, compare_places)
+            choice = choose(self.settings.data_plane, request, compare_places)
         captures = choice.kind.captures
-        clock = clock_for(site, self._sinks, self._recording, captures=captures)
+        clock = clock_for(request, self._sinks, self._recording, captures=captures)
         observers = [clock, *self._observers]
-        shared = Shared(
+        context = Context(
             self.comm,
             self.topology,
             self._speeds.applied(self.config),
@@ -294,7 +296,7 @@ class Balancer:
             self._speeds,
             observers,
         )
-        return _Carrier(choice, choice.make(shared), clock, observers)
+        return DeviceState(choice, choice.make(context), clock, observers)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate all memory that microbatches like this need; collective.
@@ -314,7 +316,7 @@ class Balancer:
 
     def observe(self, observer: Observer) -> None:
         """Add an observer of stages, plans and transfers."""
-        for observers in (self._observers, *(c.observers for c in self._carriers.values())):
+        for observers in (self._observers, *(s.observers for s in self._devices.values())):
             observers.append(observer)
 
     def add_sink(self, sink: Sink) -> None:
@@ -323,7 +325,7 @@ class Balancer:
 
     def at_state(self, layer: int, device: torch.device) -> None:
         """Raise unless all ranks are about to gather the experts of this layer; collective."""
-        self._agreement.compare(Place(Point.STATE, layer, self._steps), device)
+        self._agreement.compare(Position(At.STATE, layer, self._steps), device)
 
     def record_step(self, step: int) -> None:
         """Set the training step of the next microbatches in the trace, if one is recorded.
@@ -332,8 +334,8 @@ class Balancer:
         graphs, in the order of the current stream. Fetches earlier replays without waiting.
         """
         if self._recording is not None:
-            for carrier in self._carriers.values():
-                carrier.clock.begin_step(step)  # first: flushes the previous step
+            for state in self._devices.values():
+                state.clock.begin_step(step)  # first: flushes the previous step
             self._recording.begin_step(step)
 
     def stats(self) -> dict[str, Any]:
@@ -344,7 +346,7 @@ class Balancer:
         """
         self._settle()
         return self._stats.summary() | {
-            "pool_bytes": sum(carrier.plane.nbytes for carrier in self._carriers.values()),
+            "pool_bytes": sum(state.plane.nbytes for state in self._devices.values()),
             "rates": self._pricing.known(),
             "speeds": self.speeds,
             "measured_speeds": self.measured_speeds,
@@ -356,8 +358,8 @@ class Balancer:
         self._stats.reset()
 
     def _settle(self) -> None:
-        for carrier in self._carriers.values():
-            carrier.clock.settle()
+        for state in self._devices.values():
+            state.clock.settle()
 
     def check(self) -> None:
         """Raise errors that a device has recorded and the host has not seen; waits for the device.
@@ -366,17 +368,17 @@ class Balancer:
         without waiting; call this after the replay of a graph.
         """
         with NotingFailures(self._observers):
-            for carrier in self._carriers.values():
-                carrier.plane.check()
+            for state in self._devices.values():
+                state.plane.check()
 
     def close(self) -> None:
         """Write the rest of the trace; free memory and the resources of the communicator."""
         if self.flight is not None:
             self.flight.close()
-        for carrier in self._carriers.values():
-            carrier.clock.finish()
+        for state in self._devices.values():
+            state.clock.finish()
         if self.recorder is not None:
             self.recorder.close()
-        for carrier in self._carriers.values():
-            carrier.plane.close()
+        for state in self._devices.values():
+            state.plane.close()
         self.comm.close()

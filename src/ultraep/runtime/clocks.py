@@ -17,7 +17,7 @@ import torch
 from ultraep.hops import copies_sent
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.runtime.microbatch import Site
+from ultraep.runtime.microbatch import PlaneRequest
 from ultraep.runtime.observe import Sink
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.replays import ReplayedPlans
@@ -202,13 +202,13 @@ class DeviceClock(HostClock):
 
 
 def clock_for(
-    site: Site, sinks: Sequence[Sink], recording: Recording | None, *, captures: bool
+    request: PlaneRequest, sinks: Sequence[Sink], recording: Recording | None, *, captures: bool
 ) -> HostClock:
     """Return the clock of a data plane; captures: whether graphs can capture its microbatches."""
-    rank, device = site.comm.rank, site.device
+    rank, device = request.comm.rank, request.device
     if device.type != "cuda":
         return HostClock(sinks, rank)
     if recording is None:
         return DeviceClock(sinks, rank, TIMED)
-    replays = ReplayedPlans(recording, site.topology, device) if captures else None
+    replays = ReplayedPlans(recording, request.topology, device) if captures else None
     return DeviceClock(sinks, rank, 1, replays)

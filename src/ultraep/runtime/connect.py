@@ -38,7 +38,7 @@ from ultraep.runtime.agreement import Agreement, differing
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
-from ultraep.runtime.microbatch import PlaneKind, Shared, Site
+from ultraep.runtime.microbatch import Context, PlaneKind, PlaneRequest
 from ultraep.runtime.recording import open_recorder, recording_setting
 from ultraep.runtime.settings import Settings, check_slots
 from ultraep.runtime.streams import capturing
@@ -241,35 +241,35 @@ class Choice(NamedTuple):
 
     kind: PlaneKind
     reason: str
-    make: Callable[[Shared], DataPlane]
+    make: Callable[[Context], DataPlane]
 
 
-def choose(name: str, site: Site, compare_places: Callable[[], object]) -> Choice:
+def choose(name: str, request: PlaneRequest, compare_places: Callable[[], object]) -> Choice:
     """Choose the data plane for `data_plane=name`, the same on all ranks; collective.
 
     compare_places: raises if not all ranks have come here.
     """
-    if capturing(site.device):
+    if capturing(request.device):
         raise ConfigError(
             "a data plane cannot be chosen while a graph is captured: run a step before the "
             "capture, or call `prepare`"
         )
-    reason, size = "", site.comm.size
+    reason, size = "", request.comm.size
     for kind in plane_kinds(name):
-        if name == AUTO and (skipped := kind.passed_over(site)):
+        if name == AUTO and (skipped := kind.passed_over(request)):
             reason = reason or skipped
             continue
         if kind.obstacle is None:
-            return Choice(kind, reason or kind.reason, kind.connect(site))
-        if site.peers is None:
+            return Choice(kind, reason or kind.reason, kind.connect(request))
+        if request.peers is None:
             compare_places()
-        make, obstacles = _try(kind, site)
+        make, obstacles = _try(kind, request)
         if make is not None:
             choice = Choice(kind, kind.reason.format(size=size), make)
             logger.info("data plane of %d ranks: %s (%s)", size, kind.name, choice.reason)
             return choice
         if name != AUTO:
-            where = site.links.map(site.topology.domain_size, _devices_of(site))
+            where = request.links.map(request.topology.domain_size, _devices_of(request))
             raise ConfigError(
                 f"data_plane={name!r} is not possible: {'; '.join(obstacles)} ({where})"
             )
@@ -284,25 +284,27 @@ def choose(name: str, site: Site, compare_places: Callable[[], object]) -> Choic
     raise AssertionError("the last data plane serves every group")
 
 
-def _devices_of(site: Site) -> list[str]:
+def _devices_of(request: PlaneRequest) -> list[str]:
     """Return the device of the tokens of every rank; collective."""
-    devices: list[str] = site.comm.gather_objects(str(site.device))
+    devices: list[str] = request.comm.gather_objects(str(request.device))
     return devices
 
 
-def _try(kind: PlaneKind, site: Site) -> tuple[Callable[[Shared], DataPlane] | None, list[str]]:
+def _try(
+    kind: PlaneKind, request: PlaneRequest
+) -> tuple[Callable[[Context], DataPlane] | None, list[str]]:
     """Connect the ranks, or return the obstacles of all ranks; collective."""
-    make, obstacle = None, "" if kind.obstacle is None else kind.obstacle(site)
+    make, obstacle = None, "" if kind.obstacle is None else kind.obstacle(request)
     for connecting in (False, True):  # connecting is collective: only if no rank has an obstacle
         if connecting:
             try:
-                make = kind.connect(site)
+                make = kind.connect(request)
             except (ConfigError, CommunicationError) as error:
                 obstacle = str(error)
-        gathered = site.comm.gather_objects((site.device.type, obstacle))
+        gathered = request.comm.gather_objects((request.device.type, obstacle))
         devices = [device for device, _ in gathered]
         if len(set(devices)) > 1:
-            where = site.links.map(site.topology.domain_size, devices)
+            where = request.links.map(request.topology.domain_size, devices)
             text = f"ranks disagree about the device of their tokens: {where}"
             raise PlanMismatch(text, ranks=differing(devices))
         obstacles = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]

@@ -20,7 +20,7 @@ import torch
 from ultraep.comm import Communicator, moved, raise_together
 from ultraep.dispatch import Arrivals, Dispatcher, Received, SlotRoutes
 from ultraep.errors import CommunicationError, ConfigError
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.runtime.observe import BaseExchange
 from ultraep.topology import Topology
@@ -79,7 +79,7 @@ def _name(dispatcher: Dispatcher) -> str:
     return type(dispatcher).__qualname__
 
 
-@hidden
+@outside_dispatch_modes
 def _delivery_problem(
     received: Received, routes: SlotRoutes, tokens_TD: torch.Tensor, *, wait: bool
 ) -> str:
@@ -124,7 +124,7 @@ def _sums_problem(y_TD: torch.Tensor, routes: SlotRoutes, outputs_AD: torch.Tens
     )
 
 
-@hidden
+@outside_dispatch_modes
 @torch.no_grad()
 def probe(
     dispatcher: Dispatcher, routes: SlotRoutes, tokens_TD: torch.Tensor, comm: Communicator

@@ -23,9 +23,9 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Dispatcher, Exchange, dispatch
 from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.plan import Plan
-from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.agreement import Agreement, At, Position
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
 from ultraep.runtime.flight import note_plan
@@ -42,7 +42,7 @@ NO_PASS = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
+class Context:
     """The parts of a balancer that its data planes use."""
 
     comm: Communicator
@@ -59,7 +59,7 @@ class Shared:
     # Replicas that hold slots in a backward pass, with the number of the pass.
     lent_in_backward: dict[Any, int] = field(default_factory=dict)
 
-    def unobserved(self) -> Shared:
+    def unobserved(self) -> Context:
         """Return the same parts without observers, for synthetic microbatches."""
         return replace(self, observers=[])
 
@@ -69,7 +69,7 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-class Site(NamedTuple):
+class PlaneRequest(NamedTuple):
     """Where a data plane is needed: one rank of a group, with tokens on this device."""
 
     comm: Communicator
@@ -92,9 +92,9 @@ class PlaneKind(NamedTuple):
     """
 
     name: str
-    connect: Callable[[Site], Callable[[Shared], DataPlane]]
-    obstacle: Callable[[Site], str] | None = None
-    passed_over: Callable[[Site], str] = lambda _: ""
+    connect: Callable[[PlaneRequest], Callable[[Context], DataPlane]]
+    obstacle: Callable[[PlaneRequest], str] | None = None
+    passed_over: Callable[[PlaneRequest], str] = lambda _: ""
     reason: str = "requested"
     captures: bool = False
 
@@ -102,21 +102,21 @@ class PlaneKind(NamedTuple):
 class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     """One microbatch of one rank; see `ultraep.microbatch.Microbatch`."""
 
-    def __init__(self, inputs: Inputs, shared: Shared) -> None:
-        self.info, self.observers = inputs.info, shared.observers
-        self._inputs, self._shared = inputs, shared
+    def __init__(self, inputs: Inputs, context: Context) -> None:
+        self.info, self.observers = inputs.info, context.observers
+        self._inputs, self._context = inputs, context
         self._loads: torch.Tensor | None = None
         self._plan: AnyPlanT | None = None
         self._exchange: BaseExchange | None = None
         self._dispatched: DispatchedRows | None = None
 
-    @hidden
+    @outside_dispatch_modes
     @staged("loads")
     def count(self) -> torch.Tensor:
         self._loads = self._count()
         return self._loads
 
-    @hidden
+    @outside_dispatch_modes
     def plan(self) -> AnyPlanT:
         self._after("count", self._loads)
         plan = self._plan_now()
@@ -128,20 +128,20 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         return plan
 
     def _plan_now(self) -> AnyPlanT:
-        pricing = self._shared.pricing
+        pricing = self._context.pricing
         if pricing.lacks_rates(self._inputs):
             pricing.measure(self._inputs, self._trial)
         config = pricing.config_for(self._inputs, self._rows_of_all())
-        return self._make_plan(self._shared.speeds.applied(config))
+        return self._make_plan(self._context.speeds.applied(config))
 
     def replicate(self) -> Replicas:
         return self._replicas(self._after("plan", self._plan))
 
-    @hidden
+    @outside_dispatch_modes
     @staged("reroute")
     def reroute(self) -> Exchange:
         exchange = self._exchange = self._rows(self._after("plan", self._plan))
-        dispatcher, tokens = self._shared.settings.dispatcher, self._inputs.tokens
+        dispatcher, tokens = self._context.settings.dispatcher, self._inputs.tokens
         if dispatcher is not None and tokens is not None:
             self._dispatched = self._through(dispatcher, exchange, tokens)
         return exchange
@@ -150,12 +150,12 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         self, dispatcher: Dispatcher, exchange: BaseExchange, tokens: torch.Tensor
     ) -> DispatchedRows:
         """Return the rows of this microbatch through a dispatcher; the first time, probe it."""
-        shared, layer = self._shared, self.info.layer
-        routes = slot_routes(exchange, shared.topology, shared.comm.rank)
-        if not shared.dispatched_layers:
-            probe(dispatcher, routes, tokens, shared.comm)
-        first = layer not in shared.dispatched_layers
-        shared.dispatched_layers.add(layer)
+        context, layer = self._context, self.info.layer
+        routes = slot_routes(exchange, context.topology, context.comm.rank)
+        if not context.dispatched_layers:
+            probe(dispatcher, routes, tokens, context.comm)
+        first = layer not in context.dispatched_layers
+        context.dispatched_layers.add(layer)
         return DispatchedRows(dispatcher, exchange, routes, first=first)
 
     def dispatch(self) -> Arrivals:
@@ -180,11 +180,11 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
             )
         return result
 
-    def _place(self, point: Point) -> Place:
-        return Place(point, self.info.layer, self.info.step)
+    def _place(self, point: At) -> Position:
+        return Position(point, self.info.layer, self.info.step)
 
-    def _loads_place(self) -> Place:
-        return self._place(Point.LOADS_RECOMPUTED if self.info.recomputed else Point.LOADS)
+    def _loads_place(self) -> Position:
+        return self._place(At.LOADS_RECOMPUTED if self.info.recomputed else At.LOADS)
 
     @abstractmethod
     def _count(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError, errors_at
 from ultraep.microbatch import Inputs
-from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.agreement import Agreement, At, Position
 from ultraep.runtime.rates import LayerShape, PriceList, Trial, measure
 from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
@@ -77,7 +77,7 @@ class Pricing:
         """Measure the rates of the layer, unless a layer of its shape was measured; collective."""
         layer, shape = inputs.info.layer, LayerShape.of(inputs)
         if shape not in self._of_shape:
-            place = Place(Point.RATES, layer, inputs.info.step)
+            place = Position(At.RATES, layer, inputs.info.step)
             self._agreement.compare(place, inputs.ids.device)
             with errors_at(place):
                 prices = measure(inputs, trial, shape, self._topology, self._comm)

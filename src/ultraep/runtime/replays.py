@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ultraep.microbatch import MicrobatchInfo
-from ultraep.runtime.control import DevicePlan
+from ultraep.runtime.device_planner import DevicePlan
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.streams import Fetch
 from ultraep.topology import Topology
@@ -75,8 +75,8 @@ class ReplayedPlans:
         self.ring.keep(len(self._sites), plan.loads, plan.result)
         nothing = plan.result.new_empty(0)  # do not keep the memory of the graph alive
         light = replace(plan, loads=nothing, expert_of_slot=nothing, result=nothing)
-        site = self._of[microbatch] = _Site(microbatch.layer, light)
-        self._sites.append(site)
+        request = self._of[microbatch] = _Site(microbatch.layer, light)
+        self._sites.append(request)
 
     def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int) -> None:
         """Note that every replay sends this many bytes of each planned replica."""
@@ -141,9 +141,9 @@ class ReplayedPlans:
 
     def _record_one(self, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         (number, step), numbers = row[:2].tolist(), row[2:]
-        site = self._sites[number]
+        request = self._sites[number]
         loads = numbers[: self._loads].reshape(self._shape).astype(np.int64)
-        plan = site.plan.to_host(loads, torch.from_numpy(numbers[self._loads :]))
+        plan = request.plan.to_host(loads, torch.from_numpy(numbers[self._loads :]))
         began = self._launched.get(step, time.time())
         known_step = None if step == NO_STEP else step
-        self._recording.replayed(site.layer, known_step, plan, site.sent, began)
+        self._recording.replayed(request.layer, known_step, plan, request.sent, began)

@@ -15,9 +15,9 @@ import torch
 from ultraep.bundle import Bundle
 from ultraep.errors import SlotError
 from ultraep.microbatch import MicrobatchInfo
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.runtime.flight import note_failure
-from ultraep.runtime.microbatch import NO_PASS, Shared, backward_pass
+from ultraep.runtime.microbatch import NO_PASS, Context, backward_pass
 from ultraep.runtime.observe import staged
 
 
@@ -28,16 +28,16 @@ class BaseReplicas(ABC):
     backward pass that raises does not return its slots; the next microbatch to need slots does.
     """
 
-    def __init__(self, shared: Shared, info: MicrobatchInfo, bundle: Bundle) -> None:
-        self.info, self.bundle, self.observers = info, bundle, shared.observers
-        self._shared, self._lent = shared, shared.lent_in_backward
+    def __init__(self, context: Context, info: MicrobatchInfo, bundle: Bundle) -> None:
+        self.info, self.bundle, self.observers = info, bundle, context.observers
+        self._context, self._lent = context, context.lent_in_backward
         self._loan: ExitStack | None = None
         self.begun = False  # before the `with` block
 
     def __str__(self) -> str:
         return f"layer {self.info.layer} (step {self.info.step})"
 
-    @hidden
+    @outside_dispatch_modes
     @staged("replicate", "weights again")
     def __enter__(self) -> Self:
         if not self.begun:
@@ -67,7 +67,7 @@ class BaseReplicas(ABC):
         self._loan.close()
         self._loan, self.begun = None, False
 
-    @hidden
+    @outside_dispatch_modes
     @staged("replicate", "weights again")
     def tensors(self) -> dict[str, torch.Tensor]:
         if self._loan is None:

@@ -1,9 +1,8 @@
 """Triton kernels for the GPU, bit for bit equal to the reference.
 
 The functions here have the signatures of every backend: arrays on the host, except that ids and
-order may be tensors on the device. They wait for the device. `ultraep.runtime.control.ControlPlane`
-does not: it launches the kernels over the preallocated buffers of `Counter`, `Planner` and
-`Rerouter`.
+order may be tensors on the device. They wait for the device. `DevicePlanner` of the runtime does
+not: it launches the kernels over the preallocated buffers of `Counter`, `Planner` and `Rerouter`.
 
 Shapes: N routed rows, R ranks, E experts, C replicas, S slots of all ranks.
 """

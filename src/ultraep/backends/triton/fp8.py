@@ -11,7 +11,7 @@ import ultraep.ops.fp8 as plain
 from ultraep.backends.triton.kernels import fp8 as kernels
 from ultraep.backends.triton.launch import cdiv, matrix, power_of_2, quick
 from ultraep.ops.fp8 import empty_packed, parts
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 
 ELEMENTS, WARPS = 8192, 8  # of a tile of `quantise` and `dequantise`
 ACTIVATED, ACTIVATED_WARPS = 2048, 4  # of a tile of the activation
@@ -37,7 +37,7 @@ def quantise(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
         )
 
 
-@hidden
+@outside_dispatch_modes
 def dequantise(
     codes: torch.Tensor,
     scales: torch.Tensor,

@@ -13,12 +13,19 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
-from ultraep.backends.triton.kernels import place, rungs, search, state
+from ultraep.backends.triton.kernels import by_time, place, search, state
+from ultraep.backends.triton.kernels.by_time import LIMITED
 from ultraep.backends.triton.kernels.plan import Homes, Plan
-from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.kernels.search import PlanOut
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
-from ultraep.config import LEARNT_RANGE, LEARNT_UNIT, NO_RATES, NOMINAL_SPEED, PARTS, rungs_of
+from ultraep.config import (
+    LEARNT_RANGE,
+    LEARNT_UNIT,
+    NO_RATES,
+    NOMINAL_SPEED,
+    PARTS,
+    tolerances_by_time,
+)
 from ultraep.errors import ConfigError
 
 INT = torch.int32
@@ -54,7 +61,7 @@ class Planner:
         self.parts = limits.tolerance_parts
         self.loose = self.parts > 0 or self.domains > 1
         may_be_timed = timed or limits.rates != NO_RATES
-        tolerances = [self.parts] * LIMITED.value + rungs_of(self.parts)
+        tolerances = [self.parts] * LIMITED.value + tolerances_by_time(self.parts)
         self.num_attempts = len(tolerances) if may_be_timed else 0
         self.homes = max(1, int(np.diff(first_of_rank).max()))
         self.max_fanout = domain  # most replicas of one expert, also in an adopted plan
@@ -209,7 +216,7 @@ class Planner:
         self._tried = state.Attempts(
             attempts=numbers(self.domains, self.buffers, 2, max(1, self.held)),
             attempt_loads=numbers(self.domains, self.buffers, self.domain),
-            outcomes=numbers(self.domains, self.num_attempts, rungs.OUTCOMES.value),
+            outcomes=numbers(self.domains, self.num_attempts, by_time.OUTCOMES.value),
             scratch=numbers(self.domains, state.scratch_size(self.H, self.G)),
         )
         self._wide_tried = self._tried._replace(  # with speeds
@@ -294,12 +301,12 @@ class Planner:
 
     def _place(self) -> None:
         if self.timed:
-            self._try_rungs()
+            self._plan_by_time()
         else:
             self._search()
 
-    def _try_rungs(self) -> None:
-        quick(rungs.try_rungs)[(self.domains, self.num_attempts)](
+    def _plan_by_time(self) -> None:
+        quick(by_time.plan_by_time)[(self.domains, self.num_attempts)](
             self.home,
             self.counts,
             self.tolerances,

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from ultraep.bundle import Stack
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
-from ultraep.experts.loan import Fused, serve
+from ultraep.experts.custom import Fused, serve
 from ultraep.integrations.common import Overlay
 from ultraep.microbatch import Replicas
 from ultraep.parallel.home import mesh_of

@@ -24,12 +24,12 @@ from ultraep.comm import moved
 from ultraep.dispatch import Received, SlotRoutes
 from ultraep.dispatchers.hybridep import check_slots
 from ultraep.errors import ConfigError
-from ultraep.experts.loan import serve
+from ultraep.experts.custom import serve
 from ultraep.integrations.common import shared_balancer
 from ultraep.integrations.torchtitan.check import ALL_TO_ALL, DEEPEP, HYBRIDEP
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
-from ultraep.ops.opaque import handle_of, routed_experts
+from ultraep.ops.compiled_op import handle_of, routed_experts
 from ultraep.runtime.balancer import Balancer
 
 

@@ -22,7 +22,7 @@ from ultraep.arrays import PADDING
 from ultraep.bundle import Bundle
 from ultraep.comm import moved
 from ultraep.errors import ConfigError
-from ultraep.experts.loan import serve
+from ultraep.experts.custom import serve
 from ultraep.integrations.common import Overlay
 from ultraep.integrations.transformers.quantised import (
     FP8Experts,

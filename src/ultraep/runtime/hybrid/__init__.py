@@ -9,60 +9,60 @@ from typing import TYPE_CHECKING
 from ultraep.comm import Communicator, Peers
 from ultraep.config import AUTO
 from ultraep.runtime import mapped
-from ultraep.runtime.microbatch import PlaneKind, Shared, Site
+from ultraep.runtime.microbatch import Context, PlaneKind, PlaneRequest
 
 if TYPE_CHECKING:
     from ultraep.microbatch import DataPlane
 
 
-def _passed_over(site: Site) -> str:
-    if site.topology.num_domains == 1:
-        return site.links.reason
-    if site.links.groups == 1 and site.device.type == "cpu" and site.peers is None:
+def _passed_over(request: PlaneRequest) -> str:
+    if request.topology.num_domains == 1:
+        return request.links.reason
+    if request.links.groups == 1 and request.device.type == "cpu" and request.peers is None:
         return "tokens are on the CPU"
     return ""
 
 
-def _obstacle(site: Site) -> str:
-    topology = site.topology
+def _obstacle(request: PlaneRequest) -> str:
+    topology = request.topology
     if topology.num_domains == 1:
         return (
             f"all {topology.ranks} ranks are in one domain: pass domain=, the number of "
             "consecutive ranks that a fast link joins"
         )
-    return "" if _of_messages(site) else mapped.obstacle(site)
+    return "" if _of_messages(request) else mapped.obstacle(request)
 
 
-def _of_messages(site: Site) -> bool:
+def _of_messages(request: PlaneRequest) -> bool:
     """Whether rows also move by messages inside of a domain: CPU ranks have no mapped memory."""
-    return site.device.type == "cpu" and site.peers is None
+    return request.device.type == "cpu" and request.peers is None
 
 
-def _connect(site: Site) -> Callable[[Shared], DataPlane]:
+def _connect(request: PlaneRequest) -> Callable[[Context], DataPlane]:
     """Connect the ranks of this rank's domain; collective."""
-    for domain in range(site.topology.num_domains):
-        site.topology.of_domain(domain)  # raises if a domain has too few experts
-    inside = site.comm.part(site.topology.domain_size)
-    if _of_messages(site):
+    for domain in range(request.topology.num_domains):
+        request.topology.of_domain(domain)  # raises if a domain has too few experts
+    inside = request.comm.part(request.topology.domain_size)
+    if _of_messages(request):
         return partial(_make, inside=inside, peers=None)
-    peers = site.peers or inside.peers(site.device)
+    peers = request.peers or inside.peers(request.device)
     peers.allocate("probe", 64)
     return partial(_make, inside=inside, peers=peers)
 
 
-def _make(shared: Shared, inside: Communicator, peers: Peers | None) -> DataPlane:
+def _make(context: Context, inside: Communicator, peers: Peers | None) -> DataPlane:
     """Return the plane of this rank; with a fixed capacity, no stage waits for the host."""
     if peers is None:
         from ultraep.runtime.hybrid.plane import HybridPlane
 
-        return HybridPlane(shared, inside)
-    if shared.capacity.setting == AUTO:
+        return HybridPlane(context, inside)
+    if context.capacity.setting == AUTO:
         from ultraep.runtime.hybrid.mapped_inside import MappedHybridPlane  # imports triton
 
-        return MappedHybridPlane(shared, inside, peers)
+        return MappedHybridPlane(context, inside, peers)
     from ultraep.runtime.hybrid.static import StaticPlane  # imports triton
 
-    return StaticPlane(shared, inside, peers)
+    return StaticPlane(context, inside, peers)
 
 
 PLANE = PlaneKind(

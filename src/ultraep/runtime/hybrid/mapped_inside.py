@@ -14,19 +14,19 @@ from ultraep.comm import Communicator, Peers, moved
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.reroute import Routes
-from ultraep.runtime.control import DeviceRoutes
+from ultraep.runtime.device_planner import DeviceRoutes
 from ultraep.runtime.hybrid.plane import HybridMicrobatch, HybridPlane
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.plane import MappedRows
 from ultraep.runtime.mapped.replicas import MappedReplicas
-from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.microbatch import Context
 
 
 class MappedHybridPlane(HybridPlane):
     """One rank of a group with several domains, whose ranks map each other's memory."""
 
-    def __init__(self, shared: Shared, inside: Communicator, peers: Peers) -> None:
-        super().__init__(shared, inside)
+    def __init__(self, context: Context, inside: Communicator, peers: Peers) -> None:
+        super().__init__(context, inside)
         self._peers = peers
         self._memories: list[MappedMemory] = []
 

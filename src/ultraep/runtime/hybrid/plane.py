@@ -22,13 +22,13 @@ from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, moved
 from ultraep.dispatch import Moved
 from ultraep.microbatch import Inputs, MicrobatchInfo, Replicas
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.plan import Plan
 from ultraep.reroute import Routes, routes_of, rows_received
-from ultraep.runtime.agreement import Agreement, Point, Records
+from ultraep.runtime.agreement import Agreement, At, Records
 from ultraep.runtime.hybrid.crossing import Crossing, Domains
 from ultraep.runtime.messages.plane import MessagesMicrobatch, MessagesPlane, RowMessages
-from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.microbatch import Context
 from ultraep.runtime.observe import BaseExchange
 
 
@@ -40,13 +40,13 @@ class HybridPlane(MessagesPlane):
 
     name = "hybrid"
 
-    def __init__(self, shared: Shared, inside: Communicator) -> None:
-        super().__init__(shared)
-        self.domain = shared.comm.rank // shared.topology.domain_size
-        self.of_domain = of_own_domain(shared, inside)
+    def __init__(self, context: Context, inside: Communicator) -> None:
+        super().__init__(context)
+        self.domain = context.comm.rank // context.topology.domain_size
+        self.of_domain = of_own_domain(context, inside)
         self._domains: Domains | None = None
-        self._hosts = shared.comm.hosts()
-        self._agreement = shared.agreement.over(self._hosts)
+        self._hosts = context.comm.hosts()
+        self._agreement = context.agreement.over(self._hosts)
 
     def verifier(self, device: torch.device) -> tuple[Agreement, torch.device]:
         """Hosts compare plans and positions by messages that wait for no device."""
@@ -60,12 +60,12 @@ class HybridPlane(MessagesPlane):
     def domains(self, device: torch.device) -> Domains:
         """Return the domains as tables on a device."""
         if self._domains is None:
-            self._domains = Domains(self.topology, self.shared.comm.rank, device)
+            self._domains = Domains(self.topology, self.context.comm.rank, device)
         return self._domains
 
     def close(self) -> None:
         self.of_domain.comm.close()
-        if self._hosts is not self.shared.comm:
+        if self._hosts is not self.context.comm:
             self._hosts.close()
 
 
@@ -107,14 +107,14 @@ class HybridMicrobatch(MessagesMicrobatch):
         return super()._trial(plan.of_domain(self._plane.domain), bundle)
 
     def _rows(self, plan: Plan) -> BaseExchange:
-        shared, slots = self._shared, self._routes(plan).slots
+        context, slots = self._context, self._routes(plan).slots
         domains = self._plane.domains(slots.device)
-        crossing = Crossing(domains, shared.comm, slots, self._crossing_counts)
+        crossing = Crossing(domains, context.comm, slots, self._crossing_counts)
         counts = rows_received(self._own_plan, domains.place).sum(axis=0)
         begins = [0, *accumulate(counts.tolist())]
         offsets = moved(torch.tensor(begins, dtype=torch.int32), slots.device)
         steps = self._rows_inside, self._begin_backward
-        rows = HybridRows(self.info, shared, crossing, *steps, slots, offsets)
+        rows = HybridRows(self.info, context, crossing, *steps, slots, offsets)
         rows.known_begins = begins
         return rows
 
@@ -130,14 +130,14 @@ class HybridMicrobatch(MessagesMicrobatch):
     def _begin_backward(self) -> None:
         """Called before the first row moves in backward."""
         agreement, device = self._plane.verifier(self._inputs.ids.device)
-        agreement.compare(self._place(Point.BACKWARD), device)
+        agreement.compare(self._place(At.BACKWARD), device)
 
 
-def of_own_domain(shared: Shared, inside: Communicator) -> Shared:
+def of_own_domain(context: Context, inside: Communicator) -> Context:
     """Return the parts of a balancer for the ranks of one domain."""
-    domain = shared.comm.rank // shared.topology.domain_size
-    topology, first = shared.topology.of_domain(domain), domain * shared.topology.domain_size
-    return replace(shared, comm=inside, topology=topology, first_rank=first)
+    domain = context.comm.rank // context.topology.domain_size
+    topology, first = context.topology.of_domain(domain), domain * context.topology.domain_size
+    return replace(context, comm=inside, topology=topology, first_rank=first)
 
 
 def routes_inside(plan: Plan, place: int, slots: torch.Tensor) -> Routes:
@@ -170,14 +170,14 @@ class HybridRows(BaseExchange):
     def __init__(
         self,
         info: MicrobatchInfo,
-        shared: Shared,
+        context: Context,
         crossing: Crossing,
         rows_inside: Callable[[torch.Tensor], BaseExchange],
         at_backward: Callable[[], None],
         slots: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
-        super().__init__(info, shared.observers)
+        super().__init__(info, context.observers)
         self._slots, self._crossing, self.offsets = slots, crossing, offsets
         self._rows_inside, self._begin_inside = rows_inside, at_backward
         self._inside: BaseExchange | None = None
@@ -186,7 +186,7 @@ class HybridRows(BaseExchange):
     def slots(self) -> torch.Tensor:
         return self._slots
 
-    @hidden
+    @outside_dispatch_modes
     def begins(self) -> list[int]:
         return self.offsets.tolist() if self.known_begins is None else self.known_begins
 

@@ -19,13 +19,13 @@ from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.microbatch import Inputs
 from ultraep.plan import Plan
-from ultraep.runtime.agreement import Point
-from ultraep.runtime.control import DevicePlan, DeviceRoutes
+from ultraep.runtime.agreement import At
+from ultraep.runtime.device_planner import DevicePlan, DeviceRoutes
 from ultraep.runtime.hybrid.crossing import Domains, PaddedCrossing
 from ultraep.runtime.hybrid.mapped_inside import replica_table
 from ultraep.runtime.hybrid.plane import HybridRows, of_own_domain
 from ultraep.runtime.mapped.plane import MappedMicrobatch, MappedPlane, MappedRows
-from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.microbatch import Context
 from ultraep.runtime.observe import BaseExchange
 
 
@@ -37,9 +37,9 @@ class StaticPlane(MappedPlane):
 
     name = "hybrid"
 
-    def __init__(self, shared: Shared, inside: Communicator, peers: Peers) -> None:
-        super().__init__(shared, peers, of_own_domain(shared, inside))
-        self.domains = Domains(shared.topology, shared.comm.rank, peers.device)
+    def __init__(self, context: Context, inside: Communicator, peers: Peers) -> None:
+        super().__init__(context, peers, of_own_domain(context, inside))
+        self.domains = Domains(context.topology, context.comm.rank, peers.device)
         self.tables = Tables(self.domains, self.of_domain)
 
     def begin(self, inputs: Inputs) -> StaticMicrobatch:
@@ -53,8 +53,8 @@ class StaticPlane(MappedPlane):
 class Tables:
     """Where the experts of one domain are, on the device."""
 
-    def __init__(self, domains: Domains, shared: Shared) -> None:
-        whole, own, device = domains.topology, shared.topology, domains.numbers.device
+    def __init__(self, domains: Domains, context: Context) -> None:
+        whole, own, device = domains.topology, context.topology, domains.numbers.device
         experts = whole.experts_of_domain(domains.own)
         numbers = np.zeros(whole.experts, np.int64)
         numbers[experts] = np.arange(len(experts))
@@ -120,7 +120,7 @@ class StaticMicrobatch(MappedMicrobatch):
     def _gather_loads(self, counts_E: torch.Tensor, digest: int) -> torch.Tensor:
         own = counts_E[self._plane.tables.experts]
         self._workspace.memory.share_loads(own, digest)
-        return self._shared.comm.all_gather(counts_E)
+        return self._context.comm.all_gather(counts_E)
 
     def _make_plan(self, config: BalanceConfig) -> DevicePlan:
         plan = super()._make_plan(config)
@@ -141,7 +141,7 @@ class StaticMicrobatch(MappedMicrobatch):
         overflow = workspace.overflow(plan)
         replicas, rows = self._last_replicas, self._own_rows
         offsets = pad(rows[:, tables.slots_of_rank].sum(dim=0).cumsum(dim=0), (1, 0)).int()
-        crossing = PaddedCrossing(plane.domains, self._shared.comm, slots, workspace.tokens)
+        crossing = PaddedCrossing(plane.domains, self._context.comm, slots, workspace.tokens)
 
         def rows_inside(local: torch.Tensor) -> BaseExchange:
             routes = tables.routes(rows, local)
@@ -149,8 +149,8 @@ class StaticMicrobatch(MappedMicrobatch):
             return MappedRows(info, [], memory, routes, None, plane.compare_places, overflow)
 
         def at_backward() -> None:
-            plane.compare_places(self._place(Point.BACKWARD))
+            plane.compare_places(self._place(At.BACKWARD))
             if replicas is not None:
                 replicas.begin_again()
 
-        return HybridRows(info, self._shared, crossing, rows_inside, at_backward, slots, offsets)
+        return HybridRows(info, self._context, crossing, rows_inside, at_backward, slots, offsets)

@@ -7,30 +7,30 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ultraep.backends import BACKENDS
-from ultraep.runtime.microbatch import PlaneKind, Shared, Site
+from ultraep.runtime.microbatch import Context, PlaneKind, PlaneRequest
 
 if TYPE_CHECKING:
     from ultraep.microbatch import DataPlane
 
 
-def passed_over(site: Site) -> str:
-    if site.peers is not None:
+def passed_over(request: PlaneRequest) -> str:
+    if request.peers is not None:
         return ""
-    if site.links.groups > 1:
-        return f"no fast link joins all ranks ({site.links.reason})"
-    return "tokens are on the CPU" if site.device.type == "cpu" else ""
+    if request.links.groups > 1:
+        return f"no fast link joins all ranks ({request.links.reason})"
+    return "tokens are on the CPU" if request.device.type == "cpu" else ""
 
 
-def obstacle(_: Site) -> str:
+def obstacle(_: PlaneRequest) -> str:
     triton = next(backend for backend in BACKENDS if backend.name == "triton")
     return f"the backend 'triton' {triton.obstacle}" if triton.obstacle else ""
 
 
-def _connect(site: Site) -> Callable[[Shared], DataPlane]:
+def _connect(request: PlaneRequest) -> Callable[[Context], DataPlane]:
     """Map the memory of all ranks; collective."""
-    peers = site.peers
+    peers = request.peers
     if peers is None:
-        peers = site.comm.peers(site.device)
+        peers = request.comm.peers(request.device)
         peers.allocate("probe", 64)
     from ultraep.runtime.mapped.plane import MappedPlane  # imports triton
 

@@ -22,7 +22,7 @@ from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, errors_at
 from ultraep.microbatch import TensorSpecs
 from ultraep.ops.products import accumulator
-from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.microbatch import Context
 from ultraep.runtime.replicas import no_free_slots
 from ultraep.runtime.streams import Overlap, capturing
 
@@ -37,25 +37,25 @@ class MappedMemory:
     """
 
     def __init__(
-        self, peers: Peers, shared: Shared, *, tokens: int, top_k: int, capacity: int
+        self, peers: Peers, context: Context, *, tokens: int, top_k: int, capacity: int
     ) -> None:
-        settings, topology = shared.settings, shared.topology
+        settings, topology = context.settings, context.topology
         self.peers, self.topology, self.capacity = peers, topology, capacity
         self.tokens, self.top_k, self.buffers = tokens, top_k, settings.in_flight
         sms = multiprocessors(peers.device)
         self.overlap = Overlap(peers.device)
-        timeout = settings.timeout or shared.comm.timeout
-        self._first_rank = shared.first_rank
+        timeout = settings.timeout or context.comm.timeout
+        self._first_rank = context.first_rank
         self.signals = Signals(
             peers,
             slots=topology.slots,
             buffers=self.buffers,
             timeout=timeout,
-            first_rank=shared.first_rank,
+            first_rank=context.first_rank,
         )
         moving, self._pulling, self.beside = _programs(peers.device, sms)
         # A chunk is complete when as many programs have written as the receiver expects.
-        moving = min(shared.comm.gather_objects(moving))
+        moving = min(context.comm.gather_objects(moving))
         self.streamer = Streamer(self.signals, topology, relay=settings.relay, programs=moving)
         layout = RegionLayout(
             first_slot_of_rank=topology.first_slot_of_rank,

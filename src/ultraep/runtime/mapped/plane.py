@@ -27,16 +27,16 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.runtime.agreement import Place, Point
-from ultraep.runtime.control import DevicePlan, DeviceRoutes
+from ultraep.runtime.agreement import At, Position
+from ultraep.runtime.device_planner import DevicePlan, DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.workspace import Workspace, Workspaces
-from ultraep.runtime.microbatch import BaseMicrobatch, Shared
+from ultraep.runtime.microbatch import BaseMicrobatch, Context
 from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.streams import capturing
 
@@ -49,13 +49,13 @@ class MappedPlane:
 
     name = "mapped"
 
-    def __init__(self, shared: Shared, peers: Peers, inside: Shared | None = None) -> None:
+    def __init__(self, context: Context, peers: Peers, inside: Context | None = None) -> None:
         _check_current(peers.device)
-        self.shared, self.topology, self.device = shared, shared.topology, peers.device
-        self._peers, self._hosts = peers, shared.comm.hosts()
-        agreement = shared.agreement.over(self._hosts)
-        self.of_domain = inside or shared
-        self.workspaces = Workspaces(shared, peers, agreement, self.of_domain)
+        self.context, self.topology, self.device = context, context.topology, peers.device
+        self._peers, self._hosts = peers, context.comm.hosts()
+        agreement = context.agreement.over(self._hosts)
+        self.of_domain = inside or context
+        self.workspaces = Workspaces(context, peers, agreement, self.of_domain)
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
@@ -66,7 +66,7 @@ class MappedPlane:
         workspace = self.workspaces.for_tokens(tokens, top_k)
         workspace.memory.prepare(resolve(bundle), None if workspace.dispatched else rows)
 
-    def compare_places(self, place: Place) -> None:
+    def compare_places(self, place: Position) -> None:
         """Raise if the hosts of all ranks are not at this place, unless a graph is captured."""
         if not capturing(self.device):
             self.workspaces.agreement.compare(place, torch.device("cpu"))
@@ -94,7 +94,7 @@ class MappedPlane:
     def close(self) -> None:
         self.workspaces.all.clear()
         self._peers.close()
-        if self._hosts is not self.shared.comm:
+        if self._hosts is not self.context.comm:
             self._hosts.close()
 
 
@@ -110,7 +110,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
     _most_tokens: int  # of a rank
 
     def __init__(self, plane: MappedPlane, inputs: Inputs) -> None:
-        super().__init__(inputs, plane.shared)
+        super().__init__(inputs, plane.context)
         self._plane = plane
         self._last_replicas: Any = None
         self._host_plan: Plan | None = None  # if it was not made on the device
@@ -159,7 +159,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
                 f"the device plans {control.config.policy!r}"
             )
         host_plan = make_plan(loads.cpu().numpy().astype("int64"), plane.topology, config)
-        self._shared.capacity.check(host_plan)
+        self._context.capacity.check(host_plan)
         self._host_plan = host_plan
         return control.adopt(host_plan).copied()
 
@@ -202,8 +202,8 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
 
     def _trial(self, plan: Plan, bundle: Bundle) -> MappedReplicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True)
-        shared, memory = self._plane.of_domain.unobserved(), self._workspace.memory
-        return MappedReplicas(shared, memory, info, self._trial_table(plan), bundle)
+        context, memory = self._plane.of_domain.unobserved(), self._workspace.memory
+        return MappedReplicas(context, memory, info, self._trial_table(plan), bundle)
 
     def _trial_table(self, plan: Plan) -> torch.Tensor:
         """Return the same of a synthetic plan."""
@@ -240,7 +240,7 @@ class MappedRows(BaseExchange):
         memory: MappedMemory,
         routes: DeviceRoutes,
         replicas: Any,
-        compare_places: Callable[[Place], None],
+        compare_places: Callable[[Position], None],
         overflow: torch.Tensor | None = None,
         *,
         dispatched: bool = False,
@@ -263,13 +263,13 @@ class MappedRows(BaseExchange):
     def slots(self) -> torch.Tensor:
         return self._routes.slots
 
-    @hidden
+    @outside_dispatch_modes
     def begins(self) -> list[int]:
         begins: list[int] = self.offsets.tolist()
         return begins
 
     def _at_backward(self) -> None:
-        self._compare_places(Place(Point.BACKWARD, self.info.layer, self.info.step))
+        self._compare_places(Position(At.BACKWARD, self.info.layer, self.info.step))
         if self._replicas is not None:
             self._replicas.begin_again()
 

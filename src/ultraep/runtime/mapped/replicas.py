@@ -12,10 +12,10 @@ import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
 from ultraep.microbatch import MicrobatchInfo, TensorSpecs
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import Beside
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
-from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.microbatch import Context
 from ultraep.runtime.observe import staged
 from ultraep.runtime.replicas import BaseReplicas
 
@@ -30,13 +30,13 @@ class MappedReplicas(BaseReplicas):
 
     def __init__(
         self,
-        shared: Shared,
+        context: Context,
         memory: MappedMemory,
         info: MicrobatchInfo,
         replicas: torch.Tensor,
         bundle: Bundle,
     ) -> None:
-        super().__init__(shared, info, bundle)
+        super().__init__(context, info, bundle)
         self._memory, self._replicas = memory, replicas
         self._schedule: torch.Tensor | None = None  # the work of this rank
         self.possible = memory.topology.can_replicate
@@ -57,7 +57,7 @@ class MappedReplicas(BaseReplicas):
             self.begin()
             self.begun = True
 
-    @hidden
+    @outside_dispatch_modes
     def _fill(self, loan: ExitStack) -> None:
         """Fill the slots on the second stream; sends nothing if they still hold this very fill."""
         memory, tensors = self._memory, resolve(self.bundle)
@@ -88,16 +88,16 @@ class MappedReplicas(BaseReplicas):
         self._sending = {}
         return self._tensors
 
-    @hidden
+    @outside_dispatch_modes
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor | None:
-        if self._shared.settings.dispatcher is not None:
+        if self._context.settings.dispatcher is not None:
             return None
         memory, width = self._memory, like_AD.shape[1]
         nbytes = memory.exchange.layout.served_bytes(width * like_AD.itemsize)
         region = memory.writable("served", nbytes)
         return memory.exchange.served_rows(region, width, like_AD.dtype)
 
-    @hidden
+    @outside_dispatch_modes
     def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         self._gradients = self._memory.gradient_slots(specs)
         if self._gradients:
@@ -108,13 +108,13 @@ class MappedReplicas(BaseReplicas):
             for name, (shape, dtype) in specs.items()
         }
 
-    @hidden
+    @outside_dispatch_modes
     def spans(self) -> torch.Tensor:
         """[H, 2] at the end of the schedule."""
         assert self._schedule is not None, "nothing was sent"
         return self._schedule[self._memory.streamer.size - 2 * self.num_homes :].view(-1, 2)
 
-    @hidden
+    @outside_dispatch_modes
     @staged("reduce")
     def reduce(
         self,

@@ -17,10 +17,10 @@ from ultraep.config import AUTO
 from ultraep.errors import LoadError
 from ultraep.loads import invalid_ids
 from ultraep.microbatch import MicrobatchInfo
-from ultraep.runtime.agreement import Agreement, Place
-from ultraep.runtime.control import ControlPlane, DevicePlan, device_config
+from ultraep.runtime.agreement import Agreement, Position
+from ultraep.runtime.device_planner import DevicePlan, DevicePlanner, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
-from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.microbatch import Context
 from ultraep.runtime.streams import Fetch, capturing
 
 
@@ -32,7 +32,7 @@ class Workspace:
     dispatched: whether a dispatcher moves the rows, so that they need no memory here.
     """
 
-    control: ControlPlane
+    control: DevicePlanner
     memory: MappedMemory
     tokens: int  # of a rank
     never_full: bool
@@ -85,9 +85,11 @@ class Workspaces:
     inside: the ranks that map each other's memory; they take in the tokens of the other ranks.
     """
 
-    def __init__(self, shared: Shared, peers: Peers, agreement: Agreement, inside: Shared) -> None:
-        self._shared, self._peers, self.agreement = shared, peers, agreement
-        self._inside, self._domains = inside, shared.topology.ranks // inside.topology.ranks
+    def __init__(
+        self, context: Context, peers: Peers, agreement: Agreement, inside: Context
+    ) -> None:
+        self._context, self._peers, self.agreement = context, peers, agreement
+        self._inside, self._domains = inside, context.topology.ranks // inside.topology.ranks
         self.all: list[Workspace] = []
         self._most_rows = 0  # that any rank was planned to serve, as far as all ranks know
 
@@ -102,7 +104,7 @@ class Workspaces:
     def for_microbatch(
         self,
         ids: torch.Tensor,
-        place: Place,
+        place: Position,
         signature: str,
         info: MicrobatchInfo,
     ) -> tuple[Workspace, int]:
@@ -118,10 +120,10 @@ class Workspaces:
                 raise error
             workspace = self._fitting(tokens, top_k) or self._create_alone(tokens, top_k)
             return workspace, workspace.tokens
-        speeds = self._shared.speeds
+        speeds = self._context.speeds
         records = self.agreement.gather_loads(
             place,
-            torch.zeros(self._shared.topology.experts, dtype=torch.int64),
+            torch.zeros(self._context.topology.experts, dtype=torch.int64),
             signature=signature,
             refused=int(error is not None),
             tokens=tokens,
@@ -158,16 +160,16 @@ class Workspaces:
     @property
     def _can_grow(self) -> bool:
         """Whether ranks can allocate more rows together, now."""
-        grows = self._shared.capacity.setting == AUTO and not self._dispatched
+        grows = self._context.capacity.setting == AUTO and not self._dispatched
         return grows and not self._capturing
 
     @property
     def _dispatched(self) -> bool:
-        return self._shared.settings.dispatcher is not None
+        return self._context.settings.dispatcher is not None
 
     @property
     def _alone(self) -> bool:
-        return self._shared.comm.size == 1
+        return self._context.comm.size == 1
 
     @property
     def _capturing(self) -> bool:
@@ -176,7 +178,7 @@ class Workspaces:
     def _fitting(self, tokens: int, top_k: int) -> Workspace | None:
         for workspace in reversed(self.all):
             rows = workspace.memory.capacity
-            if workspace.fits(tokens, top_k) and self._shared.capacity.suffices(
+            if workspace.fits(tokens, top_k) and self._context.capacity.suffices(
                 rows, self._most_rows
             ):
                 return workspace
@@ -196,23 +198,23 @@ class Workspaces:
     @torch.inference_mode(False)
     def _create(self, tokens: int, top_k: int) -> Workspace:
         """Create a workspace; collective. Microbatches that have begun keep theirs."""
-        shared, peers = self._shared, self._peers
+        context, peers = self._context, self._peers
         tokens = max(1, tokens)
         largest = max((w.tokens for w in self.all if w.memory.top_k == top_k), default=0)
         if self.all and tokens > largest:  # and somewhat more: it would grow again
             largest = 1 << (tokens - 1).bit_length()
         tokens = max(tokens, largest)
         rows = tokens * top_k
-        capacity = shared.capacity.rows_for(rows, self._most_rows)
-        control = ControlPlane(
-            shared.topology,
-            device_config(shared.config),
+        capacity = context.capacity.rows_for(rows, self._most_rows)
+        control = DevicePlanner(
+            context.topology,
+            device_config(context.config),
             rows=rows,
-            rank=shared.comm.rank,
-            learnt=shared.speeds.learns,
+            rank=context.comm.rank,
+            learnt=context.speeds.learns,
             device=peers.device,
         )
-        control.hold(shared.speeds.current)
+        control.hold(context.speeds.current)
         memory = MappedMemory(
             peers,
             self._inside,
@@ -220,8 +222,8 @@ class Workspaces:
             top_k=top_k,
             capacity=capacity,
         )
-        never_full = capacity >= shared.topology.ranks * rows or (
-            shared.capacity.proven and capacity >= rows * shared.topology.num_domains
+        never_full = capacity >= context.topology.ranks * rows or (
+            context.capacity.proven and capacity >= rows * context.topology.num_domains
         )
         workspace = Workspace(
             control, memory, tokens, never_full or self._dispatched, self._dispatched

@@ -29,14 +29,14 @@ from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Agreement, Place, Point, Records
+from ultraep.runtime.agreement import Agreement, At, Position, Records
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
-from ultraep.runtime.microbatch import BaseMicrobatch, Shared
+from ultraep.runtime.microbatch import BaseMicrobatch, Context
 from ultraep.runtime.observe import BaseExchange, staged
 
 if TYPE_CHECKING:
-    from ultraep.runtime.control import ControlPlane, DeviceRoutes
+    from ultraep.runtime.device_planner import DevicePlanner, DeviceRoutes
 
 
 class MessagesPlane:
@@ -44,10 +44,10 @@ class MessagesPlane:
 
     name = "messages"
 
-    def __init__(self, shared: Shared) -> None:
-        self.shared, self.topology = shared, shared.topology
-        self.of_domain = shared  # the ranks between which replicas move
-        self.pool = SlotPool(shared.topology.slots, shared.settings.in_flight)
+    def __init__(self, context: Context) -> None:
+        self.context, self.topology = context, context.topology
+        self.of_domain = context  # the ranks between which replicas move
+        self.pool = SlotPool(context.topology.slots, context.settings.in_flight)
         self.kernels: Kernels | None = None
         self.last_config: dict[int, BalanceConfig] = {}  # by layer
 
@@ -58,13 +58,13 @@ class MessagesPlane:
     def prepare(self, ids: torch.Tensor, _rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate one buffer of spare slots."""
         tensors = resolve(bundle)
-        layout = Layout.of(tensors, len(self.topology.home_experts(self.shared.comm.rank)))
+        layout = Layout.of(tensors, len(self.topology.home_experts(self.context.comm.rank)))
         with self.pool.lend(layout, device_of_bundle(tensors), "prepare()"):
             self.kernels = self._kernels_for(ids)
 
     def verifier(self, device: torch.device) -> tuple[Agreement, torch.device]:
         """Return what compares plans, and the device of its messages."""
-        return self.shared.agreement, device
+        return self.context.agreement, device
 
     @property
     def nbytes(self) -> int:
@@ -79,24 +79,24 @@ class MessagesPlane:
 
     def _kernels_for(self, ids: torch.Tensor) -> Kernels | None:
         """Return kernels for these ids if they are on a GPU, or if the user chose that backend."""
-        settings, kernels, rows = self.shared.settings, self.kernels, ids.numel()
+        settings, kernels, rows = self.context.settings, self.kernels, ids.numel()
         if (settings.backend or backend_for(ids.device.type).name) != "triton":
             return None
         if kernels is not None and kernels.fit(ids):
             return kernels
-        from ultraep.runtime.control import ControlPlane, device_config  # imports triton
+        from ultraep.runtime.device_planner import DevicePlanner, device_config  # imports triton
 
-        config = device_config(self.shared.config)
+        config = device_config(self.context.config)
         rows = min(1 << max(rows, 1024).bit_length(), MAX_TOTAL // self.topology.ranks)
-        rank, device = self.shared.comm.rank, ids.device
-        return Kernels(ControlPlane(self.topology, config, rows=rows, rank=rank, device=device))
+        rank, device = self.context.comm.rank, ids.device
+        return Kernels(DevicePlanner(self.topology, config, rows=rows, rank=rank, device=device))
 
 
 @dataclass(eq=False)
 class Kernels:
     """The kernels of a GPU, and the microbatches whose ids and plan their buffers hold."""
 
-    control: ControlPlane
+    control: DevicePlanner
     counted: MicrobatchInfo | None = None
     planned: MicrobatchInfo | None = None
 
@@ -122,28 +122,28 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     _host_loads: IntArray  # [R, E]
 
     def __init__(self, plane: MessagesPlane, inputs: Inputs) -> None:
-        super().__init__(inputs, plane.shared)
+        super().__init__(inputs, plane.context)
         self._plane, self._kernels = plane, plane.kernels
         self._ahead: _Ahead | None = None
 
     def _count(self) -> torch.Tensor:
-        inputs, shared = self._inputs, self._shared
+        inputs, context = self._inputs, self._context
         counts_E, refused = self._own_counts()
         own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
-        records = shared.agreement.gather_loads(
+        records = context.agreement.gather_loads(
             self._loads_place(),
             counts_E,
             signature=own,
             refused=refused,
             tokens=len(inputs.ids),
-            pace=shared.speeds.report(self.info, inputs.ids.device.type),
+            pace=context.speeds.report(self.info, inputs.ids.device.type),
             crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
             meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
-        if records.column("refused")[shared.comm.rank]:
+        if records.column("refused")[context.comm.rank]:
             self._refuse()
-        shared.agreement.compare_inputs(records, own)
-        shared.speeds.gathered(self.info, records.column("pace"))
+        context.agreement.compare_inputs(records, own)
+        context.speeds.gathered(self.info, records.column("pace"))
         self._host_loads = records.loads
         self._counted(records)
         return records.loads_on_device
@@ -160,29 +160,29 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
         On a GPU, the second also covers faults since the last step. The error is raised later.
         """
-        ids, experts = self._inputs.ids, self._shared.topology.experts
+        ids, experts = self._inputs.ids, self._context.topology.experts
         try:
             if self._kernels is not None:
                 control, self._kernels.counted = self._kernels.control, self.info
                 return control.count(ids.contiguous()), control.faults.any()
-            counts = count_loads(ids, experts, backend=self._shared.settings.backend)
+            counts = count_loads(ids, experts, backend=self._context.settings.backend)
             return torch.from_numpy(counts).to(ids.device), 0
         except LoadError:
             return torch.zeros(experts, dtype=torch.int64, device=ids.device), 1
 
     def _refuse(self) -> None:
         """Raise the error that `_own_counts` caught."""
-        ids, shared = self._inputs.ids, self._shared
+        ids, context = self._inputs.ids, self._context
         if self._kernels is not None:
             self._kernels.control.check()
             self._kernels.control.count(ids.contiguous())
-        count_loads(ids, shared.topology.experts, backend=shared.settings.backend)
+        count_loads(ids, context.topology.experts, backend=context.settings.backend)
 
     def _work_ahead(self, loads: torch.Tensor) -> None:
         """Plan and reroute on the device before the host waits for the loads."""
         kernels = self._kernels
         assert kernels is not None
-        config = self._plane.last_config.get(self.info.layer, self._shared.config)
+        config = self._plane.last_config.get(self.info.layer, self._context.config)
         if kernels.control.use(config):
             plan, kernels.planned = kernels.control.plan(loads).to_host_async(), self.info
             routes = kernels.control.reroute(self._inputs.ids.contiguous(), counted=True)
@@ -200,9 +200,9 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         else:
             if kernels is not None:
                 self._ahead = kernels.planned = None
-            backend = self._shared.settings.backend
+            backend = self._context.settings.backend
             plan = make_plan(loads, plane.topology, config, backend=backend)
-        self._shared.capacity.check(plan)
+        self._context.capacity.check(plan)
         return plan
 
     def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, loads: IntArray) -> Plan:
@@ -217,7 +217,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     def _verify(self, plan: Plan) -> None:
         agreement, device = self._plane.verifier(self._inputs.ids.device)
         agreement.compare(
-            self._place(Point.PLAN),
+            self._place(At.PLAN),
             device,
             digest=digest_of(plan.replicas, plan.quotas),
             description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
@@ -229,17 +229,17 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
     def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step)
-        shared, pool = self._plane.of_domain.unobserved(), self._plane.pool
+        context, pool = self._plane.of_domain.unobserved(), self._plane.pool
         device = self._inputs.ids.device
-        return MessageReplicas(shared, pool, info, plan, bundle, device)
+        return MessageReplicas(context, pool, info, plan, bundle, device)
 
     def _rows(self, plan: Plan) -> BaseExchange:
-        return RowMessages(self._routes(plan), self._shared, self.info)
+        return RowMessages(self._routes(plan), self._context, self.info)
 
     def _routes(self, plan: Plan) -> Routes:
-        ids, rank, kernels = self._inputs.ids, self._shared.comm.rank, self._kernels
+        ids, rank, kernels = self._inputs.ids, self._context.comm.rank, self._kernels
         if kernels is None:
-            return reroute(ids, plan, rank, backend=self._shared.settings.backend)
+            return reroute(ids, plan, rank, backend=self._context.settings.backend)
         if self._ahead is not None:
             order, positions = self._ahead.order, self._ahead.positions
         else:
@@ -261,9 +261,9 @@ def _copied(routes: DeviceRoutes) -> tuple[torch.Tensor, torch.Tensor]:
 class RowMessages(BaseExchange):
     """Moves rows between tokens and slots by messages."""
 
-    def __init__(self, routes: Routes, shared: Shared, info: MicrobatchInfo) -> None:
-        super().__init__(info, shared.observers)
-        self.routes, self._shared, self._comm = routes, shared, shared.comm
+    def __init__(self, routes: Routes, context: Context, info: MicrobatchInfo) -> None:
+        super().__init__(info, context.observers)
+        self.routes, self._context, self._comm = routes, context, context.comm
         self._blocks = routes.receive_counts
         self._from_rank: list[int] = self._blocks.sum(axis=1).tolist()
         self._begins = [0, *accumulate(self._blocks.sum(axis=0).tolist())]
@@ -277,8 +277,8 @@ class RowMessages(BaseExchange):
         return self._begins
 
     def _at_backward(self) -> None:
-        place = Place(Point.BACKWARD, self.info.layer, self.info.step)
-        self._shared.agreement.compare(place, self.offsets.device)
+        place = Position(At.BACKWARD, self.info.layer, self.info.step)
+        self._context.agreement.compare(place, self.offsets.device)
 
     def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         order = self.routes.order

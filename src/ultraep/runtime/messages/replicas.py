@@ -25,11 +25,11 @@ from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import CHUNKS, HOME, Hop, hops
 from ultraep.microbatch import MicrobatchInfo, TensorSpecs
-from ultraep.ops.modes import hidden
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan
 from ultraep.runtime.messages.slots import Buffer, SlotPool
-from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.microbatch import Context
 from ultraep.runtime.observe import staged
 from ultraep.runtime.replicas import BaseReplicas
 
@@ -42,16 +42,16 @@ class MessageReplicas(BaseReplicas):
 
     def __init__(
         self,
-        shared: Shared,
+        context: Context,
         pool: SlotPool,
         info: MicrobatchInfo,
         plan: Plan,
         bundle: Bundle,
         device: torch.device,
     ) -> None:
-        super().__init__(shared, info, bundle)
+        super().__init__(context, info, bundle)
         self._pool, self._plan, self._device = pool, plan, device
-        self._home_experts = plan.topology.home_experts(shared.comm.rank)
+        self._home_experts = plan.topology.home_experts(context.comm.rank)
         self.num_homes = len(self._home_experts)
         self.possible = plan.num_replicas > 0
         self.kernels = device.type != "cpu" and backend_for(device.type).name == "triton"
@@ -73,7 +73,7 @@ class MessageReplicas(BaseReplicas):
         """Send and receive the weights, unless they are still there; return the bytes sent."""
         if buffer.holds is self._filling:
             return 0
-        plan, settings, comm = self._plan, self._shared.settings, self._shared.comm
+        plan, settings, comm = self._plan, self._context.settings, self._context.comm
         path = hops(plan, settings.relay, chunks=CHUNKS)
         buffer.holds = None  # if sending fails
         nbytes = send_weights(
@@ -96,7 +96,7 @@ class MessageReplicas(BaseReplicas):
     def served_rows(self, like_AD: torch.Tensor) -> None:
         """None: rows are sent from any memory."""
 
-    @hidden
+    @outside_dispatch_modes
     def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
         """`[L, ...]` memory that all layers share."""
         layout = Layout(tuple((name, *kind) for name, kind in specs.items()))
@@ -104,7 +104,7 @@ class MessageReplicas(BaseReplicas):
         self._gradients = layout, rows
         return layout.views(rows)
 
-    @hidden
+    @outside_dispatch_modes
     def spans(self) -> torch.Tensor:
         experts = self._plan.replicas[:, 0]
         begins = np.searchsorted(experts, self._home_experts, "left")
@@ -112,7 +112,7 @@ class MessageReplicas(BaseReplicas):
         spans = np.stack([begins, ends], axis=1).astype(np.int32)
         return moved(torch.from_numpy(spans), self._device)
 
-    @hidden
+    @outside_dispatch_modes
     @staged("reduce")
     def reduce(
         self,
@@ -125,7 +125,7 @@ class MessageReplicas(BaseReplicas):
         del beside
         assert self._gradients is not None, "gradient_slots() must be called before reduce()"
         layout, rows_LB = self._gradients
-        comm, home_of_expert = self._shared.comm, self._plan.topology.home_of_expert
+        comm, home_of_expert = self._context.comm, self._plan.topology.home_of_expert
         sends, arriving = [], []  # arriving: index of the home expert, host rank of the replica
         for expert, host, slot in self._plan.replicas.tolist():
             if host == comm.rank:

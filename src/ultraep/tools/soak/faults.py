@@ -27,7 +27,7 @@ from ultraep.arrays import IntArray
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.parallel.checkpoint import ShardedState
 from ultraep.policies import get_policy
-from ultraep.runtime.agreement import Place, Point
+from ultraep.runtime.agreement import At, Position
 from ultraep.tools.soak.schedule import DISKS, Fault
 from ultraep.tools.soak.training import Training, Watch, WrongNumber
 
@@ -35,9 +35,9 @@ checkpoints: Any = dcp  # mypy does not see its functions there
 CLOCK_JUMP = 3600.0  # seconds
 OBSERVED = ("kill", "stop", "slow", "hook", "clock", "lost messages", "delayed messages")
 POINTS = {
-    "loads": (Point.LOADS, Point.LOADS_RECOMPUTED),
-    "plan": (Point.PLAN,),
-    "combine back": (Point.BACKWARD,),
+    "loads": (At.LOADS, At.LOADS_RECOMPUTED),
+    "plan": (At.PLAN,),
+    "combine back": (At.BACKWARD,),
 }
 DIGEST = 4  # position in a record of `Agreement`
 PLANNER = "soak"  # a policy that fails on demand
@@ -154,11 +154,11 @@ class Injector(Watch):
             self._fire()
             raise InjectedError(f"the policy of rank {self.rank} failed")
 
-    def _corrupted(self, place: Place, record: torch.Tensor) -> torch.Tensor:
+    def _corrupted(self, place: Position, record: torch.Tensor) -> torch.Tensor:
         stage = self.fault.stage
         if stage == "plan" and self.fault.plane == "mapped":
             stage = "loads"  # ranks do not compare plans that stay on their devices
-        if place.point in POINTS[stage] and self._happens("digest", place.step):
+        if place.at in POINTS[stage] and self._happens("digest", place.step):
             self._fire()
             record[DIGEST] ^= 1
         return record

@@ -1,4 +1,4 @@
-"""What comes before and after the placement of replicas in `search.py` or `rungs.py`.
+"""What comes before and after the placement of replicas in `search.py` or `by_time.py`.
 
     sum_loads       rows of every expert over all source ranks, by home
     split           twin of `reference/split.py`: the sources of every replica

@@ -32,10 +32,10 @@ from ultraep.errors import ConfigError
 from ultraep.ops.recompute import label_of, state_of
 
 _numbers = count()
-_layers: WeakValueDictionary[int, OpaqueLayer] = WeakValueDictionary()
+_layers: WeakValueDictionary[int, CompiledLayer] = WeakValueDictionary()
 
 
-class OpaqueLayer(Protocol):
+class CompiledLayer(Protocol):
     """A layer whose stages a compiled graph runs."""
 
     def run_routed(
@@ -56,7 +56,7 @@ class _Recorded:
         self.outputs, self.inputs = outputs, inputs
 
 
-def handle_of(layer: OpaqueLayer) -> torch.Tensor:
+def handle_of(layer: CompiledLayer) -> torch.Tensor:
     """Return a tensor that identifies the layer in compiled graphs.
 
     It is a tensor, not a number, so that layers of the same shape share one graph.

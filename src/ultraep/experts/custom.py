@@ -44,7 +44,7 @@ from ultraep.bundle import (
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, SlotError
 from ultraep.microbatch import Replicas
-from ultraep.ops.modes import hidden, seen_by_modes, unseen
+from ultraep.ops.modes import outside_dispatch_modes, seen_by_modes
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
 
@@ -142,7 +142,7 @@ class ExpertsFrom(HomeModule):
                     "needs one tensor stacked over the experts"
                 )
 
-    @hidden
+    @outside_dispatch_modes
     @torch.no_grad()
     def check(self, rows: torch.Tensor) -> None:
         """Raise if the network or the bundle cannot be balanced, before anything is sent.
@@ -216,7 +216,7 @@ class _Loan:
         # A dispatch mode may keep views of the slots and use them after they were overwritten.
         self._private = seen_by_modes()
 
-    @hidden
+    @outside_dispatch_modes
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         """Return the `[L, ...]` replicas; in backward, in the same memory as in forward."""
         slots = self.replicas.tensors()
@@ -347,7 +347,7 @@ class _Borrow(torch.autograd.Function):
     def backward(ctx: Any, loan: _Loan, gradients: Gradients, _: Any) -> Gradients:
         d_homes: list[torch.Tensor | None] = [None] * len(loan.flat)
         d_rows_AD, parts = None, len(loan.parts)
-        with unseen():
+        with outside_dispatch_modes():
             if loan.learning:
                 d_homes = loan.reduce(gradients[parts:])
             if ctx.needs_input_grad[1]:
@@ -365,7 +365,7 @@ class _GiveBack(torch.autograd.Function):
     ) -> torch.Tensor:
         outputs = inputs[: len(loan.parts)]
         save(ctx, loan, gates_A, *outputs)
-        with unseen():
+        with outside_dispatch_modes():
             like = outputs[0].new_empty(()).expand(len(gates_A), outputs[0].shape[1])
             memory = loan.replicas.served_rows(like)
             served_AD = torch.empty_like(like) if memory is None else memory

@@ -40,7 +40,7 @@ def links_of(number, copy):
     do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit"],
     do_not_specialize_on_alignment=["home", "counts"],
 )
-def try_rungs(
+def plan_by_time(
     home,
     counts,
     tolerances,
@@ -67,7 +67,7 @@ def try_rungs(
     Rank 0 gives 3 rows with no tolerance, and 1 row at 40 %. Two rows fewer on the fullest rank
     save 200; a replica costs 500:
 
-    >>> example(try_rungs, (1, 2), home=[[[6, 1], [1, 1]]], tolerances=[0, 400000],
+    >>> example(plan_by_time, (1, 2), home=[[[6, 1], [1, 1]]], tolerances=[0, 400000],
     ...         rates=torch.tensor([100, 500, 0, 0]), attempt_loads=empty(1, 5, 2),
     ...         outcomes=empty(1, 2, 5), finished=[0], placed=empty(2, 2), planned_loads=empty(2),
     ...         expert_of_slot=[0, 1, 0, 2, 3, 0], SHAPE=shape(BUFFERS=5), PADDED=2, STEP=1,

@@ -1,4 +1,4 @@
-"""ControlPlane: stages 1, 2 and 4 on the GPU, from ids to routes without the host in between.
+"""DevicePlanner: stages 1, 2 and 4 on the GPU, from ids to routes without the host in between.
 
 Every verb launches a fixed sequence of kernels over buffers that were allocated once. So it returns
 at once, a CUDA graph can capture it, and a replay with other ids or loads gives other plans and
@@ -123,7 +123,7 @@ class DeviceRoutes:
     receive_counts: torch.Tensor  # [R, L] rows from every rank for each slot of this one
 
 
-class ControlPlane:
+class DevicePlanner:
     """Counts, plans and reroutes the microbatches of one rank on its GPU.
 
     rows: the most routed rows (tokens times choices) of this rank in one microbatch.
