@@ -46,7 +46,7 @@ from timing import in_turns, print_progress
 import ultraep
 from ultraep import BalanceConfig, Plan
 from ultraep.microbatch import MicrobatchInfo
-from ultraep.runtime.pricing import Pricing
+from ultraep.runtime.cost import CostModel
 from ultraep.runtime.speeds import BLOCK, Speeds
 
 ROWS, LEARNT, IDEAL = "equal rows", 'speeds="auto"', "ideal split"
@@ -436,12 +436,12 @@ def cost(report: Report, size: Size, *, cuda: bool, end: float | None) -> None:
 
 
 def hooks_seconds(plan: Plan, calls: int) -> float:
-    pricing: Any = Pricing.__new__(Pricing)
-    pricing.seconds = lambda _layer, rows_L: float(
-        np.interp(rows_L, (1, 16, 64, 256, 1024), (1, 2, 3, 4, 5)).sum()
+    costs: Any = CostModel.__new__(CostModel)
+    costs.predicted_seconds = lambda _layer, rows_G: float(
+        np.interp(rows_G, (1, 16, 64, 256, 1024), (1, 2, 3, 4, 5)).sum()
     )
     ranks = plan.topology.ranks
-    speeds = Speeds(BalanceConfig(speeds="auto"), ranks, 0, pricing)
+    speeds = Speeds(BalanceConfig(speeds="auto"), ranks, 0, costs)
     paces = np.full(ranks, 10**6)
     infos = [MicrobatchInfo(0, step) for step in range(calls)]
     begin = time.thread_time()

@@ -42,9 +42,9 @@ from ultraep.integrations.vllm.settings import read_settings
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import plan_from_replicas
 from ultraep.routes import batch_routes, from_vllm, packed_routes
+from ultraep.runtime.cost import VARIABLE, from_environment
 from ultraep.runtime.flight import VARIABLE as FLIGHTS
 from ultraep.runtime.flight import Flight
-from ultraep.runtime.pricing import VARIABLE, from_environment
 from ultraep.runtime.settings import Settings
 from ultraep.tools.cli.options import split_names, split_numbers, split_ranges
 from ultraep.tools.crash import read_crash

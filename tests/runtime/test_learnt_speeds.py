@@ -34,11 +34,11 @@ RANKS = 4
 LIMIT = 200  # microbatches until speeds are found, or forgotten
 
 
-class FakePricing:
+class FakeCosts:
     """Predicts one second for every microbatch."""
 
-    def seconds(self, _layer, rows_L):
-        assert rows_L.sum() > 0
+    def predicted_seconds(self, _layer, rows_G):
+        assert rows_G.sum() > 0
         return 1.0
 
 
@@ -51,7 +51,7 @@ class Group:
     def __init__(self, monkeypatch, ranks=RANKS, layers=1, seconds=0.2):
         self.now, self.seconds = 0.0, seconds
         monkeypatch.setattr(speeds_module, "monotonic", lambda: 1.0 + self.now)
-        self.learners = [Speeds(AUTO, ranks, rank, FakePricing()) for rank in range(ranks)]
+        self.learners = [Speeds(AUTO, ranks, rank, FakeCosts()) for rank in range(ranks)]
         topology = Topology(ranks=ranks, experts=ranks)
         loads = np.ones((ranks, ranks), dtype=np.int64)
         self.plan = ultraep.plan(loads, topology, BalanceConfig(policy="none"))

@@ -26,16 +26,16 @@ from ultraep import (
 )
 from ultraep.backends.triton.device import interpreted
 from ultraep.config import MOST_PER_ROW, UNLIMITED, two_digits
-from ultraep.runtime import pricing
-from ultraep.runtime.device_planner import DevicePlanner
-from ultraep.runtime.pricing import from_environment
-from ultraep.runtime.rates import (
+from ultraep.runtime import cost
+from ultraep.runtime.cost import (
     LayerShape,
-    PriceList,
+    MeasuredRates,
     Timings,
-    price_list,
+    from_environment,
+    rates_from,
     slopes,
 )
+from ultraep.runtime.device_planner import DevicePlanner
 from ultraep.tools.replay import differing
 
 VARIABLE = "ULTRAEP_RATES"
@@ -62,9 +62,9 @@ def measured(measuring, monkeypatch):
     def of(rates):
         def measure(*given):
             measuring_ranks.append(given[-1].rank)  # the communicator
-            return PriceList(((1, rates),))
+            return MeasuredRates(((1, rates),))
 
-        monkeypatch.setattr(pricing, "measure", measure)
+        monkeypatch.setattr(cost, "measure", measure)
         return measuring_ranks
 
     return of
@@ -81,8 +81,8 @@ def test_the_quickest_turn_of_the_slowest_rank_counts():
     ]
     transfer = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
     expected = Rates.from_seconds(row=3e-6 + transfer, copy=12e-6, each=1e-6, layer=0.0)
-    assert price_list(actual, 2, layer_shape()) == PriceList(((1, expected),), (5e-6, 50e-6))
-    assert price_list(actual[::-1], 2, layer_shape()) == price_list(actual, 2, layer_shape())
+    assert rates_from(actual, 2, layer_shape()) == MeasuredRates(((1, expected),), (5e-6, 50e-6))
+    assert rates_from(actual[::-1], 2, layer_shape()) == rates_from(actual, 2, layer_shape())
 
 
 @pytest.mark.parametrize("resends", [False, True])
@@ -94,26 +94,26 @@ def test_training_adds_the_cost_of_gradients(resends):
         each=(2 + resends) * 1e-6,
         layer=(2 + resends) * 1e-6,
     )
-    actual = price_list([one, one], 2, layer_shape(trained=True, resends=resends))
+    actual = rates_from([one, one], 2, layer_shape(trained=True, resends=resends))
     assert actual.at(0) == actual.at(10**6) == expected
 
 
 def test_ranks_without_home_experts_do_not_measure_rows():
     one = Timings(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
     none = one._replace(homes=0, network=[])
-    assert price_list([none, one, none], 2, layer_shape()) == price_list([one], 2, layer_shape())
+    assert rates_from([none, one, none], 2, layer_shape()) == rates_from([one], 2, layer_shape())
 
 
 def test_rates_depend_on_the_rows_per_expert():
     """Here, 16 rows take no longer than one, because reading the weights takes that long."""
     far, less = [4.0, 4.0, 8.0, 32.0], [4.0, 4.0, 8.0]
     assert slopes(far, 2) == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
-    prices = price_list([Timings(2, one, *([0.0],) * 4) for one in (far, less)], 2, layer_shape())
-    assert [least for least, _ in prices.steps] == [1, 16]
-    few, many = (rates for _, rates in prices.steps)
+    actual = rates_from([Timings(2, one, *([0.0],) * 4) for one in (far, less)], 2, layer_shape())
+    assert [least for least, _ in actual.steps] == [1, 16]
+    few, many = (rates for _, rates in actual.steps)
     assert few.row == 1  # nothing is saved
-    assert (prices.at(0), prices.at(15), prices.at(16), prices.at(900)) == (few, few, many, many)
-    assert str(prices) == f"from 1 rows {few}; from 16 rows {many}"
+    assert (actual.at(0), actual.at(15), actual.at(16), actual.at(900)) == (few, few, many, many)
+    assert str(actual) == f"from 1 rows {few}; from 16 rows {many}"
 
 
 # From the environment.

@@ -42,10 +42,10 @@ from ultraep.runtime.connect import (
     warm_up,
     warn_if_idle,
 )
+from ultraep.runtime.cost import CostModel, from_environment
 from ultraep.runtime.flight import NotingFailures
 from ultraep.runtime.microbatch import NO_PASS, Context, PlaneRequest, backward_pass
 from ultraep.runtime.observe import Observer, Sink
-from ultraep.runtime.pricing import Pricing, from_environment
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds
@@ -166,8 +166,8 @@ class Balancer:
         self._steps, self._layers, self._devices = 0, 0, dict[torch.device, DeviceState]()
         self._stats = Stats()
         learns = self.config.speeds == AUTO
-        self._pricing = Pricing(self.topology, self.comm, self._agreement, always=learns)
-        self._speeds = Speeds(self.config, self.topology.ranks, self.rank, self._pricing)
+        self._cost = CostModel(self.topology, self.comm, self._agreement, always=learns)
+        self._speeds = Speeds(self.config, self.topology.ranks, self.rank, self._cost)
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
         self._observers: list[Observer] = [] if self.flight is None else [self.flight]
         self._sinks = self._first_sinks()
@@ -192,7 +192,7 @@ class Balancer:
         rows_by = "" if dispatcher is None else f", rows by {type(dispatcher).__qualname__}"
         return (
             f"Balancer(rank {self.rank} of {self.comm.size}, {topology.experts} experts, "
-            f"{topology.slots} slots, policy {config.policy!r}, {self._pricing.describe(config)}, "
+            f"{topology.slots} slots, policy {config.policy!r}, {self._cost.describe(config)}, "
             f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'}"
             f"{rows_by})"
         )
@@ -292,7 +292,7 @@ class Balancer:
             self.settings,
             self._joined.capacity,
             self._agreement,
-            self._pricing,
+            self._cost,
             self._speeds,
             observers,
         )
@@ -347,7 +347,7 @@ class Balancer:
         self._settle()
         return self._stats.summary() | {
             "pool_bytes": sum(state.plane.nbytes for state in self._devices.values()),
-            "rates": self._pricing.known(),
+            "rates": self._cost.known(),
             "speeds": self.speeds,
             "measured_speeds": self.measured_speeds,
         }

@@ -27,11 +27,11 @@ from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, At, Position
 from ultraep.runtime.capacity import Capacity
+from ultraep.runtime.cost import CostModel
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
 from ultraep.runtime.flight import note_plan
 from ultraep.runtime.hosts import FastLinks
 from ultraep.runtime.observe import BaseExchange, Observer, staged
-from ultraep.runtime.pricing import Pricing
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.speeds import Speeds
 from ultraep.topology import Topology
@@ -51,7 +51,7 @@ class Context:
     settings: Settings
     capacity: Capacity
     agreement: Agreement
-    pricing: Pricing
+    cost: CostModel
     speeds: Speeds
     observers: list[Observer]
     first_rank: int = 0  # number of rank 0 of the topology, for errors
@@ -119,20 +119,15 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @outside_dispatch_modes
     def plan(self) -> AnyPlanT:
         self._after("count", self._loads)
-        plan = self._plan_now()
+        context = self._context
+        config = context.cost.config(self._inputs, self._rows_of_all(), self._trial)
+        plan = self._make_plan(context.speeds.applied(config))
         note_plan(self.observers, self.info, plan)
         self._verify(plan)
         plan = self._plan = self._settled(plan)
         for observer in self.observers:
             observer.planned(self.info, plan)
         return plan
-
-    def _plan_now(self) -> AnyPlanT:
-        pricing = self._context.pricing
-        if pricing.lacks_rates(self._inputs):
-            pricing.measure(self._inputs, self._trial)
-        config = pricing.config_for(self._inputs, self._rows_of_all())
-        return self._make_plan(self._context.speeds.applied(config))
 
     def replicate(self) -> Replicas:
         return self._replicas(self._after("plan", self._plan))

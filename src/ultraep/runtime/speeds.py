@@ -35,7 +35,7 @@ from ultraep.arrays import IntArray
 from ultraep.config import AUTO, LEARNT_RANGE, LEARNT_UNIT, NOMINAL_SPEED, PARTS, BalanceConfig
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.runtime.pricing import Pricing
+from ultraep.runtime.cost import CostModel
 
 BLOCK = 32  # microbatches
 REMEMBERED = 64  # microbatches of a layer; more hardly wait for backward at the same time
@@ -111,13 +111,13 @@ class Speeds:
     `current`: speeds in use; (): equal.   `measured`: thousandths of the median; (): unknown.
     """
 
-    def __init__(self, config: BalanceConfig, ranks: int, rank: int, pricing: Pricing) -> None:
+    def __init__(self, config: BalanceConfig, ranks: int, rank: int, cost: CostModel) -> None:
         self.learns = config.speeds == AUTO and ranks > 1
         self.current = () if config.speeds == AUTO else config.speeds_for(ranks)
         self.measured: Numbers = ()
         if self.learns:
             count_optimizer_steps()
-        self._rank, self._pricing, self._safe = rank, pricing, SafePoints()
+        self._rank, self._cost, self._safe = rank, cost, SafePoints()
         self._first: int | None = None  # the first layer
         self._count, self._pace = 0, 0  # microbatches so far; millionths in the last block
         self._samples: list[float] = []
@@ -198,7 +198,7 @@ class Speeds:
             self._seen += 1
             if self._seen % self._stride == 0:
                 rows_G = rows_of_groups(plan, self._rank)
-                self._predicted[microbatch] = self._pricing.seconds(microbatch.layer, rows_G)
+                self._predicted[microbatch] = self._cost.predicted_seconds(microbatch.layer, rows_G)
 
     def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
         if stage == "experts" and microbatch in self._predicted:
