@@ -24,7 +24,7 @@ ENGINE_VERSION := 2.20.2
 TRITON_VERSION := 3.6.0
 TRITON := build/triton-$(TRITON_VERSION)
 
-.PHONY: help demo check test test-slow test-failed test-all fuzz test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton lint types docs dist lock audit compatibility bench paper format clean
+.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton lint types docs dist lock audit compatibility bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
@@ -33,7 +33,6 @@ help:
 	@echo "make test-slow  set up, then the tests that make test leaves out (nine minutes)"
 	@echo "make test-failed  the tests that failed in the last run, one at a time"
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
-	@echo "make fuzz    set up, then changed inputs for all readers, and random plans (MINUTES=10 SEED=1)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (five minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (40 minutes)"
 	@echo "make test-triton  set up, then compile all kernels with the oldest Triton that is supported (a minute)"
@@ -69,11 +68,6 @@ test-failed: $(READY)
 test-all: LIMITS =
 test-all: $(READY)
 	$(TESTS) -m '' --hypothesis-profile thorough
-
-MINUTES ?= 10
-SEED ?= 1
-fuzz: $(READY)
-	OMP_NUM_THREADS=1 PYTHONPATH=src:tests:benchmarks $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED)
 
 # Each framework wants torch for itself; two side by side, since neither keeps two cores busy.
 test-frameworks: $(FRAMEWORKS)

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -18,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 from damage import claim_zeros, damaged
-from fuzz.guided import GIGABYTE, SECONDS, TooSlow, limit_memory, too_slow
 from inspect_models import TEXTS, save_model, save_tokenizer
 from traces import plan_for, record
 from typer.testing import CliRunner
@@ -37,12 +37,29 @@ from ultraep.tools.view.table import heat, numbers_of, overview, stages_of
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import SUMMARIES
 
+SECONDS = 10  # of CPU time for one file, after which it counts as a hang
+GIGABYTE = 1 << 30  # of memory, for all files together
 DATA = Path(load_cluster.__code__.co_filename).parent / "data"
 PIECES = ("rank-00000/000000.npz", "rank-00001/000000.npz")
 SIMULATE = ("simulate", "--ep", 8, "--steps", 1, "--microbatches", 1, "--policy", "none")
 SIMULATE += ("--processes", 1, "--cluster", "h200-nvl8", "--model", "gpt-oss-20b")
 INSPECT = ("--tokens", 16, "--window", 16, "--layers", 0, "--ep", 2, "--policy", "none")
 INSPECT += ("--slots", 1, "--no-report")
+
+
+class TooSlow(BaseException):
+    """A file takes too long. Not an `Exception`, so that no reader takes it for damage."""
+
+
+def too_slow(*_):
+    raise TooSlow(f"more than {SECONDS} s")
+
+
+def limit_memory():
+    """Allow one gigabyte more than this process uses now."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        taken = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + GIGABYTE, resource.RLIM_INFINITY))
 
 
 def write_all(folder):
