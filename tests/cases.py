@@ -162,13 +162,6 @@ def routings(draw):
     return ids, plan_of(ids, topology, config)
 
 
-def distinct_ids(rng, tokens, top_k, topology):
-    """Return `[T, K]` ids that are distinct within each token."""
-    liked = np.exp(rng.normal(0, 2, topology.experts))
-    noise = np.log(liked) + rng.gumbel(size=(tokens, topology.experts))
-    return torch.from_numpy(np.argsort(-noise, axis=1)[:, :top_k].copy())
-
-
 def skewed_ids(rank, experts=8, tokens=40, seed=0):
     """Return `[T, 1]` ids that prefer the first experts."""
     generator = torch.Generator().manual_seed(100 * seed + rank)

@@ -151,6 +151,3 @@ def test_auto_chooses_like_the_runtime(seed: int, ranks: int) -> None:
         seconds[relay] = times.forward["replicate"]
     assert seconds["auto"] == seconds[choose(plan(loads_RE, topology), CHUNKS)]
     assert seconds["auto"] == min(seconds["direct"], seconds["chain"])
-
-
-# Gradients

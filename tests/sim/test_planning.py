@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from ultraep import (
     BalanceConfig,
     Plan,
-    Problem,
     Topology,
     plan,
-    policies,
-    register_policy,
 )
 from ultraep.hops import hops
 from ultraep.tools.sim.planning import Replicas, plan_layer
@@ -106,40 +103,3 @@ def test_experts_are_sent_like_in_the_runtime(policy: str, case: Any) -> None:
 def counts(indices: Any, size: int) -> list[int]:
     counter = Counter(indices)
     return [counter[index] for index in range(size)]
-
-
-# Registered policies
-
-
-TWO = Topology(ranks=2, experts=2)
-LOADS_SRE = np.array([[[3, 1], [2, 1]], [[1, 6], [1, 5]], [[4, 0], [4, 0]], [[0, 2], [2, 1]]])
-PAST_E = np.array([0, 9])
-
-
-@pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Registers `half_of_the_hottest` as "mine", for one test."""
-    monkeypatch.setattr(policies, "_registry", dict(policies._registry))
-
-    def under_name(**flags: Any) -> None:
-        register_policy("mine", needs_history=True, **flags)(half_of_the_hottest)
-
-    return under_name
-
-
-def half_of_the_hottest(problem: Problem) -> Any:
-    """Half of the expert that was the hottest goes to the other rank."""
-    assert problem.loads.shape == (2, 2)
-    assert problem.loads.sum(axis=0).tolist() == problem.expert_loads.tolist()
-    assert problem.history is not None
-    expert = int(problem.history.argmax())
-    quota = int(problem.expert_loads[expert]) // 2
-    return np.array([[expert, 1 - expert, quota]] if quota else [], np.int64).reshape(-1, 3)
-
-
-def test_a_registered_policy_gets_the_past_of_its_interval(register: Any) -> None:
-    register()
-    replicas, plans = plan_all(LOADS_SRE, TWO, "mine", 2, PAST_E)
-    check_same(replicas, plans)
-    placed = np.column_stack([replicas.microbatch, replicas.expert, replicas.rows]).tolist()
-    assert placed == [[0, 1, 1], [1, 1, 5], [3, 1, 1]]

@@ -65,20 +65,6 @@ def test_presets_have_the_published_numbers_of_weights(
     assert model.active_weights / 1e9 == pytest.approx(active_billions, rel=0.07)
 
 
-def test_counts_of_a_small_model_by_hand() -> None:
-    model = small_model()
-    assert (model.moe_layers, model.expert_layers) == (2, range(1, 3))
-    assert (model.expert_weights, model.attention_weights) == (96, 192)
-    assert (model.slot_bytes(training=False), model.slot_bytes(training=True)) == (192, 576)
-    assert model.shared_weights == 3 * 8 * 2 + 8 * 4
-    # Three attentions, a dense MLP, two shared experts with routers, two embeddings.
-    assert model.plain_weights == 3 * 192 + 3 * 8 * 5 + 2 * 80 + 2 * 16 * 8
-    assert model.weights == 1112 + 2 * 4 * 96
-    assert model.active_weights == 1112 - 128 + 2 * 2 * 96
-    # A token attends to 5 of 10 tokens in all three layers: 2 heads, 4 wide, scores and values.
-    assert model.training_operations(10) == 3 * (2 * 1368 + 3 * 32 * 5)
-
-
 # Clusters
 
 

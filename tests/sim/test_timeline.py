@@ -2,9 +2,7 @@
 
 import json
 from functools import cache
-from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from ultraep.tools.cli.scenario import ScenarioOptions, make_scenario
@@ -66,21 +64,6 @@ def test_layers_last_as_long_as_in_the_simulation(name):
                 assert max(map(end, parts)) <= end(whole) * (1 + 1e-12)
                 if scenario.ranks <= MAX_RANKS:  # the busiest rank is drawn
                     assert max(map(end, parts)) == pytest.approx(end(whole))
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_ranks_do_one_thing_at_a_time_and_wait_before_combine(name):
-    for policy, own in events_of(name).items():
-        for thread in {event["tid"] for event in own}:
-            spans = sorted((e["ts"], end(e)) for e in own if e["tid"] == thread)
-            assert all(start >= stop - 1e-6 for (_, stop), (start, _) in pairwise(spans))
-        first = [e for e in own if e["cat"] == "layer 0 forward"]
-        ends = np.array([end(e) for e in first if e["name"] == "experts"])
-        (begin,) = {e["ts"] for e in first if e["name"] == "combine"}
-        gaps = (begin - ends) / begin
-        assert gaps.min() == pytest.approx(0, abs=1e-6)  # the busiest rank is always drawn
-        if policy in ("none", "ideal"):
-            assert (gaps.max() > 0.1) == (policy == "none")
 
 
 def test_a_wide_group_shows_some_ranks_with_names(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.training import Training, pipeline_seconds
 
-from .small import small_costs, small_model, small_scenario
+from .small import small_model, small_scenario
 
 # Pipelines
 
@@ -51,22 +51,6 @@ def test_a_pipeline_takes_as_long_as_its_longest_path(count: int, stages: int) -
         assert pipeline_seconds(forward, backward) == pytest.approx(longest_path(forward, backward))
     equal = pipeline_seconds(np.full((count, stages), 0.3), np.full((count, stages), 0.7))
     assert equal == pytest.approx(count + stages - 1)  # the known bubble
-
-
-# Outside the layers with experts
-
-
-def test_dense_layers_and_the_head_are_in_the_first_and_last_stage() -> None:
-    costs = small_costs()
-    training = Training(tokens=10, sequence=4, pipeline=3, recompute=False)
-    assert training.context == 2
-    forward, backward = training.dense_seconds(costs)
-    dense = costs.attention(10, 2) + costs.dense_mlp(10)
-    assert forward == pytest.approx([dense, 0, costs.head(10)])
-    back = costs.attention(10, 2, backward=True) + 2 * costs.dense_mlp(10)
-    assert backward == pytest.approx([back, 0, 2 * costs.head(10)])
-    recomputed = Training(tokens=10, sequence=4, pipeline=3).dense_seconds(costs)[1]
-    assert recomputed == pytest.approx([back + dense, 0, 2 * costs.head(10)])
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -35,7 +35,6 @@ def cut(path):
 
 
 PIECE = "rank-00000/000000.npz"
-OTHER = "rank-00001/000000.npz"
 BAD = {
     "cut piece": (lambda d: cut(d / PIECE), "000000.npz: .*truncated"),
     "foreign file": (
