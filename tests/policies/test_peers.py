@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from ultraep import BalanceConfig, Plan, Topology, plan
 from ultraep.errors import ConfigError
 from ultraep.policies import BASELINES, BUILT_IN, get_policy
-from ultraep.tools.baselines.lplb import Places, graph_of, place_on_graph, split
 
 NEEDS_HISTORY = ("eplb", "lplb", "flashlb")
 PEERS = ("quota", "echo", "llep", "moonep", *NEEDS_HISTORY)
@@ -136,53 +132,6 @@ def test_moonep_is_exact_and_every_host_has_one_donor(case: Any) -> None:
     for host in range(topology.ranks):
         assert len(set(homes[result.replicas[:, 1] == host].tolist())) <= 1
     assert not result.leaves_domain
-
-
-# The split of LPLB
-
-
-@given(case=cases(), slots=st.integers(0, 5))
-@reproducibly
-def test_lplb_splits_as_well_as_a_linear_program(case: Any, slots: int) -> None:
-    loads_RE, topology, history_E = case
-    topology = replace(topology, slots=min(slots, topology.experts))
-    places = place_on_graph(history_E, topology, graph_of(topology.domain_size, topology.slots))
-    check_places(places, topology)
-    effect = np.zeros((topology.ranks, len(places.expert)))  # of every replica on every rank
-    effect[places.source[places.edge], np.arange(len(places.expert))] = -1
-    effect[places.host[places.edge], np.arange(len(places.expert))] = 1
-    moved_RX = split(loads_RE, places, topology)  # every source rank as a microbatch
-    for loads_E, moved_X in zip(loads_RE, moved_RX, strict=True):
-        limit_X = loads_E[places.expert]
-        assert ((moved_X >= 0) & (moved_X <= limit_X)).all()
-        assert (split(loads_E[None], places, topology)[0] == moved_X).all()
-        home_R = np.bincount(places.home_of_expert, weights=loads_E, minlength=topology.ranks)
-        rank_loads = home_R + effect @ moved_X
-        for begin in range(0, topology.ranks, topology.domain_size):
-            own = slice(begin, begin + topology.domain_size)
-            assert rank_loads[own].max() == lowest_peak(home_R[own], effect[own], limit_X)
-
-
-def lowest_peak(home_R: Any, effect_RX: Any, limit_X: Any) -> int:
-    """Rows of the busiest rank by HiGHS, rounded up."""
-    peak = -np.ones((len(home_R), 1))  # the last variable is the busiest rank
-    bounds = [*((0, int(limit)) for limit in limit_X), (0, None)]
-    goal = [0] * len(limit_X) + [1]
-    result = linprog(goal, A_ub=np.hstack([effect_RX, peak]), b_ub=-home_R, bounds=bounds)
-    assert result.success
-    return math.ceil(result.fun - 1e-6)
-
-
-def check_places(places: Places, topology: Topology) -> None:
-    """One replica per expert, no more per rank than slots, none outside the domain."""
-    assert len(set(places.expert.tolist())) == len(places.expert)
-    assert (places.home_of_expert[places.expert] == places.source[places.edge]).all()
-    assert (places.source != places.host).all()
-    assert (places.source // topology.domain_size == places.host // topology.domain_size).all()
-    for ends in (places.source[places.edge], places.host[places.edge]):
-        assert (np.bincount(ends, minlength=topology.ranks) <= topology.slots).all()
-    moved_R = np.bincount(places.home_of_expert, minlength=topology.ranks)
-    assert moved_R.tolist() == topology.homes_per_rank.tolist()
 
 
 # Errors

@@ -34,12 +34,6 @@ def write(folder, *flights):
     return folder
 
 
-def test_files_are_read_as_written(tmp_path):
-    own = flight(1, [passed(1), passed(2, open=True)], errors=("ValueError: x",), stack="some")
-    write(tmp_path, own)
-    assert read_flight(tmp_path / "rank-00001.json") == own
-
-
 def test_ranks_that_wait_for_one_that_is_behind(tmp_path):
     waiting = passed(3, stage="dispatch", open=True)
     text = '  File "/train.py", line 7 in load\n  File "/train.py", line 9 in <module>\n'
@@ -64,21 +58,15 @@ def test_ranks_that_a_launcher_ended_are_not_blamed(tmp_path):
     assert "So rank 2 waits for rank 1." in crash.explain()
 
 
-def test_files_without_named_ranks(tmp_path):
+def test_files_without_named_ranks_and_a_rank_without_microbatches(tmp_path):
     own = flight(2, [passed(1)], errors=("CommunicationError: rank 1 (process 7) died",))
     record = json.loads(own.as_json())
     del record["named"]  # as earlier versions wrote them
     (tmp_path / "rank-00002.json").write_text(json.dumps(record))
     assert read_crash(tmp_path).culprits == [0, 1]
     assert read_flight(tmp_path / "rank-00002.json") == own
-
-
-def test_the_first_error_is_right(tmp_path):
-    waiting = passed(1, stage="loads", open=True)
-    first = flight(0, [waiting], ranks=2, errors=("CommunicationError: late",), named=(1,))
-    stopped = flight(1, [waiting], ranks=2, errors=("CommunicationError: gone",), named=(0,))
-    crash = read_crash(write(tmp_path, first, replace(stopped, written=1e9 + 2)))
-    assert crash.culprits == [1]
+    write(tmp_path, flight(0))
+    assert "Rank 0 had not begun a microbatch." in read_crash(tmp_path).explain()
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1)])
@@ -122,11 +110,6 @@ def test_different_paths_and_digests(tmp_path):
         "layer 0, step 1, backward)."
     ) in text
     assert "The loads of layer 0 (step 1) differ between rank 0 and rank 1." in text
-
-
-def test_a_rank_without_microbatches(tmp_path):
-    text = read_crash(write(tmp_path, flight(0), flight(1, [passed(1)]))).explain()
-    assert "Rank 0 had not begun a microbatch." in text
 
 
 def test_damaged_and_foreign_files(tmp_path):
