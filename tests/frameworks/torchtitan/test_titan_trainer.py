@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from ranks import shared_pool
+from restarts import check
 from titan_models import BALANCED, METRICS
 from titan_runs import training
 from torchtitan_cpu import NEW
@@ -103,3 +104,7 @@ def test_settings_that_need_a_newer_torch(size, options, tmp_path):
         for overrides in OVERRIDES.values()
     )
     torch.testing.assert_close(balanced, plain, rtol=LIMIT, atol=0)
+
+
+def test_a_killed_training_resumes_under_torchrun(tmp_path):
+    check("torchtitan", tmp_path)
