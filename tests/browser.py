@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its debugging pipe: pages, keys, clicks."""
+"""A headless Chromium, driven over its debugging pipe: pages and clicks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-KEYS = {
-    "Enter": ("\r", 13),
-    "Tab": ("", 9),
-    "ArrowLeft": ("", 37),
-    "ArrowUp": ("", 38),
-    "ArrowRight": ("", 39),
-    "ArrowDown": ("", 40),
-    "Escape": ("", 27),
-}
 OPTIONS = (
     *("--headless", "--disable-gpu", "--no-sandbox", "--no-first-run", "--hide-scrollbars"),
     *("--remote-debugging-pipe", "--disable-background-networking", "--disable-dev-shm-usage"),
@@ -53,13 +44,9 @@ class Browser:
     """One browser with one page. `messages`: of its console; `requests`: addresses it asked for."""
 
     def __init__(self, home):
-        self._home = home
-        self._start()
-
-    def _start(self):
         read_there, self._write = os.pipe()
         self._read, write_there = os.pipe()
-        options = [*OPTIONS, f"--user-data-dir={self._home}", "about:blank"]
+        options = [*OPTIONS, f"--user-data-dir={home}", "about:blank"]
         joined = [sys.executable, "-c", JOIN, str(read_there), str(write_there), chromium()]
         self._process = subprocess.Popen(
             [*joined, *options],
@@ -79,20 +66,17 @@ class Browser:
             raise
 
     def _attach(self):
-        targets = self._call("Target.getTargets")["targetInfos"]
+        targets = self.call("Target.getTargets")["targetInfos"]
         page = next(one["targetId"] for one in targets if one["type"] == "page")
-        found = self._call("Target.attachToTarget", targetId=page, flatten=True)
+        found = self.call("Target.attachToTarget", targetId=page, flatten=True)
         self._session = found["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self._call(f"{domain}.enable")
+            self.call(f"{domain}.enable")
 
     def close(self):
         self._session = None
         with contextlib.suppress(OSError):
             self._tell("Browser.close")
-        self._end()
-
-    def _end(self):
         for pipe in (self._write, self._read):
             with contextlib.suppress(OSError):
                 os.close(pipe)
@@ -110,19 +94,6 @@ class Browser:
 
     # -- talking --------------------------------------------------------------------------------
 
-    def call(self, method, **parameters):
-        """Tell the browser something, and wait for its answer.
-
-        A browser that does not answer is replaced, for the tests that follow.
-        """
-        try:
-            return self._call(method, **parameters)
-        except TimeoutError:
-            if self._session:
-                self._end()
-                self._start()
-            raise
-
     def _tell(self, method, **parameters):
         """Send a message, and return its number."""
         number = next(self._numbers)
@@ -132,7 +103,7 @@ class Browser:
         os.write(self._write, json.dumps(message).encode() + b"\0")
         return number
 
-    def _call(self, method, **parameters):
+    def call(self, method, **parameters):
         number = self._tell(method, **parameters)
         until = time.monotonic() + PATIENCE
         while True:
@@ -189,23 +160,13 @@ class Browser:
     def text(self, name):
         return self.run(f"document.getElementById({name!r}).innerText")
 
-    def press(self, *keys):
-        for key in keys:
-            text, code = KEYS.get(key, (key, ord(key.upper()[0])))
-            params = {"key": key, "windowsVirtualKeyCode": code}
-            down = {"type": "keyDown", "text": text} if text else {"type": "rawKeyDown"}
-            self.call("Input.dispatchKeyEvent", **down, **params)
-            self.call("Input.dispatchKeyEvent", type="keyUp", **params)
-
     def click(self, x, y):
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
-    def look(self, *, width=1200, height=900, dark=False):
-        """The size of the window, and whether the reader likes it dark."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+    def look(self, *, width=1200, height=900):
+        """The size of the window."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,

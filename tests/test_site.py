@@ -1,13 +1,11 @@
-"""The docs site, without Sphinx: contents, links, API pages, search, the tutorial."""
+"""The docs site, without Sphinx: contents, links, API pages, the tutorial."""
 
 import importlib.util
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from browser import Browser, chromium
 
 import ultraep
 
@@ -67,39 +65,6 @@ def test_api_pages_list_every_public_name_once(build, tmp_path):
     assert len(documented) == len(set(documented)) + 1  # `serve` of ultraep and of metrics
     assert ".. autoclass:: ultraep.Balancer" in text
     assert ".. autoexception:: ultraep.LoadError" in text
-
-
-PAGE = """<html><body><nav>menu</nav><article role="main"><section id="data-planes">
-<h1>Data planes<a class="headerlink" href="#data-planes">¶</a></h1><p>How bytes <b>move</b>.</p>
-<section id="limits"><h2>Limits</h2><p>No <code>NVLink</code> &amp; no &lt;b&gt; was measured.</p>
-</section><dl><dt class="sig" id="ultraep.Balancer">class Balancer</dt><dd>Balances ranks.</dd></dl>
-</section></article></body></html>"""
-SEARCH_PAGE = """<html><body><form><input name="q"></form><div id="search-results"></div>
-<script src="_static/searchtools.js?v=1"></script><script src="searchindex.js"></script>
-</body></html>"""
-
-
-@pytest.mark.skipif(chromium() is None, reason="needs Chromium")
-@pytest.mark.slow
-def test_search_shows_excerpts_of_files(load, tmp_path):
-    site = tmp_path / "site"
-    shutil.copytree(SITE / "static", site / "_static")
-    (site / "a.html").write_text(PAGE)
-    (site / "search.html").write_text(SEARCH_PAGE)
-    load("search").write_search(site)
-    with Browser(tmp_path / "home") as browser:
-        browser.open(f"{(site / 'search.html').as_uri()}?q=nvlink+measured")
-        browser.wait("document.querySelector('#search-results li')")
-        results = browser.text("search-results").split("\n")
-        marks = browser.run("[...document.querySelectorAll('mark')].map(m => m.textContent)")
-        assert browser.messages == []
-    assert "1 section contains nvlink measured." in results
-    assert [line for line in results if line][-3:] == [
-        "Limits",
-        "Data planes",
-        "No NVLink & no <b> was measured.",
-    ]
-    assert marks == ["NVLink", "measured"]
 
 
 @pytest.mark.slow

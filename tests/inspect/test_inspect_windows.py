@@ -1,39 +1,12 @@
-"""A forward pass window by window equals an ordinary forward pass; texts become windows."""
+"""Texts become windows of tokens."""
 
 import pytest
-import torch
-from inspect_models import routing_of, save_tokenizer, smaller_config
+from inspect_models import save_tokenizer
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.inspect import checkpoint
-from ultraep.tools.inspect.blocks import run_windows
-from ultraep.tools.inspect.checkpoint import FAMILIES, RandomModel
 from ultraep.tools.inspect.texts import texts_of, tokenizer_of, windows_of
 
 transformers = pytest.importorskip("transformers")
-CPU = torch.device("cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) & set(transformers.CONFIG_MAPPING)))
-def test_windows_have_the_routing_of_the_whole_batch(family, monkeypatch):
-    monkeypatch.setattr(checkpoint, "small_config", smaller_config)
-    opened = RandomModel(family, device=CPU, dtype=torch.float64, seed=1)
-    opened.model.set_experts_implementation("eager")  # supports float64
-    anatomy, ids = opened.anatomy, torch.arange(60).reshape(5, 12) * 31 % 4000 + 3
-    with routing_of(opened.model) as whole, torch.no_grad():
-        anatomy.decoder(input_ids=ids, use_cache=False)
-    calls, blocks = [], list(anatomy.blocks)
-    with routing_of(opened.model) as routing:
-        windows = ids.split([2, 1, 2])
-        run_windows(anatomy, windows, opened.loaded, lambda *c: calls.append(c), blocks[-1])
-    assert whole
-    assert all(torch.equal(routing[name], whole[name]) for name in whole)
-    assert calls == [(name, number) for name in blocks for number in range(3)]
-    assert not any("forward" in vars(block) for block in anatomy.blocks.values())
-
-
-# -- texts ---------------------------------------------------------------------------------------
 
 
 def test_the_tokenizer_of_a_checkpoint_is_used_unless_damaged(tmp_path):

@@ -9,16 +9,6 @@ from ultraep.tools.tiny import text as texts
 from ultraep.tools.tiny.text import SUBJECTS, Text
 
 
-def test_subjects_have_their_kind_of_text():
-    code, prose, tables = (read().decode("utf-8", "replace") for read in SUBJECTS.values())
-    assert min(len(code), len(prose), len(tables)) > 10 * texts.LEAST
-    assert "\nimport " in code
-    assert code.count("self.") > 1000
-    assert prose.lower().count(" the ") > 2000
-    assert prose.count("self.") < code.count("self.") / 10
-    assert "0041;LATIN CAPITAL LETTER A;Lu;0;L" in tables
-
-
 def test_most_sequences_have_the_main_subject():
     text, rng = Text(), np.random.default_rng(0)
     main = [max(s, key=s.count) for s in (text.shifting(rng, i, 99, 2) for i in range(6))]
