@@ -24,7 +24,11 @@ ALIGNMENT = 64
 
 def resolve(bundle: Bundle) -> dict[str, Stack]:
     """Return the current tensors of a bundle, calling its functions."""
-    return {name: stack() if callable(stack) else stack for name, stack in bundle.items()}
+    resolved: dict[str, Any] = dict(bundle)
+    for name, stack in bundle.items():
+        if callable(stack):
+            resolved[name] = stack()
+    return resolved
 
 
 def tensors_of(stack: Stack) -> list[torch.Tensor]:
@@ -83,7 +87,8 @@ def check_repeatable(bundle: Bundle) -> None:
 
 def device_of_bundle(tensors: Mapping[str, Stack]) -> torch.device:
     """Return the device of the tensors."""
-    return next(t.device for stack in tensors.values() for t in tensors_of(stack))
+    stack = next(iter(tensors.values()))
+    return (stack if isinstance(stack, torch.Tensor) else stack[0]).device
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,8 @@ class Layout:
         """Return the layout of tensors of `homes` experts."""
         if not tensors:
             raise ConfigError("a bundle needs at least one tensor")
-        return cls(
-            tuple((name, *_shape_and_dtype(name, stack, homes)) for name, stack in tensors.items())
-        )
+        parts = [(name, *_shape_and_dtype(name, s, homes)) for name, s in tensors.items()]
+        return _layout(tuple(parts))
 
     @cached_property
     def spans(self) -> dict[str, tuple[int, int]]:
@@ -135,6 +139,12 @@ class Layout:
         return row[0]
 
 
+@lru_cache(maxsize=256)
+def _layout(parts: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) -> Layout:
+    """Return one object for all layouts that are equal, with its spans."""
+    return Layout(parts)
+
+
 def _shape_and_dtype(name: str, stack: Stack, homes: int) -> tuple[tuple[int, ...], torch.dtype]:
     """Return shape and dtype of one expert's tensor."""
     if isinstance(stack, torch.Tensor):
@@ -160,17 +170,11 @@ def _shape_and_dtype(name: str, stack: Stack, homes: int) -> tuple[tuple[int, ..
 def signature(tensors: Mapping[str, Stack], **others: torch.Tensor | None) -> str:
     """Return names, shapes, dtypes and requires_grad of tensors, which all ranks must share."""
     described = [
-        (
-            name,
-            *_shape_and_dtype(name, stack, len(stack)),
-            any(t.requires_grad for t in tensors_of(stack)),
-        )
-        for name, stack in tensors.items()
-    ]
-    described += [
-        (name, tuple(tensor.shape[1:]), tensor.dtype, tensor.requires_grad)
-        for name, tensor in others.items()
-        if tensor is not None
+        (name, stack.shape[1:], stack.dtype, stack.requires_grad)
+        if isinstance(stack, torch.Tensor)
+        else (name, *_shape_and_dtype(name, stack, len(stack)), any(t.requires_grad for t in stack))
+        for name, stack in (*tensors.items(), *others.items())
+        if stack is not None
     ]
     return _describe(tuple(described), torch.is_grad_enabled())
 

@@ -186,6 +186,8 @@ class BalanceConfig:
 
     def speeds_for(self, ranks: int) -> tuple[int, ...]:
         """Return the speeds for backends, one for each rank; none if all of them are equal."""
+        if self.speeds is None:
+            return ()
         speeds = self._numbers()
         if speeds and len(speeds) != ranks:
             raise ConfigError(

@@ -59,7 +59,7 @@ def invalid_ids(ids: Any) -> LoadError | None:
 
 def flat_ids(ids: Any, device: str = "cpu") -> Any:
     """Return the ids as int64 `[N]`: a tensor if they are on `device`, else an array."""
-    if device_of(ids) == device != "cpu":
+    if device != "cpu" and device_of(ids) == device:
         if error := invalid_ids(ids):
             raise error
         return ids.reshape(-1).long()

@@ -277,11 +277,12 @@ class Plan:
         return rates.time(peak=peak, unit=unit, transfers=transfers, copies=copies)
 
     def _over_mean(self, peak: int) -> float:
-        if not self.total:
+        total, speeds = int(self.rank_loads.sum()), self.config.speeds_for(self.topology.ranks)
+        if not total:
             return 1.0
-        if self.speeds:
-            return peak * sum(self.speeds) / (PARTS * self.total)
-        return peak * self.topology.ranks / self.total
+        if speeds:
+            return peak * sum(speeds) / (PARTS * total)
+        return peak * self.topology.ranks / total
 
 
 def plan(
@@ -303,14 +304,20 @@ def plan(
     config.speeds_for(topology.ranks)  # raises if their number is wrong
     engine = select(backend, device_of(loads))
     loads_RE = as_loads(loads, topology)
-    past_E = _past(history, policy, topology)
+    if history is None and policy.needs_history:
+        raise ConfigError(f"policy {policy.name!r} needs past loads; pass history=")
+    past_E = None if history is None else _past(history, topology)
     problem = Problem(loads_RE, loads_RE.sum(axis=0), topology, config, engine, past_E)
     return _with_split(problem, decided(policy, problem))
 
 
 def decided(policy: Policy, problem: Problem) -> IntArray:
     """Return the `[C, 3]` replicas of a policy, sorted; check policies that are not built in."""
-    placed_C3 = _in_order(policy.decide(problem), problem.topology)
+    placed_C3 = policy.decide(problem)
+    check_shape(placed_C3)
+    place = placed_C3[:, 0] * problem.topology.ranks + placed_C3[:, 1]
+    if not (place[1:] > place[:-1]).all():
+        placed_C3 = placed_C3[np.argsort(place, kind="stable")]
     if policy.name not in BUILT_IN:
         check_replicas(placed_C3, problem.loads, problem.topology, limited=policy.within_limits)
     return placed_C3
@@ -339,7 +346,9 @@ def _with_split(problem: Problem, placed_C3: IntArray) -> Plan:
     replicas, quotas = placed_C3.copy(), placed_C3[:, 2].copy()
     replicas[:, 2] = slots
     arrays = (problem.loads, replicas, quotas, split_CR, rank_loads)
-    return Plan(topology, problem.config, *map(frozen, arrays))
+    for array in arrays:
+        array.flags.writeable = False
+    return Plan(topology, problem.config, *arrays)
 
 
 def peak_of(rank_loads: IntArray, speeds: Sequence[int]) -> tuple[int, int]:
@@ -349,15 +358,12 @@ def peak_of(rank_loads: IntArray, speeds: Sequence[int]) -> tuple[int, int]:
     speed.
     """
     if not speeds:
-        return _largest(rank_loads), 1
+        return int(rank_loads.max(initial=0)), 1
     return _largest(-(-rank_loads * PARTS // np.array(speeds))), UNITS_PER_ROW
 
 
-def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:
-    if history is None:
-        if policy.needs_history:
-            raise ConfigError(f"policy {policy.name!r} needs past loads; pass history=")
-        return None
+def _past(history: Any, topology: Topology) -> IntArray:
+    """Return [E] the sums of past loads."""
     array = as_integers(history, "history")
     if not array.ndim or array.shape[-1] != topology.experts:
         raise LoadError(
@@ -367,15 +373,6 @@ def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:
         raise LoadError(f"history must lie in 0..{MAX_TOTAL}, got {array.min()}..{array.max()}")
     past_E: IntArray = array.reshape(-1, topology.experts).sum(axis=0, dtype=np.int64)
     return past_E
-
-
-def _in_order(placed_C3: IntArray, topology: Topology) -> IntArray:
-    """Sort replicas by expert, then host."""
-    check_shape(placed_C3)
-    place = placed_C3[:, 0] * topology.ranks + placed_C3[:, 1]
-    if (place[1:] > place[:-1]).all():
-        return placed_C3
-    return placed_C3[np.argsort(place, kind="stable")]
 
 
 def _by_place(rows_NR: IntArray, size: int) -> IntArray:

@@ -73,12 +73,12 @@ class Routes:
         counts = kept.view(self.shape).sum(dim=-1)
         return self.positions.masked_select(kept), counts.cumsum(0) - counts
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows including padding."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def has_padding(self) -> bool:
         return len(self.order) < self.num_rows
 

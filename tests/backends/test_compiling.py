@@ -135,7 +135,7 @@ def test_a_process_takes_over_from_one_that_stopped(host, end):
     child = first._child
     getattr(first, end)()
     assert child.returncode is not None
-    assert first._ready == (end == "wait")  # compiles in the foreground
+    assert first.loaded == (end == "wait")  # compiles in the foreground
     second.request()
     assert second._child is not None
     assert not second.ready()

@@ -83,7 +83,7 @@ def select(name: str | None = None, device: str = "cpu") -> ModuleType:
     """
     if name is None:
         name = backend_for(device).name
-        if name == "cpu" and not PLANNER.ready():
+        if name == "cpu" and not (PLANNER.loaded or PLANNER.ready()):
             name = "reference"
     return _named(str(name))
 

@@ -41,7 +41,7 @@ class CompiledPlanner:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._ready = self._unavailable = False
+        self.loaded = self._unavailable = False
         self._compile_from: float | None = None  # monotonic time; None before the first check
         self._next_check = 0.0
         self._logged = ""
@@ -50,13 +50,13 @@ class CompiledPlanner:
 
     def ready(self) -> bool:
         """Return whether the compiled planner can be used now. Does not wait for a compiler."""
-        if self._ready or self._unavailable:
-            return self._ready
+        if self.loaded or self._unavailable:
+            return self.loaded
         with self._mutex:
-            if not self._ready and time.monotonic() >= self._next_check:
-                self._ready = self._check()
+            if not self.loaded and time.monotonic() >= self._next_check:
+                self.loaded = self._check()
                 self._next_check = time.monotonic() + POLL_INTERVAL
-            return self._ready
+            return self.loaded
 
     def request(self) -> None:
         """Compile in the background, starting now, unless the planner is on disk."""
@@ -66,13 +66,13 @@ class CompiledPlanner:
     def wait(self) -> None:
         """Load the compiled planner, compiling it here if no other process is doing so."""
         with self._mutex:
-            if not self._ready:
+            if not self.loaded:
                 self.stop()
                 on_disk = import_on_disk()
                 if not on_disk.load():
                     with _lock(on_disk.cache_folder(), wait=True) or nullcontext():
                         on_disk.call_all()
-                self._ready = True
+                self.loaded = True
 
     def stop(self) -> None:
         """End the child process. Functions compiled so far stay on disk."""

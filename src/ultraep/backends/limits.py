@@ -37,10 +37,11 @@ class Limits(NamedTuple):
     rates: tuple[int, int, int, int] = NO_RATES  # of `config.Rates`; all 0: ignore time
     speeds: IntArray = NO_SPEEDS  # [R] thousandths of the nominal speed; empty: equal
 
-    @classmethod
-    def of(cls, topology: Topology, config: BalanceConfig) -> Limits:
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(topology: Topology, config: BalanceConfig) -> Limits:
         """Return the limits of a topology and a config."""
-        return cls(
+        return Limits(
             topology.experts_by_rank,
             topology.first_of_rank,
             topology.domain_size,

@@ -4,7 +4,7 @@
 
 The gate of a row arrives with the row. Backward refills the spare slots (stage 3), computes all
 gradients, and adds the gradients of replicas to their home experts (stage 8). `Experts` computes
-all slots with its own grouped products; `ExpertsFrom` (`loan.py`) runs any other network.
+all slots with its own grouped products; `ExpertsFrom` (`custom.py`) runs any other network.
 
 Shapes: A arrived rows, H home experts of this rank, D model width, F hidden width, U width of the
 activation's input.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -126,14 +126,20 @@ class Experts(HomeModule):
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
         """The tensors of a replica; reading it quantises trained FP8 weights."""
-        if self.fp8 and not self.frozen:
+        if not self.fp8:
+            return self._own_tensors()
+        if not self.frozen:
             self._quantise_weights()
         return self._own_tensors() | self._fp8_tensors()
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         """Return weights and biases."""
-        tensors = ((name, getattr(self, name)) for name in (*SCALES, *BIASES))
-        return {name: tensor for name, tensor in tensors if tensor is not None}
+        tensors = {}
+        for name in (*SCALES, *BIASES):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                tensors[name] = tensor
+        return tensors
 
     def _fp8_tensors(self) -> dict[str, torch.Tensor]:
         """Return FP8 codes and scales, if there are any."""
@@ -195,7 +201,7 @@ class Experts(HomeModule):
         if weights is not None:
             own = dict(zip(own, weights, strict=True))
         engine = self._engine(arrivals, replicas)
-        call = _Call(engine, replicas, tuple(own), self._fp8_tensors())
+        call = _Call(engine, replicas, tuple(own), self._fp8_tensors() if self.fp8 else {})
         outputs: torch.Tensor = _TwoProducts.apply(  # type: ignore[no-untyped-call]
             arrivals.rows, arrivals.gates, arrivals.packed, call, *own.values()
         )
@@ -235,7 +241,7 @@ class _Call:
     products: Products
     replicas: Replicas
     names: tuple[str, ...]  # of the trained weights
-    quantised: dict[str, torch.Tensor] = field(default_factory=dict)  # multiplied instead
+    quantised: dict[str, torch.Tensor]  # multiplied instead
 
     def homes(self, trained: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the weights that home rows are multiplied by."""
@@ -307,14 +313,13 @@ def _layer(
 ) -> tuple[Stacks, Stacks | None]:
     """Return weights and biases of one layer of all slots, or their gradients."""
 
-    def stacks(name: str) -> Stacks | None:
-        if name not in homes:
-            return None
-        return Stacks(homes[name].detach(), slots[name], sums[name] if sums else None, spans)
+    def stacks(name: str, scales: Stacks | None = None) -> Stacks:
+        own = sums[name] if sums else None
+        return Stacks(homes[name].detach(), slots[name], own, spans, scales)
 
-    weights = stacks(f"{layer}_proj")
-    assert weights is not None
-    return replace(weights, scales=stacks(f"{layer}_scales")), stacks(f"{layer}_bias")
+    weights, scales, bias = (f"{layer}_proj", f"{layer}_scales", f"{layer}_bias")
+    weight_stacks = stacks(weights, stacks(scales) if scales in homes else None)
+    return weight_stacks, stacks(bias) if bias in homes else None
 
 
 class _Gradients:

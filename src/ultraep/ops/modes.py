@@ -39,7 +39,7 @@ def outside_dispatch_modes(function: Callable[P, T], /) -> Callable[P, T]: ...
 def outside_dispatch_modes(function: Callable[P, T] | None = None, /) -> Any:
     """Hide the ops of a function, or of a `with` block, from dispatch modes."""
     if function is None:
-        return _disable_current_modes() if seen_by_modes() else NOTHING
+        return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else NOTHING
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -9,10 +9,11 @@ and F input and output width of an activation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import compress, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -63,9 +64,9 @@ class Stacks:
             dequantise(self.copies, self.scales.copies, dtype),
         )
 
-    def __getitem__(self, slot: int) -> torch.Tensor:
-        spare = slot - len(self.homes)
-        return self.homes[slot] if spare < 0 else self.copies[spare]
+    def slots(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensor of every slot."""
+        return *self.homes.unbind(), *self.copies.unbind()
 
 
 class Beside(NamedTuple):
@@ -163,8 +164,9 @@ class TorchProducts:
         bitwise: bool = False,
         fp8: torch.dtype | None = None,
     ) -> None:
-        self._begins, self._activation, self._fp8 = begins, activation, fp8
-        self._tile = TILE if bitwise else None
+        self._activation, self._fp8, self._bitwise = activation, fp8, bitwise
+        self._rows = begins[-1]
+        self._counts = [end - begin for begin, end in pairwise(begins)]  # [L]
 
     def multiply(
         self,
@@ -178,13 +180,11 @@ class TorchProducts:
         if self._fp8 is not None:
             rows_AK = unpack(rows_AK, weights.homes.shape[2], self._fp8)
             weights = weights.plain(self._fp8)
-        parts = []
-        for slot, part in self._parts():
-            weight = _of_slot(weights, slot, rows_AK)
-            added = None if bias is None else _of_slot(bias, slot, rows_AK)
-            product = self._in_tiles(linear, rows_AK[part], weight, added)
-            parts.append(product if scale is None else product * scale[part, None].to(product))
-        return self._joined(parts, rows_AK, weights.homes.shape[1], out)
+        stacks, width = (weights,) if bias is None else (weights, bias), weights.homes.shape[1]
+        product = self._by_slot(linear, rows_AK, width, *stacks)
+        if scale is not None:
+            product = product * scale[: self._rows, None].to(product)
+        return product if out is None else _written(product, out)
 
     def multiply_transposed(
         self,
@@ -196,11 +196,8 @@ class TorchProducts:
     ) -> torch.Tensor:
         del beside  # only for GPUs
         weights = weights.plain(rows_AN.dtype)
-        parts = [
-            self._in_tiles(torch.matmul, rows_AN[part], _of_slot(weights, slot, rows_AN))
-            for slot, part in self._parts()
-        ]
-        return self._joined(parts, rows_AN, weights.homes.shape[2], out)
+        product = self._by_slot(torch.matmul, rows_AN, weights.homes.shape[2], weights)
+        return product if out is None else _written(product, out)
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         hidden_AF = self._activation.apply(up)
@@ -212,8 +209,9 @@ class TorchProducts:
         return activate_backward(self._activation, up, d_hidden_AF, scale_A)
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
-        for slot, part in self._parts():
-            sums_A[part] += dots(rows_AN[part], _of_slot(bias, slot, rows_AN))
+        parts = zip(self._parts(rows_AN), self._parts(sums_A), bias.slots(), strict=True)
+        for rows, sums, added in parts:
+            sums += dots(rows, added)
 
     def weight_gradients(
         self,
@@ -225,43 +223,52 @@ class TorchProducts:
         scale: torch.Tensor | None = None,
     ) -> None:
         rows_AK = unpacked_input(rows_AK, into, d_out_AN)
-        for slot, (begin, end) in enumerate(pairwise(self._begins[: len(into) + 1])):
-            part = slice(begin, end)
-            d_out = d_out_AN[part]
-            into[slot].copy_(d_out.T @ rows_AK[part])
-            if bias is not None:
-                scaled = d_out if scale is None else d_out * scale[part, None].to(d_out)
-                bias[slot].copy_(scaled.sum(dim=0))
+        scales = None if bias is None or scale is None else self._parts(scale[:, None])
+        biases = () if bias is None else bias.slots()
+        parts = zip(into.slots(), self._parts(d_out_AN), self._parts(rows_AK), strict=False)
+        for slot, (gradient, d_out, rows) in enumerate(parts):
+            gradient.copy_(d_out.T @ rows)
+            if biases:
+                scaled = d_out if scales is None else d_out * scales[slot].to(d_out)
+                biases[slot].copy_(scaled.sum(dim=0))
 
-    def _parts(self) -> Iterator[tuple[int, slice]]:
-        """Yield every slot that has rows, and its rows."""
-        for slot, (begin, end) in enumerate(pairwise(self._begins)):
-            if end > begin:
-                yield slot, slice(begin, end)
+    def _parts(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the rows of every slot."""
+        return rows[: self._rows].split_with_sizes(self._counts)
 
-    def _joined(
-        self, parts: list[torch.Tensor], like: torch.Tensor, width: int, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Join the rows of all slots in one tensor, or in `out`."""
-        joined = torch.cat(parts) if parts else like.new_empty(0, width)
-        if out is None:
-            return joined
-        with outside_dispatch_modes():  # a mode that kept it would not write it again
-            out[: len(joined)].copy_(joined)
-        return out
-
-    def _in_tiles(
+    def _by_slot(
         self,
         multiply: Callable[..., torch.Tensor],
         rows: torch.Tensor,
-        *weights: torch.Tensor | None,
+        width: int,
+        *stacks: Stacks,
     ) -> torch.Tensor:
-        if self._tile is None:
-            return multiply(rows, *weights)
-        short = -len(rows) % self._tile
-        padded = torch.cat([rows, rows.new_zeros(short, rows.shape[1])])
-        products = [multiply(part, *weights) for part in padded.split(self._tile)]
-        return torch.cat(products)[: len(rows)]
+        """Return `[A, width]` the rows of all slots, multiplied by the tensors of their slots."""
+        if not self._rows:
+            return rows.new_empty(0, width)
+        counts, tensors = self._counts, []
+        for stack in stacks:
+            with outside_dispatch_modes():  # a view that a mode keeps shows later contents
+                slots = stack.slots()
+            tensors.append([slot.to(rows) for slot in compress(slots, counts)])
+        parts = rows[: self._rows].split_with_sizes(list(filter(None, counts)))
+        multiply = partial(_in_tiles, multiply) if self._bitwise else multiply
+        return torch.cat(list(map(multiply, parts, *tensors)))
+
+
+def _written(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    with outside_dispatch_modes():  # a mode that kept it would not write it again
+        out[: len(rows)].copy_(rows)
+    return out
+
+
+def _in_tiles(
+    multiply: Callable[..., torch.Tensor], rows: torch.Tensor, *weights: torch.Tensor
+) -> torch.Tensor:
+    """Multiply tiles of `TILE` rows, the last one filled up with zeros."""
+    padded = torch.cat([rows, rows.new_zeros(-len(rows) % TILE, rows.shape[1])])
+    products = [multiply(part, *weights) for part in padded.split(TILE)]
+    return torch.cat(products)[: len(rows)]
 
 
 def unpacked_input(rows: torch.Tensor, gradient: Stacks, d_out_AN: torch.Tensor) -> torch.Tensor:
@@ -280,13 +287,6 @@ def activate_backward(
     d_scale_A = scale_A.new_zeros(len(scale_A), dtype=accumulator(up.dtype))
     d_scale_A[: len(up)] = dots(d_hidden_AF, hidden_AF)
     return d_up, hidden_AF * scale_A1, d_scale_A
-
-
-def _of_slot(stacks: Stacks, slot: int, rows: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of one slot, in the dtype of the rows."""
-    with outside_dispatch_modes():  # a view that a mode keeps shows later contents
-        tensor = stacks[slot]
-    return tensor.to(rows)
 
 
 def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor) -> None:

@@ -43,13 +43,13 @@ class _Label(np.ndarray[Any, Any]):
     state: Any
 
 
-@outside_dispatch_modes
 def label_of(state: Any) -> torch.Tensor:
     """Return an integer tensor that identifies the state and keeps it alive."""
     number = next(_numbers)
     memory = np.array([number]).view(_Label)
     memory.state = _states[number] = state
-    return torch.from_numpy(memory)
+    with outside_dispatch_modes():
+        return torch.from_numpy(memory)
 
 
 def save(ctx: Any, state: Any, *tensors: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +86,7 @@ class Records:
     words: IntArray  # [R, fields, E and D]
     on_device: torch.Tensor  # the same
     equal: bool  # whether all ranks agree about what must be equal
-    experts: int
+    place_of_loads: slice  # in a record
 
     def column(self, field: str) -> IntArray:
         """Return [R] one field of all ranks."""
@@ -94,17 +95,17 @@ class Records:
     @property
     def loads(self) -> IntArray:
         """[R, E]."""
-        return self.words[:, loads_of(self.experts)]
+        return self.words[:, self.place_of_loads]
 
     @property
     def crossing(self) -> IntArray:
         """[R, D]."""
-        return self.words[:, loads_of(self.experts).stop :]
+        return self.words[:, self.place_of_loads.stop :]
 
     @property
     def loads_on_device(self) -> torch.Tensor:
         """[R, E]."""
-        return self.on_device[:, loads_of(self.experts)]
+        return self.on_device[:, self.place_of_loads]
 
 
 class Agreement:
@@ -112,6 +113,7 @@ class Agreement:
 
     def __init__(self, comm: Communicator, settings: str, experts: int, domains: int = 1) -> None:
         self._comm, self._settings, self._experts, self._domains = comm, settings, experts, domains
+        self._place_of_loads = slice(len(FIELDS), len(FIELDS) + experts)
         gathered = comm.gather_objects((settings, secrets.token_hex(8)))
         every = [other for other, _ in gathered]
         _compare("the settings", every, every)
@@ -152,9 +154,9 @@ class Agreement:
         numbers = text_digest(signature), 0, tokens, rows, pace
         record = self._record(place, loads_E.device, *numbers)
         record[REFUSED] = refused
-        record[loads_of(self._experts)] = loads_E
+        record[self._place_of_loads] = loads_E
         if crossing_D is not None:
-            record[loads_of(self._experts).stop :] = crossing_D
+            record[self._place_of_loads.stop :] = crossing_D
         return self._gather(place, record, meanwhile)
 
     def compare_inputs(self, records: Records, signature: str) -> None:
@@ -204,10 +206,10 @@ class Agreement:
         if met is not None:
             met()
         if meanwhile is not None:
-            meanwhile(gathered[:, loads_of(self._experts)])
+            meanwhile(gathered[:, self._place_of_loads])
         words = gathered.cpu().numpy()
         equal = bool((words[1:, COMPARED] == words[:1, COMPARED]).all())
-        records = Records(words, gathered, equal, self._experts)
+        records = Records(words, gathered, equal, self._place_of_loads)
         if not equal:
             self._compare_places(place, records)
         return records
@@ -237,11 +239,7 @@ class Agreement:
             _compare(f"{what}{place}", digests, descriptions, place)
 
 
-def loads_of(experts: int) -> slice:
-    """Return the place of the loads in a record."""
-    return slice(len(FIELDS), len(FIELDS) + experts)
-
-
+@lru_cache(maxsize=1024)
 def text_digest(text: str) -> int:
     """Return a 62-bit digest of a text."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
