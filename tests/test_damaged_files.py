@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from ultraep import FileError, workload
-from ultraep.files.reading import read_array, read_arrays
 
 SEEDS = range(21, 20_021, 1000)
 
@@ -97,21 +96,3 @@ def test_unsupported_archives_are_refused(tmp_path, name):
     path.write_bytes(content)
     with pytest.raises(FileError, match=message):
         workload.read_loads(path)
-
-
-def test_arrays_are_read_as_numpy_wrote_them(tmp_path):
-    expected = {
-        "plain": np.arange(12).reshape(3, 4),
-        "columns": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
-        "empty": np.zeros((0, 3), dtype=np.int32),
-        "words": np.array(["a", "bcd"]),
-        "one": np.array(7, dtype=">i2"),
-    }
-    np.savez_compressed(tmp_path / "all.npz", **expected)
-    arrays = read_arrays(tmp_path / "all.npz")
-    assert list(arrays) == list(expected)
-    for name, array in expected.items():
-        np.save(tmp_path / "one.npy", array)
-        for read in (arrays[name], read_array(tmp_path / "one.npy")):
-            np.testing.assert_array_equal(read, array)
-            assert (read.dtype, read.shape) == (array.dtype, array.shape)

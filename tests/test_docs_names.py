@@ -160,9 +160,3 @@ def test_every_page_is_listed_once():
     listed = re.findall(r"^\| \[([^]]+)\]", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= set(listed)
-
-
-def test_tests_named_in_the_page_of_stacks_exist():
-    named = re.findall(r"`(tests/[^`]+\.py)`", (ROOT / "docs" / "stacks.md").read_text())
-    assert len(named) > 20
-    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -94,13 +94,7 @@ def two(tmp_path_factory):
     exact = {"training__precision": "float64", "training__even": 0}
     runs = [
         options(root / "whole", checkpoints__keep=2, logging__record=root / "traces"),
-        [*options(root / "resumed"), "--resume", checkpoint(root / "whole", 4)],
-        options(root / "exact", **exact),
-        [
-            *options(root / "apart", **exact, parallel__ep=1),
-            "--resume",
-            checkpoint(root / "exact", 2),
-        ],
+        options(root / "exact", **exact, parallel__ep=1),
     ]
     for rank in start(*runs):
         done = rank.finish(LIMIT)
@@ -131,25 +125,6 @@ def test_training_learns_is_balanced_and_leaves_its_files(two):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two):
-    for name in ("loss", "held_out_loss", "gradient_norm"):
-        assert scalars(two / "resumed", name) == scalars(two / "whole", name, after=4)
-    whole, resumed = (torch.load(checkpoint(two / run, 6)) for run in ("whole", "resumed"))
-    assert whole["text"] == resumed["text"]
-    assert whole["step"] == resumed["step"] == 6
-    for part in ("model", "optimizer", "rng"):
-        torch.testing.assert_close(whole[part], resumed[part], rtol=0, atol=0)
-    assert [rng.keys() for rng in whole["rng"]] == [{"cpu"}] * 2
-
-
-@pytest.mark.slow
-def test_groups_apart_train_the_same(two):
-    losses, expected = scalars(two / "apart"), scalars(two / "exact", after=2)
-    assert losses == pytest.approx(expected, rel=1e-10)
-    assert scalars(two / "apart", "copies") == dict.fromkeys(losses, 0)  # one rank is a group
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "precision", "even", "near"),
     [("exact", "float64", 0, 1e-10), ("whole", "float32", 0.01, 1e-5)],
@@ -177,17 +152,6 @@ def test_ctrl_c_on_one_rank_stops_all_and_loses_nothing(pretrain, tmp_path):
     goal = options(tmp_path, training__steps=step + 1)
     assert pretrain.main([*goal, "--resume"]) == 0
     assert list(scalars(tmp_path)) == list(range(1, step + 2))
-
-
-@pytest.mark.slow
-def test_a_dead_rank_is_named(tmp_path):
-    processes = start(options(tmp_path, training__steps=100_000))
-    processes[0].wait_for("step      2")
-    processes[1].process.kill()
-    first, _ = (process.finish(LIMIT) for process in processes)
-    assert first.returncode == 1
-    assert "rank 0: gone: rank 1; " in first.stderr
-    assert "Traceback" not in first.stderr
 
 
 def test_one_process_with_text_of_its_own(pretrain, tmp_path, capsys):

@@ -11,6 +11,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import quick_operators
 import triton.language as tl
+from quick_operators import semantic
 from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
 pytestmark = [
@@ -53,27 +54,18 @@ def outcome(compute, *operands):
     return result.type, result.shape.values, data.dtype, data.shape, data.tobytes()
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_operators_compute_the_same(name):
-    quick = getattr(tl.tensor, name)
+def test_quick_operators_compute_what_the_original_ones_compute():
     others = tensors(TYPES) + PLAIN
-    for mine, other in itertools.product(tensors(TYPES + POINTERS), others):
-        assert outcome(quick, mine, other) == outcome(quick.original, mine, other), (mine, other)
-
-
-@pytest.mark.parametrize("name", list(quick_operators.EXTREMES))
-def test_extremes_are_the_same(name):
-    quick = getattr(quick_operators.semantic, name)
-    nan = tl.PropagateNan.NONE
-    operands = tensors(TYPES) + [number for number in PLAIN if not isinstance(number, tl.constexpr)]
-    for x, y in itertools.product(operands, operands):
-        assert outcome(quick, x, y, nan) == outcome(quick.original, x, y, nan), (x, y)
-
-
-def test_where_is_the_same():
-    quick = quick_operators.semantic.where
-    conditions = [tensor(tl.int1, shape) for shape in SHAPES]
-    operands = [*tensors([tl.int1, tl.int32, tl.float16, tl.float32, POINTERS[0]]), 3, 2**40, 0.5]
-    for condition, x, y in itertools.product(conditions, operands, operands):
-        expected = outcome(quick.original, condition, x, y)
-        assert outcome(quick, condition, x, y) == expected, (condition, x, y)
+    numbers = [value for value in others if not isinstance(value, tl.constexpr)]
+    some = [*tensors([tl.int1, tl.int32, tl.float16, tl.float32, POINTERS[0]]), 3, 2**40, 0.5]
+    calls = [
+        *((getattr(tl.tensor, n), tensors(TYPES + POINTERS), others) for n in OPERATORS),
+        *(
+            (getattr(semantic, name), numbers, numbers, [tl.PropagateNan.NONE])
+            for name in quick_operators.EXTREMES
+        ),
+        (semantic.where, [tensor(tl.int1, shape) for shape in SHAPES], some, some),
+    ]
+    for quick, *operands in calls:
+        for values in itertools.product(*operands):
+            assert outcome(quick, *values) == outcome(quick.original, *values), values

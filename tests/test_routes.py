@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ultraep import BalancedMoE, Balancer, ConfigError, LoadError, LocalGroup
-from ultraep.config import BalanceConfig
+from ultraep import BalancedMoE, Balancer, ConfigError, LoadError
 from ultraep.routes import (
     Replay,
     batch_routes,
@@ -189,54 +188,6 @@ def test_routes_of_vllm_skip_dense_layers():
         from_vllm(None, [1])
     with pytest.raises(LoadError, match=r"with layer 3, got \[4, 3, 2\]"):
         from_vllm(ids, [1, 3])
-
-
-class Counted:
-    """A communicator that counts the bytes that it sends."""
-
-    def __init__(self, comm):
-        self._comm, self.sent = comm, 0
-
-    def __getattr__(self, name):
-        return getattr(self._comm, name)
-
-    def all_gather(self, tensor):
-        self.sent += tensor.nbytes
-        return self._comm.all_gather(tensor)
-
-    def all_to_all(self, rows, send_counts, receive_counts):
-        self.sent += rows.nbytes
-        return self._comm.all_to_all(rows, send_counts, receive_counts)
-
-    def exchange(self, sends, receives):
-        self.sent += sum(message.tensor.nbytes for message in sends)
-        self._comm.exchange(sends, receives)
-
-
-def test_routes_stay_on_their_rank():
-    """Recording and replaying send nothing."""
-
-    def work(comm):
-        counted = Counted(comm)
-        config = BalanceConfig(objective="balance")
-        model = Model(Balancer(counted, experts=EXPERTS, config=config))
-        for length in (5, 5, 50):  # the first step allocates
-            x, mask = inputs(comm.rank, length=length), torch.ones(3, length)
-            with torch.no_grad():
-                model(x)
-                plain, counted.sent = counted.sent, 0
-                with record_routes(model) as recorder:
-                    model(x)
-                assert counted.sent == plain
-                sequences = recorder.sequences(mask)
-                counted.sent = 0
-                with Replay(model, unknown="skip") as replay:
-                    routes = batch_routes(sequences, mask)
-                    replay.use(routes)
-                    assert counted.sent == 0
-                counted.sent = 0
-
-    LocalGroup(2).run(work)
 
 
 def test_layer_numbers_come_from_names():
