@@ -1,4 +1,4 @@
-"""Data planes of the simulator: rows that cross, by formula and counted, and times by hand."""
+"""Data planes of the simulator: rows that cross, by formula and counted, and advice."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from ultraep.errors import ConfigError
 from ultraep.runtime.hybrid.crossing import Domains
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.gains import compare_planes, crossing_rows, imbalance_between
-from ultraep.tools.sim.layer import LayerClock
-from ultraep.tools.sim.planes import PLANES, served_shares
+from ultraep.tools.sim.planes import served_shares
 from ultraep.tools.sim.runtime import Contender
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import Recorded, Skew
 
-from .small import MICRO, gpt_oss, replicas_of, small_costs, small_runtime, small_scenario
+from .small import gpt_oss
 
-FOUR = Topology(ranks=4, experts=4, domain=2)
 OURS = Contender("ultraep", "ultraep", slots=1)
 
 
@@ -69,51 +67,14 @@ def test_even_routing_crosses_as_the_closed_formula_says(
 @pytest.mark.parametrize(
     ("domain", "name", "message"),
     [
-        (2, "mapped", "4 ranks are 2 fast-link domains of 2; use 'auto'"),
-        (4, "hybrid", "all 4 ranks are in one fast-link domain; use 'auto'"),
-        (4, "nccl", "data_plane must be auto, mapped, hybrid, messages, got 'nccl'"),
+        (8, "mapped", "16 ranks are 2 fast-link domains of 8; use 'auto'"),
+        (16, "hybrid", "all 16 ranks are in one fast-link domain; use 'auto'"),
+        (16, "nccl", "data_plane must be auto, mapped, hybrid, messages, got 'nccl'"),
     ],
 )
 def test_impossible_planes_are_refused(domain: int, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        small_scenario(Training(tokens=5), ranks=4, domain=domain, data_plane=name)
-
-
-# Times by hand: a row has 16 bytes, an expert 192. A link moves 10 bytes per microsecond with a
-# latency of 3 us, the network 1 byte with 7 us.
-
-
-def stages(plane: str, placed: list[tuple[int, int, int, int]], **rates: Any) -> dict[str, float]:
-    clock = LayerClock(
-        costs=small_costs(**rates),
-        topology=FOUR,
-        runtime=small_runtime(overlaps_dispatch=True),
-        tokens=5,
-        context=6.0,
-        recompute=False,
-        plane=PLANES[plane],
-    )
-    times = clock.times(replicas_of([[10, 10, 10, 10]], placed, FOUR))
-    return {
-        name: float(seconds[0]) / MICRO
-        for name, seconds in (times.forward | times.backward).items()
-    }
-
-
-def test_a_token_crosses_once_and_is_spread_inside() -> None:
-    # Two of four experts: a domain serves 5 of 6 tokens. Half of 10 rows are of the rank itself.
-    crossing, inside = 5 * 5 / 6 * 16 / 1 + 7, 10 / 2 * 16 / 10 + 3
-    times = stages("hybrid", [])
-    assert times["dispatch"] == times["combine back"] == pytest.approx(crossing + inside)
-    assert stages("messages", [])["dispatch"] == pytest.approx(10 / 2 * 16 / 1 + 7)
-
-
-def test_weights_move_while_tokens_cross_but_not_with_messages() -> None:
-    placed = [(0, 0, 1, 2)]
-    assert stages("hybrid", placed)["replicate"] == pytest.approx(0)
-    assert stages("messages", placed)["replicate"] == pytest.approx(19.2)
-    assert stages("hybrid", placed)["reduce"] < stages("messages", placed)["reduce"]
-    assert stages("messages", placed)["reduce"] == pytest.approx(38.4)
+        scenario(domain=domain, data_plane=name)
 
 
 # Advice across domains

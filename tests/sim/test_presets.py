@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.presets import presets
 from ultraep.tools.sim.serving import load_requests
 
-from .small import small_cluster, small_model
-
 LOADERS: dict[str, Any] = {
     "clusters": load_cluster,
     "models": load_model,
     "requests": load_requests,
 }
+MODEL, H200 = load_model("gpt-oss-20b"), load_cluster("h200-nvl8")
 CLUSTER = """
 [first]
 title = "mine"
@@ -69,23 +69,23 @@ def test_presets_have_the_published_numbers_of_weights(
 
 
 @pytest.mark.parametrize(
-    ("make", "changes", "message"),
+    ("preset", "changes", "message"),
     [
-        (small_model, {"experts": 0}, "model small: experts must be at least 1, got 0"),
-        (small_model, {"layers": -1}, "model small: layers must be at least 1, got -1"),
-        (small_model, {"dense_layers": 3}, r"dense_layers must lie in 0\.\.2, got 3"),
-        (small_model, {"top_k": 5}, "top_k 5 is more than its 4 experts"),
-        (small_cluster, {"domain": 0}, "cluster small: domain must be at least 1, got 0"),
-        (small_cluster, {"link_gb_s": 0.0}, "link_gb_s must be positive, got 0"),
-        (small_cluster, {"memory_gb": -5.0}, "memory_gb must be positive, got -5"),
-        (small_cluster, {"matmul_tflops": float("inf")}, "matmul_tflops must be positive, got inf"),
-        (small_cluster, {"network_gb_s": float("nan")}, "network_gb_s must be positive, got nan"),
-        (small_cluster, {"link_us": -1.0}, "link_us must be at least 0, got -1"),
+        (MODEL, {"experts": 0}, "model gpt-oss-20b: experts must be at least 1, got 0"),
+        (MODEL, {"layers": -1}, "model gpt-oss-20b: layers must be at least 1, got -1"),
+        (MODEL, {"dense_layers": 24}, r"dense_layers must lie in 0\.\.23, got 24"),
+        (MODEL, {"top_k": 33}, "top_k 33 is more than its 32 experts"),
+        (H200, {"domain": 0}, "cluster h200-nvl8: domain must be at least 1, got 0"),
+        (H200, {"link_gb_s": 0.0}, "link_gb_s must be positive, got 0"),
+        (H200, {"memory_gb": -5.0}, "memory_gb must be positive, got -5"),
+        (H200, {"matmul_tflops": float("inf")}, "matmul_tflops must be positive, got inf"),
+        (H200, {"network_gb_s": float("nan")}, "network_gb_s must be positive, got nan"),
+        (H200, {"link_us": -1.0}, "link_us must be at least 0, got -1"),
     ],
 )
-def test_invalid_sizes(make: Any, changes: dict[str, Any], message: str) -> None:
+def test_invalid_sizes(preset: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make(**changes)
+        replace(preset, **changes)
 
 
 # Tables

@@ -18,8 +18,6 @@ from ultraep.tools.sim.serving import (
     rate_at_limit,
 )
 
-from .small import small_model, small_scenario
-
 PLAIN = Iteration(fixed=1.0, experts=np.array([2.0]), per_token=0.0, per_pair=0.0, chunk=10)
 PAIRS = replace(PLAIN, fixed=0.0, experts=np.zeros(1), per_pair=1.0)
 QUICK = Iteration(fixed=0.01, experts=np.array([0.1]), per_token=1e-4, per_pair=0.0, chunk=1000)
@@ -67,7 +65,7 @@ def test_the_rate_meets_the_limit_and_a_higher_one_does_not() -> None:
         assert (mean_first_token(QUICK, *drawn, 4) <= 1.0) == meets
 
 
-# Requests and memory
+# Requests
 
 
 @pytest.mark.parametrize(
@@ -76,10 +74,3 @@ def test_the_rate_meets_the_limit_and_a_higher_one_does_not() -> None:
 def test_invalid_requests(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{field} must .*, got {value}"):
         requests(**{field: value})
-
-
-def test_prefill_needs_weights_slots_and_one_layer() -> None:
-    job = Serving(requests=requests(), tokens=10)
-    memory = small_scenario(job).memory(3, 7)
-    assert memory.weights == job.weight_bytes(small_model(), 2) == 2 * (768 / 2 + 1112)
-    assert (memory.slots, memory.rows, memory.kept) == (3 * 2 * 96, 7 * 56, 2 * 10 * 8 * 10)
