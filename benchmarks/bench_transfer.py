@@ -138,8 +138,8 @@ def relay(bench: Bench) -> None:
         for fan in bench.scale.fans:
             values: dict[Metric, float | None] = {SIGNAL: None}
             for mode in MODES:
-                copies = [(0, host) for host in range(1, fan + 1)]
-                transfer = Transfer(world, copies, mode=mode, programs=programs)
+                placed = [(0, host) for host in range(1, fan + 1)]
+                transfer = Transfer(world, placed, mode=mode, programs=programs)
                 us = transfer.time(bench.clock)
                 single.setdefault(mode, us)
                 values |= {MODE_TIME[mode]: us, MODE_RATIO[mode]: us / single[mode]}
@@ -261,7 +261,7 @@ def _schedule_us(bench: Bench, signals: Signals, plan: Plan, mode: str) -> float
     from ultraep.backends.triton.streamer import Streamer
 
     streamer = Streamer(signals, plan.topology, relay=mode, programs=1)
-    replicas_C3 = as_replicas(plan.replicas.tolist(), streamer.copies, bench.clock.device)
+    replicas_C3 = as_replicas(plan.replicas.tolist(), streamer.max_replicas, bench.clock.device)
     made = torch.zeros(streamer.size, dtype=torch.int32, device=bench.clock.device)
     layout = bench.scale.layout
     return bench.clock.stopwatch(partial(streamer.schedule, replicas_C3, layout, made), INNER)()
@@ -284,9 +284,9 @@ def signals_of(group: LocalPeers, rank: int) -> Signals:
     return Signals(group.of(rank), slots=1, buffers=1, timeout=TIMEOUT)
 
 
-def as_replicas(rows: Sequence[Sequence[int]], copies: int, device: torch.device) -> torch.Tensor:
+def as_replicas(rows: Sequence[Sequence[int]], count: int, device: torch.device) -> torch.Tensor:
     """[C, 3] expert, host and slot of every replica, in the format of a plan on the device."""
-    unused = [[-1, -1, -1]] * (copies - len(rows))
+    unused = [[-1, -1, -1]] * (count - len(rows))
     return torch.tensor([*map(list, rows), *unused], dtype=torch.int32, device=device)
 
 
@@ -316,18 +316,18 @@ class Transfer:
     """Replicas (expert, host) of home experts, sent by all ranks in one launch."""
 
     def __init__(
-        self, world: Neighbours, copies: Sequence[tuple[int, int]], *, mode: str, programs: int
+        self, world: Neighbours, placed: Sequence[tuple[int, int]], *, mode: str, programs: int
     ) -> None:
         from ultraep.backends.triton.streamer import Streamer
 
-        self._world, self._copies = world, copies
+        self._world, self._placed = world, placed
         self._streamers = [
             Streamer(signals, world.topology, relay=mode, programs=programs)
             for signals in world.signals
         ]
         ranks, first = world.topology.ranks, self._streamers[0]
-        rows = [(*copy, 0) for copy in sorted(copies)]
-        self._replicas_C3 = as_replicas(rows, first.copies, world.device)
+        rows = [(*replica, 0) for replica in sorted(placed)]
+        self._replicas_C3 = as_replicas(rows, first.max_replicas, world.device)
         self._made = torch.zeros(ranks, first.size, dtype=torch.int32, device=world.device)
         sources = [
             streamer.sources(world.layout, weights)
@@ -367,7 +367,7 @@ class Transfer:
         return int(self._made[0, 1])
 
     def _check(self) -> None:
-        expert_of_host = {host: expert for expert, host in self._copies}
+        expert_of_host = {host: expert for expert, host in self._placed}
         for host, slot in enumerate(self._world.slots):
             if host not in expert_of_host:
                 same = bool((slot == POISON).all())
@@ -377,7 +377,7 @@ class Transfer:
                 bits = torch.int16
                 same = all(torch.equal(got[n].view(bits), want[n].view(bits)) for n in want)
             if not same:
-                raise Mismatch(f"the slot of rank {host} is wrong after sending {self._copies}")
+                raise Mismatch(f"the slot of rank {host} is wrong after sending {self._placed}")
 
 
 class Pull:
@@ -406,7 +406,7 @@ class Pull:
         from ultraep.backends.triton.streamer import pull
 
         rows = [(0, host, 0) for host in range(1, fan + 1)]
-        replicas_C3 = as_replicas(rows, self._streamer.copies, self._made.device)
+        replicas_C3 = as_replicas(rows, self._streamer.max_replicas, self._made.device)
         self._streamer.schedule(replicas_C3, self._layout, self._made)
         arguments = self._home_1P, self._rows, self._made, self._streamer
         call = partial(pull, *arguments, programs=self._programs)

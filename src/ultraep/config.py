@@ -96,14 +96,14 @@ class Rates:
         """Row, copy, each, layer: the order in which backends expect them."""
         return self.row, self.copy, self.each, self.layer
 
-    def time(self, *, peak: int, transfers: int, copies: int, unit: int = 1) -> int:
+    def time(self, *, peak: int, transfers: int, replicas: int, unit: int = 1) -> int:
         """Return the picoseconds of a plan.
 
         peak: rows of the fullest rank, in units of which a row has `unit`.
         transfers: most replicas that one rank receives or sends.
         """
-        fixed = self.layer if copies else 0
-        return self.row * peak // unit + self.copy * transfers + self.each * copies + fixed
+        fixed = self.layer if replicas else 0
+        return self.row * peak // unit + self.copy * transfers + self.each * replicas + fixed
 
 
 RATE_NAMES = ("row", "copy", "each", "layer")

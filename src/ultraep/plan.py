@@ -272,9 +272,9 @@ class Plan:
         planned, without = (ps / PER_MS for ps in (self.time, self.time_without_replicas))
         return f", {planned:.3g} ms by its rates, {without:.3g} without replicas"
 
-    def _time(self, rates: Rates, rank_loads: IntArray, transfers: int, copies: int) -> int:
+    def _time(self, rates: Rates, rank_loads: IntArray, transfers: int, replicas: int) -> int:
         peak, unit = peak_of(rank_loads, self.speeds)
-        return rates.time(peak=peak, unit=unit, transfers=transfers, copies=copies)
+        return rates.time(peak=peak, unit=unit, transfers=transfers, replicas=replicas)
 
     def _over_mean(self, peak: int) -> float:
         total, speeds = int(self.rank_loads.sum()), self.config.speeds_for(self.topology.ranks)

@@ -349,7 +349,7 @@ def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) ->
     layout = Layout.of(weights, streamer.homes)
     schedule = torch.zeros(streamer.size, dtype=torch.int32)
     rows = peers.allocate("rows", 64)
-    streamer.schedule(torch.zeros(streamer.copies, 3, dtype=torch.int32), layout, schedule)
+    streamer.schedule(torch.zeros(streamer.max_replicas, 3, dtype=torch.int32), layout, schedule)
     streamer.fill(schedule, layout, weights, rows)
     pull(weights["w"], rows, schedule, streamer, programs=528)
     pull(weights["w"], rows, schedule, streamer, programs=8, large=True)

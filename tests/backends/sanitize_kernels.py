@@ -75,7 +75,7 @@ def layer(dtype: torch.dtype, quantised: str | None = None) -> Callable[[], None
     return passes
 
 
-def copies(relay: str) -> Callable[[], None]:
+def replicas(relay: str) -> Callable[[], None]:
     """Send weights for four ranks by one launch, twice; then sum gradients of one rank."""
 
     def send() -> None:
@@ -124,8 +124,8 @@ WORK = {f"example of {name}": example(name) for name in EXAMPLES} | {
     "layer in float32": layer(torch.float32),
     "layer in bfloat16": layer(torch.bfloat16),
     "layer in FP8": layer(torch.bfloat16, "fp8"),
-    "copies sent directly": copies("direct"),
-    "copies in chains": copies("chain"),
+    "replicas sent directly": replicas("direct"),
+    "replicas in chains": replicas("chain"),
 }
 
 

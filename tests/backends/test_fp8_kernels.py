@@ -23,7 +23,7 @@ SMALL = LOW | {("multiply", 1): Blocks(16, 16, 128, stages=2, band=2, half=True)
 SLOTS = {
     "mixed": ([5, 0, 17], [9, 3]),
     "no rows": ([0, 0], [0]),
-    "no copies": ([16, 3, 2], []),
+    "no replicas": ([16, 3, 2], []),
     "no homes": ([], [3, 0, 20]),
 }
 CAPACITY = 40
@@ -145,7 +145,7 @@ def close(actual, expected, dtype=torch.float32):
 def test_products_are_those_of_the_twin(name, dtype, any_scales):
     """Scales of a checkpoint need not be powers of two."""
     case = Case(name, dtype)
-    for stack in (case.weights.scales.homes, case.weights.scales.copies) if any_scales else ():
+    for stack in (case.weights.scales.homes, case.weights.scales.replicas) if any_scales else ():
         stack *= 1 + torch.rand(stack.shape, generator=torch.Generator().manual_seed(6)).to(DEVICE)
     for bias, scale in ((None, None), (case.bias, case.scale)):
         actual = case.kernels.multiply(case.packed, case.weights, bias, scale=scale)
@@ -184,14 +184,14 @@ def test_backward_uses_dequantised_numbers():
         d_rows = products.multiply_transposed(d_out, case.weights)
         into = Stacks(*(torch.empty(n, 40, 300, device=DEVICE) for n in (3, 2)))
         products.weight_gradients(d_out, case.packed, into, None)
-        results.append([d_rows[: case.total], into.homes, into.copies])
+        results.append([d_rows[: case.total], into.homes, into.replicas])
     for actual, expected in zip(*results, strict=True):
         close(actual, expected)
 
 
 @types
 def test_bits_do_not_depend_on_the_place(dtype):
-    case = Case("no copies", dtype)
+    case = Case("no replicas", dtype)
     assert_same_bits(case.rows[:21], case.weights, [0, 9, 9, 21], table=SMALL)
 
 

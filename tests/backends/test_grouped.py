@@ -33,7 +33,7 @@ SLOTS = {  # rows of the home slots, and of the spare slots
     "no rows": ([0, 0], [0]),
     "one slot": ([0, 0, 37], [0]),
     "one copy": ([0], [0, 33]),
-    "no copies": ([16, 3, 2], []),
+    "no replicas": ([16, 3, 2], []),
     "no homes": ([], [3, 0, 20]),
     "few rows": ([5, 0, 8], [3, 1]),
 }
@@ -79,8 +79,8 @@ class Case:
     """Rows of some slots; behind them, NaN that no kernel may read."""
 
     def __init__(self, name="mixed", dtype=SINGLE, seed=0):
-        homes, copies = SLOTS[name]
-        self.counts, self.homes, self.copies = homes + copies, len(homes), len(copies)
+        homes, replicas = SLOTS[name]
+        self.counts, self.homes, self.replicas = homes + replicas, len(homes), len(replicas)
         self.total, self.dtype = sum(self.counts), dtype
         self.generator = torch.Generator().manual_seed(seed)
         self.offsets = torch.tensor([0, *self.counts]).cumsum(0).to(DEVICE, torch.int32)
@@ -98,8 +98,8 @@ class Case:
         return torch.full((CAPACITY, *width), KEPT, dtype=dtype or self.dtype, device=DEVICE)
 
     def stacks(self, *shape, dtype=None):
-        homes, copies = (self.random(n, *shape, dtype=dtype) for n in (self.homes, self.copies))
-        return Stacks(homes, padded(copies))
+        homes, replicas = (self.random(n, *shape, dtype=dtype) for n in (self.homes, self.replicas))
+        return Stacks(homes, padded(replicas))
 
     def each(self, *stacks):
         """Yield the rows of every slot, and its tensor in each of the stacks."""
@@ -122,11 +122,13 @@ def padded(stack):
 
 
 def slots_of(stacks):
-    return [*stacks.homes, *stacks.copies] if isinstance(stacks, Stacks) else stacks
+    return [*stacks.homes, *stacks.replicas] if isinstance(stacks, Stacks) else stacks
 
 
 def empty_like(stacks):
-    return Stacks(torch.full_like(stacks.homes, KEPT), padded(torch.full_like(stacks.copies, KEPT)))
+    return Stacks(
+        torch.full_like(stacks.homes, KEPT), padded(torch.full_like(stacks.replicas, KEPT))
+    )
 
 
 def check(result, expected, dtype, scale=1.0):
@@ -217,7 +219,7 @@ def test_other_types_and_sizes(sizes, dtype):
 
 
 @pytest.mark.parametrize("of_homes", [HALF, SINGLE], ids=str)
-@pytest.mark.parametrize("name", ["mixed", "no copies", "no homes"])
+@pytest.mark.parametrize("name", ["mixed", "no replicas", "no homes"])
 @pytest.mark.parametrize("apart", [False, True], ids=["rounded", "sums apart"])
 def test_gradients_of_homes_in_another_type(name, of_homes, apart):
     """Gradients of homes are rounded once, unless replicas are added to them later."""
@@ -230,14 +232,14 @@ def test_gradients_of_homes_in_another_type(name, of_homes, apart):
     spans = torch.stack([ends - replicated.int(), ends], dim=1).int()
 
     def empty(stacks):
-        homes, copies = (torch.full_like(t, NAN) for t in (stacks.homes, stacks.copies))
+        homes, replicas = (torch.full_like(t, NAN) for t in (stacks.homes, stacks.replicas))
         sums = (homes, spans) if apart else (None, None)
-        return Stacks(homes.to(of_homes, copy=True), copies, *sums)
+        return Stacks(homes.to(of_homes, copy=True), replicas, *sums)
 
     into, bias = empty(exact), empty(exact_bias)
     case.products.weight_gradients(d_out, rows, into, bias, scale=scale)
     for stacks, expected in ((into, exact), (bias, exact_bias)):
-        assert torch.equal(stacks.copies, expected.copies)
+        assert torch.equal(stacks.replicas, expected.replicas)
         assert torch.equal(stacks.homes[~replicated], expected.homes[~replicated].to(of_homes))
         assert stacks.homes[replicated].isnan().all()
         if apart:
@@ -259,7 +261,7 @@ def test_other_tiles_and_programs_change_no_bit(width, name, programs):
         out = products.multiply(rows, weights, bias, scale=scale, out=case.empty(width))
         turned = products.multiply_transposed(d_rows, back, out=case.empty(width))
         products.weight_gradients(d_rows, wide_rows, into, None)
-        results.append([out, turned, into.homes, into.copies])
+        results.append([out, turned, into.homes, into.replicas])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
@@ -317,8 +319,8 @@ def test_inner_strides():
     """Rows and weights may be parts of wider tensors."""
     case = Case()
     rows, out = case.rows(2 * K)[:, K:], case.empty(N + 3)
-    homes, copies = case.random(case.homes, N, K + 8), case.random(case.copies, N, K + 8)
-    weights = Stacks(homes[..., :K], copies[..., :K])
+    homes, replicas = case.random(case.homes, N, K + 8), case.random(case.replicas, N, K + 8)
+    weights = Stacks(homes[..., :K], replicas[..., :K])
     case.products.multiply(rows, weights, None, out=out[:, :N])
     case.check(out[:, :N], reference(case, rows, weights))
     assert (out[:, N:] == KEPT).all()
@@ -335,11 +337,11 @@ def test_bits_of_a_row_do_not_depend_on_its_place(dtype):
     for name in ("full", "one slot"):
         there = Case(name, dtype)
         chosen = torch.arange(CAPACITY) if name == "full" else order
-        weights = [weight] * (there.homes + there.copies)
+        weights = [weight] * (there.homes + there.replicas)
         if name == "full":
             weights[1] = other
         stacks = Stacks(torch.stack(weights[: there.homes]), torch.stack(weights[there.homes :]))
-        biases = Stacks(bias.expand(there.homes, N).clone(), bias.expand(there.copies, N).clone())
+        biases = Stacks(bias.expand(there.homes, N).clone(), bias.expand(there.replicas, N).clone())
         out = there.products.multiply(rows[chosen], stacks, biases, scale=scale[chosen])
         back = there.products.multiply_transposed(out, stacks)
         d_up, hidden, dots = there.products.activate_backward(
@@ -395,14 +397,14 @@ def test_no_slots_and_no_rows():
 def test_large_products_in_a_graph(sizes):
     """One graph for all offsets, with the tiles of this GPU."""
     height, width = sizes
-    homes, copies, capacity = 5, 2, 4096
+    homes, replicas, capacity = 5, 2, 4096
 
     def random(*shape):
         return torch.randn(*shape, device=DEVICE).to(HALF)
 
-    offsets = torch.zeros(homes + copies + 1, dtype=torch.int32, device=DEVICE)
-    weights = Stacks(random(homes, height, width), padded(random(copies, height, width)))
-    into = Stacks(weights.homes.float(), weights.copies.float())
+    offsets = torch.zeros(homes + replicas + 1, dtype=torch.int32, device=DEVICE)
+    weights = Stacks(random(homes, height, width), padded(random(replicas, height, width)))
+    into = Stacks(weights.homes.float(), weights.replicas.float())
     rows, out, back = random(capacity, width), random(capacity, height), random(capacity, width)
 
     def step():
@@ -417,7 +419,9 @@ def test_large_products_in_a_graph(sizes):
         step()
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
-        cuts = torch.randint(0, capacity + 1, (homes + copies - 1,), generator=generator).sort()[0]
+        cuts = torch.randint(0, capacity + 1, (homes + replicas - 1,), generator=generator).sort()[
+            0
+        ]
         ends = [min(end, capacity - 100 * seed) for end in [0, *cuts.tolist(), capacity]]
         offsets.copy_(torch.tensor(ends))
         out.fill_(KEPT)

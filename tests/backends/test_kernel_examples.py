@@ -141,11 +141,11 @@ class Launch:
         if value is None:
             return group(*[None] * len(group._fields))
         if group is SlotTensors:
-            fields = (f"{name}.{part}" for part in ("homes", "copies", "sums", "spans"))
+            fields = (f"{name}.{part}" for part in ("homes", "replicas", "sums", "spans"))
             tensors = [self.tensor(*item) for item in zip(fields, value, strict=False)]
-            homes, copies, sums, spans = [*tensors, None, None][:4]
+            homes, replicas, sums, spans = [*tensors, None, None][:4]
             return group(
-                homes, copies, sums, spans, homes.stride(0), copies.stride(0), homes.stride(1)
+                homes, replicas, sums, spans, homes.stride(0), replicas.stride(0), homes.stride(1)
             )
         tensor = self.tensor(name, value)
         return group(tensor, tensor.stride(0), tensor.shape[1])

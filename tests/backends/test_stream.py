@@ -37,14 +37,14 @@ only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are proce
 
 def plan_with(topology, replicas):
     """Return a plan with these replicas; everything else is 0."""
-    copies, ranks = sorted(replicas), topology.ranks
+    rows, ranks = sorted(replicas), topology.ranks
     return Plan(
         topology,
         BalanceConfig(),
         np.zeros((ranks, topology.experts), dtype=np.int64),
-        np.array(copies, dtype=np.int64).reshape(-1, 3),
-        np.zeros(len(copies), dtype=np.int64),
-        np.zeros((len(copies), ranks), dtype=np.int64),
+        np.array(rows, dtype=np.int64).reshape(-1, 3),
+        np.zeros(len(rows), dtype=np.int64),
+        np.zeros((len(rows), ranks), dtype=np.int64),
         np.zeros(ranks, dtype=np.int64),
     )
 
@@ -86,15 +86,15 @@ class Schedule(NamedTuple):
     chunks: int
     longest: int
     senders: list[int]
-    copies: list[list[int]]  # host, slot
-    of_homes: list[list[int]]  # first and end among the copies
+    replicas: list[list[int]]  # host, slot
+    of_homes: list[list[int]]  # first and end among the replicas
 
 
 def kernel_schedule(made, plan, rank):
     """Parse what the kernel has written."""
     most, slots = max(1, plan.topology.ranks * plan.topology.slots), plan.topology.slots
     homes = len(plan.topology.home_experts(rank))
-    header, numbers, senders, copies, of_homes = made.cpu().split(
+    header, numbers, senders, replicas, of_homes = made.cpu().split(
         [4, 4 * most, slots, 2 * most, 2 * homes]
     )
     sent, chunks, _, longest = header.tolist()
@@ -103,7 +103,7 @@ def kernel_schedule(made, plan, rank):
         chunks,
         longest,
         senders.tolist(),
-        copies.view(-1, 2)[: plan.num_replicas].tolist(),
+        replicas.view(-1, 2)[: plan.num_replicas].tolist(),
         of_homes.view(-1, 2).tolist(),
     )
 
@@ -180,7 +180,7 @@ def test_schedules_are_those_of_the_plain_twin(topology, seed, fullness, mode, n
         assert actual == expected
 
 
-FANS = {  # copies, bytes of an expert, and whether relays are worth it
+FANS = {  # replicas, bytes of an expert, and whether relays are worth it
     "nothing": ([], 1 << 26, False),
     "one copy": ([(0, 1, 0)], 1 << 26, False),
     "everyone sends one": ([(2 * r, (r + 1) % 6, 0) for r in range(6)], 1 << 26, False),
@@ -547,7 +547,7 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
 
-FAN_OUTS = [0, 1, 2, 3, 4, 5]  # copies of the experts of rank 0
+FAN_OUTS = [0, 1, 2, 3, 4, 5]  # replicas of the experts of rank 0
 FANNED = Topology(ranks=6, experts=10, slots=3, homes=[0, 1, 0, 0, 0, 2, 0, 0, 3, 4])
 
 
@@ -557,8 +557,8 @@ def fanned_plan():
     free = {host: [2, 0, 1] for host in range(1, 6)}
     replicas = [
         (expert, host, free[host].pop())
-        for expert, copies in zip(mine, FAN_OUTS, strict=True)
-        for host in list(range(1 + expert % 2, 6))[:copies]
+        for expert, replicas in zip(mine, FAN_OUTS, strict=True)
+        for host in list(range(1 + expert % 2, 6))[:replicas]
         if free[host]
     ]
     return plan_with(FANNED, [*replicas, (1, 0, 0), (8, 0, 2)])

@@ -32,7 +32,7 @@ CONFIGS = {
     "exact": BalanceConfig(),
     "loose": BalanceConfig(tolerance=0.05, locality=False, min_tokens_per_replica=3),
     "few links": BalanceConfig(rates=Rates(row=1000, copy=20_000, layer=3000)),
-    "few copies": BalanceConfig(rates=Rates(row=1000, each=5000), tolerance=0.02),
+    "few replicas": BalanceConfig(rates=Rates(row=1000, each=5000), tolerance=0.02),
 }
 
 

@@ -72,7 +72,7 @@ def test_the_tolerance_holds_if_exact_balance_is_possible(problem, tolerance):
 def time_of(plan, rates):
     transfers = max(plan.max_ingress, plan.max_egress)
     peak = int(plan.rank_loads.max())
-    return rates.time(peak=peak, transfers=transfers, copies=plan.num_replicas)
+    return rates.time(peak=peak, transfers=transfers, replicas=plan.num_replicas)
 
 
 @given(problems(), timed_configs)
@@ -102,12 +102,14 @@ def test_the_quickest_of_all_attempts_is_planned(problem, config, data):
         return max(a.transfers for a in attempts)
 
     def cost(attempts):
-        copies = sum(len(a.copies) for a in attempts)
+        replicas = sum(len(a.replicas) for a in attempts)
         met = attempts is not exact and attempts is not none
         peak = max(a.threshold if met else a.peak for a in attempts)
         unit = domains[0].unit
-        time = config.rates.time(peak=peak, unit=unit, transfers=transfers(attempts), copies=copies)
-        return time, copies
+        time = config.rates.time(
+            peak=peak, unit=unit, transfers=transfers(attempts), replicas=replicas
+        )
+        return time, replicas
 
     few_links = config.rates.copy > 0
     attempts = [
@@ -173,7 +175,7 @@ def test_rates_are_checked(rates, message):
 
 def test_the_largest_rates_still_fit_64_bits():
     most = Rates(row=2**31 - 1, copy=2**40, each=2**40, layer=2**40)
-    assert most.time(peak=2**31 - 1, transfers=2**20, copies=2**20) < 2**63
+    assert most.time(peak=2**31 - 1, transfers=2**20, replicas=2**20) < 2**63
     config = BalanceConfig(rates=most)
     with pytest.raises(ConfigError, match="at most 1048576 spare slots, got 1048577"):
         config.rates_for(2**20 + 1)

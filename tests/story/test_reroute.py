@@ -55,10 +55,10 @@ def rows_by_slot(own, plan, rank):
     served = [[] for _ in range(topology.first_slot_of_rank[-1])]
     for expert, home in enumerate(topology.home_slot_of_expert):
         rows = [row for row, chosen in enumerate(ids) if chosen == expert]
-        copies = np.flatnonzero(plan.replicas[:, 0] == expert)
-        counts = plan.split[copies, rank].tolist()
+        replicas = np.flatnonzero(plan.replicas[:, 0] == expert)
+        counts = plan.split[replicas, rank].tolist()
         line = permuted(rows) if sum(counts) else rows
-        spare = [topology.spare_slot(*plan.replicas[copy, 1:]) for copy in copies]
+        spare = [topology.spare_slot(*plan.replicas[replica, 1:]) for replica in replicas]
         for slot, count in zip([home, *spare], [len(rows) - sum(counts), *counts], strict=True):
             served[slot], line = line[:count], line[count:]
         assert not line

@@ -41,19 +41,19 @@ class Stacks:
     """
 
     homes: torch.Tensor
-    copies: torch.Tensor
+    replicas: torch.Tensor
     sums: torch.Tensor | None = None  # replaces `homes` for gradients that replicas are added to
     spans: torch.Tensor | None = None  # [H, 2] begin and end of the replicas of each home expert
     scales: Stacks | None = None  # of FP8 weights
 
     def __post_init__(self) -> None:
-        homes, copies, sums = self.homes, self.copies, self.sums
-        assert homes.shape[1:] == copies.shape[1:], (homes.shape, copies.shape)
+        homes, replicas, sums = self.homes, self.replicas, self.sums
+        assert homes.shape[1:] == replicas.shape[1:], (homes.shape, replicas.shape)
         assert (sums is None) == (self.spans is None)
         assert sums is None or sums.stride() == homes.stride(), (sums.stride(), homes.stride())
 
     def __len__(self) -> int:
-        return len(self.homes) + len(self.copies)
+        return len(self.homes) + len(self.replicas)
 
     def plain(self, dtype: torch.dtype, dequantise: Dequantise = dequantise) -> Stacks:
         """Return the stacks; FP8 weights are dequantised."""
@@ -61,12 +61,12 @@ class Stacks:
             return self
         return Stacks(
             dequantise(self.homes, self.scales.homes, dtype),
-            dequantise(self.copies, self.scales.copies, dtype),
+            dequantise(self.replicas, self.scales.replicas, dtype),
         )
 
     def slots(self) -> tuple[torch.Tensor, ...]:
         """Return the tensor of every slot."""
-        return *self.homes.unbind(), *self.copies.unbind()
+        return *self.homes.unbind(), *self.replicas.unbind()
 
 
 class Beside(NamedTuple):

@@ -48,7 +48,7 @@ class Attempt(NamedTuple):
     peak: int  # the least threshold that it meets
     transfers: int  # most replicas that one rank receives, or experts that it gives away
     heights: IntArray  # [R] rows of every rank above its limit; negative: below
-    copies: IntArray  # [C, 3] expert, host and quota of every replica
+    replicas: IntArray  # [C, 3] expert, host and quota of every replica
 
 
 def limits_at(threshold: int, weights: IntArray, scale: int) -> IntArray:
@@ -115,7 +115,7 @@ def attempt(domain: Domain, threshold: int, links: int, in_pairs: bool) -> Attem
     slack = -heights.sum()
     in_pairs = in_pairs and slack >= len(limits)
     num_given, num_received, transfers = np.zeros_like(limits), np.zeros_like(limits), 0
-    copies, number = np.empty((domain.max_replicas, 3), np.int64), 0
+    replicas, number = np.empty((domain.max_replicas, 3), np.int64), 0
     while number < domain.max_replicas and num_donors > 0 and num_hosts > 0:
         donor_at = host_at = NOBODY
         if in_pairs:
@@ -130,7 +130,7 @@ def attempt(domain: Domain, threshold: int, links: int, in_pairs: bool) -> Attem
         if quota < domain.min_tokens:
             break
         expert = hottest[donor]
-        copies[number, 0], copies[number, 1], copies[number, 2] = expert, host, quota
+        replicas[number, 0], replicas[number, 1], replicas[number, 2] = expert, host, quota
         number += 1
         num_given[donor] += at_home[expert] == domain.loads[expert]
         num_received[host] += 1
@@ -153,7 +153,7 @@ def attempt(domain: Domain, threshold: int, links: int, in_pairs: bool) -> Attem
             elif -heights[rank] >= domain.min_tokens and free_slots[rank] > 0:
                 num_hosts = insert(hosts, num_hosts, key_of(-heights[rank], rank))
     peak = peak_of(domain, heights + limits)
-    return Attempt(threshold, peak, transfers, heights, copies[:number])
+    return Attempt(threshold, peak, transfers, heights, replicas[:number])
 
 
 def take(donors: IntArray, hosts: IntArray, heat: IntArray) -> tuple[int, int]:

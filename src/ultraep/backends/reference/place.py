@@ -93,9 +93,9 @@ def replicas_of(attempts: list[Attempt], limits: Limits) -> IntArray:
     placed = np.empty((ranks * limits.slots, 3), np.int64)
     for index, attempt in enumerate(attempts):
         begin = index * limits.domain
-        for copy in attempt.copies:
-            placed[total, 0] = limits.experts_by_rank[limits.first_of_rank[begin] + copy[0]]
-            placed[total, 1], placed[total, 2] = begin + copy[1], copy[2]
+        for replica in attempt.replicas:
+            placed[total, 0] = limits.experts_by_rank[limits.first_of_rank[begin] + replica[0]]
+            placed[total, 1], placed[total, 2] = begin + replica[1], replica[2]
             total += 1
     placed = placed[:total]
     return placed[np.argsort(placed[:, 0] * ranks + placed[:, 1], kind="mergesort")]

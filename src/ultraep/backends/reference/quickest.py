@@ -41,11 +41,11 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Numbers) -> lis
     for domain in domains:
         at_home = max(at_home, peak_of(domain, domain.rank_loads))
     best = [solve(domain, thresholds[0]) for domain in domains]
-    peak, exact_transfers, copies, _ = totals(best)
-    time = time_of(peak, unit, exact_transfers, copies, rates)
+    peak, exact_transfers, replicas, _ = totals(best)
+    time = time_of(peak, unit, exact_transfers, replicas, rates)
     if time_of(at_home, unit, 0, 0, rates) <= time:
         best = [alias(domain, MAX_THRESHOLD) for domain in domains]  # no rank is above its limit
-        time, copies = time_of(at_home, unit, 0, 0, rates), 0
+        time, replicas = time_of(at_home, unit, 0, 0, rates), 0
     least = least_times(domains, thresholds, links, rates, time, at_home)
     while True:
         number = int(np.argmin(least))
@@ -57,9 +57,9 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Numbers) -> lis
         if threshold == NEVER or (number < LIMITED and transfers >= exact_transfers):
             continue
         cost = time_of(threshold, unit, transfers, made, rates), made, number
-        if cost < (time, copies, chosen):
+        if cost < (time, replicas, chosen):
             best = attempts
-            time, copies, chosen = cost
+            time, replicas, chosen = cost
 
 
 def totals(attempts: list[Attempt]) -> tuple[int, int, int, int]:
@@ -67,13 +67,13 @@ def totals(attempts: list[Attempt]) -> tuple[int, int, int, int]:
 
     The threshold is `NEVER` if an attempt does not meet its own.
     """
-    peak = transfers = copies = threshold = 0
+    peak = transfers = replicas = threshold = 0
     for attempt in attempts:
         peak, transfers = max(peak, attempt.peak), max(transfers, attempt.transfers)
-        copies += len(attempt.copies)
+        replicas += len(attempt.replicas)
         met = attempt.peak <= attempt.threshold
         threshold = max(threshold, attempt.threshold if met else NEVER)
-    return peak, transfers, copies, threshold
+    return peak, transfers, replicas, threshold
 
 
 def attempts_to_make(
@@ -128,7 +128,7 @@ def least_times(
     """
     least, unit = np.full(len(thresholds), NEVER, np.int64), domains[0].unit
     for number in range(0 if rates[1] > 0 else LIMITED, len(thresholds)):
-        peak, transfers, copies, possible = 0, 0, 0, True
+        peak, transfers, replicas, possible = 0, 0, 0, True
         for domain in domains:
             threshold = threshold_with(domain, thresholds[number], links[number])
             peak = max(peak, threshold)
@@ -136,12 +136,12 @@ def least_times(
                 possible = False
                 break
             most, needed = least_transfers(domain, threshold)
-            transfers, copies = max(transfers, most), copies + needed
+            transfers, replicas = max(transfers, most), replicas + needed
             possible = possible and needed <= domain.max_replicas
         # If these are the fewest links for the lowest threshold, the first attempt has them, too.
         repeated = number > 0 and transfers == links[number] and peak == thresholds[0]
         if possible and not (repeated and len(domains) == 1):
-            least[number] = time_of(peak, unit, transfers, copies, rates)
+            least[number] = time_of(peak, unit, transfers, replicas, rates)
     return least
 
 
@@ -151,19 +151,19 @@ def least_transfers(domain: Domain, threshold: int) -> tuple[int, int]:
     A replica serves no more than the emptiest rank lacks.
     """
     heights = domain.rank_loads - limits_at(threshold, domain.weights, domain.scale)
-    widest, most, copies = -heights.min(), 0, 0
+    widest, most, replicas = -heights.min(), 0, 0
     for rank, height in enumerate(heights):
         left, given = height, 0
         while left > 0:
             left -= domain.loads[domain.hottest_first[domain.first[rank] + given]]
             given += 1
         if height > 0:
-            most, copies = max(most, given), copies + max(given, -(-height // widest))
-    return most, copies
+            most, replicas = max(most, given), replicas + max(given, -(-height // widest))
+    return most, replicas
 
 
-def time_of(peak: int, unit: int, transfers: int, copies: int, rates: Numbers) -> int:
+def time_of(peak: int, unit: int, transfers: int, replicas: int, rates: Numbers) -> int:
     """Return the time of a plan, as `config.Rates.time` without products of more than 63 bits."""
     row, copy, each, layer = rates
     rows = row * (peak // unit) + row * (peak % unit) // unit
-    return rows + copy * transfers + each * copies + (layer if copies > 0 else 0)
+    return rows + copy * transfers + each * replicas + (layer if replicas > 0 else 0)

@@ -45,15 +45,16 @@ def reroute(
     ids_N: IntArray,
     loads_E: IntArray,
     home_slot_of_expert: IntArray,
-    expert_of_copy: IntArray,
-    slot_of_copy: IntArray,
-    rows_of_copy: IntArray,
+    expert_of_replica: IntArray,
+    slot_of_replica: IntArray,
+    rows_of_replica: IntArray,
     num_slots: int,
 ) -> tuple[IntArray, IntArray] | None:
     """[M] the rows in sending order, and [S] the rows of every slot.
 
     loads_E: rows of every expert in the plan; returns None if the ids differ.
-    expert_of_copy: ascending.   rows_of_copy: rows that this source rank sends to each replica.
+    expert_of_replica: ascending.
+    rows_of_replica: rows that this source rank sends to each replica.
 
     Four rows for expert 1, at places 0, 3, 2, 1, and padding; the last place belongs to the replica
     in slot 0:
@@ -67,23 +68,25 @@ def reroute(
     rows_of_slot = np.zeros(num_slots, np.int64)
     for expert in range(len(counts)):
         rows_of_slot[home_slot_of_expert[expert]] = counts[expert]
-    for copy in range(len(expert_of_copy)):
-        rows_of_slot[slot_of_copy[copy]] = rows_of_copy[copy]
-        rows_of_slot[home_slot_of_expert[expert_of_copy[copy]]] -= rows_of_copy[copy]
+    for replica in range(len(expert_of_replica)):
+        rows_of_slot[slot_of_replica[replica]] = rows_of_replica[replica]
+        rows_of_slot[home_slot_of_expert[expert_of_replica[replica]]] -= rows_of_replica[replica]
     first_of_slot = np.cumsum(rows_of_slot) - rows_of_slot
     by_expert, first = sort_by_expert(ids_N, counts)
     order_M = np.empty(len(by_expert), np.int64)
-    copy = 0
+    replica = 0
     for expert in range(len(counts)):
         rows = by_expert[first[expert] : first[expert + 1]]
-        home, begin = home_slot_of_expert[expert], copy
-        while copy < len(expert_of_copy) and expert_of_copy[copy] == expert:
-            copy += 1
+        home, begin = home_slot_of_expert[expert], replica
+        while replica < len(expert_of_replica) and expert_of_replica[replica] == expert:
+            replica += 1
         if rows_of_slot[home] == len(rows):
             for index in range(len(rows)):
                 order_M[first_of_slot[home] + index] = rows[index]
         else:
-            deal_out(rows, home, slot_of_copy[begin:copy], rows_of_slot, first_of_slot, order_M)
+            deal_out(
+                rows, home, slot_of_replica[begin:replica], rows_of_slot, first_of_slot, order_M
+            )
     return order_M, rows_of_slot
 
 
@@ -104,7 +107,7 @@ def sort_by_expert(ids_N: IntArray, counts: IntArray) -> tuple[IntArray, IntArra
 def deal_out(
     rows: IntArray,
     home: int,
-    copies: IntArray,
+    replicas: IntArray,
     rows_of_slot: IntArray,
     first_of_slot: IntArray,
     order_M: IntArray,
@@ -112,11 +115,11 @@ def deal_out(
     """Write the rows of one expert to its home and replicas in `order_M`, by their places."""
     place, step = 0, stride(len(rows))
     for row in rows:
-        slot, rest, copy = home, place, 0
+        slot, rest, replica = home, place, 0
         while rest >= rows_of_slot[slot]:
             rest -= rows_of_slot[slot]
-            slot = copies[copy]
-            copy += 1
+            slot = replicas[replica]
+            replica += 1
         order_M[first_of_slot[slot] + rest] = row
         place = (place + step) % len(rows)
 
@@ -136,8 +139,8 @@ def split(
 
     Two source ranks with 3 rows each for expert 0, at home on rank 0; rank 1 serves 2 of them:
 
-    >>> copies = np.array([[0, 1, 2]])
-    >>> split(np.array([[3], [3]]), np.array([0]), copies, locality=True)
+    >>> replicas = np.array([[0, 1, 2]])
+    >>> split(np.array([[3], [3]]), np.array([0]), replicas, locality=True)
     array([[0, 2]])
     """
     ranks, replicas = len(loads_RE), len(placed_C3)

@@ -108,13 +108,13 @@ def least_peak_of(domain: Domain) -> int:
     hottest_first = np.argsort(-loads, kind="mergesort")
     best, rest, weight = domain.mean, domain.rank_loads.sum(), weights.sum()
     for k, rank in enumerate(domain.emptiest_first):
-        movable, copies = 0, min(k * domain.slots, domain.max_replicas)
+        movable, replicas = 0, min(k * domain.slots, domain.max_replicas)
         for expert in hottest_first:
-            if copies == 0:
+            if replicas == 0:
                 break
             if turn[expert] >= k:
                 movable += loads[expert]
-                copies -= 1
+                replicas -= 1
         best = max(best, -(-(rest - movable) * domain.scale // weight))
         rest -= domain.rank_loads[rank]
         weight -= weights[rank]

@@ -59,17 +59,17 @@ def place(expert_loads: IntArray, limits: Limits) -> IntArray:
     planner.place()
     experts, quotas = _on_host(planner.placed)
     held = np.flatnonzero(experts != MOST.value)
-    copies = np.stack([experts[held], held // max(1, limits.slots), quotas[held]], axis=1)
-    return copies[np.lexsort((copies[:, 1], copies[:, 0]))]
+    placed_C3 = np.stack([experts[held], held // max(1, limits.slots), quotas[held]], axis=1)
+    return placed_C3[np.lexsort((placed_C3[:, 1], placed_C3[:, 0]))]
 
 
 @_launching
 def split(
-    loads_RE: IntArray, home_of_expert: IntArray, copies_C3: IntArray, locality: bool
+    loads_RE: IntArray, home_of_expert: IntArray, replicas_C3: IntArray, locality: bool
 ) -> IntArray:
     """[C, R] rows of every source rank served by each replica (expert, host, quota)."""
     ranks = len(loads_RE)
-    hosts = copies_C3[:, 1]
+    hosts = replicas_C3[:, 1]
     slots = int(np.bincount(hosts, minlength=1).max())
     order = np.argsort(home_of_expert, kind="stable")
     first = np.searchsorted(home_of_expert[order], np.arange(ranks + 1))
@@ -79,13 +79,13 @@ def split(
     by_host = np.argsort(hosts, kind="stable")
     index = np.arange(len(hosts)) - np.searchsorted(hosts[by_host], hosts[by_host])
     placed = np.full((2, ranks * slots), MOST.value)
-    placed[:, hosts[by_host] * slots + index] = copies_C3[by_host][:, [0, 2]].T
+    placed[:, hosts[by_host] * slots + index] = replicas_C3[by_host][:, [0, 2]].T
     loads = _on_device(loads_RE)
     if slots:
         planner.sum(loads)
         planner.placed.copy_(_on_device(placed))
         planner.lay_out(loads)
-    return _on_host(planner.plan_tensors.split)[: len(copies_C3)]
+    return _on_host(planner.plan_tensors.split)[: len(replicas_C3)]
 
 
 @_launching
@@ -93,16 +93,18 @@ def reroute(
     ids_N: IntArray | torch.Tensor,
     loads_E: IntArray,
     home_slot_of_expert: IntArray,
-    expert_of_copy: IntArray,
-    slot_of_copy: IntArray,
-    rows_of_copy: IntArray,
+    expert_of_replica: IntArray,
+    slot_of_replica: IntArray,
+    rows_of_replica: IntArray,
     num_slots: int,
 ) -> tuple[IntArray, IntArray] | tuple[torch.Tensor, torch.Tensor] | None:
     """Return [M] rows in sending order and [S] rows of every slot; None if the ids differ."""
     ids, loads = _on_device(ids_N), _on_device(loads_E)[None]
-    columns = (np.append(column, -1) for column in (expert_of_copy, slot_of_copy, rows_of_copy))
+    columns = (
+        np.append(column, -1) for column in (expert_of_replica, slot_of_replica, rows_of_replica)
+    )
     experts, slots, rows = map(_int32, columns)  # one row too many: a plan may have no replicas
-    replicas, number = experts[:, None].repeat(1, 3), np.array([len(expert_of_copy)])
+    replicas, number = experts[:, None].repeat(1, 3), np.array([len(expert_of_replica)])
     planned = SimpleNamespace(
         experts=len(loads_E),
         ranks=1,

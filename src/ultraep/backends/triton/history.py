@@ -34,7 +34,7 @@ class PlanSums:
         speeds: torch.Tensor | None = None,
     ) -> None:
         """Add this plan, whose tensors are on the device. speeds: [R]; None: equal."""
-        ranks, copies = power_of_2(self._ranks), power_of_2(len(quotas))
+        ranks, padded = power_of_2(self._ranks), power_of_2(len(quotas))
         with launching(self.sums.device):
             quick(kernels.add_plan)[(1,)](
                 self.sums,
@@ -47,8 +47,8 @@ class PlanSums:
                 speeds,
                 self._ranks,
                 R=ranks,
-                C=copies,
-                num_warps=min(8, max(1, max(ranks, copies) // 128)),
+                C=padded,
+                num_warps=min(8, max(1, max(ranks, padded) // 128)),
             )
 
 

@@ -282,7 +282,7 @@ class TritonProducts:
         """Assert that the stacks hold one tensor of that shape per slot, with equal strides."""
         assert len(stacks) == self.num_slots, (len(stacks), self.num_slots)
         assert stacks.homes.shape[1:] == shape, (stacks.homes.shape, shape)
-        strides = stacks.homes.stride()[1:], stacks.copies.stride()[1:]
+        strides = stacks.homes.stride()[1:], stacks.replicas.stride()[1:]
         assert strides[0] == strides[1], strides
         assert strides[0][-1] == 1, strides
 
@@ -300,9 +300,9 @@ def slot_tensors(stacks: Stacks | None) -> SlotTensors:
     """Return stacks as the argument of a kernel."""
     if stacks is None:
         return SlotTensors(*[None] * len(SlotTensors._fields))
-    homes, copies = stacks.homes, stacks.copies
-    strides = homes.stride(0), copies.stride(0), homes.stride(1)
-    return SlotTensors(homes, copies, stacks.sums, stacks.spans, *strides)
+    homes, replicas = stacks.homes, stacks.replicas
+    strides = homes.stride(0), replicas.stride(0), homes.stride(1)
+    return SlotTensors(homes, replicas, stacks.sums, stacks.spans, *strides)
 
 
 def tiling(blocks: Blocks, *, width: int, height: int = 1, depth: int = 1) -> Tiling:
@@ -322,9 +322,9 @@ def tiling(blocks: Blocks, *, width: int, height: int = 1, depth: int = 1) -> Ti
 def fitting(stacks: Stacks, dtype: torch.dtype) -> Stacks:
     """Convert weights to the dtype of the rows, as autocast does, with equal strides in a slot."""
     homes = stacks.homes.to(dtype)
-    if homes.stride()[1:] != stacks.copies.stride()[1:]:
+    if homes.stride()[1:] != stacks.replicas.stride()[1:]:
         homes = homes.contiguous()
-    return Stacks(homes, stacks.copies.to(dtype))
+    return Stacks(homes, stacks.replicas.to(dtype))
 
 
 def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor) -> None:

@@ -44,7 +44,7 @@ class Streamer:
         def table(values: object) -> torch.Tensor:
             return torch.as_tensor(values, dtype=torch.int32, device=device)
 
-        self.copies = max(1, topology.ranks * topology.slots)
+        self.max_replicas = max(1, topology.ranks * topology.slots)
         self.homes = len(topology.home_experts(signals.peers.rank))
         self._home_tables = Homes(
             table(topology.home_of_expert.copy()),
@@ -55,17 +55,22 @@ class Streamer:
         self._chunks: dict[int, torch.Tensor] = {}
         self._sources: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._captured: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._scratch = torch.zeros(4 * self.copies, dtype=torch.int32, device=device)
+        self._scratch = torch.zeros(4 * self.max_replicas, dtype=torch.int32, device=device)
 
     @property
     def size(self) -> int:
         """Number of integers of a schedule."""
-        return int(schedule.HEADER.value) + 6 * self.copies + self.topology.slots + 2 * self.homes
+        return (
+            int(schedule.HEADER.value)
+            + 6 * self.max_replicas
+            + self.topology.slots
+            + 2 * self.homes
+        )
 
     def schedule(self, replicas_C3: torch.Tensor, layout: Layout, schedule: torch.Tensor) -> None:
         """Write what this rank must send for a plan."""
         signals, topology = self.signals, self.topology
-        padded = power_of_2(self.copies)
+        padded = power_of_2(self.max_replicas)
         quick(relay.make_schedule)[(1,)](
             signals.region.addresses,
             replicas_C3,
@@ -77,7 +82,7 @@ class Streamer:
             topology.ranks,
             topology.slots,
             self.homes,
-            self.copies,
+            self.max_replicas,
             signals.channel_of_buffer(0),  # fills of all buffers are numbered together
             MODE=self.mode,
             C=padded,
@@ -121,7 +126,7 @@ class Streamer:
             first_rank,
             topology.ranks,
             topology.slots,
-            self.copies,
+            self.max_replicas,
             row_bytes,
             len(parts),
             homes.numel() // ranks,
@@ -175,7 +180,7 @@ class Streamer:
     def chunks_of_length(self, nbytes: int) -> torch.Tensor:
         """[longest + 1] chunks of an expert of that size, by the longest chain."""
         if nbytes not in self._chunks:
-            longest = min(self.copies, self.topology.domain_size)
+            longest = min(self.max_replicas, self.topology.domain_size)
             chunks = [chunks_for(length, nbytes, self.programs) for length in range(longest + 1)]
             device = self.signals.peers.device
             self._chunks[nbytes] = torch.tensor(chunks, dtype=torch.int32, device=device)
@@ -242,7 +247,7 @@ def pull(
         rows.addresses,
         schedule,
         streamer.topology.slots,
-        streamer.copies,
+        streamer.max_replicas,
         len(gradients_HP),
         gradients_HP.shape[1],
         gradients_HP.stride(0),

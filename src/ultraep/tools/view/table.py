@@ -274,8 +274,8 @@ def _priced(trace: Trace, copies: IntArray) -> Numbers | None:
     speeds = trace.speeds_of(0) or ()
     before, unit = peak_of(trace.initial_rank_loads[0].astype(np.int64), speeds)
     after, _ = peak_of(trace.rank_loads[0].astype(np.int64), speeds)
-    planned = rates.time(peak=after, unit=unit, transfers=transfers, copies=len(copies))
-    without = rates.time(peak=before, unit=unit, transfers=0, copies=0)
+    planned = rates.time(peak=after, unit=unit, transfers=transfers, replicas=len(copies))
+    without = rates.time(peak=before, unit=unit, transfers=0, replicas=0)
     return {"rates": str(rates), "time": planned / PER_SECOND, "without": without / PER_SECOND}
 
 

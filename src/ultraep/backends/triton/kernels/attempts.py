@@ -44,7 +44,7 @@ def alias(
     # The result of a reduction stays in a register; a parameter is loaded again in every step.
     min_tokens = tl.max(rank * 0 + problem.min_tokens, 0)
     limit = tl.max(rank * 0 + problem.limit, 0)
-    num_copies = 0
+    num_replicas = 0
     going = limit > 0
     while going:
         most_G = tl.max(home_HG, 0)
@@ -83,11 +83,11 @@ def alias(
         load_G += tl.where(rank == host, quota, 0) - tl.where(rank == donor, quota, 0)
         free_G -= tl.where(rank == host, filled, 0)
         used_G += tl.where(rank == host, 1, 0)
-        num_copies += going.to(tl.int32)
-        going = going & (num_copies < limit)
+        num_replicas += going.to(tl.int32)
+        going = going & (num_replicas < limit)
     if PACKED:
         home_HG = unpack(home_HG, SHAPE.H)[0]
-    return load_G, home_HG, num_copies, tl.max(used_G, 0)
+    return load_G, home_HG, num_replicas, tl.max(used_G, 0)
 
 
 @triton.jit
@@ -169,14 +169,14 @@ def alias_packed_or_not(
 
     most: rows that a rank has or may have.
     """
-    num_copies = 0
+    num_replicas = 0
     received = 0
     if most < (1 << 31) // max(SHAPE.H, SHAPE.G) - 1:
-        load_G, home_HG, num_copies, received = alias(
+        load_G, home_HG, num_replicas, received = alias(
             load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, THRIFTY, True
         )
     else:
-        load_G, home_HG, num_copies, received = alias(
+        load_G, home_HG, num_replicas, received = alias(
             load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, THRIFTY, False
         )
-    return load_G, home_HG, num_copies, received
+    return load_G, home_HG, num_replicas, received

@@ -21,10 +21,10 @@ def outcome_of(outcomes, domain, number, attempts):
 
 
 @triton.jit
-def store_outcome(outcome, buffer, peak, num_copies, transfers):
+def store_outcome(outcome, buffer, peak, num_replicas, transfers):
     tl.store(outcome + BUFFER, buffer)
     tl.store(outcome + REACHED, peak)
-    tl.store(outcome + MADE, num_copies)
+    tl.store(outcome + MADE, num_replicas)
     tl.store(outcome + TRANSFERS, transfers)
 
 
@@ -106,14 +106,14 @@ def plan_by_time(
     hosted = state.attempt_of(own.attempts, number, problem)
     usable = tl.minimum(slots, links)
     end_G = start_G
-    num_copies = ranks * 0
-    received = num_copies
+    num_replicas = ranks * 0
+    received = num_replicas
     if (number > 0) & (slack >= ranks):
-        end_G, home_HG, num_copies, received = alias_packed_or_not(
+        end_G, home_HG, num_replicas, received = alias_packed_or_not(
             start_G, home_HG, hosted, most_of_rank, most, slack, usable, problem, SHAPE, True
         )
     else:
-        end_G, home_HG, num_copies, received = alias_packed_or_not(
+        end_G, home_HG, num_replicas, received = alias_packed_or_not(
             start_G, home_HG, hosted, most_of_rank, most, slack, usable, problem, SHAPE, False
         )
     load_G = state.loads_after(load_G, start_G, end_G, SHAPE)
@@ -122,12 +122,12 @@ def plan_by_time(
     transfers = tl.maximum(num_given, received)
     if number == 0:
         solve(
-            outcome, home, counts, own, domain, threshold, transfers, num_copies, problem,
+            outcome, home, counts, own, domain, threshold, transfers, num_replicas, problem,
             SHAPE, SEARCH_STEP
         )  # fmt: skip
     else:
         peak = tl.where(tl.max(end_G, 0) > most_of_rank, unmet(SHAPE.SPEEDS), threshold)
-        store_outcome(outcome, number, peak, num_copies, transfers)
+        store_outcome(outcome, number, peak, num_replicas, transfers)
     tl.debug_barrier()  # all stores of this program are in memory
     before = tl.atomic_add(finished, 1, sem="acq_rel")
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
@@ -192,12 +192,12 @@ def most_given(home_HG, before_HG):
 
 @triton.jit
 def solve(
-    outcome, home, counts, tried, domain, threshold, transfers, num_copies, problem,
+    outcome, home, counts, tried, domain, threshold, transfers, num_replicas, problem,
     SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """Write the outcome of the first attempt, or of the search above its threshold.
 
-    transfers, num_copies: of the first attempt.
+    transfers, num_replicas: of the first attempt.
     """
     rank, slot = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
@@ -213,11 +213,11 @@ def solve(
         load_G = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
         peak = state.peak_of(load_G, problem, SHAPE)
         holds = tl.load(hosted + slot, mask=slot < state.held_by(problem), other=-1) >= 0
-        num_copies = tl.sum(holds.to(tl.int32), 0)
+        num_replicas = tl.sum(holds.to(tl.int32), 0)
         own_counts = counts + domain * SHAPE.H * SHAPE.G
         num_given = most_replicated(hosted, own_counts, problem, SHAPE)
         transfers = tl.maximum(num_given, tl.max(received_by(hosted, problem, SHAPE), 0))
-    store_outcome(outcome, best, peak, num_copies, transfers)
+    store_outcome(outcome, best, peak, num_replicas, transfers)
 
 
 @triton.jit
@@ -235,8 +235,8 @@ def most_replicated(hosted, counts, problem, SHAPE: tl.constexpr):
     tl.debug_barrier()
     rank = tl.arange(0, SHAPE.G)
     at_HG = tl.arange(0, SHAPE.H)[:, None] * SHAPE.G + rank[None, :]
-    copies_HG = tl.load(counts + at_HG, cache_modifier=".cg")
-    return tl.max(tl.sum((copies_HG > 0).to(tl.int32), 0), 0)
+    replicas_HG = tl.load(counts + at_HG, cache_modifier=".cg")
+    return tl.max(tl.sum((replicas_HG > 0).to(tl.int32), 0), 0)
 
 
 @triton.jit
@@ -259,26 +259,26 @@ def quickest_of(outcomes, rates, domains, attempts, PADDED: tl.constexpr, SPEEDS
     number = tl.arange(0, PADDED)
     known = number < attempts
     peak_N = tl.zeros((PADDED,), tl.int64)
-    copies_N = tl.zeros((PADDED,), tl.int64)
+    replicas_N = tl.zeros((PADDED,), tl.int64)
     transfers_N = tl.zeros((PADDED,), tl.int64)
     home_N = tl.zeros((PADDED,), tl.int64)
     for domain in range(domains):
         at = outcome_of(outcomes, domain, number, attempts)
         peak_N = tl.maximum(peak_N, load_shared(at + REACHED, known))
-        copies_N += load_shared(at + MADE, known)
+        replicas_N += load_shared(at + MADE, known)
         transfers_N = tl.maximum(transfers_N, load_shared(at + TRANSFERS, known))
         home_N = tl.maximum(home_N, load_shared(at + AT_HOME, known))
     row = tl.load(rates)
     copy = tl.load(rates + 1)
-    time_N = time_of(row, peak_N, SPEEDS) + copy * transfers_N + tl.load(rates + 2) * copies_N
-    time_N += tl.where(copies_N > 0, tl.load(rates + 3), 0)
+    time_N = time_of(row, peak_N, SPEEDS) + copy * transfers_N + tl.load(rates + 2) * replicas_N
+    time_N += tl.where(replicas_N > 0, tl.load(rates + 3), 0)
     exact = tl.sum(tl.where(number == 0, transfers_N, 0), 0)
     limited_N = (number > 0) & (number <= LIMITED)
     fewer_N = (transfers_N < exact) & (copy > 0)
     left_N = known & (~limited_N | fewer_N) & ((number == 0) | (peak_N < unmet(SPEEDS)))
     time = tl.min(tl.where(left_N, time_N, MOST_TIME), 0)
     left_N = left_N & (time_N == time)
-    left_N = left_N & (copies_N == tl.min(tl.where(left_N, copies_N, MOST), 0))
+    left_N = left_N & (replicas_N == tl.min(tl.where(left_N, replicas_N, MOST), 0))
     chosen = tl.min(tl.where(left_N, number, PADDED), 0)
     return tl.where(time_of(row, tl.max(home_N, 0), SPEEDS) <= time, -1, chosen)
 

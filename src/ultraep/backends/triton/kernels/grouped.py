@@ -110,9 +110,9 @@ def multiply(
 
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> homes = [[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]
-    >>> copies = [[[1.0, 1.0], [2.0, 0.0]]]
+    >>> replicas = [[[1.0, 1.0], [2.0, 0.0]]]
     >>> tiles = [3, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 1]
-    >>> example(multiply, 2, rows=rows, weights=(homes, copies), tiles=tiles, num_homes=2,
+    >>> example(multiply, 2, rows=rows, weights=(homes, replicas), tiles=tiles, num_homes=2,
     ...         biases=([[0.0, 0.0], [10.0, 20.0]], [[100.0, 0.0]]),
     ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], out=empty(6, 2, dtype=torch.float32))
     out = [[1.0, 2.0], [14.0, 23.0], [55.5, 5.0], [230.0, 28.0], [119.0, 18.0], [_, _]]
@@ -244,10 +244,10 @@ def weight_gradients(
     ...               empty(2, 2, 2, dtype=torch.float32), [[0, 0], [0, 1]]),
     ...         biases=(empty(2, 2, dtype=torch.bfloat16), empty(1, 2, dtype=torch.float32)))
     into.homes = [[[1.0, 2.0], [2.0, 4.0]], [[_, _], [_, _]]]
-    into.copies = [[[12.0, 14.0], [16.0, 18.0]]]
+    into.replicas = [[[12.0, 14.0], [16.0, 18.0]]]
     into.sums = [[[_, _], [_, _]], [[0.0, 0.0], [9.0, 12.0]]]
     biases.homes = [[1.0, 2.0], [0.0, 3.0]]
-    biases.copies = [[2.5, 3.0]]
+    biases.replicas = [[2.5, 3.0]]
     """
     num_m, num_n = tl.cdiv(d_out.columns, TILING.BLOCK_M), tl.cdiv(rows.columns, TILING.BLOCK_N)
     following = rows_of_slot(offsets_ptr, tl.program_id(0) // (num_m * num_n), num_slots)

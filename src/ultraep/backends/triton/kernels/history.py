@@ -61,15 +61,15 @@ def add_plan(
     ...         rank_loads=[6, 6], replicas=[[1, 1, 0], [-1, -1, -1]], quotas=[4, 0], speeds=None)
     sums = [1, 1, 0, 166666, 100000, 100000]
     """
-    rank, copy = tl.arange(0, R), tl.arange(0, C)
+    rank, replica = tl.arange(0, R), tl.arange(0, C)
     there_R = rank < ranks
     load_R = tl.load(rank_loads + rank, mask=there_R, other=0)
     tl.store(homes + rank, load_R, mask=there_R)
-    copies = tl.load(num_replicas)
-    there_C = copy < copies
-    expert_C = tl.load(replicas + 3 * copy, mask=there_C, other=0)
-    host_C = tl.load(replicas + 3 * copy + 1, mask=there_C, other=0)
-    quota_C = tl.load(quotas + copy, mask=there_C, other=0)
+    count = tl.load(num_replicas)
+    there_C = replica < count
+    expert_C = tl.load(replicas + 3 * replica, mask=there_C, other=0)
+    host_C = tl.load(replicas + 3 * replica + 1, mask=there_C, other=0)
+    quota_C = tl.load(quotas + replica, mask=there_C, other=0)
     tl.debug_barrier()
     tl.atomic_add(homes + tl.load(home_of_expert + expert_C), quota_C, mask=there_C)
     tl.atomic_add(homes + host_C, -quota_C, mask=there_C)
@@ -85,8 +85,8 @@ def add_plan(
         before = over_ideal(at_home_R, speed_R, total)
         after = over_ideal(load_R, speed_R, total)
     add_to(sums, MICROBATCHES, 1)
-    add_to(sums, COPIES, copies)
-    add_to(sums, SKIPPED, (copies == 0).to(tl.int64))
+    add_to(sums, COPIES, count)
+    add_to(sums, SKIPPED, (count == 0).to(tl.int64))
     add_to(sums, BEFORE, before)
     add_to(sums, AFTER, after)
     tl.store(sums + WORST, tl.maximum(tl.load(sums + WORST), after))

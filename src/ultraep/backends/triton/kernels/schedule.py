@@ -1,13 +1,13 @@
 """Layout of a schedule: what one rank sends and receives for a plan.
 
     header   [4]          hops to send, chunks of an expert, number of the fill, longest chain
-    hops     [copies, 4]  source (home expert i: i; spare slot s: -1 - s), receiver, its slot,
+    hops     [max_replicas, 4]  source (home expert i: i; spare slot s: -1 - s), receiver, its slot,
                           depth in the chain; sorted by depth
     senders  [slots]      rank that fills each slot of this rank; -1: none
-    places   [copies, 2]  host rank and slot of every replica, in plan order
+    places   [max_replicas, 2]  host rank and slot of every replica, in plan order
     homes    [H, 2]       first and end replica of every home expert of this rank
 
-`copies` and `slots` are upper bounds; the rest is unused.
+`max_replicas` and `slots` are upper bounds; the rest is unused.
 """
 
 from typing import Any, NamedTuple
@@ -44,30 +44,30 @@ def store_hops(schedule, number, hops, mask):
 
 
 @triton.jit
-def senders_of(schedule, copies):
-    return schedule + HEADER + 4 * copies
+def senders_of(schedule, max_replicas):
+    return schedule + HEADER + 4 * max_replicas
 
 
 @triton.jit
-def places_of(schedule, copies, slots):
-    return senders_of(schedule, copies) + slots
+def places_of(schedule, max_replicas, slots):
+    return senders_of(schedule, max_replicas) + slots
 
 
 @triton.jit
-def load_place(places, copy):
+def load_place(places, replica):
     """Return host rank and slot of a replica."""
-    return tl.load(places + 2 * copy), tl.load(places + 2 * copy + 1)
+    return tl.load(places + 2 * replica), tl.load(places + 2 * replica + 1)
 
 
 @triton.jit
-def store_place(places, copy, host, slot, mask):
-    tl.store(places + 2 * copy, host, mask=mask)
-    tl.store(places + 2 * copy + 1, slot, mask=mask)
+def store_place(places, replica, host, slot, mask):
+    tl.store(places + 2 * replica, host, mask=mask)
+    tl.store(places + 2 * replica + 1, slot, mask=mask)
 
 
 @triton.jit
-def homes_of(schedule, copies, slots):
-    return places_of(schedule, copies, slots) + 2 * copies
+def homes_of(schedule, max_replicas, slots):
+    return places_of(schedule, max_replicas, slots) + 2 * max_replicas
 
 
 @triton.jit

@@ -117,7 +117,7 @@ def release_slots(sending):
 
 
 @triton.jit(
-    do_not_specialize=["first_rank", "ranks", "slots", "copies", "row_bytes", "num_parts",
+    do_not_specialize=["first_rank", "ranks", "slots", "max_replicas", "row_bytes", "num_parts",
                        "num_addresses", "stride", "channel", "released", "arrived", "max_chunks",
                        "stage", "poll_limit"]
 )  # fmt: skip
@@ -130,7 +130,7 @@ def stream(
     first_rank,
     ranks,
     slots,
-    copies,
+    max_replicas,
     row_bytes,
     num_parts,
     num_addresses,
@@ -156,7 +156,7 @@ def stream(
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     >>> example(stream, 1, areas=areas, rows=at(empty(1, 4), empty(1, 4)),
     ...         homes=at([1, 2, 3, 4], [5, 6, 7, 8]), parts=[[0, 16, 1]], schedules=[schedule],
-    ...         first_rank=0, copies=2, row_bytes=16, num_parts=1, num_addresses=2, stride=21,
+    ...         first_rank=0, max_replicas=2, row_bytes=16, num_parts=1, num_addresses=2, stride=21,
     ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, poll_limit=9, W=4,
     ...         PROGRAMS=1)
     areas = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
@@ -171,7 +171,7 @@ def stream(
     fill = tl.load(schedule + FILL)
     sending = Sending(
         Waiting(areas, rank, ranks, stage, poll_limit), area, rows, homes + index * num_addresses,
-        parts, num_parts, schedule, layout.senders_of(schedule, copies), slots, row_bytes,
+        parts, num_parts, schedule, layout.senders_of(schedule, max_replicas), slots, row_bytes,
         released, arrived, max_chunks, epoch, worker
     )  # fmt: skip
     if fill != tl.load(area + channel + HELD):
@@ -245,33 +245,33 @@ def wait_for_slots(sending, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def gradient_row(rows, places, copy, width, own, ALIGNED: tl.constexpr):
+def gradient_row(rows, places, replica, width, own, ALIGNED: tl.constexpr):
     """Return the pointer to the gradient of a replica, in the dtype of the home gradient."""
-    host, slot = layout.load_place(places, copy)
+    host, slot = layout.load_place(places, replica)
     row = tl.load(rows + host).to(own.dtype) + slot.to(tl.int64) * width
     return tl.multiple_of(row, 16) if ALIGNED else row
 
 
 @triton.jit
-def add_rows(total, rows, places, copy, end, width, own, here, there, ALIGNED: tl.constexpr):
+def add_rows(total, rows, places, replica, end, width, own, here, there, ALIGNED: tl.constexpr):
     """Add the gradients of up to three replicas to the total, in their order."""
-    first = gradient_row(rows, places, copy, width, own, ALIGNED)
-    second = gradient_row(rows, places, tl.minimum(copy + 1, end - 1), width, own, ALIGNED)
-    third = gradient_row(rows, places, tl.minimum(copy + 2, end - 1), width, own, ALIGNED)
+    first = gradient_row(rows, places, replica, width, own, ALIGNED)
+    second = gradient_row(rows, places, tl.minimum(replica + 1, end - 1), width, own, ALIGNED)
+    third = gradient_row(rows, places, tl.minimum(replica + 2, end - 1), width, own, ALIGNED)
     tile_1 = tl.load(first + here, mask=there)
-    tile_2 = tl.load(second + here, mask=there & (here * 0 + copy + 1 < end), other=-0.0)
-    tile_3 = tl.load(third + here, mask=there & (here * 0 + copy + 2 < end), other=-0.0)
+    tile_2 = tl.load(second + here, mask=there & (here * 0 + replica + 1 < end), other=-0.0)
+    tile_3 = tl.load(third + here, mask=there & (here * 0 + replica + 2 < end), other=-0.0)
     return total + tile_1.to(total.dtype) + tile_2.to(total.dtype) + tile_3.to(total.dtype)
 
 
-@triton.jit(do_not_specialize=["slots", "copies", "homes"])
+@triton.jit(do_not_specialize=["slots", "max_replicas", "homes"])
 def pull(
     gradients,
     own,
     rows,
     schedule,
     slots,
-    copies,
+    max_replicas,
     homes,
     width,
     stride,
@@ -290,13 +290,13 @@ def pull(
 
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     >>> example(pull, 1, gradients=[[-1.0, -1.0], [3.0, 4.0]], own=[[1.0, 2.0], [0.0, 0.0]],
-    ...         rows=at([[0.5, 0.5]], [[10.0, 20.0]]), schedule=schedule, copies=2, homes=2,
+    ...         rows=at([[0.5, 0.5]], [[10.0, 20.0]]), schedule=schedule, max_replicas=2, homes=2,
     ...         width=2, stride=2, ACCUMULATOR=tl.float32, ALIGNED=False, W=2, PROGRAMS=1)
     gradients = [[11.0, 22.0], [3.0, 4.0]]
     """
     worker = tl.program_id(0)
-    places = layout.places_of(schedule, copies, slots)
-    spans = layout.homes_of(schedule, copies, slots)
+    places = layout.places_of(schedule, max_replicas, slots)
+    spans = layout.homes_of(schedule, max_replicas, slots)
     at = tl.arange(0, W)
     target, source = gradients, own
     for home in range(homes):
@@ -306,10 +306,10 @@ def pull(
                 here = begin + at
                 there = here < width
                 total = tl.load(source + here, mask=there).to(ACCUMULATOR)
-                for copy in range(first, end, 3):
+                for replica in range(first, end, 3):
                     # Load several replicas before the first addition.
                     total = add_rows(
-                        total, rows, places, copy, end, width, own, here, there, ALIGNED
+                        total, rows, places, replica, end, width, own, here, there, ALIGNED
                     )
                 tl.store(target + here, total.to(gradients.dtype.element_ty), mask=there)
         target += stride

@@ -34,11 +34,11 @@ class SlotTensors(NamedTuple):
     """
 
     homes_ptr: Any
-    copies_ptr: Any
+    replicas_ptr: Any
     sums_ptr: Any
     spans_ptr: Any
     stride_home: Any
-    stride_copy: Any
+    stride_replica: Any
     stride_row: Any
 
 
@@ -128,15 +128,15 @@ def slot_ptr(stacks, slot, num_homes):
     """Return the pointer to the tensor of a slot."""
     spare = slot - num_homes
     home_ptr = stacks.homes_ptr + slot.to(tl.int64) * stacks.stride_home
-    copy_ptr = stacks.copies_ptr + spare.to(tl.int64) * stacks.stride_copy
-    return tl.where(spare < 0, home_ptr, copy_ptr)
+    replica_ptr = stacks.replicas_ptr + spare.to(tl.int64) * stacks.stride_replica
+    return tl.where(spare < 0, home_ptr, replica_ptr)
 
 
 @triton.jit
 def store_to_slot(stacks, slot, num_homes, offset, values, mask):
     """Store values into the tensor of a slot; the two stacks may differ in dtype."""
-    homes_ptr, copies_ptr = stacks.homes_ptr, stacks.copies_ptr
-    if stacks.sums_ptr is None and homes_ptr.dtype == copies_ptr.dtype:
+    homes_ptr, replicas_ptr = stacks.homes_ptr, stacks.replicas_ptr
+    if stacks.sums_ptr is None and homes_ptr.dtype == replicas_ptr.dtype:
         values = values.to(homes_ptr.dtype.element_ty)
         tl.store(slot_ptr(stacks, slot, num_homes) + offset, values, mask=mask)
     elif slot < num_homes:
@@ -150,5 +150,5 @@ def store_to_slot(stacks, slot, num_homes, offset, values, mask):
         if final:
             tl.store(homes_ptr + home + offset, values.to(homes_ptr.dtype.element_ty), mask=mask)
     else:
-        copy_ptr = copies_ptr + (slot - num_homes).to(tl.int64) * stacks.stride_copy
-        tl.store(copy_ptr + offset, values.to(copies_ptr.dtype.element_ty), mask=mask)
+        replica_ptr = replicas_ptr + (slot - num_homes).to(tl.int64) * stacks.stride_replica
+        tl.store(replica_ptr + offset, values.to(replicas_ptr.dtype.element_ty), mask=mask)
