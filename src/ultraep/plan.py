@@ -127,12 +127,12 @@ class Plan:
 
         With speeds: the time of the slowest rank, rows over speed, over the time of a perfect plan.
         """
-        return self._over_mean(peak_of(self.rank_loads, self.speeds)[0])
+        return self._over_mean(self.rank_loads)
 
     @property
     def initial_imbalance(self) -> float:
         """The imbalance without replicas."""
-        return self._over_mean(peak_of(self.initial_rank_loads, self.speeds)[0])
+        return self._over_mean(self.initial_rank_loads)
 
     @property
     def lower_bound(self) -> float:
@@ -141,7 +141,8 @@ class Plan:
         It considers slots, domains and `max_replicas`, not `min_tokens_per_replica` or tolerance.
         """
         limits = Limits.of(self.topology, self.config)
-        return self._over_mean(int(select().lower_bound(self.loads.sum(axis=0), limits)))
+        peak = int(select().lower_bound(self.loads.sum(axis=0), limits))
+        return self._over_mean(self.rank_loads, peak)
 
     @property
     def initial_rank_loads(self) -> IntArray:
@@ -196,11 +197,11 @@ class Plan:
         """Rows that are served on another rank than their source."""
         homes = self.topology.home_of_expert
         experts, hosts = self.replicas[:, 0], self.replicas[:, 1]
-        replicas = np.arange(self.num_replicas)
+        replicas = np.arange(len(experts))
         local = self.loads[homes, np.arange(len(homes))].sum()
         local -= self.split[replicas, homes[experts]].sum()
         local += self.split[replicas, hosts].sum()
-        return self.total - int(local)
+        return int(self.rank_loads.sum() - local)
 
     def dense_quota(self) -> IntArray:
         """Return `[E, R]` rows of each expert that each rank serves."""
@@ -276,10 +277,12 @@ class Plan:
         peak, unit = peak_of(rank_loads, self.speeds)
         return rates.time(peak=peak, unit=unit, transfers=transfers, replicas=replicas)
 
-    def _over_mean(self, peak: int) -> float:
-        total, speeds = int(self.rank_loads.sum()), self.config.speeds_for(self.topology.ranks)
+    def _over_mean(self, rank_loads: IntArray, peak: int | None = None) -> float:
+        """Return the peak of these loads, or a given peak, over the peak of a perfect plan."""
+        total, speeds = int(rank_loads.sum()), self.config.speeds_for(self.topology.ranks)
         if not total:
             return 1.0
+        peak = peak_of(rank_loads, speeds)[0] if peak is None else peak
         if speeds:
             return peak * sum(speeds) / (PARTS * total)
         return peak * self.topology.ranks / total

@@ -25,6 +25,7 @@ from ultraep import (
     read_trace,
 )
 from ultraep.backends.triton.device import interpreted
+from ultraep.bundle import Layout
 from ultraep.config import MOST_PER_ROW, UNLIMITED, two_digits
 from ultraep.runtime import cost
 from ultraep.runtime.cost import (
@@ -46,7 +47,7 @@ WEIGHT = ("w", (4, 8), torch.float32)  # 128 bytes
 
 
 def layer_shape(*, trained=False, resends=False):
-    return LayerShape(((*WEIGHT, trained),), 8, torch.float32, resends)
+    return LayerShape(Layout((WEIGHT,)), 128 * trained, 32, resends)
 
 
 @pytest.fixture

@@ -176,32 +176,26 @@ class MeasuredRates(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """The properties of a layer that determine its rates, the same on all ranks.
+    """The properties of a layer that determine its rates, the same on all ranks."""
 
-    resends: whether weights are sent again in backward, because other layers use the slots.
-    """
-
-    parts: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]  # last: requires gradients
-    width: int
-    dtype: torch.dtype
-    resends: bool
+    layout: Layout  # of an expert
+    gradient_bytes: int  # of an expert; 0: it is not trained
+    row_bytes: int
+    resends: bool  # weights are sent again in backward, because other layers use the slots
 
     @classmethod
     def of(cls, inputs: Inputs) -> LayerShape:
         """Return the shape of the layer of a microbatch."""
-        tensors = resolve(inputs.layer.bundle)
+        tensors, tokens = resolve(inputs.layer.bundle), inputs.tokens
+        assert tokens is not None
         layout = Layout.of(tensors, len(next(iter(tensors.values()))))
-        parts = tuple(
-            (*part, any(t.requires_grad for t in tensors_of(tensors[part[0]])))
-            for part in layout.parts
+        gradient_bytes = sum(
+            torch.Size(shape).numel() * accumulator(dtype).itemsize
+            for name, shape, dtype in layout.parts
+            if any(tensor.requires_grad for tensor in tensors_of(tensors[name]))
         )
-        assert inputs.tokens is not None
-        return cls(parts, inputs.tokens.shape[-1], inputs.tokens.dtype, inputs.shares_slots)
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the tensors of an expert."""
-        return Layout(tuple(part[:3] for part in self.parts))
+        row_bytes = tokens.shape[-1] * tokens.dtype.itemsize
+        return cls(layout, gradient_bytes, row_bytes, inputs.shares_slots)
 
 
 class Timings(NamedTuple):
@@ -271,19 +265,13 @@ def rates_from(ranks: Sequence[Timings], replicas: int, shape: LayerShape) -> Me
     copy = max(0.0, whole - small)
     each = max(0.0, small - one) / max(1, replicas - 1)
     layer = max(0.0, one - idle - each)
-    per_byte, row_bytes = copy / shape.layout.nbytes, shape.width * shape.dtype.itemsize
-    gradient_bytes = sum(
-        torch.Size(size).numel() * accumulator(dtype).itemsize
-        for _, size, dtype, trained in shape.parts
-        if trained
-    )
-    trained = gradient_bytes > 0
+    per_byte, trained = copy / shape.layout.nbytes, shape.gradient_bytes > 0
     passes, products = (2, PRODUCTS) if trained else (1, 1)
     sends = 1 + (trained and shape.resends)
     rates = [
         Rates.from_seconds(
-            row=products * row + passes * 2 * row_bytes * per_byte,
-            copy=sends * copy + GRADIENTS * gradient_bytes * per_byte + products * group,
+            row=products * row + passes * 2 * shape.row_bytes * per_byte,
+            copy=sends * copy + GRADIENTS * shape.gradient_bytes * per_byte + products * group,
             each=(sends + trained) * each,
             layer=(sends + trained) * layer,
         )

@@ -160,6 +160,8 @@ class LocalCommunicator:
         """Do nothing: nothing was allocated."""
 
     def _swap(self, verb: str, values: Sequence[Any]) -> list[Any]:
+        if self.size == 1:
+            return list(values)
         for peer, value in enumerate(values):
             self._group.send(verb, self.rank, peer, value)
         return [self._group.receive(verb, peer, self.rank) for peer in range(self.size)]
