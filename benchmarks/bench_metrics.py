@@ -41,9 +41,8 @@ from timing import captured, free, in_a_row_ms, in_turns, nothing, standard_erro
 import ultraep
 from ultraep import workload
 from ultraep.metrics import Exporter, Log, Metrics, scalars
-from ultraep.metrics.reading import Meter, StageTimes
-from ultraep.microbatch import MicrobatchInfo
-from ultraep.runtime.clocks import HostClock
+from ultraep.metrics.reading import Meter
+from ultraep.passes import Passes, PassLog
 from ultraep.runtime.connect import connect
 from ultraep.runtime.flight import Flight
 from ultraep.runtime.recording import Recording
@@ -171,29 +170,20 @@ def alone(bench: Bench) -> None:
         loads = workload.zipf(ranks, experts, ratio=1.5, top_k=2, shuffled=True)
         plan = ultraep.plan(loads, topology)
         balancer = ultraep.Balancer("alone", experts=experts)
-        metrics, meter, times = watch(balancer), Meter(topology), StageTimes()
+        metrics, meter = watch(balancer), Meter(topology)
         flight, took, flown = Flight("benchmark", 0, ranks), list[float](), list[float]()
+        plain, counted, flying = PassLog(0), PassLog(0), PassLog(0, flight)
+        counted.subscribe(meter.add)
         for step in range(bench.scale.count):
-            microbatch = MicrobatchInfo(0, step + 1)
-            begin = time.perf_counter()
-            meter.planned(microbatch, plan)
-            times.planned(microbatch, plan)
-            for stage in (*FORWARD, *BACKWARD):
-                meter.begin(stage, microbatch)
-                meter.end(stage, microbatch)
-                times.took(microbatch, stage, 0.0)
-            meter.sent(microbatch, "weights", 1, 1)
-            meter.sent(microbatch, "gradients", 1, 1)
-            metrics.step()
-            took.append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-            for stage in (*FORWARD, *BACKWARD):
-                microbatch.in_backward = stage in BACKWARD
-                flight.begin(stage, microbatch)
-                flight.end(stage, microbatch)
-                flight.took()
-            flight.note_plan(microbatch, plan)
-            flown.append(time.perf_counter() - begin)
+            seconds = []
+            for log in (plain, counted, flying):
+                begin = time.perf_counter()
+                pass_by(log, step + 1, plan)
+                if log is counted:
+                    metrics.step()
+                seconds.append(time.perf_counter() - begin)
+            took.append(seconds[1] - seconds[0])
+            flown.append(seconds[2] - seconds[0])
         flight.close()
         values = {INSIDE: median(took) * 1e6, MEAN_INSIDE: fmean(took) * 1e6}
         values[FLOWN] = median(flown) * 1e6
@@ -224,25 +214,28 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
         took = []
         process, thread = time.process_time(), time.thread_time()
         with ultraep.Recorder(f"{folder}/run", plans[0].topology, memory=1 << 30) as recorder:
-            clock = HostClock([Recording(recorder, rank=0)], rank=0)
+            log = PassLog(rank=0)
+            log.subscribe(Recording(recorder, rank=0).add)
             for step in range(count):
                 begin = time.perf_counter()
-                pass_by(clock, MicrobatchInfo(0, step + 1), plans[step % PLANS])
+                pass_by(log, step + 1, plans[step % PLANS])
                 took.append(time.perf_counter() - begin)
         written = time.process_time() - process - (time.thread_time() - thread)
         disk = sum(path.stat().st_size for path in Path(folder).rglob("*.npz"))
     return {INSIDE: median(took) * 1e6, WRITE: written / count * 1e6, DISK: disk / count}
 
 
-def pass_by(clock: HostClock, microbatch: MicrobatchInfo, plan: ultraep.Plan) -> None:
+def pass_by(log: PassLog, step: int, plan: ultraep.Plan) -> None:
     """Record one microbatch, forward and backward, without running it."""
-    for stage in (*FORWARD, *BACKWARD):
-        microbatch.in_backward = stage in BACKWARD
-        clock.begin(stage, microbatch)
-        clock.end(stage, microbatch)
-        if stage == "plan":
-            clock.planned(microbatch, plan)
-    clock.sent(microbatch, "gradients", 1, 1)
+    passes = Passes(0, step, log)
+    passes.plan = passes.record.plan = plan
+    for stages, what in ((FORWARD, "weights"), (BACKWARD, "gradients")):
+        if stages is BACKWARD:
+            passes.begin_backward()
+        for stage in stages:
+            passes.record.at(stage)
+        passes.record.sent.append((what, 1, 1))
+        passes.record.end()
 
 
 # -- a GPU ---------------------------------------------------------------------------------------

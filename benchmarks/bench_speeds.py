@@ -45,7 +45,7 @@ from timing import in_turns, print_progress
 
 import ultraep
 from ultraep import BalanceConfig, Plan
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import PassRecord, Passes
 from ultraep.runtime.cost import CostModel
 from ultraep.runtime.speeds import BLOCK, Speeds
 
@@ -443,15 +443,15 @@ def hooks_seconds(plan: Plan, calls: int) -> float:
     ranks = plan.topology.ranks
     speeds = Speeds(BalanceConfig(speeds="auto"), ranks, 0, costs)
     paces = np.full(ranks, 10**6)
-    infos = [MicrobatchInfo(0, step) for step in range(calls)]
+    records = [PassRecord(Passes(0, step), "forward") for step in range(calls)]
     begin = time.thread_time()
-    for info in infos:
-        speeds.report(info)
-        speeds.gathered(info, paces)
+    for record in records:
+        passes = Passes(0, record.step)
+        speeds.report(passes)
+        speeds.gathered(passes, paces)
         speeds.applied(BalanceConfig(speeds="auto"))
-        speeds.planned(info, plan)
-        speeds.took(info, "experts", 1e-3)
-        speeds.passed(info, 0.0)
+        record.plan, record.seconds = plan, {"experts": 1e-3}
+        speeds.add(record)
     return (time.thread_time() - begin) / calls
 
 

@@ -31,6 +31,7 @@ from ultraep.bundle import Bundle, Stack
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Exchange, Pack
 from ultraep.ops.products import Beside
+from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.topology import Topology
 
@@ -39,19 +40,6 @@ TensorSpecs = Mapping[
     str, tuple[tuple[int, ...], torch.dtype]
 ]  # shape and dtype of tensors, by name
 Serve: TypeAlias = "Callable[[Arrivals, Replicas], torch.Tensor]"
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class MicrobatchInfo:
-    """Identity and progress of a microbatch, for observers and traces."""
-
-    layer: int
-    step: int  # microbatches of all layers, counted from 1
-    recomputed: bool = False  # whether backward recomputes this forward pass
-    in_backward: bool = False
-    start_time: float = 0.0  # Unix time when forward, or backward, began
-    timed: bool = True  # whether the data plane measures its stages
-    flight_pass: int = -1  # number of its current pass in the flight recorder
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,7 +63,7 @@ class Layer:
 class Inputs:
     """The inputs of a microbatch."""
 
-    info: MicrobatchInfo
+    passes: Passes
     layer: Layer
     config: BalanceConfig
     ids: torch.Tensor  # [T, K] experts of every token; -1: padding
@@ -152,11 +140,18 @@ class Replicas(Protocol):
         """Wait until `reduce` has finished."""
 
 
+class Rows(Exchange, Protocol):
+    """The rows of one microbatch, which mark the stages of its passes as they move."""
+
+    @property
+    def passes(self) -> Passes: ...
+
+
 class Microbatch(Protocol):
     """The verbs of one microbatch. Each uses the results of the verbs before it."""
 
     @property
-    def info(self) -> MicrobatchInfo: ...
+    def passes(self) -> Passes: ...
 
     def count(self) -> torch.Tensor:
         """Stage 1: return the `[R, E]` loads of all ranks, on the device of the ids. Collective."""
@@ -171,7 +166,7 @@ class Microbatch(Protocol):
     def replicate(self) -> Replicas:
         """Stage 3: return the replicas of the plan, for a `with` block."""
 
-    def reroute(self) -> Exchange:
+    def reroute(self) -> Rows:
         """Stage 4: assign a slot to every routed row of this rank.
 
         To send rows with the dispatcher of another library, use `slots` of the result.

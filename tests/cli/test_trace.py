@@ -8,7 +8,7 @@ from traces import TOPOLOGY, plan_for, record
 
 import ultraep
 from ultraep import BalanceConfig, Recorder, read_trace
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import Passes, PassLog
 from ultraep.runtime.flight import Flight
 
 from . import commands
@@ -146,8 +146,8 @@ def test_place(tmp_path):
 def crashed(tmp_path, monkeypatch):
     """Rank 0 of two waits for rank 1, which left no file."""
     monkeypatch.setenv("ULTRAEP_FLIGHT", str(tmp_path / "flight"))
-    flight, info = Flight("ab12", 0, 2), MicrobatchInfo(4, 9)
-    flight.begin("dispatch", info)
+    flight = Flight("ab12", 0, 2)
+    Passes(4, 9, PassLog(0, flight)).record.at("dispatch")
     flight.write("error")
     flight.close()
     return tmp_path / "flight"

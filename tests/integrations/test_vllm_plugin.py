@@ -26,10 +26,8 @@ from ultraep.integrations.vllm.refusals import (
 )
 from ultraep.integrations.vllm.settings import VLLM_LOGGER, ServingSettings, read_settings
 from ultraep.integrations.vllm.tensors import carry_experts, tensors_without_bundle
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import Passes, PassRecord
 from ultraep.supported import Library
-
-MICROBATCH = MicrobatchInfo(layer=0, step=1)
 
 
 def test_settings_of_environment_and_additional_configuration():
@@ -254,11 +252,11 @@ def test_counters():
     for policy in ("none", "ultraep", "ultraep"):
         config = ultraep.BalanceConfig(policy=policy)
         plan = ultraep.plan(loads, ultraep.Topology(ranks=2, experts=4, slots=1), config)
-        counters.planned(MICROBATCH, plan)
-    counters.took(MICROBATCH, "experts", 0.5)
-    counters.took(MICROBATCH, "experts", 0.25)
-    counters.sent(MICROBATCH, "weights", 4096, 2)
-    counters.passed(MICROBATCH, 0.0)
+        record = PassRecord(Passes(layer=0, step=1), "forward")
+        record.plan, record.seconds = plan, {"experts": 0.25}
+        if policy == "none":
+            record.bytes_sent, record.replicas_sent = {"weights": 4096}, {"weights": 2}
+        counters.add(record)
 
     def value(name, **labels):
         return registry.get_sample_value(f"ultraep_{name}", labels)

@@ -14,7 +14,7 @@ from ranks import PATIENCE, RankPool, meet, set_timeout
 
 from ultraep import BalancedMoE, Balancer, CommunicationError, LocalGroup, PlanMismatch
 from ultraep.arrays import digest_of
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import Passes, PassLog
 from ultraep.runtime.flight import PASSES, Flight
 from ultraep.tools.crash import crash_folders, read_crash, read_flight
 from ultraep.trace.flight import VARIABLE
@@ -38,37 +38,30 @@ def explained(folder):
 
 
 def test_the_ring_keeps_the_last_passes(folder):
-    flight = Flight("some", 1, 2)
-    infos = [MicrobatchInfo(0, step) for step in range(1, PASSES + 11)]
-    for info in infos:
-        flight.begin("loads", info)
-        flight.end("loads", info)
-    passes = read_flight(flight.write("test")).passes
+    log = PassLog(1, Flight("some", 1, 2))
+    for step in range(1, PASSES + 11):
+        Passes(0, step, log).record.at("loads")
+    passes = read_flight(log.flight.write("test")).passes
     assert [each.step for each in passes] == list(range(11, PASSES + 11))
     assert [each.number for each in passes] == [each.step for each in passes]
-    flight.end("loads", infos[0])  # overwritten long ago
-    assert read_flight(flight.write("test")).passes[0].step == 11
 
 
-def test_stages_inside_of_stages_and_backward(folder):
-    flight, info = Flight("some", 0, 1), MicrobatchInfo(3, 7)
+def test_the_last_stage_of_a_pass(folder):
+    flight = Flight("some", 0, 1)
+    passes = Passes(3, 7, PassLog(0, flight))
 
     def last():
         return read_flight(flight.write("test")).last
 
-    flight.begin("experts", info)
-    flight.begin("replicate", info)
-    assert (last().stage, last().open, last().kind) == ("replicate", True, "forward")
-    flight.end("replicate", info)
-    assert (last().stage, last().open) == ("experts", True)
-    flight.end("experts", info)
-    assert (last().stage, last().open) == ("experts", False)
-    info.in_backward = True
-    flight.begin("combine back", info)
+    passes.record.at("combine")
+    assert (last().stage, last().open, last().kind) == ("combine", True, "forward")
+    passes.record.end()
+    assert (last().stage, last().open) == ("combine", False)
+    passes.begin_backward()
     assert (last().stage, last().kind, last().number) == ("combine back", "backward", 2)
-    end = flight.meet("rates", 3, 8)
+    meeting = flight.meet("rates", 3, 8)
     assert (last().stage, last().kind, last().open) == ("rates", "meeting", True)
-    end()
+    meeting.at("")
     assert not last().open
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ultraep
 from ultraep import BalanceConfig, Balancer, ConfigError, LocalGroup, Topology, read_trace
 from ultraep.backends.triton.device import interpreted
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import Passes, PassRecord
 from ultraep.runtime import speeds as speeds_module
 from ultraep.runtime.speeds import (
     BLOCK,
@@ -62,15 +62,14 @@ class Group:
         self.now += self.seconds
         for layer in range(self.layers):
             self.step += 1
-            infos = [MicrobatchInfo(layer, self.step) for _ in self.learners]
+            infos = [Passes(layer, self.step) for _ in self.learners]
             pairs = list(zip(self.learners, infos, strict=True))
             paces_R = np.array([learner.report(info) for learner, info in pairs])
             for (learner, info), seconds in zip(pairs, seconds_R, strict=True):
                 learner.gathered(info, paces_R)
-                learner.planned(info, self.plan)
-                learner.took(info, "experts", seconds / 2)
-                learner.took(info, "experts", seconds / 2)
-                learner.passed(info, 0.0)
+                record = PassRecord(info, "forward")
+                record.plan, record.seconds = self.plan, {"experts": seconds}
+                learner.add(record)
         current = {learner.current for learner in self.learners}
         assert len(current) == 1
         return current.pop()
@@ -160,14 +159,16 @@ def slowed(monkeypatch, paces, block=4):
     few = {"REMEMBERED": 3, "AGREEING": 2, "FEWEST": 2, "SAMPLES": 1}
     for name, value in {"BLOCK": block, "SPAN_OF_CPU": 0.0, **few}.items():
         monkeypatch.setattr(speeds_module, name, value)
-    passed = Speeds.passed
+    add = Speeds.add
 
-    def fake(self, microbatch, start_time):
-        if microbatch in self._seconds and microbatch in self._predicted:
-            self._seconds[microbatch] = paces[self._rank] * self._predicted[microbatch]
-        passed(self, microbatch, start_time)
+    def fake(self, record):
+        if record.kind == "forward" and "experts" in record.seconds:
+            rows_G = speeds_module.rows_of_groups(record.plan, self._rank)
+            predicted = self._cost.predicted_seconds(record.layer, rows_G)
+            record.seconds["experts"] = paces[self._rank] * predicted
+        add(self, record)
 
-    monkeypatch.setattr(Speeds, "passed", fake)
+    monkeypatch.setattr(Speeds, "add", fake)
 
 
 def test_all_ranks_use_new_speeds_from_the_same_microbatch_on(monkeypatch, tmp_path):
@@ -252,8 +253,8 @@ def test_a_recomputed_pass_gets_the_plan_of_its_first_pass(monkeypatch, reentran
 
 def test_plans_change_only_when_nothing_waits_for_recomputation():
     safe, optimizer = SafePoints(), optimizer_steps
-    forward = lambda layer: safe.begin(MicrobatchInfo(layer, 0))  # noqa: E731
-    recompute = lambda layer: safe.begin(MicrobatchInfo(layer, 0, recomputed=True))  # noqa: E731
+    forward = lambda layer: safe.begin(Passes(layer, 0))  # noqa: E731
+    recompute = lambda layer: safe.begin(Passes(layer, 0, recomputed=True))  # noqa: E731
     optimizer()
     assert not forward(0)  # the first step may still be recomputed
     assert not forward(1)

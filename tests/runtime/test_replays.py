@@ -7,7 +7,7 @@ import torch
 import ultraep
 from ultraep import BalanceConfig, Balancer, Recorder, Topology, read_trace
 from ultraep.backends.triton.device import default_device
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import Passes, PassRecord
 from ultraep.reroute import rows_received
 from ultraep.runtime import replays as module
 from ultraep.runtime.device_planner import DevicePlanner
@@ -15,6 +15,12 @@ from ultraep.runtime.recording import Recording
 from ultraep.runtime.replays import ReplayedPlans
 
 TOPOLOGY, CONFIG = Topology(ranks=3, experts=6, slots=2), BalanceConfig(objective="balance")
+
+
+def record_of(passes, plan, *sent, kind=None):
+    record = PassRecord(passes, kind or passes.record.kind)
+    record.passes, record.plan, record.sent = passes, plan, [(*sent, None)] * bool(sent)
+    return record
 
 
 class World:
@@ -30,12 +36,11 @@ class World:
         self.control = DevicePlanner(TOPOLOGY, CONFIG, rows=600, device=default_device())
         self.rng, self.plans = np.random.default_rng(7), []
         for layer in (4, 5):
-            microbatch, plan = MicrobatchInfo(layer, 1), self.planned()
+            plan, passes = self.planned(), Passes(layer, 1)
             for replays in self.ranks:
-                replays.captured(microbatch, plan)
-                replays.captured(MicrobatchInfo(layer, 2, recomputed=True), plan)
-                replays.sent(microbatch, "weights", 10)
-                replays.sent(microbatch, "gradients", 1000)
+                replays.captured(record_of(passes, plan, "weights", 10))
+                replays.captured(record_of(Passes(layer, 2, recomputed=True), plan))
+                replays.captured(record_of(passes, plan, "gradients", 1000, kind="backward"))
 
     def planned(self):
         loads = self.rng.integers(0, 100, (TOPOLOGY.ranks, TOPOLOGY.experts))

@@ -15,7 +15,7 @@ from ultraep import Balancer, LocalGroup
 from ultraep.arrays import PADDING
 from ultraep.combine import combine
 from ultraep.dispatch import dispatch
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import Passes
 from ultraep.reroute import reroute
 from ultraep.runtime.connect import connect
 from ultraep.runtime.messages.plane import RowMessages
@@ -30,9 +30,9 @@ def on_ranks(routing, work):
     ids, plan = routing
 
     def on_rank(comm):
-        shared = Mock(comm=comm, observers=[])
+        shared = Mock(comm=comm)
         routes = reroute(ids[comm.rank], plan, comm.rank)
-        return work(RowMessages(routes, shared, MicrobatchInfo(layer=0, step=1)), comm.rank)
+        return work(RowMessages(routes, shared, Passes(layer=0, step=1)), comm.rank)
 
     return LocalGroup(len(ids)).run(on_rank)
 

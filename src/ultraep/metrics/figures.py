@@ -49,7 +49,7 @@ FIGURES = (
            lambda r: {r.policy: r.totals.after}, label="policy"),
     Figure("imbalance_worst", "gauge", f"largest {IMBALANCE} since the last reading",
            lambda r: r.totals.worst),
-    Figure("copies_planned", "counter", "replicas in all plans", lambda r: r.totals.copies),
+    Figure("copies_planned", "counter", "replicas in all plans", lambda r: r.totals.replicas),
     Figure("copies_sent", "counter", "replicas sent", None),
     Figure("microbatches_skipped", "counter", "layers of microbatches without a replica",
            lambda r: r.totals.skipped),

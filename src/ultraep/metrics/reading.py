@@ -1,25 +1,21 @@
 """Metrics: figures of balancers, read every few steps and passed to sinks.
 
-Plans on the host are counted on the host. Plans on a device are counted by a kernel after the
-planner; a CUDA graph captures this kernel, so replays are counted too. A reading copies the few
-sums to the host without blocking the step.
+Passes are counted on the host when they have finished. A CUDA graph captures a kernel that counts
+its plan in every replay. A reading copies the few sums to the host without blocking the step.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from ultraep.backends import BACKENDS
 from ultraep.config import NOMINAL_SPEED
 from ultraep.errors import ConfigError
-from ultraep.microbatch import AnyPlan, MicrobatchInfo
-from ultraep.plan import Plan
+from ultraep.passes import PassRecord
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.streams import Fetch
@@ -30,61 +26,44 @@ if TYPE_CHECKING:
 
 PARTS = 100_000  # the kernel counts imbalances in parts of 1 / PARTS
 # The kernel writes the first six sums.
-ORDER = ("microbatches", "copies", "skipped", "before", "after", "worst", "weights", "gradients")
+ORDER = ("microbatches", "replicas", "skipped", "before", "after", "worst", "weights", "gradients")
 WORST = ORDER.index("worst")
 SPEED = "speed/"  # then the number of a rank
 
 
 def stats_of(sums: list[int], ranks: int = 1) -> Stats:
     """Sums of a device as `Stats`. ranks: number of ranks whose bytes are in the sums."""
-    microbatches, copies, skipped, before, after, worst, weights, gradients = sums
-    stats = Stats(microbatches, copies, skipped, before / PARTS, after / PARTS, worst / PARTS)
+    microbatches, replicas, skipped, before, after, worst, weights, gradients = sums
+    stats = Stats(microbatches, replicas, skipped, before / PARTS, after / PARTS, worst / PARTS)
     stats.bytes_sent |= {"weights": weights // ranks, "gradients": gradients // ranks}
     return stats
 
 
 class Meter:
-    """An observer with the sums of one balancer since the meter was created.
+    """The sums of one balancer since the meter was created; `add` and `capture` subscribe.
 
-    On a device, each rank reports an equal share of the bytes of all ranks. The worst imbalance
-    starts anew with every fetch.
+    Of captured microbatches, each rank reports an equal share of the bytes of all ranks. The worst
+    imbalance starts anew with every fetch.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._host = Stats()
+        self.add = self._host.add
         self._devices: dict[torch.device, PlanSums] = {}
-        self._replicas: WeakKeyDictionary[MicrobatchInfo, torch.Tensor] = WeakKeyDictionary()
         triton = any(info.name == "triton" and info.available for info in BACKENDS)
         if triton and torch.cuda.is_initialized():  # allocate before a graph is captured
             self._sums_on(torch.empty(0, device="cuda").device)
 
-    def begin(self, _stage: str, _microbatch: MicrobatchInfo) -> None:
-        """Do nothing: clocks measure the time."""
-
-    end = begin
-
-    def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
-        if isinstance(plan, Plan):
-            self._host.add_plan(plan)
-            return
-        on_device: Any = plan
-        self._replicas[microbatch] = on_device.num_replicas
-        self._sums_on(on_device.result.device).add(
-            on_device.num_replicas,
-            on_device.rank_loads,
-            on_device.replicas,
-            on_device.quotas,
-            on_device.speeds,
-        )
-
-    def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | None) -> None:
-        if copies is not None:
-            self._host.bytes_sent[what] += nbytes * copies
-        elif microbatch in self._replicas:  # else it was planned before the meter existed
-            replicas = self._replicas[microbatch]
-            sums = self._devices[replicas.device].sums
-            sums[ORDER.index(what)].add_(replicas[0], alpha=nbytes)
+    def capture(self, record: PassRecord) -> None:
+        """Count this pass in every replay of the graph that captures it."""
+        plan = record.plan
+        on_device = self._sums_on(plan.result.device)
+        if not record.backward:
+            replicas, loads = plan.num_replicas, plan.rank_loads
+            on_device.add(replicas, loads, plan.replicas, plan.quotas, plan.speeds)
+        for what, nbytes, _ in record.sent:
+            on_device.sums[ORDER.index(what)].add_(plan.num_replicas[0], alpha=nbytes)
 
     @torch.inference_mode(False)  # the sums are also updated outside of inference mode
     def _sums_on(self, device: torch.device) -> PlanSums:
@@ -105,7 +84,8 @@ class Meter:
 
     def fetch(self) -> Fetched:
         """Start to copy the sums to the host. Does not block."""
-        host = replace(self._host, bytes_sent=defaultdict(int, self._host.bytes_sent))
+        host = Stats()
+        host.merge(self._host)
         self._host.worst = 0.0
         devices = []
         for on_device in self._devices.values():
@@ -153,16 +133,6 @@ class Reading:
 Sink: TypeAlias = Callable[[Reading], None]
 
 
-class StageTimes(Stats):
-    """Counts seconds only; the meters count plans and bytes."""
-
-    def planned(self, microbatch: MicrobatchInfo, _: Plan) -> None:
-        self.timed += microbatch.timed
-
-    def sent(self, *_: Any) -> None:
-        """Count nothing."""
-
-
 class Metrics:
     """Counts plans, bytes and seconds of balancers, and passes readings to sinks.
 
@@ -191,10 +161,9 @@ class Metrics:
         self._previous = Stats()
         self._balancers = balancers
         self._meters = [Meter(balancer.topology) for balancer in balancers]
-        self._times = StageTimes()
         for balancer, meter in zip(balancers, self._meters, strict=True):
-            balancer.observe(meter)
-            balancer.add_sink(self._times)
+            balancer.subscribe(meter.add)
+            balancer.subscribe(meter.capture, captured=True)
 
     def tell(self, *sinks: Sink) -> Metrics:
         """Pass every later reading to these sinks, too."""
@@ -216,6 +185,8 @@ class Metrics:
         """Read now and pass the reading to the sinks; waits for the device."""
         if self._pending is not None:
             self._publish()
+        for balancer in self._balancers:
+            balancer.settle()
         self._fetch()
         return self._publish()
 
@@ -229,8 +200,8 @@ class Metrics:
         assert self._pending is not None
         (step, fetched), self._pending = self._pending, None
         totals = Stats()
-        for part in (self._times, *(part for of_meter in fetched for part in of_meter.parts())):
-            totals.add(part)
+        for part in (part for of_meter in fetched for part in of_meter.parts()):
+            totals.merge(part)
         values = values_between(self._previous, totals) | self._speeds()
         self._previous = totals
         reading = Reading(step, self._rank, self.policy, values, totals)
@@ -249,8 +220,8 @@ class Metrics:
 def values_between(previous: Stats, totals: Stats) -> dict[str, float]:
     """Figures of the microbatches between two readings."""
     recent = Stats()
-    recent.add(totals)
-    recent.add(previous, sign=-1)
+    recent.merge(totals)
+    recent.merge(previous, sign=-1)
     values = recent.figures() | {"skipped": recent.skipped / max(1, recent.microbatches)}
     if not recent.microbatches:
         values |= dict.fromkeys(("imbalance_before", "imbalance_after", "imbalance_worst"), 1.0)

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from ultraep.errors import SlotError
 from ultraep.ops.modes import outside_dispatch_modes
+from ultraep.passes import note_failure
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
@@ -85,7 +86,11 @@ def first_order(
     @wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
         label, *saved = ctx.saved_tensors
-        result: Gradients = once(ctx, state_of(label), len(gradients), *gradients, *saved)
+        try:
+            result: Gradients = once(ctx, state_of(label), len(gradients), *gradients, *saved)
+        except Exception as error:
+            note_failure(error)
+            raise
         return result
 
     return checked

@@ -193,18 +193,18 @@ class Agreement:
         record: torch.Tensor,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
-        met = None
+        meeting = None
         if self.flight is not None and place.at in MEETING_OF:
-            met = self.flight.meet(MEETING_OF[place.at], place.layer, place.step)
+            meeting = self.flight.meet(MEETING_OF[place.at], place.layer, place.step)
         try:
             gathered = self._comm.all_gather(record)
         except CommunicationError as error:
-            if met is not None and self.flight is not None:
+            if meeting is not None and self.flight is not None:
                 self.flight.failed(error)
             error.at(place)
             raise
-        if met is not None:
-            met()
+        if meeting is not None:
+            meeting.at("")
         if meanwhile is not None:
             meanwhile(gathered[:, self._place_of_loads])
         words = gathered.cpu().numpy()

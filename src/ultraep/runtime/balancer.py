@@ -5,15 +5,14 @@
     microbatch = balancer.begin(layer, ids, gates, tokens)
 
 All ranks make these calls in the same order. A data plane (`messages` or `mapped`) carries the
-microbatches of a device; ranks choose it at the first microbatch. Observers are notified of stages
-and plans (`observe.py`).
+microbatches of a device; ranks choose it at the first microbatch. Subscribers receive the record of
+every pass (`ultraep.passes`).
 
 Shapes: T tokens, K experts per token, D model width.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -26,12 +25,12 @@ from ultraep.bundle import Bundle, resolve, signature
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError, LoadError, errors_at
-from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
+from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch
 from ultraep.ops.modes import outside_dispatch_modes, refuse_transforms
+from ultraep.passes import TIMED, Passes, PassLog, Subscriber
 from ultraep.policies import running_policy
 from ultraep.runtime.agreement import At, Position, differing, ranks_by_value
 from ultraep.runtime.capacity import default_config
-from ultraep.runtime.clocks import HostClock, clock_for
 from ultraep.runtime.connect import (
     Choice,
     Group,
@@ -43,10 +42,9 @@ from ultraep.runtime.connect import (
     warn_if_idle,
 )
 from ultraep.runtime.cost import CostModel, from_environment
-from ultraep.runtime.flight import NotingFailures
 from ultraep.runtime.microbatch import NO_PASS, Context, PlaneRequest, backward_pass
-from ultraep.runtime.observe import Observer, Sink
 from ultraep.runtime.recording import Recording
+from ultraep.runtime.replays import ReplayedPlans
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
@@ -54,12 +52,11 @@ from ultraep.topology import Topology
 
 
 class DeviceState(NamedTuple):
-    """The data plane of one device, its clock and all its observers."""
+    """The data plane of one device, and the replays of its graphs if a trace is recorded."""
 
     choice: Choice
     plane: DataPlane
-    clock: HostClock
-    observers: list[Observer]
+    replays: ReplayedPlans | None
 
 
 class Balancer:
@@ -169,19 +166,12 @@ class Balancer:
         self._cost = CostModel(self.topology, self.comm, self._agreement, always=learns)
         self._speeds = Speeds(self.config, self.topology.ranks, self.rank, self._cost)
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
-        self._observers: list[Observer] = [] if self.flight is None else [self.flight]
-        self._sinks = self._first_sinks()
-
-    def _first_sinks(self) -> list[Sink]:
-        """Return the sinks of all clocks that this balancer creates itself."""
-        sinks: list[Sink] = [self._stats]
-        if self.flight is not None:
-            sinks.append(self.flight)
+        self.log = PassLog(self.rank, self.flight, TIMED if self.recorder is None else 1)
+        self.subscribe(self._stats.add)
         if self._recording is not None:
-            sinks.append(self._recording)
+            self.subscribe(self._recording.add)
         if self._speeds.learns:
-            sinks.append(self._speeds)
-        return sinks
+            self.subscribe(self._speeds.add)
 
     def __repr__(self) -> str:
         chosen = [
@@ -250,18 +240,15 @@ class Balancer:
         refuse_transforms()
         self._steps += 1
         state = self._device(ids.device)
-        info = MicrobatchInfo(
-            layer.index,
-            self._steps,
-            recomputed=backward_pass() != NO_PASS,
-            start_time=time.time(),
-            timed=state.clock.times(self._steps),
+        recomputed = backward_pass() != NO_PASS
+        passes = Passes(
+            layer.index, self._steps, self.log, recomputed=recomputed, device=ids.device
         )
         config = self.config
         if policy is not None:
             config = replace(config, policy=running_policy(policy).name)
         shares_slots = max(self._layers, layer.index + 1) > 1
-        return state.plane.begin(Inputs(info, layer, config, ids, gates, tokens, shares_slots))
+        return state.plane.begin(Inputs(passes, layer, config, ids, gates, tokens, shares_slots))
 
     def plane(self, device: torch.device | str) -> DataPlane:
         """Return the data plane for tokens on this device; collective at the first call."""
@@ -282,9 +269,6 @@ class Balancer:
         )
         with errors_at(place):
             choice = choose(self.settings.data_plane, request, compare_places)
-        captures = choice.kind.captures
-        clock = clock_for(request, self._sinks, self._recording, captures=captures)
-        observers = [clock, *self._observers]
         context = Context(
             self.comm,
             self.topology,
@@ -294,9 +278,12 @@ class Balancer:
             self._agreement,
             self._cost,
             self._speeds,
-            observers,
         )
-        return DeviceState(choice, choice.make(context), clock, observers)
+        replays = None
+        if self._recording is not None and choice.kind.captures and device.type == "cuda":
+            replays = ReplayedPlans(self._recording, self.topology, device)
+            self.subscribe(replays.captured, captured=True)
+        return DeviceState(choice, choice.make(context), replays)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate all memory that microbatches like this need; collective.
@@ -314,14 +301,13 @@ class Balancer:
             raise LoadError(text, ranks=differing(sizes))
         plane.prepare(ids, rows, bundle)
 
-    def observe(self, observer: Observer) -> None:
-        """Add an observer of stages, plans and transfers."""
-        for observers in (self._observers, *(s.observers for s in self._devices.values())):
-            observers.append(observer)
+    def subscribe(self, subscriber: Subscriber, *, captured: bool = False) -> None:
+        """Call a function with the `PassRecord` of every forward and backward pass from now on.
 
-    def add_sink(self, sink: Sink) -> None:
-        """Add a sink that receives what the clocks of the data planes measure."""
-        self._sinks.append(sink)
+        On a GPU it is called some passes later; `settle` waits.
+        captured: call it when a graph captures a pass, instead: it may launch kernels on the plan.
+        """
+        self.log.subscribe(subscriber, captured=captured)
 
     def at_state(self, layer: int, device: torch.device) -> None:
         """Raise unless all ranks are about to gather the experts of this layer; collective."""
@@ -334,8 +320,10 @@ class Balancer:
         graphs, in the order of the current stream. Fetches earlier replays without waiting.
         """
         if self._recording is not None:
+            self.settle()
             for state in self._devices.values():
-                state.clock.begin_step(step)  # first: flushes the previous step
+                if state.replays is not None:
+                    state.replays.begin_step(step)
             self._recording.begin_step(step)
 
     def stats(self) -> dict[str, Any]:
@@ -344,7 +332,7 @@ class Balancer:
         A forward pass that backward recomputes counts twice. Waits for a device. There, the seconds
         of all microbatches are extrapolated from the `timed` ones.
         """
-        self._settle()
+        self.settle()
         return self._stats.summary() | {
             "pool_bytes": sum(state.plane.nbytes for state in self._devices.values()),
             "rates": self._cost.known(),
@@ -354,12 +342,18 @@ class Balancer:
 
     def reset_stats(self) -> None:
         """Set all counters of `stats` to zero."""
-        self._settle()
+        self.settle()
         self._stats.reset()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Pass all passes so far to the subscribers, and replays that have arrived to the trace.
+
+        Waits for the device.
+        """
+        self.log.settle()
         for state in self._devices.values():
-            state.clock.settle()
+            if state.replays is not None:
+                state.replays.fetch()
 
     def check(self) -> None:
         """Raise errors that a device has recorded and the host has not seen; waits for the device.
@@ -367,17 +361,23 @@ class Balancer:
         Such errors are a lost rank, more rows than the capacity, and invalid ids. `count` checks
         without waiting; call this after the replay of a graph.
         """
-        with NotingFailures(self._observers):
+        try:
             for state in self._devices.values():
                 state.plane.check()
+        except Exception as error:
+            if self.flight is not None:
+                self.flight.failed(error)
+            raise
 
     def close(self) -> None:
         """Write the rest of the trace; free memory and the resources of the communicator."""
         if self.flight is not None:
             self.flight.close()
-        for state in self._devices.values():
-            state.clock.finish()
+        self.settle()
         if self.recorder is not None:
+            for state in self._devices.values():
+                if state.replays is not None:
+                    state.replays.finish()
             self.recorder.close()
         for state in self._devices.values():
             state.plane.close()

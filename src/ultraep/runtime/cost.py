@@ -98,7 +98,7 @@ class CostModel:
         rows: of all ranks, as all ranks know them.
         trial: makes replicas that can be timed.
         """
-        config, layer = inputs.config, inputs.info.layer
+        config, layer = inputs.config, inputs.passes.layer
         depends = config.objective == "time" and config.rates is None and config.policy == BY_TIME
         if not (self._used and (depends or self._always)):
             return config
@@ -135,11 +135,12 @@ class CostModel:
         """Return the rates of the layer; None if they cannot be measured now. Collective."""
         if None in (inputs.layer.serve, inputs.tokens, inputs.gates):
             return None
-        if inputs.info.recomputed or capturing(inputs.ids.device):
+        if inputs.passes.recomputed or capturing(inputs.ids.device):
             return None
-        layer, shape = inputs.info.layer, LayerShape.of(inputs)
+        layer, shape = inputs.passes.layer, LayerShape.of(inputs)
         if shape not in self._of_shape:
-            position = Position(At.RATES, layer, inputs.info.step)
+            position = Position(At.RATES, layer, inputs.passes.step)
+            inputs.passes.record.at("")
             self._agreement.compare(position, inputs.ids.device)
             with errors_at(position):
                 rates = measure(inputs, trial, shape, self._topology, self._comm)

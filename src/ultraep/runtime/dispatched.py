@@ -1,10 +1,10 @@
 """The rows of one microbatch, moved by a dispatcher of another library.
 
-The data plane still counts, plans, replicates, reroutes and reduces. Marks at the four borders of
-the dispatcher show observers where the stages begin and end, in forward and in backward:
+The data plane still counts, plans, replicates, reroutes and reduces. In backward, the stages begin
+and end when gradients pass marks at the four borders of the dispatcher:
 
-    tokens -> |leave_tokens| dispatch |reach_slots| -> experts
-           -> |leave_slots|  combine  |reach_tokens| -> outputs
+    tokens -> |end| dispatch |dispatch back| -> experts
+           -> |experts back| combine |combine back| -> outputs
 
 Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D model width.
 """
@@ -20,10 +20,12 @@ import torch
 from ultraep.comm import Communicator, moved, raise_together
 from ultraep.dispatch import Arrivals, Dispatcher, Received, SlotRoutes
 from ultraep.errors import CommunicationError, ConfigError
+from ultraep.microbatch import Rows
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.recompute import Gradients, first_order, save
-from ultraep.runtime.observe import BaseExchange
 from ultraep.topology import Topology
+
+END = ""  # the mark after the last stage
 
 
 class DispatchedRows:
@@ -35,23 +37,23 @@ class DispatchedRows:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, exchange: BaseExchange, routes: SlotRoutes, *, first: bool
+        self, dispatcher: Dispatcher, exchange: Rows, routes: SlotRoutes, *, first: bool
     ) -> None:
         self._dispatcher, self._exchange, self._routes = dispatcher, exchange, routes
         self._first = first
         self._received: Received | None = None
 
     def dispatch(self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor) -> Arrivals:
-        exchange = self._exchange
-        tokens_TD, gates_TK = _mark(exchange, "reach_tokens", tokens_TD, gates_TK)
-        exchange.leave_tokens()
+        exchange, record = self._exchange, self._exchange.passes.record
+        tokens_TD, gates_TK = _mark(exchange, END, tokens_TD, gates_TK)
+        record.at("dispatch")
         received = self._dispatcher.dispatch(tokens_TD, gates_TK, self._routes)
         problem = _delivery_problem(received, self._routes, tokens_TD, wait=self._first)
         if problem:
             raise CommunicationError(f"{_name(self._dispatcher)} {problem}")
         self._received = received
-        exchange.reach_slots()
-        rows_AD, gates_A = _mark(exchange, "leave_slots", received.rows, received.gates)
+        record.at("experts")
+        rows_AD, gates_A = _mark(exchange, "dispatch back", received.rows, received.gates)
         return Arrivals(rows_AD, gates_A, exchange)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
@@ -64,14 +66,13 @@ class DispatchedRows:
                 f"microbatch, got {len(outputs_AD)}; pass the outputs of the same microbatch"
             )
         self._received = None  # a handle serves one microbatch
-        (outputs_AD,) = _mark(exchange, "reach_slots", outputs_AD)
-        exchange.leave_slots()
+        (outputs_AD,) = _mark(exchange, "experts back", outputs_AD)
+        exchange.passes.record.at("combine")
         y_TD = self._dispatcher.combine(outputs_AD, received)
         problem = _sums_problem(y_TD, self._routes, outputs_AD)
         if problem:
             raise CommunicationError(f"{_name(self._dispatcher)} {problem}")
-        exchange.reach_tokens()
-        (y_TD,) = _mark(exchange, "begin_backward leave_tokens", y_TD)
+        (y_TD,) = _mark(exchange, "combine back", y_TD)
         return y_TD
 
 
@@ -201,7 +202,7 @@ def _misplaced(rows_AD: torch.Tensor, routes: SlotRoutes) -> str:
     )
 
 
-def slot_routes(exchange: BaseExchange, topology: Topology, rank: int) -> SlotRoutes:
+def slot_routes(exchange: Rows, topology: Topology, rank: int) -> SlotRoutes:
     """Return the slots of a microbatch, with ids as if all ranks had the same number of slots."""
     first = topology.first_slot_of_rank
     sizes, ids = np.diff(first), exchange.slots.to(torch.int64, copy=True)  # may be overwritten
@@ -223,20 +224,20 @@ def slot_routes(exchange: BaseExchange, topology: Topology, rank: int) -> SlotRo
     return SlotRoutes(ids, offsets, begins, rank, topology.ranks, width)
 
 
-def _mark(exchange: BaseExchange, reports: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors; when their gradients arrive, call these methods of the exchange."""
+def _mark(exchange: Rows, stage: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors; when their gradients arrive, a stage of backward begins."""
     marked: tuple[torch.Tensor, ...]
-    marked = _Mark.apply(exchange, reports, *tensors)  # type: ignore[no-untyped-call]
+    marked = _Mark.apply(exchange, stage, *tensors)  # type: ignore[no-untyped-call]
     return marked
 
 
 class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: BaseExchange, reports: str, *tensors: torch.Tensor
+        ctx: Any, exchange: Rows, stage: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         save(ctx, exchange)
-        ctx.reports = reports.split()
+        ctx.stage = stage
         ctx.set_materialize_grads(False)
         marked = tuple(tensor.view_as(tensor) for tensor in tensors)
         required = zip(marked, ctx.needs_input_grad[2:], strict=True)
@@ -245,7 +246,11 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, exchange: BaseExchange, gradients: Gradients, _: Any) -> Gradients:
-        for report in ctx.reports:
-            getattr(exchange, report)()
+    def backward(ctx: Any, exchange: Rows, gradients: Gradients, _: Any) -> Gradients:
+        if ctx.stage == "combine back":
+            exchange.begin_backward()
+        elif ctx.stage == END:
+            exchange.passes.record.end()
+        else:
+            exchange.passes.record.at(ctx.stage)
         return None, None, *gradients

@@ -1,10 +1,10 @@
 """Flight recorder: the last passes of a rank in memory, written to a file when an error ends it.
 
-A pass is the forward or backward pass of one microbatch through one layer, or another meeting of
-all ranks. Every event stores a few integers in a ring that was allocated once. The file of a rank
-is written when
+A pass is the forward or backward pass of one microbatch through one layer (`ultraep.passes`), or
+another meeting of all ranks. It is here from its begin on, so a file shows the stage in which a
+rank hangs. The file of a rank is written when
 
-    a stage, or a comparison with other ranks, raises
+    a layer, forward or backward, or a comparison with other ranks raises
     an exception ends the program (`sys.excepthook`, chained)
     another rank of the group has failed: the thread of a roll call looks for that, so a rank that
         hangs writes, too
@@ -27,37 +27,28 @@ import sys
 import threading
 import time
 import weakref
-from array import array
-from collections.abc import Callable, Iterable
+from collections import deque
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from ultraep.arrays import digest_of
 from ultraep.errors import CommunicationError, FileError
 from ultraep.files.writing import write_text
-from ultraep.microbatch import MicrobatchInfo
-from ultraep.plan import Plan
+from ultraep.passes import Passes, PassRecord
 from ultraep.trace.flight import (
     ERROR,
-    KINDS,
+    MEETING,
     OFF,
     OTHERS,
     SIGNAL,
-    STAGES,
     VARIABLE,
     FlightFile,
     Pass,
     default_folder,
 )
 
-PASSES = 256  # in the ring
-# Words of a pass. AROUND: the stage around the current one, or -1. Times are nanoseconds.
-NUMBER, LAYER, STEP, KIND, STAGE, OPEN, AROUND, BEGAN, CHANGED, LOADS, PLAN, WIDTH = range(12)
-FORWARD_PASS, BACKWARD_PASS, RECOMPUTED_PASS, MEETING = range(len(KINDS))
-INDEX = {stage: index for index, stage in enumerate(STAGES)}
+PASSES = 256  # that are kept
 MOST_ERRORS = 8  # in a file: the first and the last ones
 REPEATED = 1.0  # seconds in which the same error is not written again
 STACK_PAUSE = 0.05  # seconds in which a stack arrives
@@ -67,18 +58,18 @@ logger = logging.getLogger(__name__)
 
 
 class Flight:
-    """The ring of one rank: an observer of stages, and a sink of plans.
+    """The last passes of one rank.
 
     balancer: identifies the group of ranks in file names.
     """
 
     def __init__(self, balancer: str, rank: int, ranks: int) -> None:
         self._balancer, self._rank, self._ranks = balancer, rank, ranks
-        self._words = array("q", bytes(8 * PASSES * WIDTH))
-        self._number = 0
+        self._passes: deque[PassRecord] = deque(maxlen=PASSES)
+        self._count = 0
         self.errors: list[str] = []
         self._named: set[int] = set()  # by errors of communication, as their cause
-        self._noted_at = -1  # the last event before the last error
+        self._noted_at = -1.0  # the last event before the last error
         self._written_at = 0.0
         self._lock = threading.Lock()
         _flights[id(self)] = self
@@ -88,73 +79,23 @@ class Flight:
         """Write nothing from now on."""
         _flights.pop(id(self), None)
 
-    # As an observer:
+    def add(self, record: PassRecord) -> None:
+        """Add a pass that begins."""
+        self._count += 1
+        record.number = self._count
+        self._passes.append(record)
 
-    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        words, number = self._words, microbatch.flight_pass
-        at, now = number % PASSES * WIDTH, time.monotonic_ns()
-        if words[at] != number or (microbatch.in_backward and words[at + KIND] != BACKWARD_PASS):
-            kind = RECOMPUTED_PASS if microbatch.recomputed else FORWARD_PASS
-            kind = BACKWARD_PASS if microbatch.in_backward else kind
-            at = self._new(kind, microbatch.layer, microbatch.step, now)
-            microbatch.flight_pass = self._number
-        elif words[at + OPEN]:
-            words[at + AROUND] = words[at + STAGE]
-        words[at + STAGE] = INDEX[stage]
-        words[at + OPEN], words[at + CHANGED] = 1, now
-
-    def end(self, _stage: str, microbatch: MicrobatchInfo) -> None:
-        words, number = self._words, microbatch.flight_pass
-        at = number % PASSES * WIDTH
-        if words[at] == number:
-            around = words[at + AROUND]
-            if around < 0:
-                words[at + OPEN] = 0
-            else:
-                words[at + STAGE], words[at + AROUND] = around, -1
-            words[at + CHANGED] = time.monotonic_ns()
-
-    def planned(self, microbatch: MicrobatchInfo, plan: Any) -> None:
-        """Store digests, unless they are known; a plan on a device comes again, on the host."""
-        at = microbatch.flight_pass % PASSES * WIDTH
-        if not self._words[at + PLAN]:
-            self.note_plan(microbatch, plan)
-
-    def note_plan(self, microbatch: MicrobatchInfo, plan: Any) -> None:
-        """Store the digests of a plan that is on the host."""
-        words, number = self._words, microbatch.flight_pass
-        at = number % PASSES * WIDTH
-        if words[at] == number and isinstance(plan, Plan):
-            words[at + LOADS] = digest_of(plan.loads)
-            words[at + PLAN] = digest_of(plan.replicas, plan.quotas)
-
-    def sent(self, *_: object) -> None:
-        """Nothing to store."""
-
-    # As a sink:
-
-    def took(self, *_: object) -> None:
-        """Nothing to store."""
-
-    def passed(self, *_: object) -> None:
-        """Nothing to store."""
-
-    # Outside of microbatches:
-
-    def meet(self, what: str, layer: int, step: int) -> Callable[[], None]:
-        """Note that all ranks meet outside of a pass; return a function that ends the meeting."""
-        words, at = self._words, self._new(MEETING, layer, step, time.monotonic_ns())
-        number, words[at + STAGE], words[at + OPEN] = self._number, INDEX[what], 1
-
-        def end() -> None:
-            if words[at] == number:
-                words[at + OPEN], words[at + CHANGED] = 0, time.monotonic_ns()
-
-        return end
+    def meet(self, what: str, layer: int, step: int) -> PassRecord:
+        """Add a meeting of all ranks outside of a pass; call `at("")` of it when it ends."""
+        meeting = PassRecord(Passes(layer, step), MEETING)
+        self.add(meeting)
+        meeting.at(what)
+        return meeting
 
     def failed(self, error: BaseException) -> None:
         """Note an error and write the file; the same error at an outer place changes nothing."""
-        last_event = max(self._words[CHANGED::WIDTH])
+        events = (record.timeline[-1][1] for record in [*self._passes] if record.timeline)
+        last_event = max(events, default=0.0)
         if last_event == self._noted_at:
             return
         self._noted_at, text = last_event, f"{type(error).__name__}: {error}"
@@ -183,36 +124,9 @@ class Flight:
         )
         return path
 
-    def _new(self, kind: int, layer: int, step: int, now: int) -> int:
-        """Begin a pass in the ring; return its place."""
-        words, number = self._words, self._number + 1
-        at = number % PASSES * WIDTH
-        words[at] = 0  # invalid until it is complete, for a thread that writes
-        words[at + LAYER], words[at + STEP], words[at + KIND] = layer, step, kind
-        words[at + OPEN], words[at + AROUND], words[at + LOADS], words[at + PLAN] = 0, -1, 0, 0
-        words[at + BEGAN] = words[at + CHANGED] = now
-        words[at] = self._number = number
-        return at
-
     def _file(self, reason: str, stack: str) -> FlightFile:
-        words, now = self._words[:], time.monotonic_ns()
-        rows = (words[at : at + WIDTH] for at in range(0, len(words), WIDTH))
-        passes = [
-            Pass(
-                number=row[NUMBER],
-                layer=row[LAYER],
-                step=row[STEP],
-                kind=KINDS[row[KIND]],
-                stage=STAGES[row[STAGE]],
-                open=bool(row[OPEN]),
-                began=(now - row[BEGAN]) / 1e9,
-                since=(now - row[CHANGED]) / 1e9,
-                loads=row[LOADS],
-                plan=row[PLAN],
-            )
-            for row in rows
-            if row[NUMBER]
-        ]
+        records = [*self._passes]  # at once: the main thread may go on
+        passes = [_pass(record) for record in records if record.timeline]
         return FlightFile(
             balancer=self._balancer,
             rank=self._rank,
@@ -224,7 +138,7 @@ class Flight:
             written=time.time(),
             errors=tuple(self.errors),
             stack=stack,
-            passes=tuple(sorted(passes)),
+            passes=tuple(passes),
             named=tuple(sorted(self._named)),
         )
 
@@ -236,31 +150,21 @@ def flight_of(balancer: int, rank: int, ranks: int) -> Flight | None:
     return Flight(f"{balancer:016x}", rank, ranks)
 
 
-def note_failure(observers: Iterable[object], error: BaseException | None) -> None:
-    """Note an error in the flight recorder, if there is one."""
-    if error is not None:
-        for observer in observers:
-            if isinstance(observer, Flight):
-                observer.failed(error)
-
-
-class NotingFailures:
-    """A block whose error is noted in the flight recorder."""
-
-    def __init__(self, observers: Iterable[object]) -> None:
-        self._observers = observers
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
-        note_failure(self._observers, error)
-
-
-def note_plan(observers: Iterable[object], microbatch: MicrobatchInfo, plan: Any) -> None:
-    """Note a plan before ranks compare their plans."""
-    for observer in observers:
-        if isinstance(observer, Flight):
-            observer.note_plan(microbatch, plan)
+def _pass(record: PassRecord) -> Pass:
+    timeline, now = record.timeline[:], record.clock()
+    loads, plan = record.plan_digests()
+    return Pass(
+        number=record.number,
+        layer=record.layer,
+        step=record.step,
+        kind=record.kind,
+        stage=next(stage for stage, _ in reversed(timeline) if stage),
+        open=bool(timeline[-1][0]),
+        began=now - timeline[0][1],
+        since=now - timeline[-1][1],
+        loads=loads,
+        plan=plan,
+    )
 
 
 def _folder(balancer: str) -> Path:

@@ -1,8 +1,8 @@
 """The base of all data planes: their registration, and their microbatches.
 
-`BaseMicrobatch` checks the order of the verbs, marks them as stages, and measures rates where a
-plan needs them. A data plane implements `_count`, `_rows_of_all`, `_make_plan`, `_replicas`,
-`_trial` and `_rows`.
+`BaseMicrobatch` checks the order of the verbs, marks their stages in the record of the pass, and
+measures rates where a plan needs them. A data plane implements `_count`, `_rows_of_all`,
+`_make_plan`, `_replicas`, `_trial` and `_rows`.
 
 Shapes: T tokens, R ranks, E experts, A arrived rows, D model width.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -20,18 +20,16 @@ from ultraep.bundle import Bundle
 from ultraep.combine import combine
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import Arrivals, Dispatcher, Exchange, dispatch
+from ultraep.dispatch import Arrivals, Dispatcher, dispatch
 from ultraep.errors import ConfigError
-from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
+from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas, Rows
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, At, Position
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.cost import CostModel
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
-from ultraep.runtime.flight import note_plan
 from ultraep.runtime.hosts import FastLinks
-from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.speeds import Speeds
 from ultraep.topology import Topology
@@ -53,15 +51,10 @@ class Context:
     agreement: Agreement
     cost: CostModel
     speeds: Speeds
-    observers: list[Observer]
     first_rank: int = 0  # number of rank 0 of the topology, for errors
     dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
     # Replicas that hold slots in a backward pass, with the number of the pass.
     lent_in_backward: dict[Any, int] = field(default_factory=dict)
-
-    def unobserved(self) -> Context:
-        """Return the same parts without observers, for synthetic microbatches."""
-        return replace(self, observers=[])
 
 
 def backward_pass() -> int:
@@ -103,49 +96,51 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     """One microbatch of one rank; see `ultraep.microbatch.Microbatch`."""
 
     def __init__(self, inputs: Inputs, context: Context) -> None:
-        self.info, self.observers = inputs.info, context.observers
+        self.passes, self._record = inputs.passes, inputs.passes.record
         self._inputs, self._context = inputs, context
         self._loads: torch.Tensor | None = None
         self._plan: AnyPlanT | None = None
-        self._exchange: BaseExchange | None = None
+        self._exchange: Rows | None = None
         self._dispatched: DispatchedRows | None = None
 
     @outside_dispatch_modes
-    @staged("loads")
     def count(self) -> torch.Tensor:
+        self._record.at("loads")
         self._loads = self._count()
         return self._loads
 
     @outside_dispatch_modes
     def plan(self) -> AnyPlanT:
         self._after("count", self._loads)
-        context = self._context
+        record, context = self._record, self._context
         config = context.cost.config(self._inputs, self._rows_of_all(), self._trial)
-        plan = self._make_plan(context.speeds.applied(config))
-        note_plan(self.observers, self.info, plan)
+        record.at("plan")
+        plan = record.plan = self._make_plan(context.speeds.applied(config))
         self._verify(plan)
-        plan = self._plan = self._settled(plan)
-        for observer in self.observers:
-            observer.planned(self.info, plan)
+        plan = self._plan = self.passes.plan = record.plan = self._settled(plan)
+        if self._inputs.tokens is None:  # the caller dispatches rows
+            record.at("")
         return plan
 
     def replicate(self) -> Replicas:
         return self._replicas(self._after("plan", self._plan))
 
     @outside_dispatch_modes
-    @staged("reroute")
-    def reroute(self) -> Exchange:
+    def reroute(self) -> Rows:
+        self._record.at("reroute")
         exchange = self._exchange = self._rows(self._after("plan", self._plan))
         dispatcher, tokens = self._context.settings.dispatcher, self._inputs.tokens
         if dispatcher is not None and tokens is not None:
             self._dispatched = self._through(dispatcher, exchange, tokens)
+        if tokens is None:
+            self._record.at("")
         return exchange
 
     def _through(
-        self, dispatcher: Dispatcher, exchange: BaseExchange, tokens: torch.Tensor
+        self, dispatcher: Dispatcher, exchange: Rows, tokens: torch.Tensor
     ) -> DispatchedRows:
         """Return the rows of this microbatch through a dispatcher; the first time, probe it."""
-        context, layer = self._context, self.info.layer
+        context, layer = self._context, self.passes.layer
         routes = slot_routes(exchange, context.topology, context.comm.rank)
         if not context.dispatched_layers:
             probe(dispatcher, routes, tokens, context.comm)
@@ -157,14 +152,18 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         inputs, exchange = self._inputs, self._after("reroute", self._exchange)
         if inputs.tokens is None or inputs.gates is None:
             raise ConfigError("dispatch() needs tokens and gates: pass both to Balancer.begin")
+        self.passes.gradients_leave = inputs.tokens.requires_grad or inputs.gates.requires_grad
         if self._dispatched is not None:
             return self._dispatched.dispatch(inputs.tokens, inputs.gates)
         return dispatch(inputs.tokens, inputs.gates, exchange, inputs.layer.pack)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
         if self._dispatched is not None:
-            return self._dispatched.combine(outputs_AD)
-        return combine(outputs_AD, self._after("reroute", self._exchange))
+            y_TD = self._dispatched.combine(outputs_AD)
+        else:
+            y_TD = combine(outputs_AD, self._after("reroute", self._exchange))
+        self._record.end()
+        return y_TD
 
     def _after(self, verb: str, result: T | None) -> T:
         """Return the result of an earlier verb; raise if that verb was not called."""
@@ -176,10 +175,10 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         return result
 
     def _place(self, point: At) -> Position:
-        return Position(point, self.info.layer, self.info.step)
+        return Position(point, self.passes.layer, self.passes.step)
 
     def _loads_place(self) -> Position:
-        return self._place(At.LOADS_RECOMPUTED if self.info.recomputed else At.LOADS)
+        return self._place(At.LOADS_RECOMPUTED if self.passes.recomputed else At.LOADS)
 
     @abstractmethod
     def _count(self) -> torch.Tensor:
@@ -193,7 +192,6 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     def _make_plan(self, config: BalanceConfig) -> AnyPlanT:
         """Return the plan for the loads that were counted."""
 
-    @staged("verify")
     def _verify(self, plan: AnyPlanT) -> None:
         """Raise if ranks have different plans."""
 
@@ -210,5 +208,5 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         """Return the replicas of a synthetic plan, to be timed."""
 
     @abstractmethod
-    def _rows(self, plan: AnyPlanT) -> BaseExchange:
+    def _rows(self, plan: AnyPlanT) -> Rows:
         """Return the object that moves the rows of this microbatch."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,14 +19,14 @@ from ultraep.comm import Communicator, raise_together
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
 from ultraep.hops import CHUNKS, copies_sent
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import FORWARD, RECOMPUTED, Passes, PassRecord
 from ultraep.plan import Plan
 from ultraep.reroute import rows_received
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.speeds import REMEMBERED
 from ultraep.topology import Topology
 from ultraep.trace.record import Recorder
-from ultraep.trace.schema import FORWARD, Key
+from ultraep.trace.schema import Key
 
 VARIABLE = "ULTRAEP_TRACE"  # environment variable: a directory for the traces of all balancers
 MOST_TRACES = 10_000  # in that directory
@@ -90,28 +89,16 @@ def _new_directory(parent: Path) -> Path:
     raise FileError(f"{parent}: holds {MOST_TRACES} traces already, name a new folder")
 
 
-@dataclass
-class _Pass:
-    """Observations of one microbatch since it was last written."""
-
-    plan: Plan
-    key: Key | None  # None: not recorded
-    slot_rows: list[int]
-    recorded: bool = False
-    moved: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-
 class _Waiting(NamedTuple):
     """A microbatch whose forward pass backward may recompute."""
 
     loads: bytes
     key: Key
-    microbatch: weakref.ref[MicrobatchInfo]
+    microbatch: weakref.ref[Passes]
 
     def before_backward(self) -> bool:
         microbatch = self.microbatch()
-        return microbatch is not None and not microbatch.in_backward
+        return microbatch is not None and not microbatch.record.backward
 
 
 def _first_pass(waiting: Sequence[_Waiting], loads: bytes) -> Key | None:
@@ -122,7 +109,7 @@ def _first_pass(waiting: Sequence[_Waiting], loads: bytes) -> Key | None:
 
 
 class Recording:
-    """The sink that writes a trace; one per rank."""
+    """Writes the passes of one rank into a trace."""
 
     def __init__(self, recorder: Recorder, rank: int) -> None:
         self._recorder, self._rank = recorder, rank
@@ -130,8 +117,7 @@ class Recording:
         self._numbers: dict[int, int] = defaultdict(int)  # microbatches of every layer
         self._step: int | None = None
         self._counts: dict[int, dict[int, int]] = {}  # microbatches by step and layer
-        self._unplanned: WeakKeyDictionary[MicrobatchInfo, dict[str, float]] = WeakKeyDictionary()
-        self._passes: WeakKeyDictionary[MicrobatchInfo, _Pass] = WeakKeyDictionary()
+        self._keys: WeakKeyDictionary[Passes, Key] = WeakKeyDictionary()
 
     def begin_step(self, step: int) -> None:
         """Set the step of the microbatches from now on."""
@@ -139,17 +125,34 @@ class Recording:
             raise ConfigError(f"a step must not be negative, got {step}")
         self._step = step
 
-    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
-        """Assign a key to the microbatch."""
-        waiting, loads = self._waiting[microbatch.layer], plan.loads.tobytes()
-        if microbatch.recomputed:
-            key = _first_pass(waiting, loads)
-        else:
-            key = self._new_key(microbatch.layer, self._step)
-            waiting.append(_Waiting(loads, key, weakref.ref(microbatch)))
-        current = self._pass(plan, key)
-        current.seconds.update(self._unplanned.pop(microbatch, {}))
-        self._passes[microbatch] = current
+    def add(self, record: PassRecord) -> None:
+        """Write a forward pass; add a later pass of the microbatch to it."""
+        assert record.passes is not None
+        if record.kind == FORWARD:
+            if "combine" in record.seconds:  # else the caller dispatches rows, and records them
+                key = self._keys[record.passes] = self._new_key(record.layer, self._step)
+                microbatch = weakref.ref(record.passes)
+                waiting = _Waiting(record.plan.loads.tobytes(), key, microbatch)
+                self._waiting[record.layer].append(waiting)
+                moved, seconds = sum(record.bytes_sent.values()), record.seconds
+                self._write(key, record.plan, moved, seconds, record.start_time)
+            return
+        seconds = record.seconds
+        if record.kind == RECOMPUTED:
+            seconds = {"recompute": sum(seconds.values())}
+            first = _first_pass(self._waiting[record.layer], record.plan.loads.tobytes())
+            if first is not None:
+                self._keys[record.passes] = first
+        if record.passes in self._keys:
+            step, layer, number = self._keys[record.passes]
+            self._recorder.more(
+                step=step,
+                layer=layer,
+                microbatch=number,
+                bytes_moved=sum(record.bytes_sent.values()),
+                seconds=seconds,
+                began=record.start_time,
+            )
 
     def _new_key(self, layer: int, step: int | None) -> Key:
         """Return the key by which all ranks know the microbatch."""
@@ -166,53 +169,25 @@ class Recording:
         self, layer: int, step: int | None, plan: Plan, sent: Sent, start_time: float
     ) -> None:
         """Record a microbatch that a graph has served; its seconds are unknown."""
-        replay = self._pass(plan, self._new_key(layer, step))
-        replay.moved = sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent)
-        self._write(replay, start_time)
+        moved = sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent)
+        self._write(self._new_key(layer, step), plan, moved, {}, start_time)
 
     def lost(self, records: int) -> None:
         """Count records that came too late."""
         if records:
             self._recorder.lose(records)
 
-    def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
-        """Add the time of a stage; a recomputed forward pass is one stage."""
-        stage = "recompute" if microbatch.recomputed and stage in FORWARD else stage
-        current = self._passes.get(microbatch)
-        sums = self._unplanned.setdefault(microbatch, {}) if current is None else current.seconds
-        sums[stage] = sums.get(stage, 0.0) + seconds
-
-    def sent(self, microbatch: MicrobatchInfo, _what: str, nbytes: int, _copies: int) -> None:
-        """Add bytes that were moved."""
-        self._passes[microbatch].moved += nbytes
-
-    def passed(self, microbatch: MicrobatchInfo, start_time: float) -> None:
-        """Write what was observed since the last call."""
-        current = self._passes.get(microbatch)
-        if current is None or current.key is None:
-            return
-        if not current.recorded and not microbatch.recomputed and "combine" not in current.seconds:
-            return  # the caller dispatches rows and passes them to the recorder
-        self._write(current, start_time, added=microbatch.recomputed)
-
-    def _pass(self, plan: Plan, key: Key | None) -> _Pass:
-        return _Pass(plan, key, rows_received(plan, self._rank).sum(axis=0).tolist())
-
-    def _write(self, current: _Pass, start_time: float, *, added: bool = False) -> None:
-        """Write a record, or add to the one that was written before."""
-        assert current.key is not None
-        step, layer, number = current.key
-        fields: dict[str, Any] = {
-            "step": step,
-            "layer": layer,
-            "microbatch": number,
-            "bytes_moved": current.moved,
-            "seconds": current.seconds,
-            "began": start_time,
-        }
-        current.seconds, current.moved = defaultdict(float), 0
-        if added or current.recorded:
-            self._recorder.more(**fields)
-        else:
-            current.recorded = True
-            self._recorder.add(plan=current.plan, slot_rows=current.slot_rows, **fields)
+    def _write(
+        self, key: Key, plan: Plan, moved: int, seconds: Mapping[str, float], start_time: float
+    ) -> None:
+        step, layer, number = key
+        self._recorder.add(
+            plan=plan,
+            slot_rows=rows_received(plan, self._rank).sum(axis=0),
+            step=step,
+            layer=layer,
+            microbatch=number,
+            bytes_moved=moved,
+            seconds=seconds,
+            began=start_time,
+        )

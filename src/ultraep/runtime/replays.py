@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import FORWARD, Passes, PassRecord
 from ultraep.runtime.device_planner import DevicePlan
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.streams import Fetch
@@ -62,26 +62,25 @@ class ReplayedPlans:
         self.ring.state[1].fill_(NO_STEP)
         self._recording, self._shape = recording, (ranks, topology.experts)
         self._sites: list[_Site] = []
-        self._of: WeakKeyDictionary[MicrobatchInfo, _Site] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Passes, _Site] = WeakKeyDictionary()
         self._fetched = 0
         self._kept: Fetch | None = None
         self._new: _New | None = None
         self._launched: dict[int, float] = {}
 
-    def captured(self, microbatch: MicrobatchInfo, plan: DevicePlan) -> None:
+    def captured(self, record: PassRecord) -> None:
         """Store the plan of this microbatch in every replay, unless it is a recomputation."""
-        if microbatch.recomputed:
-            return
-        self.ring.keep(len(self._sites), plan.loads, plan.result)
-        nothing = plan.result.new_empty(0)  # do not keep the memory of the graph alive
-        light = replace(plan, loads=nothing, expert_of_slot=nothing, result=nothing)
-        request = self._of[microbatch] = _Site(microbatch.layer, light)
-        self._sites.append(request)
-
-    def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int) -> None:
-        """Note that every replay sends this many bytes of each planned replica."""
-        if microbatch in self._of:
-            self._of[microbatch].sent.append((what, nbytes))
+        assert record.passes is not None
+        plan: DevicePlan = record.plan
+        if record.kind == FORWARD and plan.result.device == self.ring.state.device:
+            self.ring.keep(len(self._sites), plan.loads, plan.result)
+            nothing = plan.result.new_empty(0)  # do not keep the memory of the graph alive
+            light = replace(plan, loads=nothing, expert_of_slot=nothing, result=nothing)
+            self._sites.append(_Site(record.layer, light))
+            self._of[record.passes] = self._sites[-1]
+        if record.passes in self._of:
+            sent = ((what, nbytes) for what, nbytes, _ in record.sent)
+            self._of[record.passes].sent.extend(sent)
 
     def begin_step(self, step: int) -> None:
         """Set the step of the following replays, in the order of the current stream."""

@@ -14,11 +14,9 @@ import torch
 
 from ultraep.bundle import Bundle
 from ultraep.errors import SlotError
-from ultraep.microbatch import MicrobatchInfo
 from ultraep.ops.modes import outside_dispatch_modes
-from ultraep.runtime.flight import note_failure
+from ultraep.passes import Passes, note_failure
 from ultraep.runtime.microbatch import NO_PASS, Context, backward_pass
-from ultraep.runtime.observe import staged
 
 
 class BaseReplicas(ABC):
@@ -28,21 +26,25 @@ class BaseReplicas(ABC):
     backward pass that raises does not return its slots; the next microbatch to need slots does.
     """
 
-    def __init__(self, context: Context, info: MicrobatchInfo, bundle: Bundle) -> None:
-        self.info, self.bundle, self.observers = info, bundle, context.observers
+    def __init__(self, context: Context, passes: Passes, bundle: Bundle) -> None:
+        self.passes, self.bundle = passes, bundle
         self._context, self._lent = context, context.lent_in_backward
         self._loan: ExitStack | None = None
         self.begun = False  # before the `with` block
 
     def __str__(self) -> str:
-        return f"layer {self.info.layer} (step {self.info.step})"
+        return f"layer {self.passes.layer} (step {self.passes.step})"
 
     @outside_dispatch_modes
-    @staged("replicate", "weights again")
     def __enter__(self) -> Self:
+        record = self.passes.record
+        stage = record.stage
+        record.at("replicate", "weights again")
         if not self.begun:
             self.begin()
         self.begun = False
+        if record.backward:
+            record.at(stage)
         return self
 
     def begin(self) -> None:
@@ -57,7 +59,7 @@ class BaseReplicas(ABC):
             self._lent[self] = current
 
     def __exit__(self, *error: Any) -> None:
-        note_failure(self.observers, error[1])
+        note_failure(error[1])
         self.give_back()
 
     def give_back(self) -> None:
@@ -68,17 +70,12 @@ class BaseReplicas(ABC):
         self._loan, self.begun = None, False
 
     @outside_dispatch_modes
-    @staged("replicate", "weights again")
     def tensors(self) -> dict[str, torch.Tensor]:
         if self._loan is None:
             raise SlotError(
                 f"the replicas of {self} are in their slots only inside their `with` block"
             )
         return self._slot_tensors()
-
-    def _sent(self, what: str, nbytes: int, copies: int | None) -> None:
-        for observer in self.observers:
-            observer.sent(self.info, what, nbytes, copies)
 
     @abstractmethod
     def _fill(self, loan: ExitStack) -> None:

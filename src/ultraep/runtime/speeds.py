@@ -26,14 +26,13 @@ from itertools import pairwise
 from statistics import fmean, median_high
 from time import monotonic
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ultraep.arrays import IntArray
 from ultraep.config import AUTO, LEARNT_RANGE, LEARNT_UNIT, NOMINAL_SPEED, PARTS, BalanceConfig
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import FORWARD, Passes, PassRecord
 from ultraep.plan import Plan
 from ultraep.runtime.cost import CostModel
 
@@ -86,16 +85,16 @@ class SafePoints:
         self._pending: Counter[int] = Counter()  # passes of a layer since the last step
         self._forwards: Counter[int] = Counter()  # the same since the last recomputation
 
-    def begin(self, info: MicrobatchInfo) -> bool:
+    def begin(self, passes: Passes) -> bool:
         """Note that a microbatch begins; return whether its plan may differ from earlier ones."""
-        layer, finished = info.layer, False
+        layer, finished = passes.layer, False
         if self._steps != optimizer_steps.total:
             finished = bool(self._recomputed) and not any(
                 self._pending[recomputed] for recomputed in self._recomputed
             )
             self._steps = optimizer_steps.total
             self._pending.clear()
-        if info.recomputed:
+        if passes.recomputed:
             self._recomputed.add(layer)
             self._pending[layer] -= 1
             self._forwards.clear()
@@ -106,7 +105,7 @@ class SafePoints:
 
 
 class Speeds:
-    """The speeds of the plans of one balancer, and a sink of its clocks.
+    """The speeds of the plans of one balancer, and a subscriber of its passes.
 
     `current`: speeds in use; (): equal.   `measured`: thousandths of the median; (): unknown.
     """
@@ -126,8 +125,6 @@ class Speeds:
         self._begin, self._lasted = 0.0, False  # of the span; whether it has lasted long enough
         self._blocks: list[Numbers] = []  # paces of all ranks, in this span
         self._spans: deque[Numbers] = deque(maxlen=KEPT)
-        self._predicted: WeakKeyDictionary[MicrobatchInfo, float] = WeakKeyDictionary()
-        self._seconds: WeakKeyDictionary[MicrobatchInfo, float] = WeakKeyDictionary()
         self._configs: dict[tuple[BalanceConfig, Numbers], BalanceConfig] = {}
 
     def applied(self, config: BalanceConfig) -> BalanceConfig:
@@ -139,18 +136,18 @@ class Speeds:
             self._configs[key] = replace(config, speeds=self.current or None)
         return self._configs[key]
 
-    def report(self, info: MicrobatchInfo, device_type: str = "cpu") -> int:
+    def report(self, passes: Passes, device_type: str = "cpu") -> int:
         """Return 4 times the pace, plus 2 if the span is long enough, plus 1 if plans may change.
 
         For the record of this microbatch, which runs on such a device; call once for each of them.
         """
         if not self.learns:
             return 0
-        safe = self._safe.begin(info)
-        if info.recomputed:
+        safe = self._safe.begin(passes)
+        if passes.recomputed:
             return 0
-        self._first = info.layer if self._first is None else self._first
-        if info.layer != self._first:
+        self._first = passes.layer if self._first is None else self._first
+        if passes.layer != self._first:
             return 0
         self._begin = self._begin or monotonic()
         self._count += 1
@@ -167,9 +164,9 @@ class Speeds:
             )
         return 4 * self._pace + 2 * self._lasted + safe
 
-    def gathered(self, info: MicrobatchInfo, reports_R: IntArray) -> None:
+    def gathered(self, passes: Passes, reports_R: IntArray) -> None:
         """Choose the speeds from this microbatch on, by the reports of all ranks."""
-        if not self.learns or info.recomputed or info.layer != self._first:
+        if not self.learns or passes.recomputed or passes.layer != self._first:
             return
         if self._ended:
             self._ended = False
@@ -180,7 +177,7 @@ class Speeds:
         self.measured = updated(self.measured or (NOMINAL_SPEED,) * len(reports_R), self._spans)
         chosen = next_speeds(self.current, self.measured)
         if chosen != self.current and self._rank == 0:
-            logger.info("speeds from microbatch %d on: %s", info.step, describe(chosen))
+            logger.info("speeds from microbatch %d on: %s", passes.step, describe(chosen))
         self.current = chosen
 
     def _end_block(self, paces: Numbers, lasted: bool) -> None:
@@ -191,29 +188,18 @@ class Speeds:
             self._spans.append(tuple(map(median_high, zip(*self._blocks, strict=True))))
             self._blocks, self._begin, self._due = [], monotonic(), True
 
-    # As a sink of the clocks:
-
-    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
-        if microbatch.timed and not microbatch.recomputed:
-            self._seen += 1
-            if self._seen % self._stride == 0:
-                rows_G = rows_of_groups(plan, self._rank)
-                self._predicted[microbatch] = self._cost.predicted_seconds(microbatch.layer, rows_G)
-
-    def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
-        if stage == "experts" and microbatch in self._predicted:
-            # In several parts if other stages interrupt it.
-            self._seconds[microbatch] = self._seconds.get(microbatch, 0.0) + seconds
-
-    def sent(self, _: MicrobatchInfo, _what: str, _nbytes: int, _copies: int) -> None:
-        """Nothing to learn."""
-
-    def passed(self, microbatch: MicrobatchInfo, _start_time: float) -> None:
-        predicted = self._predicted.pop(microbatch, 0.0)
-        seconds = self._seconds.pop(microbatch, 0.0)
-        if predicted > 0 and seconds > 0:
-            self._samples.append(seconds / predicted)
-            self._sampled = True
+    def add(self, record: PassRecord) -> None:
+        """Compare the time of stage 6 with the prediction, in some timed forward passes."""
+        if record.kind != FORWARD or not record.timed or record.plan is None:
+            return
+        self._seen += 1
+        if self._seen % self._stride == 0:
+            rows_G = rows_of_groups(record.plan, self._rank)
+            predicted = self._cost.predicted_seconds(record.layer, rows_G)
+            seconds = record.seconds.get("experts", 0.0)
+            if predicted > 0 and seconds > 0:
+                self._samples.append(seconds / predicted)
+                self._sampled = True
 
 
 def rows_of_groups(plan: Plan, rank: int) -> IntArray:

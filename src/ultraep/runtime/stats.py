@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ultraep.config import PER_SECOND
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import PassRecord
 from ultraep.plan import Plan
 
 
@@ -22,12 +22,12 @@ class Stats:
     skipped: microbatches whose plan has no replica.
     priced: microbatches planned with rates; `left_alone`, `time` and `time_without_replicas` are
         sums over them.
-    bytes_sent, copies_sent: by "weights" and "gradients".
+    bytes_sent, replicas_sent: by "weights" and "gradients".
     seconds: by stage, in the `timed` microbatches.
     """
 
     microbatches: int = 0
-    copies: int = 0
+    replicas: int = 0
     skipped: int = 0
     before: float = 0.0
     after: float = 0.0
@@ -40,25 +40,43 @@ class Stats:
     time_without_replicas: int = 0
     timed: int = 0
     bytes_sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    copies_sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    replicas_sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def reset(self) -> None:
         """Set all sums to zero."""
         vars(self).update(vars(type(self)()))
 
+    def add(self, record: PassRecord) -> None:
+        """Count a pass."""
+        for stage, seconds in record.seconds.items():
+            self.seconds[stage] += seconds
+        for what, replicas in record.replicas_sent.items():
+            self.bytes_sent[what] += record.bytes_sent[what]
+            self.replicas_sent[what] += replicas
+        if record.plan is not None and not record.backward:
+            self.timed += record.timed
+            self.add_plan(record.plan)
+
     def add_plan(self, plan: Plan) -> None:
-        """Count a plan: imbalances, replicas and rows."""
+        """Count a plan: imbalances, replicas, rows and predicted times."""
         self.microbatches += 1
-        self.copies += plan.num_replicas
+        self.replicas += plan.num_replicas
         self.skipped += plan.num_replicas == 0
         imbalance = plan.imbalance
         self.before += plan.initial_imbalance
         self.after += imbalance
         self.worst = max(self.worst, imbalance)
         self.rows += plan.total
+        self.remote_rows += plan.remote_tokens
+        time, without = plan.time, plan.time_without_replicas
+        if time is not None and without is not None:
+            self.priced += 1
+            self.left_alone += plan.left_alone
+            self.time += time
+            self.time_without_replicas += without
 
-    def add(self, other: Stats, sign: int = 1) -> None:
+    def merge(self, other: Stats, sign: int = 1) -> None:
         """Add the sums of another `Stats`, or subtract them with sign=-1."""
         for name, value in vars(other).items():
             if isinstance(value, dict):
@@ -70,29 +88,6 @@ class Stats:
             elif sign > 0:
                 self.worst = max(self.worst, value)
 
-    # As a sink of the clocks:
-
-    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
-        self.timed += microbatch.timed
-        self.add_plan(plan)
-        self.remote_rows += plan.remote_tokens
-        time, without = plan.time, plan.time_without_replicas
-        if time is not None and without is not None:
-            self.priced += 1
-            self.left_alone += plan.left_alone
-            self.time += time
-            self.time_without_replicas += without
-
-    def took(self, _: MicrobatchInfo, stage: str, seconds: float) -> None:
-        self.seconds[stage] += seconds
-
-    def sent(self, _: MicrobatchInfo, what: str, nbytes: int, copies: int) -> None:
-        self.bytes_sent[what] += nbytes
-        self.copies_sent[what] += copies
-
-    def passed(self, _: MicrobatchInfo, __: float) -> None:
-        """Nothing to count."""
-
     def figures(self) -> dict[str, float]:
         """Mean imbalances, the worst imbalance, and sums, by the names that users see."""
         count = max(1, self.microbatches)
@@ -101,7 +96,7 @@ class Stats:
             "imbalance_before": self.before / count,
             "imbalance_after": self.after / count,
             "imbalance_worst": self.worst,
-            "copies": self.copies,
+            "copies": self.replicas,
             "weights_bytes_sent": self.bytes_sent["weights"],
             "gradients_bytes_sent": self.bytes_sent["gradients"],
         }
@@ -118,8 +113,8 @@ class Stats:
             "planned_seconds": self.time / PER_SECOND,
             "planned_seconds_without_replicas": self.time_without_replicas / PER_SECOND,
             "remote_share": self.remote_rows / max(1, self.rows),
-            "weights_copies_sent": self.copies_sent["weights"],
-            "gradients_copies_sent": self.copies_sent["gradients"],
+            "weights_copies_sent": self.replicas_sent["weights"],
+            "gradients_copies_sent": self.replicas_sent["gradients"],
             "timed": self.timed,
             "seconds": {stage: scale * seconds for stage, seconds in self.seconds.items()},
         }

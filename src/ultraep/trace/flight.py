@@ -21,7 +21,7 @@ VARIABLE = "ULTRAEP_FLIGHT"  # environment variable: the folder of all flight fi
 OFF = "off"
 FORMAT, VERSION = "ultraep-flight", 1
 MEETINGS = ("full state", "data plane", "rates")  # of all ranks, outside of a pass
-KINDS = ("forward", "backward", "recomputed forward", "meeting")
+KINDS = *_, MEETING = ("forward", "backward", "recomputed forward", "meeting")
 STAGES = FORWARD + BACKWARD + MEETINGS
 ORDER = {stage: place for part in (FORWARD, BACKWARD, MEETINGS) for place, stage in enumerate(part)}
 # Stages in which a rank only computes. In all others it may wait for other ranks.

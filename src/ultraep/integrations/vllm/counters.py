@@ -11,8 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ultraep.metrics.figures import FIGURES
-from ultraep.microbatch import MicrobatchInfo
-from ultraep.plan import Plan
+from ultraep.passes import PassRecord
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -22,7 +21,7 @@ LEFT_OUT = "gradients_sent_bytes"  # a counter of training
 
 
 class ServingCounters:
-    """A sink that counts on the metrics page; create it once per process.
+    """Counts passes on the metrics page; create it once per process.
 
     rank: all ranks make the same plans, so only rank 0 counts them.
     """
@@ -43,25 +42,21 @@ class ServingCounters:
             if figure.kind in kinds and figure.name != LEFT_OUT
         }
 
-    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
-        counters = self._counters
-        counters["microbatches_timed"].inc(microbatch.timed)
-        if self._rank == 0:
+    def add(self, record: PassRecord) -> None:
+        """Count a pass."""
+        counters, plan = self._counters, record.plan
+        for stage, seconds in record.seconds.items():
+            counters["stage_seconds"].labels(stage).inc(seconds)
+        counters["copies_sent"].inc(sum(record.replicas_sent.values()))
+        counters["weights_sent_bytes"].inc(sum(record.bytes_sent.values()))
+        if plan is not None:
+            counters["microbatches_timed"].inc(record.timed)
+        if plan is not None and self._rank == 0:
             policy = plan.config.policy
             counters["imbalance_before"].labels(policy).observe(plan.initial_imbalance)
             counters["imbalance_after"].labels(policy).observe(plan.imbalance)
             counters["copies_planned"].inc(plan.num_replicas)
             counters["microbatches_skipped"].inc(plan.num_replicas == 0)
-
-    def took(self, _: MicrobatchInfo, stage: str, seconds: float) -> None:
-        self._counters["stage_seconds"].labels(stage).inc(seconds)
-
-    def sent(self, _: MicrobatchInfo, __: str, nbytes: int, copies: int) -> None:
-        self._counters["copies_sent"].inc(copies)
-        self._counters["weights_sent_bytes"].inc(nbytes)
-
-    def passed(self, _: MicrobatchInfo, __: float) -> None:
-        """Nothing to count."""
 
 
 def where_they_are() -> str:

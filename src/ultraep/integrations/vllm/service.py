@@ -72,7 +72,7 @@ class Service:
                 if key not in self._balancers:
                     balancer = self._balancers[key] = self._balancer(layer, group)
                     undo.callback(balancer.close)
-                    balancer.add_sink(counters)
+                    balancer.subscribe(counters.add)
                 layer.balancer = self._balancers[key]
                 layer.layer_index = layer.balancer.register_layer()
             atexit.register(undo.pop_all().close)

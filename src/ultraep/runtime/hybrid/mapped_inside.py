@@ -11,7 +11,8 @@ import torch
 from ultraep.arrays import PADDING
 from ultraep.bundle import Bundle, resolve
 from ultraep.comm import Communicator, Peers, moved
-from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
+from ultraep.microbatch import NO_LAYER, Inputs
+from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.reroute import Routes
 from ultraep.runtime.device_planner import DeviceRoutes
@@ -100,7 +101,7 @@ class MappedHybridMicrobatch(HybridMicrobatch):
         replicas = self._own_replicas = MappedReplicas(
             self._plane.of_domain,
             self._memory,
-            self.info,
+            self.passes,
             replica_table(self._own_plan, device),
             bundle,
         )
@@ -109,16 +110,17 @@ class MappedHybridMicrobatch(HybridMicrobatch):
     def _trial(self, plan: Plan, bundle: Bundle) -> MappedReplicas:
         plane, device = self._plane, self._inputs.ids.device
         return MappedReplicas(
-            plane.of_domain.unobserved(),
+            plane.of_domain,
             self._memory,
-            MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True),  # not reported
+            Passes(NO_LAYER, self.passes.step),
             replica_table(plan.of_domain(plane.domain), device),
             bundle,
         )
 
     def _rows_inside(self, slots: torch.Tensor) -> MappedRows:
         routes = device_routes(self._routes_inside(slots), slots)
-        return MappedRows(self.info, [], self._memory, routes, None, lambda _: None)
+        unseen = Passes(self.passes.layer, self.passes.step)
+        return MappedRows(unseen, self._memory, routes, None, lambda _: None)
 
     def _begin_backward(self) -> None:
         super()._begin_backward()

@@ -21,15 +21,15 @@ from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, moved
 from ultraep.dispatch import Moved
-from ultraep.microbatch import Inputs, MicrobatchInfo, Replicas
+from ultraep.microbatch import Inputs, Replicas, Rows
 from ultraep.ops.modes import outside_dispatch_modes
+from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.reroute import Routes, routes_of, rows_received
 from ultraep.runtime.agreement import Agreement, At, Records
 from ultraep.runtime.hybrid.crossing import Crossing, Domains
 from ultraep.runtime.messages.plane import MessagesMicrobatch, MessagesPlane, RowMessages
 from ultraep.runtime.microbatch import Context
-from ultraep.runtime.observe import BaseExchange
 
 
 class HybridPlane(MessagesPlane):
@@ -106,7 +106,7 @@ class HybridMicrobatch(MessagesMicrobatch):
     def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
         return super()._trial(plan.of_domain(self._plane.domain), bundle)
 
-    def _rows(self, plan: Plan) -> BaseExchange:
+    def _rows(self, plan: Plan) -> Rows:
         context, slots = self._context, self._routes(plan).slots
         domains = self._plane.domains(slots.device)
         crossing = Crossing(domains, context.comm, slots, self._crossing_counts)
@@ -114,15 +114,14 @@ class HybridMicrobatch(MessagesMicrobatch):
         begins = [0, *accumulate(counts.tolist())]
         offsets = moved(torch.tensor(begins, dtype=torch.int32), slots.device)
         steps = self._rows_inside, self._begin_backward
-        rows = HybridRows(self.info, context, crossing, *steps, slots, offsets)
+        rows = HybridRows(self.passes, crossing, *steps, slots, offsets)
         rows.known_begins = begins
         return rows
 
-    def _rows_inside(self, slots: torch.Tensor) -> BaseExchange:
-        """Return the exchange of the [T', K] slots of this domain, which no observer sees."""
-        return RowMessages(
-            self._routes_inside(slots), self._plane.of_domain.unobserved(), self.info
-        )
+    def _rows_inside(self, slots: torch.Tensor) -> Rows:
+        """Return the exchange of the [T', K] slots of this domain, which no record shows."""
+        unseen = Passes(self.passes.layer, self.passes.step)
+        return RowMessages(self._routes_inside(slots), self._plane.of_domain, unseen)
 
     def _routes_inside(self, slots: torch.Tensor) -> Routes:
         return routes_inside(self._own_plan, self._plane.domains(slots.device).place, slots)
@@ -158,7 +157,7 @@ def _stable_order(slots: torch.Tensor, most: int) -> torch.Tensor:
     return torch.from_numpy(slots.numpy().astype(np.int16).argsort(kind="stable"))  # radix sort
 
 
-class HybridRows(BaseExchange):
+class HybridRows:
     """Moves rows between tokens and slots, through the domain of the slots.
 
     rows_inside: returns the exchange inside of this domain for [T', K] slots.
@@ -169,18 +168,17 @@ class HybridRows(BaseExchange):
 
     def __init__(
         self,
-        info: MicrobatchInfo,
-        context: Context,
+        passes: Passes,
         crossing: Crossing,
-        rows_inside: Callable[[torch.Tensor], BaseExchange],
+        rows_inside: Callable[[torch.Tensor], Rows],
         at_backward: Callable[[], None],
         slots: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
-        super().__init__(info, context.observers)
+        self.passes = passes
         self._slots, self._crossing, self.offsets = slots, crossing, offsets
         self._rows_inside, self._begin_inside = rows_inside, at_backward
-        self._inside: BaseExchange | None = None
+        self._inside: Rows | None = None
 
     @property
     def slots(self) -> torch.Tensor:
@@ -190,21 +188,32 @@ class HybridRows(BaseExchange):
     def begins(self) -> list[int]:
         return self.offsets.tolist() if self.known_begins is None else self.known_begins
 
-    def _at_backward(self) -> None:
+    def begin_backward(self) -> None:
+        self.passes.begin_backward()
         self._begin_inside()
 
-    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        record = self.passes.record
+        if not record.backward:
+            record.at("dispatch")
         if self._inside is None:
             assert scalars_TK is not None, "forward sends the gates"
             values_TD, scalars_TK, slots = self._crossing.to_domains_first(values_TD, scalars_TK)
             self._inside = self._rows_inside(slots)
         else:
             values_TD, scalars_TK = _both(self._crossing.to_domains, values_TD, scalars_TK)
-        return self._inside.to_slots(values_TD, scalars_TK)
+        moved = self._inside.to_slots(values_TD, scalars_TK)
+        record.at("experts", "experts back")
+        return moved
 
-    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         assert self._inside is not None, "rows move to the slots first"
-        return _both(self._crossing.to_tokens, *self._inside.to_tokens(rows_AD, scalars_A))
+        record = self.passes.record
+        record.at("combine", "dispatch back")
+        moved = _both(self._crossing.to_tokens, *self._inside.to_tokens(rows_AD, scalars_A))
+        if record.backward:
+            record.end()
+        return moved
 
 
 def _both(

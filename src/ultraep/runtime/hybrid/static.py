@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 from ultraep.arrays import PADDING
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
-from ultraep.microbatch import Inputs
+from ultraep.microbatch import Inputs, Rows
+from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import At
 from ultraep.runtime.device_planner import DevicePlan, DeviceRoutes
@@ -26,7 +27,6 @@ from ultraep.runtime.hybrid.mapped_inside import replica_table
 from ultraep.runtime.hybrid.plane import HybridRows, of_own_domain
 from ultraep.runtime.mapped.plane import MappedMicrobatch, MappedPlane, MappedRows
 from ultraep.runtime.microbatch import Context
-from ultraep.runtime.observe import BaseExchange
 
 
 class StaticPlane(MappedPlane):
@@ -134,8 +134,8 @@ class StaticMicrobatch(MappedMicrobatch):
     def _trial_table(self, plan: Plan) -> torch.Tensor:
         return replica_table(plan.of_domain(self._plane.domains.own), self._plane.device)
 
-    def _rows(self, plan: DevicePlan) -> BaseExchange:  # type: ignore[override]
-        plane, workspace, info = self._plane, self._current(), self.info
+    def _rows(self, plan: DevicePlan) -> Rows:
+        plane, workspace, passes = self._plane, self._current(), self.passes
         ids, tables = self._inputs.ids.contiguous(), plane.tables
         slots = workspace.control.reroute(ids, counted=True).slots.long()
         overflow = workspace.overflow(plan)
@@ -143,14 +143,14 @@ class StaticMicrobatch(MappedMicrobatch):
         offsets = pad(rows[:, tables.slots_of_rank].sum(dim=0).cumsum(dim=0), (1, 0)).int()
         crossing = PaddedCrossing(plane.domains, self._context.comm, slots, workspace.tokens)
 
-        def rows_inside(local: torch.Tensor) -> BaseExchange:
+        def rows_inside(local: torch.Tensor) -> Rows:
             routes = tables.routes(rows, local)
-            memory = workspace.memory
-            return MappedRows(info, [], memory, routes, None, plane.compare_places, overflow)
+            memory, unseen = workspace.memory, Passes(passes.layer, passes.step)
+            return MappedRows(unseen, memory, routes, None, plane.compare_places, overflow)
 
         def at_backward() -> None:
             plane.compare_places(self._place(At.BACKWARD))
             if replicas is not None:
                 replicas.begin_again()
 
-        return HybridRows(info, self._context, crossing, rows_inside, at_backward, slots, offsets)
+        return HybridRows(passes, crossing, rows_inside, at_backward, slots, offsets)

@@ -13,7 +13,7 @@ width.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -26,9 +26,10 @@ from ultraep.comm import Peers
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import CommunicationError, ConfigError
-from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
+from ultraep.microbatch import NO_LAYER, Inputs, Replicas, Rows
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
+from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.runtime.agreement import At, Position
@@ -37,7 +38,6 @@ from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.workspace import Workspace, Workspaces
 from ultraep.runtime.microbatch import BaseMicrobatch, Context
-from ultraep.runtime.observe import BaseExchange, Observer, staged
 from ultraep.runtime.streams import capturing
 
 
@@ -56,7 +56,7 @@ class MappedPlane:
         agreement = context.agreement.over(self._hosts)
         self.of_domain = inside or context
         self.workspaces = Workspaces(context, peers, agreement, self.of_domain)
-        self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
+        self.counted: Passes | None = None  # whose ids and loads the device holds
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
         return MappedMicrobatch(self, inputs)
@@ -116,13 +116,13 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         self._host_plan: Plan | None = None  # if it was not made on the device
 
     def _count(self) -> torch.Tensor:
-        plane, inputs, info = self._plane, self._inputs, self.info
+        plane, inputs, passes = self._plane, self._inputs, self.passes
         own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
         workspaces, place = plane.workspaces, self._loads_place()
-        workspace, self._most_tokens = workspaces.for_microbatch(inputs.ids, place, own, info)
+        workspace, self._most_tokens = workspaces.for_microbatch(inputs.ids, place, own, passes)
         workspace.poll()
-        self._workspace, plane.counted = workspace, info
-        digest = zlib.crc32(f"layer {info.layer}: {own}".encode()) >> 1
+        self._workspace, plane.counted = workspace, passes
+        digest = zlib.crc32(f"layer {passes.layer}: {own}".encode()) >> 1
         return self._gather_loads(workspace.control.count(inputs.ids.contiguous()), digest)
 
     def _gather_loads(self, counts_E: torch.Tensor, digest: int) -> torch.Tensor:
@@ -136,21 +136,20 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
     def _current(self) -> Workspace:
         """Return the workspace if its buffers still hold this microbatch."""
         counted = self._plane.counted
-        if counted is not self.info:
+        if counted is not self.passes:
             raise ConfigError(
-                f"microbatch {self.info.step} cannot be planned or rerouted after microbatch "
+                f"microbatch {self.passes.step} cannot be planned or rerouted after microbatch "
                 f"{counted.step if counted else '?'} was counted: on a GPU, call count, plan and "
                 "reroute of one microbatch before count of the next"
             )
         return self._workspace
 
-    @staged("plan")
     def _make_plan(self, config: BalanceConfig) -> DevicePlan:
         plane, control, loads = self._plane, self._current().control, self._loads
         assert loads is not None
         if control.use(config):
             plan = control.plan(loads)
-            if plane.workspaces.must_wait(self._current(), self.info.layer):
+            if plane.workspaces.must_wait(self._current(), self.passes.layer):
                 plan = self._in_fitting_workspace(plan, int(plan.rank_loads.max()))
             return plan.copied()
         if capturing(plane.device):
@@ -191,7 +190,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         return MappedReplicas(
             self._plane.of_domain,
             self._workspace.memory,
-            self.info,
+            self.passes,
             self._replica_table(plan),
             self._inputs.layer.bundle,
         )
@@ -201,21 +200,20 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         return plan.replicas
 
     def _trial(self, plan: Plan, bundle: Bundle) -> MappedReplicas:
-        info = MicrobatchInfo(NO_LAYER, self.info.step, in_backward=True)
-        context, memory = self._plane.of_domain.unobserved(), self._workspace.memory
-        return MappedReplicas(context, memory, info, self._trial_table(plan), bundle)
+        passes = Passes(NO_LAYER, self.passes.step)
+        context, memory = self._plane.of_domain, self._workspace.memory
+        return MappedReplicas(context, memory, passes, self._trial_table(plan), bundle)
 
     def _trial_table(self, plan: Plan) -> torch.Tensor:
         """Return the same of a synthetic plan."""
         return self._workspace.control.adopt(plan).copied().replicas
 
-    def _rows(self, plan: DevicePlan) -> MappedRows:
+    def _rows(self, plan: DevicePlan) -> Rows:
         assert plan.topology == self._plane.topology
         workspace = self._current()
         routes = workspace.control.reroute(self._inputs.ids.contiguous(), counted=True)
         return MappedRows(
-            self.info,
-            self.observers,
+            self.passes,
             workspace.memory,
             routes,
             self._last_replicas,
@@ -225,7 +223,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         )
 
 
-class MappedRows(BaseExchange):
+class MappedRows:
     """Moves rows between tokens and slots; each rank pulls its rows from the memory of others.
 
     compare_places: raises if not all ranks are at the same place.
@@ -235,8 +233,7 @@ class MappedRows(BaseExchange):
 
     def __init__(
         self,
-        info: MicrobatchInfo,
-        observers: Sequence[Observer],
+        passes: Passes,
         memory: MappedMemory,
         routes: DeviceRoutes,
         replicas: Any,
@@ -245,7 +242,7 @@ class MappedRows(BaseExchange):
         *,
         dispatched: bool = False,
     ) -> None:
-        super().__init__(info, observers)
+        self.passes = passes
         self._replicas, self._compare_places = replicas, compare_places
         self._memory, self._routes, self._overflow = memory, routes, overflow
         self._shape = routes.slots.shape
@@ -268,12 +265,16 @@ class MappedRows(BaseExchange):
         begins: list[int] = self.offsets.tolist()
         return begins
 
-    def _at_backward(self) -> None:
-        self._compare_places(Position(At.BACKWARD, self.info.layer, self.info.step))
+    def begin_backward(self) -> None:
+        self.passes.begin_backward()
+        self._compare_places(Position(At.BACKWARD, self.passes.layer, self.passes.step))
         if self._replicas is not None:
             self._replicas.begin_again()
 
-    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        record = self.passes.record
+        if not record.backward:
+            record.at("dispatch")
         memory, exchange, routes = self._memory, self._memory.exchange, self._routes
         values_TD = values_TD.contiguous()
         nbytes = exchange.layout.value_bytes(values_TD.shape[1] * values_TD.itemsize)
@@ -289,9 +290,12 @@ class MappedRows(BaseExchange):
             exchange.landings(routes.slots, routes.positions, self._rows)
         rows_AD = values_TD.new_empty(memory.capacity, values_TD.shape[1])
         exchange.gather_rows(memory.readable("values", nbytes), self._rows, rows_AD)
+        record.at("experts", "experts back")
         return rows_AD, gates_A
 
-    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+        record = self.passes.record
+        record.at("combine", "dispatch back")
         memory, exchange, width = self._memory, self._memory.exchange, rows_AD.shape[1]
         nbytes = exchange.layout.served_bytes(width * rows_AD.itemsize)
         served = exchange.served_rows(memory.region("served", nbytes), width, rows_AD.dtype)
@@ -308,6 +312,8 @@ class MappedRows(BaseExchange):
         sums_TD = rows_AD.new_empty(self._shape[0], width)
         exchange.sum_rows(memory.readable("served", nbytes), self._rows, sums_TD, scalars_TK)
         self._mark_overflow(sums_TD)
+        if record.backward:
+            record.end()
         return sums_TD, scalars_TK
 
     def _mark_overflow(self, sums_TD: torch.Tensor) -> None:

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
-from ultraep.microbatch import MicrobatchInfo, TensorSpecs
+from ultraep.microbatch import TensorSpecs
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import Beside
+from ultraep.passes import Passes
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
 from ultraep.runtime.microbatch import Context
-from ultraep.runtime.observe import staged
 from ultraep.runtime.replicas import BaseReplicas
 
 
@@ -32,11 +32,11 @@ class MappedReplicas(BaseReplicas):
         self,
         context: Context,
         memory: MappedMemory,
-        info: MicrobatchInfo,
+        passes: Passes,
         replicas: torch.Tensor,
         bundle: Bundle,
     ) -> None:
-        super().__init__(context, info, bundle)
+        super().__init__(context, passes, bundle)
         self._memory, self._replicas = memory, replicas
         self._schedule: torch.Tensor | None = None  # the work of this rank
         self.possible = memory.topology.can_replicate
@@ -71,8 +71,9 @@ class MappedReplicas(BaseReplicas):
                 schedule = self._scheduled(layout)
                 self._sending = tensors
                 memory.streamer.fill(schedule, layout, tensors, rows, buffer)
-        if not self.info.in_backward:
-            self._sent("weights", layout.nbytes, None)
+        record = self.passes.record
+        if not record.backward:
+            record.sent.append(("weights", layout.nbytes, None))
 
     def _scheduled(self, layout: Layout) -> torch.Tensor:
         """Return the work of this rank, the same in forward and backward."""
@@ -84,8 +85,12 @@ class MappedReplicas(BaseReplicas):
 
     def _slot_tensors(self) -> dict[str, torch.Tensor]:
         """The main stream waits for them."""
+        record = self.passes.record
+        stage = record.stage
+        record.at("replicate", "weights again")
         self._memory.overlap.join()
         self._sending = {}
+        record.at(stage)
         return self._tensors
 
     @outside_dispatch_modes
@@ -115,7 +120,6 @@ class MappedReplicas(BaseReplicas):
         return self._schedule[self._memory.streamer.size - 2 * self.num_homes :].view(-1, 2)
 
     @outside_dispatch_modes
-    @staged("reduce")
     def reduce(
         self,
         homes: Mapping[str, Stack],
@@ -126,6 +130,9 @@ class MappedReplicas(BaseReplicas):
         """Stage 8; beside a product if one follows and the gradients are stacked."""
         if not self._gradients or self._schedule is None:
             return None
+        record = self.passes.record
+        stage = record.stage
+        record.at("reduce")
         memory, stacked = self._memory, {name: _stacked(stack) for name, stack in homes.items()}
         beside = beside and memory.beside > 0 and all(stacked[n] is homes[n] for n in homes)
         memory.reduce(stacked, own or stacked, self._gradients, self._schedule, beside=beside)
@@ -134,13 +141,19 @@ class MappedReplicas(BaseReplicas):
                 for gradient, total in zip(stack, stacked[name], strict=True):
                     gradient.copy_(total)
         nbytes = sum(slots.nbytes for slots in self._gradients.values())
-        self._sent("gradients", nbytes, None)
+        record.sent.append(("gradients", nbytes, None))
+        record.at(stage)
         return Beside(memory.beside, memory.overlap.aside) if beside else None
 
-    @staged("reduce")
     def reduced(self) -> None:
         """Make the main stream wait for the sums."""
+        record = self.passes.record
+        stage = record.stage
+        record.at("reduce")
         self._memory.overlap.join()
+        record.at(stage)
+        if not self.passes.gradients_leave:
+            record.end()
 
 
 def _stacked(stack: Stack) -> torch.Tensor:

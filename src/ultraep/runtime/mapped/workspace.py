@@ -16,7 +16,7 @@ from ultraep.comm import Peers
 from ultraep.config import AUTO
 from ultraep.errors import LoadError
 from ultraep.loads import invalid_ids
-from ultraep.microbatch import MicrobatchInfo
+from ultraep.passes import Passes
 from ultraep.runtime.agreement import Agreement, Position
 from ultraep.runtime.device_planner import DevicePlan, DevicePlanner, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
@@ -106,7 +106,7 @@ class Workspaces:
         ids: torch.Tensor,
         place: Position,
         signature: str,
-        info: MicrobatchInfo,
+        passes: Passes,
     ) -> tuple[Workspace, int]:
         """Return the workspace for the tokens of all ranks, created or enlarged if necessary.
 
@@ -128,12 +128,12 @@ class Workspaces:
             refused=int(error is not None),
             tokens=tokens,
             rows=max((workspace.most_rows for workspace in self.all), default=0),
-            pace=speeds.report(info, ids.device.type),
+            pace=speeds.report(passes, ids.device.type),
         )
         if error:
             raise error
         self.agreement.compare_inputs(records, signature)
-        speeds.gathered(info, records.column("pace"))
+        speeds.gathered(passes, records.column("pace"))
         for workspace in self.all:
             workspace.control.hold(speeds.current)
         self._most_rows = max(self._most_rows, int(records.column("rows").max()))

@@ -25,7 +25,8 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
-from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo, Replicas
+from ultraep.microbatch import NO_LAYER, Inputs, Replicas, Rows
+from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
@@ -33,7 +34,6 @@ from ultraep.runtime.agreement import Agreement, At, Position, Records
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Context
-from ultraep.runtime.observe import BaseExchange, staged
 
 if TYPE_CHECKING:
     from ultraep.runtime.device_planner import DevicePlanner, DeviceRoutes
@@ -97,8 +97,8 @@ class Kernels:
     """The kernels of a GPU, and the microbatches whose ids and plan their buffers hold."""
 
     control: DevicePlanner
-    counted: MicrobatchInfo | None = None
-    planned: MicrobatchInfo | None = None
+    counted: Passes | None = None
+    planned: Passes | None = None
 
     def fit(self, ids: torch.Tensor) -> bool:
         """Whether the buffers are large enough for these ids."""
@@ -136,14 +136,14 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             signature=own,
             refused=refused,
             tokens=len(inputs.ids),
-            pace=context.speeds.report(self.info, inputs.ids.device.type),
+            pace=context.speeds.report(self.passes, inputs.ids.device.type),
             crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
             meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[context.comm.rank]:
             self._refuse()
         context.agreement.compare_inputs(records, own)
-        context.speeds.gathered(self.info, records.column("pace"))
+        context.speeds.gathered(self.passes, records.column("pace"))
         self._host_loads = records.loads
         self._counted(records)
         return records.loads_on_device
@@ -163,7 +163,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         ids, experts = self._inputs.ids, self._context.topology.experts
         try:
             if self._kernels is not None:
-                control, self._kernels.counted = self._kernels.control, self.info
+                control, self._kernels.counted = self._kernels.control, self.passes
                 return control.count(ids.contiguous()), control.faults.any()
             counts = count_loads(ids, experts, backend=self._context.settings.backend)
             return torch.from_numpy(counts).to(ids.device), 0
@@ -182,19 +182,18 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         """Plan and reroute on the device before the host waits for the loads."""
         kernels = self._kernels
         assert kernels is not None
-        config = self._plane.last_config.get(self.info.layer, self._context.config)
+        config = self._plane.last_config.get(self.passes.layer, self._context.config)
         if kernels.control.use(config):
-            plan, kernels.planned = kernels.control.plan(loads).to_host_async(), self.info
+            plan, kernels.planned = kernels.control.plan(loads).to_host_async(), self.passes
             routes = kernels.control.reroute(self._inputs.ids.contiguous(), counted=True)
             self._ahead = _Ahead(config, plan, *_copied(routes))
 
     def _rows_of_all(self) -> int:
         return int(self._host_loads.sum())
 
-    @staged("plan")
     def _make_plan(self, config: BalanceConfig) -> Plan:
         plane, loads, kernels = self._plane, self._host_loads, self._kernels
-        plane.last_config[self.info.layer] = config
+        plane.last_config[self.passes.layer] = config
         if kernels is not None and kernels.control.use(config):
             plan = self._plan_of_device(kernels, config, loads)
         else:
@@ -207,14 +206,14 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
     def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, loads: IntArray) -> Plan:
         ahead = self._ahead
-        if ahead is not None and ahead.config == config and kernels.planned is self.info:
+        if ahead is not None and ahead.config == config and kernels.planned is self.passes:
             return ahead.plan()
         assert self._loads is not None
-        self._ahead, kernels.planned = None, self.info
+        self._ahead, kernels.planned = None, self.passes
         return kernels.control.plan(self._loads).to_host(loads)
 
-    @staged("verify")
     def _verify(self, plan: Plan) -> None:
+        self._record.at("verify")
         agreement, device = self._plane.verifier(self._inputs.ids.device)
         agreement.compare(
             self._place(At.PLAN),
@@ -225,16 +224,16 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
     def _replicas(self, plan: Plan) -> Replicas:
         bundle, device, pool = self._inputs.layer.bundle, self._inputs.ids.device, self._plane.pool
-        return MessageReplicas(self._plane.of_domain, pool, self.info, plan, bundle, device)
+        return MessageReplicas(self._plane.of_domain, pool, self.passes, plan, bundle, device)
 
     def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
-        info = MicrobatchInfo(NO_LAYER, self.info.step)
-        context, pool = self._plane.of_domain.unobserved(), self._plane.pool
+        passes = Passes(NO_LAYER, self.passes.step)
+        context, pool = self._plane.of_domain, self._plane.pool
         device = self._inputs.ids.device
-        return MessageReplicas(context, pool, info, plan, bundle, device)
+        return MessageReplicas(context, pool, passes, plan, bundle, device)
 
-    def _rows(self, plan: Plan) -> BaseExchange:
-        return RowMessages(self._routes(plan), self._context, self.info)
+    def _rows(self, plan: Plan) -> Rows:
+        return RowMessages(self._routes(plan), self._context, self.passes)
 
     def _routes(self, plan: Plan) -> Routes:
         ids, rank, kernels = self._inputs.ids, self._context.comm.rank, self._kernels
@@ -243,10 +242,10 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         if self._ahead is not None:
             order, positions = self._ahead.order, self._ahead.positions
         else:
-            if kernels.planned is not self.info:
+            if kernels.planned is not self.passes:
                 kernels.control.adopt(plan)
-            counted = kernels.counted is self.info
-            kernels.planned = kernels.counted = self.info
+            counted = kernels.counted is self.passes
+            kernels.planned = kernels.counted = self.passes
             order, positions = _copied(kernels.control.reroute(ids.contiguous(), counted=counted))
         sent = int(plan.loads[rank].sum())
         return routes_of(plan, rank, ids.shape, order[:sent], positions)
@@ -258,11 +257,11 @@ def _copied(routes: DeviceRoutes) -> tuple[torch.Tensor, torch.Tensor]:
     return routes.order.long().clamp_(0, most), routes.positions.long().clamp_(0, most)
 
 
-class RowMessages(BaseExchange):
+class RowMessages:
     """Moves rows between tokens and slots by messages."""
 
-    def __init__(self, routes: Routes, context: Context, info: MicrobatchInfo) -> None:
-        super().__init__(info, context.observers)
+    def __init__(self, routes: Routes, context: Context, passes: Passes) -> None:
+        self.passes = passes
         self.routes, self._context, self._comm = routes, context, context.comm
         self._blocks = routes.receive_counts
         self._from_rank: list[int] = self._blocks.sum(axis=1).tolist()
@@ -276,20 +275,30 @@ class RowMessages(BaseExchange):
     def begins(self) -> list[int]:
         return self._begins
 
-    def _at_backward(self) -> None:
-        place = Position(At.BACKWARD, self.info.layer, self.info.step)
+    def begin_backward(self) -> None:
+        self.passes.begin_backward()
+        place = Position(At.BACKWARD, self.passes.layer, self.passes.step)
         self._context.agreement.compare(place, self.offsets.device)
 
-    def _to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        order = self.routes.order
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        record, order = self.passes.record, self.routes.order
+        if not record.backward:
+            record.at("dispatch")
         rows_AD = self._to_slot_order(values_TD.index_select(0, self.routes.token_of_row))
-        if scalars_TK is None:
-            return rows_AD, None
-        return rows_AD, self._to_slot_order(scalars_TK.reshape(-1).index_select(0, order))
+        scalars_A = None
+        if scalars_TK is not None:
+            scalars_A = self._to_slot_order(scalars_TK.reshape(-1).index_select(0, order))
+        record.at("experts", "experts back")
+        return rows_AD, scalars_A
 
-    def _to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+        record = self.passes.record
+        record.at("combine", "dispatch back")
         sums_TD = self._sums(rows_AD)
-        return sums_TD, None if scalars_A is None else self._to_token_order(scalars_A)
+        scalars_TK = None if scalars_A is None else self._to_token_order(scalars_A)
+        if record.backward:
+            record.end()
+        return sums_TD, scalars_TK
 
     def _sums(self, rows_AD: torch.Tensor) -> torch.Tensor:
         """[T, D] the rows of each token, summed in router order."""

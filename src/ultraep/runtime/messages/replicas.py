@@ -24,13 +24,13 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import CHUNKS, HOME, Hop, hops
-from ultraep.microbatch import MicrobatchInfo, TensorSpecs
+from ultraep.microbatch import TensorSpecs
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
+from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.runtime.messages.slots import Buffer, SlotPool
 from ultraep.runtime.microbatch import Context
-from ultraep.runtime.observe import staged
 from ultraep.runtime.replicas import BaseReplicas
 
 
@@ -44,12 +44,12 @@ class MessageReplicas(BaseReplicas):
         self,
         context: Context,
         pool: SlotPool,
-        info: MicrobatchInfo,
+        passes: Passes,
         plan: Plan,
         bundle: Bundle,
         device: torch.device,
     ) -> None:
-        super().__init__(context, info, bundle)
+        super().__init__(context, passes, bundle)
         self._pool, self._plan, self._device = pool, plan, device
         self._home_experts = plan.topology.home_experts(context.comm.rank)
         self.num_homes = len(self._home_experts)
@@ -67,7 +67,7 @@ class MessageReplicas(BaseReplicas):
         lend = self._pool.lend(layout, device, str(self), self._buffer)
         buffer = self._buffer = loan.enter_context(lend)
         sent = self._send(buffer, layout, tensors) if self.possible else 0
-        self._sent("weights", layout.nbytes, sent // layout.nbytes)
+        self.passes.record.sent.append(("weights", layout.nbytes, sent // layout.nbytes))
 
     def _send(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> int:
         """Send and receive the weights, unless they are still there; return the bytes sent."""
@@ -113,7 +113,6 @@ class MessageReplicas(BaseReplicas):
         return moved(torch.from_numpy(spans), self._device)
 
     @outside_dispatch_modes
-    @staged("reduce")
     def reduce(
         self,
         homes: Mapping[str, Stack],
@@ -123,6 +122,9 @@ class MessageReplicas(BaseReplicas):
     ) -> None:
         """Stage 8; returns when all gradients are added."""
         del beside
+        record = self.passes.record
+        stage = record.stage
+        record.at("reduce")
         assert self._gradients is not None, "gradient_slots() must be called before reduce()"
         layout, rows_LB = self._gradients
         comm, home_of_expert = self._context.comm, self._plan.topology.home_of_expert
@@ -142,11 +144,13 @@ class MessageReplicas(BaseReplicas):
             for name, stack in homes.items():
                 replicas = [views[name][number] for number in numbers]
                 _add(stack[index], of_homes[name][index], replicas)
-        self._sent("gradients", layout.nbytes, len(sends))
+        record.sent.append(("gradients", layout.nbytes, len(sends)))
+        record.at(stage)
 
-    @staged("reduce")
     def reduced(self) -> None:
-        """Do nothing: `reduce` waits."""
+        """End backward if no gradients leave; `reduce` has waited."""
+        if not self.passes.gradients_leave:
+            self.passes.record.end()
 
     def _gradient_rows(self, use: str, count: int, layout: Layout) -> torch.Tensor:
         return self._pool.gradient_rows(use, count, layout.nbytes, self._device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ultraep.microbatch import MicrobatchInfo
-from ultraep.plan import Plan
+from ultraep.passes import PassRecord
 from ultraep.policies import running_policy
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.stats import Stats
@@ -58,17 +57,24 @@ class ServedModel(Protocol):
 
 @dataclass
 class LoadSums(Stats):
-    """A sink that sums over the microbatches of a turn.
+    """Sums over the microbatches of a turn.
 
     busiest_before, busiest_after: rows of the busiest rank without and with replicas.
+    experts: seconds of this rank's experts, by microbatch and layer; on a CPU, CPU seconds, which
+        other programs on the machine hardly change.
     """
 
     busiest_before: int = 0
     busiest_after: int = 0
     worst_before: float = 1.0
+    experts: list[float] = field(default_factory=list)
 
-    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
-        super().planned(microbatch, plan)
+    def add(self, record: PassRecord) -> None:
+        super().add(record)
+        plan = record.plan
+        if plan is None:
+            return
+        self.experts.append(record.seconds["experts"])
         self.busiest_before += int(plan.initial_rank_loads.max())
         self.busiest_after += int(plan.rank_loads.max())
         self.worst_before = max(self.worst_before, plan.initial_imbalance)
@@ -76,29 +82,6 @@ class LoadSums(Stats):
     def imbalance(self, busiest: int) -> float | None:
         """Rows of the busiest rank over the mean; None without rows."""
         return busiest * dist.get_world_size() / self.rows if self.rows else None
-
-
-class CpuTimes:
-    """An observer of the CPU seconds of this rank's experts, per microbatch and layer.
-
-    Other programs on the machine hardly change CPU time.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def begin(self, stage: str, _: MicrobatchInfo) -> None:
-        if stage == "experts":
-            self.seconds.append(-time.process_time())
-
-    def end(self, stage: str, _: MicrobatchInfo) -> None:
-        if stage == "experts":
-            self.seconds[-1] += time.process_time()
-
-    def planned(self, *_: Any) -> None:
-        """Nothing to measure."""
-
-    sent = planned
 
 
 class Engine:
@@ -112,7 +95,7 @@ class Engine:
     ) -> None:
         self.model, self.routing, self.budget, self.grace = model, routing, budget, grace
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.sums, self.cpu_times = LoadSums(), CpuTimes()
+        self.sums = LoadSums()
         self._observed: set[Balancer] = set()
 
     def serve(self, prompts: Sequence[Prompt], variant: str, rate: float, number: int) -> Turn:
@@ -122,7 +105,6 @@ class Engine:
         for balancer in balancers:
             balancer.stats()  # waits for reports of earlier microbatches
         sums.reset()
-        self.cpu_times.seconds.clear()
         dist.barrier()
         begin, preempted = time.monotonic(), _preempted_seconds()
         mine, microbatches = self._microbatches(prompts, texts, begin)
@@ -130,7 +112,7 @@ class Engine:
         for balancer in balancers:
             balancer.stats()  # waits for all reports of this turn
         by_rank: list[Any] = [None] * self.ranks
-        own = mine, sums.bytes_sent["weights"], disturbed, self.cpu_times.seconds
+        own = mine, sums.bytes_sent["weights"], disturbed, sums.experts
         dist.all_gather_object(by_rank, own)
         outputs, nbytes, disturbed_shares, cpu_seconds = zip(*by_rank, strict=True)
         on_cpu = self.model.device.type == "cpu"
@@ -151,7 +133,7 @@ class Engine:
             after=sums.imbalance(sums.busiest_after),
             worst_before=sums.worst_before,
             worst_after=max(1.0, sums.worst),
-            copies=sums.copies,
+            copies=sums.replicas,
             sent=sum(nbytes),
             experts=sum(map(max, zip(*cpu_seconds, strict=True))) if on_cpu else None,
             disturbed=max(disturbed_shares),
@@ -193,8 +175,9 @@ class Engine:
         """Plan by this variant from now on; return its balancers."""
         balancers = self.model.use(policy_of(variant))
         for balancer in set(balancers) - self._observed:
-            balancer.add_sink(self.sums)
-            balancer.observe(self.cpu_times)
+            balancer.subscribe(self.sums.add)
+            if self.model.device.type == "cpu":
+                balancer.log.clock = time.process_time
         self._observed.update(balancers)
         for choices in self.model.even_choices:
             choices.on = variant == FORCED or self.routing == "even"

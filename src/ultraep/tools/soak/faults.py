@@ -1,7 +1,7 @@
 """Injects one fault into the process of a rank, from outside of the library.
 
-The injector is an observer of the balancer and wraps what a user hands over: router, network,
-policy. The corrupted digest replaces a method of one object in this process.
+The injector replaces the records of a balancer, to see stages, and wraps what a user hands over:
+router, network, policy. The corrupted digest replaces a method of one object in this process.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ultraep import Balancer, Problem, register_policy
 from ultraep.arrays import IntArray
-from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.parallel.checkpoint import ShardedState
+from ultraep.passes import PassRecord
 from ultraep.policies import get_policy
 from ultraep.runtime.agreement import At, Position
 from ultraep.tools.soak.schedule import DISKS, Fault
@@ -72,7 +73,7 @@ class Injector(Watch):
     def attach(self, balancer: Balancer) -> None:
         """Watch the stages of a balancer."""
         if self.fault.kind in OBSERVED:
-            balancer.observe(self)
+            balancer.log.record_type = partial(_Watched, self)  # type: ignore[assignment]
         if self.fault.kind == "digest":
             agreement: Any = balancer._agreement
             make_record = agreement._record
@@ -87,21 +88,13 @@ class Injector(Watch):
         self.pending = False
         return True
 
-    # -- observer of stages ----------------------------------------------------------------------
+    # -- stages ----------------------------------------------------------------------------------
 
-    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
+    def begin(self, record: PassRecord) -> None:
+        """A stage has begun."""
         kind = self.fault.kind
-        if stage == self.fault.stage and self._happens(kind, microbatch.step):
+        if record.stage == self.fault.stage and self._happens(kind, record.step):
             self._act(kind)
-
-    def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
-        """Do nothing."""
-
-    def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
-        """Do nothing."""
-
-    def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: Any) -> None:
-        """Do nothing."""
 
     def _act(self, kind: str) -> None:
         self._fire()
@@ -201,6 +194,20 @@ class Injector(Watch):
             if "router" not in name and not torch.equal(tensor, self._saved[name]):
                 raise WrongNumber(f"rank {self.rank}: {name} of the earlier checkpoint has changed")
         training.layers.load_state_dict(current)
+
+
+class _Watched(PassRecord):
+    """A pass whose stages the injector sees."""
+
+    __slots__ = ("_injector",)
+
+    def __init__(self, injector: Injector, *args: Any) -> None:
+        super().__init__(*args)
+        self._injector = injector
+
+    def at(self, stage: str, in_backward: str = "") -> None:
+        super().at(stage, in_backward)
+        self._injector.begin(self)
 
 
 def _state(training: Training) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""Clock reports of a device that is far behind the host belong to the right step."""
+"""Records of passes: what subscribers receive from a device that is far behind the host."""
 
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
 from dense import Example
 
 from ultraep import Balancer, read_trace
-from ultraep.runtime import balancer as module
-from ultraep.runtime.clocks import DeviceClock
+from ultraep.microbatch import Layer
+from ultraep.passes import PassLog
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 
@@ -37,14 +38,10 @@ def far_behind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    use_device_clocks(monkeypatch, every=1)
-
-
-def use_device_clocks(monkeypatch, every):
-    def clock_for(site, sinks, recording, *, captures):
-        return DeviceClock(sinks, site.comm.rank, every)
-
-    monkeypatch.setattr(module, "clock_for", clock_for)
+    begin = PassLog.begin
+    monkeypatch.setattr(
+        PassLog, "begin", lambda log, passes, kind, _: begin(log, passes, kind, Mock(type="cuda"))
+    )
 
 
 def test_late_reports_belong_to_their_steps(tmp_path):
@@ -61,7 +58,7 @@ def test_late_reports_belong_to_their_steps(tmp_path):
     stats = balancer.stats()
     balancer.close()
     assert stats["microbatches"] == 6
-    assert set(stats["seconds"]) == {*FORWARD, *BACKWARD} - {"recompute"}
+    assert set(stats["seconds"]) == {*FORWARD, *BACKWARD} - {"recompute", "reduce"}
     trace = read_trace(tmp_path / "run")
     assert trace.step.tolist() == [10, 10, 20, 20, 30, 30]
     assert trace.layer.tolist() == [0, 1, 0, 1, 0, 1]
@@ -69,19 +66,19 @@ def test_late_reports_belong_to_their_steps(tmp_path):
 
 
 def test_one_microbatch_in_eight_is_timed_for_any_number_of_layers():
-    clock = DeviceClock([], rank=0, every=8)
-    assert clock.times(1)
+    log = PassLog(rank=0)
+    assert log.times(1)
     for layers in (1, 7, 8, 32, 61, 64):
         steps = range(1, 1 + 400 * layers)
         for layer in {0, layers // 2, layers - 1}:
-            timed = sum(map(clock.times, steps[layer::layers]))
+            timed = sum(map(log.times, steps[layer::layers]))
             assert 25 <= timed <= 100, (layers, layer, timed)
 
 
-def test_seconds_are_extrapolated_from_timed_microbatches(monkeypatch):
+def test_seconds_are_extrapolated_from_timed_microbatches():
     example = Example(tokens=[20], experts=4)
-    use_device_clocks(monkeypatch, every=4)
     balancer = Balancer("alone", experts=4)
+    balancer.log.every = 4
     layer, seen = example.layer(balancer), []
     for _ in range(20):
         layer(example.inputs[0])
@@ -90,3 +87,37 @@ def test_seconds_are_extrapolated_from_timed_microbatches(monkeypatch):
     assert 4 <= seen[-1]["timed"] <= 6
     assert seen[0]["timed"] == 1
     assert seen[1]["seconds"]["plan"] == pytest.approx(2 * seen[0]["seconds"]["plan"])
+
+
+def test_subscribers_get_every_pass_once_and_in_order():
+    """Also passes that do not end, and backward passes that send no gradients to tokens."""
+    example, records = Example(tokens=[20], experts=4), []
+    balancer = Balancer("alone", experts=4)
+
+    def subscriber(record):
+        assert record.plan.total == 40
+        records.append((record.kind, record.step, *(stage for stage, _ in record.timeline)))
+
+    balancer.subscribe(subscriber)
+    layer = example.layer(balancer)
+    layer.router.requires_grad_(False)
+    layer(example.inputs[0]).sum().backward()
+    layer(example.inputs[0].clone().requires_grad_()).sum().backward()
+    ids = torch.zeros(40, 1, dtype=torch.int64)
+    microbatch = balancer.begin(Layer(0), ids)
+    microbatch.count()
+    microbatch.plan()
+    assert records == []
+    balancer.settle()
+    forward = *FORWARD[:-2], "experts", "combine", ""
+    assert [record[:2] for record in records] == [
+        ("forward", 1),
+        ("backward", 1),
+        ("forward", 2),
+        ("backward", 2),
+        ("forward", 3),
+    ]
+    assert records[0][2:] == records[2][2:] == forward
+    assert records[1][-3:] == ("weights again", "experts back", "")
+    assert records[3][-3:] == ("experts back", "dispatch back", "")
+    assert records[4][2:] == ("loads", "plan", "verify", "")
