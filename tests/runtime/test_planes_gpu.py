@@ -34,7 +34,7 @@ EXPERTS, HIDDEN, FFN, TOP_K = 8, 64, 48, 2
 PLANES = ["mapped", "messages"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-STAGES = {*FORWARD, *BACKWARD} - {"recompute", "verify"}
+STAGES = {*FORWARD, *BACKWARD} - {"recompute"}
 MILLISECOND = 1_700_000  # cycles, about
 
 
@@ -129,7 +129,7 @@ def test_stages_are_timed_on_the_device():
     stats = layer.balancer.stats()
     assert stats["microbatches"] == 16
     assert 1 <= stats["timed"] <= 4
-    assert set(stats["seconds"]) == set(FORWARD) - {"verify"}
+    assert set(stats["seconds"]) == set(FORWARD)
     assert sum(stats["seconds"].values()) < 16 * 0.05
     at_work = set(FORWARD) - {"verify", "replicate"}  # one rank has nothing to do there
     assert all(stats["seconds"][stage] > 0 for stage in at_work)
@@ -312,7 +312,7 @@ def test_stats_and_traces_of_two_processes(two, tmp_path):
     for *_, own in actual:
         assert (own["microbatches"], own["copies"]) == (6, copies)
         assert set(own["seconds"]) == STAGES
-        assert all(own["seconds"][stage] > 0 for stage in STAGES)
+        assert all(own["seconds"][stage] > 0 for stage in STAGES - {"verify"})
         assert own["imbalance_after"] == stats["imbalance_after"] < stats["imbalance_before"]
     for what in ("weights", "gradients"):
         assert sum(own[f"{what}_copies_sent"] for *_, own in actual) == copies

@@ -116,6 +116,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         config = context.cost.config(self._inputs, self._rows_of_all(), self._trial)
         record.at("plan")
         plan = record.plan = self._make_plan(context.speeds.applied(config))
+        record.at("verify")
         self._verify(plan)
         plan = self._plan = self.passes.plan = record.plan = self._settled(plan)
         if self._inputs.tokens is None:  # the caller dispatches rows

@@ -213,7 +213,6 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         return kernels.control.plan(self._loads).to_host(loads)
 
     def _verify(self, plan: Plan) -> None:
-        self._record.at("verify")
         agreement, device = self._plane.verifier(self._inputs.ids.device)
         agreement.compare(
             self._place(At.PLAN),
