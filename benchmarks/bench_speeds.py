@@ -45,7 +45,7 @@ from timing import in_turns, print_progress
 
 import ultraep
 from ultraep import BalanceConfig, Plan
-from ultraep.passes import PassRecord, Passes
+from ultraep.passes import Passes, PassRecord
 from ultraep.runtime.cost import CostModel
 from ultraep.runtime.speeds import BLOCK, Speeds
 
