@@ -129,6 +129,10 @@ REFUSED = [
         (partial(ultraep.count_loads, [[0, 1]], experts), ConfigError, "experts must be")
         for experts in (-1, 0, True, 2.5, 2**40, [], {})
     ),
+    *(
+        (partial(LocalGroup, 2, timeout=seconds), ConfigError, "timeout must be a positive number")
+        for seconds in (float("nan"), float("inf"), 0, -1, 10**20, "60", [1])
+    ),
     *((partial(Settings, backend=b), ConfigError, "unknown backend") for b in ([], {}, 3)),
     *(
         (partial(draw, **sizes, **more), ConfigError, "loads have at most")

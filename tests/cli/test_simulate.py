@@ -79,14 +79,6 @@ def test_json_has_a_consistent_row_for_every_policy():
     assert none["copies"] == ideal["copies"] == 0 < ours["copies"] <= RANKS
 
 
-def test_prefill_counts_requests_and_is_planned_for_balance():
-    policies = rows(*QUICK, "--prefill", "stem", "--policy", "none,ultraep,ideal")
-    for row in policies:
-        assert (row["unit"], row["job"], row["objective"]) == ("requests/s", "prefill", "balance")
-    none, ours, ideal = (row["throughput"] for row in policies)
-    assert none < ours <= ideal
-
-
 def test_a_cluster_of_the_user(tmp_path):
     cluster = text(tmp_path / "c.toml", CLUSTER.format(memory=200))
     (domains,) = rows(*TRAINING, "--cluster", f"{cluster}:mine", "--policy", "ultraep")

@@ -1,16 +1,13 @@
 """No control characters, no broken words, no overwritten files."""
 
-import logging
 import os
 import re
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from traces import plan_for, record
 
-from ultraep.backends.cpu.on_disk import CompileListener
 from ultraep.tools.cli.terminal import Terminal, make_grid
 
 from .commands import assert_one_line, invoke, start
@@ -83,22 +80,6 @@ def test_a_closed_pipe_exits_silently(run, target):
     os.close(write)
     assert process.communicate(timeout=300)[1] == ""
     assert process.returncode == 141
-
-
-# -- compiling -----------------------------------------------------------------------------------
-
-
-def test_compiling_is_logged_once(caplog):
-    def ours():
-        """A kernel of this package, as numba sees it."""
-
-    listener = CompileListener()
-    caplog.set_level(logging.INFO, logger="ultraep.compile")
-    for module in ("elsewhere", "ultraep.backends.cpu.place", "ultraep.backends.cpu.split"):
-        ours.__module__ = module
-        listener.on_start(SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=ours)}))
-        assert len(caplog.messages) == (module != "elsewhere")
-    assert "compiling the planner" in caplog.messages[0]
 
 
 # -- files that exist ----------------------------------------------------------------------------

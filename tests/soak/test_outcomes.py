@@ -24,41 +24,30 @@ NAMED = f"at {STAGE}: all_to_all: rank 1 (process 7) died; noticed by"
 GONE = RankEnd(1, killed=True)
 
 
-def outcome(*ends, fault=FAULT, fired=True, left=()):
-    return classify(fault, [RankEnd(0), GONE, *ends], fired=fired, left=left)[0]
+STOPPED_BY = RankEnd(2, "CommunicationError", NAMED, (1,), STAGE)
+FINE = [RankEnd(rank) for rank in range(3)]
+LEFT = "/dev/shm/ultraep-7-control"
+RUNS = [  # kind of the fault, ends, whether it fired, what is left, outcome
+    ("kill", [GONE, STOPPED_BY], True, "", STOPPED),
+    ("kill", [GONE, STOPPED_BY._replace(ranks=(0, 1))], True, "", STOPPED),
+    ("kill", [GONE, STOPPED_BY._replace(place="")], True, "", UNNAMED),
+    ("kill", [GONE, STOPPED_BY._replace(ranks=(0,))], True, "", UNNAMED),
+    ("kill", [GONE, STOPPED_BY._replace(ranks=())], True, "", UNNAMED),
+    ("kill", [GONE, RankEnd(2, "WrongNumber", "loss is off by 1")], True, "", WRONG),
+    ("kill", [GONE, RankEnd(2, hung=True)], True, "", HANG),
+    ("kill", [GONE, RankEnd(2, "ProcessEnded", "exit code -11")], True, "", UNNAMED),
+    ("slow", FINE, True, "", SURVIVED),
+    ("slow", FINE, False, "", NOT_INJECTED),
+    ("slow", FINE, True, LEFT, LEAK),
+    ("slow", [*FINE[:2], STOPPED_BY._replace(ranks=(), place="")], False, "", UNNAMED),
+    ("hook", [RankEnd(1, "InjectedError", "on purpose"), STOPPED_BY], True, "", STOPPED),
+]
 
 
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [
-        (RankEnd(2, "CommunicationError", NAMED, (1,), STAGE), STOPPED),
-        (RankEnd(2, "CommunicationError", NAMED, (0, 1), STAGE), STOPPED),
-        (RankEnd(2, "CommunicationError", NAMED, (1,)), UNNAMED),
-        (RankEnd(2, "CommunicationError", NAMED, (0,), STAGE), UNNAMED),
-        (RankEnd(2, "CommunicationError", NAMED, (), STAGE), UNNAMED),
-        (RankEnd(2, "WrongNumber", "rank 2, step 0: loss is off by 1"), WRONG),
-        (RankEnd(2, hung=True), HANG),
-        (RankEnd(2, "ProcessEnded", "exit code -11"), UNNAMED),
-    ],
-)
-def test_the_worst_end_counts(end, expected):
-    assert outcome(end) == expected
-
-
-def test_runs_without_errors():
-    ends = [RankEnd(rank) for rank in range(3)]
-    slow = replace(FAULT, kind="slow")
-    assert classify(slow, ends, fired=True, left=[])[0] == SURVIVED
-    assert classify(slow, ends, fired=False, left=[])[0] == NOT_INJECTED
-    assert classify(slow, ends, fired=True, left=["/dev/shm/ultraep-7-control"])[0] == LEAK
-    stopped = [*ends[:2], RankEnd(2, "CommunicationError", NAMED)]
-    assert classify(slow, stopped, fired=False, left=[])[0] == UNNAMED
-
-
-def test_the_error_of_the_user_needs_no_names():
-    named = RankEnd(0, "CommunicationError", NAMED, (1,), STAGE)
-    ends = [named, RankEnd(1, "InjectedError", "on purpose")]
-    assert classify(replace(FAULT, kind="hook"), ends, fired=True, left=[])[0] == STOPPED
+@pytest.mark.parametrize(("kind", "ends", "fired", "left", "expected"), RUNS)
+def test_the_worst_end_counts(kind, ends, fired, left, expected):
+    fault = replace(FAULT, kind=kind)
+    assert classify(fault, ends, fired=fired, left=[left] if left else [])[0] == expected
 
 
 def samples(**slopes):
