@@ -20,7 +20,6 @@ from equality import (
     all_batches,
     assert_same_gradients,
     learn,
-    mapped_memory,
     quiet,
     under_torchrun,
 )
@@ -28,10 +27,9 @@ from families import batch, build, outputs
 from hub_kernels import fp8_kernels, mxfp4_kernels
 from ranks import on_ranks
 from safetensors.torch import load_file, save_file
-from transformers import FineGrainedFP8Config, Mxfp4Config
+from transformers import FineGrainedFP8Config
 
 from ultraep import ConfigError
-from ultraep.backends.triton.device import interpreted
 from ultraep.bundle import as_bytes
 from ultraep.integrations.transformers import (
     balance,
@@ -250,16 +248,6 @@ def saved_mxfp4(rank: int, folder: Any) -> Any:
     return type(model)
 
 
-@on_ranks(1)
-def test_the_stand_in_multiplies_what_the_library_dequantises(rank, group, tmp_path):
-    with quiet(), mxfp4_kernels():
-        kind = saved_mxfp4(rank, tmp_path)
-        packed = load(kind, tmp_path)
-        plain = load(kind, tmp_path, quantization_config=Mxfp4Config(dequantize=True))
-        expected = outputs(plain.float(), batch(0))
-        torch.testing.assert_close(outputs(packed, batch(0)), expected, rtol=1e-4, atol=1e-4)
-
-
 @on_ranks(3)
 def test_mxfp4_models_compute_the_same_bits(rank, group, tmp_path):
     with quiet(), mxfp4_kernels(), torch.no_grad():
@@ -294,22 +282,6 @@ def test_mxfp4_checkpoints(rank, group, tmp_path):
         unbalance(model)
         assert torch.equal(outputs(model, batch(rank)), expected)
         dist.barrier()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
-@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
-@on_ranks(2)
-def test_models_on_the_mapped_plane(rank, group, form, tmp_path):
-    with quiet(), fp8_kernels(), mxfp4_kernels(), torch.no_grad():
-        kind = saved(rank, tmp_path) if form == "fp8" else saved_mxfp4(rank, tmp_path / form)
-        plain, model = (load(kind, tmp_path / form) for _ in range(2))
-        expected = [outputs(plain, batch(r)) for r in range(2)][rank]
-        with mapped_memory(group):
-            balancer = balance(model, group, slots=2)
-        assert torch.equal(outputs(model, batch(rank)), expected)
-        assert balancer.stats()["copies"]
-        balancer.close()
 
 
 # Refusals

@@ -22,41 +22,68 @@ from ultraep.integrations.transformers import (
     unbalance,
 )
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
+TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+LLAMA_4 = {"num_local_experts": 2, "intermediate_size_mlp": 16, "head_dim": 8}
+
+
+def changed(change):
+    """Return a Mixtral after a change of the experts of its two layers."""
+    model = build("mixtral")
+    change(*(layer.mlp for layer in model.model.layers))
+    return model
+
+
+def quantise(_, mlp):
+    for name in ("gate_up_proj", "down_proj"):
+        stored = getattr(mlp.experts, name).detach().to(torch.float8_e4m3fn)
+        setattr(mlp.experts, name, torch.nn.Parameter(stored, requires_grad=False))
+
+
+def tie(first, second):
+    second.experts.down_proj = first.experts.down_proj
+
+
+def share(first, second):
+    second.experts = first.experts
+
+
+MODELS = {
+    "LlamaForCausalLM has no experts in the registry .* it has no experts": (
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    ),
+    "Llama4TextExperts cannot be balanced": (
+        lambda: transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**TINY, **LLAMA_4))
+    ),
+    r"layers.1.mlp.experts.gate_up_proj' is quantised .*float8_e4m3fn.* scales": (
+        lambda: changed(quantise)
+    ),
+    r"layers.0.mlp.experts.down_proj' and .*layers.1.mlp.experts.down_proj' are tied": (
+        lambda: changed(tie)
+    ),
+    r"layers.0.mlp.experts.gate_up_proj' and .*layers.1.mlp.*' are tied": lambda: changed(share),
+}
+OPTIONS = {
+    "slots must lie between 0 and 8, got 9": {"slots": 9},
+    "slots must lie between 0 and 8, got -1": {"slots": -1},
+    "nonsense": {"policy": "nonsense"},
+    "must be an initialised process group": {"group": object()},
 }
 
 
-def refused(model, match, **options):
-    """Assert that `balance` raises and that the model is unchanged."""
+@pytest.mark.parametrize("match", [*MODELS, *OPTIONS])
+def test_models_and_settings_are_refused_and_the_model_is_unchanged(match):
+    model = MODELS.get(match, lambda: build("mixtral"))()
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
     classes, own = [type(m) for m in model.modules()], set(vars(model))
     with pytest.raises(ConfigError, match=match):
-        balance(model, **options)
+        balance(model, **OPTIONS.get(match, {}))
     assert [type(m) for m in model.modules()] == classes
     assert set(vars(model)) == own
     for name, parameter in model.named_parameters():
         identity, value = before[name]
         assert id(parameter) == identity
         assert torch.equal(parameter.detach().float(), value.float())
-
-
-def test_a_model_without_experts():
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-    refused(model, "LlamaForCausalLM has no experts in the registry .* it has no experts")
-
-
-def test_experts_that_are_not_in_the_registry():
-    config = transformers.Llama4TextConfig(
-        **TINY, num_local_experts=2, intermediate_size_mlp=16, head_dim=8
-    )
-    refused(transformers.Llama4ForCausalLM(config), "Llama4TextExperts cannot be balanced")
 
 
 def test_a_balanced_model():
@@ -68,40 +95,6 @@ def test_a_balanced_model():
     unbalance(model)
     with pytest.raises(ConfigError, match="MixtralForCausalLM is not balanced"):
         unbalance(model)
-
-
-def test_quantised_experts():
-    model = build("mixtral")
-    experts = model.model.layers[1].mlp.experts
-    for name in ("gate_up_proj", "down_proj"):
-        stored = getattr(experts, name).detach().to(torch.float8_e4m3fn)
-        setattr(experts, name, torch.nn.Parameter(stored, requires_grad=False))
-    refused(model, r"layers.1.mlp.experts.gate_up_proj' is quantised .*float8_e4m3fn.* scales")
-
-
-def test_tied_experts():
-    model = build("mixtral")
-    first, second = (layer.mlp.experts for layer in model.model.layers)
-    second.down_proj = first.down_proj
-    refused(
-        model, r"layers.0.mlp.experts.down_proj' and .*layers.1.mlp.experts.down_proj' are tied"
-    )
-    model = build("mixtral")
-    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
-    refused(model, r"layers.0.mlp.experts.gate_up_proj' and .*layers.1.mlp.*' are tied")
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"slots": 9}, "slots must lie between 0 and 8, got 9"),
-        ({"slots": -1}, "slots must lie between 0 and 8, got -1"),
-        ({"policy": "nonsense"}, "nonsense"),
-        ({"group": object()}, "must be an initialised process group"),
-    ],
-)
-def test_invalid_settings(options, match):
-    refused(build("mixtral"), match, **options)
 
 
 @on_ranks(2)

@@ -184,7 +184,7 @@ def quantised(bench: Bench) -> None:
 
 
 def methods(bench: Bench) -> None:
-    """Replicas of every quantisation method, CUDA graphs, recorded routes: one process."""
+    """Replicas of quantisation methods, CUDA graphs, recorded routes: one process."""
     here = Path(__file__).parent / "vllm_methods.py"
     done = subprocess.run([sys.executable, here], capture_output=True, text=True, timeout=600)
     for line in done.stdout.splitlines():

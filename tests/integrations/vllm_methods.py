@@ -1,4 +1,4 @@
-"""Replicas of the experts of every quantisation method, in one process with real vLLM.
+"""Replicas of the experts of quantisation methods, in one process with real vLLM.
 
 For each case, vLLM creates two layers with other weights, converts them for a kernel, and the
 plug-in carries each expert of the first layer into a slot of the second one, as bytes. The replica
@@ -11,13 +11,10 @@ Prints one line of JSON per case; `make test-vllm` runs it (section `methods`).
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
-import pkgutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -36,25 +33,12 @@ class Case:
     """A quantisation method of vLLM.
 
     method: creates it from the configuration of a layer.   backend: value of `--moe-backend`.
-    computes: whether the kernel, or its stand-in, runs here.   dtype: of loaded weights.
+    computes: whether the kernel, or its stand-in, runs here.
     """
 
     method: Callable[[Any], Any]
     backend: str = "triton"
     computes: bool = False
-    dtype: torch.dtype = torch.float32
-
-
-# Methods that quantise while they load: their module, and options of the case.
-ONLINE: dict[str, tuple[str, dict[str, Any]]] = {
-    "Fp8PerTensorOnlineMoEMethod": ("fp8", {}),
-    "Fp8PerBlockOnlineMoEMethod": ("fp8", {}),
-    "Fp8PtpcOnlineMoEMethod": ("fp8", {}),
-    "Int8OnlineMoEMethod": ("int8", {}),
-    "Mxfp8OnlineMoEMethod": ("mxfp8", {"backend": "marlin"}),
-    "Mxfp4OnlineMoEMethod": ("mxfp4", {"backend": "marlin"}),
-    "Nvfp4OnlineMoEMethod": ("nvfp4", {"backend": "marlin", "dtype": torch.bfloat16}),
-}
 
 
 def cases() -> dict[str, Case]:
@@ -78,10 +62,6 @@ def cases() -> dict[str, Case]:
 
     def wna16(weights: QuantizationArgs) -> Callable[[Any], Any]:
         return compressed("wna16", "CompressedTensorsWNA16MoEMethod", weights, None)
-
-    def online(kind: str, name: str) -> Callable[[Any], Any]:
-        method = getattr(module(f"online.{kind}"), name)
-        return lambda layer: method(moe=layer.moe_config)
 
     fp8, modelopt, mxfp4 = module("fp8"), module("modelopt"), module("mxfp4")
     quark, mxfp4_scheme = module("quark.quark_moe"), module("utils.quant_utils").kMxfp4Static
@@ -124,7 +104,6 @@ def cases() -> dict[str, Case]:
             lambda layer: quark.QuarkOCP_MX_MoEMethod(layer.moe_config, mxfp4_scheme, None),
             backend="marlin",
         ),
-        **{name: Case(online(kind, name), **more) for name, (kind, more) in ONLINE.items()},
     }
 
 
@@ -139,8 +118,6 @@ def accept_kernels() -> None:
         deep_gemm_moe,
         marlin_moe,
     )
-    from vllm.model_executor.layers.quantization.online import mxfp4 as online_mxfp4
-    from vllm.model_executor.layers.quantization.online import nvfp4 as online_nvfp4
 
     for cls in (
         cutlass_moe.CutlassExpertsFp4,
@@ -152,9 +129,6 @@ def accept_kernels() -> None:
         cls._supports_quant_scheme = staticmethod(lambda weight, activation: True)
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
     _custom_ops.gptq_marlin_repack = gptq_marlin_repack
-    online_mxfp4.mxfp4_quantize = mxfp4_quantize
-    online_nvfp4.scaled_fp4_quant = scaled_fp4_quant
-    online_nvfp4.current_platform = SimpleNamespace(is_device_capability_family=lambda _: True)
     torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign]
     torch.accelerator.empty_cache = lambda: None  # type: ignore[assignment]
 
@@ -184,23 +158,6 @@ def gptq_marlin_repack(
     return b_q_weight.T.reshape(size_k // 16, size_n * num_bits // 2).contiguous()
 
 
-def mxfp4_quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bytes that depend on the values, in the shapes of MXFP4 data and scales."""
-    width = values.shape[1]
-    data = (values * 255).to(torch.uint8)
-    return data[:, : width // 2].contiguous(), data[:, : width // 32].contiguous()
-
-
-def scaled_fp4_quant(
-    values: torch.Tensor, scale: torch.Tensor, is_sf_swizzled_layout: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bytes that depend on the values, in the shapes of NVFP4 data and scales."""
-    assert not is_sf_swizzled_layout
-    data = (values * scale).to(torch.int64).to(torch.uint8)
-    scales = values.abs().unflatten(1, (-1, 16)).amax(2) / 6
-    return data[:, ::2].contiguous(), scales.to(torch.float8_e4m3fn)
-
-
 def make_layer(case: Case, seed: int, config: Any) -> Any:
     """Return a layer with random weights, converted for the kernel of the case."""
     from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
@@ -214,7 +171,7 @@ def make_layer(case: Case, seed: int, config: Any) -> Any:
         top_k=2,
         hidden_size=HIDDEN,
         intermediate_size=FFN,
-        params_dtype=case.dtype,
+        params_dtype=torch.float32,
         quant_config=quantisation,
         prefix=f"layers.{seed}.experts",
     )
@@ -463,32 +420,6 @@ def check_recorded_routes(config: Any) -> dict[str, Any]:
     return {"rows": sum(ids.numel() for ids in before), "replicas": replicas[0]}
 
 
-def check_methods_with_eplb(config: Any) -> dict[str, Any]:
-    """Check that every method that supports EPLB, in any configuration, has a bundle."""
-    import vllm.model_executor.layers.quantization as folder
-    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-
-    from ultraep.integrations.vllm.refusals import METHODS
-
-    del config
-    for module in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
-        with suppress(ImportError):  # of other libraries
-            importlib.import_module(module.name)
-    known, classes = set(), [FusedMoEMethodBase]
-    while classes:
-        method = classes.pop()
-        classes += method.__subclasses__()
-        supports = inspect.getsource(method.supports_eplb.fget)
-        if "return False" in supports or method.__subclasses__():
-            continue
-        names = {cls.__name__ for cls in method.__mro__}
-        # A modular method wraps another method.
-        if "FusedMoEModularMethod" not in names:
-            assert names & set(METHODS), method
-            known.add(method)
-    return {"methods": len(known)}
-
-
 def main() -> None:
     """Run all checks; the first one that fails raises."""
     os.environ.update(ENVIRONMENT, ULTRAEP_SLOTS="1")
@@ -512,7 +443,6 @@ def main() -> None:
     checks["graphs are captured between layers"] = check_settings_of_compilation
     checks["batches left to vLLM"] = check_batches_left_to_vllm
     checks["recorded routes"] = check_recorded_routes
-    checks["methods with EPLB"] = check_methods_with_eplb
     for name, run in checks.items():
         config = VllmConfig()
         config.model_config = SimpleNamespace(

@@ -14,7 +14,7 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 from ultraep import ConfigError
-from ultraep.integrations.torchtitan import BalancedRoutedExperts
+from ultraep.integrations.torchtitan import BalancedRoutedExperts, check
 
 
 def config_of(spec=None, **parallel):
@@ -82,6 +82,34 @@ def test_experts_without_expert_parallelism():
     refused(config_of(expert_parallel_degree=1), "not over ep.*expert_parallel_degree")
     tensor = config_of(expert_parallel_degree=1, tensor_parallel_degree=2)
     refused(tensor, "tensor-parallel experts cannot be balanced")
+
+
+@pytest.mark.parametrize(
+    ("index", "name", "match"),
+    [
+        (0, "VendorRoutedExperts", "VendorRoutedExperts cannot be balanced"),
+        (1, "LocalTokenDispatcher", "LocalTokenDispatcher cannot be balanced, it is unknown"),
+        (1, "TorchAOTokenDispatcher", "pads tokens for FP8 experts"),
+        (2, "Float8GroupedExperts", "do not include FP8 scales: use GroupedExperts or GptOss"),
+        (2, "FusedGroupedExperts", "are not tested with replicas"),
+        (2, "MyExperts", "MyExperts cannot be balanced, it is unknown"),
+    ],
+)
+def test_names_of_unsupported_layers(index, name, match):
+    layer = ["RoutedExperts", "AllToAllTokenDispatcher", "GroupedExperts"]
+    check.check_layer(*layer)
+    layer[index] = name
+    with pytest.raises(ConfigError, match=match):
+        check.check_layer(*layer)
+
+
+def test_wrong_options():
+    for message, options in {
+        "unknown options, or set by torchtitan: group, slotz; use": {"slotz": 1, "group": None},
+        "tolerance must lie between 0 and 1000, got -1": {"tolerance": -1},
+        "nonsense": {"policy": "nonsense"},
+    }.items():
+        refused(config_of(), message, **options)
 
 
 def test_experts_without_a_process_group():
