@@ -166,8 +166,9 @@ class Agreement:
             raise CommunicationError(
                 f"ranks {refused} refused their input; their errors say why", ranks=refused
             )
-        place = Position(*records.words[0, PLACE].tolist())
-        self._compare_digests(place, records, signature, "the weights or inputs at ")
+        if not records.equal:
+            place = Position(*records.words[0, PLACE].tolist())
+            self._compare_digests(place, records, signature, "the weights or inputs at ")
 
     def compare(
         self, place: Position, device: torch.device, *, digest: int = 0, description: str = ""
@@ -178,7 +179,8 @@ class Agreement:
         """
         if self._comm.size > 1:
             records = self._gather(place, self._record(place, device, digest))
-            self._compare_digests(place, records, description)
+            if not records.equal:
+                self._compare_digests(place, records, description)
 
     def _record(self, place: Position, device: torch.device, *numbers: int) -> torch.Tensor:
         crossing = self._domains if self._domains > 1 else 0
@@ -233,10 +235,9 @@ class Agreement:
         self, place: Position, records: Records, description: str, what: str = ""
     ) -> None:
         """Raise if digests differ; places are equal by now."""
-        if not records.equal:
-            descriptions = self._comm.gather_objects(description)
-            digests = records.column("digest").tolist()
-            _compare(f"{what}{place}", digests, descriptions, place)
+        descriptions = self._comm.gather_objects(description)
+        digests = records.column("digest").tolist()
+        _compare(f"{what}{place}", digests, descriptions, place)
 
 
 @lru_cache(maxsize=1024)

@@ -50,8 +50,9 @@ class BaseReplicas(ABC):
     def begin(self) -> None:
         """Borrow a buffer of slots and begin to fill it."""
         current = backward_pass()
-        for replicas in [other for other, number in self._lent.items() if number != current]:
-            replicas.give_back()
+        for replicas, number in tuple(self._lent.items()):
+            if number != current:
+                replicas.give_back()
         with ExitStack() as loan:
             self._fill(loan)
             self._loan = loan.pop_all()

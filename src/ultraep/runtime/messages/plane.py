@@ -213,6 +213,8 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         return kernels.control.plan(self._loads).to_host(loads)
 
     def _verify(self, plan: Plan) -> None:
+        if self._context.comm.size == 1:
+            return
         agreement, device = self._plane.verifier(self._inputs.ids.device)
         agreement.compare(
             self._place(At.PLAN),
