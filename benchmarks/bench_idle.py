@@ -29,9 +29,9 @@ from harness import Line, Metric, options_parser
 from layers import on_ranks, slowest
 from mps import device_of_rank, report_of_ranks
 from timing import Call, in_turns
-from ultraep.runtime.clocks import TIMED
 
 from ultraep import BalanceConfig
+from ultraep.passes import TIMED
 
 AGAIN = "none again"
 NO_BALANCING = BalanceConfig(policy="none")

@@ -68,7 +68,7 @@ def _most_sent(path: list[Hop]) -> int:
     return max(Counter(hop.sender for hop in path).values(), default=0)
 
 
-def copies_sent(plan: Plan, what: str, rank: int) -> int:
+def replicas_sent(plan: Plan, what: str, rank: int) -> int:
     """Return how many replicas' `weights` or `gradients` a rank sends by the plan."""
     homes, hosts = plan.topology.home_of_expert[plan.replicas[:, 0]], plan.replicas[:, 1]
     return int(((homes if what == "weights" else hosts) == rank).sum())

@@ -26,7 +26,7 @@ import torch
 
 from ultraep.arrays import digest_of
 from ultraep.errors import CommunicationError
-from ultraep.hops import copies_sent
+from ultraep.hops import replicas_sent
 from ultraep.plan import Plan
 from ultraep.runtime.streams import capturing
 
@@ -120,7 +120,7 @@ class PassRecord:
     def finish(self, rank: int) -> None:
         """Set the attributes that subscribers read; the device has finished the pass."""
         for what, nbytes, replicas in self.sent:
-            number = copies_sent(self.plan, what, rank) if replicas is None else replicas
+            number = replicas_sent(self.plan, what, rank) if replicas is None else replicas
             self.bytes_sent[what] += nbytes * number
             self.replicas_sent[what] += number
         if self.on_gpu:  # not timed: no events

@@ -60,9 +60,9 @@ def both_planes(rank, group, tokens, dtype):
     for again in (False, True):
         actual = one_pass(layer, example, rank, again=again)
         assert_alike(actual, expected)
-    copies = layer.last_plan.to_host().num_replicas
+    replicas = layer.last_plan.to_host().num_replicas
     balancer.close()
-    return actual["y"], copies
+    return actual["y"], replicas
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

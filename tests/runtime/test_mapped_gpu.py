@@ -237,7 +237,7 @@ class MappedLayer:
 
 def passes_of_the_layer(rank, group, rounds):
     """Compare a graph with eager passes and with unbalanced ones; return replicas and stats."""
-    rng, copies = np.random.default_rng(rank), []
+    rng, replicas = np.random.default_rng(rank), []
     captured, launched = MappedLayer(group, "ultraep"), MappedLayer(group, "ultraep")
     plain = MappedLayer(group, "none")
     replay = captured.capture()
@@ -255,13 +255,13 @@ def passes_of_the_layer(rank, group, rounds):
             else:
                 assert torch.equal(tensor, eager[name]), (seed, name)
             assert_close(tensor, unbalanced[name], name)
-        copies.append(int(captured.layer.last_plan.num_replicas))
+        replicas.append(int(captured.layer.last_plan.num_replicas))
     stats = [layer.balancer.stats() for layer in (captured, launched, plain)]
-    return copies, [(own["microbatches"], own["copies"]) for own in stats]
+    return replicas, [(own["microbatches"], own["copies"]) for own in stats]
 
 
 def test_a_graph_of_the_layer_gives_what_the_layer_gives(four):
     rounds = max(2, ROUNDS // 10)
-    for copies, stats in four.run(4, passes_of_the_layer, rounds, timeout=LONG):
-        assert sum(copies) > 0
-        assert stats == [(0, 0), (rounds, sum(copies)), (rounds, 0)]  # replays are not counted
+    for replicas, stats in four.run(4, passes_of_the_layer, rounds, timeout=LONG):
+        assert sum(replicas) > 0
+        assert stats == [(0, 0), (rounds, sum(replicas)), (rounds, 0)]  # replays are not counted

@@ -238,7 +238,7 @@ def both_planes(rank, group):
     balancer = Balancer(group, experts=EXPERTS, timeout=PATIENCE)
     chosen = balancer.plane(CUDA).name
     balancer.close()
-    copies = [
+    replicas = [
         compare_planes(rank, group, dtype, cast)
         for dtype, cast in (
             (torch.float32, False),
@@ -246,18 +246,18 @@ def both_planes(rank, group):
             (torch.float32, True),  # under autocast
         )
     ]
-    return [*copies, chosen]
+    return [*replicas, chosen]
 
 
 def compare_planes(rank, group, dtype, cast):
     example = example_of([60, 50], dtype, skew=3.0)
-    actual, copies = [], []
+    actual, replicas = [], []
     for make in (mapped, messages):
         balancer = make(group, experts=EXPERTS, slots=2, relay="chain")
         layer, passes = example.layer(balancer, device=CUDA), {}
         for policy in (None, "registered"):
             passes[policy] = one_pass(layer, example, rank, cast=cast, policy=policy)
-            copies.append(layer.last_plan.to_host().num_replicas)
+            replicas.append(layer.last_plan.to_host().num_replicas)
         passes["seam"] = one_pass(seam_of(layer), example, rank, owner=layer, cast=cast)
         actual.append(passes)
         balancer.close()
@@ -267,7 +267,7 @@ def compare_planes(rank, group, dtype, cast):
     for name, passed in by_memory.items():
         assert_alike(passed, by_messages[name], tolerance)
         assert_alike(passed, by_memory[None], tolerance)
-    return copies
+    return replicas
 
 
 def test_two_processes_get_the_same_by_memory_and_by_messages(two):
@@ -275,9 +275,9 @@ def test_two_processes_get_the_same_by_memory_and_by_messages(two):
     one, other = two.run(2, both_planes, timeout=LONG)
     assert one == other
     assert one.pop() == "mapped"
-    for copies in one:
-        assert min(copies) > 0
-        assert copies[:2] == copies[2:]
+    for replicas in one:
+        assert min(replicas) > 0
+        assert replicas[:2] == replicas[2:]
 
 
 def watched(rank, group, folder):
@@ -306,16 +306,16 @@ def watched(rank, group, folder):
 
 def test_stats_and_traces_of_two_processes(two, tmp_path):
     actual = two.run(2, watched, tmp_path / "run", timeout=LONG)
-    (digests, copies, stats), (others, *_) = actual
+    (digests, replicas, stats), (others, *_) = actual
     assert digests == others
-    assert copies > 0
+    assert replicas > 0
     for *_, own in actual:
-        assert (own["microbatches"], own["copies"]) == (6, copies)
+        assert (own["microbatches"], own["copies"]) == (6, replicas)
         assert set(own["seconds"]) == STAGES
         assert all(own["seconds"][stage] > 0 for stage in STAGES - {"verify"})
         assert own["imbalance_after"] == stats["imbalance_after"] < stats["imbalance_before"]
     for what in ("weights", "gradients"):
-        assert sum(own[f"{what}_copies_sent"] for *_, own in actual) == copies
+        assert sum(own[f"{what}_copies_sent"] for *_, own in actual) == replicas
     trace = read_trace(tmp_path / "run")
     assert differing(trace) == []
     assert [trace.plan(record).digest() for record in range(1, 7)] == digests

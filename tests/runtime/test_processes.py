@@ -34,7 +34,7 @@ def test_processes_agree_with_the_dense_twin(size):
     relay = "chain" if size > 2 else "direct"
     actual = everywhere("gloo", size, one_pass, example, {"relay": relay, "slots": 1})
     assert len({digest for *_, digest in actual}) == 1
-    assert all(copies > 0 for _, _, copies, _ in actual) or size == 1
+    assert all(replicas > 0 for _, _, replicas, _ in actual) or size == 1
     results = [Result(y, gradients) for y, gradients, *_ in actual]
     topology = Topology(ranks=size, experts=example.experts)
     assert_same(results, dense(example), topology)

@@ -30,8 +30,8 @@ def test_backward_sends_weights_again_if_another_layer_has_used_the_slots(layers
         rank = Rank(comm)
         every = [rank.replicas(layer) for layer in range(layers)]
         for replicas in (*every, *reversed(every)):
-            with replicas as copies:
-                copies.tensors()
+            with replicas as filled:
+                filled.tensors()
         return rank.balancer.stats()["weights_copies_sent"]
 
     assert LocalGroup(2).run(work) == [times, 0]
@@ -80,8 +80,8 @@ def test_a_second_borrower_of_the_only_buffer_is_refused():
                 second.__enter__()
             with pytest.raises(SlotError, match=r"layer 5 \(step 1\)"):
                 first.__enter__()
-        with second as copies:
-            return copies.tensors()["w"].tolist()
+        with second as filled:
+            return filled.tensors()["w"].tolist()
 
     assert LocalGroup(2).run(work)[1] == [[0.0, 0.0, 0.0]]
 
@@ -110,8 +110,8 @@ def test_an_error_returns_the_slots():
             replicas.__enter__()
         with pytest.raises(SlotError, match=r"layer 0 \(step 1\) are in their slots only inside"):
             replicas.tensors()
-        with rank.replicas() as copies:
-            return copies.tensors()["w"].tolist()
+        with rank.replicas() as filled:
+            return filled.tensors()["w"].tolist()
 
     assert LocalGroup(2).run(work)[1] == [[0.0, 0.0, 0.0]]
 

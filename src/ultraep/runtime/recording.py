@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from ultraep.comm import Communicator, raise_together
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
-from ultraep.hops import CHUNKS, copies_sent
+from ultraep.hops import CHUNKS, replicas_sent
 from ultraep.passes import FORWARD, RECOMPUTED, Passes, PassRecord
 from ultraep.plan import Plan
 from ultraep.reroute import rows_received
@@ -169,7 +169,7 @@ class Recording:
         self, layer: int, step: int | None, plan: Plan, sent: Sent, start_time: float
     ) -> None:
         """Record a microbatch that a graph has served; its seconds are unknown."""
-        moved = sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent)
+        moved = sum(nbytes * replicas_sent(plan, what, self._rank) for what, nbytes in sent)
         self._write(self._new_key(layer, step), plan, moved, {}, start_time)
 
     def lost(self, records: int) -> None:

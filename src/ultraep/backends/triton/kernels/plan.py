@@ -39,13 +39,13 @@ def load_at(loads, source, expert, stride):
 
 
 @triton.jit
-def replica_at(replicas, copy, column: tl.constexpr):
-    return replicas + 3 * copy + column
+def replica_at(replicas, replica, column: tl.constexpr):
+    return replicas + 3 * replica + column
 
 
 @triton.jit
-def split_at(split, copy, source, ranks):
-    return split + copy.to(tl.int64) * ranks + source
+def split_at(split, replica, source, ranks):
+    return split + replica.to(tl.int64) * ranks + source
 
 
 @triton.jit

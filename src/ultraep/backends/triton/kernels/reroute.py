@@ -21,8 +21,8 @@ class Lines(NamedTuple):
     """How the rows of one source rank are divided: every expert has a line of its rows."""
 
     away: Any  # [E] rows that leave the home of their expert
-    first_copy: Any  # [E] first replica; valid where rows go away
-    end_copy: Any  # [E]
+    first_replica: Any  # [E] first replica; valid where rows go away
+    end_replica: Any  # [E]
     first_place: Any  # [C] where a replica begins on the line of its expert
     rows_of_slot: Any  # [S]
     first_row: Any  # [S + 1] where a slot begins in the sending order
@@ -53,18 +53,18 @@ def lay_lines(
 
     >>> example(lay_lines, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], totals=[4, 0, 1, 0, 0],
     ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1], split=[[0, 3], [0, 0]],
-    ...         num_replicas=[1], away=empty(4), first_copy=empty(4), end_copy=empty(4),
+    ...         num_replicas=[1], away=empty(4), first_replica=empty(4), end_replica=empty(4),
     ...         first_place=empty(2), rows_of_slot=empty(6), first_row=empty(7),
     ...         send_counts=empty(2), rank=1, E=4, S=8)
     away = [3, 0, 0, 0]
-    first_copy = [0, _, _, _]
-    end_copy = [1, _, _, _]
+    first_replica = [0, _, _, _]
+    end_replica = [1, _, _, _]
     first_place = [1, _]
     rows_of_slot = [1, 0, 0, 1, 0, 3]
     first_row = [0, 1, 1, 1, 2, 2, 5]
     send_counts = [1, 4]
     """
-    expert, slot, copy = tl.arange(0, E), tl.arange(0, S), tl.arange(0, C)
+    expert, slot, replica = tl.arange(0, E), tl.arange(0, S), tl.arange(0, C)
     mask_e = expert < experts
     tl.store(lines.away + expert, expert * 0, mask=mask_e)
     tl.store(lines.rows_of_slot + slot, slot * 0, mask=slot < num_slots)
@@ -76,13 +76,13 @@ def lay_lines(
     count_mismatches(loads, length_E, faults, rank, experts, stride, E)
     home_E = tl.load(homes.home_slot_of_expert + expert, mask=mask_e, other=0)
     tl.store(lines.rows_of_slot + home_E, length_E - away_E, mask=mask_e)
-    mask_c = copy < number
-    slot_C = tl.load(plan.slot_of_copy + copy, mask=mask_c, other=0)
+    mask_c = replica < number
+    slot_C = tl.load(plan.slot_of_copy + replica, mask=mask_c, other=0)
     tl.store(lines.rows_of_slot + slot_C, rows_C, mask=mask_c)
     length_C = tl.load(totals + expert_C, mask=mask_c, other=0)
     at_home_C = length_C - (all_C - begin_C)
     place_C = at_home_C + end_C - rows_C - begin_C
-    tl.store(lines.first_place + copy, place_C, mask=mask_c)
+    tl.store(lines.first_place + replica, place_C, mask=mask_c)
     tl.debug_barrier()
     order_slots(lines, num_slots, S)
     tl.debug_barrier()
@@ -97,22 +97,22 @@ def gather_replicas(plan, lines, number, rank, ranks, experts, E: tl.constexpr, 
     the replica's expert, and [E] the rows that go away.
     """
     away, first_row = lines.away, lines.first_row
-    copy, expert = tl.arange(0, C), tl.arange(0, E)
-    mask_c, mask_e = copy < number, expert < experts
-    expert_ptr = layout.replica_at(plan.replicas, copy, EXPERT)
+    replica, expert = tl.arange(0, C), tl.arange(0, E)
+    mask_c, mask_e = replica < number, expert < experts
+    expert_ptr = layout.replica_at(plan.replicas, replica, EXPERT)
     expert_C = tl.load(expert_ptr, mask=mask_c, other=experts)
-    before_C = tl.load(expert_ptr - 3, mask=mask_c & (copy > 0), other=-1)
-    after_C = tl.load(expert_ptr + 3, mask=copy + 1 < number, other=-1)
-    rows_C = tl.load(layout.split_at(plan.split, copy, rank, ranks), mask=mask_c, other=0)
+    before_C = tl.load(expert_ptr - 3, mask=mask_c & (replica > 0), other=-1)
+    after_C = tl.load(expert_ptr + 3, mask=replica + 1 < number, other=-1)
+    rows_C = tl.load(layout.split_at(plan.split, replica, rank, ranks), mask=mask_c, other=0)
     end_C = tl.cumsum(rows_C, 0)
     begins_C = mask_c & (expert_C != before_C)
     ends_C = mask_c & (expert_C != after_C)
     tl.debug_barrier()
     # `away` first holds where the replicas of an expert end; then their beginning is subtracted.
     tl.store(away + expert_C, end_C, mask=ends_C)
-    tl.store(lines.first_copy + expert_C, copy, mask=begins_C)
+    tl.store(lines.first_replica + expert_C, replica, mask=begins_C)
     tl.store(first_row + expert_C, end_C - rows_C, mask=begins_C)
-    tl.store(lines.end_copy + expert_C, copy + 1, mask=ends_C)
+    tl.store(lines.end_replica + expert_C, replica + 1, mask=ends_C)
     tl.debug_barrier()
     begin_E = tl.load(first_row + expert, mask=mask_e, other=0)
     end_E = tl.load(away + expert, mask=mask_e, other=0)
@@ -190,7 +190,7 @@ def assign(
     order: [N] rows in that order; rows without an expert have no slot, and come last, as -1.
 
     >>> example(assign, 1, ids=[0, 2, 0, 0, 0], offsets=[[0, 0, 0, 0, 0]], totals=[4, 0, 1, 0, 0],
-    ...         away=[3, 0, 0, 0], first_copy=[0, 0, 0, 0], end_copy=[1, 0, 0, 0],
+    ...         away=[3, 0, 0, 0], first_replica=[0, 0, 0, 0], end_replica=[1, 0, 0, 0],
     ...         first_place=[1, 0], slot_of_copy=[5, -1], first_row=[0, 1, 1, 1, 2, 2, 5],
     ...         slots=empty(5), order=empty(5), positions=empty(5), rows=5, halvings=1,
     ...         PRODUCT=tl.uint32, B=8)
@@ -204,11 +204,13 @@ def assign(
     length = tl.load(totals + bin_B, mask=known, other=0)
     gone = tl.load(lines.away + bin_B, mask=known, other=0)
     place = place_on_line(number, length, gone, strides, known, PRODUCT)
-    copied = known & (place >= length - gone)
-    copy = replica_on_line(bin_B, place, copied, lines, halvings)
+    replicated = known & (place >= length - gone)
+    replica = replica_on_line(bin_B, place, replicated, lines, halvings)
     slot = tl.load(homes.home_slot_of_expert + bin_B, mask=known, other=num_slots)
-    slot = tl.where(copied, tl.load(plan.slot_of_copy + copy, mask=copied, other=0), slot)
-    begin_place = tl.load(lines.first_place + copy, mask=copied, other=0)
+    slot = tl.where(
+        replicated, tl.load(plan.slot_of_copy + replica, mask=replicated, other=0), slot
+    )
+    begin_place = tl.load(lines.first_place + replica, mask=replicated, other=0)
     # The slot is -1 if these are not the ids that were counted.
     first_row = tl.load(lines.first_row + slot, mask=there & (slot >= 0), other=-1)
     position = first_row + place - begin_place
@@ -240,13 +242,13 @@ def sort_by_expert(ids, offsets, rows, experts, B: tl.constexpr):
 
 
 @triton.jit
-def replica_on_line(expert, place, copied, lines, halvings):
+def replica_on_line(expert, place, replicated, lines, halvings):
     """Find the replica whose part of the line holds the place, by bisection."""
-    low = tl.load(lines.first_copy + expert, mask=copied, other=0)
-    high = tl.load(lines.end_copy + expert, mask=copied, other=1)
+    low = tl.load(lines.first_replica + expert, mask=replicated, other=0)
+    high = tl.load(lines.end_replica + expert, mask=replicated, other=1)
     for _ in range(halvings):
         middle = (low + high) // 2
-        right = tl.load(lines.first_place + middle, mask=copied, other=0) <= place
+        right = tl.load(lines.first_place + middle, mask=replicated, other=0) <= place
         low = tl.where(right, middle, low)
         high = tl.where(right, high, middle)
     return low
@@ -257,7 +259,7 @@ def later(left, right):
     return tl.maximum(left, right)
 
 
-@triton.jit(do_not_specialize=["rank", "ranks", "num_local", "num_copies", "stride"])
+@triton.jit(do_not_specialize=["rank", "ranks", "num_local", "max_replicas", "stride"])
 def receive(
     loads,
     plan: Plan,
@@ -266,7 +268,7 @@ def receive(
     rank,
     ranks,
     num_local,
-    num_copies,
+    max_replicas,
     stride,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -276,24 +278,24 @@ def receive(
 
     >>> example(receive, 3, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], replicas=[[0, 1, 0], [-1, -1, -1]],
     ...         slot_of_copy=[5, -1], split=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
-    ...         received=empty(2, 3), rank=1, num_local=3, num_copies=2, STEP=2)
+    ...         received=empty(2, 3), rank=1, num_local=3, max_replicas=2, STEP=2)
     received = [[0, 1, 0], [1, 0, 3]]
     """
     local = tl.program_id(0)
     slot = tl.load(homes.first_slot_of_rank + rank) + local
     expert = tl.load(homes.expert_of_slot + slot)
     source = tl.arange(0, R)
-    copy = tl.arange(0, C)
-    mask_c, mask_r = copy < num_copies, source < ranks
+    replica = tl.arange(0, C)
+    mask_c, mask_r = replica < max_replicas, source < ranks
     rows_R = source * 0
     if expert >= 0:
         if tl.load(homes.home_of_expert + expert) == rank:
             column = layout.load_at(loads, source, expert, stride)
             rows_R = tl.load(column, mask=mask_r, other=0).to(tl.int32)
-            expert_ptr = layout.replica_at(plan.replicas, copy, EXPERT)
+            expert_ptr = layout.replica_at(plan.replicas, replica, EXPERT)
             expert_C = tl.load(expert_ptr, mask=mask_c, other=-1)
             same_C = (expert_C == expert).to(tl.int32)
-            first = tl.min(tl.where(same_C != 0, copy, C), 0)
+            first = tl.min(tl.where(same_C != 0, replica, C), 0)
             for begin in range(first, first + tl.sum(same_C, 0), STEP):
                 other = begin + tl.arange(0, STEP)
                 listed = other < first + tl.sum(same_C, 0)
@@ -301,8 +303,8 @@ def receive(
                 gone = tl.load(rows, mask=listed[:, None] & mask_r[None, :], other=0)
                 rows_R -= tl.sum(gone, 0)
         else:
-            slot_C = tl.load(plan.slot_of_copy + copy, mask=mask_c, other=-1)
-            own = tl.sum(tl.where(slot_C == slot, copy, 0), 0)
+            slot_C = tl.load(plan.slot_of_copy + replica, mask=mask_c, other=-1)
+            own = tl.sum(tl.where(slot_C == slot, replica, 0), 0)
             row = layout.split_at(plan.split, own, source, ranks)
             rows_R = tl.load(row, mask=mask_r, other=0)
     tl.store(layout.received_at(received, source, local, num_local), rows_R, mask=mask_r)
