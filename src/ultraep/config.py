@@ -13,7 +13,6 @@ NOMINAL_SPEED = 1_000  # speeds count thousandths of it
 UNITS_PER_ROW = 1_000  # with speeds, thresholds count thousandths of a row at nominal speed
 SPEED_RANGE = (10, 10_000)
 MAX_SPEED_RATIO = 100
-LEARNT_RANGE, LEARNT_UNIT = (100, 4_000), 10  # of speeds that a balancer learns
 AUTO = "auto"  # speeds that a balancer learns
 MAX_ROWS = (1 << 31) - 1  # of a microbatch
 MAX_THRESHOLD = (MAX_ROWS + 1) * PARTS // SPEED_RANGE[0]  # all rows on the slowest rank

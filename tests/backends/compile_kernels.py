@@ -174,7 +174,7 @@ def launch_all(
     )
     limits = Limits.of(topology, config)._replace(rates=(row, 0, 0, 0))
     device = torch.device("cpu")
-    planner = Planner(limits, locality=config.locality, device=device, learnt=not speeds)
+    planner = Planner(limits, locality=config.locality, device=device)
     counter = Counter(experts, rows, torch.device("cpu"))
     rerouter = Rerouter(planner, counter)
     loads = torch.zeros(ranks, experts, dtype=torch.int32)
@@ -182,8 +182,6 @@ def launch_all(
     ids = torch.zeros(rows, dtype=torch.int64)
     slots_of_rows, order, positions = torch.zeros(3, rows, dtype=torch.int32)
     counter.count(ids)
-    planner.plan(loads)
-    planner._capturing = lambda: True
     planner.plan(loads)
     sums = PlanSums(torch.zeros(8, dtype=torch.int64), topology.home_of_expert, ranks)
     plan = planner.plan_tensors

@@ -54,8 +54,8 @@ def on_device(values):
     return torch.tensor(values).to(DEVICE) if isinstance(values, np.ndarray) else values.to(DEVICE)
 
 
-def control_of(topology, config=None, *, rows=0, rank=0, learnt=False):
-    return DevicePlanner(topology, config, rows=rows, rank=rank, learnt=learnt, device=DEVICE)
+def control_of(topology, config=None, *, rows=0, rank=0):
+    return DevicePlanner(topology, config, rows=rows, rank=rank, device=DEVICE)
 
 
 def planned(loads, topology, config):
@@ -125,32 +125,6 @@ def test_rates_and_speeds_may_change_between_plans():
         assert control.use(changed)
         actual = control.plan(on_device(loads)).to_host()
         assert_same_plan(actual, ultraep.plan(loads, topology, changed))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        BalanceConfig(rates=Rates(row=1000, copy=10_000)),
-        BalanceConfig(objective="balance"),
-        BalanceConfig(objective="balance", tolerance=0.05),
-    ],
-    ids=["time", "balance", "tolerance"],
-)
-@pytest.mark.parametrize("name", ["zipf_two_slots", "lognormal_domains"])
-def test_captured_kernels_plan_with_the_speeds_that_the_device_holds(name, config, monkeypatch):
-    """Equal and unequal speeds give the bits of plans that are not captured."""
-    loads, topology = NAMED[name]
-    control = control_of(topology, config, learnt=True)
-    monkeypatch.setattr(control._planner, "_capturing", lambda: True)
-    first = control.plan(on_device(loads)).copied()
-    for speeds in ((), speeds_of(topology), speeds_of(topology, seed=1), (), speeds_of(topology)):
-        control.hold(speeds)
-        actual = control.plan(on_device(loads))
-        assert actual.config.speeds == "auto"
-        expected = ultraep.plan(loads, topology, replace(config, speeds=speeds or None))
-        assert_same_plan(actual.to_host(), expected)
-        assert actual.to_host().speeds == speeds
-    assert first.to_host().speeds == ()
 
 
 def full(ranks, experts, slots=1):

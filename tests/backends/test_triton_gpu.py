@@ -13,7 +13,6 @@ from test_triton import assert_same_routes
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, workload
-from ultraep.config import LEARNT_UNIT
 from ultraep.runtime.device_planner import DevicePlanner
 
 pytestmark = [
@@ -121,26 +120,23 @@ def test_a_graph_makes_new_plans_of_new_inputs():
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_a_graph_plans_with_the_speeds_that_the_device_holds(topology, config):
-    """New speeds, equal or not, take effect in the next replay, bit for bit."""
-    control = DevicePlanner(topology, config, rows=0, learnt=True, device=CUDA)
-    loads = torch.zeros(topology.ranks, topology.experts, dtype=torch.int64, device=CUDA)
-    control.plan(loads)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan = control.plan(loads)
-    rng, slow = np.random.default_rng(0), tuple([800] + [1000] * (topology.ranks - 1))
-    for seed in range(12):
-        drawn = tuple((rng.integers(70, 130, topology.ranks) * LEARNT_UNIT).tolist())
-        speeds = ((), slow, drawn)[seed % 3]
-        numbers = random_loads(topology, seed)
-        loads.copy_(torch.tensor(numbers))
-        control.hold(speeds)
-        graph.replay()
-        expected = ultraep.plan(numbers, topology, replace(config, speeds=speeds or None))
-        assert_same_plan(plan.to_host(), expected)
-    control.check()
+def test_a_graph_keeps_the_speeds_of_its_capture(topology, config):
+    slow = replace(config, speeds=(800, *[1000] * (topology.ranks - 1)))
+    for captured, later in ((config, slow), (slow, config)):
+        control = DevicePlanner(topology, captured, rows=0, device=CUDA)
+        loads = torch.zeros(topology.ranks, topology.experts, dtype=torch.int64, device=CUDA)
+        control.plan(loads)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plan = control.plan(loads)
+        control.use(later)
+        for seed in range(4):
+            numbers = random_loads(topology, seed)
+            loads.copy_(torch.tensor(numbers))
+            graph.replay()
+            assert_same_plan(plan.to_host(), ultraep.plan(numbers, topology, captured))
+        control.check()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

@@ -51,7 +51,7 @@ class Group:
     def __init__(self, monkeypatch, ranks=RANKS, layers=1, seconds=0.2):
         self.now, self.seconds = 0.0, seconds
         monkeypatch.setattr(speeds_module, "monotonic", lambda: 1.0 + self.now)
-        self.learners = [Speeds(AUTO, ranks, rank, FakeCosts()) for rank in range(ranks)]
+        self.learners = [Speeds(rank, FakeCosts()) for rank in range(ranks)]
         topology = Topology(ranks=ranks, experts=ranks)
         loads = np.ones((ranks, ranks), dtype=np.int64)
         self.plan = ultraep.plan(loads, topology, BalanceConfig(policy="none"))
@@ -62,12 +62,12 @@ class Group:
         self.now += self.seconds
         for layer in range(self.layers):
             self.step += 1
-            infos = [Passes(layer, self.step) for _ in self.learners]
-            pairs = list(zip(self.learners, infos, strict=True))
-            paces_R = np.array([learner.report(info) for learner, info in pairs])
-            for (learner, info), seconds in zip(pairs, seconds_R, strict=True):
-                learner.gathered(info, paces_R)
-                record = PassRecord(info, "forward")
+            passes = Passes(layer, self.step)
+            reports = [learner.report(passes) for learner in self.learners]
+            for learner, seconds in zip(self.learners, seconds_R, strict=True):
+                if None not in reports:
+                    learner.gathered(np.array(reports))
+                record = PassRecord(passes, "forward")
                 record.plan, record.seconds = self.plan, {"experts": seconds}
                 learner.add(record)
         current = {learner.current for learner in self.learners}

@@ -78,8 +78,14 @@ class Meter:
             from ultraep.backends.triton.history import PlanSums  # needs triton
 
             sums = torch.zeros(len(ORDER), dtype=torch.int64, device=device)
-            homes = self._topology.home_of_expert
-            self._devices[device] = PlanSums(sums, homes, self._topology.ranks)
+            topology = self._topology
+            of_device = PlanSums(sums, topology.home_of_expert, topology.ranks)
+            replicas = max(1, topology.ranks * topology.slots)
+            shapes = (1,), (topology.ranks,), (replicas, 3), (replicas,)
+            # Loads the kernel before a capture.
+            of_device.add(*(torch.zeros(n, dtype=torch.int32, device=device) for n in shapes))
+            sums.zero_()
+            self._devices[device] = of_device
         return self._devices[device]
 
     def fetch(self) -> Fetched:

@@ -8,8 +8,7 @@ At some points of every step, ranks gather a record of 64-bit words from all ran
     refused              whether the rank refuses its input
     tokens               of this rank, for the size of memory
     rows                 the most that this rank was ever planned to serve, likewise
-    pace                 of this rank, if speeds are learnt (speeds.py)
-    loads                [E]; zeros at points that do not gather loads
+    loads                [E]; at points that gather no loads, zeros, or one number and zeros
     crossing             [D] tokens of this rank that each fast-link domain serves, if several
 
 Records have the same size at every point. So ranks at different points can still compare them, and
@@ -38,10 +37,7 @@ from ultraep.errors import CommunicationError, PlanMismatch
 from ultraep.runtime.flight import Flight, flight_of
 from ultraep.trace.flight import MEETINGS
 
-FIELDS = (
-    *("balancer", "point", "layer", "step", "digest"),
-    *("refused", "tokens", "rows", "pace"),
-)
+FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "tokens", "rows")
 COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
 
 
@@ -55,11 +51,13 @@ class At(IntEnum):
     STATE = 4
     PLANE = 5
     RATES = 6
+    SPEEDS = 7
 
 
 NAMES = (  # of the points
     *("the loads", "the loads, recomputed in backward,", "the plan", "the backward pass"),
     *("the full state", "the choice of a data plane", "the measurement of rates"),
+    "the comparison of speeds",
 )
 
 
@@ -75,7 +73,7 @@ class Position(NamedTuple):
 
 
 MEETING_OF: dict[int, str] = dict(  # in the flight recorder; the other points are inside of stages
-    zip((At.STATE, At.PLANE, At.RATES), MEETINGS, strict=True)
+    zip((At.STATE, At.PLANE, At.RATES, At.SPEEDS), MEETINGS, strict=True)
 )
 
 
@@ -143,7 +141,6 @@ class Agreement:
         tokens: int = 0,
         rows: int = 0,
         crossing_D: torch.Tensor | None = None,
-        pace: int = 0,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
         """Gather the records of all ranks with their loads; compares only the place.
@@ -151,13 +148,19 @@ class Agreement:
         signature: of weights and inputs; its digest is sent.
         meanwhile: called with the loads on their device before the host waits for them.
         """
-        numbers = text_digest(signature), 0, tokens, rows, pace
+        numbers = text_digest(signature), 0, tokens, rows
         record = self._record(place, loads_E.device, *numbers)
         record[REFUSED] = refused
         record[self._place_of_loads] = loads_E
         if crossing_D is not None:
             record[self._place_of_loads.stop :] = crossing_D
         return self._gather(place, record, meanwhile)
+
+    def gather_numbers(self, place: Position, number: int) -> IntArray:
+        """Return [R] a number of every rank; collective."""
+        record = self._record(place, torch.device("cpu"))
+        record[len(FIELDS)] = number
+        return self._gather(place, record).loads[:, 0]
 
     def compare_inputs(self, records: Records, signature: str) -> None:
         """Raise if a rank refused its input, or if weights or inputs differ in shape or dtype."""

@@ -164,13 +164,16 @@ class Balancer:
         self._stats = Stats()
         learns = self.config.speeds == AUTO
         self._cost = CostModel(self.topology, self.comm, self._agreement, always=learns)
-        self._speeds = Speeds(self.config, self.topology.ranks, self.rank, self._cost)
+        self._speeds = Speeds(self.rank, self._cost) if learns and self.comm.size > 1 else None
+        self._plan_config = replace(self.config, speeds=None) if learns else self.config
+        self._hosts = self.comm if self._speeds is None else self.comm.hosts()
+        self._host_agreement = self._agreement.over(self._hosts)
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
         self.log = PassLog(self.rank, self.flight, TIMED if self.recorder is None else 1)
         self.subscribe(self._stats.add)
         if self._recording is not None:
             self.subscribe(self._recording.add)
-        if self._speeds.learns:
+        if self._speeds is not None:
             self.subscribe(self._speeds.add)
 
     def __repr__(self) -> str:
@@ -207,12 +210,12 @@ class Balancer:
     @property
     def speeds(self) -> tuple[int, ...]:
         """Speeds that microbatches are planned with, one for each rank; (): equal."""
-        return self._speeds.current
+        return self._plan_config.speeds_for(self.topology.ranks)
 
     @property
     def measured_speeds(self) -> tuple[int, ...]:
         """Speeds in thousandths of the median rank, as measured last; (): not measured."""
-        return self._speeds.measured
+        return () if self._speeds is None else self._speeds.measured
 
     def register_layer(self) -> int:
         """Return the number of a new layer; all ranks create their layers in the same order."""
@@ -244,11 +247,22 @@ class Balancer:
         passes = Passes(
             layer.index, self._steps, self.log, recomputed=recomputed, device=ids.device
         )
-        config = self.config
+        if self._speeds is not None and not passes.record.captured:
+            self._compare_speeds(self._speeds, passes, ids.device.type)
+        config = self._plan_config
         if policy is not None:
             config = replace(config, policy=running_policy(policy).name)
         shares_slots = max(self._layers, layer.index + 1) > 1
         return state.plane.begin(Inputs(passes, layer, config, ids, gates, tokens, shares_slots))
+
+    def _compare_speeds(self, speeds: Speeds, passes: Passes, device_type: str) -> None:
+        """Exchange paces with the other ranks after every block of microbatches; collective."""
+        report = speeds.report(passes, device_type)
+        if report is None:
+            return
+        place = Position(At.SPEEDS, passes.layer, passes.step)
+        if speeds.gathered(self._host_agreement.gather_numbers(place, report)):
+            self._plan_config = replace(self.config, speeds=speeds.current or None)
 
     def plane(self, device: torch.device | str) -> DataPlane:
         """Return the data plane for tokens on this device; collective at the first call."""
@@ -272,12 +286,11 @@ class Balancer:
         context = Context(
             self.comm,
             self.topology,
-            self._speeds.applied(self.config),
+            self._plan_config,
             self.settings,
             self._joined.capacity,
             self._agreement,
             self._cost,
-            self._speeds,
         )
         replays = None
         if self._recording is not None and choice.kind.captures and device.type == "cuda":
@@ -381,4 +394,6 @@ class Balancer:
             self.recorder.close()
         for state in self._devices.values():
             state.plane.close()
+        if self._hosts is not self.comm:
+            self._hosts.close()
         self.comm.close()

@@ -23,7 +23,7 @@ import torch
 from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
 from ultraep.backends.limits import Limits
-from ultraep.config import AUTO, BalanceConfig
+from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import MAX_TOTAL, invalid_ids
 from ultraep.plan import Plan
@@ -50,10 +50,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """A plan on the device. After the last replica, entries are -1, or 0 rows.
-
-    config: speeds="auto" means those that the device held when it planned.
-    """
+    """A plan on the device. After the last replica, entries are -1, or 0 rows."""
 
     topology: Topology
     config: BalanceConfig
@@ -69,7 +66,6 @@ class DevicePlan:
     split = _Part()  # [C, R] the quotas by source rank
     rank_loads = _Part()  # [R] rows that every rank serves
     slot_of_copy = _Part()  # [C] slot of each replica, counted over all ranks
-    held_speeds = _Part()  # [R] speeds of a captured plan, if they are learnt
 
     def copied(self) -> DevicePlan:
         """Return the plan in its own memory, which the next plan does not overwrite."""
@@ -97,10 +93,7 @@ class DevicePlan:
             place, shape = self.places[name]
             return result[place].reshape(shape)
 
-        config, end = self.config, int(part("num_replicas")[0])
-        if config.speeds == AUTO:
-            config = replace(config, speeds=tuple(part("held_speeds").tolist()))
-            config = replace(config, speeds=config.speeds_for(self.topology.ranks) or None)
+        end = int(part("num_replicas")[0])
         arrays: list[IntArray] = [
             self.loads.cpu().numpy().astype(np.int64) if loads is None else loads,
             part("replicas")[:end],
@@ -108,7 +101,7 @@ class DevicePlan:
             part("split")[:end],
             part("rank_loads"),
         ]
-        return Plan(self.topology, config, *map(frozen, arrays))
+        return Plan(self.topology, self.config, *map(frozen, arrays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +121,6 @@ class DevicePlanner:
 
     rows: the most routed rows (tokens times choices) of this rank in one microbatch.
     config: with the policy "ultraep" or "none".
-    learnt: whether graphs plan with the speeds that were last passed to `hold`.
     device: None: the current GPU, or the CPU with Triton's interpreter.
     `faults`: [3] faults that the device has counted since the last `check`.
     """
@@ -140,7 +132,6 @@ class DevicePlanner:
         *,
         rows: int,
         rank: int = 0,
-        learnt: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         config = config or BalanceConfig()
@@ -159,11 +150,7 @@ class DevicePlanner:
         if config.policy == "none":
             limits = limits._replace(max_replicas=0)
         timed = (config.objective, config.policy) == ("time", "ultraep") and topology.can_replicate
-        self._planner = Planner(
-            limits, locality=config.locality, device=self.device, timed=timed, learnt=learnt
-        )
-        self._learnt = learnt
-        self._held: tuple[int, ...] = ()
+        self._planner = Planner(limits, locality=config.locality, device=self.device, timed=timed)
         self._counter = Counter(topology.experts, rows, self.device)
         self._rerouter = Rerouter(self._planner, self._counter)
         self.faults = torch.zeros(3, dtype=torch.int32, device=self.device)
@@ -180,7 +167,7 @@ class DevicePlanner:
     def use(self, config: BalanceConfig) -> bool:
         """Use this config from now on and return True, if only rates or speeds differ.
 
-        A captured graph keeps its rates, and its speeds unless they are learnt.
+        A captured graph keeps its rates and speeds.
         """
         if config is not self.config:
             last = self.config
@@ -190,13 +177,6 @@ class DevicePlanner:
             limits = Limits.of(self.topology, config)
             self._planner.use(limits.rates, tuple(limits.speeds.tolist()))
         return True
-
-    def hold(self, speeds: tuple[int, ...]) -> None:
-        """Make graphs plan with these speeds from now on, if they are learnt; (): equal."""
-        if self._learnt and speeds != self._held:
-            self._held = speeds
-            with self._here():
-                self._planner.hold(speeds)
 
     def count(self, ids: torch.Tensor) -> torch.Tensor:
         """Stage 1: [E] rows of every expert among the `[T, K]` ids; -1 is padding."""
@@ -278,13 +258,9 @@ class DevicePlanner:
             raise LoadError(text, ranks=[self.rank], place=next(iter(faults)))
 
     def _device_plan(self, loads: torch.Tensor) -> DevicePlan:
-        p, config, speeds = self._planner, self.config, self._planner.speeds
-        if p.captured_speeds is not None:
-            config, speeds = replace(config, speeds=AUTO), p.captured_speeds
-        elif self._learnt and speeds is None:  # as in a graph, for which kernels are compiled
-            speeds = p.speeds_on_device(())
-        slots = p.expert_of_slot
-        return DevicePlan(self.topology, config, loads, slots, p.result, p.places, speeds)
+        p = self._planner
+        slots, speeds = p.expert_of_slot, p.speeds
+        return DevicePlan(self.topology, self.config, loads, slots, p.result, p.places, speeds)
 
     def _last_plan(self) -> DevicePlan:
         if self._plan is None:

@@ -31,7 +31,6 @@ from ultraep.runtime.cost import CostModel
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
 from ultraep.runtime.hosts import FastLinks
 from ultraep.runtime.settings import Settings
-from ultraep.runtime.speeds import Speeds
 from ultraep.topology import Topology
 
 AnyPlanT = TypeVar("AnyPlanT", bound=AnyPlan)
@@ -50,7 +49,6 @@ class Context:
     capacity: Capacity
     agreement: Agreement
     cost: CostModel
-    speeds: Speeds
     first_rank: int = 0  # number of rank 0 of the topology, for errors
     dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
     # Replicas that hold slots in a backward pass, with the number of the pass.
@@ -115,7 +113,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
         record, context = self._record, self._context
         config = context.cost.config(self._inputs, self._rows_of_all(), self._trial)
         record.at("plan")
-        plan = record.plan = self._make_plan(context.speeds.applied(config))
+        plan = record.plan = self._make_plan(config)
         record.at("verify")
         self._verify(plan)
         plan = self._plan = self.passes.plan = record.plan = self._settled(plan)

@@ -54,9 +54,9 @@ class ReplayedPlans:
     def __init__(self, recording: Recording, topology: Topology, device: torch.device) -> None:
         from ultraep.backends.triton.history import PlanRing  # imports triton
 
-        ranks, copies = topology.ranks, max(1, topology.ranks * topology.slots)
+        ranks, replicas = topology.ranks, max(1, topology.ranks * topology.slots)
         self._loads = ranks * topology.experts
-        numbers = self._loads + 2 * ranks + copies * (5 + ranks) + 4 * 7  # each padded to four
+        numbers = self._loads + ranks + replicas * (5 + ranks) + 4 * 6  # each padded to four
         places = min(MOST, max(FEWEST, MEMORY // (4 * numbers)))
         self.ring = PlanRing(places, numbers, device)
         self.ring.state[1].fill_(NO_STEP)

@@ -1,9 +1,9 @@
 """Speeds that a balancer learns: `BalanceConfig(speeds="auto")`.
 
 Every rank divides the time of stage 6 by the time that the measured rates predict for its groups of
-rows, and averages this *pace* over a block of microbatches. The record of loads carries the pace to
-all ranks. All ranks compute the speeds from the same integers, and use them from the same
-microbatch on.
+rows, and averages this *pace* over a block of microbatches. After every block the hosts of all
+ranks exchange their paces in one message, compute the speeds from the same integers, and plan with
+them from the same microbatch on.
 
 Other programs slow a CPU down for seconds, so its blocks are not independent. The median pace of
 the blocks of several seconds is a *span*; a GPU belongs to one job, and its spans are shorter. The
@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from statistics import fmean, median_high
@@ -31,12 +30,13 @@ import numpy as np
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ultraep.arrays import IntArray
-from ultraep.config import AUTO, LEARNT_RANGE, LEARNT_UNIT, NOMINAL_SPEED, PARTS, BalanceConfig
+from ultraep.config import NOMINAL_SPEED, PARTS
 from ultraep.passes import FORWARD, Passes, PassRecord
 from ultraep.plan import Plan
 from ultraep.runtime.cost import CostModel
 
 BLOCK = 32  # microbatches
+LEARNT_RANGE, LEARNT_UNIT = (100, 4_000), 10  # of speeds
 REMEMBERED = 64  # microbatches of a layer; more hardly wait for backward at the same time
 # Seconds, at least, and at least a block. Speeds change at most once in a span.
 SPAN, SPAN_OF_CPU = 0.5, 4.0
@@ -105,88 +105,74 @@ class SafePoints:
 
 
 class Speeds:
-    """The speeds of the plans of one balancer, and a subscriber of its passes.
+    """Learns the speeds of the ranks of a balancer; `add` subscribes to its passes.
 
     `current`: speeds in use; (): equal.   `measured`: thousandths of the median; (): unknown.
     """
 
-    def __init__(self, config: BalanceConfig, ranks: int, rank: int, cost: CostModel) -> None:
-        self.learns = config.speeds == AUTO and ranks > 1
-        self.current = () if config.speeds == AUTO else config.speeds_for(ranks)
+    def __init__(self, rank: int, cost: CostModel) -> None:
+        count_optimizer_steps()
+        self.current: Numbers = ()
         self.measured: Numbers = ()
-        if self.learns:
-            count_optimizer_steps()
         self._rank, self._cost, self._safe = rank, cost, SafePoints()
         self._first: int | None = None  # the first layer
-        self._count, self._pace = 0, 0  # microbatches so far; millionths in the last block
+        self._count = 0  # microbatches so far
         self._samples: list[float] = []
         self._seen, self._stride = 0, 1  # timed in this block; one in how many is a sample
-        self._sampled = self._ended = self._due = False
-        self._begin, self._lasted = 0.0, False  # of the span; whether it has lasted long enough
+        self._sampled = False
+        self._begin = 0.0  # of the span
         self._blocks: list[Numbers] = []  # paces of all ranks, in this span
         self._spans: deque[Numbers] = deque(maxlen=KEPT)
-        self._configs: dict[tuple[BalanceConfig, Numbers], BalanceConfig] = {}
+        self._next: Numbers | None = None  # speeds that wait until plans may change
 
-    def applied(self, config: BalanceConfig) -> BalanceConfig:
-        """Return the config of a plan, with the current speeds if they are learnt."""
-        if config.speeds != AUTO:
-            return config
-        key = config, self.current
-        if key not in self._configs:
-            self._configs[key] = replace(config, speeds=self.current or None)
-        return self._configs[key]
-
-    def report(self, passes: Passes, device_type: str = "cpu") -> int:
+    def report(self, passes: Passes, device_type: str = "cpu") -> int | None:
         """Return 4 times the pace, plus 2 if the span is long enough, plus 1 if plans may change.
 
-        For the record of this microbatch, which runs on such a device; call once for each of them.
+        Call it once for every microbatch that begins on such a device, and pass the reports of all
+        ranks to `gathered`. None: nothing to exchange in this microbatch, on all ranks.
         """
-        if not self.learns:
-            return 0
         safe = self._safe.begin(passes)
-        if passes.recomputed:
-            return 0
         self._first = passes.layer if self._first is None else self._first
-        if passes.layer != self._first:
-            return 0
+        if passes.recomputed or passes.layer != self._first:
+            return None
         self._begin = self._begin or monotonic()
         self._count += 1
-        if self._count % BLOCK == 0:
-            self._pace, self._samples = round(PARTS * trimmed_mean(self._samples)), []
-            self._seen, self._stride = 0, self._seen // ENOUGH | 1  # odd: all layers get their turn
-            span = SPAN_OF_CPU if device_type == "cpu" else SPAN
-            self._lasted, self._ended = monotonic() - self._begin >= span, True
         if self._count == SILENT and not self._sampled:
             logger.warning(
                 "speeds='auto' learns nothing: rank %d has timed no experts; it needs layers with "
                 "`serve`, and rows that the balancer dispatches",
                 self._rank,
             )
-        return 4 * self._pace + 2 * self._lasted + safe
+        if self._count % BLOCK:
+            return None if self._next is None else int(safe)
+        pace, self._samples = round(PARTS * trimmed_mean(self._samples)), []
+        self._seen, self._stride = 0, self._seen // ENOUGH | 1  # odd: all layers get their turn
+        span = SPAN_OF_CPU if device_type == "cpu" else SPAN
+        return 4 * pace + 2 * (monotonic() - self._begin >= span) + safe
 
-    def gathered(self, passes: Passes, reports_R: IntArray) -> None:
-        """Choose the speeds from this microbatch on, by the reports of all ranks."""
-        if not self.learns or passes.recomputed or passes.layer != self._first:
-            return
-        if self._ended:
-            self._ended = False
+    def gathered(self, reports_R: IntArray) -> bool:
+        """Take the reports of all ranks; return whether plans have other speeds from now on."""
+        if self._count % BLOCK == 0:
             self._end_block(tuple((reports_R // 4).tolist()), bool((reports_R // 2 % 2).all()))
-        if not self._due or len(self._spans) < FEWEST or not (reports_R % 2).all():
-            return
-        self._due = False
-        self.measured = updated(self.measured or (NOMINAL_SPEED,) * len(reports_R), self._spans)
-        chosen = next_speeds(self.current, self.measured)
-        if chosen != self.current and self._rank == 0:
-            logger.info("speeds from microbatch %d on: %s", passes.step, describe(chosen))
-        self.current = chosen
+        if self._next is None or not (reports_R % 2).all():
+            return False
+        self.current, self._next = self._next, None
+        if self._rank == 0:
+            logger.info("new speeds: %s", describe(self.current))
+        return True
 
     def _end_block(self, paces: Numbers, lasted: bool) -> None:
         """Add a block to the span, which ends if it has `lasted` long enough on all ranks."""
         if all(paces):
             self._blocks.append(paces)
-        if lasted and self._blocks:
-            self._spans.append(tuple(map(median_high, zip(*self._blocks, strict=True))))
-            self._blocks, self._begin, self._due = [], monotonic(), True
+        if not lasted or not self._blocks:
+            return
+        self._spans.append(tuple(map(median_high, zip(*self._blocks, strict=True))))
+        self._blocks, self._begin = [], monotonic()
+        if len(self._spans) >= FEWEST:
+            self.measured = updated(self.measured or (NOMINAL_SPEED,) * len(paces), self._spans)
+            chosen = next_speeds(self.current, self.measured)
+            self._next = None if chosen == self.current else chosen
 
     def add(self, record: PassRecord) -> None:
         """Compare the time of stage 6 with the prediction, in some timed forward passes."""

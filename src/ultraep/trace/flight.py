@@ -20,7 +20,7 @@ from ultraep.trace.schema import BACKWARD, FORWARD
 VARIABLE = "ULTRAEP_FLIGHT"  # environment variable: the folder of all flight files, or "off"
 OFF = "off"
 FORMAT, VERSION = "ultraep-flight", 1
-MEETINGS = ("full state", "data plane", "rates")  # of all ranks, outside of a pass
+MEETINGS = ("full state", "data plane", "rates", "speeds")  # of all ranks, outside of a pass
 KINDS = *_, MEETING = ("forward", "backward", "recomputed forward", "meeting")
 STAGES = FORWARD + BACKWARD + MEETINGS
 ORDER = {stage: place for part in (FORWARD, BACKWARD, MEETINGS) for place, stage in enumerate(part)}

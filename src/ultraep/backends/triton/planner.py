@@ -19,10 +19,7 @@ from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.search import PlanOut
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.config import (
-    LEARNT_RANGE,
-    LEARNT_UNIT,
     NO_RATES,
-    NOMINAL_SPEED,
     PARTS,
     tolerances_by_time,
 )
@@ -40,7 +37,6 @@ class Planner:
     overwrites the results; rows behind the last replica are -1 or 0.
     `places`: slice and shape of each result in `result`.
     timed: whether `use` may set rates later, though `limits` has none.
-    learnt: whether graphs plan with the speeds that were last passed to `hold`.
     """
 
     def __init__(
@@ -50,7 +46,6 @@ class Planner:
         locality: bool,
         device: torch.device,
         timed: bool = False,
-        learnt: bool = False,
     ) -> None:
         experts_by_rank, first_of_rank, domain, slots = limits[:4]
         self.ranks, self.experts = len(first_of_rank) - 1, len(experts_by_rank)
@@ -72,8 +67,6 @@ class Planner:
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
         self._known_speeds: dict[tuple[int, ...], torch.Tensor] = {}
         self.use(limits.rates, tuple(limits.speeds.tolist()))
-        self._held = self._room_for_speeds() if learnt else None
-        self._prepared: set[bool] = set()  # with rates, without
 
     def use(self, rates: tuple[int, int, int, int], speeds: tuple[int, ...] = ()) -> None:
         """Plan with these rates and speeds from now on; captured graphs keep theirs.
@@ -82,37 +75,20 @@ class Planner:
         """
         self.rates, self.timed = self.on_device(rates), self.num_attempts > 0 and rates != NO_RATES
         self.speeds = self._speed_table(speeds)[BEFORE:] if speeds else None
-        self._choose(bool(speeds), self.speeds)
-
-    def hold(self, speeds: tuple[int, ...]) -> None:
-        """Make captured graphs plan with these speeds, in the order of the current stream."""
-        assert self._held is not None, "speeds are not learnt"
-        table = self._speed_table(speeds)
-        self._held[: len(table)].copy_(table)
-
-    @property
-    def captured_speeds(self) -> torch.Tensor | None:
-        """[R] the speeds of a plan that is being captured; None: the speeds of `use`."""
-        if self._held is None or not self._capturing():
-            return None
-        return self._held[BEFORE:][: self.ranks]
-
-    def _choose(self, unequal: bool, speeds: torch.Tensor | None, *, held: bool = False) -> None:
-        """Choose the kernels for equal or unequal speeds."""
-        self.shape = self._shape._replace(SPEEDS=unequal, EITHER=held)
-        self.tried = self._wide_tried if unequal else self._tried
+        self.shape = self._shape._replace(SPEEDS=bool(speeds))
+        self.tried = self._wide_tried if speeds else self._tried
         # Arguments that both kernels take, in their order.
         self.settings = (
             *(self.domains, self.domain, self.slots, self.min_tokens, self.limit),
-            speeds,
+            self.speeds,
         )
 
     def speeds_on_device(self, speeds: tuple[int, ...]) -> torch.Tensor:
-        """[R] speeds of all ranks; (): equal."""
+        """[R] speeds of all ranks."""
         return self._speed_table(speeds)[BEFORE:][: self.ranks]
 
     def _speed_table(self, speeds: tuple[int, ...]) -> torch.Tensor:
-        """Return the buffer of these speeds, as in `kernels/state.py`; (): equal."""
+        """Return the buffer of these speeds, as in `kernels/state.py`."""
         known = self._known_speeds.get(speeds)
         if known is None:
             known = self._new_speed_table(speeds)
@@ -121,11 +97,9 @@ class Planner:
         return known
 
     def _new_speed_table(self, speeds: tuple[int, ...]) -> torch.Tensor:
-        kind = state.UNEQUAL if speeds else state.EQUAL
-        speeds = speeds or self.ranks * (NOMINAL_SPEED,)
         unit = math.gcd(PARTS, *speeds)
         period, most = PARTS // unit, max(speeds) // unit
-        header = kind.value, period, unit, self.domain * most
+        header = 0, period, unit, self.domain * most
         numbers = self.on_device((*header, *speeds))
         speed_R1 = numbers[BEFORE:, None] // unit
         rows_M = torch.arange(1, most + 1, device=numbers.device)
@@ -135,15 +109,6 @@ class Planner:
         sum_D = speed_R1.view(self.domains, -1).sum(1)
         step_DS = step_RM.view(self.domains, -1).sort().values
         return torch.cat((numbers, sum_D, step_DS.flatten()))
-
-    def _room_for_speeds(self) -> torch.Tensor:
-        """Return a buffer for any speeds that are learnt; it holds equal speeds."""
-        most = LEARNT_RANGE[1] // LEARNT_UNIT
-        size = BEFORE + self.ranks + self.domains + self.ranks * most
-        room = torch.zeros(size, dtype=torch.int64, device=self.home.device)
-        equal = self._speed_table(())
-        room[: len(equal)] = equal
-        return room
 
     def _capturing(self) -> bool:
         return self.home.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -235,7 +200,6 @@ class Planner:
             "replicas": (copies, 3),
             "slot_of_copy": (copies,),
             "split": (copies, self.ranks),
-            "held_speeds": (self.ranks,),  # of a captured plan
         }
         self.places, end = {}, 0
         for name, shape in shapes.items():
@@ -244,7 +208,7 @@ class Planner:
             end += cdiv(size, 4) * 4  # aligned to 16 bytes
         self.result = numbers(end)
         results = {name: self.result[at].view(shape) for name, (at, shape) in self.places.items()}
-        self.rank_loads, self._used_speeds = results.pop("rank_loads"), results.pop("held_speeds")
+        self.rank_loads = results.pop("rank_loads")
         self.plan_tensors = Plan(**results)
         self.plan_tensors.replicas.fill_(-1)
         self.plan_tensors.slot_of_copy.fill_(-1)
@@ -282,24 +246,6 @@ class Planner:
 
     def place(self) -> None:
         """Place the replicas of every domain, and sum what every rank serves."""
-        if self._held is not None and (self._capturing() or self.timed not in self._prepared):
-            # Also before the capture, which must not load kernels.
-            self._prepared.add(self.timed)
-            self._place_with_held_speeds()
-        if self.captured_speeds is None:
-            self._place()
-
-    def _place_with_held_speeds(self) -> None:
-        """Launch the kernels for equal and for unequal speeds; one leaves the plan to the other."""
-        assert self._held is not None
-        speeds, unequal = self._held[BEFORE:], self.shape.SPEEDS
-        self._used_speeds.copy_(speeds[: self.ranks])
-        for kind in (False, True):
-            self._choose(kind, speeds, held=True)
-            self._place()
-        self._choose(unequal, self.speeds)
-
-    def _place(self) -> None:
         if self.timed:
             self._plan_by_time()
         else:

@@ -119,7 +119,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         plane, inputs, passes = self._plane, self._inputs, self.passes
         own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
         workspaces, place = plane.workspaces, self._loads_place()
-        workspace, self._most_tokens = workspaces.for_microbatch(inputs.ids, place, own, passes)
+        workspace, self._most_tokens = workspaces.for_microbatch(inputs.ids, place, own)
         workspace.poll()
         self._workspace, plane.counted = workspace, passes
         digest = zlib.crc32(f"layer {passes.layer}: {own}".encode()) >> 1

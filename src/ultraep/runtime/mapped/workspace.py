@@ -16,7 +16,6 @@ from ultraep.comm import Peers
 from ultraep.config import AUTO
 from ultraep.errors import LoadError
 from ultraep.loads import invalid_ids
-from ultraep.passes import Passes
 from ultraep.runtime.agreement import Agreement, Position
 from ultraep.runtime.device_planner import DevicePlan, DevicePlanner, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
@@ -106,7 +105,6 @@ class Workspaces:
         ids: torch.Tensor,
         place: Position,
         signature: str,
-        passes: Passes,
     ) -> tuple[Workspace, int]:
         """Return the workspace for the tokens of all ranks, created or enlarged if necessary.
 
@@ -120,7 +118,6 @@ class Workspaces:
                 raise error
             workspace = self._fitting(tokens, top_k) or self._create_alone(tokens, top_k)
             return workspace, workspace.tokens
-        speeds = self._context.speeds
         records = self.agreement.gather_loads(
             place,
             torch.zeros(self._context.topology.experts, dtype=torch.int64),
@@ -128,14 +125,10 @@ class Workspaces:
             refused=int(error is not None),
             tokens=tokens,
             rows=max((workspace.most_rows for workspace in self.all), default=0),
-            pace=speeds.report(passes, ids.device.type),
         )
         if error:
             raise error
         self.agreement.compare_inputs(records, signature)
-        speeds.gathered(passes, records.column("pace"))
-        for workspace in self.all:
-            workspace.control.hold(speeds.current)
         self._most_rows = max(self._most_rows, int(records.column("rows").max()))
         most_tokens = int(records.column("tokens").max())
         return self.for_tokens(most_tokens, top_k), most_tokens
@@ -211,10 +204,8 @@ class Workspaces:
             device_config(context.config),
             rows=rows,
             rank=context.comm.rank,
-            learnt=context.speeds.learns,
             device=peers.device,
         )
-        control.hold(context.speeds.current)
         memory = MappedMemory(
             peers,
             self._inside,

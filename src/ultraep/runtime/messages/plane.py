@@ -136,14 +136,12 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             signature=own,
             refused=refused,
             tokens=len(inputs.ids),
-            pace=context.speeds.report(self.passes, inputs.ids.device.type),
             crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
             meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[context.comm.rank]:
             self._refuse()
         context.agreement.compare_inputs(records, own)
-        context.speeds.gathered(self.passes, records.column("pace"))
         self._host_loads = records.loads
         self._counted(records)
         return records.loads_on_device

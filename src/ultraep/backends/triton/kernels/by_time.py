@@ -83,9 +83,6 @@ def plan_by_time(
     rank = tl.arange(0, SHAPE.G)
     problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
     home_HG = state.load_domain(home, domain, SHAPE)
-    if SHAPE.EITHER:  # noqa: SIM102 - only a separate condition is left out at compile time
-        if state.planned_elsewhere(speeds, SHAPE):
-            return
     load_G = state.rank_loads_of(home_HG)
     parts = tl.load(tolerances + number)
     threshold = state.shared_threshold(load_G, home, domain, domains, parts, problem, SHAPE, STEP)

@@ -291,9 +291,6 @@ def search(
     domain = tl.program_id(0)
     problem = state.problem_of(domain, ranks, slots, min_tokens, limit, speeds, SHAPE)
     home_HG = state.load_domain(home, domain, SHAPE)
-    if SHAPE.EITHER:  # noqa: SIM102 - only a separate condition is left out at compile time
-        if state.planned_elsewhere(speeds, SHAPE):
-            return
     tried = state.at_domain(tried, domain, problem, SHAPE)
     load_G = state.rank_loads_of(home_HG)
     if LOOSE:

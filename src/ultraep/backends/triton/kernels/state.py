@@ -16,7 +16,7 @@ With speeds, thresholds and peaks count thousandths of a row at nominal speed, i
 `outcomes` and `scratch`. An attempt then works on rows above the limit of each rank, which
 `relative_to` returns, with the threshold 0. Their buffer, which `Planner` fills:
 
-    header          kind (`EQUAL` or `UNEQUAL`), period, unit, length of a row of `steps`
+    header          unused, period, unit, length of a row of `steps`
     speeds          [D, ranks]
     sums            [D]   of all speeds of a domain, in units
     steps           [D, row]   the thresholds of one period at which a limit grows by a row, in
@@ -37,8 +37,7 @@ QUICK_PARTS = tl.constexpr(3000000)  # of 2**31 rows, with the rows themselves l
 UNITS_PER_ROW = tl.constexpr(1000)  # of a threshold
 MAX_THRESHOLD = tl.constexpr(2**31 * 100000)
 BEFORE_SPEEDS = tl.constexpr(4)  # numbers; even, so that speeds are aligned
-KIND, PERIOD, UNIT, ROW = (tl.constexpr(number - 4) for number in range(4))
-EQUAL, UNEQUAL = tl.constexpr(0), tl.constexpr(1)
+PERIOD, UNIT, ROW = (tl.constexpr(number - 3) for number in range(3))
 
 
 class Problem(NamedTuple):
@@ -72,7 +71,6 @@ class Shape(NamedTuple):
     ONE_SLOT: bool
     BUFFERS: int
     SPEEDS: bool = False  # whether ranks differ in speed
-    EITHER: bool = False  # whether one of two launches plans, by the kind of speeds
 
 
 class Attempts(NamedTuple):
@@ -136,20 +134,6 @@ def quotas_of(attempt, problem):
 def rank_loads_of(home_HG):
     """[G] rows of every rank without replicas."""
     return tl.sum(tl.maximum(home_HG, 0), 0)
-
-
-@triton.jit
-def planned_elsewhere(speeds, SHAPE: tl.constexpr):
-    """Whether the plan is left to the kernel for the other kind of speeds, equal or unequal.
-
-    A graph captures both kernels, so the kind may change. Kernels load their tile before they wait
-    for the kind.
-    """
-    kind = tl.load(speeds + KIND)
-    if SHAPE.SPEEDS:
-        return kind == EQUAL
-    else:  # noqa: RET505 - without `else`, Triton compiles both
-        return kind != EQUAL
 
 
 @triton.jit
