@@ -92,8 +92,6 @@ class Browser:
     def __exit__(self, *error):
         self.close()
 
-    # -- talking --------------------------------------------------------------------------------
-
     def _tell(self, method, **parameters):
         """Send a message, and return its number."""
         number = next(self._numbers)
@@ -136,8 +134,6 @@ class Browser:
             self.messages.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
-
-    # -- the page -------------------------------------------------------------------------------
 
     def open(self, url):
         self.call("Page.navigate", url=url)

@@ -54,9 +54,6 @@ KILLS = [Kill(1, 3, writing=False), Kill(0, 4, writing=True)]
 FIRST_STEPS = [1, 3, 3]  # of every attempt
 
 
-# One rank.
-
-
 class Victim:
     """Kills this rank and stores the losses of rank 0."""
 
@@ -214,9 +211,6 @@ def work(name: str, folder: Path, kills: list[Kill]) -> None:
 
     torch.set_num_threads(1)
     JOBS[name].run(Victim(folder, kills), folder)
-
-
-# All ranks, under torchrun.
 
 
 def check(name: str, root: Path) -> None:

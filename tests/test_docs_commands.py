@@ -91,9 +91,6 @@ def failures(check, chosen):
     return failed
 
 
-# -- commands that run ---------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run a command in a folder with the files that the documentation names."""
@@ -125,9 +122,6 @@ def test_commands_run(run):
     chosen = [command for command in commands() if reason_not_to_run(command) is None]
     assert len(chosen) >= 10
     assert failures(run, chosen) == []
-
-
-# -- commands whose options are checked ----------------------------------------------------------
 
 
 EXTRAS = ("datasets", "trl")  # of examples; their own tests skip without them

@@ -119,8 +119,6 @@ def test_texts_that_are_damaged(name, monkeypatch):
         assert_refused_in_one_line(partial(read, text), text)
 
 
-# -- values that once raised an error of another library -----------------------------------------
-
 ROUTES = [torch.zeros(2, 1, 2), torch.zeros(1, 1, 2)]
 QUOTAS = np.array([[0, 1, 2**62], [0, 2, 2**62]])  # their sum overflows
 FOUR = Topology(ranks=4, experts=4)

@@ -171,9 +171,6 @@ def test_lines_and_encodings_of_all_systems(tmp_path, content):
     assert workload.read_loads(path).tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
 
 
-# -- the environment -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rank", "size", "message"),
     [
@@ -189,9 +186,6 @@ def test_an_invalid_rank_of_torchrun(monkeypatch, rank, size, message):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
     assert_one_line(invoke("demo", "--ranks", 2), message)
-
-
-# -- the system ----------------------------------------------------------------------------------
 
 
 def failing_plan(files, monkeypatch, error):

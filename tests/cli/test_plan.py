@@ -32,9 +32,6 @@ def save(path, loads):
     return path
 
 
-# -- numbers -------------------------------------------------------------------------------------
-
-
 def test_json_equals_the_plans_of_the_library(sequence):
     options = ["--slots", "2", "--domain", "4", "--tolerance", "0.02", "--min-tokens", "5"]
     lines = records("plan", sequence, *options, "--max-replicas", "6", "--no-locality")
@@ -73,9 +70,6 @@ def test_rates_decide_which_replicas_pay(npy):
     assert "1 of 1 without replicas, which would not pay" in flat("plan", npy, "--rates", expensive)
 
 
-# -- output --------------------------------------------------------------------------------------
-
-
 def table_of(text):
     """Return the cells of every line of the table, which ends in a share and a time."""
     _, _, below = text.partition("───\n")
@@ -107,9 +101,6 @@ def test_terminals_without_blocks_get_ascii(npy):
     assert out.isascii()
 
 
-# -- skyline -------------------------------------------------------------------------------------
-
-
 def draw(rank_loads, *, width=60, domain=None):
     rank_loads = np.asarray(rank_loads)
     to_mean = render.rows_to_mean(rank_loads.max() / rank_loads.mean())
@@ -123,8 +114,6 @@ def test_a_skyline_reaches_as_high_as_the_loads():
     assert lines[7].startswith("      │██ ██")
     assert len(lines) == 10
 
-
-# -- traces and recorded routing -----------------------------------------------------------------
 
 LAYERS, ROUTED_EXPERTS = 3, 8
 

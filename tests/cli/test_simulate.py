@@ -51,9 +51,6 @@ def text(path, content):
     return path
 
 
-# -- numbers -------------------------------------------------------------------------------------
-
-
 def test_json_has_a_consistent_row_for_every_policy():
     policies = rows(*TRAINING, "--policy", "ultraep,none,ideal", "--seed", 3)
     assert [row["policy"] for row in policies] == ["ultraep", "none", "ideal"]
@@ -100,9 +97,6 @@ def test_objective_and_rates_decide_which_replicas_are_made():
     balance = ours("--objective", "balance", "--tokens", 64)
     assert 0 < balance["copies"] > ours("--tokens", 64)["copies"]
     assert ours("--rates", "row=1,copy=1000000000")["copies"] == 0
-
-
-# -- report --------------------------------------------------------------------------------------
 
 
 def test_the_report_fits_the_terminal_and_ends_with_a_verdict():

@@ -26,8 +26,6 @@ def run(tmp_path):
     return record(tmp_path / "run", [plan_for(seed) for seed in range(4)], layers=2)
 
 
-# -- control characters --------------------------------------------------------------------------
-
 HOSTILE = "a\x1b]0;title\x1b[2J\u202eb"
 ESCAPED = r"a\x1b]0;title\x1b[2J\u202eb"
 
@@ -53,9 +51,6 @@ def test_names_of_files_cannot_control_the_terminal(tmp_path, loads, run):
         assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", result.stdout + result.stderr)
 
 
-# -- narrow terminals ----------------------------------------------------------------------------
-
-
 def test_a_narrow_table_is_a_paragraph_for_every_row(capsys):
     headers, rows = ["policy", "imbalance\nmean", "copies"], [["ultraep", "1.001", "12"]]
     grid = make_grid(headers, rows, "Heading")
@@ -65,9 +60,6 @@ def test_a_narrow_table_is_a_paragraph_for_every_row(capsys):
     ]
     Terminal(width=80).print(grid)
     assert "policy" in capsys.readouterr().out
-
-
-# -- pipes ---------------------------------------------------------------------------------------
 
 
 @posix
@@ -81,8 +73,6 @@ def test_a_closed_pipe_exits_silently(run, target):
     assert process.communicate(timeout=300)[1] == ""
     assert process.returncode == 141
 
-
-# -- files that exist ----------------------------------------------------------------------------
 
 FOREIGN = b"\x93NUMPY", b"<!doctype html><title>mine</title>", b'{"traceEvents": []}', b"PK\x03\x04"
 

@@ -139,9 +139,6 @@ def test_place(tmp_path):
     assert_one_line(invoke("place", run, "--out", target), "is not a placement file")
 
 
-# -- crash ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def crashed(tmp_path, monkeypatch):
     """Rank 0 of two waits for rank 1, which left no file."""

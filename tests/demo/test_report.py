@@ -97,9 +97,6 @@ def by_step(trace, values, fold):
     return [fold(values[trace.step == step]) for step in trace.steps]
 
 
-# -- numbers -------------------------------------------------------------------------------------
-
-
 def test_plots_by_step_and_layer_match_the_trace(page, trace):
     imbalance, layers, copies = (embedded(page, n) for n in ("imbalance", "layers", "copies"))
     assert imbalance["step"] == list(range(STEPS))
@@ -147,9 +144,6 @@ def test_replay_under_the_recorded_policy_is_the_recording(page, trace):
         assert row["after_shift"] == pytest.approx(values[around[1]].mean(), abs=1e-6)
 
 
-# -- page ----------------------------------------------------------------------------------------
-
-
 def test_the_page_has_all_sections_and_loads_nothing(page, report):
     assert "default-src 'none'" in page
     for plot in PLOTS:
@@ -166,9 +160,6 @@ def test_a_missing_trace_is_an_error(copy, folder, message):
     shutil.rmtree(copy / folder)
     with pytest.raises(FileError, match=message):
         write_report(copy, demo_result())
-
-
-# -- in a browser --------------------------------------------------------------------------------
 
 
 SELECT = """for (const [id, value] of [["moment", 5], ["layer", 1]]) {

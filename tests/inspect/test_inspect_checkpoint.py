@@ -72,9 +72,6 @@ def test_one_block_at_a_time_has_weights(checkpoint):
     assert opened.bytes_in_memory() < read
 
 
-# -- quantised weights ---------------------------------------------------------------------------
-
-
 def rewrite(folder, change):
     """Replace every tensor in the files by the tensors that `change` returns."""
     names = {}
@@ -143,9 +140,6 @@ def test_mxfp4_weights_are_dequantised(tmp_path):
         assert len(filled) > (10 if name else 1)
         assert {p.dtype for p in filled.values()} == {torch.float32}
         assert all(torch.equal(p, expected[n].to(p.dtype)) for n, p in filled.items())
-
-
-# -- damaged checkpoints -------------------------------------------------------------------------
 
 
 def edit(folder, **changes):

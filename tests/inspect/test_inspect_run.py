@@ -39,9 +39,6 @@ def done(checkpoint, text_files, tmp_path_factory):
     return Done(tmp_path_factory.mktemp("out"), model=checkpoint, text=list(text_files))
 
 
-# -- the trace -----------------------------------------------------------------------------------
-
-
 def test_the_trace_holds_the_routing_and_replays(done):
     trace, windows = done.trace, 3 * len(TEXTS)
     assert (trace.header.ranks, trace.header.experts, trace.header.slots) == (1, 16, 1)
@@ -66,9 +63,6 @@ def test_the_simulator_reads_the_trace_and_the_sizes(done):
     assert (model.width, model.expert_width, model.shared_width) == (128, 64, 0)
     workload = read_workload(done.out / "trace", experts=model.experts, top_k=model.top_k)
     assert workload.loads.shape == (6, 4, 16)
-
-
-# -- the result ----------------------------------------------------------------------------------
 
 
 def test_rows_are_replays_of_the_trace(done):
@@ -101,9 +95,6 @@ def test_rows_are_replays_of_the_trace(done):
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Inspection(InspectOptions(**({"random": "mixtral", "ep": "4"} | options)))
-
-
-# -- the report ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

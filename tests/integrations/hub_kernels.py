@@ -44,9 +44,6 @@ def spread(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return wide.repeat_interleave(columns // scales.shape[-1], dim=-1)
 
 
-# finegrained-fp8
-
-
 def quantised_row(row: torch.Tensor, width: int, static: torch.Tensor | None) -> torch.Tensor:
     """Round a row to e4m3 in groups, as the kernels do before they multiply."""
     groups = row.float().unflatten(0, (-1, width))
@@ -160,9 +157,6 @@ def fp8_kernels() -> Iterator[None]:
             fp8_quantizer.FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None
         )
         yield
-
-
-# gpt-oss-triton-kernels
 
 
 class StridedLayout:

@@ -225,9 +225,6 @@ def test_the_library_s_own_expert_parallelism_in_fp8(rank, group, tmp_path):
             balancer.close()
 
 
-# MXFP4
-
-
 def saved_mxfp4(rank: int, folder: Any) -> Any:
     """Save a tiny gpt-oss with random experts in MXFP4; return its class."""
     model = build("gpt_oss", intermediate_size=64)
@@ -282,9 +279,6 @@ def test_mxfp4_checkpoints(rank, group, tmp_path):
         unbalance(model)
         assert torch.equal(outputs(model, batch(rank)), expected)
         dist.barrier()
-
-
-# Refusals
 
 
 def fp8_model(folder: Any, experts: str = "grouped_mm", **options: Any) -> Any:

@@ -134,9 +134,6 @@ def test_moonep_is_exact_and_every_host_has_one_donor(case: Any) -> None:
     assert not result.leaves_domain
 
 
-# Errors
-
-
 @pytest.mark.parametrize("policy", PEERS)
 def test_limits_that_a_policy_cannot_honour_are_refused(policy: str) -> None:
     with pytest.raises(ConfigError, match=f"{policy}.*max_replicas=3.*leave it at None"):

@@ -48,9 +48,6 @@ def reasons(advice: Advice) -> str:
     return " ".join(advice.reasons)
 
 
-# Verdicts
-
-
 def test_strong_skew_pays():
     advice = advised(imbalance=1.8)
     assert advice.verdict == "pays"
@@ -80,9 +77,6 @@ def test_even_loads_do_not_pay():
     assert "too few tokens" in reasons(advice)
 
 
-# Settings
-
-
 def option(slots: int, tolerance: float, share: float, out_of_memory: float = 0.0) -> Option:
     return Option(slots, tolerance, 100 * share, share, share, 1.0, 1.0, 1.0, out_of_memory)
 
@@ -105,9 +99,6 @@ def test_options_have_the_results_of_simulate():
     assert advice.none.throughput == none.throughput
 
 
-# Gain
-
-
 def test_prefill_advice_is_about_the_request_rate():
     requests = replace(load_requests("stem"), limit_s=0.1)
     job = Serving(requests=requests, iterations=3)
@@ -116,9 +107,6 @@ def test_prefill_advice_is_about_the_request_rate():
     assert advice.gain.low <= advice.gain.overall <= advice.gain.high
     assert "per iteration" in advice.remainder
     assert advice.memory.slot == MODEL.slot_bytes(training=False)
-
-
-# Memory
 
 
 def memory_gb(slots: int) -> float:

@@ -26,9 +26,6 @@ from .small import gpt_oss
 OURS = Contender("ultraep", "ultraep", slots=1)
 
 
-# Rows that cross
-
-
 def counted(ids: Any, topology: Topology) -> Any:
     """[D] share of the tokens that each domain serves, counted by the runtime."""
     domains = Domains(topology, 0, torch.device("cpu"))
@@ -61,9 +58,6 @@ def test_even_routing_crosses_as_the_closed_formula_says(
     assert predicted == pytest.approx(exact, rel=1e-9)
 
 
-# Which plane
-
-
 @pytest.mark.parametrize(
     ("domain", "name", "message"),
     [
@@ -75,9 +69,6 @@ def test_even_routing_crosses_as_the_closed_formula_says(
 def test_impossible_planes_are_refused(domain: int, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         scenario(domain=domain, data_plane=name)
-
-
-# Advice across domains
 
 
 def scenario(**changes: Any) -> Scenario:

@@ -42,9 +42,6 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "mine.toml"
 
 
-# Models
-
-
 @pytest.mark.parametrize(
     ("name", "billions", "active_billions"),
     [
@@ -65,9 +62,6 @@ def test_presets_have_the_published_numbers_of_weights(
     assert model.active_weights / 1e9 == pytest.approx(active_billions, rel=0.07)
 
 
-# Clusters
-
-
 @pytest.mark.parametrize(
     ("preset", "changes", "message"),
     [
@@ -86,9 +80,6 @@ def test_presets_have_the_published_numbers_of_weights(
 def test_invalid_sizes(preset: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(preset, **changes)
-
-
-# Tables
 
 
 def test_all_presets_load() -> None:

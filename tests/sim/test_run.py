@@ -45,9 +45,6 @@ def results(job: Training | Serving) -> list[Result]:
     return simulate(glm_scenario(job=job), POLICIES)
 
 
-# Results
-
-
 @pytest.mark.parametrize("job", [TRAINING, PREFILL])
 def test_order_and_imbalance_of_the_policies(job: Any) -> None:
     assert [result.label for result in results(job)] == POLICIES
@@ -94,9 +91,6 @@ def test_results_do_not_depend_on_processes_and_progress_is_reported() -> None:
         for field in dataclasses.fields(Result):
             name = field.name
             assert np.array_equal(getattr(sequential, name), getattr(concurrent, name)), name
-
-
-# Errors
 
 
 @pytest.mark.parametrize(

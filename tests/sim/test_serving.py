@@ -54,18 +54,12 @@ def test_time_to_first_token_by_hand(
     assert mean == pytest.approx(seconds)
 
 
-# Rates
-
-
 def test_the_rate_meets_the_limit_and_a_higher_one_does_not() -> None:
     serving = Serving(requests=requests(spread=0.5), tokens=1000)
     highest = rate_at_limit(QUICK, serving, 4)
     for factor, meets in ((1.0, True), (1.05, False)):
         drawn = draw_requests(serving, highest * factor)
         assert (mean_first_token(QUICK, *drawn, 4) <= 1.0) == meets
-
-
-# Requests
 
 
 @pytest.mark.parametrize(

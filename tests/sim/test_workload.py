@@ -34,9 +34,6 @@ def draw(workload: Skew, microbatches: Sequence[int], layer: int = 0) -> Any:
     return workload.expert_loads(layer, np.array(microbatches), ROWS)
 
 
-# Shares
-
-
 @given(
     experts=st.integers(1, 12),
     tokens=st.integers(1, 50),
@@ -53,9 +50,6 @@ def test_shares_are_whole_and_exact(experts: int, tokens: int, data: Any, scale:
     assert shares_SE.dtype == np.int64
     assert (shares_SE.sum(axis=1) == tokens * top_k).all()
     assert 0 <= shares_SE.min() <= shares_SE.max() <= tokens
-
-
-# Drawn loads
 
 
 @pytest.mark.parametrize("changes", [{}, {"topic_length": 3}, {"drift_length": 4}])
@@ -82,9 +76,6 @@ def test_drift_turns_one_topic_into_the_next() -> None:
     assert np.log(middle).std() == pytest.approx(np.log(ends).std(), rel=0.05)
 
 
-# Fitting
-
-
 @pytest.mark.parametrize(
     ("ranks", "experts", "top_k", "imbalance", "noise"),
     [
@@ -108,9 +99,6 @@ def test_fitted_loads_have_the_imbalance(
 def test_an_imbalance_beyond_the_ranks_is_refused(imbalance: float) -> None:
     with pytest.raises(ConfigError, match=f"between 1 and the 8 ranks, got {imbalance}"):
         fit_skew(imbalance, Topology(ranks=8, experts=16), 2, range(4))
-
-
-# Traces
 
 
 def test_recorded_loads_are_scaled_and_repeat() -> None:

@@ -135,9 +135,6 @@ def test_invalid_records_are_refused(tmp_path, changes, message):
     assert len(read_trace(tmp_path / "run")) == 0
 
 
-# -- folders -------------------------------------------------------------------------------------
-
-
 def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     record(tmp_path / "run", [plan_for(0)])
     (tmp_path / "thesis.txt").write_text("years of work")
@@ -158,9 +155,6 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(FileError, match="new: cannot be written to: Permission denied"):
         Recorder(tmp_path / "new", TOPOLOGY)
-
-
-# -- the writer thread ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -244,8 +238,6 @@ def wait_for_pieces(folder, count):
         assert time.monotonic() < until
         time.sleep(0.01)
 
-
-# -- in its own process --------------------------------------------------------------------------
 
 RECORD = """
 import itertools, sys, time

@@ -174,9 +174,6 @@ def test_a_caller_that_dispatches_rows_itself_adds_its_own_records(tmp_path):
     assert trace.slot_rows.tolist() == [rows]
 
 
-# -- all ranks or none ---------------------------------------------------------------------------
-
-
 def test_the_environment_turns_it_on_for_every_balancer(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "traces"))
     for _ in range(2):

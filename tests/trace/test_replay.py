@@ -129,9 +129,6 @@ def test_invalid_settings_are_refused(trace, changes, message):
         replay.cases(trace, **(usual | changes))
 
 
-# -- for other programs --------------------------------------------------------------------------
-
-
 def test_the_table(trace, tmp_path):
     write_csv(trace, tmp_path / "run.csv")
     with (tmp_path / "run.csv").open() as file:

@@ -148,9 +148,6 @@ def test_additions_in_other_pieces_are_added_up_before_ranks_are_compared(tmp_pa
     assert shown.notes == []
 
 
-# -- live ----------------------------------------------------------------------------------------
-
-
 def test_a_run_is_followed_piece_by_piece(pieces, tmp_path):
     """In any order in which ranks may write, the table ends up equal to the trace."""
     grown = tmp_path / "run"
@@ -190,9 +187,6 @@ def test_a_folder_that_disappears_and_comes_back(run, tmp_path, monkeypatch):
         catalogue.close()
 
 
-# -- damage --------------------------------------------------------------------------------------
-
-
 def test_a_damaged_piece_is_named_and_the_rest_is_shown(pieces, tmp_path):
     run = shutil.copytree(pieces, tmp_path / "run")
     path = run / "rank-00001/000001.npz"
@@ -229,9 +223,6 @@ def test_a_piece_that_claims_too_much_is_refused(run, monkeypatch):
     assert "bytes claim to unpack to" in shown.notes[0]
 
 
-# -- numbers that are drawn ----------------------------------------------------------------------
-
-
 def test_points_stand_for_several_moments(trace, run):
     numbers = table.overview(read(run).table, most=4)
     assert (numbers["steps_per_point"], numbers["step"]) == (3, [0, 3, 6, 9])
@@ -245,9 +236,6 @@ def test_points_stand_for_several_moments(trace, run):
         assert lines["bytes"][at] == pytest.approx(trace.bytes_moved[own].sum() / moments)
     worst = trace.imbalance_before.argmax()
     assert numbers["worst"] == tuple(trace.arrays[name][worst] for name in KEY)
-
-
-# -- searching -----------------------------------------------------------------------------------
 
 
 def test_the_contents_of_a_folder(run, tmp_path):

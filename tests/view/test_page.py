@@ -171,9 +171,6 @@ def test_clicks_open_microbatches(page, server, trace):
     page.wait("location.hash.includes('view=map')")
 
 
-# -- comparing -----------------------------------------------------------------------------------
-
-
 def test_a_trace_and_its_replay(page, server, trace):
     goto(page, server, "view=compare&trace=run&also=-&policy=none")
     shows(page, "working", "Replanned 30 records.")
@@ -181,9 +178,6 @@ def test_a_trace_and_its_replay(page, server, trace):
     before, after = trace.imbalance_before.mean(), trace.imbalance_after.mean()
     assert rows[0][3:5] == [f"{before:.3f}", f"{after:.3f}"]
     assert rows[1][3:5] == [f"{before:.3f}", f"{before:.3f}"]
-
-
-# -- notes and errors ----------------------------------------------------------------------------
 
 
 def test_a_damaged_trace_is_named_and_the_rest_is_shown(page, server):
@@ -194,9 +188,6 @@ def test_a_damaged_trace_is_named_and_the_rest_is_shown(page, server):
     shows(page, "error", "truncated or damaged")
     assert page.run("document.getElementById('view-overview').hidden"), "nothing to draw"
     assert "torn (cannot be opened)" in page.run("find('trace').innerText")
-
-
-# -- files and running jobs ----------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -45,9 +45,6 @@ def connected(server):
     return socket.create_connection(("127.0.0.1", server.port), 30)
 
 
-# -- answers -------------------------------------------------------------------------------------
-
-
 def test_the_numbers_of_the_trace(client, trace):
     state = ask(client, "state")
     assert [item["kind"] for item in state["items"]] == ["trace", "report"]
@@ -95,9 +92,6 @@ def test_a_wrong_request_is_one_sentence(client, path):
     assert WRONG[path] in answer.json()["error"]
 
 
-# -- replays -------------------------------------------------------------------------------------
-
-
 def replay(client, **settings):
     number, ended = ask(client, "replay", **settings)["number"], ("done", "failed", "stopped")
     wait_for(lambda: ask(client, "replay", number=number)["state"] in ended, 120)
@@ -130,9 +124,6 @@ def test_a_replay_can_be_stopped(client, monkeypatch):
     job = ask(client, "replay", number=job["number"])
     assert 1 < job["done"] < job["total"]
     assert job["answer"]["replayed"]["totals"]["records"] == job["done"]
-
-
-# -- refusals ------------------------------------------------------------------------------------
 
 
 ORIGINS = {
@@ -201,9 +192,6 @@ def exchange(server, head, body=b""):
     return answer
 
 
-# -- the token -----------------------------------------------------------------------------------
-
-
 def test_beyond_this_machine_a_token_is_required(run):
     with served(run, host="0.0.0.0") as server:
         address, _, token = server.url.partition("?token=")
@@ -231,9 +219,6 @@ def test_a_port_in_use_is_one_sentence():
     for host, port, words in (("no.such.invalid", 0, "--host"), ("127.0.0.1", 70000, "--port")):
         with pytest.raises(ConfigError, match=words):
             listening_socket(host, port)
-
-
-# -- slow, hostile and leaving clients -----------------------------------------------------------
 
 
 MALFORMED = {  # what is sent, and the status

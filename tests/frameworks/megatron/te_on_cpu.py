@@ -150,9 +150,6 @@ ENUMS = {
 }
 
 
-# -- quantised tensors ---------------------------------------------------------------------------
-
-
 def fp8_dtype(quantizer: Any) -> torch.dtype:
     return FP8[DType(int(quantizer.dtype)).name]
 
@@ -286,9 +283,6 @@ def split_quantize(
     assert sum(split_sections) == len(tensor)
     parts = tensor.split(split_sections)
     return [quantize(part.contiguous(), q) for part, q in zip(parts, quantizers, strict=True)]
-
-
-# -- gemms and padding ---------------------------------------------------------------------------
 
 
 def te_general_grouped_gemm(
