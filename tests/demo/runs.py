@@ -7,16 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from multiprocessing.connection import Pipe
-from multiprocessing.reduction import DupFd
 from pathlib import Path
 
-import pytest
-import warm
-
 from ultraep.tools.demo.sizes import Job, Sizes
-from ultraep.tools.launch import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_COMMAND = Path(__file__).with_name("tiny_command.py")
@@ -95,50 +88,3 @@ def gone(pids, patience=60.0):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     return not left
-
-
-class WarmProcess:
-    """A process of `warm` with the interface of `subprocess.Popen`."""
-
-    def __init__(self, process):
-        self._process, self.pid = process, process.pid
-        self.kill, self.terminate = process.kill, process.terminate
-
-    def poll(self):
-        return self._process.exitcode
-
-    returncode = property(poll)
-
-    def wait(self, timeout=None):
-        self._process.join(timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired("rank", timeout)
-
-
-class WarmRank(processes.Rank):
-    """A rank whose process has already imported torch."""
-
-    def __init__(self, number, folder, keep=()):
-        self.number, self.log = number, folder / f"rank{number}.log"
-        self.pipe, theirs = Pipe()
-        arguments = theirs, [DupFd(descriptor) for descriptor in keep], self.log
-        self.process = WarmProcess(warm.start(serve, *arguments, **processes.environment()))
-        theirs.close()
-
-
-def serve(pipe, keep, log):
-    os.setsid()
-    for descriptor in keep:
-        descriptor.detach()  # open until this process ends
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    processes.run_rank(os.dup(pipe.fileno()))
-
-
-@contextmanager
-def warm_ranks():
-    """Start the ranks of commands with torch already imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "Rank", WarmRank)
-        yield

@@ -2,16 +2,13 @@
 
 import json
 import os
-import signal
 import sys
-import time
-from contextlib import suppress
 
 import pytest
 from cli.test_demo import RESULT
 from traces import plan_for, record
 
-from demo.runs import LIMIT, children, gone, start, tiny_job, wait_for_line
+from demo.runs import tiny_job
 from ultraep.errors import FileError
 from ultraep.tools.cli import demo
 from ultraep.tools.demo.result import trace_folder
@@ -48,6 +45,11 @@ def test_the_next_demo_replaces_the_last(tmp_path):
     assert (tmp_path / "mine.txt").read_text() == "kept"
 
 
+def test_a_directory_in_use_is_refused(tmp_path):
+    with claim(tmp_path), pytest.raises(FileError, match="in use by another demo, process"):
+        claim(tmp_path)
+
+
 USER_FILES = {  # and the path in the error
     "ultraep/trace/record.py": "ultraep/trace",
     "result.json": "result.json",
@@ -81,39 +83,3 @@ def test_a_changed_output_is_refused_and_stays(tmp_path, name):
     with pytest.raises(FileError, match="move it away"):
         claim(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def claimed_in_time(folder, patience=60.0):
-    """Return whether the directory becomes free."""
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
-        with suppress(FileError), claim(folder):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-@pytest.mark.slow
-@linux
-def test_a_running_demo_keeps_its_directory_until_its_last_rank_ends(tmp_path):
-    command = ("-m", "ultraep", "demo", "--quick", "--steps", 999, "--out", tmp_path)
-    first = start(*command)
-    wait_for_line(first, "ultraep  code")
-    ranks = children(first.pid)
-    try:
-        second = start(*command)
-        text, errors = second.communicate(timeout=LIMIT)
-        assert (second.returncode, text, errors.count("\n")) == (2, "", 1)
-        assert f"in use by another demo, process {first.pid}" in errors
-        for rank in ranks:  # an orphan that takes its time
-            os.kill(rank, signal.SIGSTOP)
-        first.kill()
-        first.communicate(timeout=LIMIT)
-        with pytest.raises(FileError, match="in use by another demo"):
-            claim(tmp_path)
-        assert (trace_folder(tmp_path, "ultraep") / "header.json").exists()
-    finally:
-        for rank in ranks:
-            os.kill(rank, signal.SIGCONT)
-        assert gone([first.pid, *ranks])
-    assert claimed_in_time(tmp_path)

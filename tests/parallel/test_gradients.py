@@ -100,18 +100,6 @@ def test_plain_ddp_is_accepted_if_every_rank_has_all_experts():
     shared_pool().run(2, all_experts_in_ddp)
 
 
-def ignored_by_ddp(rank, group):
-    model = balanced(group)
-    model._ddp_params_and_buffers_to_ignore = ["after.bias"]
-    parallel.leave_out_experts(model)
-    wrapped = DistributedDataParallel(model)
-    assert wrapped.parameters_to_ignore == {"after.bias", *parallel.expert_parameters(model)}
-
-
-def test_leave_out_experts_keeps_earlier_names():
-    shared_pool().run(2, ignored_by_ddp)
-
-
 def wrong_dp_replicas(rank, group):
     training = Training("ddp", 2)
     training.model(training.x).sum().backward()

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from demo.runs import alive, warm_ranks
+from demo.runs import alive
 
 pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
@@ -78,8 +78,7 @@ def test_waiting_starts_at_the_arrival_in_real_time(engine):
 @pytest.mark.slow
 def test_two_ranks_serve_the_same_first_tokens_under_every_policy(tiny):
     events = []
-    with warm_ranks():
-        run(EngineOptions(load=LOAD, model=tiny, budget=48), events.append)
+    run(EngineOptions(load=LOAD, model=tiny, budget=48), events.append)
     calibrated, *turns = events
     assert isinstance(calibrated, Calibrated)
     assert calibrated.rates == (20.0, 40.0)

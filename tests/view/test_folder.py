@@ -15,7 +15,6 @@ from ultraep.tools.view import table
 from ultraep.tools.view.catalogue import Catalogue, items_in
 from ultraep.tools.view.table import numbers_of, stages_of
 from ultraep.tools.view.traces import FolderTrace, WholeTrace
-from ultraep.trace import files
 from ultraep.trace.schema import KEY
 from view.runs import (
     LAYERS,
@@ -87,25 +86,6 @@ def test_table_and_records_equal_the_trace(source, run, pieces, trace, tmp_path)
     check_equal(shown.table, trace)
     check_records(shown, trace)
     assert (shown.finished, shown.notes, shown.left_out, shown.dropped) == (True, [], 0, 0)
-
-
-def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypatch):
-    shutil.copytree(run, tmp_path / "bad")
-    shutil.copytree(run, tmp_path / "good")
-    read_folder, warnings = FolderTrace.read, []
-
-    def read_or_fail(self, stop):
-        return [][1] if self.path.name == "bad" else read_folder(self, stop)
-
-    monkeypatch.setattr(FolderTrace, "read", read_or_fail)
-    catalogue = Catalogue([tmp_path], warn=warnings.append)
-    catalogue.read_all()
-    catalogue.close()
-    assert len(catalogue.trace("good").table) == MOMENTS * LAYERS
-    assert catalogue.trace("good").notes == []
-    assert catalogue.trace("bad").notes == warnings
-    assert "the rest is missing: an error of ultraep" in warnings[0]
-    assert "IndexError: list index out of range (test_folder.py" in warnings[0]
 
 
 def test_records_in_another_order_or_twice(tmp_path):
@@ -213,14 +193,6 @@ def test_any_number_becomes_valid_json(run, tmp_path):
         json.dumps(table.heat(shown.table, "lost"), allow_nan=False)
         for place in range(3):
             json.dumps(stages_of(shown.record(shown.table.key(place))), allow_nan=False)
-
-
-def test_a_piece_that_claims_too_much_is_refused(run, monkeypatch):
-    monkeypatch.setattr(files, "SMALL", 100)
-    monkeypatch.setattr(files, "RATIO", 0.01)
-    shown = read(run)
-    assert len(shown.table) == 0
-    assert "bytes claim to unpack to" in shown.notes[0]
 
 
 def test_points_stand_for_several_moments(trace, run):
