@@ -62,49 +62,6 @@ def on_ranks(script, path, *options, run=None):
     return done.stdout, json.loads(path.read_text())
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Training under two policies on two ranks; the checkpoint of the second is saved."""
-    folder = tmp_path_factory.mktemp("trained")
-    balanced = ("--policy", "ultraep", "--checkpoint", "--save", folder / "saved.pt")
-    _, none = on_ranks("train_moe.py", folder / "none.json", *TRAIN, "--policy", "none")
-    printed, ours = on_ranks("train_moe.py", folder / "own.json", *TRAIN, *balanced, run=torchrun)
-    assert "imbalance before" in printed
-    return {"folder": folder, "none": none, "ultraep": ours}
-
-
-@pytest.mark.slow
-def test_training_is_balanced_and_learns_the_same(trained):
-    none, ultraep = trained["none"], trained["ultraep"]
-    assert ultraep["losses"] == pytest.approx(none["losses"], rel=1e-4)
-    assert ultraep["loss_held_out"] == pytest.approx(none["loss_held_out"], rel=1e-4)
-    assert ultraep["loss_last"] < ultraep["loss_first"]
-    assert ultraep["imbalance_after"] < ultraep["imbalance_before"]
-    assert ultraep["imbalance_after_worst"] <= ultraep["imbalance_before_worst"]
-    assert none["imbalance_after"] == none["imbalance_before"] > 1
-    expert = 3 * 32 * 32 * 4  # bytes
-    assert ultraep["ranks"] == 2
-    assert ultraep["copies_sent"] > 0
-    assert ultraep["weights_bytes"] == ultraep["copies_sent"] * expert
-    assert ultraep["gradients_bytes"] == ultraep["copies"] * expert > 0
-    assert none["copies"] == none["weights_bytes"] == none["gradients_bytes"] == 0
-    assert ultraep["pool_bytes"] >= expert
-    assert {"loads", "plan", "replicate", "reroute", "reduce"} <= set(ultraep["seconds"])
-
-
-@pytest.mark.slow
-def test_prefill_of_two_ranks_agrees(trained):
-    folder = trained["folder"]
-    options = (*SERVE, "--load", folder / "saved.pt", "--policy", "none,ultraep")
-    printed, (none, ultraep) = on_ranks("prefill.py", folder / "two.json", *options)
-    assert "first token" in printed
-    assert (none["policy"], ultraep["policy"]) == ("none", "ultraep")
-    assert ultraep["difference"] <= 1e-5
-    assert ultraep["imbalance_after"] < ultraep["imbalance_before"] == none["imbalance_after"]
-    assert ultraep["weights_bytes"] > 0 == none["weights_bytes"]
-    assert 0 < ultraep["first_token_mean"] <= ultraep["first_token_p95"]
-
-
 @pytest.fixture
 def example(monkeypatch):
     """Examples as modules of this process, which is then a group of one."""
@@ -114,14 +71,33 @@ def example(monkeypatch):
 
 
 @pytest.mark.slow
-def test_checkpoint_of_two_ranks_loads_on_one(trained, example):
-    path = trained["folder"] / "alone.json"
-    files = ["--load", str(trained["folder"] / "saved.pt"), "--json", str(path)]
+def test_training_prefill_and_checkpoints_of_two_ranks(example, tmp_path):
+    """Training under two policies learns the same; prefill and one rank load its checkpoint."""
+    saved = tmp_path / "saved.pt"
+    balanced = ("--policy", "ultraep", "--checkpoint", "--save", saved)
+    _, none = on_ranks("train_moe.py", tmp_path / "none.json", *TRAIN, "--policy", "none")
+    printed, ours = on_ranks("train_moe.py", tmp_path / "own.json", *TRAIN, *balanced, run=torchrun)
+    assert "imbalance before" in printed
+    assert ours["losses"] == pytest.approx(none["losses"], rel=1e-4)
+    assert ours["loss_held_out"] == pytest.approx(none["loss_held_out"], rel=1e-4)
+    assert ours["loss_last"] < ours["loss_first"]
+    assert ours["imbalance_after"] < ours["imbalance_before"]
+    assert none["imbalance_after"] == none["imbalance_before"] > 1
+    expert = 3 * 32 * 32 * 4  # bytes
+    assert ours["weights_bytes"] == ours["copies_sent"] * expert > 0
+    assert ours["gradients_bytes"] == ours["copies"] * expert > 0
+    assert none["copies"] == none["weights_bytes"] == none["gradients_bytes"] == 0
+    options = (*SERVE, "--load", saved, "--policy", "none,ultraep")
+    printed, (none, served) = on_ranks("prefill.py", tmp_path / "two.json", *options)
+    assert "first token" in printed
+    assert served["difference"] <= 1e-5
+    assert served["imbalance_after"] < served["imbalance_before"] == none["imbalance_after"]
+    assert 0 < served["first_token_mean"] <= served["first_token_p95"]
+    files = ["--load", str(saved), "--json", str(tmp_path / "alone.json")]
     assert example("train_moe").main([*TRAIN, "--lr", "0", "--steps", "1", *files]) == 0
-    alone = json.loads(path.read_text())
-    assert alone["ranks"] == 1
-    assert alone["loss_held_out"] == pytest.approx(trained["ultraep"]["loss_held_out"], rel=1e-5)
-    assert alone["imbalance_before"] == alone["imbalance_after"] == 1
+    alone = json.loads((tmp_path / "alone.json").read_text())
+    assert (alone["ranks"], alone["imbalance_before"], alone["imbalance_after"]) == (1, 1, 1)
+    assert alone["loss_held_out"] == pytest.approx(ours["loss_held_out"], rel=1e-5)
 
 
 def test_prefill_as_one_process(example, tmp_path, capsys):

@@ -6,11 +6,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ultraep.tools.sim.advise import TOLERANCES, Advice, Option, advise, choose
+from ultraep.tools.sim.advise import Advice, Option, advise, choose
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.serving import Serving, load_requests
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import fit_skew
 from ultraep.topology import Topology
@@ -85,28 +83,6 @@ def test_the_fewest_slots_near_the_best_are_chosen():
     tried = (option(1, 0, 0.90), option(2, 0, 0.956), option(2, 0.01, 0.954), option(3, 0, 0.96))
     assert choose(tried, 0.0) == tried[1]
     assert choose(tried[:2], 0.0) == tried[1]
-
-
-def test_options_have_the_results_of_simulate():
-    advice = advised()
-    settings = [(slots, tolerance) for slots in range(1, 5) for tolerance in TOLERANCES]
-    assert [(o.slots, o.tolerance) for o in advice.options] == settings
-    same = replace(scenario(), slots=2, tolerance=0.02)
-    none, own, ideal = simulate(same, ["none", "ultraep", "ideal"])
-    picked = advice.options[settings.index((2, 0.02))]
-    assert picked.throughput == own.throughput
-    assert picked.share == own.throughput / ideal.throughput
-    assert advice.none.throughput == none.throughput
-
-
-def test_prefill_advice_is_about_the_request_rate():
-    requests = replace(load_requests("stem"), limit_s=0.1)
-    job = Serving(requests=requests, iterations=3)
-    advice = advise(replace(scenario(imbalance=2.5), job=job))
-    assert (advice.unit, advice.verdict) == ("requests/s", "pays")
-    assert advice.gain.low <= advice.gain.overall <= advice.gain.high
-    assert "per iteration" in advice.remainder
-    assert advice.memory.slot == MODEL.slot_bytes(training=False)
 
 
 def memory_gb(slots: int) -> float:

@@ -121,12 +121,3 @@ def test_read_recorded_routing(tmp_path: Path) -> None:
     assert loads.shape == (3, 3, 8)
     assert loads[1, 2].tolist() == np.bincount(texts["a"][4096:8192, 2].ravel()).tolist()
     assert loads[2, 0].tolist() == np.bincount(texts["b"][:, 0].ravel()).tolist()
-
-
-def test_read_loads(tmp_path: Path) -> None:
-    matrices = np.arange(2 * 3 * 4).reshape(2, 3, 4)
-    np.save(tmp_path / "loads.npy", matrices)
-    loads = read_workload(tmp_path / "loads.npy", experts=4, top_k=2).loads
-    assert loads.tolist() == matrices.sum(axis=1)[:, None].tolist()
-    with pytest.raises(ConfigError, match="has loads of 4 experts, the model has 8"):
-        read_workload(tmp_path / "loads.npy", experts=8, top_k=2)
