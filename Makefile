@@ -12,9 +12,9 @@ LIMITS = --timeout 900 -o faulthandler_timeout=1200 -o faulthandler_exit_on_time
 # Bytecode is written in any case: without it, every process compiles all tests again.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(LIMITS)
 TESTS = $(PYTEST) -n $(WORKERS) --max-worker-restart 2 --dist loadfile --no-loadscope-reorder
-QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
+QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs.py \
 	tests/story tests/policies tests/trace tests/workload \
-	$(addprefix tests/cli/test_,env.py plan.py help.py trace.py)
+	$(addprefix tests/cli/test_,plan.py help.py trace.py)
 
 # vLLM has an environment of its own: it wants other versions than we do.
 VLLM := .venv-vllm

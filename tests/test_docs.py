@@ -1,11 +1,188 @@
-"""Python blocks in the documentation run as written."""
+"""Python blocks and docstrings run as written, and names in the documentation exist."""
 
+import ast
+import builtins
+import doctest
+import pkgutil
 import re
+from collections import defaultdict
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 
 import pytest
-from test_docs_names import PAGES, ROOT
+import torch
+import typer.main
 
+import ultraep
 from ultraep import policies
+from ultraep.tools.cli.commands import SUMMARIES, app, load_command
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    *(ROOT / name for name in ("README.md", "examples/README.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "integrations").glob("*.md")),
+]
+SOURCES = [
+    path
+    for folder in ("src", "examples", "benchmarks", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path != Path(__file__)
+]
+SCRIPTS = [
+    path
+    for folder in ("examples", "benchmarks", "src/ultraep/tools/demo", "src/ultraep/tools/tiny")
+    for path in sorted((ROOT / folder).glob("*.py"))
+]
+FILE = re.compile(r"[\w./*-]+\.(py|toml|md|json|jsonl|txt|npz|npy|html|svg)|[\w-]+(/[\w-]+)+/?")
+DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(\(.*\))?")
+CALL_OR_SNAKE = re.compile(r"([A-Za-z_]\w*)\(.*\)|([a-z]+(?:_[a-z]+)+)")
+CLASS = re.compile(r"([A-Z][a-z]+(?:[A-Z][a-z]*)+|[A-Z]\w+Error)(?:(?::| \.\.\.).*)?")
+OPTION = re.compile(r"--[a-z][a-z-]*")
+OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir", "--shm-size", "--durations", "--help"}
+OTHER_PROGRAMS |= {"--max-restarts", "--require-hashes"}
+# Files that a user or a run creates.
+CREATED = re.compile(
+    r"(.*/)?(run|loads|routing|out|my|plan|model|result|scalars|report|header|FILE|\d+)\.\w+"
+    r"|FOLDER/.*|(none|ultraep)/trace|share/.*|TFLOP/s|GB/s|max/mean|plan/quality|\.\w+|.*//.*"
+)
+
+
+def spans(page):
+    """Code inside sentences."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return sorted(set(re.findall(r"`([^`\n]+)`", text)))
+
+
+@cache
+def definitions():
+    """Names defined in every module and class of the sources, attributes of `self` included."""
+    defined = defaultdict(set)
+    for path in SOURCES:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        defined[path.stem].update(defined_in(nodes))
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                defined[node.name].update(defined_in(ast.walk(node)))
+    return defined
+
+
+def defined_in(nodes):
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(getattr(node, "ctx", None), ast.Store):
+            yield getattr(node, "id", None) or getattr(node, "attr", None)
+
+
+@cache
+def words():
+    """Every word of the sources and of their data."""
+    data = [path for kind in ("*.toml", "*.json") for path in (ROOT / "src").rglob(kind)]
+    data += [*SOURCES, *ROOT.glob("examples/*.toml")]
+    return set(re.findall(r"\w+", "\n".join(path.read_text() for path in data)))
+
+
+@cache
+def files():
+    """Every path of the project; caches, environments and build folders are left out."""
+    own = [
+        path
+        for path in ROOT.iterdir()
+        if path.name in (".ci", ".github") or not path.name.startswith((".", "build"))
+    ]
+    inside = [path for folder in own if folder.is_dir() for path in folder.rglob("*")]
+    return [f"/{path.relative_to(ROOT)}" for path in [*own, *inside]]
+
+
+@cache
+def options():
+    """Options of all commands and scripts; fields of settings are options of scripts."""
+    commands = [typer.main.get_command(app), *map(load_command, SUMMARIES)]
+    for name in ("bench", "trace"):
+        commands += load_command(name).commands.values()
+    known = {name for command in commands for option in command.params for name in option.opts}
+    for path in SCRIPTS:
+        text = path.read_text()
+        known.update(re.findall(r'"(--[a-z-]+)"', text))
+        fields = re.findall(r"^    (\w+):", text, re.MULTILINE)
+        known.update(f"--{name.replace('_', '-')}" for name in fields)
+    return known | {f"--no-{name[2:]}" for name in known} | OTHER_PROGRAMS
+
+
+def exists(span):
+    """Whether a span names something that exists; None if it names nothing that can be checked."""
+    if CREATED.fullmatch(span):
+        return None
+    if FILE.fullmatch(span):
+        return any(fnmatchcase(path, f"*/{span.rstrip('/')}") for path in files())
+    if match := DOTTED.fullmatch(span):
+        return resolves(match[1])
+    if match := CALL_OR_SNAKE.fullmatch(span):
+        name = match[1] or match[2]
+        return name in words() or hasattr(builtins, name)
+    if match := CLASS.fullmatch(span):
+        return match[1] in definitions() or hasattr(builtins, match[1])
+    named = OPTION.findall(span)
+    return options().issuperset(named) if named else None
+
+
+def resolves(dotted):
+    """Whether `ultraep.plan`, `Plan.loads` or `plan.loads` exists, for any value called plan."""
+    first, second, *_ = dotted.split(".")
+    if first in ("ultraep", "torch", "np"):
+        return is_importable(re.sub("^np", "numpy", dotted))
+    if (ROOT / "src" / "ultraep" / first).is_dir() and is_importable(f"ultraep.{dotted}"):
+        return True
+    if first[0].isupper() and first in definitions():
+        return second in definitions()[first] or hasattr(torch.nn.Module, second)
+    return any(second in names for names in definitions().values())
+
+
+def is_importable(dotted):
+    try:
+        pkgutil.resolve_name(dotted)
+    except (ImportError, AttributeError):  # a framework may not be installed here
+        return ".integrations." in dotted and words().issuperset(dotted.split("."))
+    return True
+
+
+def test_names_exist():
+    named = [(page.name, span) for page in PAGES for span in spans(page)]
+    checked = {(page, span): exists(span) for page, span in named}
+    assert [name for name, known in checked.items() if known is False] == []
+    assert sum(known is not None for known in checked.values()) > 500
+
+
+def test_missing_names_are_detected():
+    wrong = ("ultraep.tools.sim.zebra", "Plan.zebra", "topology.zebra", "zebra.py", "make_zebra()")
+    assert not any(map(exists, (*wrong, "a_zebra", "--no-such-option", "ZebraError: rank 3")))
+
+
+def test_every_page_is_listed_once():
+    listed = re.findall(r"^\| \[([^]]+)\]", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= set(listed)
+
+
+PACKAGE = Path(ultraep.__file__).parent
+MODULES = [
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if ">>> " in path.read_text() and "kernels" not in path.parts
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name):
+    optional = ".integrations." in name or ".triton." in name
+    module = pytest.importorskip(name, exc_type=ImportError) if optional else import_module(name)
+    failed, attempted = doctest.testmod(module)
+    assert failed == 0
+    assert attempted > 0
+
 
 # test_examples.py runs it under torchrun.
 FIRST = (ROOT / "examples" / "first.py").read_text()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch.distributed.run
 import typer.main
-from test_docs_names import PAGES, ROOT
+from test_docs import PAGES, ROOT
 from traces import plan_for, record
 from typer.testing import CliRunner
 

@@ -1,17 +1,23 @@
-"""The output directory of a demo: only its own files are replaced, and never of a running demo."""
+"""The output directory of a demo, its sizes, and its text."""
 
 import json
 import os
 import sys
 
+import numpy as np
 import pytest
+import torch
 from cli.test_demo import RESULT
 from traces import plan_for, record
 
 from demo.runs import tiny_job
 from ultraep.errors import FileError
 from ultraep.tools.cli import demo
+from ultraep.tools.demo import sizes as module
 from ultraep.tools.demo.result import trace_folder
+from ultraep.tools.demo.sizes import GIB, Machine, choose
+from ultraep.tools.tiny import text as texts
+from ultraep.tools.tiny.text import SUBJECTS, Text
 
 MARKER = ".ultraep-demo"
 POLICIES = ("none", "ultraep")
@@ -83,3 +89,59 @@ def test_a_changed_output_is_refused_and_stays(tmp_path, name):
     with pytest.raises(FileError, match="move it away"):
         claim(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "slots"), [(1, 2, 2), (3, 2, 2), (4, 4, 1), (7, 4, 1), (96, 8, 1)]
+)
+def test_ranks_are_a_power_of_two_by_cores(cores, ranks, slots):
+    sizes, _ = choose(Machine(cores, None))
+    assert (sizes.ranks, sizes.slots) == (ranks, slots)
+
+
+def test_little_memory_reduces_tokens_and_ranks_with_a_note():
+    plenty = choose(Machine(8, 64 * GIB))
+    assert plenty == choose(Machine(8, None))
+    sizes, notes = choose(Machine(8, 5 * GIB))
+    assert sizes.tokens < plenty[0].tokens
+    assert sizes.memory() <= 5 * GIB
+    assert "5.0 GiB of memory are free" in notes[0]
+    least, notes = choose(Machine(8, 100_000_000))
+    assert (least.ranks, least.tokens) == (2, module.FEWEST_TOKENS)
+    assert "more than is free" in notes[0]
+    assert choose(Machine(8, 100_000_000), ranks=8)[0].ranks == 8
+
+
+def test_containers_limit_the_machine(monkeypatch):
+    files = {
+        "/sys/fs/cgroup/cpu.max": "150000 100000\n",
+        "/sys/fs/cgroup/memory.max": "3000\n",
+        "/sys/fs/cgroup/memory.current": "1000\n",
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n",
+    }
+    monkeypatch.setattr(module, "_text", lambda path: files.get(path, ""))
+    assert (module._core_limit(), module._free_memory()) == (1, 2000)
+    files |= {"/sys/fs/cgroup/cpu.max": "max 100000\n", "/sys/fs/cgroup/memory.max": "max\n"}
+    assert (module._core_limit(), module._free_memory()) == (None, 8192)
+    files.clear()
+    assert module._free_memory() is None
+
+
+def test_most_sequences_have_the_main_subject():
+    text, rng = Text(), np.random.default_rng(0)
+    main = [max(s, key=s.count) for s in (text.shifting(rng, i, 99, 2) for i in range(6))]
+    assert main == [i // 2 % len(text.names) for i in range(6)]
+
+
+def test_held_out_text_is_never_trained_on():
+    data = SUBJECTS["prose"]()
+    rest, text = len(data) // texts.HELD_OUT, Text({"prose": lambda: data})
+    training = text.sequences(np.random.default_rng(0), [0], len(data) - rest)[0]
+    held_out = text.sequences(np.random.default_rng(0), [0], rest, held_out=True)[0]
+    assert bytes(torch.cat([training, held_out]).tolist()) == data
+
+
+def test_a_missing_library_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(texts.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(FileError, match="no text in Python's library"):
+        Text({"code": SUBJECTS["code"]})

@@ -1,4 +1,4 @@
-"""An inspection: its trace, the numbers of its result and report, and invalid options."""
+"""An inspection: its texts, trace, result and report, and invalid options."""
 
 import json
 
@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from browser import Browser, chromium
 from demo.test_report import embedded
-from inspect_models import TEXTS, routing_of
+from inspect_models import TEXTS, routing_of, save_tokenizer
 
-from ultraep.errors import ConfigError
+from ultraep.errors import ConfigError, FileError
 from ultraep.tools.inspect.findings import label, write_report
 from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.inspect.run import Inspection, claim_folder, write_preset
+from ultraep.tools.inspect.texts import texts_of, tokenizer_of, windows_of
 from ultraep.tools.replay import cases, differing, replayed
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.workload import read_workload
@@ -155,3 +156,40 @@ def test_a_browser_draws_all_plots_without_errors(done, page, tmp_path):
     before, after = (getattr(done.findings.shown, name)[record][0] for name in ("before", "after"))
     assert sentence.startswith("Window 4 (numbers), layer 1: imbalance ")
     assert f"{before:.3f} without replicas, {after:.3f} with." in sentence
+
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_the_tokenizer_of_a_checkpoint_is_used_unless_damaged(tmp_path):
+    assert tokenizer_of(tmp_path) is None
+    vocabulary = save_tokenizer(tmp_path)
+    assert tokenizer_of(tmp_path)("fox dog unheard") == [vocabulary["fox"], vocabulary["dog"], 0]
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
+    with pytest.raises(FileError, match=r"cannot read its tokenizer.*\Z"):
+        tokenizer_of(tmp_path)
+
+
+def test_texts_have_different_names_and_sequences_of_one_length(tmp_path):
+    files = [tmp_path / folder / "text.txt" for folder in "ab"]
+    for file, text in zip(files, ("one two three four", "five " * 100), strict=True):
+        file.parent.mkdir()
+        file.write_text(text)
+
+    def word_lengths(text):
+        return [len(word) for word in text.split()]
+
+    sizes = {"tokens": 64, "window": 16, "sequence": 8}
+    spans, windows = windows_of(texts_of(files), word_lengths, **sizes)
+    assert [(span.name, span.begin, span.end) for span in spans] == [
+        ("text", 0, 0),
+        (str(files[1]), 1, 4),
+    ]
+    assert {window.shape[1] for window in windows} == {4}
+    with pytest.raises(ConfigError, match="is given twice"):
+        texts_of([files[0], files[1], files[1]])
+    with pytest.raises(FileError, match="the text empty is empty"):
+        windows_of({"empty": ""}, list, **sizes)
+    with pytest.raises(ConfigError, match="--window must be at least 1, got 0"):
+        windows_of({"a": "b"}, list, **(sizes | {"window": 0}))

@@ -1,4 +1,4 @@
-"""Balanced models of transformers compute the outputs and gradients of unmodified models."""
+"""Balanced models compute the outputs, gradients and tokens of unmodified models."""
 
 from __future__ import annotations
 
@@ -126,3 +126,38 @@ def test_two_groups_with_the_same_experts(rank, group, tmp_path):
         assert files[0].keys() == files[1].keys()
         assert all(torch.equal(files[1][name], tensor) for name, tensor in files[0].items())
         unbalance(model)
+
+
+@pytest.mark.parametrize(
+    ("families", "options"),
+    [
+        (["mixtral"], {"experts": "eager"}),
+        (THREE, {"experts": "grouped_mm"}),
+        pytest.param(NAMED, {"experts": "grouped_mm"}, marks=pytest.mark.slow),
+        pytest.param(
+            THREE,
+            {"experts": "grouped_mm", "cache_implementation": "static"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["eager", "grouped", "more families", "static cache"],
+)
+@on_ranks(2)
+def test_generation(rank, group, families, options):
+    """Prompts differ in length and number between ranks; rank 0 ends after three tokens."""
+    options = dict(options)
+    experts = options.pop("experts")
+    prompts = batch(rank, rows=1, length=4 + 3 * rank)[: 1 + rank]
+    length = prompts.shape[1]
+    options |= {"attention_mask": torch.ones_like(prompts), "do_sample": False, "max_new_tokens": 9}
+    with quiet():
+        for family in families:
+            plain, model = (build(family, experts=experts).eval() for _ in range(2))
+            free = plain.generate(prompts, eos_token_id=None, **options)
+            end = int(free[0, length + 2]) if rank == 0 else None
+            expected = plain.generate(prompts, eos_token_id=end, **options)
+            balancer = balance(model, group)
+            tokens = model.generate(prompts, eos_token_id=end, **options)
+            balancer.close()
+            assert torch.equal(tokens, expected), (family, tokens, expected)
+            assert tokens.shape[1] <= length + 3 if rank == 0 else tokens.shape == (2, length + 9)

@@ -1,6 +1,10 @@
-"""Training resumes from torch.distributed.checkpoint, on any number of ranks."""
+"""Training resumes from torch.distributed.checkpoint; the program of the page runs."""
 
 from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,3 +91,21 @@ def test_moments_that_are_not_stacked_over_experts_are_refused():
     moments["exp_avg"] = moments["exp_avg"].flatten()
     with pytest.raises(ConfigError, match=r"down_proj\.exp_avg' has 1536 rows for 8 home experts"):
         state.state_dict()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "with-ddp-fsdp-dcp.md"
+
+
+def run_page(rank, group, folder):
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    program = "\n".join(re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    names = {"folder": folder}
+    exec(program, names)
+    assert names["step"](torch.ones(10, 16)) > 0
+    return list(names["parallel"].expert_parameters(names["model"]))
+
+
+def test_the_program_of_the_page_runs(tmp_path):
+    names = shared_pool().run(4, run_page, tmp_path)
+    assert names == [["1.experts.gate_up_proj", "1.experts.down_proj"]] * 4
+    assert list(tmp_path.glob("*.distcp"))

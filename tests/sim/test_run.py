@@ -1,4 +1,4 @@
-"""simulate: whole scenarios of a moment each."""
+"""simulate: whole scenarios of a moment each, and published figures next to the simulator's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from published import CONTENDERS, scenario_of, settings, share_of_ideal
 
 from ultraep import policies
 from ultraep.errors import ConfigError
@@ -90,3 +91,25 @@ def test_results_do_not_depend_on_processes_and_progress_is_reported() -> None:
 def test_invalid_scenarios(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         glm_scenario(**changes)
+
+
+SETTINGS = {setting.name: setting for setting in settings()}
+SIMULATED = ["glm-train", pytest.param("qwen-train", marks=pytest.mark.slow)]
+
+
+@cache
+def published_results(name: str) -> list[Result]:
+    return simulate(scenario_of(SETTINGS[name], steps=1), CONTENDERS)
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_shares_imbalance_and_order_are_near_the_published_results(name: str) -> None:
+    setting, shares = SETTINGS[name], share_of_ideal(published_results(name))
+    for policy in ("none", "eplb", "lplb", "quota"):
+        assert shares[policy] == pytest.approx(setting.share(policy), abs=0.05), policy
+    for result in published_results(name):
+        if result.policy in setting.imbalance:
+            assert result.imbalance == pytest.approx(setting.imbalance[result.policy], rel=0.08)
+    published = setting.throughput
+    assert sorted(published, key=published.__getitem__) == sorted(published, key=shares.__getitem__)
+    assert shares["quota"] < shares["ultraep"] < shares["ideal"]
