@@ -22,16 +22,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from vllm_engines import (
-    FORMS,
     Server,
     logged_by_plugin,
     make_model,
     make_prompts,
-    quantise_experts,
     reference_answers,
     serving,
 )
-from vllm_standin import write_entry_point
 
 import ultraep
 from ultraep.supported import VLLM
@@ -60,14 +57,9 @@ class Bench:
         os.environ["VLLM_CACHE_ROOT"] = str(folder / "cache")  # compiled code
 
     def model(self, family: str) -> Path:
-        """Return the folder of a model; names like `Qwen3Moe-int8` have quantised experts."""
+        """Return the folder of a model."""
         folder = self.folder / family
-        if not folder.exists():
-            name, _, form = family.partition("-")
-            make_model(name, folder)
-            if form:
-                quantise_experts(folder, form)
-        return folder
+        return folder if folder.exists() else make_model(family, folder)
 
     def reference(self, family: str, dtype: str) -> tuple[list[list[int]], list[list[float]]]:
         """Return tokens and leads of one process without settings of the plug-in."""
@@ -163,26 +155,6 @@ def two_ranks(bench: Bench) -> None:
             check_log(server)
 
 
-def quantised(bench: Bench) -> None:
-    """INT8, INT4 and FP8 experts, float32 activations, DP2, compiled; stand-in for Triton."""
-    write_entry_point(bench.folder)
-    here = Path(__file__).parent
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(bench.folder), str(here)])
-    options = "--data-parallel-size", "2", "--dtype", "float32", "--moe-backend", "triton"
-    for form in FORMS:
-        print(f"  {form}")
-        family = f"Qwen3Moe-{form}"
-        model = bench.model(family)
-        expected, _, _ = reference_answers(model, "float32", PROMPTS, moe_backend="triton")
-        variables = {"ULTRAEP_SLOTS": "1", "ULTRAEP_MIN_ROWS": "4"}
-        with bench.serving(family, *options, variables=variables) as server:
-            check_compiled(server)
-            compare(server, expected)
-            check_log(server)
-            check_metrics(server, small_batches=True)
-    del os.environ["PYTHONPATH"]
-
-
 def methods(bench: Bench) -> None:
     """Replicas of quantisation methods, CUDA graphs, recorded routes: one process."""
     here = Path(__file__).parent / "vllm_methods.py"
@@ -270,8 +242,7 @@ def lacks_bfloat16() -> bool:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    run.__name__: run
-    for run in (methods, two_ranks, four_ranks, half_precision, biases, quantised, refused)
+    run.__name__: run for run in (methods, two_ranks, four_ranks, half_precision, biases, refused)
 }
 
 

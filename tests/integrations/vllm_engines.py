@@ -94,66 +94,6 @@ def make_model(family: str, folder: Path) -> Path:
     return folder
 
 
-PER_CHANNEL = {"symmetric": True, "strategy": "channel", "dynamic": False}
-PER_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
-INT4_GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
-FORMS: dict[str, dict[str, Any]] = {  # settings of compressed-tensors for the experts
-    "int8": {
-        "format": "int-quantized",
-        "weights": {"num_bits": 8, "type": "int", **PER_CHANNEL},
-        "input_activations": {"num_bits": 8, "type": "int", **PER_TOKEN},
-    },
-    "fp8": {
-        "format": "float-quantized",
-        "weights": {"num_bits": 8, "type": "float", **PER_CHANNEL},
-        "input_activations": {"num_bits": 8, "type": "float", **PER_TOKEN},
-    },
-    "int4": {"format": "pack-quantized", "weights": {**INT4_GROUP, "group_size": 32}},
-}
-
-
-def quantise_experts(folder: Path, form: str) -> None:
-    """Quantise the experts of a model to one of FORMS, in place."""
-    from safetensors.torch import load_file, save_file
-
-    (path,) = folder.glob("*.safetensors")
-    tensors = load_file(path)
-    for name in [name for name in tensors if ".experts." in name]:
-        tensors.update(_quantised(name, tensors.pop(name), form))
-    save_file(tensors, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    group = {name: value for name, value in FORMS[form].items() if name != "format"}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": FORMS[form]["format"],
-        "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-        "config_groups": {"group_0": {"targets": ["Linear"], **group}},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def _quantised(name: str, tensor: Any, form: str) -> dict[str, Any]:
-    """Return the tensors of a checkpoint for one `[N, K]` weight."""
-    import torch
-
-    if form == "int4":
-        groups = tensor.unflatten(1, (-1, FORMS[form]["weights"]["group_size"]))
-        scale = groups.abs().amax(2, keepdim=True) / 7
-        values = ((groups / scale).round().clamp(-8, 7) + 8).int().flatten(1)
-        packed = values.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)
-        return {
-            f"{name}_packed": packed.sum(2, dtype=torch.int32),
-            f"{name}_scale": scale.squeeze(2),
-            f"{name}_shape": torch.tensor(tensor.shape),
-        }
-    limit = 127 if form == "int8" else 448
-    scale = tensor.abs().amax(1, keepdim=True) / limit
-    values = (tensor / scale).clamp(-limit, limit)
-    data = values.round().char() if form == "int8" else values.to(torch.float8_e4m3fn)
-    return {name: data, f"{name}_scale": scale}
-
-
 def make_prompts() -> list[list[int]]:
     """Return prompts of many lengths, some longer than a batch, two with a common prefix."""
     lengths = (1, 2, 7, 30, 65, 130, 200)

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's Triton kernels on CPUs, as a plug-in that vLLM loads.
+"""A stand-in for vLLM's Triton kernels on CPUs.
 
 It replaces only the compiled part of `TritonExperts` and `TritonWNA16Experts`: their `apply` in
 plain torch, with the row semantics of the kernels. Loading, conversion of weights and choice of the
@@ -7,21 +7,9 @@ kernel stay vLLM's (`--moe-backend triton`). Any call that the kernels would not
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-
-DISTRIBUTION = "vllm_standin-1.0.dist-info"
-
-
-def write_entry_point(folder: Path) -> None:
-    """Make vLLM load this module if `folder` and the folder of this file are on its path."""
-    info = folder / DISTRIBUTION
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_standin\nVersion: 1.0\n")
-    entry = "[vllm.general_plugins]\nvllm_standin = vllm_standin:register\n"
-    (info / "entry_points.txt").write_text(entry)
 
 
 def register() -> None:
