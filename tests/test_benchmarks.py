@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
-from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,7 +10,6 @@ import harness
 import numpy as np
 import pytest
 import run_all
-import timing
 import warm
 
 import ultraep
@@ -27,20 +23,6 @@ PLAN_SECTIONS = ("quality", "tolerance", "objectives", "growth", "small", "trace
 
 def run(script, *options):
     return warm.run(BENCHMARKS / script, *options)
-
-
-@pytest.fixture
-def usage_error(monkeypatch, capsys):
-    """Runs a benchmark in this process with invalid options and returns its stderr."""
-
-    def run_script(script, *options):
-        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / script), *options])
-        with pytest.raises(SystemExit) as exit_info:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        assert exit_info.value.code == 2
-        return capsys.readouterr().err
-
-    return run_script
 
 
 def extra_options(script, folder):
@@ -79,34 +61,6 @@ def test_a_toy_run_writes_complete_rows(script, tmp_path):
     assert len(set(keys)) == len(keys)
     assert str(tmp_path) not in done.stdout + path.read_text()
     assert "…" not in done.stdout  # no table is cut off
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--only", "nonsense"], ["--policies", "nonsense"], ["--trace"], ["--toy", "--quick"]],
-)
-def test_invalid_options_are_refused(options, usage_error):
-    message = usage_error("bench_plan.py", *options)
-    assert options[0] in message or "unknown" in message
-
-
-def test_other_sections_run_after_a_failure(tmp_path, capsys):
-    metric = harness.Metric("answer", "apples", "answer")
-
-    def works(bench):
-        bench.table("a table", [harness.Line({"rows": 1}, {metric: 2.0})])
-
-    def fails(_):
-        raise RuntimeError("out of memory")
-
-    path = tmp_path / "rows.json"
-    report = harness.Report("test", ["bench_test.py"])
-    bench = harness.Bench(report, None, timing.Host(), Namespace(json=path))
-    with pytest.raises(SystemExit, match=r"two: .*out of memory"):
-        bench.run({"one": works, "two": fails, "three": works}, ["one", "two", "three"])
-    assert "out of memory" in capsys.readouterr().err
-    sections = [row["benchmark"] for row in json.loads(path.read_text())]
-    assert sections == ["test/one", "test/three"]
 
 
 def test_make_bench_prints_what_it_skips():

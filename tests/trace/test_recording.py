@@ -1,13 +1,10 @@
 """A balancer that records: rows that arrived, each microbatch once, on all ranks or on none."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
 from dense import Example, on_ranks
 from microbatches import planned
-from ranks import PATIENCE, shared_pool
 from torch.utils.checkpoint import checkpoint
 
 import ultraep
@@ -214,23 +211,3 @@ def test_a_folder_that_cannot_be_used_is_an_error_on_all_before_the_run(
         return str(caught.value)
 
     assert len(set(LocalGroup(2).run(work))) == 1
-
-
-def in_a_process(rank, group, folder):
-    balancer = Balancer(group, experts=EXPERTS, record=folder, timeout=PATIENCE)
-    layer = ultraep.BalancedMoE.swiglu(16, 12, EXPERTS, 2, balancer=balancer)
-    digests = []
-    for step in range(3):
-        x = torch.randn(20, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-        layer(x.requires_grad_()).sum().backward()
-        digests.append(layer.last_plan.digest())
-    balancer.close()
-    return digests
-
-
-def test_ranks_in_processes_of_their_own(tmp_path):
-    first, second = shared_pool().run(2, in_a_process, tmp_path / "run")
-    trace = read_trace(tmp_path / "run")
-    assert first == second == [trace.plan(n).digest() for n in range(3)]
-    assert trace.rank_loads.tolist() == [trace.plan(n).rank_loads.tolist() for n in range(3)]
-    assert (abs(trace.began - time.time()) < 600).all()
