@@ -139,10 +139,10 @@ class PassRecord:
         return digest_of(plan.loads), digest_of(plan.replicas, plan.quotas)
 
 
-def note_failure(error: BaseException | None) -> None:
+def note_failure(error: BaseException) -> None:
     """Note an error in the pass that this thread works on, if there is one."""
     record: PassRecord | None = getattr(_of_thread, "record", None)
-    if error is not None and record is not None and type(error).__name__ != STOPPED:
+    if record is not None and type(error).__name__ != STOPPED:
         record.failed(error)
 
 
@@ -242,7 +242,7 @@ class PassLog:
         else:
             self._ended.append((record, record.plan and record.plan.to_host_async()))
             if record.timed:
-                self._wait_for(record.events[-1])
+                self._wait_for(_event())  # after the copy of the plan
 
     def _wait_for(self, event: Any) -> None:
         """Deliver the passes that have ended when this event has come."""
@@ -268,7 +268,8 @@ class PassLog:
             subscriber(record)
         if self.flight is not None:
             record.digests = record.plan_digests()
-        record.plan = record.passes = None
+        record.plan = record.passes = record._log = None
+        record.events = []
 
     def settle(self) -> None:
         """Deliver all passes so far, also those that have not ended; waits for the device.

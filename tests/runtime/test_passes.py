@@ -8,8 +8,9 @@ import torch
 from dense import Example
 
 from ultraep import Balancer, read_trace
+from ultraep import passes as passes_module
 from ultraep.microbatch import Layer
-from ultraep.passes import PassLog
+from ultraep.passes import Passes, PassLog
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 
@@ -121,3 +122,14 @@ def test_subscribers_get_every_pass_once_and_in_order():
     assert records[1][-3:] == ("weights again", "experts back", "")
     assert records[3][-3:] == ("experts back", "dispatch back", "")
     assert records[4][2:] == ("loads", "plan", "verify", "")
+
+
+def test_a_pass_is_finished_when_its_plan_has_arrived(monkeypatch):
+    """The event after which a pass is delivered comes after the copy of its plan."""
+    order, log = [], PassLog(rank=0)
+    monkeypatch.setattr(passes_module, "_event", lambda: order.append("event"))
+    passes = Passes(0, 1, log)
+    passes.record.plan = Mock(to_host_async=lambda: order.append("copy"))
+    passes.record.at("combine")
+    passes.record.end()
+    assert order[-2:] == ["copy", "event"]

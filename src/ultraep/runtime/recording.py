@@ -138,7 +138,7 @@ class Recording:
                 self._write(key, record.plan, moved, seconds, record.start_time)
             return
         seconds = record.seconds
-        if record.kind == RECOMPUTED:
+        if record.kind == RECOMPUTED and record.plan is not None:
             seconds = {"recompute": sum(seconds.values())}
             first = _first_pass(self._waiting[record.layer], record.plan.loads.tobytes())
             if first is not None:

@@ -38,13 +38,12 @@ class BaseReplicas(ABC):
     @outside_dispatch_modes
     def __enter__(self) -> Self:
         record = self.passes.record
-        stage = record.stage
         record.at("replicate", "weights again")
         if not self.begun:
             self.begin()
         self.begun = False
         if record.backward:
-            record.at(stage)
+            record.at("experts back")
         return self
 
     def begin(self) -> None:
@@ -60,7 +59,8 @@ class BaseReplicas(ABC):
             self._lent[self] = current
 
     def __exit__(self, *error: Any) -> None:
-        note_failure(error[1])
+        if error[1] is not None:
+            note_failure(error[1])
         self.give_back()
 
     def give_back(self) -> None:

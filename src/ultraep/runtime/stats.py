@@ -61,20 +61,20 @@ class Stats:
     def add_plan(self, plan: Plan) -> None:
         """Count a plan: imbalances, replicas, rows and predicted times."""
         self.microbatches += 1
-        self.replicas += plan.num_replicas
-        self.skipped += plan.num_replicas == 0
+        replicas = plan.num_replicas
+        self.replicas += replicas
+        self.skipped += replicas == 0
         imbalance = plan.imbalance
         self.before += plan.initial_imbalance
         self.after += imbalance
         self.worst = max(self.worst, imbalance)
         self.rows += plan.total
         self.remote_rows += plan.remote_tokens
-        time, without = plan.time, plan.time_without_replicas
-        if time is not None and without is not None:
+        if plan.rates is not None:
             self.priced += 1
             self.left_alone += plan.left_alone
-            self.time += time
-            self.time_without_replicas += without
+            self.time += plan.time or 0
+            self.time_without_replicas += plan.time_without_replicas or 0
 
     def merge(self, other: Stats, sign: int = 1) -> None:
         """Add the sums of another `Stats`, or subtract them with sign=-1."""

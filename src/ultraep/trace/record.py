@@ -361,5 +361,5 @@ def _array(field: Field, column: list[Any], shape: list[int]) -> Array:
         none = np.empty((0, *shape), dtype=field.dtype)
         return np.concatenate([none, *column]).astype(field.dtype)
     if field.name == ENDS:
-        return np.cumsum([len(copies) for copies in column], dtype=field.dtype)
+        return np.cumsum([len(replicas) for replicas in column], dtype=field.dtype)
     return np.array(column, dtype=field.dtype).reshape(len(column), *shape)

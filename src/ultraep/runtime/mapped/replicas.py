@@ -86,11 +86,10 @@ class MappedReplicas(BaseReplicas):
     def _slot_tensors(self) -> dict[str, torch.Tensor]:
         """The main stream waits for them."""
         record = self.passes.record
-        stage = record.stage
         record.at("replicate", "weights again")
         self._memory.overlap.join()
         self._sending = {}
-        record.at(stage)
+        record.at("experts", "experts back")
         return self._tensors
 
     @outside_dispatch_modes
@@ -131,7 +130,6 @@ class MappedReplicas(BaseReplicas):
         if not self._gradients or self._schedule is None:
             return None
         record = self.passes.record
-        stage = record.stage
         record.at("reduce")
         memory, stacked = self._memory, {name: _stacked(stack) for name, stack in homes.items()}
         beside = beside and memory.beside > 0 and all(stacked[n] is homes[n] for n in homes)
@@ -142,16 +140,15 @@ class MappedReplicas(BaseReplicas):
                     gradient.copy_(total)
         nbytes = sum(slots.nbytes for slots in self._gradients.values())
         record.sent.append(("gradients", nbytes, None))
-        record.at(stage)
+        record.at("experts back")
         return Beside(memory.beside, memory.overlap.aside) if beside else None
 
     def reduced(self) -> None:
         """Make the main stream wait for the sums."""
         record = self.passes.record
-        stage = record.stage
         record.at("reduce")
         self._memory.overlap.join()
-        record.at(stage)
+        record.at("experts back")
         if not self.passes.gradients_leave:
             record.end()
 

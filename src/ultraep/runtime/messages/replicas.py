@@ -123,7 +123,6 @@ class MessageReplicas(BaseReplicas):
         """Stage 8; returns when all gradients are added."""
         del beside
         record = self.passes.record
-        stage = record.stage
         record.at("reduce")
         assert self._gradients is not None, "gradient_slots() must be called before reduce()"
         layout, rows_LB = self._gradients
@@ -145,7 +144,7 @@ class MessageReplicas(BaseReplicas):
                 replicas = [views[name][number] for number in numbers]
                 _add(stack[index], of_homes[name][index], replicas)
         record.sent.append(("gradients", layout.nbytes, len(sends)))
-        record.at(stage)
+        record.at("experts back")
 
     def reduced(self) -> None:
         """End backward if no gradients leave; `reduce` has waited."""
