@@ -64,7 +64,7 @@ PRODUCT = Metric("product_time_p50", "ms", "product ms", ".2f")
 SMS = Metric("multiprocessors", "multiprocessors", "multiprocessors", ".0f")
 BARRIER = Metric("barrier_time", "us", "barrier us", ".1f")
 SECTIONS = ("probe", "straggler", "equal", "cost")
-HOOKS = ("report", "gathered", "applied", "planned", "took", "passed")
+HOOKS = ("report", "gathered", "add")
 USUAL, USUAL_GPU = SECTIONS[1:], SECTIONS[:2]
 CORE, SHARED, STREAM = "core", "share", "stream"  # where the last rank is slowed
 SIDE, PRODUCTS, BARRIERS = 4096, 10, 200  # of the probe
@@ -354,9 +354,10 @@ def equal_on_rank(rank: int, size: Size, cuda: bool, cores: set[int]) -> dict[st
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # ranks of fixed cores differ while other programs run
     variants = Variants(size, rank, device_of_rank(cuda=cuda))
-    balancer, changes, seconds = variants.add(LEARNT, "auto"), 0, []
+    changes, seconds = 0, []
     last: tuple[int, ...] = ()
     with timed_hooks() as hooks:
+        balancer = variants.add(LEARNT, "auto")
         for _ in range(size.quiet):
             begin = time.perf_counter()
             variants.step(LEARNT)
