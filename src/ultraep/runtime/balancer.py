@@ -52,11 +52,10 @@ from ultraep.topology import Topology
 
 
 class DeviceState(NamedTuple):
-    """The data plane of one device, and the replays of its graphs if a trace is recorded."""
+    """The data plane of one device."""
 
     choice: Choice
     plane: DataPlane
-    replays: ReplayedPlans | None
 
 
 class Balancer:
@@ -169,6 +168,7 @@ class Balancer:
         self._hosts = self.comm if self._speeds is None else self.comm.hosts()
         self._host_agreement = self._agreement.over(self._hosts)
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
+        self._replays: list[ReplayedPlans] = []  # of graphs, if a trace is recorded
         self.log = PassLog(self.rank, self.flight, TIMED if self.recorder is None else 1)
         self.subscribe(self._stats.add)
         if self._recording is not None:
@@ -292,11 +292,10 @@ class Balancer:
             self._agreement,
             self._cost,
         )
-        replays = None
         if self._recording is not None and choice.kind.captures and device.type == "cuda":
-            replays = ReplayedPlans(self._recording, self.topology, device)
-            self.subscribe(replays.captured, captured=True)
-        return DeviceState(choice, choice.make(context), replays)
+            self._replays.append(ReplayedPlans(self._recording, self.topology, device))
+            self.subscribe(self._replays[-1].captured, captured=True)
+        return DeviceState(choice, choice.make(context))
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate all memory that microbatches like this need; collective.
@@ -334,9 +333,8 @@ class Balancer:
         """
         if self._recording is not None:
             self.settle()
-            for state in self._devices.values():
-                if state.replays is not None:
-                    state.replays.begin_step(step)
+            for replays in self._replays:
+                replays.begin_step(step)
             self._recording.begin_step(step)
 
     def stats(self) -> dict[str, Any]:
@@ -364,9 +362,8 @@ class Balancer:
         Waits for the device.
         """
         self.log.settle()
-        for state in self._devices.values():
-            if state.replays is not None:
-                state.replays.fetch()
+        for replays in self._replays:
+            replays.fetch()
 
     def check(self) -> None:
         """Raise errors that a device has recorded and the host has not seen; waits for the device.
@@ -387,10 +384,9 @@ class Balancer:
         if self.flight is not None:
             self.flight.close()
         self.settle()
+        for replays in self._replays:
+            replays.finish()
         if self.recorder is not None:
-            for state in self._devices.values():
-                if state.replays is not None:
-                    state.replays.finish()
             self.recorder.close()
         for state in self._devices.values():
             state.plane.close()
