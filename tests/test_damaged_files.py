@@ -20,10 +20,7 @@ SEEDS = range(21, 20_021, 1000)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
 @pytest.mark.parametrize(
     ("first", "last"),
-    [
-        (1, 21),
-        *(pytest.param(n, n + 1000, marks=pytest.mark.long) for n in SEEDS),
-    ],
+    [(1, 21), *(pytest.param(n, n + 1000, marks=pytest.mark.long) for n in SEEDS)],
 )
 def test_damaged_and_hostile_files_take_little_memory_and_time(tmp_path, first, last):
     """One process with one gigabyte reads all files through all commands."""

@@ -107,19 +107,3 @@ def test_prefill_as_one_process(example, tmp_path, capsys):
     none, ultraep = json.loads((tmp_path / "one.json").read_text())
     assert ultraep["difference"] <= 1e-5
     assert none["imbalance_after"] == ultraep["imbalance_after"] == 1
-
-
-@pytest.mark.parametrize(
-    ("script", "options", "message"),
-    [
-        ("train_moe", ["--tokens", "100", "--length", "64"], "not a multiple"),
-        ("train_moe", ["--policy", "nonsense"], "invalid choice"),
-        ("prefill", ["--policy", "none,nonsense"], "nonsense"),
-        ("prefill", ["--longest", "2000"], "--budget"),
-    ],
-)
-def test_wrong_options_are_refused(example, script, options, message, capsys):
-    with pytest.raises(SystemExit) as refused:
-        example(script).main(options)
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err

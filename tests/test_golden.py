@@ -12,10 +12,7 @@ import pytest
 import ultraep
 
 FILE = Path(__file__).parent / "golden" / "plans.json"
-SETTINGS = {
-    "exact": ultraep.BalanceConfig(),
-    "one_percent": ultraep.BalanceConfig(tolerance=0.01),
-}
+SETTINGS = {"exact": ultraep.BalanceConfig(), "one_percent": ultraep.BalanceConfig(tolerance=0.01)}
 
 
 TOPOLOGIES = {

@@ -8,7 +8,6 @@ from traces import plan_for, record
 
 import ultraep
 from ultraep import read_trace, workload
-from ultraep.tools.cli import render
 from ultraep.tools.cli.plan import PLAN_NUMBERS, PlanOptions, read_layers
 
 from .commands import flat, invoke, output, records, shell
@@ -99,20 +98,6 @@ def test_terminals_without_blocks_get_ascii(npy):
     assert (code, errors) == (0, "")
     assert "1.00x +###" in out
     assert out.isascii()
-
-
-def draw(rank_loads, *, width=60, domain=None):
-    rank_loads = np.asarray(rank_loads)
-    to_mean = render.rows_to_mean(rank_loads.max() / rank_loads.mean())
-    return render.skyline(rank_loads, to_mean, width=width, domain=domain or len(rank_loads))
-
-
-def test_a_skyline_reaches_as_high_as_the_loads():
-    lines = draw([8, 4, 0, 4] * 8).plain.splitlines()
-    assert lines[0].startswith("2.00x ┤█   █")
-    assert lines[4].startswith("1.00x ┤██▔██")
-    assert lines[7].startswith("      │██ ██")
-    assert len(lines) == 10
 
 
 LAYERS, ROUTED_EXPERTS = 3, 8

@@ -31,8 +31,7 @@ def test_a_page_to_share(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("newer", "version 99 of the"), ("torn", "truncated or damaged")],
+    ("name", "words"), [("newer", "version 99 of the"), ("torn", "truncated or damaged")]
 )
 def test_a_damaged_trace_is_an_error(run, tmp_path, name, words):
     other = shutil.copytree(run, tmp_path / "other")

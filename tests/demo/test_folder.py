@@ -127,12 +127,6 @@ def test_containers_limit_the_machine(monkeypatch):
     assert module._free_memory() is None
 
 
-def test_most_sequences_have_the_main_subject():
-    text, rng = Text(), np.random.default_rng(0)
-    main = [max(s, key=s.count) for s in (text.shifting(rng, i, 99, 2) for i in range(6))]
-    assert main == [i // 2 % len(text.names) for i in range(6)]
-
-
 def test_held_out_text_is_never_trained_on():
     data = SUBJECTS["prose"]()
     rest, text = len(data) // texts.HELD_OUT, Text({"prose": lambda: data})

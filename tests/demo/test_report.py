@@ -14,7 +14,6 @@ from traces import record
 
 import ultraep
 from ultraep import FileError, Topology, read_trace
-from ultraep.tools.demo import result as reports
 from ultraep.tools.demo.result import trace_folder, write_report
 from ultraep.tools.demo.sizes import Sizes
 from ultraep.workload import zipf
@@ -128,20 +127,6 @@ def test_microbatches_match_the_trace(page, trace):
     worst = trace.imbalance_before.argmax()
     assert (trace.step[worst], trace.layer[worst]) == (plot["moments"][moment]["step"], layer)
     assert plot["homes"] == [TOPOLOGY.home_experts(rank).tolist() for rank in range(RANKS)]
-
-
-def test_replay_under_the_recorded_policy_is_the_recording(page, trace):
-    replay = embedded(page, "replay")
-    assert list(replay["imbalance"]) == list(reports.POLICIES)
-    recorded = {"none": trace.imbalance_before, "ultraep": trace.imbalance_after}
-    for policy, values in recorded.items():
-        np.testing.assert_allclose(
-            replay["imbalance"][policy], by_step(trace, values, np.mean), atol=1e-6
-        )
-        row = next(row for row in replay["table"] if row["policy"] == policy)
-        around = np.isin(trace.step, [2, 3, 6, 7]), np.isin(trace.step, [4, 5, 8, 9])
-        assert row["before_shift"] == pytest.approx(values[around[0]].mean(), abs=1e-6)
-        assert row["after_shift"] == pytest.approx(values[around[1]].mean(), abs=1e-6)
 
 
 def test_the_page_has_all_sections_and_loads_nothing(page, report):

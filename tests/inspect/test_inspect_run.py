@@ -11,11 +11,9 @@ from inspect_models import TEXTS, routing_of, save_tokenizer
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.inspect.findings import label, write_report
 from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.run import Inspection, claim_folder, write_preset
+from ultraep.tools.inspect.run import Inspection, claim_folder
 from ultraep.tools.inspect.texts import texts_of, tokenizer_of, windows_of
 from ultraep.tools.replay import cases, differing, replayed
-from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.workload import read_workload
 from ultraep.trace.read import read_trace
 
 pytest.importorskip("transformers")
@@ -55,15 +53,6 @@ def test_the_trace_holds_the_routing_and_replays(done):
             assert own.loads[window, 0].tolist() == expected.tolist()
             assert own.slot_rows[window].tolist() == [*expected, 0]
     assert "letters 0 to 2, numbers 3 to 5" in trace.header.note
-
-
-def test_the_simulator_reads_the_trace_and_the_sizes(done):
-    write_preset(done.out / "model.toml", done.inspection, done.recorder.top_k)
-    model = load_model(str(done.out / "model.toml"))
-    assert (model.experts, model.top_k, model.layers, model.dense_layers) == (16, 8, 4, 0)
-    assert (model.width, model.expert_width, model.shared_width) == (128, 64, 0)
-    workload = read_workload(done.out / "trace", experts=model.experts, top_k=model.top_k)
-    assert workload.loads.shape == (6, 4, 16)
 
 
 def test_rows_are_replays_of_the_trace(done):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,57 +192,21 @@ class FourRows(StridedLayout):
         return groups.reshape(len(data), -1, groups.shape[-1]).mT
 
 
-@dataclass
-class Storage:
-    data: torch.Tensor
-    layout: Any = None
+def record(name: str, *fields: str, **defaults: Any) -> Any:
+    """Return a class of the kernels that only holds values."""
+    optional = [(field, Any, value) for field, value in defaults.items()]
+    return make_dataclass(name, [*((field, Any) for field in fields), *optional])
 
 
-@dataclass
-class Tensor:
-    """A tensor of the kernels; `shape` counts numbers, not bytes."""
-
-    storage: Storage
-    dtype: Any = None
-    shape: Any = None
-    shape_max: Any = None
-
-
-@dataclass
-class PrecisionConfig:
-    weight_scale: Tensor | None = None
-    flex_ctx: Any = None
-
-
-@dataclass
-class RoutingData:
-    gate_scal: torch.Tensor
-    expt_hist: torch.Tensor
-    n_expts_tot: int
-    n_expts_act: int
-    expt_data: Any = None
-
-
-@dataclass
-class Indices:
-    src_indx: torch.Tensor
-    dst_indx: torch.Tensor
-
-
-@dataclass(frozen=True)
-class FnSpecs:
-    name: str
-    fn: Any
-    fn_arg_names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class FusedActivation:
-    specs: FnSpecs
-    fn_args: tuple[float, ...]
-    reduction_n: int
-
-
+Storage = record("Storage", "data", layout=None)
+Tensor = record("Tensor", "storage", dtype=None, shape=None, shape_max=None)  # shape: of numbers
+PrecisionConfig = record("PrecisionConfig", weight_scale=None, flex_ctx=None)
+RoutingData = record(
+    "RoutingData", "gate_scal", "expt_hist", "n_expts_tot", "n_expts_act", expt_data=None
+)
+Indices = record("Indices", "src_indx", "dst_indx")
+FnSpecs = record("FnSpecs", "name", "fn", "fn_arg_names")
+FusedActivation = record("FusedActivation", "specs", "fn_args", "reduction_n")
 FP4_TYPE = SimpleNamespace(bitwidth=4)
 
 

@@ -16,13 +16,7 @@ pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 import torch
 import torch.distributed as dist
 import transformers.integrations.finegrained_fp8 as fp8
-from equality import (
-    all_batches,
-    assert_same_gradients,
-    learn,
-    quiet,
-    under_torchrun,
-)
+from equality import all_batches, assert_same_gradients, learn, quiet, under_torchrun
 from families import batch, build, outputs
 from hub_kernels import fp8_kernels, mxfp4_kernels
 from ranks import on_ranks
@@ -118,8 +112,7 @@ if not OLD:  # 5.17 cannot save them
 
 
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(n, marks=[pytest.mark.slow] if n != "blocks" else []) for n in CONFIGS],
+    "config", [pytest.param(n, marks=[pytest.mark.slow] if n != "blocks" else []) for n in CONFIGS]
 )
 @on_ranks(2)
 def test_fp8_checkpoints(rank, group, config, tmp_path):

@@ -16,11 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ultraep import ConfigError
-from ultraep.integrations.transformers import (
-    balance,
-    balancers,
-    unbalance,
-)
+from ultraep.integrations.transformers import balance, balancers, unbalance
 
 TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}

@@ -14,12 +14,7 @@ from ranks import on_ranks
 from transformers import TrainerCallback, TrainingArguments
 
 from ultraep import BalanceConfig, ConfigError, LoadError
-from ultraep.integrations.transformers import (
-    BalancedTrainer,
-    ImbalanceCallback,
-    balance,
-    balancers,
-)
+from ultraep.integrations.transformers import BalancedTrainer, ImbalanceCallback, balance, balancers
 from ultraep.routes import Replay, batch_routes, layer_numbers, record_routes, routed_layers
 
 # Hash routing, experts that only images reach, and routers without top-k.

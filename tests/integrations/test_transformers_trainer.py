@@ -29,11 +29,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ultraep import ConfigError, parallel
-from ultraep.integrations.transformers import (
-    BalancedTrainer,
-    balance,
-    balanced_from_pretrained,
-)
+from ultraep.integrations.transformers import BalancedTrainer, balance, balanced_from_pretrained
 
 STEPS = 6
 

@@ -19,11 +19,7 @@ from ultraep import ConfigError
 from ultraep.bundle import Layout
 from ultraep.integrations import vllm
 from ultraep.integrations.vllm.counters import ServingCounters
-from ultraep.integrations.vllm.refusals import (
-    BACKENDS,
-    reasons_of_engine,
-    reasons_of_layer,
-)
+from ultraep.integrations.vllm.refusals import BACKENDS, reasons_of_engine, reasons_of_layer
 from ultraep.integrations.vllm.settings import VLLM_LOGGER, ServingSettings, read_settings
 from ultraep.integrations.vllm.tensors import carry_experts, tensors_without_bundle
 from ultraep.passes import Passes, PassRecord

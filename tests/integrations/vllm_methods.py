@@ -91,8 +91,7 @@ def cases() -> dict[str, Case]:
         w4a4_nvfp4: Case(compressed("w4a4_nvfp4", w4a4_nvfp4), backend="cutlass"),
         w4a4_mxfp4: Case(compressed("w4a4_mxfp4", w4a4_mxfp4)),
         "ModelOptNvFp4FusedMoE": Case(
-            lambda layer: modelopt.ModelOptNvFp4FusedMoE(nvfp4, layer.moe_config),
-            backend="cutlass",
+            lambda layer: modelopt.ModelOptNvFp4FusedMoE(nvfp4, layer.moe_config), backend="cutlass"
         ),
         "Mxfp4MoEMethod": Case(
             lambda layer: mxfp4.Mxfp4MoEMethod(layer.moe_config), backend="marlin"
@@ -113,11 +112,7 @@ def accept_kernels() -> None:
     Compiled conversions are replaced by torch, with the same shapes and dtypes.
     """
     from vllm import _custom_ops
-    from vllm.model_executor.layers.fused_moe.experts import (
-        cutlass_moe,
-        deep_gemm_moe,
-        marlin_moe,
-    )
+    from vllm.model_executor.layers.fused_moe.experts import cutlass_moe, deep_gemm_moe, marlin_moe
 
     for cls in (
         cutlass_moe.CutlassExpertsFp4,

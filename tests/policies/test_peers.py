@@ -20,7 +20,7 @@ from ultraep import (
     policies,
     register_policy,
 )
-from ultraep.policies import BASELINES, BUILT_IN, get_policy
+from ultraep.policies import BASELINES, BUILT_IN
 
 NEEDS_HISTORY = ("eplb", "lplb", "flashlb")
 PEERS = ("quota", "echo", "llep", "moonep", *NEEDS_HISTORY)
@@ -153,12 +153,6 @@ def test_limits_that_a_policy_cannot_honour_are_refused(policy: str) -> None:
     if policy in NEEDS_HISTORY:
         with pytest.raises(ConfigError, match="pass history="):
             plan([[1]], ranks(1), BalanceConfig(policy=policy))
-
-
-def test_flags_of_the_policies() -> None:
-    free = {name for name in BASELINES if not get_policy(name).within_limits}
-    assert free == {"llep", "moonep", "eplb", "lplb", "flashlb", "ideal"}
-    assert {name for name in BASELINES if get_policy(name).needs_history} == set(NEEDS_HISTORY)
 
 
 LOADS = np.array([[8, 0], [8, 0]])

@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultraep import (
-    BalanceConfig,
-    Plan,
-    Topology,
-    plan,
-)
+from ultraep import BalanceConfig, Plan, Topology, plan
 from ultraep.hops import hops
 from ultraep.tools.sim.planning import Replicas, plan_layer
 

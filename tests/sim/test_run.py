@@ -40,9 +40,7 @@ def results() -> list[Result]:
     return simulate(glm_scenario(), POLICIES)
 
 
-def test_a_policy_without_costs_is_refused_before_any_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_policy_without_costs_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "_registry", dict(policies._registry))
     calls = []
 

@@ -61,21 +61,6 @@ def test_a_microbatch_depends_on_its_number_layer_and_seed(changes: dict[str, in
     assert (loads[0] != draw(skew(seed=1, **changes), [0], layer=5)).any()
 
 
-def test_drift_turns_one_topic_into_the_next() -> None:
-    loads = draw(skew(noise=0.0, drift_length=10), range(31))
-    logits = np.log(np.maximum(loads, 1))
-    neighbours = [np.corrcoef(logits[number : number + 2])[0, 1] for number in range(30)]
-    assert min(neighbours) > 0.95
-    assert abs(np.corrcoef(logits[0], logits[10])[0, 1]) < 0.6
-    # At the ends the loads are those of topics without drift.
-    topics = draw(skew(noise=0.0, topic_length=1), range(3))
-    assert (loads[[0, 10, 20]] == topics).all()
-    # The popularity is as strong in the middle as at the ends: cosine and sine, not a line.
-    wide = skew(noise=0.0, drift_length=10, experts=64)
-    middle, ends = (draw(wide, np.arange(begin, 500, 10)) for begin in (5, 0))  # type: ignore[arg-type]
-    assert np.log(middle).std() == pytest.approx(np.log(ends).std(), rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("ranks", "experts", "top_k", "imbalance", "noise"),
     [

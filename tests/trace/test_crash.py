@@ -21,8 +21,7 @@ def passed(number, *, stage="combine", **changes):
 
 def flight(rank, passes=(), *, ranks=3, **changes):
     values = FlightFile(
-        *("ab12", rank, ranks, rank, "host", 100 + rank, "error", 1e9),
-        *((), "", tuple(passes)),
+        *("ab12", rank, ranks, rank, "host", 100 + rank, "error", 1e9), *((), "", tuple(passes))
     )
     return replace(values, **changes)
 

@@ -57,10 +57,7 @@ BAD = {
     ),
     "type": (lambda d: edit(d / PIECE, step=np.zeros(4)), "step must be int64"),
     "dimensions": (lambda d: edit(d / PIECE, quotas=np.zeros((1, 1), np.int32)), "quotas must be"),
-    "ends": (
-        lambda d: edit(d / PIECE, copy_ends=np.full(4, 99, np.int32)),
-        "replicas, got 99",
-    ),
+    "ends": (lambda d: edit(d / PIECE, copy_ends=np.full(4, 99, np.int32)), "replicas, got 99"),
     "pickle": (lambda d: edit(d / PIECE, policy=np.array([{}] * 4, object)), "cannot be read"),
     "rank too many": (
         lambda d: shutil.copytree(d / "rank-00000", d / "rank-00002"),

@@ -76,11 +76,7 @@ def card(page, name):
     return next(text.split("\n")[1:] for text in shown if text.split("\n")[0] == name)
 
 
-@pytest.mark.parametrize(
-    "look",
-    [{"width": 1360}, {"width": 390}],
-    ids=["wide", "narrow"],
-)
+@pytest.mark.parametrize("look", [{"width": 1360}, {"width": 390}], ids=["wide", "narrow"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_is_drawn(page, server, view, look):
     page.look(**look)

@@ -38,11 +38,7 @@ CASES = {
         OVERLAP,
     ),
     "recompute of all": (
-        {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         OVERLAP,
     ),
     "dense layers between": ({"num_layers": 3, "moe_layer_freq": [1, 0, 1]}, OVERLAP),
