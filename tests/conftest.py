@@ -49,7 +49,6 @@ LONGEST = (
     "soak/test_soak.py",
     "backends/test_compile.py",
     "test_benchmarks.py",
-    "test_restarts.py",
     "integrations/test_transformers_equality.py",
     "demo/test_run.py",
     "runtime/test_life_cycles.py",

@@ -1,4 +1,4 @@
-"""examples/pretrain.py checks its settings, resumes exactly, and stops on all ranks together."""
+"""examples/pretrain.py checks its settings and stops on all ranks together; killed jobs resume."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from restarts import check
 
 import ultraep
 
@@ -250,3 +251,12 @@ def test_errors_are_one_line(pretrain, capsys, tmp_path):
         line = capsys.readouterr().err
         assert message in line
         assert line.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pretrain", "trainer"])
+def test_a_job_resumes_after_two_kills(name, tmp_path):
+    if name == "trainer":
+        pytest.importorskip("accelerate")
+        pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
+    check(name, tmp_path)
