@@ -1,13 +1,10 @@
 """Python blocks and docstrings run, names exist, and the docs site has its pages and links."""
 
-import ast
 import builtins
 import doctest
 import importlib.util
-import pkgutil
 import re
 import sys
-from collections import defaultdict
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
@@ -59,27 +56,6 @@ def spans(page):
 
 
 @cache
-def definitions():
-    """Names defined in every module and class of the sources, attributes of `self` included."""
-    defined = defaultdict(set)
-    for path in SOURCES:
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        defined[path.stem].update(defined_in(nodes))
-        for node in nodes:
-            if isinstance(node, ast.ClassDef):
-                defined[node.name].update(defined_in(ast.walk(node)))
-    return defined
-
-
-def defined_in(nodes):
-    for node in nodes:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(getattr(node, "ctx", None), ast.Store):
-            yield getattr(node, "id", None) or getattr(node, "attr", None)
-
-
-@cache
 def words():
     """Every word of the sources and of their data."""
     data = [path for kind in ("*.toml", "*.json") for path in (ROOT / "src").rglob(kind)]
@@ -120,35 +96,11 @@ def exists(span):
         return None
     if FILE.fullmatch(span):
         return any(fnmatchcase(path, f"*/{span.rstrip('/')}") for path in files())
-    if match := DOTTED.fullmatch(span):
-        return resolves(match[1])
-    if match := CALL_OR_SNAKE.fullmatch(span):
-        name = match[1] or match[2]
-        return name in words() or hasattr(builtins, name)
-    if match := CLASS.fullmatch(span):
-        return match[1] in definitions() or hasattr(builtins, match[1])
+    if match := DOTTED.fullmatch(span) or CALL_OR_SNAKE.fullmatch(span) or CLASS.fullmatch(span):
+        names = next(filter(None, match.groups())).split(".")
+        return all(name in words() or hasattr(builtins, name) for name in names)
     named = OPTION.findall(span)
     return options().issuperset(named) if named else None
-
-
-def resolves(dotted):
-    """Whether `ultraep.plan`, `Plan.loads` or `plan.loads` exists, for any value called plan."""
-    first, second, *_ = dotted.split(".")
-    if first in ("ultraep", "torch", "np"):
-        return is_importable(re.sub("^np", "numpy", dotted))
-    if (ROOT / "src" / "ultraep" / first).is_dir() and is_importable(f"ultraep.{dotted}"):
-        return True
-    if first[0].isupper() and first in definitions():
-        return second in definitions()[first] or hasattr(torch.nn.Module, second)
-    return any(second in names for names in definitions().values())
-
-
-def is_importable(dotted):
-    try:
-        pkgutil.resolve_name(dotted)
-    except (ImportError, AttributeError):  # a framework may not be installed here
-        return ".integrations." in dotted and words().issuperset(dotted.split("."))
-    return True
 
 
 def test_names_exist():
@@ -199,7 +151,6 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_blocks_run(block, monkeypatch):
     import numpy as np
-    import torch
 
     import ultraep
 
