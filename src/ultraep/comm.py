@@ -58,6 +58,9 @@ class Communicator(Protocol):
     def hosts(self) -> Communicator:
         """Return a communicator whose messages wait for no device; collective."""
 
+    def check_alive(self) -> None:
+        """Raise if a rank has died. Not collective; may take some seconds."""
+
     def part(self, size: int) -> Communicator:
         """Return a communicator of the block of `size` consecutive ranks with this one; collective.
 

@@ -277,7 +277,7 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
     import torch
 
     from ultraep import Topology
-    from ultraep.backends.triton.exchange import RegionLayout, RowExchange
+    from ultraep.backends.triton.exchange import RowExchange, RowMap
 
     def empty(*shape: int, dtype: Any = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -286,25 +286,26 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
         addresses = empty(ranks, dtype=torch.int64)
         return SimpleNamespace(local=empty(num_bytes, dtype=torch.uint8), addresses=addresses)
 
-    tokens, width, capacity = 512, 7168, 8192
+    tokens, width, arrived = 512, 7168, 8192
     first_slot = Topology(ranks=ranks, experts=experts, slots=slots).first_slot_of_rank
-    layout = RegionLayout(
-        first_slot_of_rank=first_slot, tokens=tokens, top_k=top_k, capacity=capacity
-    )
-    rows = empty(capacity, width, dtype=getattr(torch, dtype))
-    values, served = (region(layout.served_bytes(width * rows.itemsize)) for _ in range(2))
-    exchange = RowExchange(layout, rank=0, tables=region(layout.table_bytes), programs=132)
-    row_map, received = exchange.row_map(), empty(ranks, exchange.num_local)
-    scalars = empty(tokens, top_k, dtype=torch.float32)
-    routed = empty(layout.rows)
-    exchange.tables(empty(layout.num_slots), received, row_map)
-    exchange.expose(routed, scalars)
-    exchange.expose_values(rows[:tokens], values)
-    exchange.origins(received, row_map, empty(capacity, dtype=torch.float32))
-    exchange.landings(routed, routed, row_map)
-    exchange.gather_rows(values, row_map, rows)
-    exchange.sum_rows(served, row_map, rows[:tokens])
-    exchange.sum_rows(served, row_map, rows[:tokens], scalars)
+    rows = empty(arrived, width, dtype=getattr(torch, dtype))
+    values, served, scalars_A = region(rows.nbytes), region(rows.nbytes), region(8 * arrived)
+    exchange = RowExchange(first_slot, rank=0, fault=empty(1), programs=132)
+    received, scalars = empty(ranks, exchange.num_local), empty(tokens, top_k, dtype=torch.float32)
+    routed, num_routed = empty(tokens * top_k), tokens * top_k
+    tables = region(exchange.table_bytes(num_routed))
+    counts = empty(exchange.num_slots), received, empty(ranks)
+    heads = exchange.tables(tables, *counts, num_routed, arrived)
+    origins, landings = (empty(n, dtype=torch.int64) for n in (arrived, num_routed))
+    row_map = RowMap(*heads, origins, landings)
+    exchange.expose(tables, routed, scalars, num_routed)
+    exchange.expose_values(values, rows[:tokens])
+    gates = empty(arrived, dtype=torch.float32)
+    exchange.origins(tables, received, origins, gates, num_routed)
+    exchange.landings(tables, routed, routed, landings, arrived)
+    exchange.gather_rows(values, row_map, rows, top_k)
+    exchange.sum_rows(served, None, row_map, rows[:tokens], None, top_k)
+    exchange.sum_rows(served, scalars_A, row_map, rows[:tokens], scalars, top_k)
 
 
 class RankZero:
@@ -337,9 +338,9 @@ def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) ->
 
     width = 4096
     peers = RankZero(ranks)
-    signals = Signals(peers, slots=slots, buffers=1, timeout=1.0)
+    signals = Signals(peers, slots=slots, buffers=1, timeout=1.0, numbers=experts)
     loads = torch.zeros(experts, dtype=torch.int32)
-    signals.share("loads", loads, signals.region, loads)
+    signals.share(loads, loads)
     signals.barrier("rows")
     topology = Topology(ranks=ranks, experts=experts, slots=slots)
     streamer = Streamer(signals, topology, relay=relay, programs=64)

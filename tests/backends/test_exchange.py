@@ -1,5 +1,6 @@
 """Rows between GPUs: the kernels put them where a few lines of Python put them."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +11,9 @@ from guard import watched
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import ultraep
 from ultraep import Topology
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.exchange import RegionLayout, RowExchange
+from ultraep.backends.triton.exchange import SCALAR, RowExchange, RowMap, aligned
 from ultraep.reroute import reroute
 
 DEVICE = default_device()
@@ -22,6 +22,7 @@ only_interpreted = pytest.mark.skipif(
 )
 UNSHRUNK = [Phase.explicit, Phase.reuse, Phase.generate]
 SENTINEL = 99.0
+RANK = 1 << 32  # factor of a rank in origins and landings
 
 
 class Piece(NamedTuple):
@@ -94,9 +95,9 @@ class Twin:
         rows = [values[source][row // top_k] for source, row in self.arrived[rank]]
         return torch.stack(rows) if rows else values[rank][:0]
 
-    def landing(self, rank, row, capacity):
+    def landing(self, rank, row):
         target, arrived = self.landings.get((rank, row), (0, -1))
-        return target * capacity + arrived
+        return target * RANK + arrived
 
     def summed(self, rank, served, tokens, top_k):
         """[T, D] sums in the order of choices, rounded once."""
@@ -117,23 +118,35 @@ class Group:
         self.ranks, self.top_k = len(ids), ids[0].shape[1]
         self.capacity = max(1, int(plan.rank_loads.max())) if capacity is None else capacity
         self.twin = Twin(ids, plan, self.capacity)
-        self.layout = RegionLayout(
-            first_slot_of_rank=plan.topology.first_slot_of_rank,
-            tokens=max(1, *map(len, ids)),
-            top_k=self.top_k,
-            capacity=self.capacity,
-        )
-        row_bytes = width * dtype.itemsize
-        self.tables = make_region(self.ranks, self.layout.table_bytes)
-        self.values = make_region(self.ranks, self.layout.value_bytes(row_bytes))
-        self.served = make_region(self.ranks, self.layout.served_bytes(row_bytes))
+        self.rows, tokens = max(1, *map(len, ids)) * self.top_k, max(1, *map(len, ids))
+        fault = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        first_slots = plan.topology.first_slot_of_rank
         self.exchanges = [
-            RowExchange(self.layout, rank=rank, tables=self.tables[rank], programs=programs)
+            RowExchange(first_slots, rank=rank, fault=fault, programs=programs)
             for rank in range(self.ranks)
         ]
-        self.maps = [exchange.row_map() for exchange in self.exchanges]
+        row_bytes = width * dtype.itemsize
+        self.tables = make_region(self.ranks, self.exchanges[0].table_bytes(self.rows))
+        self.values = make_region(self.ranks, aligned(tokens * row_bytes))
+        self.served = make_region(self.ranks, aligned(self.capacity * row_bytes))
+        self.scalars = make_region(self.ranks, self.capacity * SCALAR)
+        self.maps = [self.empty_map(own.numel()) for own in ids]
+        self.rank_loads = torch.tensor(plan.rank_loads, dtype=torch.int32, device=DEVICE)
         self.gates = [torch.zeros(self.capacity, device=DEVICE) for _ in self.exchanges]
         self.routes = [route_of(own, plan, rank) for rank, own in enumerate(ids)]
+
+    def empty_map(self, rows):
+        zeros = torch.zeros(self.capacity + rows, dtype=torch.int64, device=DEVICE)
+        return RowMap(None, None, zeros[: self.capacity], zeros[self.capacity :])
+
+    def make_tables(self, rank, times=1):
+        """Write the tables of a rank; the results go into its map."""
+        route = self.routes[rank]
+        sizes = self.rows, self.capacity
+        tables, received = self.tables[rank], route.receive_counts * times
+        arguments = route.rows_of_slot, received, self.rank_loads
+        offsets, wrong = self.exchanges[rank].tables(tables, *arguments, *sizes)
+        self.maps[rank] = replace(self.maps[rank], offsets=offsets, wrong=wrong)
 
     @property
     def members(self):
@@ -141,38 +154,43 @@ class Group:
 
     @property
     def exposed(self):
-        return pieces_of(self.tables, self.values, self.served)
+        return pieces_of(self.tables, self.values, self.served, self.scalars)
 
     def dispatch(self, values, gates):
         """[capacity, D] the rows that arrive at every rank."""
+        for rank, exchange, _, route in self.members:
+            self.make_tables(rank)
+            exchange.expose(self.tables[rank], route.order, gates[rank].to(DEVICE), self.rows)
+            exchange.expose_values(self.values[rank], values[rank].to(DEVICE))
         for rank, exchange, row_map, route in self.members:
-            exchange.tables(route.rows_of_slot, route.receive_counts, row_map)
-            exchange.expose(route.order, gates[rank].to(DEVICE))
-            exchange.expose_values(values[rank].to(DEVICE), self.values[rank])
-        for rank, exchange, row_map, route in self.members:
-            exchange.origins(route.receive_counts, row_map, self.gates[rank])
-            exchange.landings(route.slots, route.positions, row_map)
+            tables, gates_A = self.tables[rank], self.gates[rank]
+            exchange.origins(tables, route.receive_counts, row_map.origins, gates_A, self.rows)
+            landings = route.slots, route.positions, row_map.landings
+            exchange.landings(tables, *landings, self.capacity)
         return [self.gather(rank) for rank in range(self.ranks)]
 
     def gather(self, rank):
         gathered = torch.full((self.capacity, self.width), SENTINEL).to(DEVICE, self.dtype)
-        self.exchanges[rank].gather_rows(self.values[rank], self.maps[rank], gathered)
+        row_map, values = self.maps[rank], self.values[rank]
+        self.exchanges[rank].gather_rows(values, row_map, gathered, self.top_k)
         return gathered.cpu()
 
     def combine(self, served, scalars=None):
         """[T, D] sums for every rank, and [T, K] scalars."""
-        for rank, exchange, *_ in self.members:
-            exchange.served_rows(self.served[rank], self.width, self.dtype).copy_(served[rank])
+        for rank, rows in enumerate(served):
+            self.served[rank].local[: rows.nbytes].copy_(bits(rows).view(-1))
             if scalars is not None:
-                exchange.served_scalars(self.served[rank], torch.float32).copy_(scalars[rank])
+                own = scalars[rank].float()
+                self.scalars[rank].local[: own.nbytes].copy_(bits(own))
         return [self.sum(rank, scalars is not None) for rank in range(self.ranks)]
 
     def sum(self, rank, with_scalars):
         tokens = len(self.ids[rank])
         summed = torch.full((tokens, self.width), SENTINEL).to(DEVICE, self.dtype)
         scalars = torch.full((tokens, self.top_k), SENTINEL, device=DEVICE)
+        beside = (self.scalars[rank], scalars) if with_scalars else (None, None)
         self.exchanges[rank].sum_rows(
-            self.served[rank], self.maps[rank], summed, scalars if with_scalars else None
+            self.served[rank], beside[0], self.maps[rank], summed, beside[1], self.top_k
         )
         return summed.cpu(), scalars.cpu()
 
@@ -207,18 +225,18 @@ def assert_there_and_back(group, seed=0):
 
 
 def assert_mapped(group, gates):
-    rows, capacity = group.layout.rows, group.capacity
+    capacity = group.capacity
     for rank, _, row_map, route in group.members:
         pairs = group.twin.arrived[rank]
         assert route.receive_counts.sum() == group.twin.totals[rank]
         assert row_map.offsets.tolist() == group.twin.offsets(rank, capacity)
-        origins = [source * rows + row for source, row in pairs]
+        origins = [source * RANK + row for source, row in pairs]
         assert row_map.origins.tolist() == origins + [0] * (capacity - len(pairs))
         expected = [gates[source].view(-1)[row].item() for source, row in pairs]
         assert group.gates[rank].tolist() == expected + [0] * (capacity - len(pairs))
         number = group.ids[rank].numel()
-        landings = [group.twin.landing(rank, row, capacity) for row in range(number)]
-        assert row_map.landings.tolist() == landings + [0] * (rows - number)
+        landings = [group.twin.landing(rank, row) for row in range(number)]
+        assert row_map.landings.tolist() == landings
 
 
 def assert_sums(group, served, scalars, actual):
@@ -292,14 +310,15 @@ def test_more_slots_than_a_tile_of_the_tables():
     topology = Topology(ranks=2, experts=5000, slots=0)
     ids = [torch.from_numpy(np.random.default_rng(r).integers(0, 5000, (20, 2))) for r in range(2)]
     group = Group(ids, plan_of(ids, topology))
-    for _, exchange, row_map, route in group.members:
-        exchange.tables(route.rows_of_slot, route.receive_counts, row_map)
+    for rank in range(2):
+        group.make_tables(rank)
     for rank, exchange, row_map, route in group.members:
+        words = group.tables[rank].local.view(torch.int32)
         begins = route.rows_of_slot.cumsum(0) - route.rows_of_slot
-        assert torch.equal(exchange.begins, begins.int())
+        assert torch.equal(words[exchange._begins_at // 4 :][:5000], begins.int())
         blocks_LR = route.receive_counts.T.reshape(-1)
         blocks_LR = (blocks_LR.cumsum(0) - blocks_LR).view(-1, 2)
-        assert torch.equal(exchange.blocks.view(2, -1), blocks_LR.T.int())
+        assert torch.equal(words[:5000].view(2, -1), blocks_LR.T.int())
         assert row_map.offsets.tolist() == group.twin.offsets(rank, group.capacity)
 
 
@@ -323,7 +342,7 @@ def test_values_that_begin_anywhere(offset):
     for rank, own in enumerate(group.ids):
         memory = torch.arange(offset, offset + 64, dtype=torch.int8, device=DEVICE)
         values = memory[offset : offset + 5 * len(own)].view(len(own), 5)
-        group.exchanges[rank].expose_values(values, group.values[rank])
+        group.exchanges[rank].expose_values(group.values[rank], values)
         local = group.values[rank].local
         assert torch.equal(local[: values.numel()].view(torch.int8), values.reshape(-1))
         assert (local[values.numel() :] == 0xAB).all()
@@ -339,12 +358,16 @@ def test_weights_of_any_type():
 
 @pytest.mark.parametrize("missing", [1, 4, 1000])
 def test_rows_above_the_capacity(missing):
-    """Rows above the capacity are dropped and counted, and add nothing."""
+    """Rows above the capacity are dropped and counted; all sums are NaN."""
     full = random_group(4, tokens=(20, 7, 9), padding=0.0, slots=0)
     capacity = max(1, full.capacity - missing)
     group = Group(full.ids, full.plan, capacity=capacity)
     with watched(also=group.exposed):
-        assert_there_and_back(group)
+        gates = [torch.rand(own.shape) for own in group.ids]
+        group.dispatch(group.random(map(len, group.ids), 0), gates)
+        assert_mapped(group, gates)
+        sums = group.combine(group.random([capacity] * group.ranks, 1))
+    assert all(total.isnan().all() for total, _ in sums)
     for rank, exchange, *_ in group.members:
         total = group.twin.totals[rank]
         assert exchange.faults.tolist() == [int(total > capacity), total]
@@ -353,10 +376,9 @@ def test_rows_above_the_capacity(missing):
 
 def test_the_most_that_ever_arrived_is_remembered():
     group = random_group(4, tokens=(20, 7, 9), capacity=1)
-    _, exchange, row_map, route = group.members[0]
     for times in (3, 5, 2):
-        exchange.tables(route.rows_of_slot, route.receive_counts * times, row_map)
-    assert exchange.faults.tolist() == [3, 5 * group.twin.totals[0]]
+        group.make_tables(0, times)
+    assert group.exchanges[0].faults.tolist() == [3, 5 * group.twin.totals[0]]
 
 
 @only_interpreted
@@ -376,10 +398,3 @@ def test_invalid_routes_stay_in_bounds(seed, capacity):
     with watched(also=group.exposed):
         group.dispatch(values, gates)
         group.combine(group.random([capacity] * group.ranks, 1), [torch.rand(capacity)] * 3)
-
-
-def test_too_many_tokens_are_refused():
-    group = random_group()
-    values = torch.zeros(group.layout.tokens + 1, group.width, device=DEVICE)
-    with pytest.raises(ultraep.LoadError, match="got 16 routed rows, but the regions hold 14"):
-        group.exchanges[0].expose_values(values, group.values[0])

@@ -331,7 +331,7 @@ class _Gradients:
     def __init__(self, replicas: Replicas, homes: Weights, knows_spans: bool) -> None:
         self._replicas, self._homes = replicas, homes
         wide = {n: accumulator(w.dtype) for n, w in homes.items()}
-        if replicas.possible or knows_spans:
+        if replicas.possible:
             self._slots = replicas.gradient_slots(
                 {n: (tuple(w.shape[1:]), wide[n]) for n, w in homes.items()}
             )

@@ -21,55 +21,22 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
 from ultraep.comm import Communicator, moved
-from ultraep.errors import CommunicationError, PlanMismatch
+from ultraep.errors import CommunicationError
+from ultraep.position import At, Position, compare_positions, compare_values
 from ultraep.runtime.flight import Flight, flight_of
 from ultraep.trace.flight import MEETINGS
 
 FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "tokens", "rows")
 COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
-
-
-class At(IntEnum):
-    """A point of the program at which ranks compare records."""
-
-    LOADS = 0
-    LOADS_RECOMPUTED = 1
-    PLAN = 2
-    BACKWARD = 3
-    STATE = 4
-    PLANE = 5
-    RATES = 6
-    SPEEDS = 7
-
-
-NAMES = (  # of the points
-    *("the loads", "the loads, recomputed in backward,", "the plan", "the backward pass"),
-    *("the full state", "the choice of a data plane", "the measurement of rates"),
-    "the comparison of speeds",
-)
-
-
-class Position(NamedTuple):
-    """The position of a rank in the program."""
-
-    at: int
-    layer: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"{NAMES[self.at]} of layer {self.layer} (step {self.step})"
 
 
 MEETING_OF: dict[int, str] = dict(  # in the flight recorder; the other points are inside of stages
@@ -114,7 +81,7 @@ class Agreement:
         self._place_of_loads = slice(len(FIELDS), len(FIELDS) + experts)
         gathered = comm.gather_objects((settings, secrets.token_hex(8)))
         every = [other for other, _ in gathered]
-        _compare("the settings", every, every)
+        compare_values("the settings", every, every)
         # Balancers with equal settings differ by the token of rank 0.
         self._balancer = text_digest(settings + gathered[0][1])
         self.flight: Flight | None = None
@@ -223,16 +190,9 @@ class Agreement:
         """Raise if places differ. All ranks have the same records, so all of them get here."""
         balancers = records.column("balancer").tolist()
         if len(set(balancers)) > 1:
-            _compare("the balancer", balancers, self._comm.gather_objects(self._settings))
+            compare_values("the balancer", balancers, self._comm.gather_objects(self._settings))
         places = [Position(*row) for row in records.words[:, PLACE].tolist()]
-        if len(set(places)) > 1:
-            groups = ranks_by_value(places).items()
-            listed = "; ".join(f"ranks {ranks} are at {other}" for other, ranks in groups)
-            raise PlanMismatch(
-                f"ranks are at different places of the program: {listed}",
-                ranks=differing(places),
-                place=place,
-            )
+        compare_positions(places, place)
 
     def _compare_digests(
         self, place: Position, records: Records, description: str, what: str = ""
@@ -240,7 +200,7 @@ class Agreement:
         """Raise if digests differ; places are equal by now."""
         descriptions = self._comm.gather_objects(description)
         digests = records.column("digest").tolist()
-        _compare(f"{what}{place}", digests, descriptions, place)
+        compare_values(f"{what}{place}", digests, descriptions, place)
 
 
 @lru_cache(maxsize=1024)
@@ -248,34 +208,3 @@ def text_digest(text: str) -> int:
     """Return a 62-bit digest of a text."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
-
-
-def _compare(
-    what: str, values: Sequence[Hashable], descriptions: Sequence[str], place: object = ""
-) -> None:
-    """Raise with the descriptions if the values of all ranks are not equal."""
-    groups = ranks_by_value(values).values()
-    if len(groups) > 1:
-        listed = "; ".join(f"ranks {ranks} have {descriptions[ranks[0]]}" for ranks in groups)
-        text = f"ranks disagree about {what}: {listed}"
-        raise PlanMismatch(text, ranks=differing(values), place=place)
-
-
-def ranks_by_value(values: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    """Return the ranks that have each value."""
-    groups: dict[Hashable, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    return groups
-
-
-def differing(values: Sequence[Hashable]) -> list[int]:
-    """Return the ranks that differ from most ranks; all ranks if no value is the most common.
-
-    >>> differing("aba"), differing("ab")
-    ([1], [0, 1])
-    """
-    (common, most), *rest = Counter(values).most_common()
-    if rest and rest[0][1] == most:
-        return list(range(len(values)))
-    return [rank for rank, value in enumerate(values) if value != common]

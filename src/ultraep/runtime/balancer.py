@@ -29,7 +29,7 @@ from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch
 from ultraep.ops.modes import outside_dispatch_modes, refuse_transforms
 from ultraep.passes import TIMED, Passes, PassLog, Subscriber
 from ultraep.policies import running_policy
-from ultraep.runtime.agreement import At, Position, differing, ranks_by_value
+from ultraep.position import At, Position, differing, ranks_by_value
 from ultraep.runtime.capacity import default_config
 from ultraep.runtime.connect import (
     Choice,

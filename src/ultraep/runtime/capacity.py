@@ -1,10 +1,10 @@
-"""Capacity: the rows that a rank can serve in a microbatch, where memory has a fixed size.
+"""Capacity: the rows that a rank can serve in a microbatch.
 
+auto       as many as a plan gives it; memory follows the rows. A captured graph has a fixed size:
+           what `prepare` or the steps before have allocated
 static     the mean of all ranks, so at most the rows that a rank can have itself; refused where a
            plan could exceed the mean (docs/plan.md has the proof). With several domains, the mean
            of the busiest domain, which may get all rows
-auto       the same where the proof holds; otherwise twice as much at first. It grows before a rank
-           comes close to it
 a number   that number
 """
 
@@ -19,6 +19,7 @@ from ultraep.plan import Plan
 from ultraep.topology import Topology
 
 STATIC = "static"
+SPARE = 4  # one in this many rows is spare, so that memory seldom grows
 # The settings of a config for which the proof holds.
 PROVEN = {
     "policy": "ultraep",
@@ -73,27 +74,26 @@ class Capacity:
             return f"max_replicas={config.max_replicas}, it needs {ranks * slots}"
         return ""
 
-    def rows_for(self, rows: int, most: int) -> int:
-        """Return the rows to allocate memory for.
+    def rows_for(self, rows: int, planned: int | None = None) -> int:
+        """Return the rows of a rank to provide shared memory for.
 
-        rows: that a rank can have itself.   most: that any rank was ever planned to serve.
+        rows: that a rank can have itself.   planned: that a rank must serve now; None: unknown.
         """
         if not isinstance(self.setting, str):
             return self.setting
-        proven = rows * self.topology.num_domains
-        if self.setting == STATIC or (self.proven and most <= proven):
-            return proven
-        return max(2 * rows, most + most // 2)
-
-    def suffices(self, allocated: int, most: int) -> bool:
-        """Whether the allocated rows are enough; if not proven, an eighth must stay free."""
-        if self.setting != AUTO:
-            return True
-        return most <= (allocated if self.proven else allocated - allocated // 8)
+        if self.setting == STATIC or planned is None:
+            return rows * self.topology.num_domains if self.proven else 2 * rows
+        return planned + planned // SPARE
 
     def check(self, plan: Plan) -> None:
-        """Raise if a plan exceeds a static capacity."""
+        """Raise if a plan exceeds the capacity."""
         size, most = plan.topology.domain_size, int(plan.rank_loads.max())
+        if isinstance(self.setting, int) and most > self.setting:
+            rank = int(plan.rank_loads.argmax())
+            raise LoadError(
+                f"a plan with {most} rows on rank {rank}, but the buffers are for {self.setting}: "
+                "pass a larger capacity= to the balancer, or none outside of graphs"
+            )
         mean = -(-int(plan.rank_loads.reshape(-1, size).sum(axis=1).max()) // size)
         if self.setting == STATIC and most > mean:
             rank = int(plan.rank_loads.argmax())

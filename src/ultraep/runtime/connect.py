@@ -32,9 +32,10 @@ from ultraep.errors import (
 from ultraep.loads import count_loads
 from ultraep.microbatch import DataPlane
 from ultraep.plan import plan as make_plan
+from ultraep.position import differing
 from ultraep.reroute import reroute
 from ultraep.runtime import hybrid, mapped, messages
-from ultraep.runtime.agreement import Agreement, differing
+from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup

@@ -31,7 +31,8 @@ from ultraep.errors import ConfigError, errors_at
 from ultraep.microbatch import Inputs, Replicas
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan, plan_from_replicas
-from ultraep.runtime.agreement import Agreement, At, Position
+from ultraep.position import At, Position
+from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from ultraep.plan import Plan
 from ultraep.topology import Topology
 
 POLICIES = ("ultraep", "none")  # that kernels plan
+BEHIND = 4  # words behind the loads of a rank: rows without an expert, and its faults
 
 
 def device_config(config: BalanceConfig) -> BalanceConfig:
@@ -59,6 +61,7 @@ class DevicePlan:
     result: torch.Tensor  # the tensors below in one piece
     places: Mapping[str, tuple[slice, tuple[int, ...]]]  # of these tensors in it
     speeds: torch.Tensor | None  # [R] of the config; None: equal
+    fetched: tuple[IntArray, IntArray] | None = None  # loads and result on the host
 
     num_replicas = _Part()  # [1] replicas in total
     replicas = _Part()  # [C, 3] expert, host rank, spare slot; by expert, then host
@@ -67,13 +70,29 @@ class DevicePlan:
     rank_loads = _Part()  # [R] rows that every rank serves
     slot_of_copy = _Part()  # [C] slot of each replica, counted over all ranks
 
+    def _fetched(self, name: str) -> IntArray:
+        """Return a part of a plan that was fetched to the host."""
+        assert self.fetched is not None
+        return self.fetched[1][self.places[name][0]]
+
+    def has_replicas(self) -> bool:
+        """Whether a fetched plan has replicas."""
+        return bool(self._fetched("num_replicas")[0])
+
+    def most_rows(self) -> int:
+        """Return the rows of the fullest rank of a fetched plan."""
+        if self.topology.ranks == 1:
+            assert self.fetched is not None
+            return int(self.fetched[0].sum())
+        return int(self._fetched("rank_loads").max())
+
     def copied(self) -> DevicePlan:
         """Return the plan in its own memory, which the next plan does not overwrite."""
         return replace(self, loads=self.loads.clone(), result=self.result.clone())
 
     def to_host_async(self) -> Callable[[], Plan]:
         """Return a callable that yields the `Plan` once the device has produced it."""
-        if self.result.device.type == "cpu":
+        if self.fetched is not None or self.result.device.type == "cpu":
             return self.to_host
         result, loads = (
             torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
@@ -86,20 +105,24 @@ class DevicePlan:
 
         loads, fetched: the loads and the `result` if they are on the host already.
         """
-        fetched = self.result.cpu() if fetched is None else fetched
-        result = fetched.numpy().astype(np.int64)
+        if self.fetched is not None:
+            loads, result = self.fetched
+        else:
+            result = (self.result.cpu() if fetched is None else fetched).numpy().astype(np.int64)
 
         def part(name: str) -> IntArray:
             place, shape = self.places[name]
             return result[place].reshape(shape)
 
         end = int(part("num_replicas")[0])
+        if loads is None:
+            loads = self.loads.cpu().numpy().astype(np.int64)
         arrays: list[IntArray] = [
-            self.loads.cpu().numpy().astype(np.int64) if loads is None else loads,
+            loads,
             part("replicas")[:end],
             part("quotas")[:end],
             part("split")[:end],
-            part("rank_loads"),
+            part("rank_loads") if self.topology.ranks > 1 else loads.sum(axis=1),
         ]
         return Plan(self.topology, self.config, *map(frozen, arrays))
 
@@ -116,6 +139,23 @@ class DeviceRoutes:
     receive_counts: torch.Tensor  # [R, L] rows from every rank for each slot of this one
 
 
+class Gathered(NamedTuple):
+    """What the ranks have told each other, on the host."""
+
+    positions: IntArray  # [R + 1, 3] point, step and digest; the last: the fault of this rank
+    counts: IntArray  # [R, E + 4] loads, rows without an expert, and faults
+    received: IntArray  # [R, L] rows from every rank for each slot of this rank
+
+    def tokens(self, top_k: int) -> int:
+        """Return the most tokens of a rank."""
+        return int(self.counts[:, :-3].sum(axis=1).max()) // max(1, top_k)
+
+    def refused(self) -> list[int]:
+        """Return the ranks with invalid ids."""
+        ranks: list[int] = np.flatnonzero(self.counts[:, -3]).tolist()
+        return ranks
+
+
 class DevicePlanner:
     """Counts, plans and reroutes the microbatches of one rank on its GPU.
 
@@ -123,6 +163,10 @@ class DevicePlanner:
     config: with the policy "ultraep" or "none".
     device: None: the current GPU, or the CPU with Triton's interpreter.
     `faults`: [3] faults that the device has counted since the last `check`.
+    `counts`: [E + 4] loads of this rank, its rows without an expert, and its faults.
+    `gathered`: [R, E + 4] memory for those of all ranks; `loads` is a part of it.
+    `positions`: [R + 1, 3] memory for the positions of all ranks.
+    `received`: [R, L] rows that every rank sends to each slot of this rank, by the last plan.
     """
 
     def __init__(
@@ -139,9 +183,8 @@ class DevicePlanner:
         select("triton")
         from ultraep.backends.triton.device import default_device, launching
         from ultraep.backends.triton.planner import Planner
-        from ultraep.backends.triton.rerouter import Counter, Rerouter
 
-        self.topology, self.config, self.rank, self.rows = topology, config, rank, rows
+        self.topology, self.config, self.rank = topology, config, rank
         self.device = torch.empty(0, device=device or default_device()).device
         if self.device.type != default_device().type:
             raise ConfigError(f"kernels run on {default_device().type}, not on {self.device}")
@@ -150,19 +193,57 @@ class DevicePlanner:
         if config.policy == "none":
             limits = limits._replace(max_replicas=0)
         timed = (config.objective, config.policy) == ("time", "ultraep") and topology.can_replicate
-        self._planner = Planner(limits, locality=config.locality, device=self.device, timed=timed)
-        self._counter = Counter(topology.experts, rows, self.device)
-        self._rerouter = Rerouter(self._planner, self._counter)
-        self.faults = torch.zeros(3, dtype=torch.int32, device=self.device)
-        unknown, self._planner.faults, mismatches = self.faults.split(1)
-        self._counter.unknown, self._rerouter.mismatches = unknown, mismatches
+        ranks, experts = topology.ranks, topology.experts
+        local = int(topology.homes_per_rank[rank]) + topology.slots
+        shapes = (ranks + 1, 3), (ranks, experts + BEHIND), (ranks, local)
+        sizes = [-(-rows * columns // 4) * 4 for rows, columns in shapes]  # aligned to 16 bytes
+        self._planner = Planner(
+            limits,
+            locality=config.locality,
+            device=self.device,
+            timed=timed,
+            before=sum(sizes),
+        )
+        block = self.block = self._planner.block  # what the host reads
+        self._parts = tuple(zip(sizes, shapes, strict=True))
+        self.positions, self.gathered, self.received = self._split(block)[:-1]
+        self.loads = self.gathered[:, :experts]
+        self.counts = self.gathered[0] if ranks == 1 else torch.zeros_like(self.gathered[0])
+        self.faults = self.counts[experts + 1 :]
+        self._unknown, self._planner.faults, self._mismatches = self.faults.split(1)
+        cuda = self.device.type == "cuda"
+        self._copy = torch.empty_like(block, device="cpu", pin_memory=cuda)
         self._plan: DevicePlan | None = None
         self._adopted_loads: torch.Tensor | None = None
-        local = int(topology.homes_per_rank[rank]) + topology.slots
-        self._slots, self._order, self._positions = torch.zeros(
-            3, rows, dtype=torch.int32, device=self.device
-        )
-        self._received = torch.zeros(topology.ranks, local, dtype=torch.int32, device=self.device)
+        self.reserve(rows)
+
+    def _split(self, block: Any) -> list[Any]:
+        """Return the parts of the block, as an array or a tensor: the last is the result."""
+        parts, end = [], 0
+        for size, (rows, columns) in self._parts:
+            parts.append(block[end : end + rows * columns].reshape(rows, columns))
+            end += size
+        return [*parts, block[end:]]
+
+    def reserve(self, rows: int) -> None:
+        """Allocate buffers for this many routed rows of this rank."""
+        from ultraep.backends.triton.rerouter import Counter, Rerouter
+
+        _check_settings(self.topology, self.config, rows, self.rank)
+        self.rows, totals = rows, self.counts[: self.topology.experts + 1]
+        self._counter = Counter(self.topology.experts, rows, self.device, totals)
+        self._rerouter = Rerouter(self._planner, self._counter)
+        self._counter.unknown, self._rerouter.mismatches = self._unknown, self._mismatches
+
+    @property
+    def buffers(self) -> object:
+        """The memory that the next call of `reserve` would free."""
+        return self._counter, self._rerouter
+
+    def refuse(self) -> None:
+        """Count no rows, and a fault, in place of invalid ids."""
+        self.counts.zero_()
+        self._unknown.fill_(1)
 
     def use(self, config: BalanceConfig) -> bool:
         """Use this config from now on and return True, if only rates or speeds differ.
@@ -189,9 +270,26 @@ class DevicePlanner:
         """Stage 2: the plan for the loads `[R, E]` of all ranks."""
         self._check_loads(loads)
         with self._here():
-            self._planner.plan(loads)
+            if self.topology.ranks > 1:
+                self._planner.plan(loads)
+            self._rerouter.receive(loads, self.rank, self.received)
         self._plan = self._device_plan(loads)
         return self._plan
+
+    def read(self, pause: Callable[[torch.cuda.Event], None]) -> tuple[Gathered, DevicePlan]:
+        """Return what all ranks have gathered, and the last plan, of `loads`, on the host.
+
+        pause: waits for an event of the device.
+        """
+        self._copy.copy_(self.block, non_blocking=True)
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            pause(event)
+        positions, counts, received, result = self._split(self._copy.numpy().astype(np.int64))
+        loads = frozen(counts[:, : self.topology.experts].copy())
+        plan = replace(self._last_plan(), fetched=(loads, result))
+        return Gathered(positions, counts, received), plan
 
     def adopt(self, plan: Plan) -> DevicePlan:
         """Use a plan that was made elsewhere, by any policy, as the last plan."""
@@ -220,6 +318,8 @@ class DevicePlanner:
             config=plan.config,
             speeds=p.speeds_on_device(plan.speeds) if plan.speeds else None,
         )
+        with self._here():
+            self._rerouter.receive(self._plan.loads, self.rank, self.received)
         return self._plan
 
     def reroute(self, ids: torch.Tensor, *, counted: bool = False) -> DeviceRoutes:
@@ -230,14 +330,15 @@ class DevicePlanner:
         plan, rows = self._last_plan(), ids.numel()
         if not counted:
             self.count(ids)
-        slots = self._slots[:rows].view(ids.shape)
-        order, positions = self._order[:rows], self._positions[:rows]
+        padded = -(-rows // 4) * 4
+        piece = torch.empty(3 * padded, dtype=torch.int32, device=self.device)
+        slots, order, positions = piece.view(3, padded)[:, :rows]
+        slots = slots.view(ids.shape)
         with self._here():
             self._rerouter.lines(plan.loads, self.rank)
             self._rerouter.assign(ids, slots, order, positions)
-            self._rerouter.receive(plan.loads, self.rank, self._received)
-        r = self._rerouter
-        return DeviceRoutes(slots, positions, order, r.rows_of_slot, r.send_counts, self._received)
+        r, received = self._rerouter, self.received.clone()
+        return DeviceRoutes(slots, positions, order, r.rows_of_slot, r.send_counts, received)
 
     def check(self) -> None:
         """Raise faults that the device has counted since the last check; waits for it."""

@@ -87,9 +87,7 @@ class LocalGroup:
                 break
             except queue.Empty:
                 waited += step
-            if self._failed is not None:
-                rank, error = self._failed
-                raise CommunicationError(f"rank {rank} failed: {error!r}", ranks=[rank])
+            self.check_failed()
             if ended:
                 raise self.error(source, target, "waits for {}, which has ended")
             if waited >= self.timeout:
@@ -97,6 +95,12 @@ class LocalGroup:
         if sent != verb:
             raise self.error(source, target, f"is at {verb}, {{}} at {sent} instead")
         return value
+
+    def check_failed(self) -> None:
+        """Raise if a rank has failed."""
+        if self._failed is not None:
+            rank, error = self._failed
+            raise CommunicationError(f"rank {rank} failed: {error!r}", ranks=[rank])
 
     def error(self, source: int, target: int, what: str) -> CommunicationError:
         """Return the error of the target about the source, which `what` names as {}."""
@@ -141,6 +145,9 @@ class LocalCommunicator:
     def hosts(self) -> Self:
         """Return itself: its messages wait for no device."""
         return self
+
+    def check_alive(self) -> None:
+        self._group.check_failed()
 
     def peers(self, device: torch.device) -> Peers:
         """Return the memory of a single rank; several threads would wait on one stream."""

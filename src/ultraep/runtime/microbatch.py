@@ -25,7 +25,8 @@ from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas, Rows
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.plan import Plan
-from ultraep.runtime.agreement import Agreement, At, Position
+from ultraep.position import At, Position
+from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.cost import CostModel
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes

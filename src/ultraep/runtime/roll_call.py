@@ -63,7 +63,11 @@ class _Answering:
     def run(self) -> None:
         try:
             store = self.store.clone()  # a separate connection: other threads may block theirs
+            pings = 0
             while not self.closed.wait(POLL):
+                if (asked := store.add(f"ping/{self.rank}", 0)) > pings:
+                    pings = asked
+                    store.set(f"pong/{self.rank}", str(pings))
                 if store.check([f"question/{self.rank}"]):
                     answer = _Answer(self.calls, self.waited(), self.waiting.is_set())
                     store.set(f"answer/{self.rank}", json.dumps(answer))
@@ -132,6 +136,26 @@ class RollCall:
         result: list[Cause] = []
         self._try(lambda: result.append(self._ask()))
         return result[0] if result else Cause(NO_STORE)
+
+    def dead(self) -> Cause:
+        """Return which ranks do not answer; unlike `missing`, no rank takes it for a failure."""
+        result: list[Cause] = []
+        self._try(lambda: result.append(self._ping()))
+        return result[0] if result else Cause()
+
+    def _ping(self) -> Cause:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        pings = {rank: self._store.add(f"ping/{rank}", 1) for rank in others}
+        until = time.monotonic() + GRACE
+        while pings and time.monotonic() < until:
+            for rank, number in [*pings.items()]:
+                pong = f"pong/{rank}"
+                if self._store.check([pong]) and int(self._store.get(pong)) >= number:
+                    del pings[rank]
+            time.sleep(PAUSE)
+        dead = sorted(pings)
+        text = f"{self._listed(dead)} died, or left" if dead else ""
+        return Cause(text, [self._first_rank + rank for rank in dead])
 
     def note(self, ranks: Sequence[int]) -> None:
         """Store that this rank gave up because of others, unless a cause is stored."""

@@ -133,6 +133,11 @@ class TorchDistCommunicator:
             return self
         return self._connected(range(self.size), "gloo")
 
+    def check_alive(self) -> None:
+        cause = self._roll_call.dead()
+        if cause.ranks:
+            raise CommunicationError(cause.text, ranks=cause.ranks)
+
     def close(self) -> None:
         """Stop answering the questions of ranks that fail; the group stays."""
         self._roll_call.close()

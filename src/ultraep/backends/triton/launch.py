@@ -2,9 +2,13 @@
 
 Where kernels last microseconds, host time dominates. Triton inspects every argument of every launch
 to find the compiled kernel. `quick` looks up the compiled kernel by what kernels are specialised
-for: dtypes, whether addresses and integers are divisible by 16, and whether integers are 1.
+for: dtypes, whether addresses and integers are divisible by 16, and whether integers are 1. `Bound`
+inspects only the arguments that change.
 
     quick(kernel)[grid](*arguments, **constants)            instead of kernel[grid](...)
+
+    launch = Bound(kernel, buffer, OPEN, 64, **constants)   once
+    launch(grid, rows)                                      rows in place of OPEN
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from ultraep.errors import ConfigError
 
 ALIGNED = 15  # bits of an address or integer for which kernels are specialised
 WIDE = 1 << 31  # integers from here on have 64 bits
+OPEN: Any = object()  # an argument that every call of a `Bound` passes
 _known: dict[int, Quick] = {}
 
 
@@ -102,15 +107,54 @@ class Quick:
                 rest = self._kernel.arg_names[len(arguments) :]
                 self._compiled[key] = compiled, tuple(constants[name] for name in rest)
             return
-        for hook in self._kernel.pre_run_hooks:  # as Triton does
-            hook(*arguments, **constants)
         compiled, rest = known
-        grid = (*grid, 1, 1)[:3]
-        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-            compiled[grid](*arguments, *rest)  # a profiler wants the metadata of launches
+        _run(self._kernel, compiled, device, grid, (*arguments, *rest))
+
+
+class Bound:
+    """A kernel with fixed arguments; a call passes those that are `OPEN`, in their order.
+
+    Open integers must not be specialised (`do_not_specialize`).
+    """
+
+    def __init__(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        self._kernel, self._arguments, self._constants = kernel, arguments, constants
+        self._open = [index for index, argument in enumerate(arguments) if argument is OPEN]
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._rest: tuple[Any, ...] = ()
+        self._device = -1
+        if isinstance(kernel, JITFunction):
+            self._rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+
+    def __call__(self, grid: tuple[int, ...], *values: Any) -> None:
+        arguments = list(self._arguments)
+        key: list[Any] = []
+        for index, value in zip(self._open, values, strict=True):
+            arguments[index] = value
+            if type(value) is not int:
+                _specialise((value,), key)
+        compiled = self._compiled.get(tuple(key))
+        if compiled is not None:
+            _run(self._kernel, compiled, self._device, grid, (*arguments, *self._rest))
             return
-        stream, metadata = current_stream(device), (compiled.packed_metadata, None, None, None)
-        compiled.run(*grid, stream, compiled.function, *metadata, *arguments, *rest)
+        compiled = self._kernel[grid](*arguments, **self._constants)
+        if compiled is not None:  # else it was interpreted
+            self._compiled[tuple(key)] = compiled
+            self._device = torch.cuda.current_device()
+
+
+def _run(
+    kernel: Any, compiled: Any, device: int, grid: tuple[int, ...], arguments: tuple[Any, ...]
+) -> None:
+    """Launch a compiled kernel on the current stream of a GPU."""
+    for hook in kernel.pre_run_hooks:  # as Triton does
+        hook(*arguments)
+    grid = (*grid, 1, 1)[:3]
+    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        compiled[grid](*arguments)  # a profiler wants the metadata of launches
+        return
+    stream, metadata = current_stream(device), (compiled.packed_metadata, None, None, None)
+    compiled.run(*grid, stream, compiled.function, *metadata, *arguments)
 
 
 def current_stream(device: int) -> int:

@@ -37,6 +37,7 @@ class Planner:
     overwrites the results; rows behind the last replica are -1 or 0.
     `places`: slice and shape of each result in `result`.
     timed: whether `use` may set rates later, though `limits` has none.
+    before: words of `block` before the results, a multiple of four.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Planner:
         locality: bool,
         device: torch.device,
         timed: bool = False,
+        before: int = 0,
     ) -> None:
         experts_by_rank, first_of_rank, domain, slots = limits[:4]
         self.ranks, self.experts = len(first_of_rank) - 1, len(experts_by_rank)
@@ -62,7 +64,7 @@ class Planner:
         self.max_fanout = domain  # most replicas of one expert, also in an adopted plan
         self._pad()
         self._tables(experts_by_rank, first_of_rank, device)
-        self._allocate(device)
+        self._allocate(device, before)
         self.tolerances = torch.tensor(tolerances, dtype=INT, device=device)
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
         self._known_speeds: dict[tuple[int, ...], torch.Tensor] = {}
@@ -172,7 +174,7 @@ class Planner:
             expert_of_slot=table(self.num_slots, home_slots, experts),  # spare slots change
         )
 
-    def _allocate(self, device: torch.device) -> None:
+    def _allocate(self, device: torch.device, before: int) -> None:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=INT, device=device)
 
@@ -206,7 +208,8 @@ class Planner:
             size = math.prod(shape)
             self.places[name] = slice(end, end + size), shape
             end += cdiv(size, 4) * 4  # aligned to 16 bytes
-        self.result = numbers(end)
+        self.block = numbers(before + end)
+        self.result = self.block[before:]
         results = {name: self.result[at].view(shape) for name, (at, shape) in self.places.items()}
         self.rank_loads = results.pop("rank_loads")
         self.plan_tensors = Plan(**results)

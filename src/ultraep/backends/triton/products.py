@@ -240,9 +240,10 @@ class TritonProducts:
         scale = None if scale is None else scale.float()
         check_rows(d_out_AN, rows_AK, scale)
         assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
-        self.check(into, (height, width))
+        slots = len(into)  # without replicas, the spare slots have no gradients
+        self.check(into, (height, width), slots)
         if bias is not None:
-            self.check(bias, (height,))
+            self.check(bias, (height,), slots)
         blocks = self.table["weight_gradients", rows_AK.element_size()]
         quick(grouped.weight_gradients)[(self.programs * blocks.resident,)](
             matrix(d_out_AN),
@@ -252,7 +253,7 @@ class TritonProducts:
             slot_tensors(into),
             slot_tensors(bias),
             len(into.homes),
-            self.num_slots,
+            slots,
             TILING=tiling(blocks, height=height, width=width),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
@@ -278,9 +279,10 @@ class TritonProducts:
             self._orders[key] = order
         return self._orders[key]
 
-    def check(self, stacks: Stacks, shape: tuple[int, ...]) -> None:
+    def check(self, stacks: Stacks, shape: tuple[int, ...], slots: int | None = None) -> None:
         """Assert that the stacks hold one tensor of that shape per slot, with equal strides."""
-        assert len(stacks) == self.num_slots, (len(stacks), self.num_slots)
+        slots = self.num_slots if slots is None else slots
+        assert len(stacks) == slots <= self.num_slots, (len(stacks), slots, self.num_slots)
         assert stacks.homes.shape[1:] == shape, (stacks.homes.shape, shape)
         strides = stacks.homes.stride()[1:], stacks.replicas.stride()[1:]
         assert strides[0] == strides[1], strides

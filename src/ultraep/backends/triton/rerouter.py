@@ -11,10 +11,11 @@ import triton.language as tl
 
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.kernels import count, reroute
-from ultraep.backends.triton.launch import cdiv, power_of_2, quick
+from ultraep.backends.triton.launch import OPEN, Bound, cdiv, power_of_2
 from ultraep.backends.triton.planner import Planner
 
 ROWS = 512  # of a tile
+STEPS = (1, 16, 256)  # tiles that are summed at once
 
 
 class Counter:
@@ -25,36 +26,37 @@ class Counter:
     `unknown`: [1] ids out of range, over all calls.
     """
 
-    def __init__(self, experts: int, rows: int, device: torch.device) -> None:
+    def __init__(
+        self, experts: int, rows: int, device: torch.device, totals: torch.Tensor | None = None
+    ) -> None:
         self.experts, self.rows = experts, rows
         tiles = cdiv(max(rows, 1), ROWS)
         self.offsets = _zeros(tiles, experts + 1, device=device)
-        self.totals, self.unknown = _zeros(experts + 1, device=device), _zeros(1, device=device)
+        self.totals = _zeros(experts + 1, device=device) if totals is None else totals
+        self.unknown = _zeros(1, device=device)
+        columns, bins = 8, experts + 1
+        self._grid = (cdiv(bins, columns),)
+        self._tile_counts = Bound(
+            count.tile_counts,
+            *(OPEN, self.offsets, OPEN, OPEN, experts),
+            B=ROWS,
+            E=power_of_2(bins),
+            num_warps=8,
+        )
+        arguments = self.offsets, self.totals, OPEN, bins
+        self._tile_offsets = {
+            step: Bound(count.tile_offsets, *arguments, T=step, E=columns, num_warps=4)
+            for step in STEPS
+        }
 
     def count(self, ids: torch.Tensor) -> None:
         """Count ids of any shape and integer dtype; -1 is padding."""
-        tiles = cdiv(ids.numel(), ROWS)
+        rows = ids.numel()
+        tiles = cdiv(rows, ROWS)
         if tiles:
-            quick(count.tile_counts)[(tiles,)](
-                ids,
-                self.offsets,
-                self.unknown,
-                ids.numel(),
-                self.experts,
-                B=ROWS,
-                E=power_of_2(self.experts + 1),
-                num_warps=8,
-            )
-        bins, columns = self.experts + 1, 8
-        quick(count.tile_offsets)[(cdiv(bins, columns),)](
-            self.offsets,
-            self.totals,
-            tiles,
-            bins,
-            T=min(256, power_of_2(max(tiles, 1))),
-            E=columns,
-            num_warps=4,
-        )
+            self._tile_counts((tiles,), ids, self.unknown, rows)
+        step = next((step for step in STEPS if tiles <= step), STEPS[-1])
+        self._tile_offsets[step](self._grid, tiles)
 
 
 class Rerouter:
@@ -76,69 +78,50 @@ class Rerouter:
         self.rows_of_slot = self.lines_of_rank.rows_of_slot
         self.send_counts = self.lines_of_rank.send_counts
         self.mismatches = _zeros(1, device=device)
+        self._bind()
 
     def lines(self, loads_RE: torch.Tensor, rank: int) -> None:
         """Divide the rows of every expert among its slots."""
-        planner, slots = self.planner, power_of_2(self.planner.num_slots)
-        quick(reroute.lay_lines)[(1,)](
-            loads_RE,
-            self.counter.totals,
-            planner.plan_tensors,
-            planner.home_tables,
-            self.lines_of_rank,
-            self.mismatches,
-            rank,
-            planner.ranks,
-            planner.experts,
-            planner.num_slots,
-            loads_RE.stride(0),
-            E=power_of_2(planner.experts),
-            C=power_of_2(self.copies),
-            S=slots,
-            R=power_of_2(planner.ranks),
-            num_warps=min(16, max(1, slots // 128)),
-        )
+        self._lay_lines((1,), loads_RE, self.mismatches, rank, loads_RE.stride(0))
 
     def assign(
         self, ids: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, positions: torch.Tensor
     ) -> None:
         """Write slot, position and order of every row, after `lines`."""
-        planner, tiles = self.planner, cdiv(ids.numel(), ROWS)
-        if not tiles:
-            return
-        quick(reroute.assign)[(tiles,)](
-            ids,
-            self.counter.offsets,
-            self.counter.totals,
-            self.strides,
-            planner.plan_tensors,
-            planner.home_tables,
-            self.lines_of_rank,
-            slots,
-            order,
-            positions,
-            ids.numel(),
-            planner.experts,
-            planner.num_slots,
-            (planner.max_fanout - 1).bit_length(),
+        if ids.numel():
+            grid = (cdiv(ids.numel(), ROWS),)
+            self._assign(grid, ids, slots, order, positions, ids.numel())
+
+    def receive(self, loads_RE: torch.Tensor, rank: int, received: torch.Tensor) -> None:
+        """[R, L] rows that every rank sends to each slot of this rank. Needs a plan, no ids."""
+        local = received.shape[1]
+        self._receive((local,), loads_RE, received, rank, local, loads_RE.stride(0))
+
+    def _bind(self) -> None:
+        planner, counter = self.planner, self.counter
+        tensors, homes, lines = planner.plan_tensors, planner.home_tables, self.lines_of_rank
+        sizes = planner.experts, planner.num_slots
+        C, R, slots = power_of_2(self.copies), power_of_2(planner.ranks), power_of_2(sizes[1])
+        self._lay_lines = Bound(
+            reroute.lay_lines,
+            *(OPEN, counter.totals, tensors, homes, lines, OPEN, OPEN, planner.ranks, *sizes, OPEN),
+            E=power_of_2(planner.experts),
+            C=C,
+            S=slots,
+            R=R,
+            num_warps=min(16, max(1, slots // 128)),
+        )
+        self._assign = Bound(
+            reroute.assign,
+            *(OPEN, counter.offsets, counter.totals, self.strides, tensors, homes, lines),
+            *(OPEN, OPEN, OPEN, OPEN, *sizes, (planner.max_fanout - 1).bit_length()),
             PRODUCT=self.product,
             B=ROWS,
             num_warps=8,
         )
-
-    def receive(self, loads_RE: torch.Tensor, rank: int, received: torch.Tensor) -> None:
-        """[R, L] rows that every rank sends to each slot of this rank. Needs a plan, no ids."""
-        planner, C, R = self.planner, power_of_2(self.copies), power_of_2(self.planner.ranks)
-        quick(reroute.receive)[(received.shape[1],)](
-            loads_RE,
-            planner.plan_tensors,
-            planner.home_tables,
-            received,
-            rank,
-            planner.ranks,
-            received.shape[1],
-            self.copies,
-            loads_RE.stride(0),
+        self._receive = Bound(
+            reroute.receive,
+            *(OPEN, tensors, homes, OPEN, OPEN, planner.ranks, OPEN, self.copies, OPEN),
             C=C,
             R=R,
             STEP=max(2, min(16, 4096 // R)),

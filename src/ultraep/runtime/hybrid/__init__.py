@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ultraep.comm import Communicator, Peers
-from ultraep.config import AUTO
 from ultraep.runtime import mapped
 from ultraep.runtime.microbatch import Context, PlaneKind, PlaneRequest
 
@@ -51,18 +50,14 @@ def _connect(request: PlaneRequest) -> Callable[[Context], DataPlane]:
 
 
 def _make(context: Context, inside: Communicator, peers: Peers | None) -> DataPlane:
-    """Return the plane of this rank; with a fixed capacity, no stage waits for the host."""
+    """Return the plane of this rank."""
     if peers is None:
         from ultraep.runtime.hybrid.plane import HybridPlane
 
         return HybridPlane(context, inside)
-    if context.capacity.setting == AUTO:
-        from ultraep.runtime.hybrid.mapped_inside import MappedHybridPlane  # imports triton
+    from ultraep.runtime.hybrid.mapped_inside import MappedHybridPlane  # imports triton
 
-        return MappedHybridPlane(context, inside, peers)
-    from ultraep.runtime.hybrid.static import StaticPlane  # imports triton
-
-    return StaticPlane(context, inside, peers)
+    return MappedHybridPlane(context, inside, peers)
 
 
 PLANE = PlaneKind(
@@ -71,5 +66,4 @@ PLANE = PlaneKind(
     _obstacle,
     _passed_over,
     reason="fast links join the ranks of each domain",
-    captures=True,
 )

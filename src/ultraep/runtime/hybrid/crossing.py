@@ -20,7 +20,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from ultraep.arrays import PADDING, IntArray
 from ultraep.comm import Communicator
@@ -40,7 +39,6 @@ class Domains:
         firsts = topology.first_slot_of_rank[: -1 : self.size].copy()
         self.first_slots = torch.from_numpy(firsts).to(device)
         self.numbers = torch.arange(topology.num_domains, device=device)
-        self.others = torch.cat([self.numbers[: self.own], self.numbers[self.own + 1 :]])
 
     def counts(self, ids_TK: torch.Tensor) -> torch.Tensor:
         """Return [D] how many of the tokens have an expert in each domain."""
@@ -155,39 +153,6 @@ class Crossing:
         arrived = self._comm.all_to_all(torch.cat(rows, dim=1), sent, received)
         parts = arrived.split([row.shape[1] for row in rows], dim=1)
         return [_as_values(part, value) for part, value in zip(parts, values, strict=True)]
-
-
-class PaddedCrossing(Crossing):
-    """Every rank sends the same number of tokens to every domain, so the host need not know more.
-
-    slots: [T, K] global slots of the rows.   tokens: to send, the most that any rank has.
-    """
-
-    def __init__(
-        self, domains: Domains, comm: Communicator, slots_TK: torch.Tensor, tokens: int
-    ) -> None:
-        self._own_tokens, self._tokens = len(slots_TK), tokens
-        counts = np.full((comm.size, len(domains.numbers)), tokens)
-        padded = pad(slots_TK, (0, 0, 0, tokens - len(slots_TK)), value=PADDING)
-        super().__init__(domains, comm, padded, counts)
-
-    @cached_property
-    def _pairs(self) -> torch.Tensor:
-        others = self._domains.others
-        tokens = torch.arange(self._tokens, device=others.device)
-        return torch.cartesian_prod(others, tokens)
-
-    def to_domains(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        return super().to_domains(*map(self._padded, values))
-
-    def to_domains_first(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        return super().to_domains_first(*map(self._padded, values))
-
-    def to_tokens(self, *sums: torch.Tensor) -> list[torch.Tensor]:
-        return [total[: self._own_tokens] for total in super().to_tokens(*sums)]
-
-    def _padded(self, value: torch.Tensor) -> torch.Tensor:
-        return pad(value, (0, 0, 0, self._tokens - len(value)))
 
 
 def _at_place(numbers_D: IntArray, place: int, size: int) -> list[int]:

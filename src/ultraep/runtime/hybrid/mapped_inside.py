@@ -18,8 +18,8 @@ from ultraep.reroute import Routes
 from ultraep.runtime.device_planner import DeviceRoutes
 from ultraep.runtime.hybrid.plane import HybridMicrobatch, HybridPlane
 from ultraep.runtime.mapped.memory import MappedMemory
-from ultraep.runtime.mapped.plane import MappedRows
 from ultraep.runtime.mapped.replicas import MappedReplicas
+from ultraep.runtime.mapped.rows import MappedRows
 from ultraep.runtime.microbatch import Context
 
 
@@ -29,7 +29,8 @@ class MappedHybridPlane(HybridPlane):
     def __init__(self, context: Context, inside: Communicator, peers: Peers) -> None:
         super().__init__(context, inside)
         self._peers = peers
-        self._memories: list[MappedMemory] = []
+        with torch.inference_mode(False):
+            self.memory = MappedMemory(peers, self.of_domain)
 
     def begin(self, inputs: Inputs) -> MappedHybridMicrobatch:
         self.kernels = self._kernels_for(inputs.ids)
@@ -38,48 +39,19 @@ class MappedHybridPlane(HybridPlane):
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         """Allocate memory as if every token had experts in all domains."""
         tokens, top_k = len(ids) * self.topology.num_domains, ids.shape[1]
-        self.memory_for(tokens, top_k, tokens * top_k).prepare(resolve(bundle), rows)
+        self.memory.fit(tokens, tokens * top_k)
+        self.memory.prepare(resolve(bundle), rows, top_k)
         self.kernels = self._kernels_for(ids)
-
-    def memory_for(self, tokens: int, top_k: int, rows: int) -> MappedMemory:
-        """Return memory for a microbatch of this size; collective if it is allocated.
-
-        tokens, rows: the most of a rank in the domain, and the most that it serves.
-        """
-        last = self._memories[-1] if self._memories else None
-        if last is None or top_k != last.top_k or tokens > last.tokens or rows > last.capacity:
-            last = self._allocate(tokens, top_k, rows, last)
-            self._memories.append(last)
-        return last
-
-    @torch.inference_mode(False)
-    def _allocate(
-        self, tokens: int, top_k: int, rows: int, last: MappedMemory | None
-    ) -> MappedMemory:
-        """Allocate somewhat more than is needed. Microbatches that have begun keep their memory."""
-        tokens = max(tokens, 1)
-        rows = max(rows, tokens * top_k)
-        if last is not None:
-            tokens, rows = max(tokens, last.tokens), max(rows, last.capacity)
-        return MappedMemory(
-            self._peers,
-            self.of_domain,
-            tokens=1 << (tokens - 1).bit_length(),
-            top_k=top_k,
-            capacity=rows + rows // 2,
-        )
 
     @property
     def nbytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memories)
+        return self.memory.nbytes
 
     def check(self) -> None:
         super().check()
-        for memory in self._memories:
-            memory.check()
+        self.memory.check()
 
     def close(self) -> None:
-        self._memories.clear()
         self._peers.close()
         super().close()
 
@@ -88,19 +60,17 @@ class MappedHybridMicrobatch(HybridMicrobatch):
     """One microbatch of one rank."""
 
     _plane: MappedHybridPlane
-    _memory: MappedMemory  # of the domain
     _own_replicas: MappedReplicas | None = None
 
     def _fit(self, rows: int) -> None:
-        top_k = self._inputs.ids.shape[1]
-        self._memory = self._plane.memory_for(self._most_tokens, top_k, rows)
+        self._plane.memory.fit(self._most_tokens, rows)
 
     def _replicas(self, plan: Plan) -> MappedReplicas:
         del plan
         device, bundle = self._inputs.ids.device, self._inputs.layer.bundle
         replicas = self._own_replicas = MappedReplicas(
             self._plane.of_domain,
-            self._memory,
+            self._plane.memory,
             self.passes,
             replica_table(self._own_plan, device),
             bundle,
@@ -111,7 +81,7 @@ class MappedHybridMicrobatch(HybridMicrobatch):
         plane, device = self._plane, self._inputs.ids.device
         return MappedReplicas(
             plane.of_domain,
-            self._memory,
+            self._plane.memory,
             Passes(NO_LAYER, self.passes.step),
             replica_table(plan.of_domain(plane.domain), device),
             bundle,
@@ -120,7 +90,8 @@ class MappedHybridMicrobatch(HybridMicrobatch):
     def _rows_inside(self, slots: torch.Tensor) -> MappedRows:
         routes = device_routes(self._routes_inside(slots), slots)
         unseen = Passes(self.passes.layer, self.passes.step)
-        return MappedRows(unseen, self._memory, routes, None, lambda _: None)
+        memory, begins = self._plane.memory, self._begins
+        return MappedRows(unseen, memory, routes, routes.send_counts, None, begins)
 
     def _begin_backward(self) -> None:
         super()._begin_backward()

@@ -25,8 +25,9 @@ from ultraep.microbatch import Inputs, Replicas, Rows
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.passes import Passes
 from ultraep.plan import Plan
+from ultraep.position import At
 from ultraep.reroute import Routes, routes_of, rows_received
-from ultraep.runtime.agreement import Agreement, At, Records
+from ultraep.runtime.agreement import Agreement, Records
 from ultraep.runtime.hybrid.crossing import Crossing, Domains
 from ultraep.runtime.messages.plane import MessagesMicrobatch, MessagesPlane, RowMessages
 from ultraep.runtime.microbatch import Context
@@ -78,6 +79,8 @@ class HybridMicrobatch(MessagesMicrobatch):
     _most_tokens: int  # of a rank in this domain, with those that arrive
     # From `plan`:
     _own_plan: Plan  # of this domain
+    # From `reroute`:
+    _begins: list[int]  # first row of each slot of this rank
 
     def _crossing(self) -> torch.Tensor:
         ids = self._inputs.ids
@@ -111,7 +114,7 @@ class HybridMicrobatch(MessagesMicrobatch):
         domains = self._plane.domains(slots.device)
         crossing = Crossing(domains, context.comm, slots, self._crossing_counts)
         counts = rows_received(self._own_plan, domains.place).sum(axis=0)
-        begins = [0, *accumulate(counts.tolist())]
+        begins = self._begins = [0, *accumulate(counts.tolist())]
         offsets = moved(torch.tensor(begins, dtype=torch.int32), slots.device)
         steps = self._rows_inside, self._begin_backward
         rows = HybridRows(self.passes, crossing, *steps, slots, offsets)

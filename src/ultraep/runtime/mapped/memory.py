@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ultraep.backends.triton.exchange import RegionLayout, RowExchange, aligned
+from ultraep.backends.triton.exchange import SCALAR, RowExchange, aligned
 from ultraep.backends.triton.launch import multiprocessors
-from ultraep.backends.triton.signals import Signals
+from ultraep.backends.triton.signals import NOWHERE, Signals
 from ultraep.backends.triton.streamer import Streamer, pull
 from ultraep.bundle import Layout, Stack
 from ultraep.comm import Peers, Region
@@ -28,68 +28,78 @@ from ultraep.runtime.streams import Overlap, capturing
 
 MIN_SMS_TO_SHARE = 64  # multiprocessors of a GPU that can spare some
 SHARE = 16  # one in this many is spared
+GRADIENTS = "gradients"
 
 
 class MappedMemory:
-    """The shared memory of one rank. All ranks allocate a region at its first use.
+    """The shared memory of one rank. All ranks allocate a region at its first use, and together
+    replace it by a larger one when they need more.
 
-    capacity: the most rows that a rank can serve.
+    numbers: the most that `share` gathers from a rank.   positions: see `Signals`.
+    `tokens`, `rows`: the most tokens of a rank, and the most rows that it serves, as all ranks know
+        them; regions of rows have this size.
+    `position`: words of the position at which ranks meet, compared at every barrier.
     """
 
     def __init__(
-        self, peers: Peers, context: Context, *, tokens: int, top_k: int, capacity: int
+        self,
+        peers: Peers,
+        context: Context,
+        *,
+        numbers: int = 0,
+        positions: torch.Tensor | None = None,
     ) -> None:
         settings, topology = context.settings, context.topology
-        self.peers, self.topology, self.capacity = peers, topology, capacity
-        self.tokens, self.top_k, self.buffers = tokens, top_k, settings.in_flight
+        self.peers, self.topology, self.buffers = peers, topology, settings.in_flight
         sms = multiprocessors(peers.device)
         self.overlap = Overlap(peers.device)
-        timeout = settings.timeout or context.comm.timeout
         self._first_rank = context.first_rank
         self.signals = Signals(
             peers,
             slots=topology.slots,
             buffers=self.buffers,
-            timeout=timeout,
+            timeout=settings.timeout or context.comm.timeout,
+            numbers=numbers,
+            positions=positions,
             first_rank=context.first_rank,
         )
         moving, self._pulling, self.beside = _programs(peers.device, sms)
         # A chunk is complete when as many programs have written as the receiver expects.
         moving = min(context.comm.gather_objects(moving))
         self.streamer = Streamer(self.signals, topology, relay=settings.relay, programs=moving)
-        layout = RegionLayout(
-            first_slot_of_rank=topology.first_slot_of_rank,
-            tokens=tokens,
-            top_k=top_k,
-            capacity=capacity,
-        )
-        tables = peers.allocate("tables", layout.table_bytes)
-        self.exchange = RowExchange(layout, rank=peers.rank, tables=tables, programs=sms)
-        self._loads = peers.allocate("loads", self.signals.table_bytes(topology.experts))
-        # Reused, so that it holds loads of an earlier step if a rank is lost.
-        self._gathered = torch.zeros(
-            topology.ranks, topology.experts, dtype=torch.int32, device=peers.device
-        )
+        fault, first_slots = self.signals.words[:1], topology.first_slot_of_rank
+        self.exchange = RowExchange(first_slots, rank=peers.rank, fault=fault, programs=sms)
+        self.tokens = self.rows = 1
+        self.position = NOWHERE
         self._borrowers: list[str | None] = [None] * self.buffers
         self._gradients: dict[tuple[Any, ...], dict[str, GradientSlots]] = {}
-        self._regions: dict[tuple[str, int], Region] = {}
+        self._regions: dict[str, Region] = {}
+        self._kept: set[Region] = set()
         self._slot_tensors: dict[tuple[Layout, int], dict[str, torch.Tensor]] = {}
         self._read: set[str] = set()  # since the last barrier
 
-    def share_loads(self, loads_E: torch.Tensor, digest: int) -> torch.Tensor:
-        """Return [R, E] the loads of all ranks, whose digests must be equal."""
-        if self.peers.size == 1:
-            return loads_E[None]
-        self.signals.share("loads", loads_E, self._loads, self._gathered, digest)
-        self._read.clear()
-        return self._gathered
+    def fit(self, tokens: int, rows: int) -> None:
+        """Make regions large enough for this many tokens and served rows of a rank.
+
+        All ranks call it with the same numbers.
+        """
+        self.tokens, self.rows = max(self.tokens, tokens), max(self.rows, rows)
+
+    def share_loads(self, counts: torch.Tensor, gathered: torch.Tensor, *, compared: bool) -> None:
+        """Gather what every rank has counted, unless this one is alone.
+
+        compared: the host compares the positions of all ranks.
+        """
+        if self.peers.size > 1:
+            self.signals.share(counts, gathered, self.position, compared=compared)
+            self._read.clear()
 
     def barrier(self) -> None:
         """Make what every rank has written readable for all ranks."""
-        self.signals.barrier("rows")
+        self.signals.barrier("rows", self.position)
         self._read.clear()
 
-    def prepare(self, tensors: Mapping[str, Stack], rows: torch.Tensor | None) -> None:
+    def prepare(self, tensors: Mapping[str, Stack], rows: torch.Tensor | None, top_k: int) -> None:
         """Allocate what layers with these weights and rows need; None: rows need no memory."""
         layout = Layout.of(tensors, self.streamer.homes)
         self.streamer.sources(layout, tensors)
@@ -99,16 +109,29 @@ class MappedMemory:
         self.gradient_slots(
             {name: (shape, accumulator(dtype)) for name, shape, dtype in layout.parts}
         )
-        if rows is None:
-            return
-        row_bytes = rows.shape[-1] * rows.itemsize
-        self.region("values", self.exchange.layout.value_bytes(row_bytes))
-        self.region("served", self.exchange.layout.served_bytes(row_bytes))
+        self.tables(top_k)
+        if rows is not None:
+            row_bytes = rows.shape[-1] * rows.itemsize
+            self.region("values", self.tokens * row_bytes)
+            self.region("served", self.rows * row_bytes)
+            self.region("scalars", self.rows * SCALAR)
+
+    def tables(self, top_k: int) -> Region:
+        """Return the memory for the routes of one microbatch."""
+        return self.region("tables", self.exchange.table_bytes(self.tokens * top_k))
+
+    def served(self, width: int, dtype: torch.dtype, rows: int) -> torch.Tensor:
+        """[rows, D] the memory for rows that this rank serves."""
+        row_bytes = width * dtype.itemsize
+        region = self.region("served", self.rows * row_bytes)
+        return region.local[: rows * row_bytes].view(dtype).view(rows, width)
 
     def region(self, name: str, nbytes: int) -> Region:
-        """Return the memory of all ranks with this name and size."""
-        region = self._regions.get((name, nbytes))
-        return self._allocate(name, nbytes) if region is None else region
+        """Return memory of all ranks with this name and at least this size."""
+        region = self._regions.get(name)
+        if region is not None and region.local.numel() >= nbytes:
+            return region
+        return self._allocate(name, aligned(nbytes))
 
     @torch.inference_mode(False)
     def _allocate(self, name: str, nbytes: int) -> Region:
@@ -119,8 +142,14 @@ class MappedMemory:
             )
         with errors_at(f"the allocation of memory for {name!r}"):
             region = self.peers.allocate(f"{name} of {nbytes} bytes", nbytes)
-        self._regions[name, nbytes] = region
+        self._regions[name] = region
+        if name == GRADIENTS:
+            self._gradients.clear()
         return region
+
+    def keep(self) -> None:
+        """Never free the present regions: a graph uses them."""
+        self._kept.update(self._regions.values())
 
     def writable(self, name: str, nbytes: int) -> Region:
         """Return a region that no rank reads any more."""
@@ -151,27 +180,28 @@ class MappedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank in regions so far."""
-        return sum(region.local.numel() for region in self._regions.values())
+        """Bytes of this rank in regions."""
+        return sum(region.local.numel() for region in {*self._regions.values(), *self._kept})
 
     def slots(self, layout: Layout, buffer: int) -> Region:
-        """Return `[slots, bytes]` of every rank."""
-        return self.region(f"slots {buffer}", max(1, self.topology.slots) * layout.nbytes)
+        """Return `[slots, bytes]` of every rank; backward finds them where forward did."""
+        nbytes = max(1, self.topology.slots) * layout.nbytes
+        return self.region(f"slots {buffer} of {nbytes} bytes", nbytes)
 
-    @torch.inference_mode(False)
     def slot_tensors(self, layout: Layout, buffer: int) -> dict[str, torch.Tensor]:
         """Return `[slots, ...]` the tensors in the slots of this rank."""
         tensors = self._slot_tensors.get((layout, buffer))
         if tensors is None:
             slots = self.topology.slots
-            rows = self.slots(layout, buffer).local[: slots * layout.nbytes]
-            tensors = layout.views(rows.view(slots, layout.nbytes))
+            with torch.inference_mode(False):
+                rows = self.slots(layout, buffer).local[: slots * layout.nbytes]
+                tensors = layout.views(rows.view(slots, layout.nbytes))
             self._slot_tensors[layout, buffer] = tensors
         return dict(tensors)
 
     def gradient_slots(self, specs: TensorSpecs) -> dict[str, GradientSlots]:
         """Return memory for the gradients of replicas: blocks `[slots, ...]`, one per tensor."""
-        if "gradients" in self._read:  # of the backward pass before
+        if GRADIENTS in self._read:  # of the backward pass before
             self.barrier()
         slots, key = self.topology.slots, tuple(specs.items())
         if key not in self._gradients and slots:
@@ -179,8 +209,7 @@ class MappedMemory:
             for shape, dtype in specs.values():
                 begins.append(end)
                 end += aligned(slots * math.prod(shape) * dtype.itemsize)
-            sizes = [size for name, size in self._regions if name == "gradients" and size > end]
-            region = self.region("gradients", next(iter(sizes), end))
+            region = self.region(GRADIENTS, end)
             self._gradients[key] = {
                 name: GradientSlots(region, begin, slots, *kind)
                 for begin, (name, kind) in zip(begins, key, strict=True)
@@ -202,8 +231,8 @@ class MappedMemory:
         beside: run on the second stream with a few large programs, beside a product that leaves
             their multiprocessors free.
         """
-        self.signals.barrier("gradients")
-        self._read = {"gradients"}
+        self.signals.barrier(GRADIENTS, self.position)
+        self._read = {GRADIENTS}
         with self.overlap.aside() if beside else nullcontext():
             for name, of_replicas in slots.items():
                 pull(
@@ -224,9 +253,9 @@ class MappedMemory:
             self.exchange.faults.zero_()
             rank = self._first_rank + self.peers.rank
             raise LoadError(
-                f"{most} rows for rank {rank}, but its buffers are for {self.capacity}: "
+                f"{most} rows for rank {rank}, but a captured graph has room for {self.rows}: "
                 f"pass a larger capacity= (this happened {times} times; the outputs of those "
-                "microbatches contain NaN)",
+                "microbatches are NaN)",
                 ranks=[rank],
             )
 

@@ -1,140 +1,225 @@
-"""The data plane of mapped memory: the stages of a microbatch without a host between them.
+"""The data plane of mapped memory: loads, routes, rows and weights stay on the GPUs of a group.
 
-Loads, plan, routes, rows and weights stay on the GPUs of a group that map each other's memory.
-Every verb launches the same kernels whatever the loads are, so a CUDA graph can capture a whole
-layer, forward and backward. Run one step before the capture, or `prepare`, to allocate memory.
-Outside of graphs the hosts also exchange their positions and numbers of tokens, without waiting for
-their GPUs. So memory grows, and a rank at another position is named.
+The GPUs map each other's memory. Outside of graphs, the host reads the plan once per layer, with
+the positions, tokens and faults of all ranks: one small copy to pinned memory. So all tensors have
+exact lengths, memory follows the rows, and ranks that differ are named. A captured graph keeps the
+memory that was allocated before: run one step before the capture, or `prepare`.
 
-Shapes: T tokens, K experts per token, R ranks, E experts, A rows that fit the workspace, D model
-width.
+Shapes: T tokens, K experts per token, R ranks, E experts, C replicas, D model width.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
-from torch.nn.functional import pad
 
-from ultraep.backends.triton.exchange import RowMap
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Peers
-from ultraep.config import BalanceConfig
-from ultraep.dispatch import Moved
-from ultraep.errors import CommunicationError, ConfigError
-from ultraep.microbatch import NO_LAYER, Inputs, Replicas, Rows
-from ultraep.ops.modes import outside_dispatch_modes
-from ultraep.ops.products import accumulator
+from ultraep.config import AUTO, BalanceConfig
+from ultraep.errors import CommunicationError, ConfigError, LoadError
+from ultraep.loads import invalid_ids
+from ultraep.microbatch import NO_LAYER, Inputs
 from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.runtime.agreement import At, Position
-from ultraep.runtime.device_planner import DevicePlan, DeviceRoutes
+from ultraep.position import Position, compare_positions, compare_values
+from ultraep.runtime.device_planner import DevicePlan, DevicePlanner, Gathered, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
-from ultraep.runtime.mapped.workspace import Workspace, Workspaces
+from ultraep.runtime.mapped.rows import MappedRows
 from ultraep.runtime.microbatch import BaseMicrobatch, Context
 from ultraep.runtime.streams import capturing
 
+FIRST_ROWS = 1024  # routed rows that the planner has room for at first
+SPIN, PAUSE = 0.002, 0.0001  # seconds: ask without a pause; then a pause between two questions
+PATIENCE = 5.0  # seconds after which a rank asks whether the others are alive
+
 
 class MappedPlane:
-    """One rank of a group of GPUs that map each other's memory; see `DataPlane`.
-
-    inside: the ranks that map each other's memory, if these are not all.
-    """
+    """One rank of a group of GPUs that map each other's memory; see `DataPlane`."""
 
     name = "mapped"
 
-    def __init__(self, context: Context, peers: Peers, inside: Context | None = None) -> None:
+    @torch.inference_mode(False)
+    def __init__(self, context: Context, peers: Peers) -> None:
         _check_current(peers.device)
         self.context, self.topology, self.device = context, context.topology, peers.device
-        self._peers, self._hosts = peers, context.comm.hosts()
-        agreement = context.agreement.over(self._hosts)
-        self.of_domain = inside or context
-        self.workspaces = Workspaces(context, peers, agreement, self.of_domain)
+        self._peers, self.hosts = peers, context.comm.hosts()
+        self.planner = DevicePlanner(
+            context.topology,
+            device_config(context.config),
+            rows=FIRST_ROWS,
+            rank=context.comm.rank,
+            device=peers.device,
+        )
+        self.memory = MappedMemory(
+            peers,
+            context,
+            numbers=self.planner.counts.numel(),
+            positions=self.planner.positions,
+        )
         self.counted: Passes | None = None  # whose ids and loads the device holds
+        self.rows_of_layer: dict[int, int] = {}  # of all ranks, for the choice of rates
+        self._kept: list[object] = []
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
         return MappedMicrobatch(self, inputs)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         tokens, top_k = ids.shape
-        workspace = self.workspaces.for_tokens(tokens, top_k)
-        workspace.memory.prepare(resolve(bundle), None if workspace.dispatched else rows)
+        dispatched = self.context.settings.dispatcher is not None
+        self.memory.fit(tokens, 0 if dispatched else self.context.capacity.rows_for(tokens * top_k))
+        self.reserve(tokens * top_k)
+        self.memory.prepare(resolve(bundle), None if dispatched else rows, top_k)
 
-    def compare_places(self, place: Position) -> None:
-        """Raise if the hosts of all ranks are not at this place, unless a graph is captured."""
-        if not capturing(self.device):
-            self.workspaces.agreement.compare(place, torch.device("cpu"))
+    def reserve(self, rows: int) -> None:
+        """Provide buffers for this many routed rows of this rank."""
+        if rows <= self.planner.rows:
+            return
+        if capturing(self.device):
+            raise LoadError(
+                f"{rows} routed rows, but there is memory for {self.planner.rows}, and it cannot "
+                "grow here: run such a step before, outside of a graph, or call `prepare` with as "
+                "many tokens"
+            )
+        with torch.inference_mode(False):
+            self.planner.reserve(1 << (rows - 1).bit_length())
+
+    def keep(self) -> None:
+        """Never free the present memory: a graph uses it."""
+        self.memory.keep()
+        self._kept.append(self.planner.buffers)
+
+    def pause(self, event: torch.cuda.Event) -> None:
+        """Wait for the device; raise if a rank that it waits for is dead."""
+        begin = asked = time.monotonic()
+        while not event.query():
+            now = time.monotonic()
+            if now - begin > SPIN:
+                time.sleep(PAUSE)
+            if now - asked > PATIENCE:
+                self.hosts.check_alive()
+                asked = time.monotonic()
 
     @property
     def nbytes(self) -> int:
-        return sum(workspace.memory.nbytes for workspace in self.workspaces.all)
+        return self.memory.nbytes
 
     def check(self) -> None:
         try:
-            for workspace in self.workspaces.all:
-                workspace.check()
+            self.memory.check()
+            self.planner.check()
         except CommunicationError as error:
-            self._ask_hosts(error)
+            self._askhosts(error)
             raise
 
-    def _ask_hosts(self, error: CommunicationError) -> None:
+    def _askhosts(self, error: CommunicationError) -> None:
         """Raise with what the hosts know: a rank that is late may have waited for another."""
         try:
-            self._hosts.gather_objects(None)
+            self.hosts.check_alive()
         except CommunicationError as cause:
             ranks = *error.ranks, *cause.ranks
             raise CommunicationError(f"{error}; {cause}", ranks=ranks, place=error.place) from error
 
     def close(self) -> None:
-        self.workspaces.all.clear()
         self._peers.close()
-        if self._hosts is not self.context.comm:
-            self._hosts.close()
+        if self.hosts is not self.context.comm:
+            self.hosts.close()
 
 
 class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
     """One microbatch of one rank, on its device.
 
-    All microbatches use the same buffers for ids, loads and routes. So stages 1, 2 and 4 of one
-    microbatch run before the next one is counted.
+    All microbatches use the same buffers for loads and plan. So stages 1, 2 and 4 of one microbatch
+    run before the next one is counted.
     """
 
-    # From `count`:
-    _workspace: Workspace
-    _most_tokens: int  # of a rank
+    _signature: str  # of weights and inputs, from `count`
 
     def __init__(self, plane: MappedPlane, inputs: Inputs) -> None:
         super().__init__(inputs, plane.context)
         self._plane = plane
-        self._last_replicas: Any = None
-        self._host_plan: Plan | None = None  # if it was not made on the device
+        self._captured = capturing(plane.device)
+        self._refusal: LoadError | None = None
+        self._begins: list[int] | None = None  # of the slots of this rank, once the host knows
+        self._last_replicas: MappedReplicas | None = None
 
     def _count(self) -> torch.Tensor:
-        plane, inputs, passes = self._plane, self._inputs, self.passes
-        own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
-        workspaces, place = plane.workspaces, self._loads_place()
-        workspace, self._most_tokens = workspaces.for_microbatch(inputs.ids, place, own)
-        workspace.poll()
-        self._workspace, plane.counted = workspace, passes
-        digest = zlib.crc32(f"layer {passes.layer}: {own}".encode()) >> 1
-        return self._gather_loads(workspace.control.count(inputs.ids.contiguous()), digest)
+        plane, inputs, ids = self._plane, self._inputs, self._inputs.ids
+        planner, memory = plane.planner, plane.memory
+        own = self._signature = signature(
+            resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates
+        )
+        self._refusal = invalid_ids(ids)
+        if self._captured:
+            self._check_capture()
+        if self._refusal is None:
+            plane.reserve(ids.numel())
+            planner.count(ids.contiguous())
+        else:
+            planner.refuse()
+        plane.counted = self.passes
+        memory.position = *self._loads_place().words, zlib.crc32(own.encode()) >> 1
+        memory.share_loads(planner.counts, planner.gathered, compared=not self._captured)
+        loads: torch.Tensor = planner.loads
+        return loads
 
-    def _gather_loads(self, counts_E: torch.Tensor, digest: int) -> torch.Tensor:
-        """Return [R, E] the loads of all ranks; compares digests."""
-        return self._workspace.memory.share_loads(counts_E, digest)
+    def _check_capture(self) -> None:
+        """Raise if a graph cannot capture this microbatch; otherwise keep its memory."""
+        memory, ids = self._plane.memory, self._inputs.ids
+        if self._refusal is not None:
+            raise self._refusal
+        if len(ids) > memory.tokens:
+            raise LoadError(
+                f"{len(ids)} tokens, but there is memory for {memory.tokens}, and it cannot grow "
+                "here: run such a step before, outside of a graph, or call `prepare` with as many "
+                "tokens"
+            )
+        self._plane.keep()
 
     def _rows_of_all(self) -> int:
-        """As if every rank had the tokens of the rank with the most tokens."""
-        return self._most_tokens * self._inputs.ids.shape[1] * self._plane.topology.ranks
+        """As they were when the layer was first planned: a recomputed plan must be the same.
 
-    def _current(self) -> Workspace:
-        """Return the workspace if its buffers still hold this microbatch."""
+        The hosts compare that first microbatch themselves, before they measure rates together.
+        """
+        plane, layer = self._plane, self.passes.layer
+        rows = plane.rows_of_layer.get(layer, 0)
+        if rows or not plane.topology.can_replicate:
+            return rows
+        rows = 0 if self._refusal is not None else self._inputs.ids.numel()
+        if not self._captured:
+            own = self._signature, rows, self._refusal is not None
+            gathered = plane.hosts.gather_objects(own)
+            signatures, every, refusals = zip(*gathered, strict=True)
+            self._compare_signatures(signatures)
+            self._raise_refusals([rank for rank, refuses in enumerate(refusals) if refuses])
+            rows = max(every)
+        plane.rows_of_layer[layer] = rows * plane.topology.ranks
+        return plane.rows_of_layer[layer]
+
+    def _compare_signatures(self, signatures: Sequence[str]) -> None:
+        place = self._loads_place()
+        compare_values(f"the weights or inputs at {place}", signatures, signatures, place)
+
+    def _raise_refusals(self, refused: list[int]) -> None:
+        """Raise if these are ranks: the error of this one, or an error that names them."""
+        if not refused:
+            return
+        planner = self._plane.planner
+        if self._refusal is not None:
+            planner.faults.zero_()
+            raise self._refusal
+        planner.check()
+        raise CommunicationError(
+            f"ranks {refused} refused their input; their errors say why", ranks=refused
+        )
+
+    def _current(self) -> DevicePlanner:
+        """Return the planner if its buffers still hold this microbatch."""
         counted = self._plane.counted
         if counted is not self.passes:
             raise ConfigError(
@@ -142,184 +227,80 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
                 f"{counted.step if counted else '?'} was counted: on a GPU, call count, plan and "
                 "reroute of one microbatch before count of the next"
             )
-        return self._workspace
+        return self._plane.planner
 
     def _make_plan(self, config: BalanceConfig) -> DevicePlan:
-        plane, control, loads = self._plane, self._current().control, self._loads
-        assert loads is not None
-        if control.use(config):
-            plan = control.plan(loads)
-            if plane.workspaces.must_wait(self._current(), self.passes.layer):
-                plan = self._in_fitting_workspace(plan, int(plan.rank_loads.max()))
-            return plan.copied()
-        if capturing(plane.device):
-            raise ConfigError(
-                f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
-                f"the device plans {control.config.policy!r}"
-            )
-        host_plan = make_plan(loads.cpu().numpy().astype("int64"), plane.topology, config)
-        self._context.capacity.check(host_plan)
-        self._host_plan = host_plan
-        return control.adopt(host_plan).copied()
+        planner = self._current()
+        on_device = planner.use(config)
+        if self._captured:
+            if not on_device:
+                raise ConfigError(
+                    f"policy {config.policy!r} plans on the host and cannot be captured in a "
+                    f"graph; the device plans {planner.config.policy!r}"
+                )
+            return planner.plan(planner.loads).copied()
+        planner.plan(planner.loads)
+        gathered, plan = planner.read(self._plane.pause)
+        self._compare(gathered)
+        if not on_device:
+            host_plan = make_plan(plan.to_host().loads, self._plane.topology, config)
+            planner.adopt(host_plan)
+            gathered, plan = planner.read(self._plane.pause)
+        self._settle(gathered, plan)
+        return plan
 
-    def _settled(self, plan: DevicePlan) -> DevicePlan:
-        if self._host_plan is None:
-            return plan
-        fitting = self._in_fitting_workspace(plan, int(self._host_plan.rank_loads.max()))
-        return plan if fitting is plan else fitting.copied()
+    def _compare(self, gathered: Gathered) -> None:
+        """Raise if ranks differ, if one is lost, or if one refuses its input."""
+        *words, (fault, _, _) = gathered.positions.tolist()
+        if fault:
+            self._plane.check()
+        place = self._loads_place()
+        if len(words) > 1 and words.count(words[0]) < len(words):
+            compare_positions([Position.from_words(*position) for *position, _ in words], place)
+            self._compare_signatures(self._plane.hosts.gather_objects(self._signature))
+        self._raise_refusals(gathered.refused())
 
-    def _in_fitting_workspace(self, plan: DevicePlan, most_rows: int) -> DevicePlan:
-        """Return the plan; if a rank serves more rows than fit, move to a larger workspace first.
-
-        Collective then: all ranks have the same plan.
-        """
-        plane, ids = self._plane, self._inputs.ids
-        larger = plane.workspaces.larger(self._current(), most_rows)
-        if larger is None:
-            return plan
-        host_plan = plan.to_host()
-        self._workspace = larger
-        larger.control.count(ids.contiguous())
-        return larger.control.adopt(host_plan)
-
-    def replicate(self) -> Replicas:
-        replicas = self._last_replicas = super().replicate()
-        return replicas
+    def _settle(self, gathered: Gathered, plan: DevicePlan) -> None:
+        """Provide memory for the rows of the plan, the same on all ranks."""
+        capacity, memory = self._context.capacity, self._plane.memory
+        if capacity.setting != AUTO:
+            capacity.check(plan.to_host())
+        top_k, planned = self._inputs.ids.shape[1], plan.most_rows()
+        tokens, rows = gathered.tokens(top_k), memory.rows
+        if planned > rows and self._context.settings.dispatcher is None:
+            rows = capacity.rows_for(max(tokens, memory.tokens) * top_k, planned)
+        memory.fit(tokens, rows)
+        self._begins = [0, *accumulate(gathered.received.sum(axis=0).tolist())]
 
     def _replicas(self, plan: DevicePlan) -> MappedReplicas:
-        return MappedReplicas(
-            self._plane.of_domain,
-            self._workspace.memory,
-            self.passes,
-            self._replica_table(plan),
-            self._inputs.layer.bundle,
+        possible, table = plan.topology.can_replicate, plan.replicas
+        if plan.fetched is not None:
+            possible = plan.has_replicas()
+        if possible and not self._captured:
+            table = table.clone()  # the next plan overwrites it
+        memory, bundle = self._plane.memory, self._inputs.layer.bundle
+        replicas = MappedReplicas(
+            self._context, memory, self.passes, table, bundle, possible=possible
         )
-
-    def _replica_table(self, plan: DevicePlan) -> torch.Tensor:
-        """Return [C, 3] the replicas of the plan that these ranks send each other."""
-        return plan.replicas
+        self._last_replicas = replicas
+        return replicas
 
     def _trial(self, plan: Plan, bundle: Bundle) -> MappedReplicas:
         passes = Passes(NO_LAYER, self.passes.step)
-        context, memory = self._plane.of_domain, self._workspace.memory
-        return MappedReplicas(context, memory, passes, self._trial_table(plan), bundle)
+        table = self._plane.planner.adopt(plan).copied().replicas
+        return MappedReplicas(self._context, self._plane.memory, passes, table, bundle)
 
-    def _trial_table(self, plan: Plan) -> torch.Tensor:
-        """Return the same of a synthetic plan."""
-        return self._workspace.control.adopt(plan).copied().replicas
-
-    def _rows(self, plan: DevicePlan) -> Rows:
-        assert plan.topology == self._plane.topology
-        workspace = self._current()
-        routes = workspace.control.reroute(self._inputs.ids.contiguous(), counted=True)
+    def _rows(self, plan: DevicePlan) -> MappedRows:
+        planner = self._current()
+        routes = planner.reroute(self._inputs.ids.contiguous(), counted=True)
         return MappedRows(
             self.passes,
-            workspace.memory,
+            self._plane.memory,
             routes,
+            plan.rank_loads,
             self._last_replicas,
-            self._plane.compare_places,
-            workspace.overflow(plan),
-            dispatched=workspace.dispatched,
+            self._begins,
         )
-
-
-class MappedRows:
-    """Moves rows between tokens and slots; each rank pulls its rows from the memory of others.
-
-    compare_places: raises if not all ranks are at the same place.
-    overflow: whether some rank has more rows than fit, on the device; None: that is impossible.
-    dispatched: a dispatcher moves the rows.
-    """
-
-    def __init__(
-        self,
-        passes: Passes,
-        memory: MappedMemory,
-        routes: DeviceRoutes,
-        replicas: Any,
-        compare_places: Callable[[Position], None],
-        overflow: torch.Tensor | None = None,
-        *,
-        dispatched: bool = False,
-    ) -> None:
-        self.passes = passes
-        self._replicas, self._compare_places = replicas, compare_places
-        self._memory, self._routes, self._overflow = memory, routes, overflow
-        self._shape = routes.slots.shape
-        if not dispatched:
-            self.offsets = self._rows.offsets
-        else:  # `_rows` would fill them while it moves rows
-            counts = routes.receive_counts.sum(dim=0).cumsum(dim=0)
-            self.offsets = pad(counts, (1, 0)).to(torch.int32)
-
-    @cached_property
-    def _rows(self) -> RowMap:
-        return self._memory.exchange.row_map()
-
-    @property
-    def slots(self) -> torch.Tensor:
-        return self._routes.slots
-
-    @outside_dispatch_modes
-    def begins(self) -> list[int]:
-        begins: list[int] = self.offsets.tolist()
-        return begins
-
-    def begin_backward(self) -> None:
-        self.passes.begin_backward()
-        self._compare_places(Position(At.BACKWARD, self.passes.layer, self.passes.step))
-        if self._replicas is not None:
-            self._replicas.begin_again()
-
-    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        record = self.passes.record
-        if not record.backward:
-            record.at("dispatch")
-        memory, exchange, routes = self._memory, self._memory.exchange, self._routes
-        values_TD = values_TD.contiguous()
-        nbytes = exchange.layout.value_bytes(values_TD.shape[1] * values_TD.itemsize)
-        exchange.expose_values(values_TD, memory.writable("values", nbytes))
-        if scalars_TK is not None:
-            exchange.tables(routes.rows_of_slot, routes.receive_counts, self._rows)
-            exchange.expose(routes.order, scalars_TK.contiguous())
-        memory.barrier()
-        gates_A = None
-        if scalars_TK is not None:
-            gates_A = scalars_TK.new_empty(memory.capacity, dtype=accumulator(scalars_TK.dtype))
-            exchange.origins(routes.receive_counts, self._rows, gates_A)
-            exchange.landings(routes.slots, routes.positions, self._rows)
-        rows_AD = values_TD.new_empty(memory.capacity, values_TD.shape[1])
-        exchange.gather_rows(memory.readable("values", nbytes), self._rows, rows_AD)
-        record.at("experts", "experts back")
-        return rows_AD, gates_A
-
-    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
-        record = self.passes.record
-        record.at("combine", "dispatch back")
-        memory, exchange, width = self._memory, self._memory.exchange, rows_AD.shape[1]
-        nbytes = exchange.layout.served_bytes(width * rows_AD.itemsize)
-        served = exchange.served_rows(memory.region("served", nbytes), width, rows_AD.dtype)
-        if rows_AD.data_ptr() != served.data_ptr():
-            memory.writable("served", nbytes)
-            served[: len(rows_AD)].copy_(rows_AD)
-        scalars_TK = None
-        if scalars_A is not None:
-            region = memory.writable("served", nbytes)
-            scalars = exchange.served_scalars(region, scalars_A.dtype)
-            scalars[: len(scalars_A)].copy_(scalars_A)
-            scalars_TK = scalars_A.new_empty(self._shape)
-        memory.barrier()
-        sums_TD = rows_AD.new_empty(self._shape[0], width)
-        exchange.sum_rows(memory.readable("served", nbytes), self._rows, sums_TD, scalars_TK)
-        self._mark_overflow(sums_TD)
-        if record.backward:
-            record.end()
-        return sums_TD, scalars_TK
-
-    def _mark_overflow(self, sums_TD: torch.Tensor) -> None:
-        """Put a NaN into the result if rows were dropped: the host learns of it only later."""
-        if self._overflow is not None and sums_TD.numel():
-            sums_TD.view(-1)[:1].masked_fill_(self._overflow, torch.nan)
 
 
 def _check_current(device: torch.device) -> None:

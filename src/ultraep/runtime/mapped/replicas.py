@@ -23,7 +23,7 @@ from ultraep.runtime.replicas import BaseReplicas
 class MappedReplicas(BaseReplicas):
     """The replicas of one plan and one bundle of home weights.
 
-    replicas: [C, 3] of a device plan.
+    replicas: [C, 3] of a device plan.   possible: whether there may be any.
     """
 
     kernels = True
@@ -35,11 +35,13 @@ class MappedReplicas(BaseReplicas):
         passes: Passes,
         replicas: torch.Tensor,
         bundle: Bundle,
+        *,
+        possible: bool = True,
     ) -> None:
         super().__init__(context, passes, bundle)
         self._memory, self._replicas = memory, replicas
         self._schedule: torch.Tensor | None = None  # the work of this rank
-        self.possible = memory.topology.can_replicate
+        self.possible = possible and memory.topology.can_replicate
         self.num_homes = memory.streamer.homes
         self._buffer: int | None = None  # the one that was lent last
         self._tensors: dict[str, torch.Tensor] = {}
@@ -96,10 +98,9 @@ class MappedReplicas(BaseReplicas):
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor | None:
         if self._context.settings.dispatcher is not None:
             return None
-        memory, width = self._memory, like_AD.shape[1]
-        nbytes = memory.exchange.layout.served_bytes(width * like_AD.itemsize)
-        region = memory.writable("served", nbytes)
-        return memory.exchange.served_rows(region, width, like_AD.dtype)
+        memory, (rows, width) = self._memory, like_AD.shape
+        memory.writable("served", memory.rows * width * like_AD.itemsize)
+        return memory.served(width, like_AD.dtype, rows)
 
     @outside_dispatch_modes
     def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:

@@ -29,8 +29,9 @@ from ultraep.microbatch import NO_LAYER, Inputs, Replicas, Rows
 from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
+from ultraep.position import At, Position
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Agreement, At, Position, Records
+from ultraep.runtime.agreement import Agreement, Records
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Context

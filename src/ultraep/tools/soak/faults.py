@@ -28,7 +28,7 @@ from ultraep.arrays import IntArray
 from ultraep.parallel.checkpoint import ShardedState
 from ultraep.passes import PassRecord
 from ultraep.policies import get_policy
-from ultraep.runtime.agreement import At, Position
+from ultraep.position import At, Position
 from ultraep.tools.soak.schedule import DISKS, Fault
 from ultraep.tools.soak.training import Training, Watch, WrongNumber
 

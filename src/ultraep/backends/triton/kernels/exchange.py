@@ -10,12 +10,13 @@
 
 `addresses` holds the address of a region on every rank, a multiple of 16. A region holds
 
-    tables   the sending order; where each slot begins in it; `blocks` [R, stride], where the rows
-             of every rank begin among the arrivals of each slot; scalars of the routed rows
+    tables   `blocks` [R, stride], where the rows of every rank begin among the arrivals of each
+             slot; where each slot begins in the sending order; the sending order; scalars of the
+             routed rows
     values   [tokens, width]
-    served   scalars of the arrived rows, then the rows [capacity, width]
+    served   rows [A, width]; their scalars are in another region
 
-A row of a rank is one integer: rank * rows + row. The caller must synchronise the ranks between
+A row of a rank is one integer: rank * RANK + row. The caller must synchronise the ranks between
 kernels that write a region and kernels that read it.
 
 Data from other ranks is not trusted with an address: positions and rows are compared with the
@@ -31,12 +32,13 @@ import triton.language as tl
 from ultraep.backends.triton.kernels.plan import received_at
 
 LARGEST = tl.constexpr(2**31 - 1)
+RANK = tl.constexpr(2**32)
 
 
 @triton.jit
-def part_of(addresses, rank, AT: tl.constexpr, TYPE: tl.constexpr):
-    """Return the pointer to byte `AT` of the regions of these ranks."""
-    begin = tl.load(addresses + rank) + AT
+def part_of(addresses, rank, at, TYPE: tl.constexpr):
+    """Return the pointer to byte `at`, a multiple of 16, of the regions of these ranks."""
+    begin = tl.load(addresses + rank) + at
     return tl.multiple_of(begin, 16).to(tl.pointer_type(TYPE))
 
 
@@ -50,14 +52,14 @@ def own_tiles(tiles):
 
 @triton.jit
 def values_of(
-    addresses, origin_of_row, first, total, ROWS: tl.constexpr, CHOICES: tl.constexpr,
-    ROW_BYTES: tl.constexpr, B: tl.constexpr
+    addresses, origin_of_row, first, total, CHOICES: tl.constexpr, ROW_BYTES: tl.constexpr,
+    B: tl.constexpr
 ):  # fmt: skip
     """[B] addresses of the values of the arrived rows, from row `first` on; 0: unknown origin."""
     row = first + tl.arange(0, B)
     origin = tl.load(origin_of_row + row, mask=row < total, other=-1)
     known = origin >= 0
-    rank, routed = origin // ROWS, origin % ROWS
+    rank, routed = origin // RANK, origin % RANK
     begin = tl.load(addresses + rank, mask=known, other=0)
     return tl.where(known, begin + routed // CHOICES * ROW_BYTES, 0)
 
@@ -74,8 +76,8 @@ def tile_at(row_addresses, column, WIDTH: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def served_of(
-    addresses, landing_of_row, first, tokens, CHOICES: tl.constexpr, CAPACITY: tl.constexpr,
-    ROWS_AT: tl.constexpr, ROW_BYTES: tl.constexpr, B: tl.constexpr
+    addresses, landing_of_row, first, tokens, CHOICES: tl.constexpr, ROW_BYTES: tl.constexpr,
+    B: tl.constexpr
 ):  # fmt: skip
     """For every choice, the addresses [B] of the rows served for these tokens; 0: none."""
     token = first + tl.arange(0, B)
@@ -83,22 +85,22 @@ def served_of(
     for choice in tl.static_range(CHOICES):
         row = token.to(tl.int64) * CHOICES + choice
         landing = tl.load(landing_of_row + row, mask=token < tokens, other=-1)
-        rank, arrived = landing // CAPACITY, landing % CAPACITY
+        rank, arrived = landing // RANK, landing % RANK
         begin = tl.load(addresses + rank, mask=landing >= 0, other=0)
-        served = begin + ROWS_AT + arrived * ROW_BYTES
+        served = begin + arrived * ROW_BYTES
         pointers = pointers + (tl.where(landing >= 0, served, 0),)  # noqa: RUF005
     return pointers
 
 
 @triton.jit
-def pull_scalars(addresses, landing_of_row, scalars, num_rows, CAPACITY: tl.constexpr):
+def pull_scalars(addresses, landing_of_row, scalars, num_rows):
     """[N] the scalars of the served rows; 0: not served."""
     B: tl.constexpr = 512
     for first in range(tl.program_id(0) * B, num_rows, tl.num_programs(0) * B):
         row = first + tl.arange(0, B)
         landing = tl.load(landing_of_row + row, mask=row < num_rows, other=-1)
         known = tl.maximum(landing, 0)
-        rank, arrived = known // CAPACITY, known % CAPACITY
+        rank, arrived = known // RANK, known % RANK
         there = part_of(addresses, rank, 0, scalars.dtype.element_ty)
         scalar = tl.load(there + arrived, mask=landing >= 0, other=0.0)
         tl.store(scalars + row, scalar, mask=row < num_rows)
@@ -108,6 +110,8 @@ def pull_scalars(addresses, landing_of_row, scalars, num_rows, CAPACITY: tl.cons
 def make_tables(
     rows_of_slot,
     received,
+    rank_loads,
+    fault,
     begins,
     blocks,
     offsets,
@@ -122,17 +126,19 @@ def make_tables(
 ):
     """Write the tables of what this rank sends (program 0) and of what arrives (program 1).
 
+    rank_loads: [R] rows that every rank serves.   fault: the first word of the signals.
     begins: [S] where the rows of every slot begin in the sending order.
     blocks: [R, stride] where the rows of every rank begin among the arrivals of each slot.
-    offsets: [L + 1] where the arrivals of each slot begin, then their number.
+    offsets: [L + 2] where the arrivals of each slot begin, their number, and whether results are
+        wrong: after a fault, or if a rank serves more rows than `capacity`.
     faults: how often more than `capacity` rows arrived, and the most that ever arrived.
 
     >>> example(make_tables, 2, rows_of_slot=[1, 0, 0, 1, 0, 3], received=[[0, 1, 0], [1, 0, 3]],
-    ...         begins=empty(6), blocks=empty(2, 3), offsets=empty(4), faults=[0, 0], num_local=3,
-    ...         rows=5, capacity=8, stride=3, B=8)
+    ...         rank_loads=[4, 5], fault=[0], begins=empty(6), blocks=empty(2, 3),
+    ...         offsets=empty(5), faults=[0, 0], num_local=3, rows=5, capacity=8, stride=3, B=8)
     begins = [0, 1, 1, 1, 2, 2]
     blocks = [[0, 1, 2], [0, 2, 2]]
-    offsets = [0, 1, 2, 5]
+    offsets = [0, 1, 2, 5, 0]
     faults = [0, 5]
     """
     end = tl.zeros([], tl.int64)
@@ -144,6 +150,10 @@ def make_tables(
             begin_B = end + tl.cumsum(rows_B, 0) - rows_B
             tl.store(begins + slot, tl.minimum(begin_B, rows).to(tl.int32), mask=slot < num_slots)
             end += tl.sum(rows_B, 0)
+        wrong = tl.load(fault)
+        for rank in range(ranks):
+            wrong = tl.where(tl.load(rank_loads + rank) > capacity, 1, wrong)
+        tl.store(offsets + num_local + 1, wrong)
     else:
         for first in range(0, num_local * ranks, B):
             block = first + tl.arange(0, B)
@@ -195,7 +205,7 @@ def expose_values(
         tl.store(exposed + byte, tl.load(values + byte, mask=left), mask=left)
 
 
-@triton.jit(do_not_specialize=["rank", "num_local", "capacity", "rows", "stride"])
+@triton.jit(do_not_specialize=["rank", "num_local", "capacity", "rows", "stride", "scalars_at"])
 def origins(
     addresses,
     received,
@@ -208,28 +218,30 @@ def origins(
     capacity,
     rows,
     stride,
+    scalars_at,
     BEGINS: tl.constexpr,
-    SCALARS: tl.constexpr,
+    ORDER: tl.constexpr,
     B: tl.constexpr,
 ):
     """Program (l, q, p): part p of the arrivals of slot l from rank q.
 
-    origin_of_row: [A] rank * rows + routed row; -1: unknown.   gate_of_row: [A] its scalar.
+    origin_of_row: [A] rank * RANK + routed row; -1: unknown.   gate_of_row: [A] its scalar.
+    scalars_at: the byte at which the scalars of the routed rows begin.
 
     >>> scalars = [0.5, 0.25, 0.125, 1.0, 2.0]
-    >>> first = parts([0, 3, 1, 2, -1], [0, 2, 3, 3, 3, 4], scalars)  # order, begins, scalars
-    >>> second = parts([0, 1, 4, 3, 2], [0, 1, 1, 1, 2, 2], scalars)
+    >>> first = parts([0, 2, 3, 3, 3, 4], [0, 3, 1, 2, -1], scalars)  # begins, order, scalars
+    >>> second = parts([0, 1, 1, 1, 2, 2], [0, 1, 4, 3, 2], scalars)
     >>> example(origins, (3, 2, 1), addresses=at(first, second), received=[[0, 1, 0], [1, 0, 3]],
-    ...         blocks=[[0, 1, 2], [0, 2, 2]], origin_of_row=empty(8),
+    ...         blocks=[[0, 1, 2], [0, 2, 2]], origin_of_row=empty(8, dtype=torch.int64),
     ...         gate_of_row=empty(8, dtype=torch.float32), rank=1, num_local=3, capacity=8, rows=5,
-    ...         stride=3, BEGINS=32, SCALARS=64, B=4)
-    origin_of_row = [6, 2, 9, 8, 7, _, _, _]
+    ...         stride=3, scalars_at=64, BEGINS=0, ORDER=32, B=4)
+    origin_of_row = [4294967297, 2, 4294967300, 4294967299, 4294967298, _, _, _]
     gate_of_row = [0.25, 0.125, 2.0, 1.0, 0.125, _, _, _]
     """
     local, source, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    order = part_of(addresses, source, 0, tl.int32)
+    order = part_of(addresses, source, ORDER, tl.int32)
     begins = part_of(addresses, source, BEGINS, tl.int32)
-    scalars = part_of(addresses, source, SCALARS, gate_of_row.dtype.element_ty)
+    scalars = part_of(addresses, source, scalars_at, gate_of_row.dtype.element_ty)
     begin = tl.load(begins + tl.load(first_slot_of_rank + rank) + local)
     begin = tl.minimum(tl.maximum(begin, 0), rows)
     target = tl.load(blocks + source * stride + local)
@@ -241,7 +253,7 @@ def origins(
         sent = tl.load(order + begin + row, mask=there & (row < rows - begin), other=-1)
         known = (sent >= 0) & (sent < rows)
         weight = tl.load(scalars + sent, mask=known, other=0.0)
-        origin = tl.where(known, source.to(tl.int64) * rows + sent, -1)
+        origin = tl.where(known, source.to(tl.int64) * RANK + sent, -1)
         tl.store(origin_of_row + target + row, origin, mask=there)
         tl.store(gate_of_row + target + row, weight, mask=there)
 
@@ -253,7 +265,6 @@ def gather_rows(
     offsets,
     gathered,
     num_local,
-    ROWS: tl.constexpr,
     CHOICES: tl.constexpr,
     WORDS: tl.constexpr,
     B: tl.constexpr,
@@ -266,9 +277,9 @@ def gather_rows(
 
     >>> first = [[1, 10], [2, 20], [3, 30], [4, 40], [5, 50]]
     >>> second = [[6, 60], [7, 70], [8, 80], [9, 90], [0, 0]]
-    >>> example(gather_rows, 1, addresses=at(first, second), origin_of_row=[6, 2, 9, 8, 7, 0, 0, 0],
-    ...         offsets=[0, 1, 2, 5], gathered=empty(8, 2), num_local=3, ROWS=5, CHOICES=1, WORDS=2,
-    ...         B=4)
+    >>> example(gather_rows, 1, addresses=at(first, second),
+    ...         origin_of_row=torch.tensor([2**32 + 1, 2, 2**32 + 4, 2**32 + 3, 2**32 + 2, 0]),
+    ...         offsets=[0, 1, 2, 5], gathered=empty(8, 2), num_local=3, CHOICES=1, WORDS=2, B=4)
     gathered = [[7, 70], [3, 30], [0, 0], [9, 90], [8, 80], [_, _], [_, _], [_, _]]
     """
     WORD: tl.constexpr = gathered.dtype.element_ty
@@ -277,13 +288,13 @@ def gather_rows(
     total = tl.load(offsets + num_local)
     begin, end = own_tiles(tl.cdiv(total, B) * TILES)
     first = begin // TILES * B
-    here = values_of(addresses, origin_of_row, first, total, ROWS, CHOICES, ROW_BYTES, B)
+    here = values_of(addresses, origin_of_row, first, total, CHOICES, ROW_BYTES, B)
     for tile in range(begin, end):
         row = tile // TILES * B + tl.arange(0, B)
         word = tile % TILES * C + tl.arange(0, C)
         words = tile_at(here, word, WORDS, WORD)
         following = (tile + 1) // TILES * B
-        here = values_of(addresses, origin_of_row, following, total, ROWS, CHOICES, ROW_BYTES, B)
+        here = values_of(addresses, origin_of_row, following, total, CHOICES, ROW_BYTES, B)
         there = (row < total)[:, None] & (word < WORDS)[None, :]
         tl.store(gathered + row[:, None].to(tl.int64) * WORDS + word[None, :], words, mask=there)
 
@@ -307,14 +318,14 @@ def landings(
 ):
     """Program t: the routed rows of tile t.
 
-    landing_of_row: [N] rank * capacity + arrived row; -1: not sent, or above the capacity.
+    landing_of_row: [N] rank * RANK + arrived row; -1: not sent, or above the capacity.
 
     >>> first, second = [[0, 3, 4], [2, 4, 4]], [[0, 1, 2], [0, 2, 2]]  # the blocks of both ranks
     >>> example(landings, 1, addresses=at(first, second), slots=[0, 3, 5, 5, 5],
     ...         positions=[0, 1, 4, 3, 2], begins=[0, 1, 1, 1, 2, 2],
-    ...         rank_of_slot=[0, 0, 0, 1, 1, 1], landing_of_row=empty(5), rank=1, num_rows=5,
-    ...         capacity=8, stride=3, BLOCKS=0, B=8)
-    landing_of_row = [2, 8, 12, 11, 10]
+    ...         rank_of_slot=[0, 0, 0, 1, 1, 1], landing_of_row=empty(5, dtype=torch.int64),
+    ...         rank=1, num_rows=5, capacity=8, stride=3, BLOCKS=0, B=8)
+    landing_of_row = [2, 4294967296, 4294967300, 4294967299, 4294967298]
     """
     row = tl.program_id(0) * B + tl.arange(0, B)
     there = row < num_rows
@@ -327,20 +338,20 @@ def landings(
     within = tl.load(positions + row, mask=known, other=0)
     within -= tl.load(begins + slot, mask=known, other=0)
     held = known & (begin >= 0) & (within >= 0) & (within < capacity - begin)
-    landing = target.to(tl.int64) * capacity + (begin + within)
+    landing = target.to(tl.int64) * RANK + (begin + within)
     tl.store(landing_of_row + row, tl.where(held, landing, -1), mask=there)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["wrong"])
 def sum_rows(
     addresses,
+    scalar_addresses,
     landing_of_row,
     summed,
     scalars,
+    wrong,
     tokens,
     CHOICES: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ROWS_AT: tl.constexpr,
     WIDTH: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
@@ -349,12 +360,14 @@ def sum_rows(
 
     The rows of all choices are in flight at once, and so are the addresses of the next tile.
     summed: [T, WIDTH] rounded once.   scalars: [T, K]; None: not needed.
+    wrong: whether rows are missing; then all sums are NaN.
 
-    >>> first = parts([0.75, 0.125], [[1.0, 10.0], [2.0, 20.0]])  # scalars, rows
-    >>> second = parts([0.5, 0.25], [[3.0, 30.0], [4.0, 40.0]])
-    >>> example(sum_rows, 1, addresses=at(first, second), landing_of_row=[1, 2, 3, -1],
+    >>> first, second = [[1.0, 10.0], [2.0, 20.0]], [[3.0, 30.0], [4.0, 40.0]]
+    >>> example(sum_rows, 1, addresses=at(first, second), wrong=[0],
+    ...         scalar_addresses=at([0.75, 0.125], [0.5, 0.25]),
+    ...         landing_of_row=torch.tensor([1, 2**32, 2**32 + 1, -1]),
     ...         summed=empty(2, 2, dtype=torch.float32), scalars=empty(2, 2, dtype=torch.float32),
-    ...         tokens=2, CHOICES=2, CAPACITY=2, ROWS_AT=16, WIDTH=2, B=2)
+    ...         tokens=2, CHOICES=2, WIDTH=2, B=2)
     summed = [[5.0, 50.0], [4.0, 40.0]]
     scalars = [[0.125, 0.5], [0.25, 0.0]]
     """
@@ -363,12 +376,11 @@ def sum_rows(
     ROW_BYTES: tl.constexpr = WIDTH * TYPE.primitive_bitwidth // 8
     TILES: tl.constexpr = (WIDTH + C - 1) // C
     if scalars is not None:
-        pull_scalars(addresses, landing_of_row, scalars, tokens * CHOICES, CAPACITY)
+        pull_scalars(scalar_addresses, landing_of_row, scalars, tokens * CHOICES)
+    poison = tl.where(tl.load(wrong) != 0, float("nan"), 0.0)
     begin, end = own_tiles(tl.cdiv(tokens, B) * TILES)
     first = begin // TILES * B
-    here = served_of(
-        addresses, landing_of_row, first, tokens, CHOICES, CAPACITY, ROWS_AT, ROW_BYTES, B
-    )
+    here = served_of(addresses, landing_of_row, first, tokens, CHOICES, ROW_BYTES, B)
     for tile in range(begin, end):
         token = tile // TILES * B + tl.arange(0, B)
         column = tile % TILES * C + tl.arange(0, C)
@@ -376,10 +388,8 @@ def sum_rows(
         for choice in tl.static_range(CHOICES):
             served = served + (tile_at(here[choice], column, WIDTH, TYPE),)  # noqa: RUF005
         following = (tile + 1) // TILES * B
-        here = served_of(
-            addresses, landing_of_row, following, tokens, CHOICES, CAPACITY, ROWS_AT, ROW_BYTES, B
-        )
-        total = tl.zeros([B, C], SUM)
+        here = served_of(addresses, landing_of_row, following, tokens, CHOICES, ROW_BYTES, B)
+        total = tl.zeros([B, C], SUM) + poison
         for choice in tl.static_range(CHOICES):
             total += served[choice].to(SUM)
         there = (token < tokens)[:, None] & (column < WIDTH)[None, :]

@@ -22,6 +22,7 @@ CHANNEL = tl.constexpr(4)
 EPOCH, TICKETS, HELD, LAST_FILL = (tl.constexpr(number) for number in range(4))
 WORDS = tl.constexpr(4)  # of a channel
 RANKS = tl.constexpr(65536)  # more than any group has
+POSITION = tl.constexpr(3)  # words: point, step and digest
 
 
 class Waiting(NamedTuple):
@@ -107,9 +108,9 @@ def last_of(area, channel, programs):
 
 
 @triton.jit
-def row_of(table, epoch, sender, ranks, numbers):
-    """Return the row of a sender in a table `[2, R, numbers + 1]`, whose halves alternate."""
-    return table + ((epoch & 1) * ranks + sender).to(tl.int64) * (numbers + 1)
+def row_of(table, epoch, sender, ranks, stride):
+    """Return the row of a sender in a table `[2, R, stride]`, whose halves alternate."""
+    return table + ((epoch & 1) * ranks + sender).to(tl.int64) * stride
 
 
 @triton.jit(do_not_specialize=["polls"])
@@ -122,61 +123,77 @@ def idle(word, polls):
 
 
 @triton.jit(
-    do_not_specialize=["rank", "ranks", "channel", "flags", "numbers", "digest", "stage",
-                       "mismatch", "poll_limit"]
+    do_not_specialize=["rank", "ranks", "channel", "flags", "numbers", "stride", "point", "step",
+                       "digest", "stage", "mismatch", "poll_limit"]
 )  # fmt: skip
 def share(
     areas,
     tables,
     row,
     gathered,
+    positions,
     rank,
     ranks,
     channel,
     flags,
     numbers,
+    stride,
+    point,
+    step,
     digest,
     stage,
     mismatch,
     poll_limit,
     B: tl.constexpr,
 ):
-    """Program p: exchange `numbers` int32 with rank p. A barrier.
+    """Program p: exchange position and `numbers` int32 with rank p. A barrier.
 
-    tables: memory of all ranks, `[2, R, numbers + 1]`: a fast rank writes its next row into the
-    other half while a slow rank still reads.   flags: word of the first of R flags.
-    digest: sent behind the numbers; ranks with different digests are a fault of stage `mismatch`.
+    tables: memory of all ranks, `[2, R, stride]`: a fast rank writes its next row into the other
+    half while a slow rank still reads.   flags: word of the first of R flags.
+    positions: [R + 1, 3] receives point, step and digest of all ranks, and the fault of this rank.
+    mismatch: the stage of the fault if ranks differ; -1: no fault, because the host compares them.
 
     Rank 1 has signalled epoch 1: its flag is in the area of rank 0, its row in the table.
 
     >>> areas = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
-    >>> tables = at([[0, 0, 0], [0, 0, 0], [0, 0, 0], [7, 8, 0]], 4 * [[0, 0, 0]])
+    >>> tables = at([[0] * 5, [0] * 5, [0] * 5, [3, 1, 9, 7, 8]], 4 * [[0] * 5])
     >>> example(share, 2, areas=areas, tables=tables, row=[5, 6], gathered=empty(2, 2),
-    ...         rank=0, channel=4, flags=8, numbers=2, digest=0, stage=0, mismatch=4,
-    ...         poll_limit=9, B=2)
+    ...         positions=empty(3, 3), rank=0, channel=4, flags=8, numbers=2, stride=5, point=3,
+    ...         step=1, digest=9, stage=0, mismatch=4, poll_limit=9, B=2)
     areas = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
-    tables = [[[0, 0, 0], [0, 0, 0], [5, 6, 0], [7, 8, 0]],
-              [[0, 0, 0], [0, 0, 0], [5, 6, 0], [0, 0, 0]]]
+    tables = [[[0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [3, 1, 9, 5, 6], [3, 1, 9, 7, 8]],
+              [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [3, 1, 9, 5, 6], [0, 0, 0, 0, 0]]]
     gathered = [[5, 6], [7, 8]]
+    positions = [[3, 1, 9], [3, 1, 9], [0, _, _]]
     """
     peer = tl.program_id(0)
     mine, theirs = area_of(areas, rank), area_of(areas, peer)
     epoch = next_epoch(mine, channel)
-    at_peer = row_of(area_of(tables, peer), epoch, rank, ranks, numbers)
-    here = row_of(area_of(tables, rank), epoch, peer, ranks, numbers)
+    at_peer = row_of(area_of(tables, peer), epoch, rank, ranks, stride)
+    here = row_of(area_of(tables, rank), epoch, peer, ranks, stride)
     for begin in range(0, numbers, B):
         at = begin + tl.arange(0, B)
         there = at < numbers
-        tl.store(at_peer + at, tl.load(row + at, mask=there), mask=there)
-    tl.store(at_peer + numbers, digest)
+        tl.store(at_peer + POSITION + at, tl.load(row + at, mask=there), mask=there)
+    tl.store(at_peer, point)
+    tl.store(at_peer + 1, step)
+    tl.store(at_peer + 2, digest)
     post(theirs + flags + rank, epoch)
     if wait(mine + flags + peer, epoch, Waiting(areas, rank, ranks, stage, poll_limit), peer):
-        if tl.load(here + numbers, volatile=True) != digest:
+        point_there = tl.load(here, volatile=True)
+        step_there = tl.load(here + 1, volatile=True)
+        digest_there = tl.load(here + 2, volatile=True)
+        tl.store(positions + peer * POSITION, point_there)
+        tl.store(positions + peer * POSITION + 1, step_there)
+        tl.store(positions + peer * POSITION + 2, digest_there)
+        differs = (point_there != point) | (step_there != step) | (digest_there != digest)
+        if differs & (mismatch >= 0):
             report(areas, ranks, fault_of(mismatch, peer))
         for begin in range(0, numbers, B):
             at = begin + tl.arange(0, B)
             there = at < numbers
-            taken = tl.load(here + at, mask=there, volatile=True)
+            taken = tl.load(here + POSITION + at, mask=there, volatile=True)
             tl.store(gathered + peer.to(tl.int64) * numbers + at, taken, mask=there)
     if last_of(mine, channel, ranks):
         tl.store(mine + channel + EPOCH, epoch)
+        tl.store(positions + ranks * POSITION, tl.load(mine + FAULT, volatile=True))

@@ -1,0 +1,101 @@
+"""Position: where a rank is in the program. Ranks compare theirs and name those that differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from ultraep.errors import PlanMismatch
+
+LAYER = 16  # factor of a layer in the first word of a position
+
+
+class At(IntEnum):
+    """A point of the program at which ranks compare records."""
+
+    LOADS = 0
+    LOADS_RECOMPUTED = 1
+    PLAN = 2
+    BACKWARD = 3
+    STATE = 4
+    PLANE = 5
+    RATES = 6
+    SPEEDS = 7
+    ROWS = 8
+
+
+NAMES = (  # of the points
+    *("the loads", "the loads, recomputed in backward,", "the plan", "the backward pass"),
+    *("the full state", "the choice of a data plane", "the measurement of rates"),
+    *("the comparison of speeds", "the rows"),
+)
+
+
+class Position(NamedTuple):
+    """The position of a rank in the program."""
+
+    at: int
+    layer: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.at]} of layer {self.layer} (step {self.step})"
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """Two 32-bit integers, for kernels."""
+        return self.at + LAYER * self.layer, self.step & 0x7FFFFFFF
+
+    @classmethod
+    def from_words(cls, first: int, step: int) -> Position:
+        """Return the position with these `words`.
+
+        >>> Position.from_words(*Position(At.BACKWARD, 2, 7).words)
+        Position(at=3, layer=2, step=7)
+        """
+        return cls(first % LAYER, first // LAYER, step)
+
+
+def compare_positions(positions: Sequence[Position], place: object) -> None:
+    """Raise on a rank at `place` if not all ranks are at the same position."""
+    if len(set(positions)) > 1:
+        groups = ranks_by_value(positions).items()
+        listed = "; ".join(f"ranks {ranks} are at {other}" for other, ranks in groups)
+        raise PlanMismatch(
+            f"ranks are at different places of the program: {listed}",
+            ranks=differing(positions),
+            place=place,
+        )
+
+
+def compare_values(
+    what: str, values: Sequence[Hashable], descriptions: Sequence[str], place: object = ""
+) -> None:
+    """Raise with the descriptions if the values of all ranks are not equal."""
+    groups = ranks_by_value(values).values()
+    if len(groups) > 1:
+        listed = "; ".join(f"ranks {ranks} have {descriptions[ranks[0]]}" for ranks in groups)
+        text = f"ranks disagree about {what}: {listed}"
+        raise PlanMismatch(text, ranks=differing(values), place=place)
+
+
+def ranks_by_value(values: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """Return the ranks that have each value."""
+    groups: dict[Hashable, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def differing(values: Sequence[Hashable]) -> list[int]:
+    """Return the ranks that differ from most ranks; all ranks if no value is the most common.
+
+    >>> differing("aba"), differing("ab")
+    ([1], [0, 1])
+    """
+    (common, most), *rest = Counter(values).most_common()
+    if rest and rest[0][1] == most:
+        return list(range(len(values)))
+    return [rank for rank, value in enumerate(values) if value != common]
