@@ -52,8 +52,7 @@ def one_pass(plane, dispatcher, example):
     balancer.check()
     names = set()
     if plane == "mapped":
-        workspaces = balancer.plane(CUDA).workspaces.all
-        names = {name for workspace in workspaces for name, _ in workspace.memory._regions}
+        names = set(balancer.plane(CUDA).memory._regions)
     balancer.close()
     return {"y": y.detach(), **gradients_of(layer, x)}, names & {"values", "served"}
 

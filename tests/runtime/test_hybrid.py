@@ -18,7 +18,6 @@ from ultraep import (
     Balancer,
     CommunicationError,
     ConfigError,
-    LoadError,
     LocalGroup,
     Topology,
     UltraEPError,
@@ -117,99 +116,6 @@ def test_random_layers_with_mapped_memory_inside(first, count):
         example, options, again = in_domains(seed, ranks=4)
         actual = shared_pool().run(example.ranks, mapped_inside, example, options, again)
         assert_dense(example, options, actual)
-
-
-def static_example(seed):
-    """Draw a layer over two domains of two ranks, with a slot for every home expert."""
-    rng = np.random.default_rng(seed)
-    tokens = [int(n) for n in rng.integers(0, 9, 4)]
-    example = Example(tokens, experts=8, top_k=3, hidden=8, ffn=4, skew=2.0, seed=seed)
-    options = {"slots": 2, "domain": 2, "in_flight": int(rng.integers(1, 3))}
-    options |= {"experts": [0, 0, 1, 1, 2, 2, 3, 3], "capacity": "static"}
-    return example, options, bool(rng.integers(2))
-
-
-@only_interpreted
-@pytest.mark.parametrize(
-    ("first", "count"),
-    [
-        pytest.param(0, 1, id="some", marks=pytest.mark.slow),
-        *(pytest.param(b * 5, 5, marks=pytest.mark.long) for b in (0, 1)),
-    ],
-)
-def test_random_layers_with_a_static_capacity(first, count):
-    for seed in range(first, first + count):
-        example, options, again = static_example(seed)
-        actual = shared_pool().run(4, mapped_inside, example, options, again)
-        assert_dense(example, options, actual)
-
-
-def calls_of_a_pass(rank, group):
-    """Return what a rank sends between domains in a pass, and in a pass with other routes."""
-    example, options, _ = static_example(3)
-    balancer = balancer_of(group, example, options)
-    layer, calls = example.layer(balancer), []
-    record_calls(balancer.comm, calls)
-    passes = []
-    for shift in (0.0, 3.0, -3.0):
-        calls.clear()
-        x = (example.inputs[rank] + shift).requires_grad_()
-        layer(x).sum().backward()
-        passes.append((list(calls), layer.last_plan.to_host().digest()))
-    balancer.check()
-    balancer.close()
-    return passes
-
-
-def record_calls(comm, calls):
-    """Note all messages of a communicator: the verb and the numbers of rows."""
-
-    def recorded(verb, call):
-        def wrapped(tensor, *counts):
-            calls.append((verb, tuple(tensor.shape), *map(tuple, counts)))
-            return call(tensor, *counts)
-
-        return wrapped
-
-    for verb in ("all_gather", "all_to_all"):
-        setattr(comm, verb, recorded(verb, getattr(comm, verb)))
-
-
-@only_interpreted
-def test_with_a_static_capacity_sizes_do_not_depend_on_the_loads():
-    results = shared_pool().run(4, calls_of_a_pass)
-    for rank, passes in enumerate(results):
-        (first, one), (second, other), (third, _) = passes
-        assert len({one, other}) == 2  # other loads, other plans
-        assert first[-len(second) :] == second == third  # the first pass also allocates memory
-        moved = [call for call in second if call[0] == "all_to_all"]
-        sent = [0, 0, 0, 0]
-        sent[(rank + 2) % 4] = max(static_example(3)[0].tokens)
-        assert len(moved) == 4
-        assert {call[2:] for call in moved} == {(tuple(sent), tuple(sent))}
-
-
-def overflows(rank, group):
-    example, options, _ = static_example(3)
-    balancer = balancer_of(group, example, options | {"capacity": 2})
-    y = example.layer(balancer)(example.inputs[rank])
-    lost = bool(y.isnan().any()) or not len(y)
-    try:
-        balancer.check()
-    except LoadError as error:
-        return lost, str(error)
-    return lost, ""
-
-
-@only_interpreted
-@pytest.mark.slow
-def test_rows_beyond_a_fixed_capacity_are_noticed():
-    results = shared_pool().run(4, overflows)
-    assert all(lost for lost, _ in results)  # on all ranks, since rows of all ranks are missing
-    errors = {rank: error for rank, (_, error) in enumerate(results) if error}
-    assert errors
-    for rank, error in errors.items():
-        assert f"rows for rank {rank}, but its buffers are for 2: pass a larger capacity=" in error
 
 
 class CountingCommunicator(LocalCommunicator):
