@@ -72,7 +72,7 @@ class MappedPlane:
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         tokens, top_k = ids.shape
         dispatched = self.context.settings.dispatcher is not None
-        self.memory.fit(tokens, 0 if dispatched else self.context.capacity.rows_for(tokens * top_k))
+        self.memory.fit(tokens, self.context.capacity.rows_for(tokens * top_k))
         self.reserve(tokens * top_k)
         self.memory.prepare(resolve(bundle), None if dispatched else rows, top_k)
 
@@ -267,7 +267,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             capacity.check(plan.to_host())
         top_k, planned = self._inputs.ids.shape[1], plan.most_rows()
         tokens, rows = gathered.tokens(top_k), memory.rows
-        if planned > rows and self._context.settings.dispatcher is None:
+        if planned > rows:
             rows = capacity.rows_for(max(tokens, memory.tokens) * top_k, planned)
         memory.fit(tokens, rows)
         self._begins = [0, *accumulate(gathered.received.sum(axis=0).tolist())]
