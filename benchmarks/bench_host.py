@@ -1,9 +1,9 @@
-"""Host time of an eager layer with few tokens, where Python and launches decide, beside plain torch.
+"""Host time of an eager layer with few tokens, where Python and launches decide.
 
     python benchmarks/bench_host.py                # needs a GPU; a minute
     python benchmarks/bench_host.py --toy          # tiny, for CI; also without a GPU
 
-One rank, router included. `host_forward` is the time until a forward pass without gradients
+One rank, router included, beside a layer of plain torch. `host_forward` is the time until a forward pass without gradients
 returns, `host_step` the same with gradients and backward; the device may still be working.
 `forward` and `step` also wait for the device. `calls` are the calls of a forward pass, by cProfile.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,7 +84,9 @@ def step(layer: Any, x: torch.Tensor) -> None:
     layer(x).backward(x.detach())
 
 
-def host_ms(calls: dict[str, Callable[[], None]], scale: Scale) -> dict[str, tuple[float, float]]:
+def host_ms(
+    calls: Mapping[str, Callable[[], None]], scale: Scale
+) -> dict[str, tuple[float, float]]:
     """Median milliseconds per call until the host returns, and until the device has finished."""
     waits: dict[str, list[float]] = {name: [] for name in calls}
 

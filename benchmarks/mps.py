@@ -86,6 +86,9 @@ class ThroughHost:
     def peers(self, device: torch.device) -> Peers:
         return self._comm.peers(device)
 
+    def check_alive(self) -> None:
+        self._comm.check_alive()
+
     def close(self) -> None:
         self._comm.close()
 
