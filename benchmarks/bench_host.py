@@ -3,9 +3,10 @@
     python benchmarks/bench_host.py                # needs a GPU; a minute
     python benchmarks/bench_host.py --toy          # tiny, for CI; also without a GPU
 
-One rank, router included, beside a layer of plain torch. `host_forward` is the time until a forward pass without gradients
-returns, `host_step` the same with gradients and backward; the device may still be working.
-`forward` and `step` also wait for the device. `calls` are the calls of a forward pass, by cProfile.
+One rank, router included, beside a layer of plain torch. `host_forward` is the time until a forward
+pass without gradients returns, `host_step` the same with gradients and backward; the device may
+still be working. `forward` and `step` also wait for the device. `calls` are the calls of a forward
+pass, by cProfile.
 """
 
 from __future__ import annotations
