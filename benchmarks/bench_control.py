@@ -133,29 +133,18 @@ class Rig:
         self.loads.copy_(torch.from_numpy(batch.loads))
         self.ids.copy_(batch.ids)
 
-    def whole(self) -> object:
+    def whole(self) -> DeviceRoutes:
         """Everything between the router and dispatch, except the all-gather of the counts."""
         self.control.count(self.ids)
         self.control.plan(self.loads)
         return self.control.reroute(self.ids, counted=True)
 
-    @property
-    def routes(self) -> DeviceRoutes:
-        """The routes that the last kernels wrote, eagerly or in a graph."""
-        control, rerouter = self.control, self.control._rerouter
-        return DeviceRoutes(
-            control._slots.view(self.ids.shape),
-            control._positions,
-            control._order,
-            rerouter.rows_of_slot,
-            rerouter.send_counts,
-            control._received,
-        )
+    def stages(self, routes: DeviceRoutes) -> dict[str, Callable[[], object]]:
+        """The timed calls: single kernels, count, plan and reroute, and all together.
 
-    @property
-    def stages(self) -> dict[str, Callable[[], object]]:
-        """The timed calls: single kernels, count, plan and reroute, and all together."""
-        control, loads, ids, routes = self.control, self.loads, self.ids, self.routes
+        routes: memory that the single kernels write.
+        """
+        control, loads, ids = self.control, self.loads, self.ids
         planner, rerouter = control._planner, control._rerouter
         assign = partial(rerouter.assign, ids, routes.slots, routes.order, routes.positions)
         return {
@@ -171,7 +160,7 @@ class Rig:
             WHOLE: self.whole,
         }
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: Batch, routes: DeviceRoutes) -> None:
         """Raise unless counts, plan and routes on the device equal the CPU backend."""
         self.control.check()
         counts = self.control._counter.totals[:-1].cpu().numpy()
@@ -180,7 +169,7 @@ class Rig:
             "counts": np.array_equal(counts, batch.loads[0]),
             "plan": plan.digest() == batch.plan.digest()
             and np.array_equal(plan.rank_loads, batch.plan.rank_loads),
-            "routes": same_routes(self.routes, batch.routes),
+            "routes": same_routes(routes, batch.routes),
         }
         if wrong := [name for name, equal in same.items() if not equal]:
             raise Mismatch(f"{', '.join(wrong)} of {self.setting}")
@@ -221,17 +210,25 @@ def launch_hook(hook: Callable[..., None]) -> Iterator[None]:
 
 
 def timed(bench: Bench, call: Callable[[], object]) -> tuple[Callable[[], object], Values]:
-    """Return a function that runs the stage again with the current inputs, and its times."""
+    """Return a function that runs the stage again with the current inputs, and its times.
+
+    The function returns the result of the stage, which a graph writes in place.
+    """
     launched: list[None] = []
     with launch_hook(lambda *_, **__: launched.append(None)):
         wall = time_call(call, 1, 0).p50
     launches = len(launched)
     if not isinstance(bench.clock, Gpu):
         return call, {LAUNCHES: launches, WALL: 1e6 * wall}
-    graph, _ = captured(call, INNER)
+    graph, result = captured(call, INNER)
     us, floor = bench.clock.replay_us(graph, INNER), bench.clock.floor_us(launches, INNER)
     eager = device_us(call, REPLAYS, warmup=1, before=torch.cuda.synchronize)
-    return graph.replay, {
+
+    def replay() -> object:
+        graph.replay()
+        return result
+
+    return replay, {
         LAUNCHES: launches,
         GRAPH: us,
         EAGER: eager,
@@ -244,18 +241,17 @@ def measure(bench: Bench, setting: Setting, names: Sequence[str]) -> dict[str, V
     """Time the stages, then compare with the CPU backend for changing loads and ids."""
     batch, other = (draw(setting, bench.scale.tokens, seed) for seed in (0, 1))
     rig = Rig(setting, batch)
-    rig.whole()
-    rig.check(batch)
-    stages = rig.stages
+    written = rig.whole()
+    rig.check(batch, written)
+    stages = rig.stages(written)
     runs = {name: timed(bench, stages[name]) for name in stages if name in names}
     ways = (KERNEL_STAGES, VERBS, (WHOLE,))
     for turn, way in enumerate(way for way in ways if all(name in runs for name in way)):
         now = batch if turn % 2 else other
         rig.put(now)
-        for name in way:
-            repeat, _ = runs[name]
-            repeat()
-        rig.check(now)
+        results = [runs[name][0]() for name in way]
+        routes = results[-1]  # None: of single kernels
+        rig.check(now, routes if isinstance(routes, DeviceRoutes) else written)
     return {name: values for name, (_, values) in runs.items()}
 
 

@@ -1,12 +1,11 @@
-"""Host time of an eager layer with few tokens, where Python and launches decide.
+"""Host time of an eager layer with few tokens, compared with plain torch.
 
     python benchmarks/bench_host.py                # needs a GPU; a minute
     python benchmarks/bench_host.py --toy          # tiny, for CI; also without a GPU
 
-One rank, router included, beside a layer of plain torch. `host_forward` is the time until a forward
-pass without gradients returns, `host_step` the same with gradients and backward; the device may
-still be working. `forward` and `step` also wait for the device. `calls` are the calls of a forward
-pass, by cProfile.
+One rank, router included. `host_forward` is the time until a forward pass without gradients
+returns, `host_step` the same with gradients and backward; the device may still be working.
+`forward` and `step` also wait for the device. `calls` are the calls of a forward pass, by cProfile.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ class Scale:
     top_k: int = 8
     tokens: tuple[int, ...] = (16, 256, 1024)
     rounds: int = 5
+    warmup: int = 2  # rounds that do not count
     steps: int = 20  # per round
 
 
@@ -101,8 +101,8 @@ def host_ms(
         waits[name].append(1e3 * (time.perf_counter() - begin) / scale.steps)
         return 1e3 * (returned - begin) / scale.steps
 
-    hosts = medians(in_turns(list(calls), scale.rounds, measure, warmup=2))
-    whole = medians({name: values[2:] for name, values in waits.items()})
+    hosts = medians(in_turns(list(calls), scale.rounds, measure, warmup=scale.warmup))
+    whole = medians({name: values[scale.warmup :] for name, values in waits.items()})
     return {name: (hosts[name], whole[name]) for name in calls}
 
 
@@ -167,6 +167,6 @@ class PlainLayer(torch.nn.Module):
 
 
 if __name__ == "__main__":
-    toy = Scale(hidden=16, ffn=16, experts=4, top_k=2, tokens=(4,), rounds=1, steps=1)
+    toy = Scale(16, 16, experts=2, top_k=1, tokens=(4,), rounds=1, warmup=0, steps=1)
     scales = {"toy": toy, "quick": Scale(rounds=3), "full": Scale(rounds=9)}
     main("host", __doc__, {"time": time_on_host}, scales, needs=KERNELS)

@@ -27,14 +27,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_memory import Contender, on_host
 from harness import ANY, CPU, Bench, Line, Metric, Mismatch, main
 from layers import on_ranks
-from load_cases import Shape
 
 import ultraep
 from ultraep import BalanceConfig, BalancedMoE, Balancer, Topology, workload
 from ultraep.backends import wait_until_compiled
+from ultraep.comm import Region
 from ultraep.runtime.agreement import FIELDS
 from ultraep.runtime.torch_dist import TorchDistCommunicator
 
@@ -203,23 +202,50 @@ def plan_of(ranks: int) -> dict[str, float]:
     ultraep.plan(loads, topology)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    size = Shape(
-        hidden=HIDDEN,
-        ffn=FFN,
-        experts=experts,
-        top_k=TOP_K,
-        tokens=TOKENS,
-        ranks=ranks,
-    )
-    nbytes_of, _ = on_host(size, Contender("ultraep, 1 slot", "ultraep", 1, "auto"), "auto")
-    kept = nbytes_of.pop("kept")  # for backward
-    assert kept
     return {
         "plan": statistics.median(seconds) * 1e3,
         "memory": peak / 1e6,
         "record": (len(FIELDS) + experts) * 8 / 1e3,
-        "buffers": sum(nbytes_of.values()) / 1e6,
+        "buffers": mapped_bytes(ranks) / 1e6,
     }
+
+
+class OneRank:
+    """One rank of a group that only allocates memory: its communicator and its peers."""
+
+    rank, device, timeout = 0, torch.device("cpu"), 30.0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def allocate(self, _: str, nbytes: int) -> Region:
+        local = torch.empty(nbytes, dtype=torch.uint8)
+        return Region(local, torch.full((self.size,), local.data_ptr()), local)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def hosts(self) -> OneRank:
+        return self
+
+    def close(self) -> None:
+        """The memory is freed with the last tensor."""
+
+
+def mapped_bytes(ranks: int) -> int:
+    """Bytes that one rank shares with the others for a layer, without running it."""
+    alone: Any = OneRank(ranks)
+    config = BalanceConfig(objective="balance")
+    balancer = Balancer._with_settings(
+        alone, peers=alone, data_plane="mapped", experts=HOMES * ranks, config=config
+    )
+    bundle = {
+        "gate_up_proj": torch.empty(HOMES, 2 * FFN, HIDDEN),
+        "down_proj": torch.empty(HOMES, HIDDEN, FFN),
+    }
+    ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int32)
+    balancer.prepare(ids, torch.zeros(1, HIDDEN), bundle)
+    return balancer.plane("cpu").nbytes
 
 
 # -- tables --------------------------------------------------------------------------------------
