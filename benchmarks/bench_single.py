@@ -1,8 +1,8 @@
 """One rank: a whole MoE layer compared with a plain torch layer, forward and backward.
 
-    python benchmarks/bench_single.py                  # needs a GPU; a minute
-    python benchmarks/bench_single.py --only seam      # one of the sections
-    python benchmarks/bench_single.py --toy            # tiny, for CI; also without a GPU
+    python benchmarks/bench_single.py                        # needs a GPU; a minute
+    python benchmarks/bench_single.py --only extension_api   # one of the sections
+    python benchmarks/bench_single.py --toy                  # tiny, for CI; also without a GPU
 
 Ids and gates are fixed, so no router is timed. In one run, with the same weights:
 
@@ -13,9 +13,9 @@ Ids and gates are fixed, so no router is timed. In one run, with the same weight
 
 Outputs and all gradients are compared before the timing. The layers alternate; a round is several
 steps between two events, and the median round counts. The baseline is the faster of the two torch
-layers. `seam` compares stage 6 in the same way: the torch experts on arrived rows, alone and with
-the weights that a balancer provides (`serve`). `transformers` times a MoE block of transformers,
-router included: unmodified, and with our stages and policy "none".
+layers. `extension_api` compares stage 6 in the same way: the torch experts on arrived rows, alone
+and with the weights that a balancer provides (`serve`). `transformers` times a MoE block of
+transformers, router included: unmodified, and with our stages and policy "none".
 
 Shapes: T tokens, K experts per token, E experts, A = T * K rows, D model width, F hidden width.
 """
@@ -34,9 +34,9 @@ from layers import PLAIN as UNMODIFIED
 from layers import check_close, qwen3_config
 from load_cases import Shape
 from single_contenders import (
+    EXTENSION_API,
     OURS,
     PLAIN,
-    SEAM,
     Contender,
     Inputs,
     Make,
@@ -48,7 +48,7 @@ from timing import Clock, alternating_ms, free
 
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 SPEED = Metric("speed_over_torch_grouped", "ratio", "speed", ".3f")
-SEAM_SPEED = Metric("speed_over_own_experts", "ratio", "speed", ".3f")
+EXTENSION_SPEED = Metric("speed_over_own_experts", "ratio", "speed", ".3f")
 OVERHEAD = Metric("overhead_over_unmodified", "ratio", "overhead", "+.4f")
 ALONE = "experts alone"
 
@@ -81,13 +81,13 @@ def layer(bench: Bench) -> None:
     bench.table(f"{about}; shape D/F/experts/top-k", lines)
 
 
-def seam(bench: Bench) -> None:
-    """Measure stage 6 with torch experts, alone and through the seam."""
+def extension_api(bench: Bench) -> None:
+    """Measure stage 6 with torch experts, alone and through the extension API."""
     lines = []
     for shape in bench.scale.shapes:
         inputs = Inputs.of_tokens(shape, bench.clock).arrived()
-        times = measured(bench, inputs, {ALONE: experts_alone} | SEAM)
-        lines += lines_of(shape, times, SEAM_SPEED, times[ALONE])
+        times = measured(bench, inputs, {ALONE: experts_alone} | EXTENSION_API)
+        lines += lines_of(shape, times, EXTENSION_SPEED, times[ALONE])
     about = "EP1, stage 6 with torch's grouped products, forward and backward"
     bench.table(f"{about}; shape D/F/experts/top-k", lines)
 
@@ -163,7 +163,7 @@ def measured(bench: Bench, inputs: Inputs, makes: Mapping[str, Make]) -> dict[st
 
 if __name__ == "__main__":
     scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    sections = {"layer": layer, "seam": seam}
+    sections = {"layer": layer, "extension_api": extension_api}
     if installed("transformers"):
         sections["transformers"] = transformers
     main("single", __doc__, sections, scales, needs=KERNELS)

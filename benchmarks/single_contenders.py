@@ -142,7 +142,7 @@ def network(rows: torch.Tensor, ends: torch.Tensor, tensors: Mapping[str, Any]) 
 
 
 def counted_network(rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]) -> torch.Tensor:
-    """The same for the seam, which passes row counts."""
+    """The same for the extension API, which passes row counts."""
     ends = torch.tensor([*accumulate(counts)], dtype=torch.int32, pin_memory=rows.is_cuda)
     return network(rows, ends.to(rows.device, non_blocking=True), tensors)
 
@@ -214,7 +214,7 @@ class Arrived:
         return self.offsets.tolist() if self.known is None else self.known
 
 
-def through_the_seam(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
+def through_extension_api(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
     """The same experts with weights from a balancer: stages 3 and 6 of a layer."""
     shape = inputs.shape
     balancer = ultraep.Balancer(
@@ -242,7 +242,9 @@ PLAIN: dict[str, Make] = {
     "torch, gathers": partial(with_torch, gathers=True),
 }
 OURS: dict[str, Make] = {path: partial(with_ultraep, path=path) for path in PLANES}
-SEAM: dict[str, Make] = {path: partial(through_the_seam, path=path) for path in PLANES}
+EXTENSION_API: dict[str, Make] = {
+    path: partial(through_extension_api, path=path) for path in PLANES
+}
 
 
 def compare(contenders: Mapping[str, Contender]) -> None:

@@ -29,7 +29,8 @@ FRAMEWORKS, REST = "Frameworks", "Project"
 CONTENTS = {
     "Start": ["docs/tutorial", "docs/demo", "docs/commands", "docs/results", "docs/comparison"],
     "Use it": [
-        *("docs/layer", "docs/routes", "docs/cost", "docs/seam", "docs/data-plane", "docs/gpus"),
+        *("docs/layer", "docs/routes", "docs/cost", "docs/extension-api", "docs/data-plane"),
+        "docs/gpus",
         "docs/with-ddp-fsdp-dcp",
         *("docs/metrics", "docs/traces", "docs/view", "docs/inspect", "docs/serving"),
         *("docs/simulator", "docs/reliability", "docs/troubleshooting"),

@@ -74,7 +74,7 @@ def assert_alike(actual, expected, tolerance=None):
         assert_close(actual[name], tensor, name, allowed)
 
 
-def seam_of(layer):
+def custom_experts_of(layer):
     """Return a layer with the same weights, whose experts are a function."""
     experts = ExpertsFrom(network, layer.experts.bundle, list(layer.experts.home_experts))
     return BalancedMoE(layer.router, experts, balancer=layer.balancer)
@@ -258,7 +258,9 @@ def compare_planes(rank, group, dtype, cast):
         for policy in (None, "registered"):
             passes[policy] = one_pass(layer, example, rank, cast=cast, policy=policy)
             replicas.append(layer.last_plan.to_host().num_replicas)
-        passes["seam"] = one_pass(seam_of(layer), example, rank, owner=layer, cast=cast)
+        passes["custom experts"] = one_pass(
+            custom_experts_of(layer), example, rank, owner=layer, cast=cast
+        )
         actual.append(passes)
         balancer.close()
     by_memory, by_messages = actual

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from dense import assert_same_tensors, gradients_of, network, on_every_rank
 from permuting import Permuting
-from test_seam import EXAMPLE, passes
+from test_extension_api import EXAMPLE, passes
 
 from ultraep import serve
 from ultraep.dispatch import Arrivals

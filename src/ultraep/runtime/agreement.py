@@ -7,7 +7,6 @@ At some points of every step, ranks gather a record of 64-bit words from all ran
     digest               of what must be equal there: signature of tensors, or the plan
     refused              whether the rank refuses its input
     tokens               of this rank, for the size of memory
-    rows                 the most that this rank was ever planned to serve, likewise
     loads                [E]; at points that gather no loads, zeros, or one number and zeros
     crossing             [D] tokens of this rank that each fast-link domain serves, if several
 
@@ -35,7 +34,7 @@ from ultraep.position import At, Position, compare_positions, compare_values
 from ultraep.runtime.flight import Flight, flight_of
 from ultraep.trace.flight import MEETINGS
 
-FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "tokens", "rows")
+FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "tokens")
 COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
 
 
@@ -106,7 +105,6 @@ class Agreement:
         signature: str,
         refused: torch.Tensor | int,
         tokens: int = 0,
-        rows: int = 0,
         crossing_D: torch.Tensor | None = None,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
@@ -115,8 +113,7 @@ class Agreement:
         signature: of weights and inputs; its digest is sent.
         meanwhile: called with the loads on their device before the host waits for them.
         """
-        numbers = text_digest(signature), 0, tokens, rows
-        record = self._record(place, loads_E.device, *numbers)
+        record = self._record(place, loads_E.device, text_digest(signature), 0, tokens)
         record[REFUSED] = refused
         record[self._place_of_loads] = loads_E
         if crossing_D is not None:

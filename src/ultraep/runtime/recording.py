@@ -1,4 +1,4 @@
-"""Recording: the sink of a balancer that writes a trace.
+"""Recording: the subscriber of a balancer that writes a trace.
 
 A microbatch becomes a record when forward combines its outputs; the time of backward is added
 later. A forward pass that backward recomputes is not a new record: its time is the stage

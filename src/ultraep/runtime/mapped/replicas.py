@@ -1,6 +1,6 @@
 """MappedReplicas: the replicas of one microbatch, which kernels move without the host.
 
-Shapes: A rows that fit the workspace, D model width, R ranks, L spare slots, H home experts.
+Shapes: A rows that this rank serves, D model width, R ranks, L spare slots, H home experts.
 """
 
 from __future__ import annotations
