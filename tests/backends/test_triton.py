@@ -191,7 +191,7 @@ def assert_cleared(plan, number):
     """Rows behind the last replica are cleared."""
     assert int(plan.num_replicas) == number
     assert (plan.replicas[number:] == -1).all()
-    assert (plan.slot_of_copy[number:] == -1).all()
+    assert (plan.slot_of_replica[number:] == -1).all()
     assert not plan.quotas[number:].any()
     assert not plan.split[number:].any()
 
@@ -204,7 +204,7 @@ def test_a_device_plan_knows_its_slots():
     held[topology.home_slot_of_expert] = np.arange(topology.experts)
     held[slots] = expected.replicas[:, 0]
     assert expected.num_replicas > 0
-    assert actual.slot_of_copy[: len(slots)].tolist() == slots.tolist()
+    assert actual.slot_of_replica[: len(slots)].tolist() == slots.tolist()
     assert actual.expert_of_slot.tolist() == held.tolist()
 
 

@@ -130,7 +130,7 @@ def test_an_adopted_plan_replaces_all_of_the_last_one():
     adopted = control.adopt(none)
     assert adopted.to_host() == first.to_host() == none
     assert (adopted.replicas == -1).all()
-    assert (adopted.slot_of_copy == -1).all()
+    assert (adopted.slot_of_replica == -1).all()
     assert not adopted.quotas.any()
     assert_same_routes(control.reroute(ids.to(DEVICE)), reroute(ids, none, 0))
     assert control.plan(on_device(many.loads)).to_host() == many

@@ -68,7 +68,7 @@ class DevicePlan:
     quotas = _Part()  # [C] rows that each replica serves
     split = _Part()  # [C, R] the quotas by source rank
     rank_loads = _Part()  # [R] rows that every rank serves
-    slot_of_copy = _Part()  # [C] slot of each replica, counted over all ranks
+    slot_of_replica = _Part()  # [C] slot of each replica, counted over all ranks
 
     def _fetched(self, name: str) -> IntArray:
         """Return a part of a plan that was fetched to the host."""
@@ -301,7 +301,7 @@ class DevicePlanner:
         columns = (number, plan.rank_loads, plan.quotas, plan.replicas, slots, plan.split)
         p.result.zero_()
         p.plan_tensors.replicas.fill_(-1)
-        p.plan_tensors.slot_of_copy.fill_(-1)
+        p.plan_tensors.slot_of_replica.fill_(-1)
         for (place, _), values in zip(p.places.values(), columns, strict=False):
             p.result[place][: values.size].copy_(
                 torch.from_numpy(values.reshape(-1).astype(np.int32))

@@ -178,7 +178,7 @@ class Planner:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=INT, device=device)
 
-        copies = max(1, self.ranks * self.slots)  # at least one row, unused without slots
+        max_replicas = max(1, self.ranks * self.slots)  # at least one row, unused without slots
         self.expert_loads = numbers(self.experts)
         self._tried = state.Attempts(
             attempts=numbers(self.domains, self.buffers, 2, max(1, self.held)),
@@ -192,16 +192,16 @@ class Planner:
         )
         self.finished = numbers(1)  # programs of a launch
         self.counts = numbers(self.domains, self.H * self.G)
-        self.placed = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
+        self.placed = torch.full((2, max_replicas), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative or too large
         # All results are in one piece of memory, which one copy takes to the host.
         shapes = {
             "num_replicas": (1,),
             "rank_loads": (self.ranks,),
-            "quotas": (copies,),
-            "replicas": (copies, 3),
-            "slot_of_copy": (copies,),
-            "split": (copies, self.ranks),
+            "quotas": (max_replicas,),
+            "replicas": (max_replicas, 3),
+            "slot_of_replica": (max_replicas,),
+            "split": (max_replicas, self.ranks),
         }
         self.places, end = {}, 0
         for name, shape in shapes.items():
@@ -214,7 +214,7 @@ class Planner:
         self.rank_loads = results.pop("rank_loads")
         self.plan_tensors = Plan(**results)
         self.plan_tensors.replicas.fill_(-1)
-        self.plan_tensors.slot_of_copy.fill_(-1)
+        self.plan_tensors.slot_of_replica.fill_(-1)
         self.expert_of_slot = self.home_tables.expert_of_slot
         self._plan_out = PlanOut(
             self.placed,

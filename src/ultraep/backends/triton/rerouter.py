@@ -71,9 +71,9 @@ class Rerouter:
         device = counter.totals.device
         self.product = tl.uint32 if counter.rows <= 1 << 16 else tl.int64
         self.strides = torch.from_numpy(strides(counter.rows)).to(device, torch.int32)
-        self.copies = len(planner.plan_tensors.slot_of_copy)
+        self.max_replicas = len(planner.plan_tensors.slot_of_replica)
         experts, slots = planner.experts, planner.num_slots
-        sizes = experts, experts, experts, self.copies, slots, slots + 1, planner.ranks
+        sizes = experts, experts, experts, self.max_replicas, slots, slots + 1, planner.ranks
         self.lines_of_rank = reroute.Lines(*(_zeros(size, device=device) for size in sizes))
         self.rows_of_slot = self.lines_of_rank.rows_of_slot
         self.send_counts = self.lines_of_rank.send_counts
@@ -101,7 +101,7 @@ class Rerouter:
         planner, counter = self.planner, self.counter
         tensors, homes, lines = planner.plan_tensors, planner.home_tables, self.lines_of_rank
         sizes = planner.experts, planner.num_slots
-        C, R, slots = power_of_2(self.copies), power_of_2(planner.ranks), power_of_2(sizes[1])
+        C, R, slots = power_of_2(self.max_replicas), power_of_2(planner.ranks), power_of_2(sizes[1])
         self._lay_lines = Bound(
             reroute.lay_lines,
             *(OPEN, counter.totals, tensors, homes, lines, OPEN, OPEN, planner.ranks, *sizes, OPEN),
@@ -121,7 +121,7 @@ class Rerouter:
         )
         self._receive = Bound(
             reroute.receive,
-            *(OPEN, tensors, homes, OPEN, OPEN, planner.ranks, OPEN, self.copies, OPEN),
+            *(OPEN, tensors, homes, OPEN, OPEN, planner.ranks, OPEN, self.max_replicas, OPEN),
             C=C,
             R=R,
             STEP=max(2, min(16, 4096 // R)),

@@ -77,12 +77,12 @@ def split(
 
     >>> example(split, 2, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], expert_loads=[6, 1, 1, 1],
     ...         placed=[[2147483647, 0], [0, 3]], replicas=empty(2, 3), quotas=empty(2),
-    ...         slot_of_copy=empty(2), expert_of_slot=[0, 1, -1, 2, 3, -1], split=empty(2, 2),
+    ...         slot_of_replica=empty(2), expert_of_slot=[0, 1, -1, 2, 3, -1], split=empty(2, 2),
     ...         num_replicas=empty(1), SLOTS=1, LOCALITY=True)
     expert_of_slot = [0, 1, -1, 2, 3, 0]
     replicas = [[0, 1, 0], [-1, -1, -1]]
     quotas = [3, 0]
-    slot_of_copy = [5, -1]
+    slot_of_replica = [5, -1]
     split = [[0, 3], [0, 0]]
     num_replicas = [1]
     """
@@ -123,7 +123,7 @@ def write_replica(plan, place, expert, host, index, quota, slot):
     tl.store(layout.replica_at(plan.replicas, place, HOST), host)
     tl.store(layout.replica_at(plan.replicas, place, SLOT), index)
     tl.store(plan.quotas + place, quota)
-    tl.store(plan.slot_of_copy + place, slot)
+    tl.store(plan.slot_of_replica + place, slot)
 
 
 @triton.jit

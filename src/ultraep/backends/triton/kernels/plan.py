@@ -19,7 +19,7 @@ class Plan(NamedTuple):
 
     replicas: Any
     quotas: Any  # [C] rows that each replica serves
-    slot_of_copy: Any  # [C] among the slots of all ranks
+    slot_of_replica: Any  # [C] among the slots of all ranks
     split: Any
     num_replicas: Any  # [1]
 

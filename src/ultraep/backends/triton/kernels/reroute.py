@@ -52,7 +52,7 @@ def lay_lines(
     Rank 1 has four rows for expert 0; three of them go to the replica in slot 5:
 
     >>> example(lay_lines, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], totals=[4, 0, 1, 0, 0],
-    ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1], split=[[0, 3], [0, 0]],
+    ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_replica=[5, -1], split=[[0, 3], [0, 0]],
     ...         num_replicas=[1], away=empty(4), first_replica=empty(4), end_replica=empty(4),
     ...         first_place=empty(2), rows_of_slot=empty(6), first_row=empty(7),
     ...         send_counts=empty(2), rank=1, E=4, S=8)
@@ -77,7 +77,7 @@ def lay_lines(
     home_E = tl.load(homes.home_slot_of_expert + expert, mask=mask_e, other=0)
     tl.store(lines.rows_of_slot + home_E, length_E - away_E, mask=mask_e)
     mask_c = replica < number
-    slot_C = tl.load(plan.slot_of_copy + replica, mask=mask_c, other=0)
+    slot_C = tl.load(plan.slot_of_replica + replica, mask=mask_c, other=0)
     tl.store(lines.rows_of_slot + slot_C, rows_C, mask=mask_c)
     length_C = tl.load(totals + expert_C, mask=mask_c, other=0)
     at_home_C = length_C - (all_C - begin_C)
@@ -191,7 +191,7 @@ def assign(
 
     >>> example(assign, 1, ids=[0, 2, 0, 0, 0], offsets=[[0, 0, 0, 0, 0]], totals=[4, 0, 1, 0, 0],
     ...         away=[3, 0, 0, 0], first_replica=[0, 0, 0, 0], end_replica=[1, 0, 0, 0],
-    ...         first_place=[1, 0], slot_of_copy=[5, -1], first_row=[0, 1, 1, 1, 2, 2, 5],
+    ...         first_place=[1, 0], slot_of_replica=[5, -1], first_row=[0, 1, 1, 1, 2, 2, 5],
     ...         slots=empty(5), order=empty(5), positions=empty(5), rows=5, halvings=1,
     ...         PRODUCT=tl.uint32, B=8)
     slots = [0, 3, 5, 5, 5]
@@ -208,7 +208,7 @@ def assign(
     replica = replica_on_line(bin_B, place, replicated, lines, halvings)
     slot = tl.load(homes.home_slot_of_expert + bin_B, mask=known, other=num_slots)
     slot = tl.where(
-        replicated, tl.load(plan.slot_of_copy + replica, mask=replicated, other=0), slot
+        replicated, tl.load(plan.slot_of_replica + replica, mask=replicated, other=0), slot
     )
     begin_place = tl.load(lines.first_place + replica, mask=replicated, other=0)
     # The slot is -1 if these are not the ids that were counted.
@@ -277,7 +277,7 @@ def receive(
     """Program l: [R] rows that every rank sends to slot l of this rank.
 
     >>> example(receive, 3, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], replicas=[[0, 1, 0], [-1, -1, -1]],
-    ...         slot_of_copy=[5, -1], split=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
+    ...         slot_of_replica=[5, -1], split=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
     ...         received=empty(2, 3), rank=1, num_local=3, max_replicas=2, STEP=2)
     received = [[0, 1, 0], [1, 0, 3]]
     """
@@ -303,7 +303,7 @@ def receive(
                 gone = tl.load(rows, mask=listed[:, None] & mask_r[None, :], other=0)
                 rows_R -= tl.sum(gone, 0)
         else:
-            slot_C = tl.load(plan.slot_of_copy + replica, mask=mask_c, other=-1)
+            slot_C = tl.load(plan.slot_of_replica + replica, mask=mask_c, other=-1)
             own = tl.sum(tl.where(slot_C == slot, replica, 0), 0)
             row = layout.split_at(plan.split, own, source, ranks)
             rows_R = tl.load(row, mask=mask_r, other=0)
