@@ -12,7 +12,7 @@
 
 All ranks call the same verbs in the same order. A microbatch stores the results of its verbs;
 backward keeps only its replicas and the exchange of its rows. A data plane keeps what outlives a
-microbatch: slots, workspaces and the communicator. Two data planes implement these protocols:
+microbatch: slots, shared memory and the communicator. Two data planes implement these protocols:
 `messages` (torch.distributed) and `mapped` (memory that GPUs map from each other).
 
 Shapes: T tokens, K experts per token, R ranks, E experts, H home experts and A arrived rows of this

@@ -71,10 +71,10 @@ class Balancer:
         `objective="balance"` if the capacity is static. With the objective "time" and no rates, the
         first microbatch of a layer measures rates, unless the environment variable ULTRAEP_RATES
         contains rates or "off": docs/cost.md.
-    data_plane: "mapped": GPUs map each other's memory, without the host between the stages;
+    data_plane: "mapped": GPUs map each other's memory, and the host reads the plan once per layer;
         "hybrid": they do so inside of each domain, and messages carry tokens between domains;
         "messages" of torch.distributed; "auto": the first of these that the ranks can use.
-    capacity: the most rows that a rank can serve. "auto": learnt, and grown outside of graphs;
+    capacity: the most rows that a rank can serve. "auto": no limit, except in a captured graph;
         "static": the mean of all ranks, refused if plans could exceed it (`runtime/capacity.py`).
     in_flight: buffers of spare slots: microbatches that can hold replicas at the same time.
     timeout: seconds after which a silent rank is an error; None: the timeout of the group (30

@@ -2,9 +2,10 @@
 
 Every verb launches a fixed sequence of kernels over buffers that were allocated once. So it returns
 at once, a CUDA graph can capture it, and a replay with other ids or loads gives other plans and
-routes. The result of a verb is valid until the same verb is called again.
+routes. Counts and plan are valid until the same verb is called again; slots, order and positions of
+routes have their own memory. `read` waits and returns what the host needs in one block.
 
-The host does not wait, so the device counts faults: invalid ids, invalid loads, and ids that differ
+The verbs do not wait, so the device counts faults: invalid ids, invalid loads, and ids that differ
 from the ids of the plan. `check` reads the counts.
 
 Shapes: T tokens, K experts per token, N = T * K routed rows, R ranks, E experts, C replicas at
