@@ -20,12 +20,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Each ring may import itself and the rings before it, also under TYPE_CHECKING.
 RINGS = [
-    ["arrays", "bundle", "comm", "config", "errors", "files", "supported", "topology"],
+    ["arrays", "bundle", "comm", "config", "errors", "files", "position", "supported", "topology"],
     [
         "backends",
         "hops",
         "loads",
         "ops",
+        "passes",
         "plan",
         "policies",
         "reroute",

@@ -18,7 +18,7 @@ from ultraep.experts.modules import Experts, draw
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.ops.activations import swiglu
 from ultraep.ops.compiled_op import handle_of, routed_experts
-from ultraep.passes import note_failure
+from ultraep.passes import NOTING_FAILURES
 from ultraep.routing import Router, Routing
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
@@ -41,7 +41,7 @@ def run_stages(
     if experts is None:
         raise ConfigError(f"layer {layer.index} has no `serve`; pass the experts as Layer(serve=)")
     microbatch = balancer.begin(layer, ids, gates, tokens, policy=policy)
-    try:
+    with NOTING_FAILURES:
         microbatch.count()  # 1 exact loads of all ranks
         plan = microbatch.plan()  # 2 replicas and their quotas
         with microbatch.replicate() as replicas:  # 3 fill the spare slots
@@ -49,9 +49,6 @@ def run_stages(
             rows = microbatch.dispatch()  # 5 send the rows to their slots
             outputs = experts(rows, replicas)  # 6 run the networks; their backward is 8, reduce
         return microbatch.combine(outputs), plan  # 7 sum the outputs of each token
-    except Exception as error:
-        note_failure(error)
-        raise
 
 
 class BalancedMoE(nn.Module):

@@ -20,7 +20,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -28,10 +28,6 @@ from ultraep.arrays import digest_of
 from ultraep.errors import CommunicationError
 from ultraep.hops import replicas_sent
 from ultraep.plan import Plan
-from ultraep.runtime.streams import capturing
-
-if TYPE_CHECKING:
-    from ultraep.runtime.flight import Flight
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed forward"
 TIMED = 8  # one in this many microbatches is timed on a GPU, unless all are recorded
@@ -139,6 +135,27 @@ class PassRecord:
         return digest_of(plan.loads), digest_of(plan.replicas, plan.quotas)
 
 
+class FlightRecorder(Protocol):
+    """Keeps the last passes; `ultraep.runtime.flight` writes them to a file."""
+
+    def add(self, record: PassRecord, /) -> None: ...
+
+    def failed(self, error: BaseException, /) -> None: ...
+
+
+class NotingFailures:
+    """A block whose error is noted in the pass that this thread works on."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None:
+            note_failure(error)
+
+
+NOTING_FAILURES = NotingFailures()
+
+
 def note_failure(error: BaseException) -> None:
     """Note an error in the pass that this thread works on, if there is one."""
     record: PassRecord | None = getattr(_of_thread, "record", None)
@@ -197,7 +214,7 @@ class PassLog:
     record_type = PassRecord
     clock = staticmethod(time.perf_counter)
 
-    def __init__(self, rank: int, flight: Flight | None = None, every: int = TIMED) -> None:
+    def __init__(self, rank: int, flight: FlightRecorder | None = None, every: int = TIMED) -> None:
         self.rank, self.flight, self.every = rank, flight, every
         self._subscribers: list[Subscriber] = []
         self._of_captures: list[Subscriber] = []
@@ -215,7 +232,8 @@ class PassLog:
         record = self.record_type(passes, kind, self)
         record.passes, record.clock = passes, self.clock
         if device.type == "cuda":
-            record.timed, record.captured = self.times(passes.step), capturing(device)
+            record.timed = self.times(passes.step)
+            record.captured = torch.cuda.is_current_stream_capturing()
             record.on_gpu = not record.captured
             while record.on_gpu and self._pending and self._pending[0][0].query():
                 self._deliver_next()

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from ultraep.errors import SlotError
 from ultraep.ops.modes import outside_dispatch_modes
-from ultraep.passes import note_failure
+from ultraep.passes import NOTING_FAILURES
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
@@ -86,11 +86,8 @@ def first_order(
     @wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
         label, *saved = ctx.saved_tensors
-        try:
+        with NOTING_FAILURES:
             result: Gradients = once(ctx, state_of(label), len(gradients), *gradients, *saved)
-        except Exception as error:
-            note_failure(error)
-            raise
         return result
 
     return checked

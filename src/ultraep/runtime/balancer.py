@@ -24,7 +24,7 @@ import torch
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
-from ultraep.errors import ConfigError, LoadError, errors_at
+from ultraep.errors import ConfigError, LoadError, UltraEPError, errors_at
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch
 from ultraep.ops.modes import outside_dispatch_modes, refuse_transforms
 from ultraep.passes import TIMED, Passes, PassLog, Subscriber
@@ -155,7 +155,7 @@ class Balancer:
         topology = partial(Topology, experts=count, slots=slots, domain=domain, homes=homes)
         joined = join(ranks, topology, config, settings, record)
         self.settings, self.group = settings, ranks.group
-        self.comm, self.topology, self.config = joined.comm, joined.topology, joined.config
+        self.comm, self.topology, self._config = joined.comm, joined.topology, joined.config
         self._joined, self._agreement = joined, joined.agreement
         self.flight, self.recorder = joined.agreement.flight, joined.recorder
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=ranks.chosen)
@@ -206,6 +206,17 @@ class Balancer:
     @property
     def rank(self) -> int:
         return self.comm.rank
+
+    @property
+    def config(self) -> BalanceConfig:
+        """How to balance; a new config holds from the next microbatch on, on all ranks alike."""
+        return self._config
+
+    @config.setter
+    def config(self, config: BalanceConfig) -> None:
+        self._config = config
+        speeds = self._plan_config.speeds if config.speeds == AUTO else config.speeds
+        self._plan_config = replace(config, speeds=speeds)
 
     @property
     def speeds(self) -> tuple[int, ...]:
@@ -368,13 +379,13 @@ class Balancer:
     def check(self) -> None:
         """Raise errors that a device has recorded and the host has not seen; waits for the device.
 
-        Such errors are a lost rank, more rows than the capacity, and invalid ids. `count` checks
-        without waiting; call this after the replay of a graph.
+        Such errors are a lost rank, more rows than a graph has room for, and invalid ids. Call it
+        after the replay of a graph; outside of graphs the next microbatch raises them.
         """
         try:
             for state in self._devices.values():
                 state.plane.check()
-        except Exception as error:
+        except UltraEPError as error:
             if self.flight is not None:
                 self.flight.failed(error)
             raise
