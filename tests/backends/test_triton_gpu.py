@@ -140,15 +140,13 @@ def test_a_graph_keeps_the_speeds_of_its_capture(topology, config):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_running_step_allocates_nothing_and_waits_for_nothing():
+def test_a_running_step_waits_for_nothing():
     step = Step()
     expected = step.draw(0)
     step.run()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         actual = step.run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     step.assert_same(actual, expected)

@@ -4,18 +4,16 @@ Inside of a domain they map each other's memory; between domains messages travel
 """
 
 import os
-import warnings
 from contextlib import contextmanager
 
 import pytest
 import torch
 from dense import Example, assert_close, dense, gradients_of
-from gpu_ranks import PATIENCE, hybrid, messages
+from gpu_ranks import hybrid, messages
 from mps import ThroughHost
 from torch.utils.checkpoint import checkpoint
 
-from ultraep import Balancer, CommunicationError
-from ultraep.runtime.connect import connect
+from ultraep import CommunicationError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,38 +119,6 @@ class Waiting(ThroughHost):
     def all_to_all(self, rows, send_counts, receive_counts):
         with sync_debug_mode("default"):
             return super().all_to_all(rows, send_counts, receive_counts)
-
-
-def without_the_host(rank, group):
-    """Compare passes with a static capacity with messages; the second one may not wait."""
-    example = example_of([60, 50, 0, 40], torch.float32)
-    by_messages = messages(group, experts=16, slots=4, domain=2)
-    expected = one_pass(example.layer(by_messages, device=CUDA), example, rank)
-    by_messages.close()
-    warnings.simplefilter("default")  # torch's symmetric memory warns
-    balancer = Balancer(
-        Waiting(connect(group, timeout=PATIENCE)),
-        experts=16,
-        slots=4,
-        domain=2,
-        capacity="static",
-        data_plane="hybrid",
-        timeout=PATIENCE,
-    )
-    layer = example.layer(balancer, device=CUDA)
-    assert_alike(one_pass(layer, example, rank), expected)
-    x = example.inputs[rank].to(CUDA).requires_grad_()
-    gradient = example.gradients[rank].to(CUDA)
-    with sync_debug_mode("error"):
-        y = layer(x)
-        y.backward(gradient)
-    assert_alike({"y": y.detach().cpu(), "x": x.grad.cpu()}, {n: expected[n] for n in ("y", "x")})
-    balancer.check()
-    balancer.close()
-
-
-def test_with_a_static_capacity_the_host_never_waits(four):
-    four.run(4, without_the_host, timeout=LIMIT)
 
 
 def leaves(rank, group, lost):
