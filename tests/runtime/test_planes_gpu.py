@@ -204,7 +204,7 @@ def test_memory_does_not_grow_in_a_capture():
     small.capture()
     expected = [tensor.cpu() for tensor in small.replay()]
     large = example.inputs[0].to(CUDA)
-    with pytest.raises(LoadError, match=r"90 tokens, but there is memory for 20, and it cannot grow"):
+    with pytest.raises(LoadError, match=r"90 tokens, but there is memory for 20"):
         in_a_graph(layer, large)
     assert layer(large).isfinite().all()  # outside of a graph it does
     again = [tensor.cpu() for tensor in small.replay()]
