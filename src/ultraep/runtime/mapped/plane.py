@@ -64,6 +64,9 @@ class MappedPlane:
         )
         self.counted: Passes | None = None  # whose ids and loads the device holds
         self.rows_of_layer: dict[int, int] = {}  # of all ranks, for the choice of rates
+        # Layers whose first microbatch has replicated, with or without replicas, so that the
+        # capture of a graph finds all memory allocated and all kernels loaded.
+        self.replicated: set[int] = set()
         self._kept: list[object] = []
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
@@ -273,9 +276,10 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         self._begins = [0, *accumulate(gathered.received.sum(axis=0).tolist())]
 
     def _replicas(self, plan: DevicePlan) -> MappedReplicas:
-        possible, table = plan.topology.can_replicate, plan.replicas
-        if plan.fetched is not None:
+        possible, table, layers = plan.topology.can_replicate, plan.replicas, self._plane.replicated
+        if plan.fetched is not None and self.passes.layer in layers:
             possible = plan.has_replicas()
+        layers.add(self.passes.layer)
         if possible and not self._captured:
             table = table.clone()  # the next plan overwrites it
         memory, bundle = self._plane.memory, self._inputs.layer.bundle
