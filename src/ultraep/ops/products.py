@@ -53,7 +53,7 @@ class Stacks:
         assert sums is None or sums.stride() == homes.stride(), (sums.stride(), homes.stride())
 
     def __len__(self) -> int:
-        return len(self.homes) + len(self.replicas)
+        return self.homes.shape[0] + self.replicas.shape[0]
 
     def plain(self, dtype: torch.dtype, dequantise: Dequantise = dequantise) -> Stacks:
         """Return the stacks; FP8 weights are dequantised."""

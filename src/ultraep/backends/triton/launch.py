@@ -131,8 +131,10 @@ class Bound:
         key: list[Any] = []
         for index, value in zip(self._open, values, strict=True):
             arguments[index] = value
-            if type(value) is not int:
-                _specialise((value,), key)
+            if isinstance(value, torch.Tensor):
+                key += value.dtype, value.data_ptr() & ALIGNED
+            elif value is None:
+                key.append(None)
         compiled = self._compiled.get(tuple(key))
         if compiled is not None:
             _run(self._kernel, compiled, self._device, grid, (*arguments, *self._rest))

@@ -27,6 +27,7 @@ from ultraep.ops.fp8 import pack, parts
 from ultraep.ops.products import Beside, Stacks
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
+NO_TENSORS = SlotTensors(*[None] * len(SlotTensors._fields))
 TILE, WIDEST, WARPS = 4096, 1024, 8  # elements, columns and warps of a tile of `scale_rows`
 
 
@@ -293,7 +294,7 @@ def check_rows(*tensors: torch.Tensor | None) -> None:
     """Assert that tensors have equal numbers of rows, without gaps; vectors are float32."""
     present = [tensor for tensor in tensors if tensor is not None]
     for tensor in present:
-        assert len(tensor) == len(present[0]), (tensor.shape, present[0].shape)
+        assert tensor.shape[0] == present[0].shape[0], (tensor.shape, present[0].shape)
         assert tensor.stride(-1) == 1, tensor.stride()
         assert tensor.ndim > 1 or tensor.dtype == torch.float32, tensor.dtype
 
@@ -301,7 +302,7 @@ def check_rows(*tensors: torch.Tensor | None) -> None:
 def slot_tensors(stacks: Stacks | None) -> SlotTensors:
     """Return stacks as the argument of a kernel."""
     if stacks is None:
-        return SlotTensors(*[None] * len(SlotTensors._fields))
+        return NO_TENSORS
     homes, replicas = stacks.homes, stacks.replicas
     strides = homes.stride(0), replicas.stride(0), homes.stride(1)
     return SlotTensors(homes, replicas, stacks.sums, stacks.spans, *strides)
@@ -323,10 +324,12 @@ def tiling(blocks: Blocks, *, width: int, height: int = 1, depth: int = 1) -> Ti
 
 def fitting(stacks: Stacks, dtype: torch.dtype) -> Stacks:
     """Convert weights to the dtype of the rows, as autocast does, with equal strides in a slot."""
-    homes = stacks.homes.to(dtype)
-    if homes.stride()[1:] != stacks.replicas.stride()[1:]:
-        homes = homes.contiguous()
-    return Stacks(homes, stacks.replicas.to(dtype))
+    homes, replicas = stacks.homes, stacks.replicas
+    alike = homes.stride()[1:] == replicas.stride()[1:]
+    if alike and homes.dtype == replicas.dtype == dtype:
+        return stacks
+    homes = homes.to(dtype)
+    return Stacks(homes if alike else homes.contiguous(), replicas.to(dtype))
 
 
 def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor) -> None:
