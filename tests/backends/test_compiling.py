@@ -18,7 +18,7 @@ import ultraep
 from ultraep import BalanceConfig, Rates, Topology
 from ultraep.backends import compiling, cpu
 from ultraep.backends.compiling import CompiledPlanner
-from ultraep.backends.cpu import on_disk, stale
+from ultraep.backends.cpu import on_disk
 from ultraep.errors import BackendUnavailable
 from ultraep.policies import BUILT_IN
 from ultraep.reroute import reroute
@@ -292,11 +292,11 @@ def test_functions_of_other_sources_are_discarded(tmp_path, monkeypatch):
     sources, cache = tmp_path / "backends", tmp_path / "cache"
     (sources / "cpu").mkdir(parents=True)
     cache.mkdir()
-    monkeypatch.setattr(stale, "BACKENDS", sources)
+    monkeypatch.setattr(cpu, "BACKENDS", sources)
     left = []
     for text in ("LIMIT = 1", "LIMIT = 1", "LIMIT = 2"):
         (sources / "cpu/place.py").write_text(text)
-        stale.discard_stale(cache)
+        cpu.discard_stale(cache)
         left.append(len(list(cache.glob("*.nbi"))))
         (cache / "place.nbi").touch()
     assert left == [0, 1, 0]
@@ -305,4 +305,4 @@ def test_functions_of_other_sources_are_discarded(tmp_path, monkeypatch):
 def test_all_functions_are_in_the_directory_that_is_checked():
     folders = {getattr(cpu, name).stats.cache_path for name in FUNCTIONS}
     assert len(folders) == 1
-    assert (Path(folders.pop()) / stale.STAMP).exists()
+    assert (Path(folders.pop()) / cpu.STAMP).exists()

@@ -163,10 +163,7 @@ class ExpertsFrom(HomeModule):
         return flat_tensors(resolve(self.bundle))
 
     def forward(
-        self,
-        arrivals: Arrivals,
-        replicas: Replicas,
-        weights: Sequence[torch.Tensor] | None = None,
+        self, arrivals: Arrivals, replicas: Replicas, weights: Sequence[torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas.
 
@@ -179,11 +176,7 @@ class _Loan:
     """The rows of one microbatch, with home weights and replicas."""
 
     def __init__(
-        self,
-        begins: list[int],
-        replicas: Replicas,
-        homes: Mapping[str, Stack],
-        fused: Fused | None,
+        self, begins: list[int], replicas: Replicas, homes: Mapping[str, Stack], fused: Fused | None
     ) -> None:
         self.replicas, self.homes = replicas, homes
         self._owners = {} if fused is None else fused.owners
@@ -195,12 +188,11 @@ class _Loan:
 
             self.scaling = products
         self.flat = flat_tensors(homes)
-        pairs = [
-            (tensor, owner)
+        self._owner_of = {
+            id(tensor): owner
             for name, owners in self._owners.items()
             for tensor, owner in zip(homes[name], owners, strict=True)
-        ]
-        self._owner_of = {id(tensor): owner for tensor, owner in pairs}
+        }
         self.learning = [
             name for name, stack in homes.items() if any(t.requires_grad for t in tensors_of(stack))
         ]
@@ -380,21 +372,15 @@ class _GiveBack(torch.autograd.Function):
     ) -> Gradients:
         (d_served,), (gates_A, *outputs) = gradients, saved
         assert d_served is not None
-        d_borrowed = ctx.needs_input_grad[2 + len(loan.parts) :]
-        if any(d_borrowed):  # else nothing needs the weights
+        borrowed = ctx.needs_input_grad[2 + len(loan.parts) :]
+        if any(borrowed):  # else nothing needs the weights
             loan.enter()
-        d_outputs, d_gates_A = [], torch.zeros_like(gates_A)
-        for part, output in zip(loan.parts, outputs, strict=True):
-            d_output = loan.scaling.scale_rows_backward(
-                d_served[part], output, gates_A[part], d_gates_A[part]
-            )
-            d_outputs.append(d_output)
-        return (
-            None,
-            d_gates_A,
-            *d_outputs,
-            *(None for _ in ctx.needs_input_grad[2 + len(loan.parts) :]),
-        )
+        d_gates_A, backward = torch.zeros_like(gates_A), loan.scaling.scale_rows_backward
+        d_outputs = [
+            backward(d_served[part], output, gates_A[part], d_gates_A[part])
+            for part, output in zip(loan.parts, outputs, strict=True)
+        ]
+        return None, d_gates_A, *d_outputs, *(None for _ in borrowed)
 
 
 def _joined(loan: _Loan, parts: Gradients, like_AD: torch.Tensor) -> torch.Tensor:

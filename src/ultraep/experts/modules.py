@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -26,17 +26,14 @@ from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
 from ultraep.microbatch import Replicas
 from ultraep.ops.activations import activation_named
-from ultraep.ops.fp8 import (
-    E4M3,
-    SCALES,
-    Quantise,
-    pack,
-    quantise,
-)
+from ultraep.ops.fp8 import E4M3, SCALES, Quantise, pack, quantise
 from ultraep.ops.modes import outside_dispatch_modes
-from ultraep.ops.products import Beside, Products, Stacks, TorchProducts, accumulator
+from ultraep.ops.products import Beside, Stacks, TorchProducts, accumulator
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
+
+if TYPE_CHECKING:
+    from ultraep.backends.triton.products import TritonProducts
 
 ENGINES = ("torch", "triton")
 BIASES = ("gate_up_bias", "down_bias")
@@ -188,10 +185,7 @@ class Experts(HomeModule):
         return list(self._own_tensors().values())
 
     def forward(
-        self,
-        arrivals: Arrivals,
-        replicas: Replicas,
-        weights: Sequence[torch.Tensor] | None = None,
+        self, arrivals: Arrivals, replicas: Replicas, weights: Sequence[torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas.
 
@@ -207,7 +201,7 @@ class Experts(HomeModule):
         )
         return outputs
 
-    def _engine(self, arrivals: Arrivals, replicas: Replicas) -> Products:
+    def _engine(self, arrivals: Arrivals, replicas: Replicas) -> TorchProducts | TritonProducts:
         """Return the products engine for these rows."""
         engine, rows = self.engine, arrivals.rows
         if engine is None:
@@ -238,7 +232,7 @@ def _packed(rows: torch.Tensor) -> torch.Tensor:
 class _Call:
     """The weights and the engine for the rows of one microbatch."""
 
-    products: Products
+    products: TorchProducts | TritonProducts
     replicas: Replicas
     names: tuple[str, ...]  # of the trained weights
     quantised: dict[str, torch.Tensor]  # multiplied instead

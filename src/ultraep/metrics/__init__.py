@@ -14,13 +14,4 @@ from ultraep.metrics.reading import Metrics, Reading, Sink
 
 DASHBOARD = Path(__file__).parent / "dashboard.json"  # for Grafana
 
-__all__ = [
-    "DASHBOARD",
-    "Exporter",
-    "Log",
-    "Metrics",
-    "Reading",
-    "Sink",
-    "scalars",
-    "serve",
-]
+__all__ = ["DASHBOARD", "Exporter", "Log", "Metrics", "Reading", "Sink", "scalars", "serve"]

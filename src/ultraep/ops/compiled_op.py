@@ -123,11 +123,7 @@ def _routed(
 
 
 @_routed.register_fake
-def _(
-    handle: torch.Tensor,
-    tokens: torch.Tensor,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(handle: torch.Tensor, tokens: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens.new_empty(tokens.shape), torch.empty_like(handle)
 
 

@@ -1,7 +1,7 @@
 """Products of stage 6: the rows of every slot with the weights of that slot.
 
 `TorchProducts` computes one slot after the other; `backends/triton/products.py` computes all slots
-in one launch on a GPU. Both implement `Products`.
+in one launch on a GPU. Both have the same methods, which `TorchProducts` describes.
 
 Shapes: A rows, L slots of this rank (H home slots, then the spare slots), N and K of a weight, U
 and F input and output width of an activation.
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -79,72 +79,11 @@ class Beside(NamedTuple):
     behind: Callable[[], AbstractContextManager[None]]
 
 
-class Products(Protocol):
-    """Products and activations of stage 6 for the rows of one microbatch.
+class TorchProducts:
+    """Products and activations for the rows of one microbatch with torch, slot after slot.
 
     With FP8 weights, `multiply` takes packed rows and `activate` returns them; backward uses the
     dequantised numbers.
-    """
-
-    @property
-    def knows_spans(self) -> bool:
-        """Whether `weight_gradients` uses `sums` and `spans` of stacks."""
-
-    def multiply(
-        self,
-        rows_AK: torch.Tensor,
-        weights: Stacks,
-        bias: Stacks | None,
-        *,
-        scale: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[A, N] rows @ W^T + bias, times `scale` [A]; W [N, K] and bias [N] per slot."""
-
-    def multiply_transposed(
-        self,
-        rows_AN: torch.Tensor,
-        weights: Stacks,
-        *,
-        out: torch.Tensor | None = None,
-        beside: Beside | None = None,
-    ) -> torch.Tensor:
-        """[A, K] rows @ W."""
-
-    def activate(self, up: torch.Tensor) -> torch.Tensor:
-        """[A, F] from `[A, U]`."""
-
-    def activate_backward(
-        self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Backward of down(activate(up)) * scale, from d_hidden = d_out @ W_down before scaling.
-
-        Returns d_up [A, U], activate(up) * scale [A, F], and the dot products of d_hidden with
-        activate(up) [A]. May overwrite `d_hidden_AF`.
-        """
-
-    def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
-        """Add the dot product of every row with the bias [N] of its slot to the sums."""
-
-    def weight_gradients(
-        self,
-        d_out_AN: torch.Tensor,
-        rows_AK: torch.Tensor,
-        into: Stacks,
-        bias: Stacks | None,
-        *,
-        scale: torch.Tensor | None = None,
-    ) -> None:
-        """Write d_out^T @ rows [N, K] per slot to `into`; zeros for a slot without rows.
-
-        Also writes the sum of d_out * scale to `bias` [N] per slot. Slots that `into` lacks are
-        skipped. Sums are rounded once, to the dtype of their stack; home experts with replicas are
-        not rounded, and go to `sums` if there is one.
-        """
-
-
-class TorchProducts:
-    """Products with torch, one slot after the other.
 
     begins: [L + 1] where the rows of each slot begin.
     bitwise: multiply fixed tiles of rows, so that a row never depends on the rows beside it.
@@ -154,7 +93,7 @@ class TorchProducts:
     them.
     """
 
-    knows_spans = False
+    knows_spans = False  # whether `weight_gradients` uses `sums` and `spans` of stacks
 
     def __init__(
         self,
@@ -177,6 +116,7 @@ class TorchProducts:
         scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """[A, N] rows @ W^T + bias, times `scale` [A]; W [N, K] and bias [N] per slot."""
         if self._fp8 is not None:
             rows_AK = unpack(rows_AK, weights.homes.shape[2], self._fp8)
             weights = weights.plain(self._fp8)
@@ -194,21 +134,29 @@ class TorchProducts:
         out: torch.Tensor | None = None,
         beside: Beside | None = None,
     ) -> torch.Tensor:
+        """[A, K] rows @ W."""
         del beside  # only for GPUs
         weights = weights.plain(rows_AN.dtype)
         product = self._by_slot(torch.matmul, rows_AN, weights.homes.shape[2], weights)
         return product if out is None else _written(product, out)
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
+        """[A, F] from `[A, U]`."""
         hidden_AF = self._activation.apply(up)
         return hidden_AF if self._fp8 is None else pack(hidden_AF)
 
     def activate_backward(
         self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Backward of down(activate(up)) * scale, from d_hidden = d_out @ W_down before scaling.
+
+        Returns d_up [A, U], activate(up) * scale [A, F], and the dot products of d_hidden with
+        activate(up) [A]. May overwrite `d_hidden_AF`.
+        """
         return activate_backward(self._activation, up, d_hidden_AF, scale_A)
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
+        """Add the dot product of every row with the bias [N] of its slot to the sums."""
         parts = zip(self._parts(rows_AN), self._parts(sums_A), bias.slots(), strict=True)
         for rows, sums, added in parts:
             sums += dots(rows, added)
@@ -222,6 +170,12 @@ class TorchProducts:
         *,
         scale: torch.Tensor | None = None,
     ) -> None:
+        """Write d_out^T @ rows [N, K] per slot to `into`; zeros for a slot without rows.
+
+        Also writes the sum of d_out * scale to `bias` [N] per slot. Slots that `into` lacks are
+        skipped. Sums are rounded once, to the dtype of their stack; home experts with replicas are
+        not rounded, and go to `sums` if there is one.
+        """
         rows_AK = unpacked_input(rows_AK, into, d_out_AN)
         scales = None if bias is None or scale is None else self._parts(scale[:, None])
         biases = () if bias is None else bias.slots()
@@ -237,11 +191,7 @@ class TorchProducts:
         return rows[: self._rows].split_with_sizes(self._counts)
 
     def _by_slot(
-        self,
-        multiply: Callable[..., torch.Tensor],
-        rows: torch.Tensor,
-        width: int,
-        *stacks: Stacks,
+        self, multiply: Callable[..., torch.Tensor], rows: torch.Tensor, width: int, *stacks: Stacks
     ) -> torch.Tensor:
         """Return `[A, width]` the rows of all slots, multiplied by the tensors of their slots."""
         if not self._rows:
@@ -281,7 +231,7 @@ def unpacked_input(rows: torch.Tensor, gradient: Stacks, d_out_AN: torch.Tensor)
 def activate_backward(
     activation: Activation, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `Products.activate_backward`; there may be more scales than rows."""
+    """See `TorchProducts.activate_backward`; there may be more scales than rows."""
     hidden_AF, scale_A1 = activation.apply(up), scale_A[: len(up), None].to(up.dtype)
     d_up = activation.gradient(up, d_hidden_AF * scale_A1)
     d_scale_A = scale_A.new_zeros(len(scale_A), dtype=accumulator(up.dtype))

@@ -72,9 +72,7 @@ def compact(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def at_choice(
-    layer: RoutedLayer,
-    choose: Callable[[torch.Tensor], torch.Tensor | None],
-    hooks: ExitStack,
+    layer: RoutedLayer, choose: Callable[[torch.Tensor], torch.Tensor | None], hooks: ExitStack
 ) -> None:
     """Call a function with the `[T, K]` ids of every forward pass; it may return other ids."""
 

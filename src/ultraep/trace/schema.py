@@ -196,12 +196,7 @@ class Header:
             object.__setattr__(self, "created", now)
 
     @classmethod
-    def of(
-        cls,
-        topology: Topology,
-        config: BalanceConfig,
-        **options: Any,
-    ) -> Header:
+    def of(cls, topology: Topology, config: BalanceConfig, **options: Any) -> Header:
         """Return the header of a run. options: relay, chunks, stages, note."""
         settings = {name: getattr(topology, name) for name in TOPOLOGY}
         settings |= {name: getattr(config, name) for name in CONFIG}

@@ -39,10 +39,7 @@ def quantise(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
 
 @outside_dispatch_modes
 def dequantise(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    dtype: torch.dtype,
-    used: torch.Tensor | None = None,
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, used: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the numbers `[..., K]`. Rows behind `used` [1], if it is given, are not written."""
     if dtype == torch.float64:

@@ -18,11 +18,7 @@ from ultraep.backends.triton.kernels.by_time import LIMITED
 from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.search import PlanOut
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
-from ultraep.config import (
-    NO_RATES,
-    PARTS,
-    tolerances_by_time,
-)
+from ultraep.config import NO_RATES, PARTS, tolerances_by_time
 from ultraep.errors import ConfigError
 
 INT = torch.int32
@@ -187,8 +183,7 @@ class Planner:
             scratch=numbers(self.domains, state.scratch_size(self.H, self.G)),
         )
         self._wide_tried = self._tried._replace(  # with speeds
-            outcomes=self._tried.outcomes.long(),
-            scratch=self._tried.scratch.long(),
+            outcomes=self._tried.outcomes.long(), scratch=self._tried.scratch.long()
         )
         self.finished = numbers(1)  # programs of a launch
         self.counts = numbers(self.domains, self.H * self.G)

@@ -139,11 +139,7 @@ class Sequential:
         return serve(network, without_gates(arrivals), replicas)
 
     def _compute(
-        self,
-        rows: torch.Tensor,
-        counts: list[int],
-        tensors: dict[str, Any],
-        probs: torch.Tensor,
+        self, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any], probs: torch.Tensor
     ) -> torch.Tensor:
         experts = self._experts
         if isinstance(experts, SequentialMLP):

@@ -25,12 +25,7 @@ def row_ptrs(matrix, first, BLOCK_M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_slots"])
 def swiglu(
-    up: Matrix,
-    offsets_ptr,
-    out: Matrix,
-    num_slots,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    up: Matrix, offsets_ptr, out: Matrix, num_slots, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """[A, 2F] -> [A, F]: silu of the first half, times the second half."""
     rows, width = tl.load(offsets_ptr + num_slots), out.columns
@@ -137,12 +132,7 @@ def own_rows(rows_ptr, scale_ptr, num_rows, BLOCK_M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def scale_rows(
-    rows: Matrix,
-    scale_ptr,
-    out: Matrix,
-    num_rows,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    rows: Matrix, scale_ptr, out: Matrix, num_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """[A, D] rows times `scale` [A], which is first rounded to the dtype of the rows."""
     first, mask_m, scale_M = own_rows(rows.ptr, scale_ptr, num_rows, BLOCK_M)
