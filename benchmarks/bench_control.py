@@ -30,7 +30,8 @@ import ultraep
 from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import PADDING, IntArray
 from ultraep.reroute import Routes, reroute
-from ultraep.runtime.device_planner import DevicePlanner, DeviceRoutes
+from ultraep.runtime.device_plan import DeviceRoutes
+from ultraep.runtime.device_planner import DevicePlanner
 
 INNER = 20  # calls per graph
 SIZES = ((8, 128), (16, 128), (64, 256), (72, 288), (256, 1024), (1024, 4096))  # ranks, experts

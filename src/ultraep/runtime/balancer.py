@@ -78,7 +78,7 @@ class Balancer:
         "static": the mean of all ranks, refused if plans could exceed it (`runtime/capacity.py`).
     in_flight: buffers of spare slots: microbatches that can hold replicas at the same time.
     timeout: seconds after which a silent rank is an error; None: the timeout of the group (30
-        minutes with gloo, 10 with NCCL). A rank that died is an error at once.
+        minutes with gloo, 10 with NCCL). A rank that died is an error within seconds.
     record: directory for a trace of every microbatch, on all ranks; None: a new one inside the
         directory in the environment variable ULTRAEP_TRACE, if it is set.
     dispatcher: moves the rows in place of the data plane, for example through DeepEP; see
@@ -108,16 +108,7 @@ class Balancer:
             timeout=timeout,
             dispatcher=dispatcher,
         )
-        self._set_up(
-            group,
-            settings,
-            experts=experts,
-            slots=slots,
-            domain=domain,
-            config=config,
-            policy=policy,
-            record=record,
-        )
+        self._set_up(group, settings, experts, slots, domain, config, policy, record)
 
     @classmethod
     def _with_settings(cls, group: Group = None, **options: Any) -> Self:
@@ -135,7 +126,6 @@ class Balancer:
         self,
         group: Group,
         settings: Settings,
-        *,
         experts: int | Sequence[int],
         slots: int = 1,
         domain: int | None = None,

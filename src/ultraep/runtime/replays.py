@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ultraep.passes import FORWARD, Passes, PassRecord
-from ultraep.runtime.device_planner import DevicePlan
+from ultraep.runtime.device_plan import DevicePlan
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.streams import Fetch
 from ultraep.topology import Topology

@@ -15,7 +15,7 @@ from ultraep.microbatch import NO_LAYER, Inputs
 from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.reroute import Routes
-from ultraep.runtime.device_planner import DeviceRoutes
+from ultraep.runtime.device_plan import DeviceRoutes
 from ultraep.runtime.hybrid.plane import HybridMicrobatch, HybridPlane
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas

@@ -27,7 +27,8 @@ from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.position import Position, compare_positions, compare_values
-from ultraep.runtime.device_planner import DevicePlan, DevicePlanner, Gathered, device_config
+from ultraep.runtime.device_plan import DevicePlan, Gathered
+from ultraep.runtime.device_planner import DevicePlanner, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.rows import MappedRows

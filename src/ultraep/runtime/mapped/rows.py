@@ -15,7 +15,7 @@ from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
 from ultraep.passes import Passes
 from ultraep.position import At, Position
-from ultraep.runtime.device_planner import DeviceRoutes
+from ultraep.runtime.device_plan import DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 
 if TYPE_CHECKING:

@@ -37,7 +37,8 @@ from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Context
 
 if TYPE_CHECKING:
-    from ultraep.runtime.device_planner import DevicePlanner, DeviceRoutes
+    from ultraep.runtime.device_plan import DeviceRoutes
+    from ultraep.runtime.device_planner import DevicePlanner
 
 
 class MessagesPlane:
