@@ -2,8 +2,9 @@
 
 The GPUs map each other's memory. Outside of graphs, the host reads the plan once per layer, with
 the positions, tokens and faults of all ranks: one small copy to pinned memory. So all tensors have
-exact lengths, memory follows the rows, and ranks that differ are named. A captured graph keeps the
-memory that was allocated before: run one step before the capture, or `prepare`.
+exact lengths, memory follows the rows, and ranks that differ are named. A rank alone does not wait.
+A captured graph keeps the memory that was allocated before: run one step before the capture, or
+`prepare`.
 
 Shapes: T tokens, K experts per token, R ranks, E experts, C replicas, D model width.
 """
@@ -33,7 +34,7 @@ from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.rows import MappedRows
 from ultraep.runtime.microbatch import BaseMicrobatch, Context
-from ultraep.runtime.streams import capturing
+from ultraep.runtime.streams import Fetch, capturing
 
 FIRST_ROWS = 1024  # routed rows that the planner has room for at first
 SPIN, PAUSE = 0.002, 0.0001  # seconds: ask without a pause; then a pause between two questions
@@ -69,6 +70,7 @@ class MappedPlane:
         # capture of a graph finds all memory allocated and all kernels loaded.
         self.replicated: set[int] = set()
         self._kept: list[object] = []
+        self._fetch: Fetch | None = None  # of faults, on its way to the host
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
         return MappedMicrobatch(self, inputs)
@@ -97,6 +99,15 @@ class MappedPlane:
         """Never free the present memory: a graph uses it."""
         self.memory.keep()
         self._kept.append(self.planner.buffers)
+
+    def poll(self) -> None:
+        """Raise faults of earlier microbatches that have reached the host; does not wait."""
+        if self._fetch is not None and not self._fetch.here():
+            return
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None and fetch.wait().any():
+            self.check()
+        self._fetch = Fetch(self.planner.faults)
 
     def pause(self, event: torch.cuda.Event) -> None:
         """Wait for the device; raise if a rank that it waits for is dead."""
@@ -148,6 +159,9 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         super().__init__(inputs, plane.context)
         self._plane = plane
         self._captured = capturing(plane.device)
+        # A rank alone serves its own rows: it need not know how many of them are padding.
+        alone = plane.topology.ranks == 1 and plane.context.capacity.setting == AUTO
+        self._waits = not (alone or self._captured)
         self._refusal: LoadError | None = None
         self._begins: list[int] | None = None  # of the slots of this rank, once the host knows
         self._last_replicas: MappedReplicas | None = None
@@ -161,6 +175,10 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         self._refusal = invalid_ids(ids)
         if self._captured:
             self._check_capture()
+        elif not self._waits:
+            plane.poll()
+            if self._refusal is not None:
+                raise self._refusal
         if self._refusal is None:
             plane.reserve(ids.numel())
             planner.count(ids.contiguous())
@@ -168,7 +186,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             planner.refuse()
         plane.counted = self.passes
         memory.position = *self._loads_place().words, zlib.crc32(own.encode()) >> 1
-        memory.share_loads(planner.counts, planner.gathered, compared=not self._captured)
+        memory.share_loads(planner.counts, planner.gathered, compared=self._waits)
         loads: torch.Tensor = planner.loads
         return loads
 
@@ -236,12 +254,15 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
     def _make_plan(self, config: BalanceConfig) -> DevicePlan:
         planner = self._current()
         on_device = planner.use(config)
-        if self._captured:
-            if not on_device:
-                raise ConfigError(
-                    f"policy {config.policy!r} plans on the host and cannot be captured in a "
-                    f"graph; the device plans {planner.config.policy!r}"
-                )
+        if self._captured and not on_device:
+            raise ConfigError(
+                f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
+                f"the device plans {planner.config.policy!r}"
+            )
+        if on_device and not self._waits:
+            ids, memory = self._inputs.ids, self._plane.memory
+            if not self._captured:
+                memory.fit(len(ids), ids.numel())
             return planner.plan(planner.loads).copied()
         planner.plan(planner.loads)
         gathered, plan = planner.read(self._plane.pause)
@@ -305,6 +326,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             plan.rank_loads,
             self._last_replicas,
             self._begins,
+            self._plane.memory.rows if self._captured else self._inputs.ids.numel(),
         )
 
 

@@ -26,8 +26,8 @@ class MappedRows:
     """Moves rows between tokens and slots.
 
     rank_loads: [R] rows that every rank serves.
-    begins: first row of each slot of this rank, if the host knows them; None: a graph is captured,
-        and the tensors of rows have the capacity of the memory.
+    begins: first row of each slot of this rank, if the host knows them.
+    most_rows: length of the tensors of rows otherwise; rows behind the last one are unused.
     """
 
     def __init__(
@@ -38,13 +38,14 @@ class MappedRows:
         rank_loads: torch.Tensor,
         replicas: MappedReplicas | None,
         begins: list[int] | None,
+        most_rows: int = 0,
     ) -> None:
         self.passes = passes
         self._memory, self._routes, self._replicas, self._begins = memory, routes, replicas, begins
         self._shape = routes.slots.shape
         self._tokens, top_k = memory.tokens, self._shape[1]
         self._capacity = memory.rows
-        self._num_rows = memory.rows if begins is None else begins[-1]
+        self._num_rows = most_rows if begins is None else begins[-1]
         self.offsets, self._wrong = memory.exchange.tables(
             memory.tables(top_k),
             routes.rows_of_slot,
