@@ -57,7 +57,11 @@ class RawDispatcher(ABC):
 
     It also works under activation checkpointing: backward uses the handle of the recomputed forward
     pass. Gates travel in float32, or in float64 if the tokens are float64.
+
+    dtypes: of the rows that the library moves; (): any.
     """
+
+    dtypes: tuple[torch.dtype, ...] = ()
 
     def check_slots(self, ranks: int, slots_per_rank: int) -> None:  # noqa: B027
         """Raise if the library cannot serve this number of slots; called by the balancer."""
@@ -69,6 +73,7 @@ class RawDispatcher(ABC):
     def dispatch(
         self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, routes: SlotRoutes
     ) -> Received:
+        self._check_dtype(tokens_TD)
         with outside_dispatch_modes():
             library_rows = self.begin(routes)
         gates_TK = gates_TK.to(accumulator(tokens_TD.dtype))
@@ -76,14 +81,13 @@ class RawDispatcher(ABC):
         return Received(rows_AD, gates_A, library_rows.counts, library_rows)
 
     def combine(self, outputs_AD: torch.Tensor, received: Received) -> torch.Tensor:
+        self._check_dtype(outputs_AD)
         return combine(outputs_AD, received.state)
 
-
-def check_dtype(name: str, rows: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise if the library cannot move rows of this dtype."""
-    if rows.dtype not in dtypes:
-        listed = ", ".join(map(str, dtypes))
-        raise ConfigError(f"{name} moves rows of {listed}, got {rows.dtype}; cast the tokens")
+    def _check_dtype(self, rows: torch.Tensor) -> None:
+        if self.dtypes and rows.dtype not in self.dtypes:
+            name, listed = type(self).__name__, ", ".join(map(str, self.dtypes))
+            raise ConfigError(f"{name} moves rows of {listed}, got {rows.dtype}; cast the tokens")
 
 
 def check_buffer(buffer: object, library: Library, **arguments: Sequence[str]) -> None:

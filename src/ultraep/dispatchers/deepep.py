@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ultraep.dispatch import Moved, SlotRoutes
-from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer, check_dtype
+from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer
 from ultraep.errors import LoadError
 from ultraep.ops.products import accumulator
 from ultraep.supported import ELASTIC_BUFFER, LEGACY_BUFFER
@@ -28,7 +28,7 @@ class DeepEP(RawDispatcher):
     buffer: for the group of the balancer; `num_max_tokens_per_rank` must cover every microbatch.
     """
 
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    dtypes = (torch.bfloat16,)
 
     def __init__(self, buffer: Any) -> None:
         check_buffer(
@@ -53,11 +53,9 @@ class _ExpandedRows(LibraryRows):
     """The rows of one microbatch; the library delivers one row for each slot of a token."""
 
     def __init__(self, dispatcher: DeepEP, routes: SlotRoutes) -> None:
-        self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
-        self._routes, self._handle = routes, None
+        self._buffer, self._routes, self._handle = dispatcher.buffer, routes, None
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        check_dtype("DeepEP", values_TD, self._dtypes)
         first = self._handle is None
         known = {"topk_idx": self._routes.slots} if first else {"handle": self._handle}
         received, _, scalars_A, handle, _ = self._buffer.dispatch(
@@ -72,7 +70,6 @@ class _ExpandedRows(LibraryRows):
         return received, scalars_A
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
-        check_dtype("DeepEP", rows_AD, self._dtypes)
         scalars_A = None if scalars_A is None else scalars_A.contiguous()
         sums_TD, scalars_TK, _ = self._buffer.combine(
             rows_AD.contiguous(), self._handle, topk_weights=scalars_A
@@ -86,7 +83,7 @@ class DeepEPBuffer(RawDispatcher):
     buffer: for the group of the balancer.
     """
 
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    dtypes = (torch.bfloat16,)
 
     def __init__(self, buffer: Any) -> None:
         layout = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert")
@@ -111,12 +108,10 @@ class _RowsOfTokens(LibraryRows):
     """
 
     def __init__(self, dispatcher: DeepEPBuffer, routes: SlotRoutes) -> None:
-        self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
-        self._routes, self._handle = routes, None
+        self._buffer, self._routes, self._handle = dispatcher.buffer, routes, None
         self._local = self._order = self._token_of_row = routes.slots  # until rows have arrived
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        check_dtype("DeepEPBuffer", values_TD, self._dtypes)
         x = values_TD.contiguous()
         if self._handle is not None:
             received, *_ = self._buffer.dispatch(x, handle=self._handle)
@@ -142,7 +137,6 @@ class _RowsOfTokens(LibraryRows):
         return rows_AD, gates_UK.flatten().index_select(0, self._order)
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
-        check_dtype("DeepEPBuffer", rows_AD, self._dtypes)
         scalars_UK = None
         if scalars_A is not None:
             scalars_UK = scalars_A.new_zeros(self._local.shape)

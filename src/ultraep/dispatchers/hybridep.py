@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from ultraep.config import check_integer
 from ultraep.dispatch import Moved, SlotRoutes
-from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer, check_dtype
+from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer
 from ultraep.errors import ConfigError, LoadError
 from ultraep.supported import HYBRID_BUFFER
 
@@ -34,7 +34,7 @@ class HybridEP(RawDispatcher):
         Smaller microbatches are padded, because the library needs equal numbers on all ranks.
     """
 
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    dtypes = (torch.bfloat16,)
 
     def __init__(self, buffer: Any, *, tokens: int) -> None:
         routing = ("routing_map", "probs", "scaling_factor", "num_permuted_tokens", "use_fp8")
@@ -74,17 +74,17 @@ class _PermutedRows(LibraryRows):
     """The rows of one microbatch."""
 
     def __init__(self, dispatcher: HybridEP, routes: SlotRoutes) -> None:
-        self._buffer, self._dtypes = dispatcher.buffer, dispatcher.dtypes
-        self._routes, self._handle = routes, None
+        self._buffer, self._routes, self._handle = dispatcher.buffer, routes, None
         self._missing = dispatcher.tokens - len(routes.slots)  # tokens to be padded
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        check_dtype("HybridEP", values_TD, self._dtypes)
-        known: dict[str, Any] = {"routing_map": self._routing_map()}
-        if self._handle is not None:
+        if self._handle is None:
+            chosen = torch.ones_like(self._routes.slots, dtype=torch.bool)
+            known: dict[str, Any] = {"routing_map": self._dense(chosen)}
+        else:
             known = {"handle": self._handle, "num_permuted_tokens": sum(self.counts)}
         rows_AD, scalars_A, _, counts, handle = self._buffer.dispatch_with_permute(
-            hidden=self._padded(values_TD),
+            hidden=pad(values_TD, (0, 0, 0, self._missing)).contiguous(),
             probs=None if scalars_TK is None else self._dense(scalars_TK),
             num_of_experts_per_rank=self._routes.slots_per_rank,
             use_fp8=False,
@@ -95,7 +95,6 @@ class _PermutedRows(LibraryRows):
         return rows_AD, scalars_A
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
-        check_dtype("HybridEP", rows_AD, self._dtypes)
         probs = None if scalars_A is None else scalars_A.contiguous()
         sums, dense, *_ = self._buffer.combine_with_unpermute(
             hidden=rows_AD.contiguous(), probs=probs, handle=self._handle
@@ -105,13 +104,6 @@ class _PermutedRows(LibraryRows):
             return sums[: len(slots)], None
         scalars_TK = dense[: len(slots)].gather(1, slots.clamp(min=0))
         return sums[: len(slots)], scalars_TK.masked_fill(slots < 0, 0)
-
-    def _padded(self, values: torch.Tensor) -> torch.Tensor:
-        """Return rows for the tokens of all ranks."""
-        return pad(values, (0, 0, 0, self._missing)).contiguous()
-
-    def _routing_map(self) -> torch.Tensor:
-        return self._dense(torch.ones_like(self._routes.slots, dtype=torch.bool))
 
     def _dense(self, choices_TK: torch.Tensor) -> torch.Tensor:
         """Return [tokens, S] a value for each slot of a token, zero elsewhere."""

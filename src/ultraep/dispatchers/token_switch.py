@@ -19,7 +19,7 @@ import torch
 
 from ultraep.config import check_integer
 from ultraep.dispatch import Moved, SlotRoutes
-from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer, check_dtype
+from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer
 from ultraep.errors import ConfigError, LoadError
 from ultraep.supported import TOKEN_SWITCH
 
@@ -35,7 +35,7 @@ class TokenSwitch(RawDispatcher):
         arrive, so the dispatcher refuses such a plan.
     """
 
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    dtypes = (torch.bfloat16,)
 
     def __init__(self, switch: Any, *, num_experts: int, max_recv_tokens: int) -> None:
         check_buffer(
@@ -71,24 +71,22 @@ class _SwitchedRows(LibraryRows):
     """The rows of one microbatch."""
 
     def __init__(self, dispatcher: TokenSwitch, routes: SlotRoutes, rows: int) -> None:
-        self._switch, self._dtypes = dispatcher.switch, dispatcher.dtypes
-        self._most, self._rows, self._routes = dispatcher.max_recv_tokens, rows, routes
-        slots = routes.slots
+        self._switch, self._most = dispatcher.switch, dispatcher.max_recv_tokens
+        self._rows, self._routes, slots = rows, routes, routes.slots
         self.counts = torch.zeros(routes.slots_per_rank, dtype=torch.int32, device=slots.device)
         self._routing = self._switch.create_routing(slots, self.counts, layout="expert_major")
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
-        check_dtype("TokenSwitch", values_TD, self._dtypes)
-        weights = self._no_weights(values_TD) if scalars_TK is None else scalars_TK
-        rows_AD, scalars_A = self._dispatch(values_TD, weights)
-        return rows_AD, None if scalars_TK is None else scalars_A
+        if scalars_TK is not None:
+            return self._dispatch(values_TD, scalars_TK)
+        no_weights = torch.zeros_like(self._routes.slots, dtype=torch.float32)
+        return self._dispatch(values_TD, no_weights)[0], None
 
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
-        check_dtype("TokenSwitch", rows_AD, self._dtypes)
-        scalars_TK = None
-        if scalars_A is not None:
-            scalars_TK = self._scalars_to_tokens(scalars_A, rows_AD.dtype)
-        return self._combine(rows_AD), scalars_TK
+        sums_TD = self._combine(rows_AD)
+        if scalars_A is None:
+            return sums_TD, None
+        return sums_TD, self._scalars_to_tokens(scalars_A, rows_AD.dtype)
 
     def _scalars_to_tokens(self, scalars_A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return [T, K] the scalar of each choice: rows with one column for each choice."""
@@ -121,6 +119,3 @@ class _SwitchedRows(LibraryRows):
         sums = rows.new_zeros(len(self._routes.slots), rows.shape[1])
         self._switch.combine(self._routing, rows[: self._rows].contiguous(), out=sums)
         return sums
-
-    def _no_weights(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(self._routes.slots.shape, dtype=torch.float32, device=values.device)

@@ -176,7 +176,8 @@ class TorchProducts:
         skipped. Sums are rounded once, to the dtype of their stack; home experts with replicas are
         not rounded, and go to `sums` if there is one.
         """
-        rows_AK = unpacked_input(rows_AK, into, d_out_AN)
+        if rows_AK.dtype == torch.uint8:  # packed
+            rows_AK = unpack(rows_AK, into.homes.shape[2], d_out_AN.dtype)
         scales = None if bias is None or scale is None else self._parts(scale[:, None])
         biases = () if bias is None else bias.slots()
         parts = zip(into.slots(), self._parts(d_out_AN), self._parts(rows_AK), strict=False)
@@ -219,13 +220,6 @@ def _in_tiles(
     padded = torch.cat([rows, rows.new_zeros(-len(rows) % TILE, rows.shape[1])])
     products = [multiply(part, *weights) for part in padded.split(TILE)]
     return torch.cat(products)[: len(rows)]
-
-
-def unpacked_input(rows: torch.Tensor, gradient: Stacks, d_out_AN: torch.Tensor) -> torch.Tensor:
-    """Return the `[A, K]` input of a product with these gradients; it may be packed."""
-    if rows.dtype != torch.uint8:
-        return rows
-    return unpack(rows, gradient.homes.shape[2], d_out_AN.dtype)
 
 
 def activate_backward(

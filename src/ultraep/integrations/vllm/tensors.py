@@ -46,7 +46,7 @@ class Carried:
 def carry_experts(layer: Any) -> dict[str, Carried]:
     """Return every tensor of the layer's experts, by its first name."""
     names: dict[int, list[str]] = {}
-    tensors = _expert_tensors(layer)
+    tensors = {name: t for name, t in _tensors(layer).items() if name.startswith(PREFIXES)}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     return {
@@ -74,10 +74,6 @@ def _tensors(layer: Any) -> dict[str, torch.Tensor]:
     parameters = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
     attributes = {name: t for name, t in vars(layer).items() if isinstance(t, torch.Tensor)}
     return {name: t for name, t in (parameters | attributes).items() if name not in OF_ROUTER}
-
-
-def _expert_tensors(layer: Any) -> dict[str, torch.Tensor]:
-    return {name: t for name, t in _tensors(layer).items() if name.startswith(PREFIXES)}
 
 
 def _is_shared(tensor: torch.Tensor, homes: int) -> bool:
