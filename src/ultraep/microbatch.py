@@ -36,9 +36,7 @@ from ultraep.plan import Plan
 from ultraep.topology import Topology
 
 NO_LAYER = -1  # layer index of synthetic microbatches
-TensorSpecs = Mapping[
-    str, tuple[tuple[int, ...], torch.dtype]
-]  # shape and dtype of tensors, by name
+TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype, by name
 Serve: TypeAlias = "Callable[[Arrivals, Replicas], torch.Tensor]"
 
 

@@ -88,13 +88,8 @@ class Planner:
     def _speed_table(self, speeds: tuple[int, ...]) -> torch.Tensor:
         """Return the buffer of these speeds, as in `kernels/state.py`."""
         known = self._known_speeds.get(speeds)
-        if known is None:
-            known = self._new_speed_table(speeds)
-            if not self._capturing():
-                self._known_speeds[speeds] = known
-        return known
-
-    def _new_speed_table(self, speeds: tuple[int, ...]) -> torch.Tensor:
+        if known is not None:
+            return known
         unit = math.gcd(PARTS, *speeds)
         period, most = PARTS // unit, max(speeds) // unit
         header = 0, period, unit, self.domain * most
@@ -106,7 +101,10 @@ class Planner:
         step_RM.masked_fill_(rows_M > speed_R1, PARTS + 1)  # in the next period
         sum_D = speed_R1.view(self.domains, -1).sum(1)
         step_DS = step_RM.view(self.domains, -1).sort().values
-        return torch.cat((numbers, sum_D, step_DS.flatten()))
+        table = torch.cat((numbers, sum_D, step_DS.flatten()))
+        if not self._capturing():
+            self._known_speeds[speeds] = table
+        return table
 
     def _capturing(self) -> bool:
         return self.home.is_cuda and torch.cuda.is_current_stream_capturing()

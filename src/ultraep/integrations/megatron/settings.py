@@ -28,8 +28,6 @@ class Refused(NamedTuple):
 IN_GRAPHS = "experts read the row counts of a plan on the host, which a CUDA graph cannot capture"
 SPLIT_ROWS = "scales that depend on all rows of an expert change when replicas serve some of them"
 IN_PIECES = "it interleaves parts of a layer with another microbatch"
-# The scales of their rows depend on single rows, not on all rows of a gemm or on earlier steps.
-FP8_RECIPES = ("blockwise", "mxfp8")
 OFFLOADED = "backward restores replicas from their home rank, not from the host"
 
 REFUSED = (
@@ -64,6 +62,15 @@ REFUSED = (
     Refused("fine_grained_activation_offloading", (False,), OFFLOADED),
     Refused("moe_latent_size", (None,), "its projections were not tested"),
 )
+REFUSED_WITH_FP8 = (
+    # Their scales depend on single rows, not on all rows of a gemm or on earlier steps.
+    Refused("fp8_recipe", ("blockwise", "mxfp8"), SPLIT_ROWS),
+    Refused(
+        "moe_router_padding_for_quantization",
+        (False,),
+        "with fp8, experts pad the rows of every slot",
+    ),
+)
 SET_BY_MEGATRON = ("group", "experts", "domain")
 
 
@@ -71,23 +78,12 @@ def check_settings(config: Any) -> None:
     """Raise if layers of this configuration cannot be balanced."""
     if not config.num_moe_experts:
         raise ConfigError("num_moe_experts is None: there are no experts to balance")
-    for setting, supported, why in REFUSED:
+    with_fp8 = REFUSED_WITH_FP8 if getattr(config, "fp8", None) else ()
+    for setting, supported, why in REFUSED + with_fp8:
         value = getattr(config, setting, supported[0])
         if value not in supported:
             allowed = " or ".join(repr(v) for v in supported if v is not None) or "None"
             raise ConfigError(f"{setting}={value!r} cannot be balanced, use {allowed}: {why}")
-    recipe = getattr(config, "fp8_recipe", None)
-    if getattr(config, "fp8", None) and recipe not in FP8_RECIPES:
-        raise ConfigError(
-            f"fp8_recipe={recipe!r} cannot be balanced, use 'blockwise' or 'mxfp8': {SPLIT_ROWS}"
-        )
-    if getattr(config, "fp8", None) and getattr(
-        config, "moe_router_padding_for_quantization", False
-    ):
-        raise ConfigError(
-            "moe_router_padding_for_quantization=True cannot be balanced with fp8, use False: "
-            "experts pad the rows of every slot"
-        )
 
 
 def check_options(options: Iterable[str]) -> None:
