@@ -196,18 +196,6 @@ def assert_cleared(plan, number):
     assert not plan.split[number:].any()
 
 
-def test_a_device_plan_knows_its_slots():
-    loads, topology = NAMED["uneven_homes"]
-    actual, expected = control_of(topology).plan(on_device(loads)), ultraep.plan(loads, topology)
-    slots = topology.spare_slot(expected.replicas[:, 1], expected.replicas[:, 2])
-    held = np.full(topology.first_slot_of_rank[-1], -1)
-    held[topology.home_slot_of_expert] = np.arange(topology.experts)
-    held[slots] = expected.replicas[:, 0]
-    assert expected.num_replicas > 0
-    assert actual.slot_of_replica[: len(slots)].tolist() == slots.tolist()
-    assert actual.expert_of_slot.tolist() == held.tolist()
-
-
 @pytest.mark.parametrize("name", ["zipf_two_slots", "unclosable", "lognormal_domains"])
 @pytest.mark.parametrize("copy", [0, 20_000])
 def test_plans_by_time_of_named_cases(name, copy):
