@@ -13,7 +13,6 @@ from ranks import TIMED_OUT
 
 import ultraep
 from ultraep import (
-    BackendUnavailable,
     BalanceConfig,
     Balancer,
     CommunicationError,
@@ -299,15 +298,6 @@ def test_ranks_that_disagree_leave_no_connection(monkeypatch):
     monkeypatch.setattr(connect_module, "connect", lambda *_, **__: here.comm)
     LocalGroup(2).run(work)
     assert sorted(closed) == [0, 1]
-
-
-def test_an_unavailable_backend_is_refused_before_connecting(monkeypatch):
-    monkeypatch.setattr(ultraep.backends.importlib.util, "find_spec", lambda name: None)
-    ultraep.backends._named.cache_clear()
-    monkeypatch.setattr(connect_module, "connect", lambda *_, **__: pytest.fail("connected"))
-    with pytest.raises(BackendUnavailable, match="pip install numba"):
-        Balancer._with_settings("alone", experts=8, backend="cpu")
-    ultraep.backends._named.cache_clear()
 
 
 def test_an_unknown_policy_for_one_call():
