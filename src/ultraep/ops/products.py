@@ -96,12 +96,7 @@ class TorchProducts:
     knows_spans = False  # whether `weight_gradients` uses `sums` and `spans` of stacks
 
     def __init__(
-        self,
-        begins: list[int],
-        activation: Activation,
-        *,
-        bitwise: bool = False,
-        fp8: torch.dtype | None = None,
+        self, begins: list[int], activation: Activation, *, bitwise: bool, fp8: torch.dtype | None
     ) -> None:
         self._activation, self._fp8, self._bitwise = activation, fp8, bitwise
         self._rows = begins[-1]

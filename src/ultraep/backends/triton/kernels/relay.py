@@ -186,13 +186,13 @@ def write_places(
     index_C = tl.load(homes.home_slot_of_expert + expert_C, mask=mine_C, other=0)
     index_C = tl.where(mine_C, index_C - tl.load(homes.first_slot_of_rank + rank), -1)
     places = layout.places_of(schedule, max_replicas, slots)
-    layout.store_place(places, all_C, host_C, slot_C, all_C < max_replicas)
+    layout.store_pair(places, all_C, host_C, slot_C, all_C < max_replicas)
     of_home = home[:, None] == index_C[None, :]
     count = tl.sum(of_home.to(tl.int32), 1)
     first = tl.min(tl.where(of_home, all_C[None, :], NEVER), 1)
     first = tl.where(count > 0, first, 0)
     spans = layout.homes_of(schedule, max_replicas, slots)
-    layout.store_span(spans, home, first, first + count, home < num_homes)
+    layout.store_pair(spans, home, first, first + count, home < num_homes)
 
 
 @triton.jit(do_not_specialize=["rank", "ranks", "slots", "num_homes", "max_replicas", "numbering"])

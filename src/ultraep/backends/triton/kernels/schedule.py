@@ -54,29 +54,17 @@ def places_of(schedule, max_replicas, slots):
 
 
 @triton.jit
-def load_place(places, replica):
-    """Return host rank and slot of a replica."""
-    return tl.load(places + 2 * replica), tl.load(places + 2 * replica + 1)
-
-
-@triton.jit
-def store_place(places, replica, host, slot, mask):
-    tl.store(places + 2 * replica, host, mask=mask)
-    tl.store(places + 2 * replica + 1, slot, mask=mask)
-
-
-@triton.jit
 def homes_of(schedule, max_replicas, slots):
     return places_of(schedule, max_replicas, slots) + 2 * max_replicas
 
 
 @triton.jit
-def load_span(homes, home):
-    """Return first and end of the replicas of a home expert."""
-    return tl.load(homes + 2 * home), tl.load(homes + 2 * home + 1)
+def load_pair(pairs, index):
+    """Return host rank and slot of a replica, or first and end of the replicas of a home expert."""
+    return tl.load(pairs + 2 * index), tl.load(pairs + 2 * index + 1)
 
 
 @triton.jit
-def store_span(homes, home, first, end, mask):
-    tl.store(homes + 2 * home, first, mask=mask)
-    tl.store(homes + 2 * home + 1, end, mask=mask)
+def store_pair(pairs, index, first, second, mask):
+    tl.store(pairs + 2 * index, first, mask=mask)
+    tl.store(pairs + 2 * index + 1, second, mask=mask)

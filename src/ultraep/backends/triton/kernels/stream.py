@@ -247,7 +247,7 @@ def wait_for_slots(sending, PROGRAMS: tl.constexpr):
 @triton.jit
 def gradient_row(rows, places, replica, width, own, ALIGNED: tl.constexpr):
     """Return the pointer to the gradient of a replica, in the dtype of the home gradient."""
-    host, slot = layout.load_place(places, replica)
+    host, slot = layout.load_pair(places, replica)
     row = tl.load(rows + host).to(own.dtype) + slot.to(tl.int64) * width
     return tl.multiple_of(row, 16) if ALIGNED else row
 
@@ -300,7 +300,7 @@ def pull(
     at = tl.arange(0, W)
     target, source = gradients, own
     for home in range(homes):
-        first, end = layout.load_span(spans, home)
+        first, end = layout.load_pair(spans, home)
         if end > first:
             for begin in range(worker * W, width, PROGRAMS * W):
                 here = begin + at

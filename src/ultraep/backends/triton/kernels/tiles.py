@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.schedule import load_span
+from ultraep.backends.triton.kernels.schedule import load_pair
 
 ENTRIES = tl.constexpr(5)  # integers per row of tiles
 DRAWN = tl.constexpr(2)  # index of the counter of drawn tiles
@@ -143,7 +143,7 @@ def store_to_slot(stacks, slot, num_homes, offset, values, mask):
         home = slot.to(tl.int64) * stacks.stride_home
         final = True
         if stacks.sums_ptr is not None:
-            first, end = load_span(stacks.spans_ptr, slot)
+            first, end = load_pair(stacks.spans_ptr, slot)
             final = first == end
             if not final:
                 tl.store(stacks.sums_ptr + home + offset, values, mask=mask)
