@@ -1,4 +1,4 @@
-"""Ranks that share one GPU: their processes, and a balancer for each data plane."""
+"""Ranks that share one GPU: their processes, a balancer for each data plane, and passes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from dense import Example, assert_close, gradients_of
 from mps import ThroughHost, rank_environment
 from ranks import RankPool
 
 from ultraep import Balancer
 from ultraep.runtime.connect import connect
 
+CUDA = torch.device("cuda")
 PATIENCE = 120.0  # seconds; enough to compile kernels
+PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+Tensors = dict[str, torch.Tensor]
 
 
 @contextmanager
@@ -48,3 +53,34 @@ def hybrid(group: dist.ProcessGroup, **options: Any) -> Balancer:
     warnings.simplefilter("default")  # torch's symmetric memory warns
     communicator = ThroughHost(connect(group, timeout=PATIENCE))
     return Balancer._with_settings(communicator, data_plane="hybrid", timeout=PATIENCE, **options)
+
+
+def one_pass(
+    run: Any,
+    example: Example,
+    rank: int = 0,
+    *,
+    owner: Any = None,
+    cast: bool = False,
+    **options: Any,
+) -> Tensors:
+    """Output and all gradients of one pass through `run`, on the host.
+
+    owner: the layer that has the weights, if it is not `run`.   cast: forward under autocast.
+    """
+    owner = owner or run
+    owner.zero_grad()
+    x = example.inputs[rank].to(CUDA, copy=True).requires_grad_()
+    with torch.autocast(CUDA.type, dtype=torch.bfloat16, enabled=cast):
+        y = run(x, **options)
+    y.backward(example.gradients[rank].to(y))
+    owner.balancer.check()
+    actual = {"y": y.detach(), **gradients_of(owner, x)}
+    return {name: tensor.cpu() for name, tensor in actual.items()}
+
+
+def assert_alike(actual: Tensors, expected: Tensors, tolerance: float | None = None) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        allowed = PRECISION[tensor.dtype] if tolerance is None else tolerance
+        assert_close(actual[name], tensor, name, allowed)

@@ -297,14 +297,6 @@ def test_more_tiles_than_programs():
     assert_there_and_back(group)
 
 
-def test_one_rank_gets_everything():
-    topology = Topology(ranks=4, experts=8, slots=0)
-    ids = [torch.full((tokens, 2), 5) for tokens in (300, 0, 600, 3)]
-    group = Group(ids, plan_of(ids, topology), programs=40)
-    assert group.twin.totals == [0, 0, 1806, 0]
-    assert_there_and_back(group)
-
-
 def test_more_slots_than_a_tile_of_the_tables():
     """Tables are written in steps; 5000 slots take three."""
     topology = Topology(ranks=2, experts=5000, slots=0)
@@ -346,14 +338,6 @@ def test_values_that_begin_anywhere(offset):
         local = group.values[rank].local
         assert torch.equal(local[: values.numel()].view(torch.int8), values.reshape(-1))
         assert (local[values.numel() :] == 0xAB).all()
-
-
-def test_weights_of_any_type():
-    group = random_group()
-    values = group.random(map(len, group.ids), 0)
-    gates = [torch.rand(own.shape).to(torch.bfloat16) for own in group.ids]
-    group.dispatch(values, gates)
-    assert_mapped(group, [own.float() for own in gates])
 
 
 @pytest.mark.parametrize("missing", [1, 4, 1000])

@@ -356,20 +356,6 @@ def test_bits_of_a_row_do_not_depend_on_its_place(dtype):
                 assert torch.equal(before[row], after[place]), (row, place)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
-def test_swiglu_of_other_types(dtype):
-    case, F = Case(dtype=dtype), 33
-    up, d_hidden = case.rows(2 * F), case.rows(F)
-    leaf = up[: case.total].double().requires_grad_()
-    expected = swiglu(leaf)
-    expected.backward(d_hidden[: case.total].double())
-    check(case.products.activate(up)[: case.total], expected.detach(), dtype)
-    ones = torch.ones(CAPACITY, device=DEVICE)
-    d_up, hidden, _ = case.products.activate_backward(up, d_hidden, ones)
-    check(d_up[: case.total], leaf.grad, dtype)
-    check(hidden[: case.total], expected.detach(), dtype)
-
-
 def test_profilers_receive_the_shape_of_a_product():
     kernel = SimpleNamespace(name="product")
     rows = matrix(torch.empty(8, 4, dtype=HALF))

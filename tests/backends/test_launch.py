@@ -9,7 +9,7 @@ from triton.runtime import JITFunction
 
 from ultraep.backends.triton import launch
 from ultraep.backends.triton.kernels import rowwise as scale
-from ultraep.backends.triton.launch import Quick, cdiv, power_of_2, quick, require_resident
+from ultraep.backends.triton.launch import Quick, quick, require_resident
 from ultraep.errors import ConfigError
 
 STREAM = 77
@@ -120,11 +120,6 @@ def test_what_the_interpreter_runs_stays_as_it_is(monkeypatch):
     plain = SimpleNamespace()
     monkeypatch.setattr(launch, "_known", {})
     assert quick(plain) is plain
-
-
-def test_host_arithmetic():
-    assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    assert [power_of_2(n) for n in (0, 1, 2, 3, 5, 1024, 1025)] == [1, 1, 2, 4, 8, 1024, 2048]
 
 
 def test_programs_that_cannot_wait_for_each_other_are_refused(monkeypatch):

@@ -25,15 +25,10 @@ from hypothesis import strategies as st
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, backends, workload
-from ultraep.backends.limits import Limits
-from ultraep.backends.reference.heuristics import alias, thrifty
-from ultraep.backends.reference.place import domains_of
 from ultraep.backends.reference.reroute import stride
-from ultraep.backends.reference.search import shared_threshold
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.kernels.reroute import place_on_line
 from ultraep.backends.triton.rerouter import ROWS, strides
-from ultraep.config import UNLIMITED
 from ultraep.reroute import reroute
 from ultraep.runtime.device_planner import DevicePlanner
 
@@ -196,18 +191,6 @@ def assert_cleared(plan, number):
     assert not plan.split[number:].any()
 
 
-def test_a_device_plan_knows_its_slots():
-    loads, topology = NAMED["uneven_homes"]
-    actual, expected = control_of(topology).plan(on_device(loads)), ultraep.plan(loads, topology)
-    slots = topology.spare_slot(expected.replicas[:, 1], expected.replicas[:, 2])
-    held = np.full(topology.first_slot_of_rank[-1], -1)
-    held[topology.home_slot_of_expert] = np.arange(topology.experts)
-    held[slots] = expected.replicas[:, 0]
-    assert expected.num_replicas > 0
-    assert actual.slot_of_replica[: len(slots)].tolist() == slots.tolist()
-    assert actual.expert_of_slot.tolist() == held.tolist()
-
-
 @pytest.mark.parametrize("name", ["zipf_two_slots", "unclosable", "lognormal_domains"])
 @pytest.mark.parametrize("copy", [0, 20_000])
 def test_plans_by_time_of_named_cases(name, copy):
@@ -215,30 +198,6 @@ def test_plans_by_time_of_named_cases(name, copy):
     config = BalanceConfig(rates=Rates(row=1000, copy=copy, each=500))
     assert_planned(loads, topology, config)
     assert_planned(loads, topology, replace(config, speeds=speeds_of(topology)))
-
-
-def met_by(loads, topology, config):
-    """Return the first attempt of the reference that meets the threshold; else "search"."""
-    (domain,) = domains_of(loads.sum(axis=0), Limits.of(topology, config))
-    threshold = shared_threshold([domain], config.tolerance_parts)
-    attempts = {"thrifty": thrifty(domain, threshold, UNLIMITED), "alias": alias(domain, threshold)}
-    return next((name for name, a in attempts.items() if a.peak <= threshold), "search")
-
-
-@pytest.mark.parametrize(
-    ("rank_loads", "tolerance", "least", "met"),
-    [
-        ([25, 20, 10, 12, 1], 0.2, 1, "thrifty"),
-        ([4, 24, 19, 13, 13], 0.2, 5, "alias"),
-        ([25, 20, 10, 12, 1], 0.05, 5, "search"),
-    ],
-)
-def test_every_attempt_at_a_tolerance(rank_loads, tolerance, least, met):
-    loads, topology = np.diag(rank_loads), Topology(ranks=5, experts=5)
-    config = BalanceConfig(tolerance=tolerance, min_tokens_per_replica=least)
-    assert met_by(loads, topology, config) == met
-    assert_planned(loads, topology, config)
-    assert_planned(loads, topology, replace(config, speeds=[1000] * 4 + [999]))
 
 
 # The functions of every backend

@@ -46,12 +46,6 @@ def run_a_layer_more(program, odd):
     program.forward(layers=3 if odd else 2).sum().backward()
 
 
-def run_a_microbatch_more(program, odd):
-    outputs = [program.forward() for _ in range(2 if odd else 1)]
-    for y in outputs:
-        y.sum().backward()
-
-
 def go_back_through_another_microbatch(program, odd):
     outputs = [program.forward() for _ in range(2)]
     for y in outputs[::-1] if odd else outputs:
@@ -62,14 +56,6 @@ def compute_again(program, odd):
     layer = program.layers[0]
     y = checkpoint(layer, program.x, use_reentrant=False) if odd else layer(program.x)
     y.sum().backward()
-
-
-def compute_again_while_others_go_on(program, odd):
-    layer = program.layers[0]
-    y = checkpoint(layer, program.x, use_reentrant=False)
-    if odd:
-        y.sum().backward()
-    layer(program.x)
 
 
 def evaluate(program, odd):
@@ -100,17 +86,11 @@ SCENARIOS = {
     run_a_layer_more: PLACES
     + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
     + "ranks [1] are at the loads of layer 2 (step 7)",
-    run_a_microbatch_more: PLACES
-    + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
-    + "ranks [1] are at the loads of layer 0 (step 7)",
     go_back_through_another_microbatch: PLACES
     + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
     + "ranks [1] are at the backward pass of layer 1 (step 8)",
     compute_again: PLACES
     + "ranks [0, 2] are at the backward pass of layer 0 (step 5); "
-    + "ranks [1] are at the loads, recomputed in backward, of layer 0 (step 6)",
-    compute_again_while_others_go_on: PLACES
-    + "ranks [0, 2] are at the loads of layer 0 (step 6); "
     + "ranks [1] are at the loads, recomputed in backward, of layer 0 (step 6)",
     save_alone: PLACES
     + "ranks [0, 2] are at the loads of layer 0 (step 5); "

@@ -133,19 +133,6 @@ def big_messages(comm):
     check(*swapping(comm, [[10, 2048], [2048, 0]], (1024,), torch.float32, 2))
 
 
-def many_messages(comm):
-    dice = random.Random(5)
-    ends = [(dice.randrange(comm.size), dice.randrange(comm.size)) for _ in range(200)]
-    messages = [(s, t, (dice.choice([1, 7, 300, 20_000]),)) for s, t in ends]
-    for key in range(3):
-        for got, expected in exchanging(comm, messages, torch.bfloat16, key):
-            check(got, expected)
-
-
-def test_many_messages_keep_their_order(run):
-    run(3, many_messages)
-
-
 def strided(comm):
     other = 1 - comm.rank
     data = noise((6, 4), torch.float32, 1)

@@ -218,17 +218,3 @@ def wait_for_a_late_rank(rank, group, folder):
 def test_a_rank_that_waits_inside_its_domain_is_not_named(tmp_path):
     outcomes = shared_pool().run(4, wait_for_a_late_rank, tmp_path)
     assert [ranks for _, ranks in outcomes] == [[3]] * 4
-
-
-def wait_in_different_calls(comm):
-    """Rank 1 is late. Rank 0 waits for it in an exchange, rank 2 for both, longer."""
-    if comm.rank == 2:
-        return named_by(comm.all_gather, torch.zeros(1))[1]
-    time.sleep(SHORT / 2 if comm.rank == 0 else 3 * SHORT)
-    if comm.rank == 1:
-        return [1]
-    return named_by(comm.exchange, [], [Message(1, torch.zeros(1))])[1]
-
-
-def test_a_rank_that_waits_in_another_call_is_not_named():
-    assert everywhere("gloo", 3, wait_in_different_calls, timeout=2 * SHORT) == [[1], [1], [1]]

@@ -46,25 +46,6 @@ def test_the_ring_keeps_the_last_passes(folder):
     assert [each.number for each in passes] == [each.step for each in passes]
 
 
-def test_the_last_stage_of_a_pass(folder):
-    flight = Flight("some", 0, 1)
-    passes = Passes(3, 7, PassLog(0, flight))
-
-    def last():
-        return read_flight(flight.write("test")).last
-
-    passes.record.at("combine")
-    assert (last().stage, last().open, last().kind) == ("combine", True, "forward")
-    passes.record.end()
-    assert (last().stage, last().open) == ("combine", False)
-    passes.begin_backward()
-    assert (last().stage, last().kind, last().number) == ("combine back", "backward", 2)
-    meeting = flight.meet("rates", 3, 8)
-    assert (last().stage, last().kind, last().open) == ("rates", "meeting", True)
-    meeting.at("")
-    assert not last().open
-
-
 def test_digests_differ_with_contents_and_sizes():
     values = torch.arange(12).reshape(3, 4).numpy()
     other = values.copy()

@@ -7,7 +7,6 @@ import platform
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from dense import Example, assert_same, dense
 from ranks import PATIENCE, on_ranks, shared_pool
@@ -16,7 +15,6 @@ from test_random_layers import assert_dense, drawn, one_pass, seeds
 
 from ultraep import (
     Balancer,
-    CommunicationError,
     ConfigError,
     LocalGroup,
     Topology,
@@ -242,18 +240,6 @@ def test_memory_that_one_rank_cannot_map_is_an_error_on_all():
     message = errors_of(work, ranks=3)
     expected = "rank 1: cannot share 64 bytes with its peers: CUDA error: out of memory"
     assert message == expected
-
-
-def test_threads_of_a_domain_are_named_as_ranks_of_the_group():
-    def work(comm):
-        inside = comm.part(2)
-        assert (inside.rank, inside.size) == (comm.rank % 2, 2)
-        with pytest.raises(CommunicationError) as caught:
-            inside.all_gather(torch.zeros(1 + inside.rank))
-        return str(caught.value), caught.value.ranks
-
-    message = "rank 2 expects [1] from rank 3, got [2]"
-    assert LocalGroup(4).run(work)[2] == (message, (3,))
 
 
 @on_ranks(4)

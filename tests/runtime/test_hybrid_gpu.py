@@ -4,13 +4,12 @@ Inside of a domain they map each other's memory; between domains messages travel
 """
 
 import os
-from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
-from dense import Example, assert_close, dense, gradients_of
-from gpu_ranks import hybrid, messages
-from mps import ThroughHost
+from dense import Example, assert_close, dense
+from gpu_ranks import CUDA, PRECISION, assert_alike, hybrid, messages, one_pass
 from torch.utils.checkpoint import checkpoint
 
 from ultraep import CommunicationError
@@ -19,31 +18,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-CUDA = torch.device("cuda")
 LIMIT = 240.0  # seconds of one test
-PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def example_of(tokens, dtype, **options):
     sizes = {"experts": 16, "hidden": 64, "ffn": 48, "top_k": 4, "skew": 2.0}
     return Example(tokens=tokens, dtype=dtype, **sizes | options)
-
-
-def one_pass(layer, example, rank, *, again=False):
-    """Output and all gradients of one pass, on the host; again: backward recomputes the layer."""
-    layer.zero_grad()
-    x = example.inputs[rank].to(CUDA, copy=True).requires_grad_()
-    y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
-    y.backward(example.gradients[rank].to(y))
-    layer.balancer.check()
-    actual = {"y": y.detach(), **gradients_of(layer, x)}
-    return {name: tensor.cpu() for name, tensor in actual.items()}
-
-
-def assert_alike(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_close(actual[name], tensor, name, PRECISION[tensor.dtype])
 
 
 def both_planes(rank, group, tokens, dtype):
@@ -56,7 +36,8 @@ def both_planes(rank, group, tokens, dtype):
     balancer = hybrid(group, **options)
     layer = example.layer(balancer, device=CUDA)
     for again in (False, True):
-        actual = one_pass(layer, example, rank, again=again)
+        run = partial(checkpoint, layer, use_reentrant=False) if again else layer
+        actual = one_pass(run, example, rank, owner=layer)
         assert_alike(actual, expected)
     replicas = layer.last_plan.to_host().num_replicas
     balancer.close()
@@ -96,29 +77,6 @@ def grown(rank, group):
 
 def test_memory_grows_with_microbatches_in_flight(four):
     four.run(4, grown, timeout=LIMIT)
-
-
-@contextmanager
-def sync_debug_mode(mode):
-    """With "error", an operation that waits for the device raises."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-class Waiting(ThroughHost):
-    """Messages through the host, which wait for the device; nothing else may."""
-
-    def all_gather(self, tensor):
-        with sync_debug_mode("default"):
-            return super().all_gather(tensor)
-
-    def all_to_all(self, rows, send_counts, receive_counts):
-        with sync_debug_mode("default"):
-            return super().all_to_all(rows, send_counts, receive_counts)
 
 
 def leaves(rank, group, lost):

@@ -19,10 +19,8 @@ from ultraep.passes import Passes, PassRecord
 from ultraep.runtime import speeds as speeds_module
 from ultraep.runtime.speeds import (
     BLOCK,
-    SafePoints,
     Speeds,
     next_speeds,
-    optimizer_steps,
     relative_speeds,
 )
 from ultraep.tools.replay import differing
@@ -115,19 +113,6 @@ def test_a_rank_is_found_in_time_and_forgotten_again(monkeypatch, ratio, layers)
     assert used[:begin] == [()] * begin
     used_by = np.array(used[begin + LIMIT])
     assert used_by[2] / np.delete(used_by, 2).mean() == pytest.approx(ratio, rel=0.03)
-    assert used[-1] == ()
-
-
-@pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (2, 9), (4, 2), (4, 8)])
-def test_a_busy_machine_forgets_too(monkeypatch, ranks, seed):
-    """The noise leaves a small rest of a cause that is gone, which plans must not keep."""
-    group, rng = Group(monkeypatch, ranks=ranks), np.random.default_rng(seed)
-    begin, end = 400, 1600
-    times = noise(rng, end + 320, 0.2, ranks)
-    times[begin:end, 1] /= 0.82
-    used = [group.run(seconds_R) for seconds_R in times]
-    assert used[:begin] == [()] * begin
-    assert used[end - 1][1] < 900
     assert used[-1] == ()
 
 
@@ -249,33 +234,6 @@ def test_a_recomputed_pass_gets_the_plan_of_its_first_pass(monkeypatch, reentran
         assert gradients.keys() == expected.keys()
         for name in gradients:
             assert_close(gradients[name], expected[name])
-
-
-def test_plans_change_only_when_nothing_waits_for_recomputation():
-    safe, optimizer = SafePoints(), optimizer_steps
-    forward = lambda layer: safe.begin(Passes(layer, 0))  # noqa: E731
-    recompute = lambda layer: safe.begin(Passes(layer, 0, recomputed=True))  # noqa: E731
-    optimizer()
-    assert not forward(0)  # the first step may still be recomputed
-    assert not forward(1)
-    assert not recompute(1)
-    assert not recompute(0)
-    assert not forward(0)  # no optimizer step since then
-    assert not recompute(0)
-    optimizer()
-    assert forward(0)
-    optimizer()  # of another model: the pass of this layer still waits
-    assert not forward(0)
-    assert not recompute(0)
-    assert not recompute(0)
-    optimizer()
-    assert not forward(0)  # more was recomputed than run since the other model's step
-    recompute(0)
-    optimizer()
-    assert forward(0)
-    for _ in range(speeds_module.REMEMBERED - 1):
-        assert not forward(0)
-    assert forward(0)  # so many passes do not wait for backward
 
 
 def test_speeds_need_times_of_experts(monkeypatch, caplog):

@@ -209,34 +209,8 @@ def test_ranks_with_different_multiprocessors_move_weights_together():
     assert len(actual[0]["replicas"])
 
 
-def fills(rank, group, example):
-    """Return how often slots were filled by one layer and by two, forward and backward."""
-    with small_tiles():
-        balancer = mapped_balancer(example, group, slots=2)
-        layers, counts = [example.layer(balancer) for _ in range(2)], []
-        for count in (1, 2):
-            y = example.inputs[rank].clone().requires_grad_()
-            for layer in layers[:count]:
-                y = layer(y)
-            y.backward(example.gradients[rank])
-            signals = signals_of(balancer)
-            counts.append(int(signals.words[signals.channel_of_buffer(0)]))
-        balancer.check()
-        return counts
-
-
-def test_backward_fills_slots_that_another_layer_has_used():
-    for one, two in shared_pool().run(2, fills, single([8, 6])):
-        assert one == 1
-        assert two == one + 3  # the last layer finds its replicas
-
-
 def memory_of(balancer):
     return balancer.plane("cpu").memory
-
-
-def signals_of(balancer):
-    return memory_of(balancer).signals
 
 
 class Noted(SharedPeers):
@@ -449,19 +423,8 @@ def test_the_first_pass_may_be_in_inference_mode(alone):
     assert gradient(example, layer).any()
 
 
-def test_backward_may_run_twice(alone):
-    example, layer = alone
-    x = example.inputs[0].clone().requires_grad_()
-    y = layer(x)
-    first, second = (
-        torch.autograd.grad(y, x, example.gradients[0], retain_graph=True)[0] for _ in range(2)
-    )
-    assert torch.equal(first, second)
-
-
 # Stats and traces.
 
-SENT = ("weights_bytes", "weights_copies", "gradients_bytes", "gradients_copies")
 COUNTED = ("microbatches", "imbalance_before", "imbalance_after", "copies", "remote_share")
 
 

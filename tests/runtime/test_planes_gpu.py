@@ -8,8 +8,8 @@ import warnings
 import cases  # noqa: F401  registers a policy, also in processes
 import pytest
 import torch
-from dense import Example, assert_close, dense, gradients_of, network
-from gpu_ranks import PATIENCE, mapped, messages
+from dense import Example, assert_close, dense, network
+from gpu_ranks import CUDA, PATIENCE, PRECISION, assert_alike, mapped, messages, one_pass
 from torch import nn
 
 from ultraep import (
@@ -28,12 +28,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-CUDA = torch.device("cuda")
 LONG = 600.0  # seconds; only what hangs needs them
 EXPERTS, HIDDEN, FFN, TOP_K = 8, 64, 48, 2
 PLANES = ["mapped", "messages"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 STAGES = {*FORWARD, *BACKWARD} - {"recompute"}
 MILLISECOND = 1_700_000  # cycles, about
 
@@ -49,29 +47,6 @@ def alone(plane, example, **options):
         "alone", experts=example.experts, data_plane=plane, **options
     )
     return example.layer(balancer, device=CUDA)
-
-
-def one_pass(layer, example, rank=0, *, owner=None, cast=False, **options):
-    """Output and all gradients of one pass, on the host.
-
-    owner: the layer that has the weights, if it is another one.   cast: forward under autocast.
-    """
-    owner = owner or layer
-    owner.zero_grad()
-    x = example.inputs[rank].to(CUDA, copy=True).requires_grad_()
-    with torch.autocast(CUDA.type, dtype=torch.bfloat16, enabled=cast):
-        y = layer(x, **options)
-    y.backward(example.gradients[rank].to(y))
-    layer.balancer.check()
-    actual = {"y": y.detach(), **gradients_of(owner, x)}
-    return {name: tensor.cpu() for name, tensor in actual.items()}
-
-
-def assert_alike(actual, expected, tolerance=None):
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        allowed = PRECISION[tensor.dtype] if tolerance is None else tolerance
-        assert_close(actual[name], tensor, name, allowed)
 
 
 def custom_experts_of(layer):

@@ -4,7 +4,6 @@ import json
 import logging
 from dataclasses import asdict
 
-import numpy as np
 import pytest
 import torch
 from dense import Example, assert_close, network
@@ -13,7 +12,6 @@ from ranks import TRANSPORTS, everywhere, shared_pool
 from shared_peers import SharedPeers
 from torch.utils.checkpoint import checkpoint
 
-import ultraep
 from ultraep import (
     BalanceConfig,
     Balancer,
@@ -21,12 +19,11 @@ from ultraep import (
     ExpertsFrom,
     LocalGroup,
     Rates,
-    Topology,
     read_trace,
 )
 from ultraep.backends.triton.device import interpreted
 from ultraep.bundle import Layout
-from ultraep.config import MOST_PER_ROW, UNLIMITED, two_digits
+from ultraep.config import MOST_PER_ROW, two_digits
 from ultraep.runtime import cost
 from ultraep.runtime.cost import (
     LayerShape,
@@ -36,13 +33,11 @@ from ultraep.runtime.cost import (
     rates_from,
     slopes,
 )
-from ultraep.runtime.device_planner import DevicePlanner
 from ultraep.tools.replay import differing
 
 VARIABLE = "ULTRAEP_RATES"
 EXPENSIVE = Rates(row=1000, copy=10**9)
 CHEAP = Rates(row=1000)
-MOST = (MOST_PER_ROW, UNLIMITED)
 WEIGHT = ("w", (4, 8), torch.float32)  # 128 bytes
 
 
@@ -309,22 +304,6 @@ def measured_here(comm, own_network):
     return stats["rates"][0]
 
 
-@pytest.mark.slow
-def test_thousands_of_home_experts_are_measured(measuring, one_thread):
-    """2,049 home experts: 16 synthetic rows for each would exceed the limit of rows."""
-
-    def output(comm, policy=None):
-        balancer = Balancer(comm, experts=4098, policy=policy)
-        layer = ultraep.BalancedMoE.swiglu(4, 2, 4098, 2, balancer=balancer, dtype=torch.float64)
-        x = torch.randn(20, 4, generator=torch.Generator().manual_seed(comm.rank)).double()
-        return layer(x), balancer.stats()["rates"]
-
-    plain = LocalGroup(2).run(lambda comm: output(comm, "none"))
-    for (y, rates), (expected, _) in zip(LocalGroup(2).run(output), plain, strict=True):
-        assert_close(y, expected, "output", 1e-12)
-        assert list(rates[0]) == [1]  # one slope, between 1 and 16 rows
-
-
 @pytest.mark.parametrize("own_network", [False, True], ids=["experts", "network"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_ranks_have_the_same_rates(transport, own_network, one_thread, monkeypatch):
@@ -358,17 +337,3 @@ def test_all_mapped_ranks_have_the_same_rates():
     for (first, second), _, microbatches in actual:
         assert torch.equal(first, second)
         assert microbatches == 2
-
-
-@pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
-def test_a_device_plans_with_later_rates():
-    topology = Topology(ranks=4, experts=8)
-    control = DevicePlanner(topology, BalanceConfig(), rows=64)
-    assert not control.use(BalanceConfig(tolerance=0.1))
-    for seed, rates in enumerate((None, EXPENSIVE, CHEAP, Rates(row=1000, copy=4000), None)):
-        config = BalanceConfig(rates=rates)
-        loads = np.random.default_rng(seed).integers(0, 16, (4, 8)) * [9, 1, 1, 1, 1, 1, 1, 1]
-        assert control.use(config)
-        plan = control.plan(torch.from_numpy(loads)).to_host()
-        assert plan == ultraep.plan(loads, topology, config)
-        assert plan.rates == rates

@@ -6,7 +6,6 @@ from dense import (
     Example,
     assert_close,
     assert_same_tensors,
-    dense,
     gradients_of,
     network,
     on_every_rank,
@@ -43,26 +42,6 @@ def unstacked(layer):
     return {name: list(stack.unbind()) for name, stack in layer.experts.bundle.items()}
 
 
-def getters(layer):
-    return {name: (lambda n=name: layer.experts.bundle[n]) for name in layer.experts.bundle}
-
-
-FORMS = {
-    "stacked": lambda layer: layer.experts.bundle,
-    "one tensor for every expert": unstacked,
-    "getters": getters,
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_any_network_gives_what_our_experts_give(form):
-    ours = on_every_rank(EXAMPLE, passes(lambda layer: layer), slots=2)
-    body = passes(lambda layer: with_network(layer, bundle=FORMS[form](layer)))
-    results = on_every_rank(EXAMPLE, body, slots=2)
-    assert_same_tensors(results, ours)
-    assert_close(torch.cat([rank["y"] for rank in results]), dense(EXAMPLE).output)
-
-
 @pytest.mark.parametrize("frozen", ["experts", "tokens", "experts and router", "some tensors"])
 def test_frozen_tensors(frozen):
     def freeze(layer, x):
@@ -78,39 +57,6 @@ def test_frozen_tensors(frozen):
         ours = passes(lambda layer: layer, freeze=freeze)
         assert_same_tensors(results, on_every_rank(EXAMPLE, ours))
     assert ("experts.down_proj" in results[0]) == (frozen == "tokens")
-
-
-def quantised(layer):
-    """Return int8 weights, a scale of each expert, and trainable biases."""
-    tensors = {}
-    for name in ("gate_up_proj", "down_proj"):
-        weight = layer.experts.bundle[name].detach()
-        scale = weight.abs().amax(dim=(1, 2)) / 127
-        tensors[name] = (weight / scale[:, None, None]).round().to(torch.int8)
-        tensors[f"{name}_scale"] = scale
-    return tensors | {name: layer.experts.bundle[name] for name in ("gate_up_bias", "down_bias")}
-
-
-def dequantising(rows, counts, tensors):
-    plain = {
-        name: [q * s for q, s in zip(tensors[name], tensors[f"{name}_scale"], strict=True)]
-        for name in ("gate_up_proj", "down_proj")
-    }
-    biases = {name: tensors[name] for name in ("gate_up_bias", "down_bias")}
-    return network(rows, counts, plain | biases)
-
-
-def test_replicas_of_quantised_tensors_include_their_scales():
-    def make(layer):
-        return with_network(layer, dequantising, quantised(layer))
-
-    balanced, plain = (
-        on_every_rank(EXAMPLE, passes(make, policy=policy), slots=2)
-        for policy in ("ultraep", "none")
-    )
-    assert_same_tensors(balanced, plain)
-    assert "experts.down_proj" not in balanced[0]
-    assert "experts.down_bias" in balanced[0]
 
 
 def test_parameters_of_a_network_are_expert_parameters():

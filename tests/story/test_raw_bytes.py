@@ -44,7 +44,6 @@ class Form:
 
     draw: Callable[[torch.Generator, int, int], Tensors]
     dequantise: Callable[..., torch.Tensor]
-    bits: float  # per parameter, scales included, for weights of 32 x 64
 
 
 def e4m3(random: torch.Generator, *shape: int) -> torch.Tensor:
@@ -90,27 +89,22 @@ FORMS = {
     "FP8, block scales": Form(
         lambda g, n, k: {"data": e4m3(g, n, k), "scales": floats(g, n // 16, k // 16)},
         lambda data, scales: data.double() * spread(scales, 16, 16),
-        8 + 32 / 256,
     ),
     "FP8, row scales": Form(
         lambda g, n, k: {"data": e4m3(g, n, k), "scales": floats(g, n, 1)},
         lambda data, scales: data.double() * scales,
-        8 + 32 * 96 / 4096,
     ),
     "FP8, tensor scale": Form(
         lambda g, n, k: {"data": e4m3(g, n, k), "scales": floats(g)},
         lambda data, scales: data.double() * scales,
-        8 + 32 / 2048,
     ),
     "MXFP8": Form(
         lambda g, n, k: {"data": e4m3(g, n, k), "scales": e8m0(g, n, k // 32).view(E8M0)},
         lambda data, scales: data.double() * spread(powers(scales), 1, 32),
-        8 + 8 / 32,
     ),
     "MXFP4": Form(
         lambda g, n, k: {"data": codes(g, n, k // 32, 16), "scales": e8m0(g, n, k // 32)},
         lambda data, scales: e2m1(data).flatten(1) * spread(powers(scales), 1, 32),
-        4 + 8 / 32,
     ),
     "NVFP4": Form(
         lambda g, n, k: {
@@ -119,12 +113,10 @@ FORMS = {
             "global": floats(g),
         },
         lambda data, scales, scale: e2m1(data) * spread(scales, 1, 16) * scale / 64,
-        4 + 8 / 16 + 32 / 2048,
     ),
     "INT8": Form(
         lambda g, n, k: {"data": codes(g, n, k).view(torch.int8), "scales": floats(g, n, 1)},
         lambda data, scales: data.double() * scales / 64,
-        8 + 32 * 96 / 4096,
     ),
     "INT4": Form(
         lambda g, n, k: {
@@ -133,7 +125,6 @@ FORMS = {
             "zeros": codes(g, n, k // 32, end=16),
         },
         lambda data, scales, zeros: (nibbles(data) - spread(zeros, 1, 32)) * spread(scales, 1, 32),
-        4 + (16 + 8) / 32,
     ),
 }
 
@@ -141,7 +132,7 @@ FORMS = {
 def all_experts(form: Form) -> Tensors:
     """Return the tensors of all experts, the same on every rank.
 
-    The bias is trainable; all experts share the factor.
+    The bias is trainable; all experts share the factor; the bytes of `odd` begin anywhere.
     """
     random = torch.Generator().manual_seed(SEED)
     drawn = {
@@ -151,7 +142,7 @@ def all_experts(form: Form) -> Tensors:
     }
     bias = torch.randn(EXPERTS, D, generator=random, dtype=torch.float64)
     factor = torch.rand(D, generator=random, dtype=torch.float64)
-    return drawn | {"bias": bias, "factor": factor.expand(EXPERTS, D)}
+    return drawn | {"odd": codes(random, 7), "bias": bias, "factor": factor.expand(EXPERTS, D)}
 
 
 def network_of(form: Form) -> Any:
@@ -272,15 +263,6 @@ def test_replicas_and_outputs_on_the_mapped_plane(names):
     assert_as_unbalanced(shared_pool().run(2, on_mapped, names), names)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_bytes_per_parameter(name):
-    """The documentation states these numbers."""
-    form, random = FORMS[name], torch.Generator().manual_seed(SEED)
-    parts = [tensor for weight in SHAPES.values() for tensor in form.draw(random, *weight).values()]
-    parameters = EXPERTS * sum(n * k for n, k in SHAPES.values())
-    assert 8 * sum(tensor.nbytes for tensor in parts) / parameters == form.bits
-
-
 @pytest.mark.parametrize("dtype", ["uint4", "int4", "float4_e2m1fn_x2", "float8_e5m2fnuz"])
 def test_dtypes_that_torch_cannot_copy(dtype):
     numbers = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
@@ -322,14 +304,5 @@ def test_quantised_tensors_that_require_gradients_are_refused():
     layer, bundle = layer_of(balancer, FORMS["FP8, tensor scale"])
     bundle["up_data"].requires_grad_()
     with pytest.raises(ConfigError, match=r"'up_data' is torch.float8_e4m3fn and requires grad"):
-        layer(routing(0)[2])
-    assert balancer.stats()["microbatches"] == 0
-
-
-def test_scales_that_do_not_fit_are_refused_by_the_network_before_the_first_step():
-    balancer = Balancer("alone", experts=EXPERTS)
-    layer, bundle = layer_of(balancer, FORMS["MXFP4"])
-    layer.experts.bundle["up_scales"] = bundle["up_scales"][:, :-1]
-    with pytest.raises(RuntimeError, match="must match the size"):
         layer(routing(0)[2])
     assert balancer.stats()["microbatches"] == 0

@@ -66,42 +66,6 @@ def test_an_unknown_mode_is_refused():
         hops(plan, "ring")
 
 
-def one_hot_plan(ranks):
-    """Plan for one hot expert: a replica on every other rank."""
-    loads = np.zeros((ranks, ranks), dtype=int)
-    loads[:, -1] = 100
-    return ultraep.plan(loads, Topology(ranks=ranks, experts=ranks, slots=1))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "chunks", "mode"),
-    [
-        (8, 4, "chain"),  # 1 * (4 + 6) chunks, not 7 * 4
-        (8, 2, "chain"),  # 1 * (2 + 6), not 7 * 2
-        (8, 1, "direct"),  # a chain of whole experts: 7, not fewer than 7
-        (3, 2, "chain"),  # 1 * (2 + 1), not 2 * 2
-        (3, 1, "direct"),
-        (2, 100, "direct"),  # one copy: nothing to pass on
-        (1, 4, "direct"),
-    ],
-)
-def test_many_replicas_of_one_expert_travel_in_a_chain(ranks, chunks, mode):
-    plan = one_hot_plan(ranks)
-    assert plan.max_fanout == ranks - 1
-    assert [hop.depth for hop in hops(plan, "chain")] == list(range(ranks - 1))
-    assert choose(plan, chunks) == mode
-    assert hops(plan, "auto", chunks=chunks) == hops(plan, mode)
-
-
-@pytest.mark.parametrize("chunks", [1, 4, 1000])
-def test_replicas_of_different_experts_travel_directly(chunks):
-    loads = np.tile([90, 80, 70, 1, 1, 1, 1, 1, 1, 1, 1, 1], (4, 1))
-    plan = ultraep.plan(loads, Topology(ranks=4, experts=12, slots=1))
-    assert plan.num_replicas > 1
-    assert plan.max_fanout == 1
-    assert choose(plan, chunks) == "direct"
-
-
 @settings(max_examples=100)
 @given(problems(), configs, chunks_of_a_chain)
 def test_auto_is_the_mode_whose_busiest_rank_finishes_first(problem, config, chunks):

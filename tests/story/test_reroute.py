@@ -11,13 +11,7 @@ from hypothesis import given, settings
 
 from ultraep import BalanceConfig, LoadError, Topology
 from ultraep.arrays import PADDING
-from ultraep.reroute import reroute, rows_received
-
-
-def slots_of_sent(routes):
-    """Return the slots of all rows except padding."""
-    slots = routes.slots.numpy().reshape(-1)
-    return slots[slots != PADDING]
+from ultraep.reroute import reroute
 
 
 @settings(max_examples=200)
@@ -45,6 +39,7 @@ def test_rows_are_sent_by_slot_then_by_position(routing):
         for slot, rows in enumerate(served):
             assert (slots[rows] == slot).all()
         assert (slots[own.reshape(-1) == PADDING] == PADDING).all()
+        assert routes.has_padding == bool((own == PADDING).any())
         assert routes.order.tolist() == list(itertools.chain(*served))
         assert routes.rows_of_slot.tolist() == [len(rows) for rows in served]
 
@@ -76,59 +71,6 @@ def permuted(rows):
     return line
 
 
-@settings(max_examples=100)
-@given(routings())
-def test_padding_changes_nothing_for_the_other_rows(routing):
-    ids, plan = routing
-    for rank, own in enumerate(ids):
-        kept = (own.reshape(-1) != PADDING).nonzero()[:, 0]
-        routes = reroute(own, plan, rank)
-        expected = reroute(own.reshape(-1)[kept, None], plan, rank)
-        assert routes.has_padding == (len(kept) < own.numel())
-        assert not expected.has_padding
-        assert torch.equal(routes.order, kept[expected.order])
-        slots = torch.full((own.numel(),), PADDING)
-        slots[kept] = expected.slots[:, 0]
-        assert torch.equal(routes.slots, slots.reshape(own.shape))
-        assert routes.send_counts == expected.send_counts
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_rows_without_replicas_keep_their_order(backend):
-    """Expert 0 has a replica, which serves rank 1 only."""
-    topology = Topology(ranks=2, experts=2, slots=1)
-    ids = [torch.zeros(5, 1, dtype=torch.int64)] * 2
-    plan = plan_of(ids, topology)
-    assert plan.split.tolist() == [[0, 5]]
-    assert reroute(ids[0], plan, 0, backend=backend).order.tolist() == [0, 1, 2, 3, 4]
-    assert reroute(ids[1], plan, 1, backend=backend).order.tolist() == [0, 2, 4, 1, 3]
-
-
-@settings(max_examples=100)
-@given(routings())
-def test_send_counts_match_receive_counts(routing):
-    ids, plan = routing
-    topology = plan.topology
-    sent = np.array([reroute(own, plan, rank).send_counts for rank, own in enumerate(ids)])
-    received = [rows_received(plan, rank) for rank in range(topology.ranks)]
-    assert sent.min() >= 0
-    for rank, (own, blocks) in enumerate(zip(ids, received, strict=True)):
-        assert blocks.shape == (topology.ranks, topology.homes_per_rank[rank] + topology.slots)
-        assert blocks.min(initial=0) >= 0
-        np.testing.assert_array_equal(blocks.sum(axis=1), sent[:, rank])
-        assert blocks.sum() == plan.rank_loads[rank]
-        routes = reroute(own, plan, rank)
-        slots = slots_of_sent(routes)
-        hosts = np.searchsorted(topology.first_slot_of_rank, slots, side="right") - 1
-        counted = np.bincount(hosts, minlength=topology.ranks)
-        assert routes.send_counts == sent[rank].tolist() == counted.tolist()
-    for source, own in enumerate(ids):
-        slots = slots_of_sent(reroute(own, plan, source))
-        counts = np.bincount(slots, minlength=topology.first_slot_of_rank[-1])
-        rows = np.concatenate([blocks[source] for blocks in received])
-        np.testing.assert_array_equal(rows, counts)
-
-
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("tokens", [32, 64, 100, 128, 400, 1000, 4096])
 def test_neighbouring_tokens_spread_over_replicas(tokens, backend):
@@ -142,16 +84,6 @@ def test_neighbouring_tokens_spread_over_replicas(tokens, backend):
     for begin in range(0, tokens - tokens // 4 + 1, max(1, tokens // 40)):
         window = slots[begin : begin + tokens // 4]
         assert len(window.unique()) == 4, begin
-
-
-def test_short_windows_spread_evenly_over_replicas():
-    topology = Topology(ranks=4, experts=4, slots=1)
-    ids = [torch.zeros(4096, 1, dtype=torch.int64), *[torch.zeros(0, 1, dtype=torch.int64)] * 3]
-    plan = plan_of(ids, topology, BalanceConfig(locality=False))
-    slots = reroute(ids[0], plan, 0).slots[:, 0]
-    for window in slots.split(256):
-        counts = window.bincount()[slots.unique()]
-        assert counts.max() - counts.min() <= 6
 
 
 def test_an_example_by_hand():

@@ -112,17 +112,6 @@ def test_one_slow_rank_gets_fewer_rows(name):
     assert rows.rank_loads.max() / 0.8 / rows.rank_loads.mean() == pytest.approx(1.25, abs=0.002)
 
 
-def test_more_slots_than_homes_are_needed_to_fill_a_fast_rank():
-    """Each of 22 experts has 105 rows, too few to fill the fast rank through its only slot."""
-    expert_loads, speeds = [[0], *[[105]] * 22], [1100, *[1000] * 22]
-    plans = [
-        ultraep.plan(*one_domain(expert_loads, slots), replace(BALANCE, speeds=speeds))
-        for slots in (1, 2)
-    ]
-    assert [plan.rank_loads[0] for plan in plans] == [105, 110]
-    assert plans[1].imbalance == 1 < plans[0].imbalance
-
-
 def test_the_time_of_a_plan_depends_on_speeds():
     loads, topology = one_domain([[100], [0]], slots=1)
     config = BalanceConfig(rates=Rates(row=10, copy=3), speeds=(1000, 500))
@@ -140,13 +129,6 @@ def test_large_rates_are_scaled_for_slow_ranks():
     config = BalanceConfig(rates=rates, speeds=(100, 1000))
     assert config.rates_for(2) == (2**31 // 10, 2**40 // 10, 0, 1)
     assert replace(config, speeds=(100, 100)).rates_for(2) == rates.numbers
-
-
-def test_forced_balance_follows_speeds():
-    loads, topology = one_domain([[0], *[[105]] * 22], slots=1)
-    speeds = [1100, *[1000] * 22]
-    plan = ultraep.plan(loads, topology, BalanceConfig(policy="ideal", speeds=speeds))
-    assert plan.imbalance == 1
 
 
 def test_other_policies_ignore_speeds_and_say_so(caplog):

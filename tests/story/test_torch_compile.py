@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LoadError
+from ultraep import Balancer, ConfigError, LoadError
 from ultraep.ops import recompute
 from ultraep.ops.compiled_op import routed_experts
 from ultraep.routing import Routing
@@ -166,16 +166,9 @@ def test_microbatches_of_any_size_share_a_graph(rank, group):
         actual = one_pass(compiled, block, rank, begin=begin)
         assert_same_tensors([actual], [expected])
     assert num_graphs() == 2  # for the first size, and for any size
-
-
-@slow
-@on_ranks(2)
-def test_a_rank_without_tokens(rank, group):
-    block = block_on(rank, Balancer(group, experts=8))
-    begin = [len(EXAMPLE.inputs[0]), 0][rank]
-    expected = one_pass(block, block, rank, begin=begin)
-    assert len(expected["y"]) == (0, 30)[rank]
-    assert_same_tensors([one_pass(whole_graph(block), block, rank, begin=begin)], [expected])
+    without = (len(EXAMPLE.inputs[0]), 0)[rank]  # rank 0 has no tokens
+    expected = one_pass(block, block, rank, begin=without)
+    assert_same_tensors([one_pass(compiled, block, rank, begin=without)], [expected])
 
 
 @slow
@@ -190,23 +183,6 @@ def test_many_layers_share_a_graph(rank, group):
         block.compile(backend="aot_eager", fullgraph=True)
     assert_same_tensors([one_pass(layers, layers, rank)], [expected])
     assert num_graphs() == 1
-
-
-@slow
-@pytest.mark.parametrize(("order", "in_flight"), [((0, 1, 2), 2), ((2, 0, 1), 1)], ids=str)
-@on_ranks(2)
-def test_microbatches_in_flight(rank, group, order, in_flight):
-    block = block_on(rank, Balancer(group, experts=8, in_flight=in_flight))
-    results = []
-    for module in (block, whole_graph(block, dynamic=True)):
-        block.zero_grad()
-        inputs = [EXAMPLE.inputs[rank][n:].clone().requires_grad_() for n in range(3)]
-        outputs = [module(x) for x in inputs]
-        for index in order:
-            outputs[index].backward(EXAMPLE.gradients[rank][index:])
-        gradients = {f"x{n}": x.grad for n, x in enumerate(inputs)}
-        results.append(gradients | gradients_of(block, inputs[0]))
-    assert_same_tensors(results[1:], results[:1])
 
 
 def saving(names):
@@ -300,18 +276,6 @@ def test_options_of_a_call(rank, group):
     assert layer.last_plan.num_replicas == 0
 
 
-@slow
-@pytest.mark.parametrize("trained", ["router.weight", "experts.down_proj", "nothing"])
-@on_ranks(2)
-def test_frozen_parameters(rank, group, trained):
-    layer = EXAMPLE.layer(Balancer(group, experts=8))
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(name == trained)
-    expected = one_pass(layer, layer, rank)
-    assert expected.keys() == {"x", "y", trained} - {"nothing"}
-    assert_same_tensors([one_pass(whole_graph(layer), layer, rank)], [expected])
-
-
 @on_ranks(2)
 def test_hooks_of_parameters_run_once(rank, group):
     layer = EXAMPLE.layer(Balancer(group, experts=8))
@@ -382,16 +346,6 @@ def test_errors_of_stages_arrive_as_they_are(rank, group):
     for backend in ("eager", "aot_eager"):
         with pytest.raises(LoadError, match="8"):
             whole_graph(layer, backend)(EXAMPLE.inputs[0])
-
-
-@on_ranks(1)
-def test_errors_of_the_network_arrive_as_they_are(rank, group):
-    balancer = Balancer(group, experts=8)
-    layer = EXAMPLE.layer(balancer)
-    experts = ExpertsFrom(lambda rows, *_: rows[:, :1], layer.experts.bundle, list(range(8)))
-    layer = BalancedMoE(layer.router, experts, balancer=balancer)
-    with pytest.raises(ConfigError, match="the network must return"):
-        whole_graph(layer)(EXAMPLE.inputs[0])
 
 
 def test_a_graph_whose_layer_was_deleted():

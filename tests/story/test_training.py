@@ -1,7 +1,6 @@
 """Training with a layer: checkpointing, accumulation, frozen weights, optimizers, states."""
 
 import copy
-import functools
 import gc
 import io
 from contextlib import ExitStack
@@ -17,12 +16,6 @@ from dense import (
     gradients_of,
     on_every_rank,
 )
-from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from ultraep import Balancer, ConfigError, LocalGroup, PlanMismatch, UltraEPError
 from ultraep.runtime import flight
@@ -36,88 +29,6 @@ def train_once(layer, x, gradient):
     layer(x).backward(gradient)
     assert layer.last_plan.num_replicas > 0
     return gradients_of(layer, x)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize(
-    "options", [{}, {"relay": "direct"}, {"relay": "chain", "slots": 2}], ids=str
-)
-def test_activation_checkpointing_gives_the_same_gradients(use_reentrant, options):
-    def work(layer, x, gradient):
-        checkpoint(layer, x, use_reentrant=use_reentrant).backward(gradient)
-        return gradients_of(layer, x)
-
-    example = Example([30] * 4, bias=True, shared_ffn=4)
-    plain = on_every_rank(example, train_once, **options)
-    assert_same_tensors(on_every_rank(example, work, **options), plain)
-
-
-def policy_of(saves):
-    """Return a checkpointing policy that saves the results of the operators `saves(op)`."""
-    policies = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
-    return lambda _, op, *__, **___: policies[saves(op)]
-
-
-SAVED = {
-    "products": [torch.ops.aten.mm.default],
-    "nothing": policy_of(lambda op: False),
-    "no empty tensors": policy_of(lambda op: not (op._schema.is_mutable or "empty" in op.name())),
-    "all": policy_of(lambda op: True),
-}
-
-
-@pytest.mark.parametrize("saved", SAVED)
-def test_selective_checkpointing(saved):
-    examples = [Example([30] * 2, seed=seed) for seed in range(2)]
-    contexts = functools.partial(create_selective_checkpoint_contexts, SAVED[saved])
-
-    def work(comm, selective):
-        balancer = Balancer(comm, experts=EXPERTS)
-        layers = nn.ModuleList(example.layer(balancer) for example in examples)
-        options = {"use_reentrant": False, "context_fn": contexts}
-        for _ in range(2):
-            x = examples[0].inputs[comm.rank].clone().requires_grad_()
-            y = x
-            for layer in layers:
-                y = checkpoint(layer, y, **options) if selective else layer(y)
-                assert layer.last_plan.num_replicas > 0
-            y.backward(examples[0].gradients[comm.rank])
-        return gradients_of(layers, x)
-
-    plain, recomputed = (LocalGroup(2).run(lambda comm, s=s: work(comm, s)) for s in (False, True))
-    assert_same_tensors(recomputed, plain)
-
-
-@pytest.mark.parametrize(
-    ("order", "in_flight"), [((0, 1, 2), 1), ((2, 1, 0), 1), ((1, 2, 0), 2)], ids=str
-)
-def test_microbatches_in_flight_with_backward_in_any_order(order, in_flight):
-    examples = [Example([20] * 3, experts=9, skew=skew) for skew in (2.0, 1.0, -2.0)]
-
-    def work(comm):
-        balancer = Balancer(comm, experts=9, in_flight=in_flight)
-        layer = examples[0].layer(balancer)
-        inputs = [example.inputs[comm.rank].clone().requires_grad_() for example in examples]
-        for x, example in zip(inputs, examples, strict=True):
-            x.data[:, 0] = example.skew / 2  # the sign decides which experts are hot
-        outputs = [layer(x) for x in inputs]
-        plans.append(layer.last_plan)
-        for index in order:
-            outputs[index].backward(examples[index].gradients[comm.rank])
-        return [x.grad for x in inputs], gradients_of(layer, inputs[0])
-
-    plans = []
-    results = LocalGroup(3).run(work)
-    assert plans[0].num_replicas > 0
-    twin = examples[0].twin()
-    for index, example in enumerate(examples):
-        x = torch.cat(example.inputs)
-        x[:, 0] = example.skew / 2
-        x.requires_grad_()
-        twin(x).backward(torch.cat(example.gradients))
-        assert_close(torch.cat([inputs[index] for inputs, _ in results]), x.grad)
-    actual = torch.cat([gradients["experts.gate_up_proj"] for _, gradients in results])
-    assert_close(actual, twin.gradient("experts.gate_up_proj"))
 
 
 def test_without_gradients():
@@ -165,11 +76,6 @@ def after_inference_mode(layer, x, gradient):
         layer(x)
 
 
-def after_steps_without_backward(layer, x, gradient):
-    for _ in range(3):
-        layer(x)
-
-
 def after_a_second_backward(layer, x, gradient):
     y = layer(x)
     y.backward(gradient)
@@ -191,7 +97,6 @@ def after_writing_weights_before_backward(layer, x, gradient):
     "before",
     [
         after_inference_mode,
-        after_steps_without_backward,
         after_a_second_backward,
         after_writing_weights_before_backward,
     ],
@@ -269,19 +174,6 @@ def test_second_derivatives_are_refused(frozen):
     assert_close(first, dense(example).gradients["x"])
 
 
-def test_ranks_whose_backward_passes_have_another_order_are_named():
-    def work(layer, x, gradient):
-        outputs = [layer(x), layer(x)]
-        if layer.balancer.rank == 2:
-            outputs.reverse()
-        with pytest.raises(
-            PlanMismatch, match=r"ranks \[0, 1, 3\] .*step 1.*; ranks \[2\] .*step 2"
-        ):
-            outputs[0].backward(gradient)
-
-    on_every_rank(Example([30] * 4), work)
-
-
 DIFFERENCES = {  # of one rank; they change a layer and its input, or enter a context
     "no_grad": lambda layer, x, stack: stack.enter_context(torch.no_grad()),
     "frozen experts": lambda layer, x, stack: layer.experts.requires_grad_(False),
@@ -351,43 +243,6 @@ def test_memory_stays_constant(monkeypatch):
     assert pools_after == pools
     assert tensors_after <= tensors + 2
     assert objects_after <= objects + 100
-
-
-def test_balanced_and_unbalanced_training_agree():
-    """Train the balanced layer, the unbalanced layer and the dense twin, 25 steps in float64."""
-    example = Example([8] * 4, hidden=6, ffn=5, seed=4)
-    targets = [gradient.tanh() for gradient in example.gradients]
-
-    def work(comm, policy):
-        layer = example.layer(Balancer(comm, experts=EXPERTS, policy=policy))
-        optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
-        losses, replicas = [], 0
-        for _ in range(25):
-            optimizer.zero_grad()
-            loss = (layer(example.inputs[comm.rank]) - targets[comm.rank]).square().sum()
-            loss.backward()
-            router = layer.router.weight
-            router.grad = comm.all_gather(router.grad).sum(dim=0)  # every rank has a part of it
-            optimizer.step()
-            losses.append(comm.all_gather(loss.detach()).sum().item())
-            replicas += layer.last_plan.num_replicas
-        return torch.tensor(losses, dtype=torch.float64), replicas
-
-    (plain, none), *_ = LocalGroup(4).run(lambda comm: work(comm, "none"))
-    (balanced, some), *_ = LocalGroup(4).run(lambda comm: work(comm, "ultraep"))
-    twin = example.twin()
-    optimizer, losses = torch.optim.Adam(twin.parameters(), lr=0.01), []
-    for _ in range(25):
-        optimizer.zero_grad()
-        loss = (twin(torch.cat(example.inputs)) - torch.cat(targets)).square().sum()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert none == 0
-    assert some > 25
-    assert losses[-1] < 0.7 * losses[0]
-    assert_close(balanced, plain, tolerance=1e-9)
-    assert_close(balanced, torch.tensor(losses, dtype=torch.float64), tolerance=1e-9)
 
 
 def test_states_and_parameters_hold_no_replicas():
