@@ -92,7 +92,7 @@ class DevicePlanner:
         block = self.block = self._planner.block  # what the host reads
         self._parts = tuple(zip(sizes, shapes, strict=True))
         self.positions, self.gathered, self.received = self._split(block)[:-1]
-        self.loads = self.gathered[:, :experts]
+        self.loads: torch.Tensor = self.gathered[:, :experts]
         self.counts = self.gathered[0] if ranks == 1 else torch.zeros_like(self.gathered[0])
         self.faults = self.counts[experts + 1 :]
         self._unknown, self._planner.faults, self._mismatches = self.faults.split(1)

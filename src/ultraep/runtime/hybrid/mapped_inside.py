@@ -89,9 +89,9 @@ class MappedHybridMicrobatch(HybridMicrobatch):
 
     def _rows_inside(self, slots: torch.Tensor) -> MappedRows:
         routes = device_routes(self._routes_inside(slots), slots)
-        unseen = Passes(self.passes.layer, self.passes.step)
+        unlogged = Passes(self.passes.layer, self.passes.step)
         memory, begins = self._plane.memory, self._begins
-        return MappedRows(unseen, memory, routes, routes.send_counts, None, begins)
+        return MappedRows(unlogged, memory, routes, routes.send_counts, None, begins)
 
     def _begin_backward(self) -> None:
         super()._begin_backward()

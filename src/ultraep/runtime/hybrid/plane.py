@@ -123,8 +123,8 @@ class HybridMicrobatch(MessagesMicrobatch):
 
     def _rows_inside(self, slots: torch.Tensor) -> Rows:
         """Return the exchange of the [T', K] slots of this domain, which no record shows."""
-        unseen = Passes(self.passes.layer, self.passes.step)
-        return RowMessages(self._routes_inside(slots), self._plane.of_domain, unseen)
+        unlogged = Passes(self.passes.layer, self.passes.step)
+        return RowMessages(self._routes_inside(slots), self._plane.of_domain, unlogged)
 
     def _routes_inside(self, slots: torch.Tensor) -> Routes:
         return routes_inside(self._own_plan, self._plane.domains(slots.device).place, slots)

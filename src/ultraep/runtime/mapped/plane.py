@@ -87,11 +87,7 @@ class MappedPlane:
         if rows <= self.planner.rows:
             return
         if capturing(self.device):
-            raise LoadError(
-                f"{rows} routed rows, but there is memory for {self.planner.rows}, and it cannot "
-                "grow here: run such a step before, outside of a graph, or call `prepare` with as "
-                "many tokens"
-            )
+            raise _cannot_grow(f"{rows} routed rows", self.planner.rows)
         with torch.inference_mode(False):
             self.planner.reserve(1 << (rows - 1).bit_length())
 
@@ -129,10 +125,10 @@ class MappedPlane:
             self.memory.check()
             self.planner.check()
         except CommunicationError as error:
-            self._askhosts(error)
+            self._ask_hosts(error)
             raise
 
-    def _askhosts(self, error: CommunicationError) -> None:
+    def _ask_hosts(self, error: CommunicationError) -> None:
         """Raise with what the hosts know: a rank that is late may have waited for another."""
         try:
             self.hosts.check_alive()
@@ -187,8 +183,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         plane.counted = self.passes
         memory.position = *self._loads_place().words, zlib.crc32(own.encode()) >> 1
         memory.share_loads(planner.counts, planner.gathered, compared=self._waits)
-        loads: torch.Tensor = planner.loads
-        return loads
+        return planner.loads
 
     def _check_capture(self) -> None:
         """Raise if a graph cannot capture this microbatch; otherwise keep its memory."""
@@ -196,11 +191,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         if self._refusal is not None:
             raise self._refusal
         if len(ids) > memory.tokens:
-            raise LoadError(
-                f"{len(ids)} tokens, but there is memory for {memory.tokens}, and it cannot grow "
-                "here: run such a step before, outside of a graph, or call `prepare` with as many "
-                "tokens"
-            )
+            raise _cannot_grow(f"{len(ids)} tokens", memory.tokens)
         self._plane.keep()
 
     def _rows_of_all(self) -> int:
@@ -228,7 +219,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         compare_values(f"the weights or inputs at {place}", signatures, signatures, place)
 
     def _raise_refusals(self, refused: list[int]) -> None:
-        """Raise if these are ranks: the error of this one, or an error that names them."""
+        """Raise if there are such ranks: the error of this rank, or one that names the others."""
         if not refused:
             return
         planner = self._plane.planner
@@ -328,6 +319,14 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             self._begins,
             self._plane.memory.rows if self._captured else self._inputs.ids.numel(),
         )
+
+
+def _cannot_grow(needed: str, room: int) -> LoadError:
+    """Return the error of a graph that needs more memory than there is."""
+    return LoadError(
+        f"{needed}, but there is memory for {room}, and it cannot grow in a graph: run such a step "
+        "before the capture, or call `prepare` with as many tokens"
+    )
 
 
 def _check_current(device: torch.device) -> None:
