@@ -199,7 +199,7 @@ class Balancer:
 
     @property
     def config(self) -> BalanceConfig:
-        """How to balance; a new config holds from the next microbatch on, on all ranks alike."""
+        """How to balance. Set it on all ranks: the new config holds from the next microbatch on."""
         return self._config
 
     @config.setter

@@ -1,4 +1,4 @@
-"""What a GPU tells about a microbatch: its plan, its routes, and what the ranks have gathered.
+"""Results of a GPU for one microbatch: the plan, the routes, and the gathered counts of all ranks.
 
 Shapes: T tokens, K experts per token, N = T * K routed rows, R ranks, E experts, C replicas at
 most, S slots of all ranks, L slots of this rank.
@@ -120,7 +120,7 @@ class DeviceRoutes:
 
 
 class Gathered(NamedTuple):
-    """What the ranks have told each other, on the host."""
+    """The block that the host reads: positions and counts of all ranks, and the rows received."""
 
     positions: IntArray  # [R + 1, 3] point, step and digest; the last: the fault of this rank
     counts: IntArray  # [R, E + 4] loads, rows without an expert, and faults
