@@ -1,16 +1,15 @@
 """The cost of metrics, of a recorded trace, of both, and of the flight recorder.
 
-    python benchmarks/bench_metrics.py                      # EP2, a core and a thread per rank
-    python benchmarks/bench_metrics.py --only eager,graph   # a GPU
-    python benchmarks/bench_metrics.py --toy                # tiny, for CI
+    python benchmarks/bench_metrics.py                # EP2, a core and a thread per rank
+    python benchmarks/bench_metrics.py --only eager   # a GPU
+    python benchmarks/bench_metrics.py --toy          # tiny, for CI
 
 The same step alternates: plain, with the flight recorder, with metrics, with a recorder, with both.
 Metrics are read every ten steps into a log, scalars and, if its client is installed, a Prometheus
 page. The cost is the median of the ratios of neighbouring steps. Only the second kind has the
 flight recorder. `alone` measures the code of metrics and flight recorder without the layer.
 `record` measures a record of rank 0: its cost in the step, in the writing thread, and its bytes on
-disk. On a GPU, `eager` and `graph` measure one rank on the mapped data plane; the graph includes
-the kernels that count and store the plans of replays.
+disk. On a GPU, `eager` measures one rank on the mapped data plane.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench_layer import Size, one_step
-from harness import CARD, KERNELS, Bench, Line, Metric, Values, main
+from harness import KERNELS, Bench, Line, Metric, Values, main
 from layers import FixedRouter, on_ranks
 from load_cases import Shape, skewed_ids
 from single_contenders import Contender, Inputs, name_of, on_balancer
-from timing import captured, free, in_a_row_ms, in_turns, nothing, standard_error
+from timing import free, in_a_row_ms, in_turns, nothing, standard_error
 
 import ultraep
 from ultraep import workload
 from ultraep.metrics import Exporter, Log, Metrics, scalars
-from ultraep.metrics.reading import Meter
 from ultraep.passes import Passes, PassLog
 from ultraep.runtime.connect import connect
 from ultraep.runtime.flight import Flight
 from ultraep.runtime.recording import Recording
+from ultraep.runtime.stats import Stats
 from ultraep.trace.flight import OFF
 from ultraep.trace.flight import VARIABLE as FLIGHT_VARIABLE
 from ultraep.trace.schema import BACKWARD, FORWARD
@@ -170,10 +169,10 @@ def alone(bench: Bench) -> None:
         loads = workload.zipf(ranks, experts, ratio=1.5, top_k=2, shuffled=True)
         plan = ultraep.plan(loads, topology)
         balancer = ultraep.Balancer("alone", experts=experts)
-        metrics, meter = watch(balancer), Meter(topology)
+        metrics = watch(balancer)
         flight, took, flown = Flight("benchmark", 0, ranks), list[float](), list[float]()
         plain, counted, flying = PassLog(0), PassLog(0), PassLog(0, flight)
-        counted.subscribe(meter.add)
+        counted.subscribe(Stats().add)
         for step in range(bench.scale.count):
             seconds = []
             for log in (plain, counted, flying):
@@ -241,8 +240,8 @@ def pass_by(log: PassLog, step: int, plan: ultraep.Plan) -> None:
 # -- a GPU ---------------------------------------------------------------------------------------
 
 
-def one_rank(bench: Bench, mode: str) -> None:
-    """Measure one rank on mapped memory; eager, host time shows where the device waits for it."""
+def eager(bench: Bench) -> None:
+    """Measure one rank on mapped memory; host time shows where the device waits for it."""
     shape: Shape = bench.scale.shape
     inputs, steps, after = Inputs.of_tokens(shape, bench.clock), {}, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -254,8 +253,7 @@ def one_rank(bench: Bench, mode: str) -> None:
                 record=f"{folder}/run" if RECORDER in kind else None,
             )
             after[kind] = watch(balancer).step if METRICS in kind else nothing
-            step = Contender(inputs, partial(on_balancer, balancer=balancer)).step
-            steps[kind] = step if mode == "eager" else captured(step, 1)[0].replay
+            steps[kind] = Contender(inputs, partial(on_balancer, balancer=balancer)).step
 
         def one(kind: str) -> None:
             steps[kind]()
@@ -268,8 +266,7 @@ def one_rank(bench: Bench, mode: str) -> None:
         steps.clear()
         free()
     lines = lines_of({"shape": name_of(shape), "tokens": shape.tokens}, times)
-    about = f"EP1 on mapped memory, {mode}, forward and backward; shape D/F/experts/top-k"
-    bench.table(about, lines)
+    bench.table("EP1 on mapped memory, eager, forward and backward; shape D/F/experts/top-k", lines)
 
 
 WIDE = Shape(hidden=2048, ffn=768, experts=128, top_k=8, tokens=8192)
@@ -287,12 +284,11 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "cpu": cpu,
     "alone": alone,
     "record": record,
-    "eager": partial(one_rank, mode="eager"),
-    "graph": partial(one_rank, mode="in a graph"),
+    "eager": eager,
 }
 
 
 if __name__ == "__main__":
     scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    needs, usual = {"eager": KERNELS, "graph": CARD}, ("cpu", "alone", "record")
-    main("metrics", __doc__, SECTIONS, scales, needs=needs, usual=usual)
+    usual = ("cpu", "alone", "record")
+    main("metrics", __doc__, SECTIONS, scales, needs={"eager": KERNELS}, usual=usual)

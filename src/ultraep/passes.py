@@ -15,10 +15,11 @@ on a GPU when the device has finished it. Stats, traces, metrics and learnt spee
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
@@ -37,6 +38,7 @@ CPU = torch.device("cpu")
 STOPPED = "_StopRecomputationError"  # torch raises it when a checkpoint has recomputed enough
 
 Subscriber: TypeAlias = "Callable[[PassRecord], None]"
+logger = logging.getLogger(__name__)
 _of_thread = threading.local()  # `record`: whose stage this thread began last
 
 
@@ -46,8 +48,7 @@ class PassRecord:
     layer, step: position; the step counts the microbatches of all layers from 1.
     kind: `FORWARD`, `RECOMPUTED` (backward recomputes this forward pass) or `BACKWARD`.
     start_time: Unix time.   timed: whether `seconds` are measured.
-    captured: whether a CUDA graph captures the pass; then `plan` is on the device, and the last
-        three attributes are unknown.
+    captured: whether a CUDA graph captures the pass; then subscribers do not see it.
     timeline: stages with the host time at which they began; "": outside of all stages.
     plan: of the microbatch. None again after subscribers were called, to free its memory.
     sent: "weights" or "gradients", bytes of a replica, and replicas; None: as planned.
@@ -208,6 +209,7 @@ class PassLog:
 
     flight: the flight recorder, which keeps the last passes.
     every: one in this many microbatches is timed on a GPU, because events cost time of the host.
+    warn_of_captures: warn once that subscribers do not see the passes of graphs.
     record_type, clock: replaced by tools that watch stages.
     """
 
@@ -217,15 +219,15 @@ class PassLog:
     def __init__(self, rank: int, flight: FlightRecorder | None = None, every: int = TIMED) -> None:
         self.rank, self.flight, self.every = rank, flight, every
         self._subscribers: list[Subscriber] = []
-        self._of_captures: list[Subscriber] = []
+        self.warn_of_captures = False
         self._open: dict[PassRecord, None] = {}
         # Passes on a GPU that have ended, with functions that return their plans.
         self._ended: list[tuple[PassRecord, Callable[[], Plan] | None]] = []
         self._pending: deque[tuple[Any, list[tuple[PassRecord, Any]]]] = deque()
 
-    def subscribe(self, subscriber: Subscriber, *, captured: bool = False) -> None:
-        """Call the subscriber once for each pass; captured: that a graph captures, instead."""
-        (self._of_captures if captured else self._subscribers).append(subscriber)
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call the subscriber once for each pass that no graph captures."""
+        self._subscribers.append(subscriber)
 
     def begin(self, passes: Passes, kind: str, device: torch.device) -> PassRecord:
         """Begin a pass; deliver earlier passes that a device has finished."""
@@ -253,10 +255,16 @@ class PassLog:
         record.ended = True
         self._open.pop(record, None)
         if record.captured:
-            self._deliver(record, record.plan, self._of_captures)
+            self._release(record)
+            if self.warn_of_captures:
+                self.warn_of_captures = False
+                logger.warning(
+                    "microbatches of replayed CUDA graphs are not recorded: traces, metrics and "
+                    "other subscribers see passes outside of graphs only"
+                )
         elif not record.on_gpu:
             plan = None if record.plan is None else record.plan.to_host()
-            self._deliver(record, plan, self._subscribers)
+            self._deliver(record, plan)
         else:
             self._ended.append((record, record.plan and record.plan.to_host_async()))
             if record.timed:
@@ -273,17 +281,19 @@ class PassLog:
         event, ended = self._pending.popleft()
         event.synchronize()
         for record, plan in ended:
-            self._deliver(record, plan and plan(), self._subscribers)
+            self._deliver(record, plan and plan())
 
-    def _deliver(self, record: PassRecord, plan: Any, subscribers: Sequence[Subscriber]) -> None:
-        """Call the subscribers; then free what the flight recorder does not need."""
+    def _deliver(self, record: PassRecord, plan: Any) -> None:
         record.plan = plan
-        if not record.captured:
-            record.finish(self.rank)
-            if record.passes is not None:
-                record.passes.plan = plan  # for backward: on the host, if it was on a device
-        for subscriber in subscribers:
+        record.finish(self.rank)
+        if record.passes is not None:
+            record.passes.plan = plan  # for backward: on the host, if it was on a device
+        for subscriber in self._subscribers:
             subscriber(record)
+        self._release(record)
+
+    def _release(self, record: PassRecord) -> None:
+        """Free what the flight recorder does not need."""
         if self.flight is not None:
             record.digests = record.plan_digests()
         record.plan = record.passes = record._log = None

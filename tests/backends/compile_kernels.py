@@ -164,7 +164,6 @@ def launch_all(
 
     from ultraep import BalanceConfig, Topology
     from ultraep.backends.limits import Limits
-    from ultraep.backends.triton.history import PlanRing, PlanSums
     from ultraep.backends.triton.planner import Planner
     from ultraep.backends.triton.rerouter import Counter, Rerouter
 
@@ -183,11 +182,6 @@ def launch_all(
     slots_of_rows, order, positions = torch.zeros(3, rows, dtype=torch.int32)
     counter.count(ids)
     planner.plan(loads)
-    sums = PlanSums(torch.zeros(8, dtype=torch.int64), topology.home_of_expert, ranks)
-    plan = planner.plan_tensors
-    sums.add(plan.num_replicas, planner.rank_loads, plan.replicas, plan.quotas, planner.speeds)
-    ring = PlanRing(2, loads.numel() + planner.result.numel(), torch.device("cpu"))
-    ring.keep(0, loads, planner.result)
     rerouter.lines(loads, 0)
     rerouter.assign(ids, slots_of_rows, order, positions)
     rerouter.receive(loads, 0, received)

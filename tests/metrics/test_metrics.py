@@ -8,7 +8,6 @@ import urllib.request
 from dataclasses import replace
 from unittest.mock import Mock, call
 
-import numpy as np
 import pytest
 import torch
 from dense import Example
@@ -16,46 +15,16 @@ from ranks import shared_pool
 from shared_peers import SharedPeers
 
 import ultraep
-from ultraep import BalanceConfig, Balancer, ConfigError, Topology
-from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.history import PlanSums
+from ultraep import BalanceConfig, Balancer, ConfigError
+from ultraep.backends.triton.device import interpreted
 from ultraep.metrics import DASHBOARD, Exporter, Log, Metrics, scalars, serve
 from ultraep.metrics.figures import FIGURES
-from ultraep.metrics.reading import ORDER, stats_of
-from ultraep.runtime.device_planner import DevicePlanner
-from ultraep.runtime.stats import Stats
 
-DEVICE = default_device()
 SUFFIXES = {"summary": ("_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
 EXPORTED = {figure.full_name + end for figure in FIGURES for end in SUFFIXES[figure.kind]}
 
 
 # -- counting ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 0, None), (2, 4, 1, None), (4, 16, 0, None), (6, 24, 2, None), (8, 8, 1, 4)],
-    ids=str,
-)
-@pytest.mark.parametrize("slowest", [None, 700])
-def test_the_kernel_counts_like_the_host(shape, slowest):
-    ranks, experts, slots, domain = shape
-    topology = Topology(ranks=ranks, experts=experts, slots=slots, domain=domain)
-    speeds = None if slowest is None else (slowest, *[1000] * (ranks - 1))
-    control = DevicePlanner(topology, BalanceConfig(speeds=speeds), rows=64, device=DEVICE)
-    sums = torch.zeros(len(ORDER), dtype=torch.int64, device=DEVICE)
-    on_device, on_host = PlanSums(sums, topology.home_of_expert, ranks), Stats()
-    rng = np.random.default_rng(0)
-    for most in (1, 3, 100, 0):  # the last microbatch has no tokens
-        loads = rng.integers(0, most + 1, (ranks, experts)) if most else np.zeros((ranks, experts))
-        plan = control.plan(torch.from_numpy(loads).to(DEVICE, torch.int32))
-        on_device.add(plan.num_replicas, plan.rank_loads, plan.replicas, plan.quotas, plan.speeds)
-        on_host.add_plan(plan.to_host())
-        counted = stats_of(sums.tolist())
-        for name in ORDER[:6]:
-            assert getattr(counted, name) == pytest.approx(getattr(on_host, name), abs=4e-5), name
-    assert on_host.microbatches == 4
 
 
 def train(balancer, example, metrics, layers=2, steps=3):
@@ -114,37 +83,6 @@ def test_a_reading_on_the_mapped_plane_equals_the_stats():
         assert totals["microbatches"] == 2
         assert stages == set(stats["seconds"])
         assert totals == pytest.approx({name: stats[name] for name in totals})
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_replays_of_a_graph_are_counted():
-    torch.cuda.init()
-    balancer = Balancer._with_settings("alone", experts=4, data_plane="mapped")
-    metrics = Metrics(balancer)
-    moe = ultraep.BalancedMoE.swiglu(64, 64, 4, 2, balancer=balancer).cuda().bfloat16()
-    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        moe(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            moe(x)
-        for _ in range(5):
-            graph.replay()
-    assert metrics.read().totals.microbatches == 6
-
-
-def test_a_reading_is_published_in_the_step_in_which_it_arrives(monkeypatch):
-    ready, readings = [False], []
-    metrics = Metrics(Balancer("alone", experts=4), every=2).tell(readings.append)
-    monkeypatch.setattr("ultraep.metrics.reading.Fetched.ready", lambda _: ready[0])
-    for _ in range(3):
-        metrics.step()
-    assert readings == []
-    ready[0] = True
-    metrics.step()  # publishes the first reading, then fetches and publishes the second
-    assert [reading.step for reading in readings] == [2, 4]
 
 
 @pytest.mark.parametrize(

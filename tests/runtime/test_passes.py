@@ -124,6 +124,20 @@ def test_subscribers_get_every_pass_once_and_in_order():
     assert records[4][2:] == ("loads", "plan", "verify", "")
 
 
+def test_a_warning_says_once_that_passes_of_graphs_are_not_recorded(monkeypatch, tmp_path, caplog):
+    example, records = Example(tokens=[20], experts=4), []
+    balancer = Balancer("alone", experts=4, record=tmp_path / "run")
+    balancer.subscribe(records.append)
+    layer = example.layer(balancer)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(2):
+        layer(example.inputs[0]).sum().backward()
+    balancer.close()
+    assert caplog.text.count("microbatches of replayed CUDA graphs are not recorded") == 1
+    assert records == []
+    assert balancer.stats()["microbatches"] == len(read_trace(tmp_path / "run")) == 0
+
+
 def test_a_pass_is_finished_when_its_plan_has_arrived(monkeypatch):
     """The event after which a pass is delivered comes after the copy of its plan."""
     order, log = [], PassLog(rank=0)

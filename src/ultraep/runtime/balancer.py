@@ -44,7 +44,6 @@ from ultraep.runtime.connect import (
 from ultraep.runtime.cost import CostModel, from_environment
 from ultraep.runtime.microbatch import NO_PASS, Context, PlaneRequest, backward_pass
 from ultraep.runtime.recording import Recording
-from ultraep.runtime.replays import ReplayedPlans
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import Stats
@@ -158,13 +157,12 @@ class Balancer:
         self._hosts = self.comm if self._speeds is None else self.comm.hosts()
         self._host_agreement = self._agreement.over(self._hosts)
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
-        self._replays: list[ReplayedPlans] = []  # of graphs, if a trace is recorded
         self.log = PassLog(self.rank, self.flight, TIMED if self.recorder is None else 1)
-        self.subscribe(self._stats.add)
+        self.log.subscribe(self._stats.add)
         if self._recording is not None:
             self.subscribe(self._recording.add)
         if self._speeds is not None:
-            self.subscribe(self._speeds.add)
+            self.log.subscribe(self._speeds.add)
 
     def __repr__(self) -> str:
         chosen = [
@@ -293,9 +291,6 @@ class Balancer:
             self._agreement,
             self._cost,
         )
-        if self._recording is not None and choice.kind.captures and device.type == "cuda":
-            self._replays.append(ReplayedPlans(self._recording, self.topology, device))
-            self.subscribe(self._replays[-1].captured, captured=True)
         return DeviceState(choice, choice.make(context))
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
@@ -314,13 +309,14 @@ class Balancer:
             raise LoadError(text, ranks=differing(sizes))
         plane.prepare(ids, rows, bundle)
 
-    def subscribe(self, subscriber: Subscriber, *, captured: bool = False) -> None:
+    def subscribe(self, subscriber: Subscriber) -> None:
         """Call a function with the `PassRecord` of every forward and backward pass from now on.
 
-        On a GPU it is called some passes later; `settle` waits.
-        captured: call it when a graph captures a pass, instead: it may launch kernels on the plan.
+        On a GPU it is called some passes later; `settle` waits. Passes of CUDA graphs are left out,
+        and a warning says so at the first capture.
         """
-        self.log.subscribe(subscriber, captured=captured)
+        self.log.subscribe(subscriber)
+        self.log.warn_of_captures = self.rank == 0
 
     def at_state(self, layer: int, device: torch.device) -> None:
         """Raise unless all ranks are about to gather the experts of this layer; collective."""
@@ -329,13 +325,10 @@ class Balancer:
     def record_step(self, step: int) -> None:
         """Set the training step of the next microbatches in the trace, if one is recorded.
 
-        Without it, every microbatch of a layer counts as a step. The step also holds for replays of
-        graphs, in the order of the current stream. Fetches earlier replays without waiting.
+        Without it, every microbatch of a layer counts as a step.
         """
         if self._recording is not None:
             self.settle()
-            for replays in self._replays:
-                replays.begin_step(step)
             self._recording.begin_step(step)
 
     def stats(self) -> dict[str, Any]:
@@ -358,13 +351,8 @@ class Balancer:
         self._stats.reset()
 
     def settle(self) -> None:
-        """Pass all passes so far to the subscribers, and replays that have arrived to the trace.
-
-        Waits for the device.
-        """
+        """Pass all passes so far to the subscribers; waits for the device."""
         self.log.settle()
-        for replays in self._replays:
-            replays.fetch()
 
     def check(self) -> None:
         """Raise errors that a device has recorded and the host has not seen; waits for the device.
@@ -385,8 +373,6 @@ class Balancer:
         if self.flight is not None:
             self.flight.close()
         self.settle()
-        for replays in self._replays:
-            replays.finish()
         if self.recorder is not None:
             self.recorder.close()
         for state in self._devices.values():

@@ -40,7 +40,6 @@ class DevicePlan:
     expert_of_slot: torch.Tensor  # [S] what every slot holds; -1: nothing
     result: torch.Tensor  # the tensors below in one piece
     places: Mapping[str, tuple[slice, tuple[int, ...]]]  # of these tensors in it
-    speeds: torch.Tensor | None  # [R] of the config; None: equal
     fetched: tuple[IntArray, IntArray] | None = None  # loads and result on the host
 
     num_replicas = _Part()  # [1] replicas in total

@@ -198,11 +198,7 @@ class DevicePlanner:
         if self._adopted_loads is None:  # allocated once, because graphs read it again
             self._adopted_loads = torch.zeros(plan.loads.shape, dtype=torch.int64).to(self.device)
         self._adopted_loads.copy_(torch.from_numpy(plan.loads.copy()))
-        self._plan = replace(
-            self._device_plan(self._adopted_loads),
-            config=plan.config,
-            speeds=p.speeds_on_device(plan.speeds) if plan.speeds else None,
-        )
+        self._plan = replace(self._device_plan(self._adopted_loads), config=plan.config)
         with self._here():
             self._rerouter.receive(self._plan.loads, self.rank, self.received)
         return self._plan
@@ -245,8 +241,7 @@ class DevicePlanner:
 
     def _device_plan(self, loads: torch.Tensor) -> DevicePlan:
         p = self._planner
-        slots, speeds = p.expert_of_slot, p.speeds
-        return DevicePlan(self.topology, self.config, loads, slots, p.result, p.places, speeds)
+        return DevicePlan(self.topology, self.config, loads, p.expert_of_slot, p.result, p.places)
 
     def _last_plan(self) -> DevicePlan:
         if self._plan is None:

@@ -80,7 +80,6 @@ class PlaneKind(NamedTuple):
         plane serves every group, so ranks need not compare their obstacles.
     passed_over: why data_plane="auto" does not try the plane here; empty if it does.
     reason: shown by `repr(balancer)` when the plane is chosen, with {size} ranks.
-    captures: whether CUDA graphs can capture its microbatches.
     """
 
     name: str
@@ -88,7 +87,6 @@ class PlaneKind(NamedTuple):
     obstacle: Callable[[PlaneRequest], str] | None = None
     passed_over: Callable[[PlaneRequest], str] = lambda _: ""
     reason: str = "requested"
-    captures: bool = False
 
 
 class BaseMicrobatch(ABC, Generic[AnyPlanT]):

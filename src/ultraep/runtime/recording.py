@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,9 +18,8 @@ from weakref import WeakKeyDictionary
 from ultraep.comm import Communicator, raise_together
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
-from ultraep.hops import CHUNKS, replicas_sent
+from ultraep.hops import CHUNKS
 from ultraep.passes import FORWARD, RECOMPUTED, Passes, PassRecord
-from ultraep.plan import Plan
 from ultraep.reroute import rows_received
 from ultraep.runtime.settings import Settings
 from ultraep.runtime.speeds import REMEMBERED
@@ -30,7 +29,6 @@ from ultraep.trace.schema import Key
 
 VARIABLE = "ULTRAEP_TRACE"  # environment variable: a directory for the traces of all balancers
 MOST_TRACES = 10_000  # in that directory
-Sent = Sequence[tuple[str, int]]  # what, bytes per replica
 
 
 def recording_setting(record: str | Path | None) -> str:
@@ -130,12 +128,7 @@ class Recording:
         assert record.passes is not None
         if record.kind == FORWARD:
             if "combine" in record.seconds:  # else the caller dispatches rows, and records them
-                key = self._keys[record.passes] = self._new_key(record.layer, self._step)
-                microbatch = weakref.ref(record.passes)
-                waiting = _Waiting(record.plan.loads.tobytes(), key, microbatch)
-                self._waiting[record.layer].append(waiting)
-                moved, seconds = sum(record.bytes_sent.values()), record.seconds
-                self._write(key, record.plan, moved, seconds, record.start_time)
+                self._write(record, record.passes)
             return
         seconds = record.seconds
         if record.kind == RECOMPUTED and record.plan is not None:
@@ -154,8 +147,26 @@ class Recording:
                 began=record.start_time,
             )
 
-    def _new_key(self, layer: int, step: int | None) -> Key:
+    def _write(self, record: PassRecord, passes: Passes) -> None:
+        plan, key = record.plan, self._new_key(record.layer)
+        self._keys[passes] = key
+        waiting = _Waiting(plan.loads.tobytes(), key, weakref.ref(passes))
+        self._waiting[record.layer].append(waiting)
+        step, layer, number = key
+        self._recorder.add(
+            plan=plan,
+            slot_rows=rows_received(plan, self._rank).sum(axis=0),
+            step=step,
+            layer=layer,
+            microbatch=number,
+            bytes_moved=sum(record.bytes_sent.values()),
+            seconds=record.seconds,
+            began=record.start_time,
+        )
+
+    def _new_key(self, layer: int) -> Key:
         """Return the key by which all ranks know the microbatch."""
+        step = self._step
         self._numbers[layer] += 1
         if step is None:  # every microbatch is a step
             return self._numbers[layer] - 1, layer, 0
@@ -164,30 +175,3 @@ class Recording:
         while len(self._counts) > REMEMBERED:
             del self._counts[next(iter(self._counts))]
         return step, layer, counts[layer] - 1
-
-    def replayed(
-        self, layer: int, step: int | None, plan: Plan, sent: Sent, start_time: float
-    ) -> None:
-        """Record a microbatch that a graph has served; its seconds are unknown."""
-        moved = sum(nbytes * replicas_sent(plan, what, self._rank) for what, nbytes in sent)
-        self._write(self._new_key(layer, step), plan, moved, {}, start_time)
-
-    def lost(self, records: int) -> None:
-        """Count records that came too late."""
-        if records:
-            self._recorder.lose(records)
-
-    def _write(
-        self, key: Key, plan: Plan, moved: int, seconds: Mapping[str, float], start_time: float
-    ) -> None:
-        step, layer, number = key
-        self._recorder.add(
-            plan=plan,
-            slot_rows=rows_received(plan, self._rank).sum(axis=0),
-            step=step,
-            layer=layer,
-            microbatch=number,
-            bytes_moved=moved,
-            seconds=seconds,
-            began=start_time,
-        )

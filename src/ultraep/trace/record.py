@@ -141,10 +141,6 @@ class Recorder:
         values = self._values("back_began", began, bytes_moved, seconds, waited)
         return self._writer.put(Entry(_key(step, layer, microbatch), values, None, OVERHEAD))
 
-    def lose(self, records: int) -> None:
-        """Count records that were lost before they reached the recorder."""
-        self._writer.lose(records)
-
     @property
     def dropped(self) -> int:
         """Records and additions lost so far, because writing was too slow or failed."""
@@ -273,12 +269,6 @@ class Writer:
         if 2 * self._held > self._memory:
             self._wake.set()
         return True
-
-    def lose(self, count: int) -> None:
-        """Count records that were dropped elsewhere."""
-        with self._lock:
-            self.dropped += count
-            self._start()
 
     def close(self) -> None:
         """Write the queue; give up on a stuck writer after a while."""

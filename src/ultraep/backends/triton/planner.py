@@ -81,10 +81,6 @@ class Planner:
             self.speeds,
         )
 
-    def speeds_on_device(self, speeds: tuple[int, ...]) -> torch.Tensor:
-        """[R] speeds of all ranks."""
-        return self._speed_table(speeds)[BEFORE:][: self.ranks]
-
     def _speed_table(self, speeds: tuple[int, ...]) -> torch.Tensor:
         """Return the buffer of these speeds, as in `kernels/state.py`."""
         known = self._known_speeds.get(speeds)

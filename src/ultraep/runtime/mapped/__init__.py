@@ -43,5 +43,4 @@ PLANE = PlaneKind(
     obstacle,
     passed_over,
     reason="all {size} ranks map each other's memory",
-    captures=True,
 )
