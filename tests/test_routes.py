@@ -62,7 +62,7 @@ class TestOneRank:
             y = model(x)
         mask = torch.ones(3, 5)
         sequences = recorder.sequences(mask)
-        assert [(s.dtype, list(s.shape)) for s in sequences] == [(torch.uint8, [5, 2, 2])] * 3
+        assert [(s.dtype, list(s.shape)) for s in sequences] == [(torch.int8, [5, 2, 2])] * 3
         with Replay(model) as replay:
             replay.use(batch_routes(sequences, mask))
             assert torch.equal(model(x), y)
@@ -97,17 +97,52 @@ class TestOneRank:
             assert torch.equal(ids[3:6], wanted)
             assert torch.equal(ids[6:], routes[0, 6:])
 
-    def test_a_recomputed_layer_chooses_the_same_experts(self):
-        gradients = []
-        for recompute in (False, True):
+    @pytest.mark.parametrize("experts", [EXPERTS, 128, 256, 300])
+    def test_padding_is_recorded_as_no_expert(self, experts):
+        layer = BalancedMoE.swiglu(
+            *(HIDDEN, 16, experts, TOP_K), balancer=Balancer("alone", experts=experts)
+        )
+        ids = torch.tensor([[0, experts - 1], [-1, -1], [experts, experts]])  # transformers: E
+        layer.router.forward = lambda x: (ids, x.new_ones(3, TOP_K), None)
+        with record_routes(layer) as recorder:
+            layer.router(torch.zeros(3, HIDDEN))
+        assert recorder._ids[0][0].tolist() == [[0, experts - 1], [-1, -1], [-1, -1]]
+
+    @pytest.mark.parametrize("backward", ["inside", "after the next use", "after the block"])
+    @pytest.mark.parametrize("reentrant", [None, False, True])
+    def test_a_recomputed_layer_chooses_the_same_experts(self, reentrant, backward):
+        def gradients(reentrant, backward):
             model, x, routes = alone(), inputs().requires_grad_(), other_routes()
             with Replay(model) as replay:
+                replay.use(other_routes(seed=2))
+                with torch.no_grad():
+                    run(model, inputs(3).requires_grad_(), reentrant)
                 replay.use(routes)
-                run = torch.utils.checkpoint.checkpoint
-                y = run(model, x, use_reentrant=False) if recompute else model(x)
+                y = run(model, x, reentrant)
+                if backward != "inside":
+                    replay.use(other_routes(seed=1))
+                    run(model, inputs(1).requires_grad_(), reentrant)  # without backward
+                if backward != "after the block":
+                    y.square().sum().backward()
+            if backward == "after the block":
                 y.square().sum().backward()
-            gradients.append([x.grad, *(p.grad for p in model.parameters())])
-        assert all(map(torch.equal, *gradients))
+            return [x.grad, *(p.grad for p in model.parameters())]
+
+        def run(model, x, reentrant):
+            if reentrant is None:
+                return model(x)
+            return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+
+        assert all(map(torch.equal, gradients(reentrant, backward), gradients(None, "inside")))
+
+    def test_an_unknown_pass_is_not_recomputed_with_the_routes_of_another(self):
+        model, x = alone(), inputs().requires_grad_()
+        before = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        with Replay(model) as replay:
+            replay.use(other_routes())
+            with pytest.raises(ConfigError, match=r"'layers\.0' whose routes Replay does no"):
+                before.sum().backward()
+        assert not model.layers[0].router._forward_hooks
 
     def test_an_error_leaves_no_mode_behind(self):
         model, x = alone(), inputs()

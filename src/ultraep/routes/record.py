@@ -67,8 +67,9 @@ def layer_numbers(model: nn.Module) -> list[int]:
 
 
 def compact(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return ids in the smallest dtype for this number of experts: uint8, else int16."""
-    return ids.to(torch.uint8 if experts <= 256 else torch.int16)
+    """Return ids as int8 up to 128 experts, else int16. No expert of the layer becomes -1."""
+    ids = ids.masked_fill(ids >= experts, PADDING)  # transformers marks padding like this
+    return ids.to(torch.int8 if experts <= 128 else torch.int16)
 
 
 def at_choice(

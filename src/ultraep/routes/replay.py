@@ -16,9 +16,25 @@ from torch.overrides import TorchFunctionMode
 from ultraep.arrays import PADDING
 from ultraep.config import check_choice
 from ultraep.errors import ConfigError, LoadError
-from ultraep.routes.record import RoutedLayer, at_choice, routed_layers
+from ultraep.routes.record import RoutedLayer, at_choice, compact, routed_layers
+from ultraep.runtime.microbatch import NO_PASS, backward_pass
 
 UNKNOWN = ("router", "skip")
+MOST_PASSES = 64  # of a layer that wait for backward
+UNLIKE = 0.1  # share of choices that a recomputed pass may change, because it rounds differently
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A forward pass that backward may recompute.
+
+    own: [T, K] the router's own choice, by which backward recognises the pass.
+    ids: [T, K] that were chosen; None: the choice of the router.
+    """
+
+    own: torch.Tensor
+    ids: torch.Tensor | None
+    recomputed: bool = False
 
 
 @dataclass(eq=False)
@@ -29,23 +45,53 @@ class _ReplayedLayer:
     skips: bool
     ids: torch.Tensor | None = None  # [T, K]; -1: the router decides, or the token is skipped
     checked: bool = False
-    modes: list[_Selection] = field(default_factory=list)
+    mode: _Selection | None = None
+    passes: list[_Pass] = field(default_factory=list)
+    ended: bool = False  # whether the block is left; passes of it may still be recomputed
 
     def begin(self, *_: Any) -> None:
-        if self.ids is not None:
-            mode = _Selection(self.ids, self.layer.num_experts)
-            mode.__enter__()  # type: ignore[no-untyped-call]
-            self.modes.append(mode)
+        self.end()
+        self.mode = _Selection(self)
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, *_: Any) -> None:
         """Leave the mode; the experts run without it. Idempotent."""
-        while self.modes:
-            self.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self.mode is not None:
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.mode = None
+
+    def waits(self) -> bool:
+        """Return whether backward has yet to recompute a forward pass of this layer."""
+        return any(not one.recomputed for one in self.passes)
+
+    def ids_of_pass(self, own: torch.Tensor) -> torch.Tensor | None:
+        """Return the ids of the pass that runs now, in which the router chose `own`."""
+        own = compact(own, self.layer.num_experts)
+        if backward_pass() == NO_PASS:
+            if _in_checkpoint() and not self.ended:
+                waiting = [one for one in self.passes if not one.recomputed]
+                self.passes = [*waiting[1 - MOST_PASSES :], _Pass(own, self.ids)]
+            return self.ids
+        known = [one for one in self.passes if one.own.shape == own.shape]
+        differing = [int((one.own != own).sum()) for one in known]
+        fewest = min(differing, default=0)
+        likely = [one for one, count in zip(known, differing, strict=True) if count == fewest]
+        ids = likely[0].ids if likely else None
+        if likely and fewest <= UNLIKE * own.numel() and all(_same(ids, one.ids) for one in likely):
+            likely[0].recomputed = True
+            return ids
+        if self.ended:
+            return None
+        raise ConfigError(
+            f"backward recomputes a pass of {self.layer.name!r} whose routes Replay does not know: "
+            "run forward and backward of a batch inside one `with Replay(...)` block"
+        )
 
     def choose(self, chosen: torch.Tensor) -> torch.Tensor | None:
         """Return the ids for the experts; raise if the router did not use the recorded ids."""
-        ids, selected = self.ids, any(mode.selected for mode in self.modes)
+        mode = self.mode
         self.end()
+        ids = self.ids if mode is None or not mode.selected else mode.ids
         if ids is None:
             return None
         if chosen.shape != ids.shape:
@@ -54,7 +100,8 @@ class _ReplayedLayer:
                 f"routes are {list(ids.shape)}: pass the routes of this batch to use()"
             )
         known = ids >= 0
-        if not selected or (not self.checked and not torch.equal(chosen[known], ids[known])):
+        unused = mode is None or not mode.selected
+        if unused or (not self.checked and not torch.equal(chosen[known], ids[known])):
             raise ConfigError(
                 f"the router of {self.layer.name!r} does not choose with torch.topk over "
                 f"{self.layer.num_experts} experts, so its routes cannot be replayed"
@@ -63,12 +110,24 @@ class _ReplayedLayer:
         return chosen.masked_fill(~known, PADDING) if self.skips else None
 
 
+def _same(ids: torch.Tensor | None, others: torch.Tensor | None) -> bool:
+    return ids is others or (ids is not None and others is not None and torch.equal(ids, others))
+
+
+def _in_checkpoint() -> bool:
+    """Return whether activation checkpointing may recompute the ops that run now."""
+    if torch.is_grad_enabled():  # use_reentrant=False
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    # Forward-mode differentiation is off inside an autograd function: use_reentrant=True.
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 class Replay:
     """Makes the routers of a model choose recorded experts, while in its `with` block.
 
     The model's own router computes the gates of these experts from its current logits, so
-    gradients reach it. Layers that backward recomputes choose the same experts again, until the
-    next `use`.
+    gradients reach it. Layers that backward recomputes choose the same experts again, also after
+    the next `use` or after the block.
 
     unknown: tokens without a record, as padding and the last token of a completion. "router": the
         router decides. "skip": no expert computes them, which needs a balanced model.
@@ -86,6 +145,7 @@ class Replay:
     def __enter__(self) -> Self:
         for replayed in self._layers:
             scope = replayed.layer.scope
+            self._hooks.callback(scope.register_forward_pre_hook(self._release).remove)
             self._hooks.callback(scope.register_forward_pre_hook(replayed.begin).remove)
             at_choice(replayed.layer, replayed.choose, self._hooks)
             handle = scope.register_forward_hook(replayed.end, always_call=True)
@@ -94,7 +154,14 @@ class Replay:
 
     def __exit__(self, *error: object) -> None:
         self.use(None)
-        self._hooks.close()
+        for replayed in self._layers:
+            replayed.ended = True
+        self._release()
+
+    def _release(self, *_: Any) -> None:
+        """Remove all hooks after the block, unless backward has yet to recompute a pass."""
+        if not any(not replayed.ended or replayed.waits() for replayed in self._layers):
+            self._hooks.close()
 
     def use(self, routes: torch.Tensor | None) -> None:
         """Choose these ids in the next forward pass, and whenever it is recomputed.
@@ -120,11 +187,12 @@ class Replay:
 
 
 class _Selection(TorchFunctionMode):
-    """Makes a top-k over experts return the given ids, with their scores."""
+    """Makes a top-k over experts return the ids of the pass, with their scores."""
 
-    def __init__(self, ids: torch.Tensor, experts: int) -> None:
+    def __init__(self, layer: _ReplayedLayer) -> None:
         super().__init__()
-        self._ids, self._experts, self.selected = ids, experts, False
+        self._layer, self.selected = layer, False
+        self.ids: torch.Tensor | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -134,9 +202,14 @@ class _Selection(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return result
         scores, (_, own) = args[0], result
-        if own.numel() != self._ids.numel() or scores.shape[-1] != self._experts:
+        if scores.shape[-1] != self._layer.layer.num_experts:
             return result
-        self.selected = True
-        ids = self._ids.view(own.shape)
+        ids = self._layer.ids_of_pass(own)
+        if ids is not None and ids.numel() != own.numel():
+            return result
+        self.selected, self.ids = True, ids
+        if ids is None:
+            return result
+        ids = ids.view(own.shape)
         chosen = torch.where(ids >= 0, ids, own)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
