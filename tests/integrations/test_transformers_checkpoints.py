@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from ultraep import ConfigError
+from ultraep import BalanceConfig, ConfigError
 from ultraep.integrations.transformers import (
     balance,
     balanced_from_pretrained,
@@ -177,9 +178,12 @@ def test_models_and_settings_are_refused_and_the_model_is_unchanged(match):
 
 def test_a_balanced_model():
     model = build("mixtral")
-    balancer = balance(model, "alone")
+    balancer = balance(model, "alone", config=BalanceConfig(policy="none"))
+    assert balancer.config.policy == "none"
     with pytest.raises(ConfigError, match="MixtralForCausalLM is already balanced"):
         balance(model)
+    with pytest.raises(ConfigError, match=r"balanced model cannot be pickled.*save_pretrained\(\)"):
+        torch.save(model, io.BytesIO())
     assert balancers(model) == [balancer]
     unbalance(model)
     with pytest.raises(ConfigError, match="MixtralForCausalLM is not balanced"):

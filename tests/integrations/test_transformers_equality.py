@@ -13,7 +13,7 @@ from families import FAMILIES, NAMED, batch, build, families_of_the_library
 from ranks import on_ranks, shared_pool
 from safetensors.torch import load_file
 
-from ultraep import parallel
+from ultraep import ConfigError, parallel
 from ultraep.integrations.transformers import balance, balancers, unbalance
 
 TWO = ["mixtral", "gpt_oss"]
@@ -101,6 +101,9 @@ def test_layers_with_different_numbers_of_experts_have_different_balancers(rank,
         assert_same_gradients(model, plain)
         assert [balancer.topology.experts for balancer in balancers(model)] == [8, 4]
         assert first in balancers(model)
+        with pytest.raises(ConfigError, match=r"has a gradient of home experts.*zero_grad\(\)"):
+            unbalance(model)
+        model.zero_grad()
         unbalance(model)
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
@@ -125,6 +128,7 @@ def test_two_groups_with_the_same_experts(rank, group, tmp_path):
         files = [load_file(tmp_path / n / "model.safetensors") for n in ("plain", "balanced")]
         assert files[0].keys() == files[1].keys()
         assert all(torch.equal(files[1][name], tensor) for name, tensor in files[0].items())
+        model.zero_grad()
         unbalance(model)
 
 

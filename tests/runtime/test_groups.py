@@ -1,5 +1,6 @@
 """The group and the data plane of a balancer; the warning if it cannot place replicas."""
 
+import gc
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ from microbatches import counted
 from ranks import PATIENCE, shared_pool
 
 from ultraep import Balancer, ConfigError, LocalGroup, NothingToBalance
+from ultraep.integrations.common import shared_balancer
 from ultraep.runtime import connect, mapped, messages
 from ultraep.runtime.microbatch import PlaneKind
 
@@ -27,6 +29,20 @@ def sizes(rank, group):
 def test_none_is_the_default_group_and_alone_is_this_process():
     for rank, actual in enumerate(shared_pool().run(2, sizes)):
         assert actual == [(2, rank, True), (2, rank, True), (1, 0, False)]
+
+
+def shared(rank, group):
+    """Rank 0 keeps a balancer whose model the other ranks have deleted."""
+    kept = [shared_balancer(group, 4, timeout=PATIENCE)]
+    if rank:
+        kept.clear()
+        gc.collect()
+    first, second = (shared_balancer(group, 4, timeout=PATIENCE) for _ in range(2))
+    return first is second, first in kept
+
+
+def test_a_shared_balancer_does_not_depend_on_what_one_rank_keeps():
+    assert shared_pool().run(2, shared) == [(True, False)] * 2
 
 
 def test_auto_tries_the_registered_data_planes_in_order(monkeypatch):

@@ -1,15 +1,26 @@
-"""torch.func transforms over a layer are refused in one line, on both data planes."""
+"""torch.func transforms and forward mode are refused in one line, on both data planes."""
 
 import pytest
 import torch
 from dense import Example, with_network
+from torch.autograd.forward_ad import dual_level, make_dual
 
 from ultraep import Balancer, ConfigError
+
+
+def forward_mode(layer, x):
+    """Refused with and without a tangent, so that all ranks raise the same error."""
+    with dual_level():
+        with pytest.raises(ConfigError, match=r"forward_ad\.dual_level\(\)"):
+            layer(x)
+        return layer(make_dual(x, torch.ones_like(x)))
+
 
 TRANSFORMS = {
     "grad": lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
     "vjp": lambda layer, x: torch.func.vjp(layer, x),
     "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+    "dual level": forward_mode,
     "vmap": lambda layer, x: torch.vmap(layer)(x[None]),
     "parameters": lambda layer, x: torch.func.grad(
         lambda own: torch.func.functional_call(layer, own, (x,)).sum()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch.distributed as dist
+
 from ultraep.runtime.balancer import Balancer
 
 _balancers: WeakValueDictionary[Any, Balancer] = WeakValueDictionary()
@@ -14,7 +16,9 @@ def shared_balancer(group: Any, experts: int, **options: Any) -> Balancer:
     """Return the balancer of all layers with these options; create it if needed. Collective."""
     key = group, experts, repr(sorted(options.items(), key=lambda option: option[0]))
     balancer = _balancers.get(key)
-    if balancer is None:
+    kept = [balancer is not None] * group.size()
+    dist.all_gather_object(kept, balancer is not None, group)
+    if balancer is None or not all(kept):  # a rank may still hold an old model
         balancer = _balancers[key] = Balancer(group, experts=experts, **options)
     return balancer
 

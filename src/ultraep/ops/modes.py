@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch._C import _functorch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ultraep.errors import ConfigError
@@ -52,9 +53,10 @@ def outside_dispatch_modes(function: Callable[P, T] | None = None, /) -> Any:
 
 
 def refuse_transforms() -> None:
-    """Raise inside torch.func.grad, vmap and similar transforms, which cannot see messages."""
-    if _functorch.peek_interpreter_stack() is not None:
+    """Raise inside torch.func transforms and forward-mode levels, which cannot see messages."""
+    if _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         raise ConfigError(
-            "a balanced layer cannot run inside a torch.func transform (grad, vjp, jvp, vmap): "
-            "other ranks take part in it; use loss.backward() or torch.autograd.grad"
+            "a balanced layer cannot run inside a torch.func transform (grad, vjp, jvp, vmap) or "
+            "forward_ad.dual_level(): other ranks take part in it; use loss.backward() or "
+            "torch.autograd.grad"
         )

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ultraep.comm import raise_together
 from ultraep.errors import ConfigError
 from ultraep.integrations.transformers.experts import (
     BalancedExperts,
@@ -45,7 +46,7 @@ def balance(
     group: GroupOrName = None,
     *,
     slots: int = 1,
-    policy: str = "ultraep",
+    policy: str | None = None,
     loaded: bool = True,
     **options: Any,
 ) -> Balancer:
@@ -75,12 +76,12 @@ def unbalance(model: nn.Module) -> None:
     modules = balanced_experts(model)
     if not modules:
         raise ConfigError(f"{type(model).__name__} is not balanced; call balance(model) first")
-    experts = expert_parameters(model)
+    experts, owners = expert_parameters(model), balancers(model)
+    raise_together(owners[0].comm, _lost_gradient(experts))
     for parameter in experts.values():
         parameter.__dict__.pop("_ddp_ignored", None)
     ignored = getattr(model, IGNORED_BY_DDP, ())
     setattr(model, IGNORED_BY_DDP, [name for name in ignored if name not in experts])
-    owners = balancers(model)
     for module in modules.values():
         reunite(module)
     for part in model.modules():
@@ -88,6 +89,15 @@ def unbalance(model: nn.Module) -> None:
             part.__dict__.pop(name, None)
     for balancer in owners:
         balancer.close()
+
+
+def _lost_gradient(experts: dict[str, nn.Parameter]) -> ConfigError | None:
+    """Return an error if an expert has a gradient, which other ranks do not have."""
+    for name, parameter in experts.items():
+        if parameter.grad is not None:
+            text = f"{name!r} has a gradient of home experts: step the optimizer and call zero_grad"
+            return ConfigError(f"{text}() before unbalance()")
+    return None
 
 
 def balancers(model: nn.Module) -> list[Balancer]:

@@ -10,9 +10,10 @@ Shapes: T tokens, K experts per token, E experts, n rows, D model width.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -64,6 +65,20 @@ class BalancedExperts(HomeModule):
     balancer: Balancer
     layer_index: int
     last_plan: AnyPlan | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BalancedExperts:
+        """Copy the weights. The copy is another layer of the same balancer."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__setstate__(deepcopy(self.__dict__, memo))
+        copied.layer_index = self.balancer.register_layer()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "a balanced model cannot be pickled, because its experts are spread over running "
+            "processes: call model.save_pretrained(), torch.save(model.state_dict()) for the "
+            "experts of this rank, or unbalance(model) first"
+        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
@@ -226,7 +241,6 @@ def reunite(module: Any) -> None:
         _set_memory(module, {n: gather_experts(t, module.balancer) for n, t in memory.items()})
     for tensor in stacked_tensors(module).values():
         tensor.data = gather_experts(tensor, module.balancer)
-        tensor.grad = None
         tensor.__dict__.pop("expert_ranks", None)
     for name in ("home_experts", "stacked", "balancer", "last_plan", "layer_index", "ranks"):
         delattr(module, name)

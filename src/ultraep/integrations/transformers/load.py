@@ -34,7 +34,7 @@ def balanced_from_pretrained(
     group: GroupOrName = None,
     *,
     slots: int = 1,
-    policy: str = "ultraep",
+    policy: str | None = None,
     balancing: Mapping[str, Any] | None = None,
     model_class: type[Any] | None = None,
     **options: Any,

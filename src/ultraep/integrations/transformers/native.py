@@ -32,13 +32,14 @@ from transformers.distributed.expert_parallel import (  # noqa: E402
 STYLE = "ep_dispatch_experts"
 
 
-def enable(slots: int = 1, policy: str = "ultraep", **options: Any) -> BalancedDispatch:
+def enable(slots: int = 1, policy: str | None = None, **options: Any) -> BalancedDispatch:
     """Balance models created from now on with `DistributedConfig(ep_size=...)`.
 
     slots, policy, options: see `Balancer`. All ranks call it. The result lists the balancers; its
     `disable()` ends it for new models, existing models stay balanced.
     """
-    running_policy(policy)
+    if policy is not None:
+        running_policy(policy)
     before = ALL_PARALLEL_STYLES[STYLE]
     if isinstance(before, BalancedDispatch):
         raise ConfigError("balancing is already enabled: call disable() on the earlier result")
