@@ -18,7 +18,7 @@ import ultraep
 from ultraep import BalanceConfig, Balancer, ConfigError
 from ultraep.backends.triton.device import interpreted
 from ultraep.metrics import DASHBOARD, Exporter, Log, Metrics, scalars, serve
-from ultraep.metrics.figures import FIGURES
+from ultraep.metrics.exporters import FIGURES
 
 SUFFIXES = {"summary": ("_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
 EXPORTED = {figure.full_name + end for figure in FIGURES for end in SUFFIXES[figure.kind]}

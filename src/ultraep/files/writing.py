@@ -1,4 +1,4 @@
-"""Write files that the user names: atomically, and never over a file of another program.
+"""Write files that the user names, atomically.
 
 A regular file is written under a temporary name and then renamed. If the path is a symbolic link,
 its target is replaced. A device, a pipe or standard output receives the content as a stream.
@@ -14,26 +14,12 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import combinations
 from pathlib import Path
 from typing import IO
 
 from ultraep.errors import FileError
 
 STREAMS = (1, 2)  # descriptors of standard output and standard error
-HEAD = 4096  # bytes at the beginning of a file that contain its mark
-# Bytes that identify an earlier output of each kind.
-MARKS = {
-    "page": b'<meta name="generator" content="ultraep">',
-    "picture": b"ultraep",
-    "timeline": b'{"traceEvents": [{"ph": "M", "name": "process_name"',
-    "table": b"step,layer,microbatch,",
-    "trace": b"header.npy",
-    "placement": b'{"placed_by": "ultraep',
-    "benchmark": b'[\n{"benchmark":',
-    "schedule": b'"faults": [',
-}
-Target = tuple[str | Path | None, str]  # a file, and the kind of output for it
 
 
 @contextmanager
@@ -57,27 +43,6 @@ def write_text(path: str | Path, content: str) -> None:
         file.write(content.encode("utf-8"))
 
 
-def check_targets(*targets: Target, force: bool = False) -> None:
-    """Refuse files that cannot be written, before their content is computed.
-
-    Unless `force` is set, an existing file must be an output of this program.
-    """
-    files = [(path, kind) for path, kind in targets if path is not None and not is_stream(path)]
-    for path, kind in files:
-        try:
-            tempfile.TemporaryFile(dir=_target(path).parent).close()
-            if not force and not _replaceable(path, MARKS[kind]):
-                raise FileError(
-                    f"{path}: exists and is not a {kind} file written by ultraep: choose another "
-                    "name, or overwrite it with --force"
-                )
-        except OSError as error:
-            raise FileError(f"{path}: cannot be written: {error.strerror}") from None
-    for path, other in combinations([path for path, _ in files], 2):
-        if os.path.realpath(path) == os.path.realpath(other):
-            raise FileError(f"{path} and {other} are the same file: choose different names")
-
-
 def is_stream(path: str | Path) -> bool:
     """Whether a path is a device, a pipe or an output of this process, to be written in place."""
     with suppress(OSError):
@@ -85,15 +50,6 @@ def is_stream(path: str | Path) -> bool:
         regular = stat.S_ISREG(mode) or stat.S_ISDIR(mode)  # folders are refused later
         return not regular or _own_stream(path) is not None
     return False
-
-
-def _replaceable(path: str | Path, mark: bytes) -> bool:
-    """Whether the file is missing, empty, or has this mark."""
-    if not os.path.exists(path):
-        return True
-    with open(path, "rb") as file:
-        head = file.read(HEAD)
-    return not head or mark in head
 
 
 def is_unfinished(name: str) -> bool:
@@ -127,7 +83,7 @@ def _streamed(path: str | Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _replaced(path: str | Path) -> Iterator[IO[bytes]]:
-    target = _target(path)
+    target = resolved_target(path)
     unfinished = target.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         with unfinished.open("xb") as file:
@@ -139,7 +95,7 @@ def _replaced(path: str | Path) -> Iterator[IO[bytes]]:
         unfinished.unlink(missing_ok=True)  # missing after a successful rename
 
 
-def _target(path: str | Path) -> Path:
+def resolved_target(path: str | Path) -> Path:
     """Return the file behind all links; raise `OSError` if it is not writable."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():  # a loop

@@ -1,4 +1,6 @@
-"""OutputDir: the output directory of a command, whose earlier outputs are replaced.
+"""Outputs of a command: single files, and OutputDir, whose earlier outputs are replaced.
+
+A command never writes over a file of another program.
 
 A marker file lists the outputs of earlier runs; everything else in the directory stays. A running
 command and its processes hold a lock on the marker, so the directory is free once the last of them
@@ -11,15 +13,61 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from ultraep.errors import FileError
 from ultraep.files.reading import read_text
-from ultraep.files.writing import is_unfinished
+from ultraep.files.writing import is_stream, is_unfinished, resolved_target
 from ultraep.trace.schema import HEADER_FILE, PIECE, RANK_FOLDER
+
+HEAD = 4096  # bytes at the beginning of a file that contain its mark
+# Bytes that identify an earlier output of each kind.
+MARKS = {
+    "page": b'<meta name="generator" content="ultraep">',
+    "picture": b"ultraep",
+    "timeline": b'{"traceEvents": [{"ph": "M", "name": "process_name"',
+    "table": b"step,layer,microbatch,",
+    "trace": b"header.npy",
+    "placement": b'{"placed_by": "ultraep',
+    "benchmark": b'[\n{"benchmark":',
+    "schedule": b'"faults": [',
+}
+Target = tuple[str | Path | None, str]  # a file, and the kind of output for it
+
+
+def check_targets(*targets: Target, force: bool = False) -> None:
+    """Refuse files that cannot be written, before their content is computed.
+
+    Unless `force` is set, an existing file must be an output of this program.
+    """
+    files = [(path, kind) for path, kind in targets if path is not None and not is_stream(path)]
+    for path, kind in files:
+        try:
+            tempfile.TemporaryFile(dir=resolved_target(path).parent).close()
+            if not force and not _replaceable(path, MARKS[kind]):
+                raise FileError(
+                    f"{path}: exists and is not a {kind} file written by ultraep: choose another "
+                    "name, or overwrite it with --force"
+                )
+        except OSError as error:
+            raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+    for path, other in combinations([path for path, _ in files], 2):
+        if os.path.realpath(path) == os.path.realpath(other):
+            raise FileError(f"{path} and {other} are the same file: choose different names")
+
+
+def _replaceable(path: str | Path, mark: bytes) -> bool:
+    """Whether the file is missing, empty, or has this mark."""
+    if not os.path.exists(path):
+        return True
+    with open(path, "rb") as file:
+        head = file.read(HEAD)
+    return not head or mark in head
 
 
 class OutputDir:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ultraep.metrics.figures import FIGURES
+from ultraep.metrics.exporters import FIGURES
 from ultraep.passes import PassRecord
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ultraep.files.writing import check_targets, write_text
+from ultraep.files.writing import write_text
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli.options import option, refuse_options, set_options
 from ultraep.tools.cli.terminal import Terminal, progress
+from ultraep.tools.outputs import check_targets
 from ultraep.tools.report.words import counted
 
 if TYPE_CHECKING:

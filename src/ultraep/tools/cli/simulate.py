@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ultraep.errors import BackendUnavailable, ConfigError
-from ultraep.files.writing import MARKS, check_targets, whole_file
+from ultraep.files.writing import whole_file
 from ultraep.policies import get_policy
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
@@ -24,6 +24,7 @@ from ultraep.tools.cli import scenario as scenarios
 from ultraep.tools.cli.options import option
 from ultraep.tools.cli.terminal import FAINT, Grid, Terminal, make_grid, print_records, progress
 from ultraep.tools.export import write_timeline
+from ultraep.tools.outputs import MARKS, check_targets
 from ultraep.tools.sim.presets import presets
 from ultraep.tools.sim.run import Result, make_timeline, median_microbatch
 from ultraep.tools.sim.run import simulate as run_simulation

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from ultraep.errors import ConfigError
-from ultraep.files.writing import check_targets, write_text
+from ultraep.files.writing import write_text
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli.options import option, refuse_options, split_names, split_ranges
 from ultraep.tools.cli.terminal import Terminal, progress
 from ultraep.tools.launch.processes import stop_on_sigterm
+from ultraep.tools.outputs import check_targets
 from ultraep.tools.report.words import counted
 
 if TYPE_CHECKING:

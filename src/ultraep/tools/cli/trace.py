@@ -15,7 +15,7 @@ from rich.text import Text
 from ultraep import __version__
 from ultraep.config import NOMINAL_SPEED, Rates
 from ultraep.errors import ConfigError, FileError
-from ultraep.files.writing import check_targets, is_stream, write_text
+from ultraep.files.writing import is_stream, write_text
 from ultraep.policies import get_policy
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli import render
@@ -23,6 +23,7 @@ from ultraep.tools.cli.options import option, split_numbers
 from ultraep.tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
 from ultraep.tools.crash import MOST_CRASHES, Crash, crash_folders, read_crash
 from ultraep.tools.export import timeline_of, write_csv, write_timeline
+from ultraep.tools.outputs import check_targets
 from ultraep.tools.placement import busiest_domain, place_experts
 from ultraep.tools.replay import Replayed, cases, differing, replayed
 from ultraep.tools.report.words import counted

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.files.writing import check_targets, is_stream
+from ultraep.files.writing import is_stream
 from ultraep.tools.cli import options as cli
 from ultraep.tools.cli.options import option
 from ultraep.tools.cli.terminal import print_error
+from ultraep.tools.outputs import check_targets
 
 if TYPE_CHECKING:
     from ultraep.tools.view.catalogue import Catalogue

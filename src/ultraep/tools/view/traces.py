@@ -23,8 +23,7 @@ from ultraep.config import MAX_ROWS, NOMINAL_SPEED
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.view.table import Table
 from ultraep.trace.files import read_header, read_piece
-from ultraep.trace.join import join
-from ultraep.trace.read import Trace, concatenated, imbalance
+from ultraep.trace.read import Trace, concatenated, imbalance, join
 from ultraep.trace.schema import (
     KEY,
     PIECE,
