@@ -21,23 +21,22 @@ rank, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
-from ultraep.bundle import Bundle, Stack
+from ultraep.bundle import Bundle
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Exchange, Pack
-from ultraep.ops.products import Beside
 from ultraep.passes import Passes
 from ultraep.plan import Plan
+from ultraep.replicas import Replicas
 from ultraep.topology import Topology
 
 NO_LAYER = -1  # layer index of synthetic microbatches
-TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype, by name
-Serve: TypeAlias = "Callable[[Arrivals, Replicas], torch.Tensor]"
+Serve: TypeAlias = Callable[[Arrivals, Replicas], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,64 +77,6 @@ class AnyPlan(Protocol):
 
     def to_host_async(self) -> Callable[[], Plan]:
         """Return a callable that yields the plan once the device has produced it; do not block."""
-
-
-class Replicas(Protocol):
-    """The replicas of a plan in the slots of this rank, valid inside a `with` block.
-
-    Entering starts to fill the slots; `tensors` waits until they are filled. After the block, other
-    microbatches may overwrite the slots. Entering again in backward refills them if necessary, in
-    the same memory unless another microbatch holds it.
-    """
-
-    @property
-    def bundle(self) -> Bundle:
-        """The weights of the home experts of this rank."""
-
-    @property
-    def num_homes(self) -> int: ...
-
-    @property
-    def possible(self) -> bool:
-        """Whether this microbatch may have replicas. A device plan may still have none."""
-
-    @property
-    def kernels(self) -> bool:
-        """Whether Triton kernels can run on the rows of this microbatch."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return `[slots, ...]` for every tensor of the bundle; raises outside of the block."""
-
-    def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor | None:
-        """Return `[A, D]` memory that other ranks read outputs from; None: use any memory."""
-
-    def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
-        """Return `[slots, ...]` memory for the gradients of replicas, not cleared."""
-
-    def spans(self) -> torch.Tensor:
-        """Return `[H, 2]` first and end of each home expert's replicas in the plan, for kernels."""
-
-    def reduce(
-        self,
-        homes: Mapping[str, Stack],
-        own: Mapping[str, torch.Tensor] | None = None,
-        *,
-        beside: bool = False,
-    ) -> Beside | None:
-        """Stage 8: start to add the gradients of all replicas to the home gradients.
-
-        homes: `[H, ...]` or H tensors, for the names last passed to `gradient_slots`.
-        own: gradients that home experts with replicas computed; None: they are in `homes`.
-        beside: run the reduction next to the following product, which leaves it the returned
-            number of GPU programs.
-        """
-
-    def reduced(self) -> None:
-        """Wait until `reduce` has finished."""
 
 
 class Rows(Exchange, Protocol):

@@ -43,10 +43,10 @@ from ultraep.bundle import (
 )
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, SlotError
-from ultraep.microbatch import Replicas
 from ultraep.ops.modes import outside_dispatch_modes, seen_by_modes
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
+from ultraep.replicas import Replicas
 
 Network: TypeAlias = Callable[[torch.Tensor, list[int], dict[str, Any]], torch.Tensor]
 

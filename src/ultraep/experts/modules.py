@@ -24,13 +24,13 @@ from ultraep.backends import backend_for
 from ultraep.config import check_choice
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
-from ultraep.microbatch import Replicas
 from ultraep.ops.activations import activation_named
 from ultraep.ops.fp8 import E4M3, SCALES, Quantise, pack, quantise
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import Beside, Stacks, TorchProducts, accumulator
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
+from ultraep.replicas import Replicas
 
 if TYPE_CHECKING:
     from ultraep.backends.triton.products import TritonProducts

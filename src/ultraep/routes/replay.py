@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from ultraep.arrays import PADDING
 from ultraep.config import check_choice
 from ultraep.errors import ConfigError, LoadError
+from ultraep.replicas import NO_PASS, backward_pass
 from ultraep.routes.record import RoutedLayer, at_choice, compact, routed_layers
-from ultraep.runtime.microbatch import NO_PASS, backward_pass
 
 UNKNOWN = ("router", "skip")
 MOST_PASSES = 64  # of a layer that wait for backward

@@ -30,6 +30,7 @@ from ultraep.ops.modes import outside_dispatch_modes, refuse_transforms
 from ultraep.passes import TIMED, Passes, PassLog, Subscriber
 from ultraep.policies import running_policy
 from ultraep.position import At, Position, differing, ranks_by_value
+from ultraep.replicas import NO_PASS, backward_pass
 from ultraep.runtime.capacity import default_config
 from ultraep.runtime.connect import (
     Choice,
@@ -42,7 +43,7 @@ from ultraep.runtime.connect import (
     warn_if_idle,
 )
 from ultraep.runtime.cost import CostModel, from_environment
-from ultraep.runtime.microbatch import NO_PASS, Context, PlaneRequest, backward_pass
+from ultraep.runtime.microbatch import Context, PlaneRequest
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds

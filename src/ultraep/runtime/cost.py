@@ -29,10 +29,11 @@ from ultraep.comm import Communicator, raise_together
 from ultraep.config import BalanceConfig, Rates
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, errors_at
-from ultraep.microbatch import Inputs, Replicas
+from ultraep.microbatch import Inputs
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan, plan_from_replicas
 from ultraep.position import At, Position
+from ultraep.replicas import Replicas
 from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology

@@ -22,10 +22,11 @@ from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Dispatcher, dispatch
 from ultraep.errors import ConfigError
-from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas, Rows
+from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Rows
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.plan import Plan
 from ultraep.position import At, Position
+from ultraep.replicas import Replicas
 from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.cost import CostModel
@@ -36,7 +37,6 @@ from ultraep.topology import Topology
 
 AnyPlanT = TypeVar("AnyPlanT", bound=AnyPlan)
 T = TypeVar("T")
-NO_PASS = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,6 @@ class Context:
     dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
     # Replicas that hold slots in a backward pass, with the number of the pass.
     lent_in_backward: dict[Any, int] = field(default_factory=dict)
-
-
-def backward_pass() -> int:
-    """Return the number of the backward pass that runs in this thread, or `NO_PASS`."""
-    return torch._C._current_graph_task_id()
 
 
 class PlaneRequest(NamedTuple):

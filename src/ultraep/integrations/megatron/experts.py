@@ -25,8 +25,8 @@ from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
 from ultraep.experts.custom import Fused, serve
 from ultraep.integrations.common import Overlay
-from ultraep.microbatch import Replicas
 from ultraep.parallel.home import mesh_of
+from ultraep.replicas import Replicas
 
 PARAM_GATHER_HOOK = "DistributedDataParallel._make_forward_pre_hook"
 # Until 0.16. From 0.17 on, grouped experts need Transformer Engine.

@@ -36,7 +36,8 @@ from ultraep.integrations.vllm.service import Service
 from ultraep.integrations.vllm.settings import read_settings
 from ultraep.integrations.vllm.tensors import Carried, carry_experts
 from ultraep.layer import run_stages
-from ultraep.microbatch import AnyPlan, Layer, Replicas
+from ultraep.microbatch import AnyPlan, Layer
+from ultraep.replicas import Replicas
 from ultraep.runtime.balancer import Balancer
 
 _current: Service | None = None  # of the model being built

@@ -21,11 +21,12 @@ from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, moved
 from ultraep.dispatch import Moved
-from ultraep.microbatch import Inputs, Replicas, Rows
+from ultraep.microbatch import Inputs, Rows
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.position import At
+from ultraep.replicas import Replicas
 from ultraep.reroute import Routes, routes_of, rows_received
 from ultraep.runtime.agreement import Agreement, Records
 from ultraep.runtime.hybrid.crossing import Crossing, Domains

@@ -11,16 +11,15 @@ from contextlib import ExitStack
 import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
-from ultraep.microbatch import TensorSpecs
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import Beside
 from ultraep.passes import Passes
+from ultraep.replicas import Replicas, TensorSpecs
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
 from ultraep.runtime.microbatch import Context
-from ultraep.runtime.replicas import BaseReplicas
 
 
-class MappedReplicas(BaseReplicas):
+class MappedReplicas(Replicas):
     """The replicas of one plan and one bundle of home weights.
 
     replicas: [C, 3] of a device plan.   possible: whether there may be any.

@@ -25,11 +25,12 @@ from ultraep.config import BalanceConfig
 from ultraep.dispatch import Moved
 from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
-from ultraep.microbatch import NO_LAYER, Inputs, Replicas, Rows
+from ultraep.microbatch import NO_LAYER, Inputs, Rows
 from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.position import At, Position
+from ultraep.replicas import Replicas
 from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.agreement import Agreement, Records
 from ultraep.runtime.messages.replicas import MessageReplicas

@@ -24,17 +24,16 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import CHUNKS, HOME, Hop, hops
-from ultraep.microbatch import TensorSpecs
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
 from ultraep.passes import Passes
 from ultraep.plan import Plan
+from ultraep.replicas import Replicas, TensorSpecs
 from ultraep.runtime.messages.slots import Buffer, SlotPool
 from ultraep.runtime.microbatch import Context
-from ultraep.runtime.replicas import BaseReplicas
 
 
-class MessageReplicas(BaseReplicas):
+class MessageReplicas(Replicas):
     """The replicas of one plan and one bundle of home weights.
 
     device: where the tokens are.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ultraep.bundle import Layout
-from ultraep.runtime.replicas import no_free_slots
+from ultraep.replicas import no_free_slots
 
 
 @dataclass(eq=False)

@@ -1,30 +1,49 @@
-"""BaseReplicas: how the replicas of a microbatch borrow spare slots, the same on every data plane.
+"""Replicas: the replicas of a microbatch in spare slots, the base of those of every data plane.
 
-A data plane implements `_fill` (lend a buffer of slots and fill it) and `_slot_tensors`.
+Shapes: H home experts of this rank, A rows that it serves, D model width.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ultraep.bundle import Bundle
+from ultraep.bundle import Bundle, Stack
 from ultraep.errors import SlotError
 from ultraep.ops.modes import outside_dispatch_modes
+from ultraep.ops.products import Beside
 from ultraep.passes import Passes, note_failure
-from ultraep.runtime.microbatch import NO_PASS, Context, backward_pass
+
+if TYPE_CHECKING:
+    from ultraep.runtime.microbatch import Context
+
+TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype, by name
+NO_PASS = -1
 
 
-class BaseReplicas(ABC):
-    """The replicas of one microbatch; see `ultraep.microbatch.Replicas`.
+def backward_pass() -> int:
+    """Return the number of the backward pass that runs in this thread, or `NO_PASS`."""
+    return torch._C._current_graph_task_id()
 
-    They hold their slots inside of a `with` block. Entering again, in backward, restores them. A
-    backward pass that raises does not return its slots; the next microbatch to need slots does.
+
+class Replicas(ABC):
+    """The replicas of a plan in the slots of this rank, valid inside a `with` block.
+
+    Entering starts to fill the slots; `tensors` waits until they are filled. After the block, other
+    microbatches may overwrite the slots. Entering again in backward refills them if necessary, in
+    the same memory unless another microbatch holds it. A backward pass that raises does not return
+    its slots; the next microbatch to need slots does.
+
+    bundle: the weights of the home experts of this rank.
     """
+
+    num_homes: int
+    possible: bool  # whether this microbatch may have replicas; a device plan may still have none
+    kernels: bool  # whether Triton kernels can run on the rows of this microbatch
 
     def __init__(self, context: Context, passes: Passes, bundle: Bundle) -> None:
         self.passes, self.bundle = passes, bundle
@@ -72,11 +91,44 @@ class BaseReplicas(ABC):
 
     @outside_dispatch_modes
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return `[slots, ...]` for every tensor of the bundle; raises outside of the block."""
         if self._loan is None:
             raise SlotError(
                 f"the replicas of {self} are in their slots only inside their `with` block"
             )
         return self._slot_tensors()
+
+    @abstractmethod
+    def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor | None:
+        """Return `[A, D]` memory that other ranks read outputs from; None: use any memory."""
+
+    @abstractmethod
+    def gradient_slots(self, specs: TensorSpecs) -> dict[str, torch.Tensor]:
+        """Return `[slots, ...]` memory for the gradients of replicas, not cleared."""
+
+    @abstractmethod
+    def spans(self) -> torch.Tensor:
+        """Return `[H, 2]` first and end of each home expert's replicas in the plan, for kernels."""
+
+    @abstractmethod
+    def reduce(
+        self,
+        homes: Mapping[str, Stack],
+        own: Mapping[str, torch.Tensor] | None = None,
+        *,
+        beside: bool = False,
+    ) -> Beside | None:
+        """Stage 8: start to add the gradients of all replicas to the home gradients.
+
+        homes: `[H, ...]` or H tensors, for the names last passed to `gradient_slots`.
+        own: gradients that home experts with replicas computed; None: they are in `homes`.
+        beside: run the reduction next to the following product, which leaves it the returned
+            number of GPU programs.
+        """
+
+    @abstractmethod
+    def reduced(self) -> None:
+        """Wait until `reduce` has finished."""
 
     @abstractmethod
     def _fill(self, loan: ExitStack) -> None:
