@@ -26,9 +26,6 @@ def install() -> None:
     cache_numpy_types()
     cache_block_types()
     round_to_nearest()
-    import quick_operators
-
-    quick_operators.install()
 
 
 def patch_language_once() -> None:
