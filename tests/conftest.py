@@ -75,7 +75,11 @@ settings.load_profile("repeatable")  # --hypothesis-profile thorough: make test-
 
 
 def pytest_collection_modifyitems(items):
-    """Start with the slowest files, so that all workers finish together."""
+    """Start with the slowest files, so that all workers finish together; skip tests of GPUs."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 

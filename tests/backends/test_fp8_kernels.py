@@ -29,7 +29,6 @@ SLOTS = {
 CAPACITY = 40
 TYPES = [torch.float32, torch.bfloat16]
 types = pytest.mark.parametrize("dtype", TYPES, ids=str)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def engine(offsets, dtype, **options):
@@ -212,7 +211,6 @@ def assert_same_bits(rows, weights, ends, **options):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("sizes", [(1536, 1024), (2880, 2880), (200, 300)], ids=str)
 def test_large_products(sizes):
     """With the tiles of this GPU: near the product of the dequantised numbers."""
@@ -235,7 +233,6 @@ def test_large_products(sizes):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_bits_do_not_depend_on_the_place_in_the_tiles_of_this_gpu():
     """In one slot, or in two of which one ends with half a tile."""
     rows = torch.randn(700, 1024, device=DEVICE, dtype=torch.bfloat16)

@@ -59,8 +59,7 @@ def time_limit():
 @pytest.mark.parametrize("kind", ["any", "64 bits", "small", "negative", "huge"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
-    "topology",
-    ["two ranks", "two slots", pytest.param("domains", marks=pytest.mark.slow)],
+    "topology", ["two ranks", "two slots", pytest.param("domains", marks=pytest.mark.slow)]
 )
 def test_planning_ends(topology, config, kind, time_limit):
     shape = TOPOLOGIES[topology].ranks, TOPOLOGIES[topology].experts

@@ -265,10 +265,7 @@ def test_other_tiles_and_programs_change_no_bit(width, name, programs):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-@given(
-    st.lists(st.integers(0, 90) | st.integers(0, 9), max_size=9),
-    st.sampled_from([1, 2, 3, 8]),
-)
+@given(st.lists(st.integers(0, 90) | st.integers(0, 9), max_size=9), st.sampled_from([1, 2, 3, 8]))
 @settings(deadline=None, max_examples=20)
 def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
     """Every row of tiles appears once. Bands divide a slot evenly."""
@@ -378,7 +375,6 @@ def test_no_slots_and_no_rows():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("sizes", [(1536, 1024), (2880, 2880)], ids=str)
 def test_large_products_in_a_graph(sizes):
     """One graph for all offsets, with the tiles of this GPU."""

@@ -73,11 +73,7 @@ def speeds_of(topology, seed=0):
 @pytest.mark.parametrize("speeds", [False, True], ids=["equal", "speeds"])
 @pytest.mark.parametrize(
     "config",
-    [
-        EXACT,
-        LOOSE,
-        BalanceConfig(tolerance=0.3, locality=False, min_tokens_per_replica=20),
-    ],
+    [EXACT, LOOSE, BalanceConfig(tolerance=0.3, locality=False, min_tokens_per_replica=20)],
     ids=str,
 )
 @pytest.mark.parametrize("name", SMALL)

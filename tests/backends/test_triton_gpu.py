@@ -15,10 +15,7 @@ import ultraep
 from ultraep import BalanceConfig, Rates, Topology, workload
 from ultraep.runtime.device_planner import DevicePlanner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 TOPOLOGIES = {
     "8 ranks": Topology(ranks=8, experts=32),

@@ -7,10 +7,7 @@ from dense import Example, assert_close, gradients_of
 from ultraep import Balancer
 from ultraep.dispatchers import LibraryRows, RawDispatcher
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 

@@ -9,14 +9,10 @@ from dataclasses import replace
 from unittest.mock import Mock, call
 
 import pytest
-import torch
 from dense import Example
-from ranks import shared_pool
-from shared_peers import SharedPeers
 
 import ultraep
 from ultraep import BalanceConfig, Balancer, ConfigError
-from ultraep.backends.triton.device import interpreted
 from ultraep.metrics import DASHBOARD, Exporter, Log, Metrics, scalars, serve
 from ultraep.metrics.exporters import FIGURES
 
@@ -37,7 +33,7 @@ def train(balancer, example, metrics, layers=2, steps=3):
         metrics.step()
 
 
-def test_a_reading_on_the_messages_plane_equals_the_stats():
+def test_a_reading_equals_the_stats():
     def work(comm):
         example = Example(tokens=[20, 12], experts=8, top_k=2)
         balancer, readings = Balancer(comm, experts=8), []
@@ -54,35 +50,6 @@ def test_a_reading_on_the_messages_plane_equals_the_stats():
         assert (again["microbatches"], again["imbalance_after"], again["copies"]) == (0, 1.0, 0)
 
     ultraep.LocalGroup(2).run(work)
-
-
-def on_mapped(rank, group, example):
-    balancer = Balancer._with_settings(
-        group,
-        peers=SharedPeers(group),
-        experts=example.experts,
-        data_plane="mapped",
-        capacity=2 * 20 * example.top_k,
-        timeout=60.0,
-    )
-    metrics = Metrics(balancer, every=2)
-    train(balancer, example, metrics, layers=1, steps=2)
-    reading, stats = metrics.read(), balancer.stats()
-    balancer.close()
-    totals = reading.totals.figures()
-    del totals["imbalance_worst"]  # since the reading before this one
-    return totals, set(reading.totals.seconds), stats
-
-
-@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
-def test_a_reading_on_the_mapped_plane_equals_the_stats():
-    example = Example(tokens=[20, 12], experts=4, top_k=2, dtype=torch.float32)
-    results = shared_pool().run(2, on_mapped, example)
-    assert sum(stats["weights_bytes_sent"] for *_, stats in results) > 0
-    for totals, stages, stats in results:
-        assert totals["microbatches"] == 2
-        assert stages == set(stats["seconds"])
-        assert totals == pytest.approx({name: stats[name] for name in totals})
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,7 @@ def test_no_rank_exceeds_the_mean_of_the_busiest_domain(problem):
 
 BROKEN = {
     "slots": ({"slots": 3}, "3 slots, it needs 4"),
-    "uneven homes": (
-        {"slots": 4, "experts": [0, 0, 0, 0, 0, 1, 1, 1]},
-        "4 slots, it needs 5",
-    ),
+    "uneven homes": ({"slots": 4, "experts": [0, 0, 0, 0, 0, 1, 1, 1]}, "4 slots, it needs 5"),
     "tolerance": ({"config": BalanceConfig(tolerance=0.01)}, "tolerance=0.01, it needs 0"),
     "floor": (
         {"config": BalanceConfig(min_tokens_per_replica=64)},

@@ -10,13 +10,7 @@ from cases import NAMED, draw_ids, plan_of, with_padding
 from microbatches import counted
 
 import ultraep
-from ultraep import (
-    BalanceConfig,
-    Balancer,
-    ConfigError,
-    LoadError,
-    Topology,
-)
+from ultraep import BalanceConfig, Balancer, ConfigError, LoadError, Topology
 from ultraep.backends.triton.device import default_device
 from ultraep.backends.triton.planner import MAX_TILE
 from ultraep.reroute import reroute

@@ -11,7 +11,6 @@ from ultraep import BalancedMoE, Balancer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance"),  # one rank over NCCL
 ]
 CUDA = torch.device("cuda")

@@ -14,10 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ultraep import CommunicationError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 LIMIT = 240.0  # seconds of one test
 
 

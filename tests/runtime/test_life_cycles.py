@@ -47,10 +47,7 @@ def mapped(rank, group, program):
         inside = dist.new_group(pair, use_local_synchronization=True)
         options = program.options
     balancer = Balancer._with_settings(
-        group,
-        peers=SharedPeers(inside),
-        timeout=PATIENCE,
-        **options,
+        group, peers=SharedPeers(inside), timeout=PATIENCE, **options
     )
     observed = OnRank(program, balancer).run()
     balancer.check()

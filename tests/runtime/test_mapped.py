@@ -27,7 +27,6 @@ from ultraep import (
     PlanMismatch,
     SlotError,
     UltraEPError,
-    read_trace,
 )
 from ultraep.backends.triton import rerouter, streamer
 from ultraep.backends.triton.device import interpreted
@@ -423,7 +422,7 @@ def test_the_first_pass_may_be_in_inference_mode(alone):
     assert gradient(example, layer).any()
 
 
-# Stats and traces.
+# Stats.
 
 COUNTED = ("microbatches", "imbalance_before", "imbalance_after", "copies", "remote_share")
 
@@ -446,32 +445,6 @@ def counters(balancer, example):
 def test_statistics_agree_with_messages():
     actual = assert_as_on_host(counters, single([9, 7]), slots=1, relay="direct")
     assert actual[0]["sent"].min() > 0
-
-
-def test_a_trace_agrees_with_messages(tmp_path):
-    example, traces = single([9, 7, 8], experts=9), []
-    for place in ("mapped", "messages"):
-        options = {"slots": 1, "record": str(tmp_path / place)}
-        if place == "mapped":
-            shared_pool().run(3, on_device, recorded, example, options)
-        else:
-            on_host(recorded, example, options)
-        traces.append(read_trace(tmp_path / place))
-    mapped, messages = traces
-    assert len(mapped) == len(messages) == 2
-    for record in range(2):
-        assert mapped.plan(record).digest() == messages.plan(record).digest()
-    assert mapped.slot_rows.tolist() == messages.slot_rows.tolist()
-    assert mapped.header.stages == messages.header.stages
-    assert (mapped.seconds.max(axis=1) > 0).tolist() == (messages.seconds.max(axis=1) > 0).tolist()
-    assert mapped.bytes_moved.sum() > 0
-
-
-def recorded(balancer, example):
-    for _ in range(2):
-        one_pass(balancer, example)
-    balancer.close()
-    return {}
 
 
 # Choice and growth of the plane.

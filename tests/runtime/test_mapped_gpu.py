@@ -21,10 +21,7 @@ from ultraep.backends.triton.streamer import Streamer
 from ultraep.bundle import Layout
 from ultraep.runtime.mapped.peers import SymmetricPeers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 ROUNDS = int(os.environ.get("ULTRAEP_GPU_ROUNDS", "200"))
 LONG = 600.0 + ROUNDS  # seconds; only what hangs needs them

@@ -12,22 +12,11 @@ from dense import Example, assert_close, dense, network
 from gpu_ranks import CUDA, PATIENCE, PRECISION, assert_alike, mapped, messages, one_pass
 from torch import nn
 
-from ultraep import (
-    BalancedMoE,
-    Balancer,
-    ConfigError,
-    ExpertsFrom,
-    LoadError,
-    Routing,
-    read_trace,
-)
+from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LoadError, Routing, read_trace
 from ultraep.tools.replay import differing
 from ultraep.trace.schema import BACKWARD, FORWARD
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 LONG = 600.0  # seconds; only what hangs needs them
 EXPERTS, HIDDEN, FFN, TOP_K = 8, 64, 48, 2
 PLANES = ["mapped", "messages"]

@@ -12,15 +12,7 @@ from ranks import TRANSPORTS, everywhere, shared_pool
 from shared_peers import SharedPeers
 from torch.utils.checkpoint import checkpoint
 
-from ultraep import (
-    BalanceConfig,
-    Balancer,
-    ConfigError,
-    ExpertsFrom,
-    LocalGroup,
-    Rates,
-    read_trace,
-)
+from ultraep import BalanceConfig, Balancer, ConfigError, ExpertsFrom, LocalGroup, Rates, read_trace
 from ultraep.backends.triton.device import interpreted
 from ultraep.bundle import Layout
 from ultraep.config import MOST_PER_ROW, two_digits

@@ -5,15 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from dense import (
-    DenseMoE,
-    Example,
-    assert_close,
-    dense,
-    gradients_of,
-    on_every_rank,
-    on_ranks,
-)
+from dense import DenseMoE, Example, assert_close, dense, gradients_of, on_every_rank, on_ranks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,

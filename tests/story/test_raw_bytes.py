@@ -225,11 +225,7 @@ def on_mapped(rank: int, group: Any, names: list[str]) -> list[Tensors]:
     results = []
     for name in names:
         balancer = Balancer._with_settings(
-            group,
-            experts=EXPERTS,
-            data_plane="mapped",
-            peers=SharedPeers(group),
-            capacity=80,
+            group, experts=EXPERTS, data_plane="mapped", peers=SharedPeers(group), capacity=80
         )
         results.append(one_pass(balancer, name, "ultraep"))
         balancer.check()

@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from dense import (
-    Example,
-    assert_close,
-    network,
-    with_network,
-)
+from dense import Example, assert_close, network, with_network
 from microbatches import planned
 
 from ultraep import Balancer, LocalGroup, UltraEPError, serve

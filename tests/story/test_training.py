@@ -49,9 +49,7 @@ def test_without_gradients():
 
 
 @pytest.mark.parametrize(
-    "trained",
-    [{"router.weight"}, set(), *({f"experts.{name}"} for name in EXPERT_NAMES)],
-    ids=str,
+    "trained", [{"router.weight"}, set(), *({f"experts.{name}"} for name in EXPERT_NAMES)], ids=str
 )
 def test_frozen_parameters_get_no_gradients(trained):
     def work(layer, x, gradient):
@@ -94,12 +92,7 @@ def after_writing_weights_before_backward(layer, x, gradient):
 
 
 @pytest.mark.parametrize(
-    "before",
-    [
-        after_inference_mode,
-        after_a_second_backward,
-        after_writing_weights_before_backward,
-    ],
+    "before", [after_inference_mode, after_a_second_backward, after_writing_weights_before_backward]
 )
 def test_the_next_step_has_the_right_gradients(before):
     def work(layer, x, gradient):

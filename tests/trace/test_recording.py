@@ -19,12 +19,8 @@ FORWARD_STAGES, BACKWARD_STAGES = set(FORWARD), set(BACKWARD) - {"recompute"}
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
+def not_by_the_environment(monkeypatch, one_thread):
     monkeypatch.delenv(VARIABLE, raising=False)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def ids_of(rank, step, tokens=40):
