@@ -77,6 +77,9 @@ class Replicas(ABC):
         if current != NO_PASS:
             self._lent[self] = current
 
+    def begin_again(self) -> None:  # noqa: B027 - messages fill the slots when they are entered
+        """Begin to fill the slots for backward beside other work, if forward used them."""
+
     def __exit__(self, *error: Any) -> None:
         if error[1] is not None:
             note_failure(error[1])

@@ -29,7 +29,7 @@ OURS = Contender("ultraep", "ultraep", slots=1)
 def counted(ids: Any, topology: Topology) -> Any:
     """[D] share of the tokens that each domain serves, counted by the runtime."""
     domains = Domains(topology, 0, torch.device("cpu"))
-    return domains.counts(torch.from_numpy(ids)).numpy() / len(ids)
+    return domains.serving(domains.of_ids(torch.from_numpy(ids))).sum(1).numpy() / len(ids)
 
 
 def drawn_ids(weights: Any, tokens: int, top_k: int) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ultraep.comm import Communicator, Peers
 from ultraep.runtime import mapped
 from ultraep.runtime.microbatch import Context, PlaneKind, PlaneRequest
 
@@ -42,22 +41,13 @@ def _connect(request: PlaneRequest) -> Callable[[Context], DataPlane]:
     for domain in range(request.topology.num_domains):
         request.topology.of_domain(domain)  # raises if a domain has too few experts
     inside = request.comm.part(request.topology.domain_size)
-    if _of_messages(request):
-        return partial(_make, inside=inside, peers=None)
-    peers = request.peers or inside.peers(request.device)
-    peers.allocate("probe", 64)
-    return partial(_make, inside=inside, peers=peers)
+    peers = None
+    if not _of_messages(request):
+        peers = request.peers or inside.peers(request.device)
+        peers.allocate("probe", 64)
+    from ultraep.runtime.hybrid.plane import HybridPlane
 
-
-def _make(context: Context, inside: Communicator, peers: Peers | None) -> DataPlane:
-    """Return the plane of this rank."""
-    if peers is None:
-        from ultraep.runtime.hybrid.plane import HybridPlane
-
-        return HybridPlane(context, inside)
-    from ultraep.runtime.hybrid.mapped_inside import MappedHybridPlane  # imports triton
-
-    return MappedHybridPlane(context, inside, peers)
+    return partial(HybridPlane, comm=inside, peers=peers)
 
 
 PLANE = PlaneKind(

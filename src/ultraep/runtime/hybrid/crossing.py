@@ -1,29 +1,30 @@
-"""Crossing: the tokens of one microbatch that travel between fast-link domains.
+"""Crossing: the rows of one microbatch over several fast-link domains.
 
 The rank at place p of a domain exchanges tokens with the ranks at place p of all other domains. A
 token crosses once to every domain that serves it, with the slots and gates of its choices there,
 and the rank that receives it spreads it inside of its domain like a token of its own. On the way
 back, the rows of a token are summed inside of the domain, and the sum crosses.
 
-A row stays in the domain of its expert's home, whichever replica serves it. So `Domains.counts`
-knows how many tokens cross before the plan is made.
+A row stays in the domain of its expert's home, whichever replica serves it. So the ids alone
+determine how many tokens cross.
 
 Shapes: T tokens of this rank, K experts per token, X of its tokens that cross, counted for every
-domain, T' its tokens and those that arrive, R ranks, D domains.
+domain, T' its tokens and those that arrive, A arrived rows, D model width, R ranks, N domains.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from ultraep.arrays import PADDING, IntArray
-from ultraep.comm import Communicator
+from ultraep.comm import Communicator, moved
+from ultraep.dispatch import Moved
+from ultraep.microbatch import Rows
 from ultraep.ops.products import accumulator
+from ultraep.passes import Passes
 from ultraep.runtime.torch_dist import as_bytes
 from ultraep.topology import Topology
 
@@ -32,145 +33,141 @@ class Domains:
     """The domains of a topology, as tables on the device of the tokens."""
 
     def __init__(self, topology: Topology, rank: int, device: torch.device) -> None:
-        self.topology, self.size = topology, topology.domain_size
+        self.size, self._experts = topology.domain_size, topology.experts
         self.own, self.place = divmod(rank, self.size)
         homes = np.append(topology.home_of_expert // self.size, PADDING)
-        self._home_of_expert = torch.from_numpy(homes).to(device)  # the last: of padding
+        self._of_expert = torch.from_numpy(homes).to(device)  # the last: of padding
         firsts = topology.first_slot_of_rank[: -1 : self.size].copy()
-        self.first_slots = torch.from_numpy(firsts).to(device)
+        self._first_slots = torch.from_numpy(firsts).to(device)
         self.numbers = torch.arange(topology.num_domains, device=device)
 
-    def counts(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """Return [D] how many of the tokens have an expert in each domain."""
-        experts = self.topology.experts
-        known = (ids_TK >= 0) & (ids_TK < experts)
-        domain_TK = self._home_of_expert[torch.where(known, ids_TK, experts).long()]
-        return self._served(domain_TK).sum(1)
+    def of_ids(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        """Return [T, K] the domain that serves each choice; -1: padding or an invalid id."""
+        known = (ids_TK >= 0) & (ids_TK < self._experts)
+        return self._of_expert[torch.where(known, ids_TK, self._experts).long()]
 
-    def _served(self, domain_TK: torch.Tensor) -> torch.Tensor:
-        """Return [D, T] whether a domain serves a token."""
-        return (domain_TK == self.numbers[:, None, None]).any(-1)
-
-    def of_slots(self, slots_TK: torch.Tensor) -> torch.Tensor:
-        """Return [T, K] the domain of every slot; -1: padding."""
-        return torch.bucketize(slots_TK, self.first_slots, right=True) - 1
-
-    def crossing(self, domain_TK: torch.Tensor, num: int) -> torch.Tensor:
-        """Return [num, 2] domain and token of everything that crosses, by domain."""
-        served = self._served(domain_TK)
-        served[self.own] = False
-        return torch.nonzero_static(served, size=num)
+    def serving(self, domains_TK: torch.Tensor) -> torch.Tensor:
+        """Return [N, T] whether a domain serves a token."""
+        return (domains_TK == self.numbers[:, None, None]).any(-1)
 
     def local(
         self, slots: torch.Tensor, domains: torch.Tensor, wanted: torch.Tensor
     ) -> torch.Tensor:
         """Return the slots of the wanted domains, counted from their first slot; others are -1."""
-        return torch.where(domains == wanted, slots - self.first_slots[wanted], PADDING).int()
+        return torch.where(domains == wanted, slots - self._first_slots[wanted], PADDING).int()
 
 
 class Crossing:
-    """The tokens of one microbatch that cross.
+    """Moves rows between tokens and slots, through the domain of the slots; see `Rows`.
 
-    slots: [T, K] global slots of the rows.   counts: [R, D] `Domains.counts` of all ranks.
+    comm: all ranks.   slots: [T, K] of all ranks.   of_slots: [T, K] their domains.
+    counts: [R, N] tokens of every rank that each domain serves.
+    begins: first row of each slot of this rank.
+    inside: returns the object that moves [T', K] rows inside of this domain, given their slots.
+    at_backward: called when backward begins.
     """
 
     def __init__(
-        self, domains: Domains, comm: Communicator, slots_TK: torch.Tensor, counts: IntArray
+        self,
+        passes: Passes,
+        domains: Domains,
+        comm: Communicator,
+        slots: torch.Tensor,
+        of_slots: torch.Tensor,
+        counts: IntArray,
+        begins: list[int],
+        inside: Callable[[torch.Tensor], Rows],
+        at_backward: Callable[[], None],
     ) -> None:
-        self._domains, self._comm, self._slots = domains, comm, slots_TK
-        size, own, place = domains.size, domains.own, domains.place
-        sent, arrived = counts[comm.rank].copy(), counts[place::size, own].copy()
-        sent[own] = arrived[own] = 0
-        self._sent: list[int] = sent.tolist()  # by domain
-        self._send_counts, self._receive_counts = (
-            _at_place(numbers, place, size) for numbers in (sent, arrived)
+        self.passes, self.slots, self._begins = passes, slots, begins
+        self.offsets = moved(torch.tensor(begins, dtype=torch.int32), slots.device)
+        self._domains, self._comm, self._of_slots = domains, comm, of_slots
+        self._make_inside, self._at_backward = inside, at_backward
+        self._inside: Rows | None = None  # once the slots of other domains have arrived
+        sent, arrived = np.zeros((2, comm.size), np.int64)
+        at_place = slice(domains.place, None, domains.size)
+        sent[at_place], arrived[at_place] = counts[comm.rank], counts[at_place, domains.own]
+        sent[comm.rank] = arrived[comm.rank] = 0
+        self._send_counts, self._receive_counts = sent.tolist(), arrived.tolist()
+        self._sent: list[int] = sent[at_place].tolist()  # by domain
+
+    def begins(self) -> list[int]:
+        return self._begins
+
+    def begin_backward(self) -> None:
+        self.passes.begin_backward()
+        self._at_backward()
+
+    def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
+        record = self.passes.record
+        if not record.backward:
+            record.at("dispatch")
+        slots = [self._slots_inside()] if self._inside is None else []
+        values = [value for value in (values_TD, scalars_TK) if value is not None]
+        pairs = [(value, value.index_select(0, self._tokens)) for value in values] + slots
+        leaving = [value for _, value in pairs]
+        arrived = self._exchange(leaving, self._send_counts, self._receive_counts)
+        values = [torch.cat((own, new)) for (own, _), new in zip(pairs, arrived, strict=True)]
+        if self._inside is None:
+            self._inside = self._make_inside(values.pop())
+        rows = self._inside.to_slots(values[0], values[1] if scalars_TK is not None else None)
+        record.at("experts", "experts back")
+        return rows
+
+    def _slots_inside(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the [X] tokens that cross.
+
+        Returns the [T, K] slots in this domain and the [X, K] slots in the domains of these tokens,
+        each counted from the first slot of its domain.
+        """
+        domains, of_slots, own = self._domains, self._of_slots, self._domains.own
+        serving = domains.serving(of_slots)
+        serving[own] = False
+        crossing = torch.nonzero_static(serving, size=sum(self._sent))  # domain and token
+        tokens = self._tokens = crossing[:, 1].contiguous()
+        wanted = domains.numbers[own : own + 1]  # no scalar: as an index it makes the host wait
+        leaving = self.slots.index_select(0, tokens), of_slots.index_select(0, tokens)
+        return (
+            domains.local(self.slots, of_slots, wanted),
+            domains.local(*leaving, crossing[:, :1]),
         )
 
-    @cached_property
-    def _of_slots(self) -> torch.Tensor:
-        return self._domains.of_slots(self._slots)
-
-    @cached_property
-    def _pairs(self) -> torch.Tensor:
-        """[X, 2] domain and token."""
-        return self._domains.crossing(self._of_slots, sum(self._sent))
-
-    @cached_property
-    def _tokens_that_cross(self) -> torch.Tensor:
-        """[X]."""
-        return self._pairs[:, 1].contiguous()
-
-    def _leaving(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [value.index_select(0, self._tokens_that_cross) for value in values]
-
-    def to_domains(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """Return [T', ...] of each [T, ...]: own tokens, then those that arrive."""
-        return self._with_arrived(values, self._leaving(values))
-
-    def to_domains_first(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """Like `to_domains`; return also the [T', K] slots in this domain, counted from its first.
-
-        They are the last of the result.
-        """
-        domains, own = self._domains, self._domains.own
-        wanted = domains.numbers[own : own + 1]  # no scalar: as an index it makes the host wait
-        local = domains.local(self._slots, self._of_slots, wanted)
-        slots, of_slots = self._leaving([self._slots, self._of_slots])
-        leaving = domains.local(slots, of_slots, self._pairs[:, :1])
-        return self._with_arrived([*values, local], [*self._leaving(values), leaving])
-
-    def _with_arrived(
-        self, own: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        arrived = self._moved(leaving, self._send_counts, self._receive_counts)
-        return [torch.cat(pair) for pair in zip(own, arrived, strict=True)]
-
-    def to_tokens(self, *sums: torch.Tensor) -> list[torch.Tensor]:
-        """Return [T, ...] of each [T', ...]: the sums of all domains, added in their order."""
-        tokens = len(self._slots)
+    def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
+        assert self._inside is not None, "rows move to the slots first"
+        record, tokens = self.passes.record, len(self.slots)
+        record.at("combine", "dispatch back")
+        inside = self._inside.to_tokens(rows_AD, scalars_A)
+        sums = [value for value in inside if value is not None]
         leaving = [value[tokens:] for value in sums]
-        arrived = self._moved(leaving, self._receive_counts, self._send_counts)
-        return [
-            self._added(value[:tokens], parts) for value, parts in zip(sums, arrived, strict=True)
-        ]
+        arrived = self._exchange(leaving, self._receive_counts, self._send_counts)
+        sums = [self._added(own[:tokens], new) for own, new in zip(sums, arrived, strict=True)]
+        if record.backward:
+            record.end()
+        return sums[0], sums[1] if scalars_A is not None else None
 
     def _added(self, own: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        """Return [T, ...] the sums of this domain and of the others, added in their order."""
         total = own.to(accumulator(own.dtype))
         total = total.clone() if total is own else total
-        tokens = self._tokens_that_cross.split(self._sent)
-        parts = zip(tokens, arrived.split(self._sent), strict=True)
-        for token, part in parts:  # a token occurs once in each part, so the order is fixed
-            total.index_add_(0, token, part.to(total.dtype))
+        parts = zip(self._tokens.split(self._sent), arrived.split(self._sent), strict=True)
+        for tokens, part in parts:  # a token occurs once in each part, so the order is fixed
+            total.index_add_(0, tokens, part.to(total.dtype))
         return total.to(own.dtype)
 
-    def _moved(
+    def _exchange(
         self, values: Sequence[torch.Tensor], sent: list[int], received: list[int]
     ) -> list[torch.Tensor]:
         """Send [X, ...] tensors in one message to every domain; return those that arrive."""
         if len(values) == 1:
             return [self._comm.all_to_all(values[0].contiguous(), sent, received)]
-        rows = [_as_bytes(value) for value in values]
+        rows = [as_bytes(v).view(len(v), v.shape[1] * v.itemsize) for v in values]
         arrived = self._comm.all_to_all(torch.cat(rows, dim=1), sent, received)
         parts = arrived.split([row.shape[1] for row in rows], dim=1)
-        return [_as_values(part, value) for part, value in zip(parts, values, strict=True)]
+        return [_as_dtype(part, value.dtype) for part, value in zip(parts, values, strict=True)]
 
 
-def _at_place(numbers_D: IntArray, place: int, size: int) -> list[int]:
-    """Return [R] the numbers at the ranks of one place of all domains, 0 at others."""
-    of_ranks = np.zeros((len(numbers_D), size), np.int64)
-    of_ranks[:, place] = numbers_D
-    result: list[int] = of_ranks.reshape(-1).tolist()
-    return result
-
-
-def _as_values(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return [X, ...] of [X, bytes], as one value of packed rows; a view if it is aligned."""
-    size = like.itemsize
-    if part.storage_offset() % size or part.stride(0) % size:
+def _as_dtype(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return [X, ...] of [X, bytes], a part of packed rows; a view if it is aligned."""
+    if part.storage_offset() % dtype.itemsize or part.stride(0) % dtype.itemsize:
         part = part.clone(memory_format=torch.contiguous_format)
-    return part.view(like.dtype).view(len(part), *like.shape[1:])
-
-
-def _as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """Return [X, bytes] of [X, ...]."""
-    return as_bytes(value).view(len(value), math.prod(value.shape[1:]) * value.itemsize)
+    return part.view(dtype)

@@ -53,7 +53,6 @@ class MappedReplicas(Replicas):
         super().give_back()
 
     def begin_again(self) -> None:
-        """Begin to fill the slots for backward, if forward used them."""
         if self._buffer is not None and not self.begun:
             self.begin()
             self.begun = True

@@ -49,7 +49,6 @@ class MessagesPlane:
 
     def __init__(self, context: Context) -> None:
         self.context, self.topology = context, context.topology
-        self.of_domain = context  # the ranks between which replicas move
         self.pool = SlotPool(context.topology.slots, context.settings.in_flight)
         self.kernels: Kernels | None = None
         self.last_config: dict[int, BalanceConfig] = {}  # by layer
@@ -64,6 +63,12 @@ class MessagesPlane:
         layout = Layout.of(tensors, len(self.topology.home_experts(self.context.comm.rank)))
         with self.pool.lend(layout, device_of_bundle(tensors), "prepare()"):
             self.kernels = self._kernels_for(ids)
+
+    def replicas(
+        self, passes: Passes, plan: Plan, bundle: Bundle, device: torch.device
+    ) -> Replicas:
+        """Return the replicas of a plan; device: where the tokens are."""
+        return MessageReplicas(self.context, self.pool, passes, plan, bundle, device)
 
     def verifier(self, device: torch.device) -> tuple[Agreement, torch.device]:
         """Return what compares plans, and the device of its messages."""
@@ -225,14 +230,12 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         )
 
     def _replicas(self, plan: Plan) -> Replicas:
-        bundle, device, pool = self._inputs.layer.bundle, self._inputs.ids.device, self._plane.pool
-        return MessageReplicas(self._plane.of_domain, pool, self.passes, plan, bundle, device)
+        inputs = self._inputs
+        return self._plane.replicas(self.passes, plan, inputs.layer.bundle, inputs.ids.device)
 
     def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
         passes = Passes(NO_LAYER, self.passes.step)
-        context, pool = self._plane.of_domain, self._plane.pool
-        device = self._inputs.ids.device
-        return MessageReplicas(context, pool, passes, plan, bundle, device)
+        return self._plane.replicas(passes, plan, bundle, self._inputs.ids.device)
 
     def _rows(self, plan: Plan) -> Rows:
         return RowMessages(self._routes(plan), self._context, self.passes)
