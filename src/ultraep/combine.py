@@ -14,12 +14,12 @@ import torch
 
 from ultraep.dispatch import RowMover
 from ultraep.ops.modes import outside_dispatch_modes
-from ultraep.ops.recompute import Gradients, first_order, save
+from ultraep.ops.recompute import Gradients, first_order, run, save
 
 
 def combine(outputs_AD: torch.Tensor, mover: RowMover) -> torch.Tensor:
     """Return the `[T, D]` outputs of this rank's tokens. Padding contributes nothing."""
-    y_TD: torch.Tensor = _Combine.apply(outputs_AD, mover)  # type: ignore[no-untyped-call]
+    y_TD: torch.Tensor = run(_Combine, outputs_AD, mover)
     return y_TD
 
 

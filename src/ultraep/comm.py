@@ -7,7 +7,7 @@ know shapes and counts from the plan, so they are not sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -79,6 +79,21 @@ class Region:
     local: torch.Tensor  # [bytes] of this rank
     addresses: torch.Tensor  # [size] where the memory of every rank begins, in this process
     handle: object = None  # keeps it mapped
+    _views: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    def part(
+        self, begin: int, end: int | None = None, dtype: torch.dtype = torch.int32, width: int = 0
+    ) -> torch.Tensor:
+        """Return bytes of this rank as a vector, or as rows of this width; made once."""
+        key = begin, end, dtype, width
+        view = self._views.get(key)
+        if view is None:
+            if width:
+                row = width * dtype.itemsize
+                end = begin + (self.local.numel() - begin) // row * row
+            view = self.local[begin:end].view(dtype)
+            view = self._views[key] = view.view(-1, width) if width else view
+        return view
 
 
 class Peers(Protocol):

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from ultraep.ops.modes import outside_dispatch_modes
-from ultraep.ops.recompute import Gradients, first_order, save
+from ultraep.ops.recompute import Gradients, first_order, run, save
 
 Pack: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [T, D] -> [T, bytes]
 Moved: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # rows, and a scalar for each
@@ -155,7 +155,7 @@ def send(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the rows and gates that arrive at the slots of this rank, and their packed bytes."""
     sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-    sent = _Dispatch.apply(tokens_TD, gates_TK, mover, pack)  # type: ignore[no-untyped-call]
+    sent = run(_Dispatch, tokens_TD, gates_TK, mover, pack)
     return sent
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -56,8 +56,7 @@ class Layer:
     pack: Pack | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The inputs of a microbatch."""
 
     passes: Passes

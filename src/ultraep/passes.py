@@ -33,6 +33,7 @@ from ultraep.plan import Plan
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed forward"
 TIMED = 8  # one in this many microbatches is timed on a GPU, unless all are recorded
 MOST_OPEN, MOST_PENDING = 256, 4096  # passes that have not ended; groups that wait for the device
+MOST_WAITING = 8  # groups that wait for a pause of the host
 WORD, GOLDEN = 1 << 32, 2654435769  # the golden section of a 32-bit word
 CPU = torch.device("cpu")
 STOPPED = "_StopRecomputationError"  # torch raises it when a checkpoint has recomputed enough
@@ -68,9 +69,9 @@ class PassRecord:
         self.timeline: list[tuple[str, float]] = []
         self.plan: Any = passes.plan
         self.sent: list[tuple[str, int, int | None]] = []
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.bytes_sent: dict[str, int] = defaultdict(int)
-        self.replicas_sent: dict[str, int] = defaultdict(int)
+        self.seconds: dict[str, float] = {}
+        self.bytes_sent: dict[str, int] = {}
+        self.replicas_sent: dict[str, int] = {}
         self.passes: Passes | None = None  # until subscribers were called
         self.number, self.digests = 0, (0, 0)  # for the flight recorder
         self.clock = time.perf_counter
@@ -116,6 +117,8 @@ class PassRecord:
 
     def finish(self, rank: int) -> None:
         """Set the attributes that subscribers read; the device has finished the pass."""
+        self.seconds, self.bytes_sent = defaultdict(float), defaultdict(int)
+        self.replicas_sent = defaultdict(int)
         for what, nbytes, replicas in self.sent:
             number = replicas_sent(self.plan, what, rank) if replicas is None else replicas
             self.bytes_sent[what] += nbytes * number
@@ -198,6 +201,10 @@ class Passes:
         self.record = self._begin(BACKWARD)
         self.record.at("combine back")
 
+    def deliver(self) -> bool:
+        """Deliver an earlier pass that has ended; return whether there was one."""
+        return self._log is not None and self._log.deliver()
+
     def _begin(self, kind: str) -> PassRecord:
         if self._log is None:
             return PassRecord(self, kind)
@@ -222,23 +229,23 @@ class PassLog:
         self.warn_of_captures = False
         self._open: dict[PassRecord, None] = {}
         # Passes on a GPU that have ended, with functions that return their plans.
-        self._ended: list[tuple[PassRecord, Callable[[], Plan] | None]] = []
-        self._pending: deque[tuple[Any, list[tuple[PassRecord, Any]]]] = deque()
+        self._ended: deque[tuple[PassRecord, Callable[[], Plan] | None]] = deque()
+        self._pending: deque[tuple[Any, deque[tuple[PassRecord, Any]]]] = deque()
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call the subscriber once for each pass that no graph captures."""
         self._subscribers.append(subscriber)
 
     def begin(self, passes: Passes, kind: str, device: torch.device) -> PassRecord:
-        """Begin a pass; deliver earlier passes that a device has finished."""
+        """Begin a pass; deliver earlier ones if many wait for it."""
         record = self.record_type(passes, kind, self)
         record.passes, record.clock = passes, self.clock
         if device.type == "cuda":
             record.timed = self.times(passes.step)
             record.captured = torch.cuda.is_current_stream_capturing()
             record.on_gpu = not record.captured
-            while record.on_gpu and self._pending and self._pending[0][0].query():
-                self._deliver_next()
+            while record.on_gpu and len(self._pending) > MOST_WAITING and self.deliver():
+                pass
         if self.flight is not None:
             self.flight.add(record)
         self._open[record] = None
@@ -273,15 +280,24 @@ class PassLog:
     def _wait_for(self, event: Any) -> None:
         """Deliver the passes that have ended when this event has come."""
         self._pending.append((event, self._ended))
-        self._ended = []
-        if len(self._pending) > MOST_PENDING:
-            self._deliver_next()
+        self._ended = deque()
+        while len(self._pending) > MOST_PENDING:
+            self.deliver(wait=True)
 
-    def _deliver_next(self) -> None:
-        event, ended = self._pending.popleft()
-        event.synchronize()
-        for record, plan in ended:
-            self._deliver(record, plan and plan())
+    def deliver(self, *, wait: bool = False) -> bool:
+        """Deliver one pass that has ended on the device; return whether there was one."""
+        if not self._pending:
+            return False
+        event, ended = self._pending[0]
+        if wait:
+            event.synchronize()
+        elif not event.query():
+            return False
+        record, plan = ended.popleft()
+        if not ended:
+            self._pending.popleft()
+        self._deliver(record, plan and plan())
+        return True
 
     def _deliver(self, record: PassRecord, plan: Any) -> None:
         record.plan = plan
@@ -308,8 +324,8 @@ class PassLog:
             self._give_up(record)
         if self._ended:
             self._wait_for(_event())
-        while self._pending:
-            self._deliver_next()
+        while self.deliver(wait=True):
+            pass
 
     def _give_up(self, record: PassRecord) -> None:
         """Deliver a pass that does not end, such as one whose rows the caller dispatches."""

@@ -6,6 +6,7 @@ Shapes: T tokens, K experts per token, E experts, D model width.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ultraep.config import check_choice
 from ultraep.errors import ConfigError
 
 SCORES = ("softmax", "sigmoid")
+NOTHING = nullcontext()
 
 
 class Routing(NamedTuple):
@@ -61,13 +63,19 @@ class Router(nn.Module):
     def forward(self, tokens_TD: torch.Tensor) -> Routing:
         """Return ids, gates and logits of every token."""
         wide = torch.promote_types(tokens_TD.dtype, torch.float32)
-        with torch.autocast(tokens_TD.device.type, enabled=False):
+        device = tokens_TD.device.type
+        autocast = torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if autocast else NOTHING:
             logits = linear(tokens_TD.to(wide), self.weight.to(wide))
-        scores = logits.softmax(dim=-1) if self.scores == "softmax" else logits.sigmoid()
+        softmax = self.scores == "softmax"
+        if softmax and self.normalize and self.bias is None:  # gates of the largest logits
+            chosen, ids = logits.topk(self.top_k, dim=-1)
+            return Routing(ids, chosen.softmax(dim=-1), logits)
+        scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
         choice = scores if self.bias is None else scores + self.bias
         ids = choice.topk(self.top_k, dim=-1).indices
         if not self.normalize:
             return Routing(ids, scores.gather(-1, ids), logits)
         # Normalise in log space: the scores of the chosen experts may all underflow.
-        logs = logits if self.scores == "softmax" else logsigmoid(logits)
+        logs = logits if softmax else logsigmoid(logits)
         return Routing(ids, logs.gather(-1, ids).softmax(dim=-1), logits)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ultraep import Topology
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.exchange import SCALAR, RowExchange, RowMap, aligned
+from ultraep.comm import Region
 from ultraep.reroute import reroute
 
 DEVICE = default_device()
@@ -25,20 +26,13 @@ SENTINEL = 99.0
 RANK = 1 << 32  # factor of a rank in origins and landings
 
 
-class Piece(NamedTuple):
-    """A region, as one rank sees it."""
-
-    local: torch.Tensor
-    addresses: torch.Tensor
-
-
 def make_region(ranks, num_bytes):
     """Return the regions of all ranks, filled with garbage."""
     pieces = [
         torch.full((num_bytes,), 0xAB, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)
     ]
     addresses = torch.tensor([piece.data_ptr() for piece in pieces], device=DEVICE)
-    return [Piece(piece, addresses) for piece in pieces]
+    return [Region(piece, addresses) for piece in pieces]
 
 
 def pieces_of(*regions):

@@ -28,7 +28,7 @@ from ultraep.ops.activations import activation_named
 from ultraep.ops.fp8 import E4M3, SCALES, Quantise, pack, quantise
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import Beside, Stacks, TorchProducts, accumulator
-from ultraep.ops.recompute import Gradients, first_order, save
+from ultraep.ops.recompute import UNTRACKED, Gradients, first_order, run, save
 from ultraep.parallel.home import HomeModule
 from ultraep.replicas import Replicas
 
@@ -196,9 +196,8 @@ class Experts(HomeModule):
             own = dict(zip(own, weights, strict=True))
         engine = self._engine(arrivals, replicas)
         call = _Call(engine, replicas, tuple(own), self._fp8_tensors() if self.fp8 else {})
-        outputs: torch.Tensor = _TwoProducts.apply(  # type: ignore[no-untyped-call]
-            arrivals.rows, arrivals.gates, arrivals.packed, call, *own.values()
-        )
+        inputs = arrivals.rows, arrivals.gates, arrivals.packed
+        outputs: torch.Tensor = run(_TwoProducts, *inputs, call, *own.values())
         return outputs
 
     def _engine(self, arrivals: Arrivals, replicas: Replicas) -> TorchProducts | TritonProducts:
@@ -265,8 +264,9 @@ class _TwoProducts(torch.autograd.Function):
             scale=gates_A,
             out=call.replicas.served_rows(rows_AD),
         )
-        ctx.like = rows_AD.new_empty(()).expand(rows_AD.shape)
-        save(ctx, call, inputs, gates_A, up, *stacked)
+        if ctx is not UNTRACKED:
+            ctx.like = rows_AD.new_empty(()).expand(rows_AD.shape)
+            save(ctx, call, inputs, gates_A, up, *stacked)
         return outputs_AD
 
     @staticmethod

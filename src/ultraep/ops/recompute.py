@@ -53,8 +53,35 @@ def label_of(state: Any) -> torch.Tensor:
         return torch.from_numpy(memory)
 
 
+class _Untracked:
+    """The context of a forward pass that has no backward pass."""
+
+    needs_input_grad = (False,) * 16
+
+    def __setattr__(self, name: str, value: object) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+UNTRACKED = _Untracked()
+
+
+def run(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Call an autograd function; if gradients are disabled, only its forward pass, which is faster.
+
+    Saved tensors and attributes of `ctx` are then dropped.
+    """
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    return function.forward(UNTRACKED, *arguments)
+
+
 def save(ctx: Any, state: Any, *tensors: torch.Tensor) -> None:
     """Save tensors for backward, and the state that belongs to them."""
+    if ctx is UNTRACKED:
+        return
     ctx.state = state  # a hook that copies saved tensors would otherwise lose the state
     ctx.save_for_backward(label_of(state), *tensors)
 

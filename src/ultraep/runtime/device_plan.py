@@ -67,16 +67,17 @@ class DevicePlan:
 
     def copied(self) -> DevicePlan:
         """Return the plan in its own memory, which the next plan does not overwrite."""
-        return replace(self, loads=self.loads.clone(), result=self.result.clone())
+        alone = self.topology.ranks == 1  # then there is only one result
+        result = self.result if alone else self.result.clone()
+        return replace(self, loads=self.loads.clone(), result=result)
 
     def to_host_async(self) -> Callable[[], Plan]:
         """Return a callable that yields the `Plan` once the device has produced it."""
         if self.fetched is not None or self.result.device.type == "cpu":
             return self.to_host
-        result, loads = (
-            torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
-            for t in (self.result, self.loads)
-        )
+        loads = _on_its_way(self.loads)
+        alone = self.topology.ranks == 1
+        result = torch.zeros(len(self.result)) if alone else _on_its_way(self.result)
         return lambda: self.to_host(loads.numpy().astype(np.int64), result)
 
     def to_host(self, loads: IntArray | None = None, fetched: torch.Tensor | None = None) -> Plan:
@@ -104,6 +105,11 @@ class DevicePlan:
             part("rank_loads") if self.topology.ranks > 1 else loads.sum(axis=1),
         ]
         return Plan(self.topology, self.config, *map(frozen, arrays))
+
+
+def _on_its_way(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host, complete when the device has come to it."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

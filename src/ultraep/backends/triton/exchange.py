@@ -36,8 +36,7 @@ from ultraep.comm import Region
 from ultraep.ops.products import accumulator
 
 ALIGNMENT = 128  # bytes, of every part of a region
-WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # dtypes that move rows, by their bytes
-TYPES = {4: tl.int32, 2: tl.int16, 1: tl.int8}
+WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}  # dtypes that move rows, by their bytes
 SCALAR = 8  # bytes, at most
 IN_FLIGHT = 64 << 10  # bytes that a program loads at once, so that few programs suffice
 WARPS = 16
@@ -131,13 +130,10 @@ class RowExchange:
         Returns offsets and `wrong` of a `RowMap`.
         """
         heads = torch.empty(self.num_local + 2, dtype=torch.int32, device=self.device)
-        begins, blocks = self._part(tables, self._begins_at), self._part(tables, 0)
+        begins, blocks = tables.part(self._begins_at), tables.part(0)
         arguments = rows_of_slot, received, rank_loads, begins, blocks, heads, rows, capacity
         self._make_tables((2,), *arguments)
         return heads[:-1], heads[-1:]
-
-    def _part(self, region: Region, begin: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return region.local[begin:].view(dtype)
 
     def expose(self, tables: Region, order: torch.Tensor, scalars: torch.Tensor, rows: int) -> None:
         """Publish the sending order [N], and a scalar of every routed row.
@@ -149,8 +145,7 @@ class RowExchange:
         assert scalars.is_contiguous()
         if number:
             at, dtype = self._scalars_at(rows), accumulator(scalars.dtype)
-            exposed = tables.local[at : at + SCALAR * rows].view(dtype)
-            targets = self._part(tables, self._order_at), exposed
+            targets = tables.part(self._order_at), tables.part(at, at + SCALAR * rows, dtype)
             self._expose_routes((self.programs,), order, scalars, *targets, number)
 
     def expose_values(self, region: Region, values: torch.Tensor) -> None:
@@ -160,13 +155,13 @@ class RowExchange:
         if values.numel():
             size = word_size(values.data_ptr())
             launch = self._moves.get(("expose", size)) or self._expose_words(size)
-            launch((self.programs,), values.view(-1).view(torch.uint8), region.local, values.nbytes)
+            launch((self.programs,), values, region.local, values.nbytes)
 
     def _expose_words(self, size: int) -> Bound:
         launch = self._moves["expose", size] = Bound(
             kernels.expose_values,
             *(OPEN, OPEN, OPEN),
-            WORD=TYPES[size],
+            WORD=WORDS[size],
             LANES=16 // size,
             B=IN_FLIGHT // size,
             num_warps=WARPS,
@@ -190,7 +185,7 @@ class RowExchange:
             sizes = len(origins), rows, self._scalars_at(rows)
             self._origins(
                 (self.num_local, self.ranks, max(1, parts)),
-                *(tables.addresses, received, self._part(tables, 0), origins, scalars, *sizes),
+                *(tables.addresses, received, tables.part(0), origins, scalars, *sizes),
             )
 
     def landings(
@@ -204,7 +199,7 @@ class RowExchange:
         """Read where every routed row `[T, K]` is served."""
         number = slots.numel()
         if number:
-            begins = self._part(tables, self._begins_at)
+            begins = tables.part(self._begins_at)
             arguments = tables.addresses, slots, positions, begins, landings, number, capacity
             self._landings((cdiv(number, 256),), *arguments)
 
@@ -225,13 +220,13 @@ class RowExchange:
                 kernels.gather_rows,
                 *(OPEN, OPEN, OPEN, OPEN, self.num_local),
                 CHOICES=choices,
+                WORD=WORDS[size],
                 WORDS=row_bytes // size,
                 B=rows,
                 C=columns,
                 num_warps=WARPS,
             )
-        words = gathered.view(-1).view(WORDS[size])
-        launch((self.programs,), values.addresses, row_map.origins, row_map.offsets, words)
+        launch((self.programs,), values.addresses, row_map.origins, row_map.offsets, gathered)
 
     def sum_rows(
         self,

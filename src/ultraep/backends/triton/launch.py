@@ -3,7 +3,8 @@
 Where kernels last microseconds, host time dominates. Triton inspects every argument of every launch
 to find the compiled kernel. `quick` looks up the compiled kernel by what kernels are specialised
 for: dtypes, whether addresses and integers are divisible by 16, and whether integers are 1. `Bound`
-inspects only the arguments that change.
+inspects only the arguments that change. Both pass addresses in place of tensors, which Triton would
+look up one by one.
 
     quick(kernel)[grid](*arguments, **constants)            instead of kernel[grid](...)
 
@@ -13,7 +14,7 @@ inspects only the arguments that change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -47,6 +48,7 @@ def matrix(tensor: torch.Tensor | None) -> Matrix:
     return Matrix(tensor, tensor.stride(0), tensor.shape[1])
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; the interpreter uses two."""
     if device.type != "cuda":
@@ -98,17 +100,17 @@ class Quick:
         first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
         device = first.get_device()
         parts = [device, *constants.values()]
-        _specialise(arguments, parts)
+        addressed = _specialise(arguments, parts)
         key = tuple(parts)
         known = self._compiled.get(key)
-        if known is None:
+        if known is None or _watched(self._kernel):
             compiled = self._kernel[grid](*arguments, **constants)
             if compiled is not None:
                 rest = self._kernel.arg_names[len(arguments) :]
                 self._compiled[key] = compiled, tuple(constants[name] for name in rest)
             return
         compiled, rest = known
-        _run(self._kernel, compiled, device, grid, (*arguments, *rest))
+        _run(compiled, device, grid, (*addressed, *rest))
 
 
 class Bound:
@@ -121,42 +123,52 @@ class Bound:
         self._kernel, self._arguments, self._constants = kernel, arguments, constants
         self._open = [index for index, argument in enumerate(arguments) if argument is OPEN]
         self._compiled: dict[tuple[Any, ...], Any] = {}
-        self._rest: tuple[Any, ...] = ()
-        self._device = -1
-        if isinstance(kernel, JITFunction):
-            self._rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        self._device, self._addressed = -1, list[Any]()  # from the first launch on
 
     def __call__(self, grid: tuple[int, ...], *values: Any) -> None:
-        arguments = list(self._arguments)
-        key: list[Any] = []
-        for index, value in zip(self._open, values, strict=True):
-            arguments[index] = value
+        key, addressed = list[Any](), list(values)
+        for index, value in enumerate(values):
             if isinstance(value, torch.Tensor):
-                key += value.dtype, value.data_ptr() & ALIGNED
+                address = addressed[index] = value.data_ptr()
+                key += value.dtype, address & ALIGNED
             elif value is None:
                 key.append(None)
         compiled = self._compiled.get(tuple(key))
-        if compiled is not None:
-            _run(self._kernel, compiled, self._device, grid, (*arguments, *self._rest))
+        if compiled is None or _watched(self._kernel):
+            self._through_triton(grid, values, tuple(key))
             return
+        arguments = self._addressed.copy()
+        for index, value in zip(self._open, addressed, strict=True):
+            arguments[index] = value
+        _run(compiled, self._device, grid, arguments)
+
+    def _through_triton(
+        self, grid: tuple[int, ...], values: tuple[Any, ...], key: tuple[Any, ...]
+    ) -> None:
+        """Let Triton launch the kernel: it compiles it first, or interprets it."""
+        arguments = list(self._arguments)
+        for index, value in zip(self._open, values, strict=True):
+            arguments[index] = value
         compiled = self._kernel[grid](*arguments, **self._constants)
-        if compiled is not None:  # else it was interpreted
-            self._compiled[tuple(key)] = compiled
-            self._device = torch.cuda.current_device()
+        if compiled is None:  # it was interpreted
+            return
+        rest = [self._constants[name] for name in self._kernel.arg_names[len(arguments) :]]
+        self._addressed = list(_specialise((*self._arguments, *rest), []))
+        self._device = torch.cuda.current_device()
+        self._compiled[key] = compiled
 
 
-def _run(
-    kernel: Any, compiled: Any, device: int, grid: tuple[int, ...], arguments: tuple[Any, ...]
-) -> None:
+def _watched(kernel: Any) -> bool:
+    """Whether a profiler wants to see the arguments of launches."""
+    runtime = knobs.runtime
+    hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+    return bool(hooks or kernel.pre_run_hooks)
+
+
+def _run(compiled: Any, device: int, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
     """Launch a compiled kernel on the current stream of a GPU."""
-    for hook in kernel.pre_run_hooks:  # as Triton does
-        hook(*arguments)
-    grid = (*grid, 1, 1)[:3]
-    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-        compiled[grid](*arguments)  # a profiler wants the metadata of launches
-        return
     stream, metadata = current_stream(device), (compiled.packed_metadata, None, None, None)
-    compiled.run(*grid, stream, compiled.function, *metadata, *arguments)
+    compiled.run(*(*grid, 1, 1)[:3], stream, compiled.function, *metadata, *arguments)
 
 
 def current_stream(device: int) -> int:
@@ -164,18 +176,25 @@ def current_stream(device: int) -> int:
     return int(driver.active.get_current_stream(device))
 
 
-def _specialise(arguments: tuple[Any, ...], parts: list[Any]) -> None:
-    """Append what a kernel may be compiled for; the parts of a tuple count one by one."""
+def _specialise(arguments: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:
+    """Append what a kernel may be compiled for; return the arguments with addresses of tensors.
+
+    The parts of a tuple count one by one.
+    """
+    addressed = []
     for argument in arguments:
+        value = argument
         if argument is None:
             parts.append(None)
         elif isinstance(argument, torch.Tensor):
-            parts.append(argument.dtype)
-            parts.append(argument.data_ptr() & ALIGNED)
+            value = argument.data_ptr()
+            parts += argument.dtype, value & ALIGNED
         elif type(argument) is int:
             wide = not -WIDE <= argument < WIDE
             parts.append((argument == 1) + 2 * (argument & ALIGNED == 0) + 4 * wide)
         elif isinstance(argument, tuple):
-            _specialise(argument, parts)
+            value = _specialise(argument, parts)
         else:
             parts.append(argument)
+        addressed.append(value)
+    return tuple(addressed)

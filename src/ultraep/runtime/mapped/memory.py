@@ -85,13 +85,12 @@ class MappedMemory:
         self.tokens, self.rows = max(self.tokens, tokens), max(self.rows, rows)
 
     def share_loads(self, counts: torch.Tensor, gathered: torch.Tensor, *, compared: bool) -> None:
-        """Gather what every rank has counted, unless this one is alone.
+        """Gather what every rank has counted.
 
         compared: the host compares the positions of all ranks.
         """
-        if self.peers.size > 1:
-            self.signals.share(counts, gathered, self.position, compared=compared)
-            self._read.clear()
+        self.signals.share(counts, gathered, self.position, compared=compared)
+        self._read.clear()
 
     def barrier(self) -> None:
         """Make what every rank has written readable for all ranks."""
@@ -121,9 +120,8 @@ class MappedMemory:
 
     def served(self, width: int, dtype: torch.dtype, rows: int) -> torch.Tensor:
         """[rows, D] the memory for rows that this rank serves."""
-        row_bytes = width * dtype.itemsize
-        region = self.region("served", self.rows * row_bytes)
-        return region.local[: rows * row_bytes].view(dtype).view(rows, width)
+        region = self.region("served", self.rows * width * dtype.itemsize)
+        return region.part(0, dtype=dtype, width=width)[:rows]
 
     def region(self, name: str, nbytes: int) -> Region:
         """Return memory of all ranks with this name and at least this size."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -105,10 +105,15 @@ class MappedPlane:
             self.check()
         self._fetch = Fetch(self.planner.faults)
 
-    def pause(self, event: torch.cuda.Event) -> None:
-        """Wait for the device; raise if a rank that it waits for is dead."""
+    def pause(self, event: torch.cuda.Event, work: Callable[[], bool]) -> None:
+        """Wait for the device; raise if a rank that it waits for is dead.
+
+        work: does some of the host's work meanwhile; returns whether there was any.
+        """
         begin = asked = time.monotonic()
         while not event.query():
+            if work():
+                continue
             now = time.monotonic()
             if now - begin > SPIN:
                 time.sleep(PAUSE)
@@ -156,8 +161,8 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         self._plane = plane
         self._captured = capturing(plane.device)
         # A rank alone serves its own rows: it need not know how many of them are padding.
-        alone = plane.topology.ranks == 1 and plane.context.capacity.setting == AUTO
-        self._waits = not (alone or self._captured)
+        self._alone = plane.topology.ranks == 1 and plane.context.capacity.setting == AUTO
+        self._waits = not (self._alone or self._captured)
         self._refusal: LoadError | None = None
         self._begins: list[int] | None = None  # of the slots of this rank, once the host knows
         self._last_replicas: MappedReplicas | None = None
@@ -165,14 +170,12 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
     def _count(self) -> torch.Tensor:
         plane, inputs, ids = self._plane, self._inputs, self._inputs.ids
         planner, memory = plane.planner, plane.memory
-        own = self._signature = signature(
-            resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates
-        )
         self._refusal = invalid_ids(ids)
         if self._captured:
             self._check_capture()
         elif not self._waits:
-            plane.poll()
+            if self._record.timed:
+                plane.poll()
             if self._refusal is not None:
                 raise self._refusal
         if self._refusal is None:
@@ -181,8 +184,12 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         else:
             planner.refuse()
         plane.counted = self.passes
-        memory.position = *self._loads_place().words, zlib.crc32(own.encode()) >> 1
-        memory.share_loads(planner.counts, planner.gathered, compared=self._waits)
+        if plane.topology.ranks > 1:
+            own = self._signature = signature(
+                resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates
+            )
+            memory.position = *self._loads_place().words, zlib.crc32(own.encode()) >> 1
+            memory.share_loads(planner.counts, planner.gathered, compared=self._waits)
         return planner.loads
 
     def _check_capture(self) -> None:
@@ -256,14 +263,17 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
                 memory.fit(len(ids), ids.numel())
             return planner.plan(planner.loads).copied()
         planner.plan(planner.loads)
-        gathered, plan = planner.read(self._plane.pause)
+        gathered, plan = planner.read(self._pause)
         self._compare(gathered)
         if not on_device:
             host_plan = make_plan(plan.to_host().loads, self._plane.topology, config)
             planner.adopt(host_plan)
-            gathered, plan = planner.read(self._plane.pause)
+            gathered, plan = planner.read(self._pause)
         self._settle(gathered, plan)
         return plan
+
+    def _pause(self, event: torch.cuda.Event) -> None:
+        self._plane.pause(event, self.passes.deliver)
 
     def _compare(self, gathered: Gathered) -> None:
         """Raise if ranks differ, if one is lost, or if one refuses its input."""

@@ -47,6 +47,14 @@ class MappedReplicas(Replicas):
         self._sending: dict[str, Stack] = {}  # kept alive while kernels may read them
         self._gradients: dict[str, GradientSlots] = {}
 
+    def begin(self) -> None:
+        if self.possible:
+            super().begin()
+            return
+        layout = Layout.of(resolve(self.bundle), self.num_homes)
+        self._tensors = self._memory.slot_tensors(layout, 0)  # which serve no rows
+        self._loan = ExitStack()
+
     def give_back(self) -> None:
         if self._sending:  # a failed pass did not wait for the slots
             self.tensors()
@@ -66,11 +74,10 @@ class MappedReplicas(Replicas):
         buffer = self._buffer = loan.enter_context(lend)
         rows = memory.slots(layout, buffer)
         self._tensors = memory.slot_tensors(layout, buffer)
-        if self.possible:
-            with memory.overlap.aside():
-                schedule = self._scheduled(layout)
-                self._sending = tensors
-                memory.streamer.fill(schedule, layout, tensors, rows, buffer)
+        with memory.overlap.aside():
+            schedule = self._scheduled(layout)
+            self._sending = tensors
+            memory.streamer.fill(schedule, layout, tensors, rows, buffer)
         record = self.passes.record
         if not record.backward:
             record.sent.append(("weights", layout.nbytes, None))
@@ -86,6 +93,9 @@ class MappedReplicas(Replicas):
     def _slot_tensors(self) -> dict[str, torch.Tensor]:
         """The main stream waits for them."""
         record = self.passes.record
+        if not self.possible:
+            record.at("experts", "experts back")
+            return self._tensors
         record.at("replicate", "weights again")
         self._memory.overlap.join()
         self._sending = {}

@@ -73,6 +73,7 @@ class MappedRows:
             self._replicas.begin_again()
 
     def _meet(self, at: At) -> None:
+        """Compare this position at the next barrier."""
         position = Position(at, self.passes.layer, self.passes.step)
         self._memory.position = *position.words, 0
 
@@ -118,12 +119,11 @@ class MappedRows:
         record.at("combine", "dispatch back")
         self._meet(At.BACKWARD if record.backward else At.ROWS)
         assert self._map is not None, "rows move to the slots first"
-        (count, width), dtype = rows_AD.shape, rows_AD.dtype
-        served = memory.served(width, dtype, count)
-        nbytes = memory.rows * width * dtype.itemsize
-        if rows_AD.data_ptr() != served.data_ptr():
+        count, width = rows_AD.shape
+        nbytes = memory.rows * width * rows_AD.itemsize
+        if rows_AD.data_ptr() != memory.region("served", nbytes).local.data_ptr():
             memory.writable("served", nbytes)
-            served.copy_(rows_AD)
+            memory.served(width, rows_AD.dtype, count).copy_(rows_AD)
         scalars_TK = region = None
         if scalars_A is not None:
             region = memory.writable("scalars", memory.rows * SCALAR)

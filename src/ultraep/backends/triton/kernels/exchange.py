@@ -201,8 +201,8 @@ def expose_values(
         tl.store(target + word, tl.load(source + word, mask=there), mask=there)
     if tl.program_id(0) == 0:
         byte = num_bytes // 16 * 16 + tl.arange(0, 16)
-        left = byte < num_bytes
-        tl.store(exposed + byte, tl.load(values + byte, mask=left), mask=left)
+        left, first = byte < num_bytes, values.to(tl.pointer_type(tl.uint8))
+        tl.store(exposed + byte, tl.load(first + byte, mask=left), mask=left)
 
 
 @triton.jit(do_not_specialize=["rank", "num_local", "capacity", "rows", "stride", "scalars_at"])
@@ -266,6 +266,7 @@ def gather_rows(
     gathered,
     num_local,
     CHOICES: tl.constexpr,
+    WORD: tl.constexpr,
     WORDS: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
@@ -273,16 +274,17 @@ def gather_rows(
     """Copy the values of the arrived rows, in tiles of B rows and C words.
 
     Addresses of the next tile are loaded while the words of this one are in flight.
-    gathered: [A, WORDS] words of any dtype; rows of unknown origin become 0.
+    gathered: [A, WORDS] words of the dtype WORD; rows of unknown origin become 0.
 
     >>> first = [[1, 10], [2, 20], [3, 30], [4, 40], [5, 50]]
     >>> second = [[6, 60], [7, 70], [8, 80], [9, 90], [0, 0]]
     >>> example(gather_rows, 1, addresses=at(first, second),
     ...         origin_of_row=torch.tensor([2**32 + 1, 2, 2**32 + 4, 2**32 + 3, 2**32 + 2, 0]),
-    ...         offsets=[0, 1, 2, 5], gathered=empty(8, 2), num_local=3, CHOICES=1, WORDS=2, B=4)
+    ...         offsets=[0, 1, 2, 5], gathered=empty(8, 2), num_local=3, CHOICES=1, WORD=tl.int32,
+    ...         WORDS=2, B=4)
     gathered = [[7, 70], [3, 30], [0, 0], [9, 90], [8, 80], [_, _], [_, _], [_, _]]
     """
-    WORD: tl.constexpr = gathered.dtype.element_ty
+    gathered = gathered.to(tl.pointer_type(WORD))
     ROW_BYTES: tl.constexpr = WORDS * WORD.primitive_bitwidth // 8
     TILES: tl.constexpr = (WORDS + C - 1) // C
     total = tl.load(offsets + num_local)
