@@ -48,10 +48,11 @@ def invalid_ids(ids: Any) -> LoadError | None:
 
     Whether ids are in range is checked where they are counted.
     """
-    if not str(ids.dtype).startswith(("torch.int", "torch.uint")):
-        return LoadError(f"ids must be integers, got {ids.dtype}")
-    if str(ids.dtype) == "torch.uint64":
-        return LoadError(f"ids of {ids.dtype} may not fit into int64; convert them to int64")
+    name = str(ids.dtype)
+    if not name.startswith(("torch.int", "torch.uint")):
+        return LoadError(f"ids must be integers, got {name}")
+    if name == "torch.uint64":
+        return LoadError(f"ids of {name} may not fit into int64; convert them to int64")
     if ids.ndim != 2:
         return LoadError(f"ids must be [tokens, choices], got {list(ids.shape)}")
     return None

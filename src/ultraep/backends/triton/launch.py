@@ -91,7 +91,7 @@ class Quick:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[_Launch, list[Any]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -107,10 +107,10 @@ class Quick:
             compiled = self._kernel[grid](*arguments, **constants)
             if compiled is not None:
                 rest = self._kernel.arg_names[len(arguments) :]
-                self._compiled[key] = compiled, tuple(constants[name] for name in rest)
+                self._compiled[key] = _Launch(compiled, device), [constants[name] for name in rest]
             return
-        compiled, rest = known
-        _run(compiled, device, grid, (*addressed, *rest))
+        launch, rest = known
+        launch(grid, (*addressed, *rest))
 
 
 class Bound:
@@ -122,25 +122,27 @@ class Bound:
     def __init__(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         self._kernel, self._arguments, self._constants = kernel, arguments, constants
         self._open = [index for index, argument in enumerate(arguments) if argument is OPEN]
-        self._compiled: dict[tuple[Any, ...], Any] = {}
-        self._device, self._addressed = -1, list[Any]()  # from the first launch on
+        self._compiled: dict[tuple[Any, ...], _Launch] = {}
+        self._addressed: list[Any] = []  # from the first launch on
 
     def __call__(self, grid: tuple[int, ...], *values: Any) -> None:
-        key, addressed = list[Any](), list(values)
-        for index, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                address = addressed[index] = value.data_ptr()
+        key, addressed = [], []
+        for value in values:
+            if value is None or type(value) is int:
+                key += (value is None,)
+                addressed += (value,)
+            else:
+                address = value.data_ptr()
                 key += value.dtype, address & ALIGNED
-            elif value is None:
-                key.append(None)
-        compiled = self._compiled.get(tuple(key))
-        if compiled is None or _watched(self._kernel):
+                addressed += (address,)
+        launch = self._compiled.get(tuple(key))
+        if launch is None or _watched(self._kernel):
             self._through_triton(grid, values, tuple(key))
             return
-        arguments = self._addressed.copy()
+        arguments = self._addressed[:]
         for index, value in zip(self._open, addressed, strict=True):
             arguments[index] = value
-        _run(compiled, self._device, grid, arguments)
+        launch(grid, arguments)
 
     def _through_triton(
         self, grid: tuple[int, ...], values: tuple[Any, ...], key: tuple[Any, ...]
@@ -154,8 +156,7 @@ class Bound:
             return
         rest = [self._constants[name] for name in self._kernel.arg_names[len(arguments) :]]
         self._addressed = list(_specialise((*self._arguments, *rest), []))
-        self._device = torch.cuda.current_device()
-        self._compiled[key] = compiled
+        self._compiled[key] = _Launch(compiled, torch.cuda.current_device())
 
 
 def _watched(kernel: Any) -> bool:
@@ -165,15 +166,22 @@ def _watched(kernel: Any) -> bool:
     return bool(hooks or kernel.pre_run_hooks)
 
 
-def _run(compiled: Any, device: int, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-    """Launch a compiled kernel on the current stream of a GPU."""
-    stream, metadata = current_stream(device), (compiled.packed_metadata, None, None, None)
-    compiled.run(*(*grid, 1, 1)[:3], stream, compiled.function, *metadata, *arguments)
+class _Launch:
+    """Launches a compiled kernel on the current stream of a GPU."""
+
+    def __init__(self, compiled: Any, device: int) -> None:
+        self._run, self._device, self._stream = compiled.run, device, current_stream_function()
+        self._fixed = compiled.function, compiled.packed_metadata, None, None, None
+
+    def __call__(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        x, y, z = (*grid, 1, 1)[:3]
+        self._run(x, y, z, self._stream(self._device), *self._fixed, *arguments)
 
 
-def current_stream(device: int) -> int:
-    """Return the handle of the current stream of a GPU."""
-    return int(driver.active.get_current_stream(device))
+def current_stream_function() -> Callable[[int], int]:
+    """Return the function that returns the handle of the current stream of a GPU."""
+    function: Callable[[int], int] = driver.active.get_current_stream
+    return function
 
 
 def _specialise(arguments: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ class TritonProducts:
                 f"the Triton kernels multiply {known}, got rows of {dtype}; use engine='torch'"
             )
         assert offsets.dtype == torch.int32, offsets.dtype
-        self.offsets, self.num_slots = offsets, len(offsets) - 1
+        self.offsets, self.num_slots = offsets, offsets.shape[0] - 1
         self.programs = programs or multiprocessors(offsets.device)
         self.table = table or default_table()
         self._activation, self._dtype, self._fp8 = activation, dtype, fp8
@@ -95,9 +95,9 @@ class TritonProducts:
             self.check(weight_scales, (width, 1))
         out_AN = out
         if out_AN is None:
-            out_AN = rows_AK.new_empty(len(rows_AK), width, dtype=self._dtype)
+            out_AN = rows_AK.new_empty(rows_AK.shape[0], width, dtype=self._dtype)
         blocks = self.table["multiply", rows_AK.element_size()]
-        order = self.tile_order(len(rows_AK), blocks)
+        order = self.tile_order(rows_AK.shape[0], blocks)
         scale = None if scale is None else scale.float()
         arguments = rows_AK, weights, bias, scale, order, out_AN, blocks
         scales = row_scales, weight_scales
@@ -115,9 +115,9 @@ class TritonProducts:
         weights = fitting(weights.plain(rows_AN.dtype, dequantise), rows_AN.dtype)
         width = weights.homes.shape[2]
         self.check(weights, (rows_AN.shape[1], width))
-        out_AK = rows_AN.new_empty(len(rows_AN), width) if out is None else out
+        out_AK = rows_AN.new_empty(rows_AN.shape[0], width) if out is None else out
         blocks = self.table["multiply_transposed", rows_AN.element_size()]
-        order = self.tile_order(len(rows_AN), blocks)
+        order = self.tile_order(rows_AN.shape[0], blocks)
         arguments = rows_AN, weights, None, None, order, out_AK, blocks
         if beside is None:
             self._multiply(*arguments, self.programs, transposed=True)
@@ -154,7 +154,7 @@ class TritonProducts:
             scale,
             order,
             matrix(out),
-            len(weights.homes),
+            weights.homes.shape[0],
             TRANSPOSED=transposed,
             TILING=tiling(blocks, depth=rows.shape[1], width=out.shape[1]),
             DRAWN=drawn,
@@ -168,7 +168,7 @@ class TritonProducts:
             return pack(hidden_AF, quantise) if self._fp8 else hidden_AF
         if self._fp8:
             return swiglu_packed(up, self.offsets, self.programs)
-        hidden_AF = up.new_empty(len(up), up.shape[1] // 2)
+        hidden_AF = up.new_empty(up.shape[0], up.shape[1] // 2)
         check_rows(up, hidden_AF)
         blocks = self.table["swiglu", up.element_size()]
         quick(rowwise.swiglu)[(self.programs * blocks.resident,)](
@@ -217,7 +217,7 @@ class TritonProducts:
             slot_tensors(bias),
             self.offsets,
             sums_A,
-            len(bias.homes),
+            bias.homes.shape[0],
             self.num_slots,
             L=self._padded_slots,
             BLOCK_M=blocks.rows,
@@ -253,7 +253,7 @@ class TritonProducts:
             self.offsets,
             slot_tensors(into),
             slot_tensors(bias),
-            len(into.homes),
+            into.homes.shape[0],
             slots,
             TILING=tiling(blocks, height=height, width=width),
             num_warps=blocks.warps,
@@ -338,8 +338,8 @@ def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tenso
         plain.scale_rows(rows_AD, scale_A, out_AD)
         return
     blocks = _tile_for(rows_AD.shape[1])
-    quick(rowwise.scale_rows)[(cdiv(len(rows_AD), blocks["BLOCK_M"]),)](
-        matrix(rows_AD), scale_A, matrix(out_AD), len(rows_AD), **blocks, num_warps=WARPS
+    quick(rowwise.scale_rows)[(cdiv(rows_AD.shape[0], blocks["BLOCK_M"]),)](
+        matrix(rows_AD), scale_A, matrix(out_AD), rows_AD.shape[0], **blocks, num_warps=WARPS
     )
 
 
@@ -351,13 +351,13 @@ def scale_rows_backward(
         return plain.scale_rows_backward(d_out_AD, rows_AD, scale_A, d_scale_A)
     d_rows_AD = torch.empty_like(rows_AD, memory_format=torch.contiguous_format)
     blocks = _tile_for(rows_AD.shape[1])
-    quick(rowwise.scale_rows_backward)[(cdiv(len(rows_AD), blocks["BLOCK_M"]),)](
+    quick(rowwise.scale_rows_backward)[(cdiv(rows_AD.shape[0], blocks["BLOCK_M"]),)](
         matrix(d_out_AD),
         matrix(rows_AD),
         scale_A,
         matrix(d_rows_AD),
         d_scale_A,
-        len(rows_AD),
+        rows_AD.shape[0],
         **blocks,
         num_warps=WARPS,
     )
