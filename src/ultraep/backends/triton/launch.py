@@ -126,7 +126,8 @@ class Bound:
         self._addressed: list[Any] = []  # from the first launch on
 
     def __call__(self, grid: tuple[int, ...], *values: Any) -> None:
-        key, addressed = [], []
+        key: list[Any] = []
+        addressed: list[Any] = []
         for value in values:
             if value is None or type(value) is int:
                 key += (value is None,)
