@@ -21,12 +21,7 @@ from ultraep.topology import Topology
 STATIC = "static"
 SPARE = 4  # one in this many rows is spare, so that memory seldom grows
 # The settings of a config for which the proof holds.
-PROVEN = {
-    "policy": "ultraep",
-    "tolerance": 0,
-    "min_tokens_per_replica": 1,
-    "objective": "balance",
-}
+PROVEN = {"policy": "ultraep", "tolerance": 0, "min_tokens_per_replica": 1, "objective": "balance"}
 
 
 def default_config(policy: str | None, capacity: int | str) -> BalanceConfig:

@@ -121,22 +121,6 @@ def fast_links(hosts: Sequence[Host]) -> FastLinks:
     return FastLinks(len(times), domain, reason, tuple(host.name for host in hosts))
 
 
-def obstacles(hosts: Sequence[Host]) -> list[str]:
-    """Return why ranks that could share memory do not."""
-    reasons = []
-    systems: dict[str, Host] = {}
-    for rank, host in enumerate(hosts):
-        if host.obstacle:
-            reasons.append(f"rank {rank}: its GPU has an NVLink fabric, but {host.obstacle}")
-        first = systems.setdefault(host.place[0] if host.place else host.name, host)
-        if first.place != host.place:
-            reasons.append(
-                f"rank {rank}: in another container than {first.name} of the same machine; start "
-                "both with the same IPC and PID namespaces"
-            )
-    return reasons
-
-
 class _FabricInfo(ctypes.Structure):
     """The fabric of a GPU, as the driver reports it: `nvmlGpuFabricInfo_t`."""
 

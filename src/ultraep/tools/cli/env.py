@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 
@@ -19,6 +20,9 @@ from ultraep.tools.cli.terminal import Grid, Terminal
 from ultraep.tools.launch.processes import RankPlace
 from ultraep.tools.report.rows import version_of
 from ultraep.tools.report.words import counted
+
+if TYPE_CHECKING:
+    from ultraep.runtime.hosts import Host  # imports torch
 
 EXAMPLE = "Example: ultraep env --json > env.json, or torchrun ... -m ultraep env on all hosts"
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
@@ -99,11 +103,27 @@ def _plane_of_gpus(facts: dict[str, Any]) -> str:
     return f"mapped: {counted(count, 'GPU')} can map each other's memory"
 
 
+def obstacles(hosts: Sequence[Host]) -> list[str]:
+    """Return why ranks that could share memory do not."""
+    reasons = []
+    systems: dict[str, Host] = {}
+    for rank, host in enumerate(hosts):
+        if host.obstacle:
+            reasons.append(f"rank {rank}: its GPU has an NVLink fabric, but {host.obstacle}")
+        first = systems.setdefault(host.place[0] if host.place else host.name, host)
+        if first.place != host.place:
+            reasons.append(
+                f"rank {rank}: in another container than {first.name} of the same machine; start "
+                "both with the same IPC and PID namespaces"
+            )
+    return reasons
+
+
 def _map_of_ranks(place: RankPlace) -> dict[str, Any]:
     """Return where all ranks run and which of them a fast link joins; collective."""
     import torch
 
-    from ultraep.runtime.hosts import fast_links, obstacles, this_gpu_host
+    from ultraep.runtime.hosts import fast_links, this_gpu_host
     from ultraep.runtime.torch_dist import TorchDistCommunicator
     from ultraep.tools.launch.group import process_group
 
