@@ -69,6 +69,8 @@ class Differentiable:
     Its gates stay at home: `combine` multiplies the outputs by them.
     """
 
+    ordered = True
+
     def __init__(self, comm):
         self.comm = comm
 

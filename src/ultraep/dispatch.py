@@ -100,6 +100,7 @@ class Dispatcher(Protocol):
 
     Both methods are collective and differentiable. The balancer compares the counts with its plan.
     A method `check_slots(ranks, slots_per_rank)` is optional: the balancer calls it when created.
+    So are the attributes `max_tokens`, `ordered` and `padding`: docs/dispatchers.md.
     For a library without autograd, derive from `ultraep.dispatchers.RawDispatcher`.
     """
 

@@ -43,7 +43,8 @@ class Links:
     def __init__(self, comm, topk_idx, experts):
         self.comm, self.tokens = comm, len(topk_idx)
         require(experts % comm.size == 0, "num_experts divides by the ranks")
-        require(topk_idx.dtype == torch.int64 and topk_idx.is_contiguous(), "topk_idx int64")
+        ids = getattr(sys.modules.get("deep_ep"), "topk_idx_t", torch.int64)
+        require(topk_idx.dtype == ids and topk_idx.is_contiguous(), f"topk_idx {ids}")
         require(bool(((topk_idx >= -1) & (topk_idx < experts)).all()), "topk_idx in -1..E-1")
         self.local = experts // comm.size
         rank_of = topk_idx.div(self.local, rounding_mode="floor")
@@ -133,14 +134,35 @@ class ElasticBuffer(StandIn):
 
     __module__ = "deep_ep.buffers.elastic"
 
-    def __init__(self, comm, *, num_max_tokens_per_rank=64, wide=False):
+    def __init__(
+        self,
+        comm,
+        *,
+        num_max_tokens_per_rank=64,
+        deterministic=False,
+        allow_multiple_reduction=True,
+        nvlink_gbs=450,
+        wide=False,
+    ):
         super().__init__(comm, wide=wide)
-        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_max_tokens_per_rank, self.nvlink_gbs = num_max_tokens_per_rank, nvlink_gbs
+        self.deterministic, self.allow_multiple_reduction = deterministic, allow_multiple_reduction
+
+    def get_theoretical_num_sms(self, num_experts, num_topk):
+        return 4 + num_topk * num_experts // self.nvlink_gbs
 
     def dispatch(
-        self, x, topk_idx=None, topk_weights=None, num_experts=None, handle=None, do_expand=False
+        self,
+        x,
+        topk_idx=None,
+        topk_weights=None,
+        num_experts=None,
+        handle=None,
+        do_expand=False,
+        num_sms=0,
     ):
         require(do_expand and num_experts is not None, "do_expand and num_experts")
+        require(num_sms or self.get_theoretical_num_sms(num_experts, 1), "num_sms")
         check_rows(x, self.wide)
         require(len(x) <= self.num_max_tokens_per_rank, "num_max_tokens_per_rank")
         if handle is None:
@@ -160,7 +182,7 @@ class ElasticBuffer(StandIn):
     def _layout(self, topk_idx, num_experts):
         links = Links(self.comm, topk_idx, num_experts)
         local = local_ids(links, topk_idx, self.comm.rank)
-        token, choice, expert = by_expert(local, self._shuffle)
+        token, choice, expert = by_expert(local, None if self.deterministic else self._shuffle)
         return EPHandle(
             num_experts=num_experts,
             topk_idx=topk_idx.clone(),
@@ -177,6 +199,7 @@ class ElasticBuffer(StandIn):
         token, weights = handle._token, None
         require(len(x) == len(token), f"{len(token)} rows of the handle")
         if topk_weights is not None:
+            require(self.allow_multiple_reduction, "expanded rows carry no weights back")
             check_weights(topk_weights, [len(x)], self.wide)
             top_k = handle.topk_idx.shape[1]
             weights = handle._links.back_spread(topk_weights, token, handle._choice, top_k)
@@ -288,9 +311,11 @@ class HybridEPBuffer(StandIn):
 
     __module__ = "deep_ep.hybrid_ep_buffer"
 
-    def __init__(self, comm, *, wide=False):
+    def __init__(self, comm, *, use_fp8=False, wide=False):
         super().__init__(comm, wide=wide)
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = comm.size
+        config = SimpleNamespace(token_data_type=f"APP_TOKEN_DATA_TYPE.UINT{16 >> use_fp8}")
+        self.configurer = SimpleNamespace(buffer_config=config)
 
     def dispatch_with_permute(
         self,

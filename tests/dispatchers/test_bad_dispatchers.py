@@ -1,16 +1,17 @@
 """Dispatchers that deliver the wrong rows, and libraries that are not known, are refused."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from dense import Example, on_every_rank
+from dense import Example, assert_same_tensors, on_every_rank
 from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, NcclEp, TokenSwitchNCCL, library
-from test_dispatchers import NAMES, dispatcher_of, one_pass
+from test_dispatchers import NAMES, dispatcher_of, one_pass, selective
 
 from ultraep import Balancer
 from ultraep.dispatchers.deepep import DeepEP, DeepEPBuffer
-from ultraep.dispatchers.hybridep import HybridEP
+from ultraep.dispatchers.hybridep import HybridEP, ranks_of_domain
 from ultraep.dispatchers.token_switch import TokenSwitch
 from ultraep.errors import (
     BackendUnavailable,
@@ -96,18 +97,18 @@ CHANGES = {
     ),
     "a row twice": (
         changed(rows=lambda r: r.rows.index_copy(0, torch.tensor([0]), r.rows[1:2])),
-        r"Broken returned wrong sums for 1 of \d tokens of rank \d, first for token \d, in a probe",
+        r"Broken returned wrong sums for \d of 16 tokens of rank \d, first for token \d+, in a ",
     ),
 }
 SUMS = {
     "the sums of other tokens": (
         lambda y: y.flip(0),
-        r"Broken returned wrong sums for \d of 6 tokens of rank 1, first for token \d, in a probe",
+        r"Broken returned wrong sums for \d+ of 16 tokens of rank 1, first for token \d, in a ",
     ),
     "the handle of another microbatch": (
         lambda y: y[:-1],
-        r"Broken must combine rows to \[6, 16\] torch.float64, one for each token of this "
-        r"microbatch, got \[5, 16\] torch.float64: is its handle from another microbatch\?",
+        r"Broken must combine rows to \[16, 16\] torch.float64, one for each token of this "
+        r"microbatch, got \[15, 16\] torch.float64: is its handle from another microbatch\?",
     ),
 }
 
@@ -213,10 +214,57 @@ def test_rows_of_another_dtype(name):
     first_step_of(EXAMPLE, message, ConfigError, make=dispatcher_of(name, wide=False))
 
 
+@pytest.mark.parametrize("name", ["DeepEP", "TokenSwitch"])
+def test_rows_of_a_slot_in_any_order_under_selective_checkpointing(name):
+    """Results that the mode keeps would belong to other rows in backward."""
+
+    def refused(layer, x, gradient):
+        message = rf"{name} may deliver rows in another order when backward recomputes them, so sel"
+        with pytest.raises(ConfigError, match=message):
+            selective(layer, x, gradient)
+        return one_pass(layer, x, gradient)
+
+    on_every_rank(EXAMPLE, refused, slots=2, dispatcher=dispatcher_of(name))
+
+
+@pytest.mark.parametrize("first", ["no tokens", "tokens that stay"])
+def test_a_wrong_order_is_found_whatever_the_first_microbatch_holds(first):
+    """Rows ordered by source rank pass only if one microbatch needs no other order."""
+    by_rank = changed(rows=lambda r: r.rows.flip(0), gates=lambda r: r.gates.flip(0))
+    tokens = [0, 0] if first == "no tokens" else [2, 2]
+    ids = [torch.full((count, 2), -1) for count in tokens]
+    message = (
+        r"Broken delivered a row to slot \d+ that chose slots .*: rows must be ordered by slot"
+    )
+    example = replace(EXAMPLE, tokens=tokens, ids=ids)
+    first_step_of(example, message, CommunicationError, make=lambda comm: Broken(comm, by_rank))
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_widths_that_a_library_cannot_move(name):
+    """v1 of DeepEP would return wrong sums."""
+    example = Example([8, 6], experts=4, hidden=24, dtype=torch.bfloat16)
+
+    def make(comm):
+        dispatcher = dispatcher_of(name, wide=False)(comm)
+        del dispatcher.width_multiple
+        return dispatcher
+
+    message = rf"{name} moves rows whose width is a multiple of (256|16), got 24"
+    first_step_of(example, message, ConfigError, make=make)
+
+
+@pytest.mark.parametrize("name", ["DeepEP", "DeepEPBuffer"])
+def test_libraries_that_were_built_for_int32_ids(name, monkeypatch):
+    monkeypatch.setattr(sys.modules["deep_ep"], "topk_idx_t", torch.int32, raising=False)
+    theirs = on_every_rank(EXAMPLE, one_pass, slots=2, dispatcher=dispatcher_of(name))
+    assert_same_tensors(theirs, on_every_rank(EXAMPLE, one_pass, slots=2))
+
+
 @pytest.mark.parametrize("name", ["DeepEP", "HybridEP"])
 def test_too_many_tokens(name):
     example = Example([70, 70], experts=4)
-    message = r"70 tokens in a microbatch, but .*(64|tokens=32)\)?: pass a larger"
+    message = rf"70 tokens in a microbatch, but {name} is for (64|32): create it and its buffer"
     first_step_of(example, message, LoadError, make=dispatcher_of(name))
 
 
@@ -297,14 +345,65 @@ def test_missing_arguments_and_methods(monkeypatch):
     """A version that is known by its number, but has another signature."""
     monkeypatch.setattr(ElasticBuffer, "dispatch", lambda self, x, topk_idx, handle: None)
     message = (
-        r"ElasticBuffer.dispatch of deep_ep 2.1.0 lacks topk_weights, num_experts, do_expand; "
-        r"ultraep knows deep_ep 2.0 to 2.x"
+        r"ElasticBuffer.dispatch of deep_ep 2.1.0 lacks topk_weights, num_experts, do_expand, "
+        r"num_sms; ultraep knows deep_ep 2.0 to 2.x"
     )
     with pytest.raises(BackendUnavailable, match=message):
         CONSTRUCTORS["DeepEP"]()
     monkeypatch.delattr(HybridEPBuffer, "combine_with_unpermute")
     with pytest.raises(BackendUnavailable, match=r"HybridEPBuffer.combine_with_unpermute of deep"):
         CONSTRUCTORS["HybridEP"]()
+
+
+REFUSED = {
+    "buffers for FP8 rows": (
+        lambda: HybridEP(HybridEPBuffer(Comm, use_fp8=True), tokens=16),
+        r"bfloat16 gradients, which overrun a buffer for FP8 rows: .* use_fp8=False",
+    ),
+    "gates in backward": (
+        lambda: DeepEP(ElasticBuffer(Comm, allow_multiple_reduction=False)),
+        r"create the ElasticBuffer with allow_multiple_reduction=True",
+    ),
+    "unknown bandwidth": (
+        lambda: DeepEP(ElasticBuffer(Comm, nvlink_gbs=0)).check_slots(2, 4),
+        r"detects no bandwidth here.*pass DeepEP\(buffer, num_sms=\)",
+    ),
+    "ranks of a node": (
+        lambda: DeepEPBuffer(Buffer(Comm)).check_slots(3, 4),
+        r"serves 2, 4 or 8 ranks, or several nodes of 8, got 3",
+    ),
+    "ranks of two nodes": (
+        lambda: DeepEPBuffer(Buffer(Comm)).check_slots(12, 4),
+        r"serves 2, 4 or 8 ranks, or several nodes of 8, got 12",
+    ),
+    "experts of a rank": (
+        lambda: DeepEPBuffer(Buffer(Comm)).check_slots(2, 129),
+        r"at most 128 experts of a rank, got 129 home experts and spare slots",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_library_cannot_do(name):
+    """Refused by name, before a row is sent."""
+    make, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_what_a_library_can_do():
+    DeepEP(ElasticBuffer(Comm, nvlink_gbs=0), num_sms=8).check_slots(2, 4)
+    for ranks in (2, 4, 8, 16):
+        DeepEPBuffer(Buffer(Comm)).check_slots(ranks, 128)
+
+
+def test_ranks_of_an_nvlink_domain(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert ranks_of_domain(8) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks_of_domain(8) == 2
+    monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "4")
+    assert ranks_of_domain(8) == 4
 
 
 @pytest.mark.parametrize("tokens", [0, 17, "many"])

@@ -16,8 +16,8 @@ class SortedRows(LibraryRows):
 
     def __init__(self, routes):
         self.shape, slots = routes.slots.shape, routes.slots.flatten()
-        self.order = slots.argsort(stable=True)
-        self.counts = torch.bincount(slots, minlength=routes.slots_per_rank)
+        self.order = slots.argsort(stable=True)[(slots < 0).sum() :]  # without padding
+        self.counts = torch.bincount(slots[self.order], minlength=routes.slots_per_rank)
 
     def to_slots(self, values, scalars):
         rows = values[self.order // self.shape[1]]
@@ -28,7 +28,7 @@ class SortedRows(LibraryRows):
         sums.index_add_(0, self.order // self.shape[1], rows)
         if scalars is None:
             return sums, None
-        back = torch.empty_like(scalars).index_copy_(0, self.order, scalars)
+        back = scalars.new_zeros(self.shape).flatten().index_copy_(0, self.order, scalars)
         return sums, back.view(self.shape)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from ultraep.combine import combine
 from ultraep.dispatch import Moved, Received, SlotRoutes, send
-from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.errors import BackendUnavailable, ConfigError, LoadError
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
 from ultraep.supported import Library
@@ -59,9 +59,16 @@ class RawDispatcher(ABC):
     pass. Gates travel in float32, or in float64 if the tokens are float64.
 
     dtypes: of the rows that the library moves; (): any.
+    width_multiple: the width of rows must be a multiple of it.
+    max_tokens: of a rank in a microbatch; None: no limit.
+    ordered: whether the rows of a slot have the same order when a microbatch is dispatched again.
+        Otherwise the balancer refuses selective checkpointing, which keeps results of some rows.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
+    width_multiple = 1
+    max_tokens: int | None = None
+    ordered = False
 
     def check_slots(self, ranks: int, slots_per_rank: int) -> None:  # noqa: B027
         """Raise if the library cannot serve this number of slots; called by the balancer."""
@@ -73,7 +80,12 @@ class RawDispatcher(ABC):
     def dispatch(
         self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, routes: SlotRoutes
     ) -> Received:
-        self._check_dtype(tokens_TD)
+        self._check_rows(tokens_TD)
+        if self.max_tokens is not None and len(tokens_TD) > self.max_tokens:
+            raise LoadError(
+                f"{len(tokens_TD)} tokens in a microbatch, but {type(self).__name__} is for "
+                f"{self.max_tokens}: create it and its buffer for more"
+            )
         with outside_dispatch_modes():
             library_rows = self.begin(routes)
         gates_TK = gates_TK.to(accumulator(tokens_TD.dtype))
@@ -81,13 +93,19 @@ class RawDispatcher(ABC):
         return Received(rows_AD, gates_A, library_rows.counts, library_rows)
 
     def combine(self, outputs_AD: torch.Tensor, received: Received) -> torch.Tensor:
-        self._check_dtype(outputs_AD)
+        self._check_rows(outputs_AD)
         return combine(outputs_AD, received.state)
 
-    def _check_dtype(self, rows: torch.Tensor) -> None:
+    def _check_rows(self, rows: torch.Tensor) -> None:
+        name, width = type(self).__name__, rows.shape[1]
         if self.dtypes and rows.dtype not in self.dtypes:
-            name, listed = type(self).__name__, ", ".join(map(str, self.dtypes))
+            listed = ", ".join(map(str, self.dtypes))
             raise ConfigError(f"{name} moves rows of {listed}, got {rows.dtype}; cast the tokens")
+        if width % self.width_multiple:
+            raise ConfigError(
+                f"{name} moves rows whose width is a multiple of {self.width_multiple}, got {width}"
+                "; leave dispatcher= out"
+            )
 
 
 def check_buffer(buffer: object, library: Library, **arguments: Sequence[str]) -> None:

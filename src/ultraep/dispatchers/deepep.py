@@ -11,42 +11,61 @@ Shapes: T tokens, K experts per token, U received tokens, A arrived rows, D mode
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ultraep.dispatch import Moved, SlotRoutes
 from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer
-from ultraep.errors import LoadError
+from ultraep.errors import ConfigError
 from ultraep.ops.products import accumulator
 from ultraep.supported import ELASTIC_BUFFER, LEGACY_BUFFER
+
+WIDTH_MULTIPLE = 256  # bfloat16 numbers: 16 bytes for each thread of a warp
+RANKS_OF_NODE, NODE = (2, 4, 8), 8
+MOST_SLOTS = 128
 
 
 class DeepEP(RawDispatcher):
     """Moves rows with a `deep_ep.ElasticBuffer` of DeepEP 2.
 
     buffer: for the group of the balancer; `num_max_tokens_per_rank` must cover every microbatch.
+        `deterministic=True` allows selective checkpointing.
+    num_sms: multiprocessors for the kernels of the library; 0: it chooses them.
     """
 
-    dtypes = (torch.bfloat16,)
+    dtypes, width_multiple = (torch.bfloat16,), WIDTH_MULTIPLE
 
-    def __init__(self, buffer: Any) -> None:
+    def __init__(self, buffer: Any, *, num_sms: int = 0) -> None:
+        routing = ("topk_idx", "topk_weights", "num_experts", "handle", "do_expand", "num_sms")
         check_buffer(
             buffer,
             ELASTIC_BUFFER,
-            dispatch=("x", "topk_idx", "topk_weights", "num_experts", "handle", "do_expand"),
+            dispatch=("x", *routing),
             combine=("x", "handle", "topk_weights"),
+            get_theoretical_num_sms=("num_experts", "num_topk"),
         )
-        self.buffer = buffer
+        if not buffer.allow_multiple_reduction:
+            raise ConfigError(
+                "DeepEP cannot send gradients of gates: create the ElasticBuffer with "
+                "allow_multiple_reduction=True"
+            )
+        self.buffer, self.num_sms = buffer, num_sms
+        self.max_tokens, self.ordered = buffer.num_max_tokens_per_rank, buffer.deterministic
+
+    def check_slots(self, ranks: int, slots_per_rank: int) -> None:
+        try:
+            self.num_sms or self.buffer.get_theoretical_num_sms(ranks * slots_per_rank, num_topk=1)
+        except ZeroDivisionError:
+            raise ConfigError(
+                "the ElasticBuffer detects no bandwidth here, so it cannot choose a number of "
+                "multiprocessors: pass DeepEP(buffer, num_sms=)"
+            ) from None
 
     def begin(self, routes: SlotRoutes) -> _ExpandedRows:
-        tokens, most = len(routes.slots), self.buffer.num_max_tokens_per_rank
-        if tokens > most:
-            raise LoadError(
-                f"{tokens} tokens in a microbatch, but the ElasticBuffer is for {most}: pass a "
-                "larger num_max_tokens_per_rank to the buffer"
-            )
-        return _ExpandedRows(self, routes)
+        return _ExpandedRows(self, _with_ids_of_library(self.buffer, routes))
 
 
 class _ExpandedRows(LibraryRows):
@@ -54,6 +73,7 @@ class _ExpandedRows(LibraryRows):
 
     def __init__(self, dispatcher: DeepEP, routes: SlotRoutes) -> None:
         self._buffer, self._routes, self._handle = dispatcher.buffer, routes, None
+        self._num_sms = dispatcher.num_sms
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         first = self._handle is None
@@ -63,6 +83,7 @@ class _ExpandedRows(LibraryRows):
             topk_weights=None if scalars_TK is None else scalars_TK.contiguous(),
             num_experts=self._routes.num_slots,
             do_expand=True,
+            num_sms=self._num_sms,
             **known,
         )
         if first:
@@ -83,7 +104,7 @@ class DeepEPBuffer(RawDispatcher):
     buffer: for the group of the balancer.
     """
 
-    dtypes = (torch.bfloat16,)
+    dtypes, width_multiple, ordered = (torch.bfloat16,), WIDTH_MULTIPLE, True
 
     def __init__(self, buffer: Any) -> None:
         layout = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert")
@@ -96,8 +117,20 @@ class DeepEPBuffer(RawDispatcher):
         )
         self.buffer = buffer
 
+    def check_slots(self, ranks: int, slots_per_rank: int) -> None:
+        if ranks not in RANKS_OF_NODE and (ranks < NODE or ranks % NODE):
+            raise ConfigError(
+                f"the Buffer of DeepEP serves 2, 4 or 8 ranks, or several nodes of {NODE}, got "
+                f"{ranks}; leave dispatcher= out"
+            )
+        if slots_per_rank > MOST_SLOTS:
+            raise ConfigError(
+                f"the Buffer of DeepEP serves at most {MOST_SLOTS} experts of a rank, got "
+                f"{slots_per_rank} home experts and spare slots; use more ranks or fewer slots"
+            )
+
     def begin(self, routes: SlotRoutes) -> _RowsOfTokens:
-        return _RowsOfTokens(self, routes)
+        return _RowsOfTokens(self, _with_ids_of_library(self.buffer, routes))
 
 
 class _RowsOfTokens(LibraryRows):
@@ -152,12 +185,18 @@ class _RowsOfTokens(LibraryRows):
         sums = rows_AD.new_zeros(shape, dtype=accumulator(rows_AD.dtype))
         if not len(self._order):
             return sums.to(rows_AD.dtype)
-        positions = torch.zeros_like(self._local)
+        positions = torch.zeros_like(self._local, dtype=torch.int64)
         numbers = torch.arange(len(self._order), device=positions.device)
         positions.view(-1)[self._order] = numbers
         for local, position in zip(self._local.unbind(1), positions.unbind(1), strict=True):
             sums += rows_AD.index_select(0, position).masked_fill_((local < 0)[:, None], 0)
         return sums.to(rows_AD.dtype)
+
+
+def _with_ids_of_library(buffer: Any, routes: SlotRoutes) -> SlotRoutes:
+    """Return routes with slot ids in the integer type that the library was built for."""
+    library = sys.modules.get(type(buffer).__module__.partition(".")[0])
+    return replace(routes, slots=routes.slots.to(getattr(library, "topk_idx_t", torch.int64)))
 
 
 def _without_padding(scalars_TK: torch.Tensor | None, routes: SlotRoutes) -> torch.Tensor | None:

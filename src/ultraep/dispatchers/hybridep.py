@@ -12,6 +12,7 @@ Shapes: T tokens, K experts per token, A arrived rows, S slots of all ranks, D m
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.functional import pad
 from ultraep.config import check_integer
 from ultraep.dispatch import Moved, SlotRoutes
 from ultraep.dispatchers import LibraryRows, RawDispatcher, check_buffer
-from ultraep.errors import ConfigError, LoadError
+from ultraep.errors import ConfigError
 from ultraep.supported import HYBRID_BUFFER
 
 CHUNK = 16  # tokens; the library needs multiples
@@ -34,7 +35,7 @@ class HybridEP(RawDispatcher):
         Smaller microbatches are padded, because the library needs equal numbers on all ranks.
     """
 
-    dtypes = (torch.bfloat16,)
+    dtypes, width_multiple, ordered = (torch.bfloat16,), 16, True
 
     def __init__(self, buffer: Any, *, tokens: int) -> None:
         routing = ("routing_map", "probs", "scaling_factor", "num_permuted_tokens", "use_fp8")
@@ -47,18 +48,31 @@ class HybridEP(RawDispatcher):
         check_integer("tokens", tokens, least=1)
         if tokens % CHUNK:
             raise ConfigError(f"tokens= must be a multiple of {CHUNK}, got {tokens}")
-        self.buffer, self.tokens = buffer, tokens
+        if _is_for_fp8(buffer):
+            raise ConfigError(
+                "HybridEP sends bfloat16 gradients, which overrun a buffer for FP8 rows: create "
+                "the HybridEPBuffer with use_fp8=False"
+            )
+        self.buffer, self.max_tokens = buffer, tokens
 
     def check_slots(self, ranks: int, slots_per_rank: int) -> None:  # noqa: ARG002
         check_slots(self.buffer.num_of_hybrid_ep_ranks_per_nvlink_domain, slots_per_rank)
 
     def begin(self, routes: SlotRoutes) -> _PermutedRows:
-        if len(routes.slots) > self.tokens:
-            raise LoadError(
-                f"{len(routes.slots)} tokens in a microbatch, but HybridEP(tokens={self.tokens}): "
-                "pass a larger number"
-            )
-        return _PermutedRows(self, routes)
+        return _PermutedRows(self, routes, self.max_tokens or 0)
+
+
+def _is_for_fp8(buffer: Any) -> bool:
+    config = getattr(getattr(buffer, "configurer", None), "buffer_config", None)
+    as_bytes = "UINT8" in str(getattr(config, "token_data_type", ""))
+    return as_bytes or getattr(buffer, "use_fp8", False)  # the latter in older versions
+
+
+def ranks_of_domain(ranks: int) -> int:
+    """Return the ranks of an NVLink domain, before a buffer has detected them."""
+    names = ("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "LOCAL_WORLD_SIZE")
+    known = [int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()]
+    return min([*known[:1], ranks])
 
 
 def check_slots(ranks: int, slots_per_rank: int) -> None:
@@ -73,9 +87,9 @@ def check_slots(ranks: int, slots_per_rank: int) -> None:
 class _PermutedRows(LibraryRows):
     """The rows of one microbatch."""
 
-    def __init__(self, dispatcher: HybridEP, routes: SlotRoutes) -> None:
+    def __init__(self, dispatcher: HybridEP, routes: SlotRoutes, tokens: int) -> None:
         self._buffer, self._routes, self._handle = dispatcher.buffer, routes, None
-        self._missing = dispatcher.tokens - len(routes.slots)  # tokens to be padded
+        self._missing = tokens - len(routes.slots)  # tokens to be padded
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         if self._handle is None:

@@ -12,6 +12,7 @@ Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D m
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ultraep.comm import Communicator, moved, raise_together
 from ultraep.dispatch import Arrivals, Dispatcher, Received, SlotRoutes
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.microbatch import Rows
-from ultraep.ops.modes import outside_dispatch_modes
+from ultraep.ops.modes import outside_dispatch_modes, seen_by_modes
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.topology import Topology
 
@@ -44,6 +45,12 @@ class DispatchedRows:
         self._received: Received | None = None
 
     def dispatch(self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor) -> Arrivals:
+        if seen_by_modes() and not getattr(self._dispatcher, "ordered", False):
+            raise ConfigError(
+                f"{_name(self._dispatcher)} may deliver rows in another order when backward "
+                "recomputes them, so selective checkpointing and other dispatch modes would mix "
+                "them up: recompute all ops; see `ordered` in docs/dispatchers.md"
+            )
         exchange, record = self._exchange, self._exchange.passes.record
         tokens_TD, gates_TK = _mark(exchange, END, tokens_TD, gates_TK)
         record.at("dispatch")
@@ -125,6 +132,10 @@ def _sums_problem(y_TD: torch.Tensor, routes: SlotRoutes, outputs_AD: torch.Tens
     )
 
 
+PROBE_TOKENS = 16  # of a rank; more with many ranks
+DIGIT = 4  # base of the numbers in a probe: sums of 56 choices stay below 256, exact in bfloat16
+
+
 @outside_dispatch_modes
 @torch.no_grad()
 def probe(
@@ -132,15 +143,20 @@ def probe(
 ) -> None:
     """Send known rows through a dispatcher; raise on all ranks if one gets wrong rows. Collective.
 
-    The rows contain their own slot ids, and are combined with gates of 1 and 2. All numbers are
-    small integers, so that bfloat16 is exact.
+    The routes are synthetic: each rank sends rows to each rank, in descending order of slots. Rows
+    contain the digits of their rank and token, and are combined with gates of 1 and 2.
+
+    routes, tokens_TD: of any microbatch, for their shapes, dtype and device.
     """
+    most, padding = getattr(dispatcher, "max_tokens", None), getattr(dispatcher, "padding", True)
+    known_RTK, routes = _probe_routes(routes, most, padding=padding)
+    sent_TD, digits = _probe_rows(known_RTK, routes.rank, tokens_TD)
     gates_TK = 1 + torch.arange(routes.slots.shape[1], device=routes.slots.device) % 2
     gates_TK = gates_TK.to(tokens_TD.dtype).expand_as(routes.slots)
-    sent_TD = _probe_rows(routes, tokens_TD)
     received = dispatcher.dispatch(sent_TD, gates_TK, routes)
     problem = _delivery_problem(received, routes, sent_TD, wait=True)
-    _raise_on_all_ranks(dispatcher, comm, problem or _misplaced(received.rows, routes))
+    problem = problem or _misplaced(received.rows, routes, known_RTK, digits)
+    _raise_on_all_ranks(dispatcher, comm, problem)
     outputs_AD = received.rows * received.gates[:, None].to(tokens_TD.dtype)
     y_TD = dispatcher.combine(outputs_AD, received)
     problem = _sums_problem(y_TD, routes, outputs_AD)
@@ -162,36 +178,59 @@ def _raise_on_all_ranks(dispatcher: Dispatcher, comm: Communicator, problem: str
     raise_together(comm, CommunicationError(text) if problem else None)
 
 
-DIGIT = 4  # base of the numbers in a probe: sums of 56 choices stay below 256
+def _probe_routes(
+    like: SlotRoutes, most: int | None, *, padding: bool
+) -> tuple[torch.Tensor, SlotRoutes]:
+    """Return [R, T, K] the synthetic slots of all ranks, -1: padding; and the routes of this rank.
+
+    Choice `i` of a rank goes to the `i`-th next rank, from its last slot to its first.
+    """
+    ranks, slots_per_rank, top_k = like.ranks, like.slots_per_rank, like.slots.shape[1]
+    tokens = max(PROBE_TOKENS, -(-2 * ranks // top_k))
+    tokens = tokens if most is None else min(tokens, most)
+    choice, rank = torch.arange(tokens * top_k), torch.arange(ranks)[:, None]
+    slots = (choice + rank) % ranks * slots_per_rank + (-1 - choice // ranks) % slots_per_rank
+    slots = slots.view(ranks, tokens, top_k)
+    if padding:
+        slots.view(ranks, -1)[:, 3::7] = -1
+        slots[1::2, -1] = -1
+    own = slots[slots.div(slots_per_rank, rounding_mode="floor") == like.rank]
+    counts = torch.bincount(own - like.rank * slots_per_rank, minlength=slots_per_rank)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    device, begins = like.slots.device, offsets.tolist()
+    routes = replace(
+        like,
+        slots=slots[like.rank].to(device),
+        offsets=offsets.to(device, torch.int32),
+        begins=lambda: begins,
+    )
+    return slots, routes
 
 
-def _digits(routes: SlotRoutes) -> int:
-    """Return the digits of a slot id, counted from 1."""
-    return max(1, math.ceil(math.log(routes.num_slots + 1, DIGIT)))
+def _probe_rows(
+    slots_RTK: torch.Tensor, rank: int, like_TD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [T, D] rows with the digits of their rank and token, and [R * T, n] all digits."""
+    ranks, tokens, _ = slots_RTK.shape
+    places = DIGIT ** torch.arange(math.ceil(math.log(ranks * tokens + 1, DIGIT)))
+    numbers = torch.arange(1, ranks * tokens + 1)[:, None]
+    digits = numbers.div(places, rounding_mode="floor") % DIGIT
+    columns = torch.arange(like_TD.shape[1]) % len(places)
+    rows = digits.view(ranks, tokens, -1)[rank][:, columns]
+    return rows.to(like_TD.device, like_TD.dtype), digits
 
 
-def _probe_rows(routes: SlotRoutes, like_TD: torch.Tensor) -> torch.Tensor:
-    """Return [T, D] rows with the digits of their slot ids, their token and rank, cut at D."""
-    tokens = torch.arange(len(routes.slots), device=routes.slots.device)
-    numbers = torch.column_stack([routes.slots + 1, tokens, torch.full_like(tokens, routes.rank)])
-    places = DIGIT ** torch.arange(_digits(routes), device=tokens.device)
-    digits = (numbers[:, :, None].div(places, rounding_mode="floor") % DIGIT).flatten(1)
-    rows = torch.zeros_like(like_TD)
-    width = min(rows.shape[1], digits.shape[1])
-    rows[:, :width] = digits[:, :width].to(rows.dtype)
-    return rows
-
-
-def _misplaced(rows_AD: torch.Tensor, routes: SlotRoutes) -> str:
+def _misplaced(
+    rows_AD: torch.Tensor, routes: SlotRoutes, slots_RTK: torch.Tensor, digits: torch.Tensor
+) -> str:
     """Return which probe row is in a slot that its token did not choose; empty if none is."""
-    num_digits, top_k = _digits(routes), routes.slots.shape[1]
-    if rows_AD.shape[1] < top_k * num_digits:  # too narrow for all slot ids
+    counts, places = torch.tensor(routes.counts()), digits.shape[1]
+    if rows_AD.shape[1] < places:  # too narrow to identify rows
         return ""
-    counts, first = routes.counts(), routes.rank * routes.slots_per_rank
-    digits = rows_AD[: sum(counts), : top_k * num_digits].unflatten(1, (top_k, num_digits)).long()
-    chosen = (digits * DIGIT ** torch.arange(num_digits, device=digits.device)).sum(dim=2) - 1
-    slots = torch.arange(len(counts), device=digits.device) + first
-    slots = slots.repeat_interleave(torch.tensor(counts, device=digits.device))
+    got = rows_AD[: int(counts.sum()), :places].cpu().double()
+    sources = (got @ (DIGIT ** torch.arange(places)).double()).nan_to_num(0).long() - 1
+    chosen = slots_RTK.flatten(0, 1)[sources.clamp(0, len(digits) - 1)]
+    slots = (torch.arange(len(counts)) + routes.rank * len(counts)).repeat_interleave(counts)
     wrong = (chosen != slots[:, None]).all(dim=1).nonzero()
     if not len(wrong):
         return ""

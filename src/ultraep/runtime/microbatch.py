@@ -51,7 +51,7 @@ class Context:
     agreement: Agreement
     cost: CostModel
     first_rank: int = 0  # number of rank 0 of the topology, for errors
-    dispatched_layers: set[int] = field(default_factory=set)  # whose dispatcher was checked
+    dispatched: set[Any] = field(default_factory=set)  # layers, and rows with which it was probed
     # Replicas that hold slots in a backward pass, with the number of the pass.
     lent_in_backward: dict[Any, int] = field(default_factory=dict)
 
@@ -132,13 +132,14 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     def _through(
         self, dispatcher: Dispatcher, exchange: Rows, tokens: torch.Tensor
     ) -> DispatchedRows:
-        """Return the rows of this microbatch through a dispatcher; the first time, probe it."""
+        """Return the rows of this microbatch through a dispatcher; probe it with new shapes."""
         context, layer = self._context, self.passes.layer
         routes = slot_routes(exchange, context.topology, context.comm.rank)
-        if not context.dispatched_layers:
+        shape = tokens.shape[1], tokens.dtype, routes.slots.shape[1]
+        if shape not in context.dispatched:
             probe(dispatcher, routes, tokens, context.comm)
-        first = layer not in context.dispatched_layers
-        context.dispatched_layers.add(layer)
+        first = layer not in context.dispatched
+        context.dispatched.update((layer, shape))
         return DispatchedRows(dispatcher, exchange, routes, first=first)
 
     def dispatch(self) -> Arrivals:

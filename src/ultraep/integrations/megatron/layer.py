@@ -29,7 +29,7 @@ from torch import nn
 
 from ultraep.bundle import Bundle
 from ultraep.dispatch import Received, SlotRoutes
-from ultraep.dispatchers.hybridep import check_slots
+from ultraep.dispatchers.hybridep import check_slots, ranks_of_domain
 from ultraep.errors import ConfigError
 from ultraep.integrations.common import Overlay, shared_balancer
 from ultraep.integrations.megatron.experts import (
@@ -44,6 +44,7 @@ from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
+from ultraep.supported import FLEX_DEEPEP
 
 # Arguments that later versions pass to every MoE layer; this version may lack some.
 OF_LIBRARY = {"is_mtp_layer", "name"}
@@ -140,9 +141,13 @@ class FlexDispatcher:
     The dispatcher of the library has one expert for every slot.
     """
 
+    ordered = True  # as the received rows of both libraries
+
     def __init__(self, config: Any, pg_collection: Any, slots_per_rank: int) -> None:
         ranks, rank = pg_collection.ep.size(), pg_collection.ep.rank()
         self.backend = config.moe_flex_dispatcher_backend
+        if self.backend == "deepep" and FLEX_DEEPEP.installed():
+            FLEX_DEEPEP.check()
         self._config = Overlay(
             config,
             num_moe_experts=ranks * slots_per_rank,
@@ -160,7 +165,7 @@ class FlexDispatcher:
 
     def check_slots(self, ranks: int, slots_per_rank: int) -> None:
         if self.backend == "hybridep":
-            check_slots(ranks, slots_per_rank)
+            check_slots(ranks_of_domain(ranks), slots_per_rank)
 
     def dispatch(
         self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, routes: SlotRoutes

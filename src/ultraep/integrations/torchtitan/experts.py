@@ -22,7 +22,7 @@ from torchtitan.models.common.moe import RoutedExperts
 
 from ultraep.comm import moved
 from ultraep.dispatch import Received, SlotRoutes
-from ultraep.dispatchers.hybridep import check_slots
+from ultraep.dispatchers.hybridep import check_slots, ranks_of_domain
 from ultraep.errors import ConfigError
 from ultraep.experts.custom import serve
 from ultraep.integrations.common import shared_balancer
@@ -122,8 +122,11 @@ class FrameworkDispatcher:
     The framework's dispatchers multiply outputs by gates themselves.
     """
 
+    ordered = True  # the framework's selective checkpointing keeps the rows that it received
+
     def __init__(self, library: Any) -> None:
         self._library = library
+        self.padding = type(library).__name__ != HYBRIDEP  # the framework has none
 
     def __repr__(self) -> str:  # layers with equal dispatchers share a balancer
         library = self._library
@@ -131,7 +134,7 @@ class FrameworkDispatcher:
 
     def check_slots(self, ranks: int, slots_per_rank: int) -> None:
         if type(self._library).__name__ == HYBRIDEP:
-            check_slots(ranks, slots_per_rank)
+            check_slots(ranks_of_domain(ranks), slots_per_rank)
 
     def dispatch(
         self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, routes: SlotRoutes
