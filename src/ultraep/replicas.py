@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -17,9 +17,6 @@ from ultraep.errors import SlotError
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import Beside
 from ultraep.passes import Passes, note_failure
-
-if TYPE_CHECKING:
-    from ultraep.runtime.microbatch import Context
 
 TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype, by name
 NO_PASS = -1
@@ -38,6 +35,7 @@ class Replicas(ABC):
     the same memory unless another microbatch holds it. A backward pass that raises does not return
     its slots; the next microbatch to need slots does.
 
+    lent: replicas of the balancer that hold slots in a backward pass, with its number.
     bundle: the weights of the home experts of this rank.
     """
 
@@ -45,9 +43,8 @@ class Replicas(ABC):
     possible: bool  # whether this microbatch may have replicas; a device plan may still have none
     kernels: bool  # whether Triton kernels can run on the rows of this microbatch
 
-    def __init__(self, context: Context, passes: Passes, bundle: Bundle) -> None:
-        self.passes, self.bundle = passes, bundle
-        self._context, self._lent = context, context.lent_in_backward
+    def __init__(self, lent: dict[Replicas, int], passes: Passes, bundle: Bundle) -> None:
+        self._lent, self.passes, self.bundle = lent, passes, bundle
         self._loan: ExitStack | None = None
         self.begun = False  # before the `with` block
 

@@ -53,7 +53,7 @@ class Context:
     first_rank: int = 0  # number of rank 0 of the topology, for errors
     dispatched: set[Any] = field(default_factory=set)  # layers, and rows with which it was probed
     # Replicas that hold slots in a backward pass, with the number of the pass.
-    lent_in_backward: dict[Any, int] = field(default_factory=dict)
+    lent_in_backward: dict[Replicas, int] = field(default_factory=dict)
 
 
 class PlaneRequest(NamedTuple):

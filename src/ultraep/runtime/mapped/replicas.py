@@ -37,8 +37,8 @@ class MappedReplicas(Replicas):
         *,
         possible: bool = True,
     ) -> None:
-        super().__init__(context, passes, bundle)
-        self._memory, self._replicas = memory, replicas
+        super().__init__(context.lent_in_backward, passes, bundle)
+        self._context, self._memory, self._replicas = context, memory, replicas
         self._schedule: torch.Tensor | None = None  # the work of this rank
         self.possible = possible and memory.topology.can_replicate
         self.num_homes = memory.streamer.homes

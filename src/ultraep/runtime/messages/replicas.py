@@ -48,8 +48,8 @@ class MessageReplicas(Replicas):
         bundle: Bundle,
         device: torch.device,
     ) -> None:
-        super().__init__(context, passes, bundle)
-        self._pool, self._plan, self._device = pool, plan, device
+        super().__init__(context.lent_in_backward, passes, bundle)
+        self._context, self._pool, self._plan, self._device = context, pool, plan, device
         self._home_experts = plan.topology.home_experts(context.comm.rank)
         self.num_homes = len(self._home_experts)
         self.possible = plan.num_replicas > 0
