@@ -1,9 +1,10 @@
-"""A dispatcher of rows by physical expert, with autograd of its own."""
+"""Dispatchers of rows by physical expert: with autograd of its own, and shuffling rows."""
 
 import numpy as np
 import torch
 
 from ultraep.dispatch import Received
+from ultraep.dispatchers import LibraryRows, RawDispatcher
 
 
 class Permuting:
@@ -83,3 +84,52 @@ class Differentiable:
     def combine(self, outputs, received):
         permuting, back, gates = received.state
         return permuting.combine(outputs * gates[:, None], back)
+
+
+class Shuffling(RawDispatcher):
+    """Moves rows without autograd: shuffles the rows of a slot, and appends rows of NaN.
+
+    ordered: do not shuffle.   padding_rows: how many rows to append.
+    """
+
+    def __init__(self, comm, *, ordered=False, padding_rows=0):
+        self.comm, self.ordered, self.padding_rows = comm, ordered, padding_rows
+        self.draw = torch.Generator().manual_seed(comm.rank)
+
+    def begin(self, routes):
+        return ShuffledRows(self, routes)
+
+
+class ShuffledRows(LibraryRows):
+    def __init__(self, dispatcher, routes):
+        comm, slots = dispatcher.comm, routes.slots.flatten()
+        self.shape, self.padding_rows = routes.slots.shape, dispatcher.padding_rows
+        self.order = slots.argsort(stable=True)[(slots < 0).sum() :]
+        sent = torch.bincount(slots[self.order] // routes.slots_per_rank, minlength=comm.size)
+        received = comm.all_gather(sent)[:, comm.rank]
+        self.there = Transfer(comm, sent.tolist(), received.tolist())
+        arrived = self.there.move(slots[self.order]) - comm.rank * routes.slots_per_rank
+        self.counts = torch.bincount(arrived, minlength=routes.slots_per_rank)
+        rows = torch.arange(len(arrived))
+        if not dispatcher.ordered:
+            rows = torch.randperm(len(arrived), generator=dispatcher.draw)
+        self.sort = rows[arrived[rows].argsort(stable=True)]
+
+    def to_slots(self, values, scalars):
+        rows = self.arrived(values[self.order // self.shape[1]])
+        return rows, None if scalars is None else self.arrived(scalars.flatten()[self.order])
+
+    def arrived(self, values):
+        nan = values.new_full((self.padding_rows, *values.shape[1:]), torch.nan)
+        return torch.cat([self.there.move(values)[self.sort], nan])
+
+    def to_tokens(self, rows, scalars):
+        sums = rows.new_zeros(self.shape[0], rows.shape[1])
+        sums.index_add_(0, self.order // self.shape[1], self.back(rows))
+        if scalars is None:
+            return sums, None
+        gates = scalars.new_zeros(self.shape).flatten()
+        return sums, gates.index_copy_(0, self.order, self.back(scalars)).view(self.shape)
+
+    def back(self, values):
+        return self.there.reversed().move(values[self.sort.argsort()])

@@ -6,9 +6,10 @@ elsewhere. Both return what they observed, which must agree (`assert_agree`).
 
 Actions, with n a microbatch and l a layer:
 
-    forward n     through some layers, perhaps checkpointed; also without gradients
+    forward n     through some layers, perhaps checkpointed or with replayed routes; also without
+                  gradients
     backward n    of one or two microbatches that wait, in any order
-    drop n        its backward is never run
+    drop n        its backward is never run; one rank keeps its outputs
     write l       of all expert weights, in one of several ways
     copy l        a deep copy, with other weights, becomes a further layer
     fail n        an exception in forward or in backward, on all ranks
@@ -16,8 +17,8 @@ Actions, with n a microbatch and l a layer:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +35,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ultraep import BalancedMoE, Balancer, ExpertsFrom, Topology
+from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, Topology
+from ultraep.routes import Replay
 
 HIDDEN, FFN = 6, 4
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -61,6 +63,8 @@ class Program:
     options: dict[str, Any]
     actions: list[tuple[Any, ...]] = field(default_factory=list)
     seed: int = 0
+    dispatcher: dict[str, Any] | None = None  # options of `Shuffling`; None: the data plane
+    replayed: frozenset[int] = frozenset()  # microbatches with recorded routes
 
     @classmethod
     def drawn(cls, seed: int, most_ranks: int, most_actions: int) -> Program:
@@ -83,6 +87,11 @@ class Program:
             seed=seed,
         )
         _Drawing(program, draw).run(int(draw.integers(4, most_actions + 1)))
+        more = np.random.default_rng([seed, 1])
+        if more.random() < 0.4:
+            rows = int(more.integers(0, 4))
+            program.dispatcher = {"ordered": more.random() < 0.5, "padding_rows": rows}
+        program.replayed = frozenset(n for n in range(99) if n % 5 == seed % 7)
         return program
 
     def example(self, layer: int) -> Example:
@@ -105,6 +114,13 @@ class Program:
         for tokens in every:
             tokens[:, 0] = 1.0  # what the skew looks at
         return every
+
+    def routes(self, number: int) -> list[torch.Tensor]:
+        """Return [T, K] the recorded ids of every rank, for all layers; -1: the router decides."""
+        draw = torch.Generator().manual_seed(333 * self.seed + number % 5)
+        scores = [torch.rand(count, self.experts, generator=draw) for count in self.tokens]
+        ids = [part.topk(self.top_k).indices for part in scores]
+        return [part.masked_fill(torch.arange(len(part))[:, None] % 4 == 3, -1) for part in ids]
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         draw = torch.Generator().manual_seed(7777 * self.seed + number)
@@ -217,9 +233,14 @@ class Machine:
 
     def forward(self, number: int, chain: list[int], how: str) -> None:
         x = self.tokens(number).requires_grad_()
-        y = self.through(chain, how, x)
+        with self.replaying(number):
+            y = self.through(chain, how, x)
         self.waiting[number] = x, y
         self.observed.append(("tokens", y.detach().clone()))
+
+    def replaying(self, number: int) -> AbstractContextManager[Any]:
+        """Return a context in which routers choose the routes of the microbatch, if it has any."""
+        return nullcontext()
 
     def infer(self, number: int, chain: list[int]) -> None:
         with torch.no_grad():
@@ -288,6 +309,15 @@ class Dense(Machine):
     def mine(self, every: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(every)
 
+    @contextmanager
+    def replaying(self, number: int) -> Iterator[None]:
+        ids = torch.cat(self.program.routes(number)) if number in self.program.replayed else None
+        for layer in self.layers:
+            layer.replaced = None if ids is None else partial(_recorded, layer, ids)
+        yield
+        for layer in self.layers:
+            layer.replaced = None
+
     def through(self, chain: list[int], how: str, x: torch.Tensor) -> torch.Tensor:
         for number in chain:
             x = x + self.layers[number](x)
@@ -307,6 +337,14 @@ class Dense(Machine):
         else:
             self.scale(self.layers[layer], factor)
         self.forget_gradients()
+
+
+def _recorded(layer: nn.Module, ids: torch.Tensor, tokens: torch.Tensor) -> tuple[Any, Any]:
+    """Return recorded ids and their scores."""
+    own, _ = layer.route(tokens)
+    ids = torch.where(ids < 0, own, ids)
+    scores = (tokens @ layer.get("router.weight").T).softmax(-1)
+    return ids, torch.take_along_dim(scores, ids, -1)
 
 
 class Holder(nn.Module):
@@ -340,6 +378,7 @@ class OnRank(Machine):
         super().__init__(program)
         self.balancer = balancer
         self.fails: str | None = None  # where an exception is raised next
+        self.kept: list[Any] = []  # outputs whose backward never runs
         for number, form in enumerate(program.forms):
             self.layers.append(self._layer(program.example(number), form))
 
@@ -375,7 +414,30 @@ class OnRank(Machine):
     def mine(self, every: list[torch.Tensor]) -> torch.Tensor:
         return every[self.balancer.rank].clone()
 
+    @contextmanager
+    def replaying(self, number: int) -> Iterator[None]:
+        if number not in self.program.replayed:
+            yield
+            return
+        with Replay(nn.ModuleList(self.layers)) as replay:
+            ids = self.mine(self.program.routes(number))
+            replay.use(ids.expand(len(self.layers), -1, -1))
+            yield
+
+    def drop(self, number: int) -> None:
+        if self.balancer.rank == 0:
+            self.kept.append(self.waiting[number])
+        super().drop(number)
+
     def through(self, chain: list[int], how: str, x: torch.Tensor) -> torch.Tensor:
+        if how in SELECTIVE and not (self.program.dispatcher or {"ordered": True})["ordered"]:
+            with suppress(ConfigError):
+                self._through(chain, how, x)
+                raise AssertionError("selective checkpointing of rows in any order")
+            how = "all"
+        return self._through(chain, how, x)
+
+    def _through(self, chain: list[int], how: str, x: torch.Tensor) -> torch.Tensor:
         def layers(x: torch.Tensor, numbers: list[int] = chain) -> torch.Tensor:
             for number in numbers:
                 x = x + self.layers[number](x)

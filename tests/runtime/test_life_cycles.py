@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from life_cycles import OnRank, Program, assert_agree
+from permuting import Shuffling
 from ranks import PATIENCE, shared_pool
 from shared_peers import SharedPeers
 
@@ -27,7 +28,10 @@ def blocks(quick, number=BLOCKS):
 
 def over_messages(program):
     def work(comm):
-        balancer = Balancer._with_settings(comm, **program.options)
+        options = dict(program.options)
+        if program.dispatcher is not None:
+            options["dispatcher"] = Shuffling(comm, **program.dispatcher)
+        balancer = Balancer._with_settings(comm, **options)
         return OnRank(program, balancer).run()
 
     return LocalGroup(len(program.tokens), timeout=PATIENCE).run(work)
@@ -41,6 +45,7 @@ def in_two_domains(program):
 
 
 def mapped(rank, group, program):
+    program.dispatcher = None
     inside, options = group, program.options | {"data_plane": "mapped"}
     if len(program.tokens) == 4:
         pair = [rank - rank % 2, rank - rank % 2 + 1]

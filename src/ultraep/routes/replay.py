@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,23 +17,24 @@ from torch.overrides import TorchFunctionMode
 from ultraep.arrays import PADDING
 from ultraep.config import check_choice
 from ultraep.errors import ConfigError, LoadError
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.replicas import NO_PASS, backward_pass
-from ultraep.routes.record import RoutedLayer, at_choice, compact, routed_layers
+from ultraep.routes.record import RoutedLayer, at_choice, routed_layers
 
 UNKNOWN = ("router", "skip")
 MOST_PASSES = 64  # of a layer that wait for backward
-UNLIKE = 0.1  # share of choices that a recomputed pass may change, because it rounds differently
+UNLIKE = 0.01  # by which scores of a recomputed pass may change, because it rounds differently
 
 
 @dataclass(eq=False)
 class _Pass:
     """A forward pass that backward may recompute.
 
-    own: [T, K] the router's own choice, by which backward recognises the pass.
+    scores: [T, K] of the router's own choice, by which backward recognises the pass.
     ids: [T, K] that were chosen; None: the choice of the router.
     """
 
-    own: torch.Tensor
+    scores: torch.Tensor
     ids: torch.Tensor | None
     recomputed: bool = False
 
@@ -48,9 +50,33 @@ class _ReplayedLayer:
     mode: _Selection | None = None
     passes: list[_Pass] = field(default_factory=list)
     ended: bool = False  # whether the block is left; passes of it may still be recomputed
+    hooks: ExitStack = field(default_factory=ExitStack)
+
+    def enter(self) -> None:
+        scope = self.layer.scope
+        earlier = _replayed.get(scope)
+        if earlier is not None and earlier.ended:
+            self.passes = earlier.passes
+            earlier.hooks.close()
+        _replayed[scope] = self
+        self.hooks.callback(scope.register_forward_pre_hook(self.begin).remove)
+        at_choice(self.layer, self.choose, self.hooks)
+        handle = scope.register_forward_hook(self.end, always_call=True)
+        self.hooks.callback(handle.remove)
+
+    def leave(self) -> None:
+        """Remove the hooks, unless backward has yet to recompute a pass of the block."""
+        self.ids, self.ended = None, True
+        if all(one.recomputed or one.ids is None for one in self.passes):
+            self.hooks.close()
+            self.passes.clear()
 
     def begin(self, *_: Any) -> None:
         self.end()
+        if self.ended and backward_pass() == NO_PASS:
+            self.leave()
+            if not self.passes:
+                return
         self.mode = _Selection(self)
         self.mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -60,33 +86,30 @@ class _ReplayedLayer:
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.mode = None
 
-    def waits(self) -> bool:
-        """Return whether backward has yet to recompute a forward pass of this layer."""
-        return any(not one.recomputed for one in self.passes)
-
-    def ids_of_pass(self, own: torch.Tensor) -> torch.Tensor | None:
-        """Return the ids of the pass that runs now, in which the router chose `own`."""
-        own = compact(own, self.layer.num_experts)
+    @outside_dispatch_modes
+    def ids_of_pass(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """Return the ids of the pass that runs now; scores: of the router's own choice."""
+        scores = scores.detach()
         if backward_pass() == NO_PASS:
-            if _in_checkpoint() and not self.ended:
+            if _in_checkpoint():
                 waiting = [one for one in self.passes if not one.recomputed]
-                self.passes = [*waiting[1 - MOST_PASSES :], _Pass(own, self.ids)]
+                self.passes = [*waiting[1 - MOST_PASSES :], _Pass(scores, self.ids)]
             return self.ids
-        known = [one for one in self.passes if one.own.shape == own.shape]
-        differing = [int((one.own != own).sum()) for one in known]
-        fewest = min(differing, default=0)
-        likely = [one for one, count in zip(known, differing, strict=True) if count == fewest]
-        ids = likely[0].ids if likely else None
-        if likely and fewest <= UNLIKE * own.numel() and all(_same(ids, one.ids) for one in likely):
+        known = [one for one in self.passes if one.scores.shape == scores.shape]
+        distances = [float((one.scores - scores).abs().sum()) for one in known]
+        least = min([*distances, UNLIKE * float(scores.abs().sum())])
+        likely = [one for one, d in zip(known, distances, strict=True) if d == least]
+        if likely and all(_same(likely[0].ids, one.ids) for one in likely):
             likely[0].recomputed = True
-            return ids
-        if self.ended:
-            return None
+            return likely[0].ids
+        if self.ended and not likely:
+            return None  # it ran before or after the block
         raise ConfigError(
             f"backward recomputes a pass of {self.layer.name!r} whose routes Replay does not know: "
             "run forward and backward of a batch inside one `with Replay(...)` block"
         )
 
+    @outside_dispatch_modes
     def choose(self, chosen: torch.Tensor) -> torch.Tensor | None:
         """Return the ids for the experts; raise if the router did not use the recorded ids."""
         mode = self.mode
@@ -108,6 +131,10 @@ class _ReplayedLayer:
             )
         self.checked = True
         return chosen.masked_fill(~known, PADDING) if self.skips else None
+
+
+# The last replay of each layer, for passes that are recomputed after its block.
+_replayed: WeakKeyDictionary[nn.Module, _ReplayedLayer] = WeakKeyDictionary()
 
 
 def _same(ids: torch.Tensor | None, others: torch.Tensor | None) -> bool:
@@ -140,28 +167,15 @@ class Replay:
         if unknown == "skip" and plain:
             raise ConfigError(f"unknown='skip' needs a balanced model, but {plain[0]!r} is not")
         self._layers = [_ReplayedLayer(layer, unknown == "skip") for layer in layers]
-        self._hooks = ExitStack()
 
     def __enter__(self) -> Self:
         for replayed in self._layers:
-            scope = replayed.layer.scope
-            self._hooks.callback(scope.register_forward_pre_hook(self._release).remove)
-            self._hooks.callback(scope.register_forward_pre_hook(replayed.begin).remove)
-            at_choice(replayed.layer, replayed.choose, self._hooks)
-            handle = scope.register_forward_hook(replayed.end, always_call=True)
-            self._hooks.callback(handle.remove)
+            replayed.enter()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.use(None)
         for replayed in self._layers:
-            replayed.ended = True
-        self._release()
-
-    def _release(self, *_: Any) -> None:
-        """Remove all hooks after the block, unless backward has yet to recompute a pass."""
-        if not any(not replayed.ended or replayed.waits() for replayed in self._layers):
-            self._hooks.close()
+            replayed.leave()
 
     def use(self, routes: torch.Tensor | None) -> None:
         """Choose these ids in the next forward pass, and whenever it is recomputed.
@@ -201,10 +215,10 @@ class _Selection(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk):
             return result
-        scores, (_, own) = args[0], result
+        scores, (best, own) = args[0], result
         if scores.shape[-1] != self._layer.layer.num_experts:
             return result
-        ids = self._layer.ids_of_pass(own)
+        ids = self._layer.ids_of_pass(best)
         if ids is not None and ids.numel() != own.numel():
             return result
         self.selected, self.ids = True, ids

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ultraep.comm import Communicator, moved, raise_together
 from ultraep.dispatch import Arrivals, Dispatcher, Received, SlotRoutes
@@ -41,7 +42,7 @@ class DispatchedRows:
         self, dispatcher: Dispatcher, exchange: Rows, routes: SlotRoutes, *, first: bool
     ) -> None:
         self._dispatcher, self._exchange, self._routes = dispatcher, exchange, routes
-        self._first = first
+        self._first, self._rows = first, 0
         self._received: Received | None = None
 
     def dispatch(self, tokens_TD: torch.Tensor, gates_TK: torch.Tensor) -> Arrivals:
@@ -58,23 +59,28 @@ class DispatchedRows:
         problem = _delivery_problem(received, self._routes, tokens_TD, wait=self._first)
         if problem:
             raise CommunicationError(f"{_name(self._dispatcher)} {problem}")
-        self._received = received
+        self._received, self._rows = received, len(received.rows)
+        if not getattr(received.counts, "is_cuda", False):  # networks get no unused rows
+            self._rows = sum(self._routes.counts())
         record.at("experts")
-        rows_AD, gates_A = _mark(exchange, "dispatch back", received.rows, received.gates)
+        own = slice(self._rows)
+        rows_AD, gates_A = _mark(exchange, "dispatch back", received.rows[own], received.gates[own])
         return Arrivals(rows_AD, gates_A, exchange)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
         exchange, received = self._exchange, self._received
         if received is None:
             raise ConfigError("call dispatch() before combine(), once for each microbatch")
-        if len(outputs_AD) != len(received.rows):
+        if len(outputs_AD) != self._rows:
             raise ConfigError(
-                f"combine() needs one output for each of the {len(received.rows)} rows of this "
+                f"combine() needs one output for each of the {self._rows} rows of this "
                 f"microbatch, got {len(outputs_AD)}; pass the outputs of the same microbatch"
             )
         self._received = None  # a handle serves one microbatch
         (outputs_AD,) = _mark(exchange, "experts back", outputs_AD)
         exchange.passes.record.at("combine")
+        if len(received.rows) > self._rows:
+            outputs_AD = pad(outputs_AD, (0, 0, 0, len(received.rows) - self._rows))
         y_TD = self._dispatcher.combine(outputs_AD, received)
         problem = _sums_problem(y_TD, self._routes, outputs_AD)
         if problem:
