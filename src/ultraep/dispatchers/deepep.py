@@ -24,8 +24,7 @@ from ultraep.ops.products import accumulator
 from ultraep.supported import ELASTIC_BUFFER, LEGACY_BUFFER
 
 WIDTH_MULTIPLE = 256  # bfloat16 numbers: 16 bytes for each thread of a warp
-RANKS_OF_NODE, NODE = (2, 4, 8), 8
-MOST_SLOTS = 128
+NODE, MOST_SLOTS = 8, 128  # ranks of a node, slots of a rank
 
 
 class DeepEP(RawDispatcher):
@@ -118,7 +117,7 @@ class DeepEPBuffer(RawDispatcher):
         self.buffer = buffer
 
     def check_slots(self, ranks: int, slots_per_rank: int) -> None:
-        if ranks not in RANKS_OF_NODE and (ranks < NODE or ranks % NODE):
+        if ranks not in (2, 4) and (ranks < NODE or ranks % NODE):
             raise ConfigError(
                 f"the Buffer of DeepEP serves 2, 4 or 8 ranks, or several nodes of {NODE}, got "
                 f"{ranks}; leave dispatcher= out"

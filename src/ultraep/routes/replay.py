@@ -114,7 +114,8 @@ class _ReplayedLayer:
         """Return the ids for the experts; raise if the router did not use the recorded ids."""
         mode = self.mode
         self.end()
-        ids = self.ids if mode is None or not mode.selected else mode.ids
+        used = mode is not None and mode.selected
+        ids = mode.ids if mode is not None and used else self.ids
         if ids is None:
             return None
         if chosen.shape != ids.shape:
@@ -123,8 +124,7 @@ class _ReplayedLayer:
                 f"routes are {list(ids.shape)}: pass the routes of this batch to use()"
             )
         known = ids >= 0
-        unused = mode is None or not mode.selected
-        if unused or (not self.checked and not torch.equal(chosen[known], ids[known])):
+        if not used or (not self.checked and not torch.equal(chosen[known], ids[known])):
             raise ConfigError(
                 f"the router of {self.layer.name!r} does not choose with torch.topk over "
                 f"{self.layer.num_experts} experts, so its routes cannot be replayed"

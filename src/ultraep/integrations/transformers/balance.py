@@ -77,7 +77,9 @@ def unbalance(model: nn.Module) -> None:
     if not modules:
         raise ConfigError(f"{type(model).__name__} is not balanced; call balance(model) first")
     experts, owners = expert_parameters(model), balancers(model)
-    raise_together(owners[0].comm, _lost_gradient(experts))
+    lost = [name for name, parameter in experts.items() if parameter.grad is not None]
+    text = "has a gradient of home experts: step the optimizer and call zero_grad() first"
+    raise_together(owners[0].comm, ConfigError(f"{lost[0]!r} {text}") if lost else None)
     for parameter in experts.values():
         parameter.__dict__.pop("_ddp_ignored", None)
     ignored = getattr(model, IGNORED_BY_DDP, ())
@@ -89,15 +91,6 @@ def unbalance(model: nn.Module) -> None:
             part.__dict__.pop(name, None)
     for balancer in owners:
         balancer.close()
-
-
-def _lost_gradient(experts: dict[str, nn.Parameter]) -> ConfigError | None:
-    """Return an error if an expert has a gradient, which other ranks do not have."""
-    for name, parameter in experts.items():
-        if parameter.grad is not None:
-            text = f"{name!r} has a gradient of home experts: step the optimizer and call zero_grad"
-            return ConfigError(f"{text}() before unbalance()")
-    return None
 
 
 def balancers(model: nn.Module) -> list[Balancer]:
