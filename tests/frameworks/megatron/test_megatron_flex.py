@@ -10,7 +10,7 @@ import stand_ins
 import te_on_cpu
 from megatron_models import difference, forward_backward, make_layer, on_megatron, settings
 
-from ultraep import ConfigError
+from ultraep import BackendUnavailable, ConfigError
 
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 
@@ -75,6 +75,17 @@ def test_slots_that_hybridep_cannot_serve():
     """Refused when the layer is built."""
     config = settings(**FLEX, moe_flex_dispatcher_backend="hybridep", num_moe_experts=6)
     with libraries(), pytest.raises(ConfigError, match=r"of 4 slots .*got 2 ranks x 5 slots"):
+        make_layer(config, {"slots": 2})
+
+
+@on_megatron(1)
+def test_deepep_2_lacks_what_megatron_imports():
+    library = ModuleType("deep_ep")
+    library.__version__ = "2.1.0"
+    config = settings(**FLEX, moe_flex_dispatcher_backend="deepep")
+    message = r'back end "deepep": deep_ep 1.0 to 1.x is needed, but 2.1.0 is installed'
+    refused = pytest.raises(BackendUnavailable, match=message)
+    with patch.dict(sys.modules, {"deep_ep": library}), refused:
         make_layer(config, {"slots": 2})
 
 
