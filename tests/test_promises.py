@@ -34,7 +34,7 @@ RINGS = [
         "trace",
         "workload",
     ],
-    ["combine", "dispatch", "microbatch", "replicas", "runtime"],
+    ["dispatch", "inputs", "microbatch", "replicas", "runtime"],
     ["dispatchers", "experts", "integrations", "layer", "metrics", "parallel", "routes", "routing"],
     ["tools", "__main__"],
 ]

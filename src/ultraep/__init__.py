@@ -8,7 +8,7 @@ After gating, the load of every expert is known exactly. Each layer uses it in e
     4 reroute     assign a slot to every routed row                          reroute.py
     5 dispatch    send rows to the ranks that serve them                     dispatch.py
     6 experts     run the networks of home experts and replicas              experts/
-    7 combine     sum the outputs of each token on its own rank              combine.py
+    7 combine     sum the outputs of each token on its own rank              dispatch.py
     8 reduce      (backward) add gradients of replicas to the home experts   runtime/
 
 These stages are the methods of a `Microbatch` (`microbatch.py`). `BalancedMoE` (`layer.py`) calls

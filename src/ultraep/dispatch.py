@@ -1,6 +1,9 @@
-"""Stage 5: send every token to the ranks that serve it; rows arrive grouped by slot.
+"""Stages 5 and 7: send every token to the ranks that serve it, and sum their outputs.
 
-The data plane moves the rows, by messages or through mapped memory. Autograd sees one function. A
+Rows arrive grouped by slot. Outputs are already multiplied by their gates. Their sum runs over the
+choices of a token in router order, on the token's own rank, so it does not depend on the plan.
+
+The data plane moves the rows, by messages or through mapped memory. Autograd sees two functions. A
 `Dispatcher` of another library can move them instead: `Balancer(dispatcher=...)`.
 
 Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D model width.
@@ -17,6 +20,7 @@ import torch
 
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.recompute import Gradients, first_order, run, save
+from ultraep.passes import Passes
 
 Pack: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [T, D] -> [T, bytes]
 Moved: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # rows, and a scalar for each
@@ -42,7 +46,10 @@ class RowMover(Protocol):
 
 
 class Exchange(RowMover, Protocol):
-    """A `RowMover` of a data plane, with the slots of its rows."""
+    """A `RowMover` of a data plane, with the slots of its rows; marks the stages of passes."""
+
+    @property
+    def passes(self) -> Passes: ...
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -160,6 +167,12 @@ def send(
     return sent
 
 
+def combine(outputs_AD: torch.Tensor, mover: RowMover) -> torch.Tensor:
+    """Return the `[T, D]` outputs of this rank's tokens. Padding contributes nothing."""
+    y_TD: torch.Tensor = run(_Combine, outputs_AD, mover)
+    return y_TD
+
+
 class _Dispatch(torch.autograd.Function):
     """Sends rows and gates to the slots and, in backward, their gradients to the tokens."""
 
@@ -192,3 +205,23 @@ class _Dispatch(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             d_gates_A = None
         return *mover.to_tokens(d_rows_AD, d_gates_A), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sends outputs to the tokens and, in backward, their gradients to the slots."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs_AD: torch.Tensor, mover: RowMover) -> torch.Tensor:
+        ctx.num_rows = len(outputs_AD)
+        save(ctx, mover)  # unpacking this starts the recomputation of a checkpoint
+        with outside_dispatch_modes():
+            y_TD, _ = mover.to_tokens(outputs_AD, None)
+        return y_TD
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, mover: RowMover, gradients: Gradients, _: Any) -> Gradients:
+        mover.begin_backward()
+        assert gradients[0] is not None
+        d_outputs_AD, _ = mover.to_slots(gradients[0], None)
+        return d_outputs_AD[: ctx.num_rows], None

@@ -1,4 +1,4 @@
-"""The interface of a microbatch: the tokens of all ranks passing through one layer.
+"""Microbatch: the tokens of all ranks passing through one layer. Its methods are the stages.
 
     layer = Layer(index, weights, experts)
     microbatch = balancer.begin(layer, ids, gates, tokens)
@@ -12,60 +12,38 @@
 
 All ranks call the same verbs in the same order. A microbatch stores the results of its verbs;
 backward keeps only its replicas and the exchange of its rows. A data plane keeps what outlives a
-microbatch: slots, shared memory and the communicator. Two data planes implement these protocols:
-`messages` (torch.distributed) and `mapped` (memory that GPUs map from each other).
+microbatch: slots, shared memory and the communicator. Each plane derives a microbatch and
+implements the verbs 1 to 4: `messages` (torch.distributed) and `mapped` (memory that GPUs map from
+each other).
 
-Shapes: T tokens, K experts per token, R ranks, E experts, H home experts and A arrived rows of this
-rank, D model width.
+Shapes: T tokens, R ranks, E experts, A arrived rows of this rank, D model width.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ultraep.bundle import Bundle
+from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import Arrivals, Exchange, Pack
-from ultraep.passes import Passes
+from ultraep.dispatch import Arrivals, Exchange, combine, dispatch
+from ultraep.errors import ConfigError
+from ultraep.inputs import Inputs
+from ultraep.inputs import Layer as Layer  # users import it from here
 from ultraep.plan import Plan
 from ultraep.replicas import Replicas
+from ultraep.runtime.agreement import Agreement
+from ultraep.runtime.capacity import Capacity
+from ultraep.runtime.cost import CostModel
+from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
+from ultraep.runtime.settings import Settings
 from ultraep.topology import Topology
 
-NO_LAYER = -1  # layer index of synthetic microbatches
-Serve: TypeAlias = Callable[[Arrivals, Replicas], torch.Tensor]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Layer:
-    """The home experts of this rank in one layer.
-
-    index: the value that `Balancer.register_layer` returned.
-    bundle: the weights to replicate; empty: nothing can be replicated.
-    serve: stage 6. The balancer times it on synthetic rows if plans depend on rates. None: the
-        planner optimises balance, unless `BalanceConfig(rates=...)` is set.
-    pack: converts rows to bytes before the data plane sends them; a dispatcher sends plain rows.
-    """
-
-    index: int = 0
-    bundle: Bundle = field(default_factory=dict)
-    serve: Serve | None = None
-    pack: Pack | None = None
-
-
-class Inputs(NamedTuple):
-    """The inputs of a microbatch."""
-
-    passes: Passes
-    layer: Layer
-    config: BalanceConfig
-    ids: torch.Tensor  # [T, K] experts of every token; -1: padding
-    gates: torch.Tensor | None  # [T, K]
-    tokens: torch.Tensor | None  # [T, D]
-    shares_slots: bool  # whether other layers may overwrite the slots before backward
+T = TypeVar("T")
 
 
 class AnyPlan(Protocol):
@@ -78,22 +56,37 @@ class AnyPlan(Protocol):
         """Return a callable that yields the plan once the device has produced it; do not block."""
 
 
-class Rows(Exchange, Protocol):
-    """The rows of one microbatch, which mark the stages of its passes as they move."""
+@dataclass(frozen=True, eq=False)
+class Context:
+    """The parts of a balancer that its data planes use."""
 
-    @property
-    def passes(self) -> Passes: ...
+    comm: Communicator
+    topology: Topology
+    config: BalanceConfig
+    settings: Settings
+    capacity: Capacity
+    agreement: Agreement
+    cost: CostModel
+    first_rank: int = 0  # number of rank 0 of the topology, for errors
+    dispatched: set[Any] = field(default_factory=set)  # layers, and rows with which it was probed
+    # Replicas that hold slots in a backward pass, with the number of the pass.
+    lent_in_backward: dict[Replicas, int] = field(default_factory=dict)
 
 
-class Microbatch(Protocol):
-    """The verbs of one microbatch. Each uses the results of the verbs before it."""
+class Microbatch(ABC):
+    """One microbatch of one rank. Each verb uses the results of the verbs before it."""
 
-    @property
-    def passes(self) -> Passes: ...
+    def __init__(self, inputs: Inputs, context: Context) -> None:
+        self.passes, self._record = inputs.passes, inputs.passes.record
+        self._inputs, self._context = inputs, context
+        self._exchange: Exchange | None = None
+        self._dispatched: DispatchedRows | None = None
 
+    @abstractmethod
     def count(self) -> torch.Tensor:
         """Stage 1: return the `[R, E]` loads of all ranks, on the device of the ids. Collective."""
 
+    @abstractmethod
     def plan(self) -> AnyPlan:
         """Stage 2: return the plan, which is the same on every rank.
 
@@ -101,10 +94,12 @@ class Microbatch(Protocol):
         depends on rates, the first call of a layer measures them.
         """
 
+    @abstractmethod
     def replicate(self) -> Replicas:
         """Stage 3: return the replicas of the plan, for a `with` block."""
 
-    def reroute(self) -> Rows:
+    @abstractmethod
+    def reroute(self) -> Exchange:
         """Stage 4: assign a slot to every routed row of this rank.
 
         To send rows with the dispatcher of another library, use `slots` of the result.
@@ -112,33 +107,44 @@ class Microbatch(Protocol):
 
     def dispatch(self) -> Arrivals:
         """Stage 5: return the rows that the slots of this rank serve."""
+        inputs, exchange = self._inputs, self._after("reroute", self._exchange)
+        if inputs.tokens is None or inputs.gates is None:
+            raise ConfigError("dispatch() needs tokens and gates: pass both to Balancer.begin")
+        self.passes.gradients_leave = inputs.tokens.requires_grad or inputs.gates.requires_grad
+        if self._dispatched is not None:
+            return self._dispatched.dispatch(inputs.tokens, inputs.gates)
+        return dispatch(inputs.tokens, inputs.gates, exchange, inputs.layer.pack)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
         """Stage 7: return the `[T, D]` outputs of this rank's tokens."""
+        if self._dispatched is not None:
+            y_TD = self._dispatched.combine(outputs_AD)
+        else:
+            y_TD = combine(outputs_AD, self._after("reroute", self._exchange))
+        self._record.end()
+        return y_TD
 
+    def _after(self, verb: str, result: T | None) -> T:
+        """Return the result of an earlier verb; raise if that verb was not called."""
+        if result is None:
+            raise ConfigError(
+                f"call {verb}() first: the verbs of a microbatch are count, plan, replicate, "
+                "reroute, dispatch, combine, in this order"
+            )
+        return result
 
-class DataPlane(Protocol):
-    """Runs the microbatches of one rank and owns the memory that outlives them."""
-
-    @property
-    def name(self) -> str:
-        """`messages` or `mapped`."""
-
-    @property
-    def topology(self) -> Topology: ...
-
-    def begin(self, inputs: Inputs, /) -> Microbatch:
-        """Return a microbatch with these inputs."""
-
-    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle, /) -> None:
-        """Allocate the memory for microbatches of this size. Collective."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated for slots and transfers."""
-
-    def check(self) -> None:
-        """Wait for the device and raise the errors that it has recorded."""
-
-    def close(self) -> None:
-        """Free the memory. The process group stays open."""
+    def _rerouted(self, exchange: Exchange) -> Exchange:
+        """End stage 4. If a dispatcher moves the rows, probe it with new shapes."""
+        self._exchange, context, tokens = exchange, self._context, self._inputs.tokens
+        dispatcher, layer = context.settings.dispatcher, self.passes.layer
+        if tokens is None:  # the caller dispatches them
+            self._record.at("")
+        elif dispatcher is not None:
+            routes = slot_routes(exchange, context.topology, context.comm.rank)
+            shape = tokens.shape[1], tokens.dtype, routes.slots.shape[1]
+            if shape not in context.dispatched:
+                probe(dispatcher, routes, tokens, context.comm)
+            first = layer not in context.dispatched
+            context.dispatched.update((layer, shape))
+            self._dispatched = DispatchedRows(dispatcher, exchange, routes, first=first)
+        return exchange

@@ -29,6 +29,7 @@ from ultraep.arrays import digest_of
 from ultraep.errors import CommunicationError
 from ultraep.hops import replicas_sent
 from ultraep.plan import Plan
+from ultraep.position import At, Position
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed forward"
 TIMED = 8  # one in this many microbatches is timed on a GPU, unless all are recorded
@@ -194,6 +195,12 @@ class Passes:
         self.gradients_leave = True
         self._log, self._device = log, device
         self.record = self._begin(RECOMPUTED if recomputed else FORWARD)
+
+    def position(self, at: At) -> Position:
+        """Return where this microbatch is, to be compared with the other ranks."""
+        if self.recomputed and at is At.LOADS:
+            at = At.LOADS_RECOMPUTED
+        return Position(at, self.layer, self.step)
 
     def begin_backward(self) -> None:
         """Begin a backward pass, in its first stage."""

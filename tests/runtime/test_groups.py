@@ -11,7 +11,7 @@ from ranks import PATIENCE, shared_pool
 from ultraep import Balancer, ConfigError, LocalGroup, NothingToBalance
 from ultraep.integrations.common import shared_balancer
 from ultraep.runtime import connect, mapped, messages
-from ultraep.runtime.microbatch import PlaneKind
+from ultraep.runtime.planes import PlaneKind
 
 
 def sizes(rank, group):

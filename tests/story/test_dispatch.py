@@ -13,8 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ultraep import Balancer, LocalGroup
 from ultraep.arrays import PADDING
-from ultraep.combine import combine
-from ultraep.dispatch import dispatch
+from ultraep.dispatch import combine, dispatch
 from ultraep.passes import Passes
 from ultraep.reroute import reroute
 from ultraep.runtime.connect import connect

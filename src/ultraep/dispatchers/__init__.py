@@ -20,8 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from ultraep.combine import combine
-from ultraep.dispatch import Moved, Received, SlotRoutes, send
+from ultraep.dispatch import Moved, Received, SlotRoutes, combine, send
 from ultraep.errors import BackendUnavailable, ConfigError, LoadError
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator

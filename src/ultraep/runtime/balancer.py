@@ -25,7 +25,8 @@ from ultraep.bundle import Bundle, resolve, signature
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError, LoadError, UltraEPError, errors_at
-from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch
+from ultraep.inputs import Inputs, Layer
+from ultraep.microbatch import Context, Microbatch
 from ultraep.ops.modes import outside_dispatch_modes, refuse_transforms
 from ultraep.passes import TIMED, Passes, PassLog, Subscriber
 from ultraep.policies import running_policy
@@ -43,7 +44,7 @@ from ultraep.runtime.connect import (
     warn_if_idle,
 )
 from ultraep.runtime.cost import CostModel, from_environment
-from ultraep.runtime.microbatch import Context, PlaneRequest
+from ultraep.runtime.planes import DataPlane, PlaneRequest
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds
@@ -260,8 +261,8 @@ class Balancer:
         report = speeds.report(passes, device_type)
         if report is None:
             return
-        place = Position(At.SPEEDS, passes.layer, passes.step)
-        if speeds.gathered(self._host_agreement.gather_numbers(place, report)):
+        paces = self._host_agreement.gather_numbers(passes.position(At.SPEEDS), report)
+        if speeds.gathered(paces):
             self._plan_config = replace(self.config, speeds=speeds.current or None)
 
     def plane(self, device: torch.device | str) -> DataPlane:

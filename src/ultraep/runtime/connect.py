@@ -30,7 +30,7 @@ from ultraep.errors import (
     errors_at,
 )
 from ultraep.loads import count_loads
-from ultraep.microbatch import DataPlane
+from ultraep.microbatch import Context
 from ultraep.plan import plan as make_plan
 from ultraep.position import differing
 from ultraep.reroute import reroute
@@ -39,7 +39,7 @@ from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
-from ultraep.runtime.microbatch import Context, PlaneKind, PlaneRequest
+from ultraep.runtime.planes import DataPlane, PlaneKind, PlaneRequest
 from ultraep.runtime.recording import open_recorder, recording_setting
 from ultraep.runtime.settings import Settings, check_slots
 from ultraep.runtime.streams import capturing

@@ -29,10 +29,10 @@ from ultraep.comm import Communicator, raise_together
 from ultraep.config import BalanceConfig, Rates
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, errors_at
-from ultraep.microbatch import Inputs
+from ultraep.inputs import Inputs
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan, plan_from_replicas
-from ultraep.position import At, Position
+from ultraep.position import At
 from ultraep.replicas import Replicas
 from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.streams import capturing
@@ -142,7 +142,7 @@ class CostModel:
             return None
         layer, shape = inputs.passes.layer, LayerShape.of(inputs)
         if shape not in self._of_shape:
-            position = Position(At.RATES, layer, inputs.passes.step)
+            position = inputs.passes.position(At.RATES)
             inputs.passes.record.at("")
             self._agreement.compare(position, inputs.ids.device)
             with errors_at(position):

@@ -20,9 +20,8 @@ import torch
 from torch.nn.functional import pad
 
 from ultraep.comm import Communicator, moved, raise_together
-from ultraep.dispatch import Arrivals, Dispatcher, Received, SlotRoutes
+from ultraep.dispatch import Arrivals, Dispatcher, Exchange, Received, SlotRoutes
 from ultraep.errors import CommunicationError, ConfigError
-from ultraep.microbatch import Rows
 from ultraep.ops.modes import outside_dispatch_modes, seen_by_modes
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.topology import Topology
@@ -39,7 +38,7 @@ class DispatchedRows:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, exchange: Rows, routes: SlotRoutes, *, first: bool
+        self, dispatcher: Dispatcher, exchange: Exchange, routes: SlotRoutes, *, first: bool
     ) -> None:
         self._dispatcher, self._exchange, self._routes = dispatcher, exchange, routes
         self._first, self._rows = first, 0
@@ -247,7 +246,7 @@ def _misplaced(
     )
 
 
-def slot_routes(exchange: Rows, topology: Topology, rank: int) -> SlotRoutes:
+def slot_routes(exchange: Exchange, topology: Topology, rank: int) -> SlotRoutes:
     """Return the slots of a microbatch, with ids as if all ranks had the same number of slots."""
     first = topology.first_slot_of_rank
     sizes, ids = np.diff(first), exchange.slots.to(torch.int64, copy=True)  # may be overwritten
@@ -269,7 +268,7 @@ def slot_routes(exchange: Rows, topology: Topology, rank: int) -> SlotRoutes:
     return SlotRoutes(ids, offsets, begins, rank, topology.ranks, width)
 
 
-def _mark(exchange: Rows, stage: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _mark(exchange: Exchange, stage: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors; when their gradients arrive, a stage of backward begins."""
     marked: tuple[torch.Tensor, ...]
     marked = _Mark.apply(exchange, stage, *tensors)  # type: ignore[no-untyped-call]
@@ -279,7 +278,7 @@ def _mark(exchange: Rows, stage: str, *tensors: torch.Tensor) -> tuple[torch.Ten
 class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: Rows, stage: str, *tensors: torch.Tensor
+        ctx: Any, exchange: Exchange, stage: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         save(ctx, exchange)
         ctx.stage = stage
@@ -291,7 +290,7 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, exchange: Rows, gradients: Gradients, _: Any) -> Gradients:
+    def backward(ctx: Any, exchange: Exchange, gradients: Gradients, _: Any) -> Gradients:
         if ctx.stage == "combine back":
             exchange.begin_backward()
         elif ctx.stage == END:

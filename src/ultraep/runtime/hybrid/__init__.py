@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from ultraep.microbatch import Context
 from ultraep.runtime import mapped
-from ultraep.runtime.microbatch import Context, PlaneKind, PlaneRequest
-
-if TYPE_CHECKING:
-    from ultraep.microbatch import DataPlane
+from ultraep.runtime.planes import DataPlane, PlaneKind, PlaneRequest
 
 
 def _passed_over(request: PlaneRequest) -> str:

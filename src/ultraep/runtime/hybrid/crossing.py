@@ -21,8 +21,7 @@ import torch
 
 from ultraep.arrays import PADDING, IntArray
 from ultraep.comm import Communicator, moved
-from ultraep.dispatch import Moved
-from ultraep.microbatch import Rows
+from ultraep.dispatch import Exchange, Moved
 from ultraep.ops.products import accumulator
 from ultraep.passes import Passes
 from ultraep.runtime.torch_dist import as_bytes
@@ -58,7 +57,7 @@ class Domains:
 
 
 class Crossing:
-    """Moves rows between tokens and slots, through the domain of the slots; see `Rows`.
+    """Moves rows between tokens and slots, through the domain of the slots; see `Exchange`.
 
     comm: all ranks.   slots: [T, K] of all ranks.   of_slots: [T, K] their domains.
     counts: [R, N] tokens of every rank that each domain serves.
@@ -76,14 +75,14 @@ class Crossing:
         of_slots: torch.Tensor,
         counts: IntArray,
         begins: list[int],
-        inside: Callable[[torch.Tensor], Rows],
+        inside: Callable[[torch.Tensor], Exchange],
         at_backward: Callable[[], None],
     ) -> None:
         self.passes, self.slots, self._begins = passes, slots, begins
         self.offsets = moved(torch.tensor(begins, dtype=torch.int32), slots.device)
         self._domains, self._comm, self._of_slots = domains, comm, of_slots
         self._make_inside, self._at_backward = inside, at_backward
-        self._inside: Rows | None = None  # once the slots of other domains have arrived
+        self._inside: Exchange | None = None  # once the slots of other domains have arrived
         sent, arrived = np.zeros((2, comm.size), np.int64)
         at_place = slice(domains.place, None, domains.size)
         sent[at_place], arrived[at_place] = counts[comm.rank], counts[at_place, domains.own]

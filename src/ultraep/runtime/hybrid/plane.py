@@ -20,17 +20,19 @@ import torch
 from ultraep.arrays import PADDING, IntArray
 from ultraep.bundle import Bundle, resolve
 from ultraep.comm import Communicator, Peers, moved
-from ultraep.microbatch import Inputs, Rows
+from ultraep.dispatch import Exchange
+from ultraep.inputs import Inputs
+from ultraep.microbatch import Context
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.position import At, Position
 from ultraep.replicas import Replicas
 from ultraep.reroute import Routes, routes_of, rows_received
-from ultraep.runtime.agreement import Agreement, Records
+from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.device_plan import DeviceRoutes
 from ultraep.runtime.hybrid.crossing import Crossing, Domains
 from ultraep.runtime.messages.plane import MessagesMicrobatch, MessagesPlane, RowMessages
-from ultraep.runtime.microbatch import Context
 
 CPU = torch.device("cpu")
 
@@ -41,7 +43,7 @@ class MessagesInside(MessagesPlane):
     def fit(self, tokens: int, rows: int) -> None:
         """Do nothing: messages need no memory."""
 
-    def rows(self, passes: Passes, plan: Plan, slots: torch.Tensor) -> Rows:
+    def rows(self, passes: Passes, plan: Plan, slots: torch.Tensor) -> Exchange:
         return RowMessages(routes_inside(plan, self.context.comm.rank, slots), self.context, passes)
 
 
@@ -79,7 +81,7 @@ class MappedInside:
             possible=plan.num_replicas > 0,
         )
 
-    def rows(self, passes: Passes, plan: Plan, slots: torch.Tensor) -> Rows:
+    def rows(self, passes: Passes, plan: Plan, slots: torch.Tensor) -> Exchange:
         from ultraep.runtime.mapped.rows import MappedRows  # imports triton
 
         on_host = routes_inside(plan, self._context.comm.rank, slots)
@@ -178,31 +180,45 @@ class HybridMicrobatch(MessagesMicrobatch):
         self._serving = domains.of_ids(ids)
         return domains.serving(self._serving).sum(1)
 
-    def _counted(self, records: Records) -> None:
-        size, domain = self._plane.topology.domain_size, self._plane.domain
+    @outside_dispatch_modes
+    def count(self) -> torch.Tensor:
+        loads = super().count()
+        records, size, domain = self._counted, self._plane.topology.domain_size, self._plane.domain
+        assert records is not None
         self._counts = records.crossing
         arriving = records.crossing[:, domain].reshape(-1, size).copy()
         arriving[domain] = records.column("tokens").reshape(-1, size)[domain]
         self._most_tokens = int(arriving.sum(axis=0).max())
+        return loads
 
-    def _settled(self, plan: Plan) -> Plan:
+    @outside_dispatch_modes
+    def plan(self) -> Plan:
+        plan = super().plan()
         own = self._own_plan = plan.of_domain(self._plane.domain)
         self._plane.inside.fit(self._most_tokens, int(own.rank_loads.max()))
         return plan
 
-    def _replicas(self, plan: Plan) -> Replicas:
-        del plan
-        replicas = self._own_replicas = super()._replicas(self._own_plan)
-        return replicas
-
     def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
         return super()._trial(plan.of_domain(self._plane.domain), bundle)
 
-    def _rows(self, plan: Plan) -> Rows:
-        plane, slots, own = self._plane, self._routes(plan).slots, self._own_plan
-        domains = plane.domains(slots.device)
+    def replicate(self) -> Replicas:
+        self._after("plan", self._plan)
+        inputs, inside = self._inputs, self._plane.inside
+        replicas = self._own_replicas = inside.replicas(
+            self.passes, self._own_plan, inputs.layer.bundle, inputs.ids.device
+        )
+        return replicas
+
+    @outside_dispatch_modes
+    def reroute(self) -> Exchange:
+        self._record.at("reroute")
+        slots = self._routes(self._after("plan", self._plan)).slots
+        plane, own, domains = self._plane, self._own_plan, self._plane.domains(slots.device)
         unlogged = Passes(self.passes.layer, self.passes.step)
-        return Crossing(
+        begin_backward = partial(
+            plane.begin_backward, self.passes.position(At.BACKWARD), self._own_replicas
+        )
+        crossing = Crossing(
             self.passes,
             domains,
             self._context.comm,
@@ -211,8 +227,9 @@ class HybridMicrobatch(MessagesMicrobatch):
             self._counts,
             _begins(rows_received(own, domains.place)),
             inside=partial(plane.inside.rows, unlogged, own),
-            at_backward=partial(plane.begin_backward, self._place(At.BACKWARD), self._own_replicas),
+            at_backward=begin_backward,
         )
+        return self._rerouted(crossing)
 
 
 def _begins(received_RL: IntArray) -> list[int]:

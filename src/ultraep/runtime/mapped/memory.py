@@ -20,9 +20,9 @@ from ultraep.backends.triton.streamer import Streamer, pull
 from ultraep.bundle import Layout, Stack
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, errors_at
+from ultraep.microbatch import Context
 from ultraep.ops.products import accumulator
 from ultraep.replicas import TensorSpecs, no_free_slots
-from ultraep.runtime.microbatch import Context
 from ultraep.runtime.streams import Overlap, capturing
 
 MIN_SMS_TO_SHARE = 64  # multiprocessors of a GPU that can spare some

@@ -21,19 +21,21 @@ import torch
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Peers
 from ultraep.config import AUTO, BalanceConfig
+from ultraep.dispatch import Exchange
 from ultraep.errors import CommunicationError, ConfigError, LoadError
+from ultraep.inputs import NO_LAYER, Inputs
 from ultraep.loads import invalid_ids
-from ultraep.microbatch import NO_LAYER, Inputs
+from ultraep.microbatch import Context, Microbatch
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.position import Position, compare_positions, compare_values
+from ultraep.position import At, Position, compare_positions, compare_values
 from ultraep.runtime.device_plan import DevicePlan, Gathered
 from ultraep.runtime.device_planner import DevicePlanner, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.rows import MappedRows
-from ultraep.runtime.microbatch import BaseMicrobatch, Context
 from ultraep.runtime.streams import Fetch, capturing
 
 FIRST_ROWS = 1024  # routed rows that the planner has room for at first
@@ -147,7 +149,7 @@ class MappedPlane:
             self.hosts.close()
 
 
-class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
+class MappedMicrobatch(Microbatch):
     """One microbatch of one rank, on its device.
 
     All microbatches use the same buffers for loads and plan. So stages 1, 2 and 4 of one microbatch
@@ -165,9 +167,13 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         self._waits = not (self._alone or self._captured)
         self._refusal: LoadError | None = None
         self._begins: list[int] | None = None  # of the slots of this rank, once the host knows
+        self._loads: torch.Tensor | None = None
+        self._plan: DevicePlan | None = None
         self._last_replicas: MappedReplicas | None = None
 
-    def _count(self) -> torch.Tensor:
+    @outside_dispatch_modes
+    def count(self) -> torch.Tensor:
+        self._record.at("loads")
         plane, inputs, ids = self._plane, self._inputs, self._inputs.ids
         planner, memory = plane.planner, plane.memory
         self._refusal = invalid_ids(ids)
@@ -188,8 +194,9 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             own = self._signature = signature(
                 resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates
             )
-            memory.position = *self._loads_place().words, zlib.crc32(own.encode()) >> 1
+            memory.position = *self.passes.position(At.LOADS).words, zlib.crc32(own.encode()) >> 1
             memory.share_loads(planner.counts, planner.gathered, compared=self._waits)
+        self._loads = planner.loads
         return planner.loads
 
     def _check_capture(self) -> None:
@@ -222,7 +229,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         return plane.rows_of_layer[layer]
 
     def _compare_signatures(self, signatures: Sequence[str]) -> None:
-        place = self._loads_place()
+        place = self.passes.position(At.LOADS)
         compare_values(f"the weights or inputs at {place}", signatures, signatures, place)
 
     def _raise_refusals(self, refused: list[int]) -> None:
@@ -249,7 +256,20 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             )
         return self._plane.planner
 
-    def _make_plan(self, config: BalanceConfig) -> DevicePlan:
+    @outside_dispatch_modes
+    def plan(self) -> DevicePlan:
+        self._after("count", self._loads)
+        record = self._record
+        config = self._context.cost.config(self._inputs, self._rows_of_all(), self._trial)
+        record.at("plan")
+        plan = self._plan = self.passes.plan = record.plan = self._planned(config)
+        record.at("verify")
+        if self._inputs.tokens is None:  # the caller dispatches rows
+            record.at("")
+        return plan
+
+    def _planned(self, config: BalanceConfig) -> DevicePlan:
+        """Return the plan; unless a graph is captured, ranks agree and have memory for it."""
         planner = self._current()
         on_device = planner.use(config)
         if self._captured and not on_device:
@@ -280,7 +300,7 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         *words, (fault, _, _) = gathered.positions.tolist()
         if fault:
             self._plane.check()
-        place = self._loads_place()
+        place = self.passes.position(At.LOADS)
         if len(words) > 1 and words.count(words[0]) < len(words):
             compare_positions([Position.from_words(*position) for *position, _ in words], place)
             self._compare_signatures(self._plane.hosts.gather_objects(self._signature))
@@ -298,37 +318,40 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         memory.fit(tokens, rows)
         self._begins = [0, *accumulate(gathered.received.sum(axis=0).tolist())]
 
-    def _replicas(self, plan: DevicePlan) -> MappedReplicas:
-        possible, table, layers = plan.topology.can_replicate, plan.replicas, self._plane.replicated
+    def replicate(self) -> MappedReplicas:
+        plan, layers = self._after("plan", self._plan), self._plane.replicated
+        possible, table = plan.topology.can_replicate, plan.replicas
         if plan.fetched is not None and self.passes.layer in layers:
             possible = plan.has_replicas()
         layers.add(self.passes.layer)
         if possible and not self._captured:
             table = table.clone()  # the next plan overwrites it
         memory, bundle = self._plane.memory, self._inputs.layer.bundle
-        replicas = MappedReplicas(
+        replicas = self._last_replicas = MappedReplicas(
             self._context, memory, self.passes, table, bundle, possible=possible
         )
-        self._last_replicas = replicas
         return replicas
 
     def _trial(self, plan: Plan, bundle: Bundle) -> MappedReplicas:
+        """Return the replicas of a synthetic plan, to be timed."""
         passes = Passes(NO_LAYER, self.passes.step)
         table = self._plane.planner.adopt(plan).copied().replicas
         return MappedReplicas(self._context, self._plane.memory, passes, table, bundle)
 
-    def _rows(self, plan: DevicePlan) -> MappedRows:
-        planner = self._current()
-        routes = planner.reroute(self._inputs.ids.contiguous(), counted=True)
-        return MappedRows(
+    @outside_dispatch_modes
+    def reroute(self) -> Exchange:
+        self._record.at("reroute")
+        plan, memory, ids = self._after("plan", self._plan), self._plane.memory, self._inputs.ids
+        rows = MappedRows(
             self.passes,
-            self._plane.memory,
-            routes,
+            memory,
+            self._current().reroute(ids.contiguous(), counted=True),
             plan.rank_loads,
             self._last_replicas,
             self._begins,
-            self._plane.memory.rows if self._captured else self._inputs.ids.numel(),
+            memory.rows if self._captured else ids.numel(),
         )
+        return self._rerouted(rows)
 
 
 def _cannot_grow(needed: str, room: int) -> LoadError:

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
+from ultraep.microbatch import Context
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import Beside
 from ultraep.passes import Passes
 from ultraep.replicas import Replicas, TensorSpecs
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
-from ultraep.runtime.microbatch import Context
 
 
 class MappedReplicas(Replicas):

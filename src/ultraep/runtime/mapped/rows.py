@@ -14,7 +14,7 @@ from ultraep.dispatch import Moved
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
 from ultraep.passes import Passes
-from ultraep.position import At, Position
+from ultraep.position import At
 from ultraep.runtime.device_plan import DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 
@@ -68,19 +68,19 @@ class MappedRows:
 
     def begin_backward(self) -> None:
         self.passes.begin_backward()
-        self._meet(At.BACKWARD)
+        self._meet()
         if self._replicas is not None:
             self._replicas.begin_again()
 
-    def _meet(self, at: At) -> None:
+    def _meet(self) -> None:
         """Compare this position at the next barrier."""
-        position = Position(at, self.passes.layer, self.passes.step)
-        self._memory.position = *position.words, 0
+        at = At.BACKWARD if self.passes.record.backward else At.ROWS
+        self._memory.position = *self.passes.position(at).words, 0
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         record, memory, exchange = self.passes.record, self._memory, self._memory.exchange
         record.at("dispatch", "combine back")
-        self._meet(At.BACKWARD if record.backward else At.ROWS)
+        self._meet()
         values_TD = values_TD.contiguous()
         nbytes = memory.tokens * values_TD.shape[1] * values_TD.itemsize
         exchange.expose_values(memory.writable("values", nbytes), values_TD)
@@ -117,7 +117,7 @@ class MappedRows:
     def to_tokens(self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None) -> Moved:
         record, memory, exchange = self.passes.record, self._memory, self._memory.exchange
         record.at("combine", "dispatch back")
-        self._meet(At.BACKWARD if record.backward else At.ROWS)
+        self._meet()
         assert self._map is not None, "rows move to the slots first"
         count, width = rows_AD.shape
         nbytes = memory.rows * width * rows_AD.itemsize

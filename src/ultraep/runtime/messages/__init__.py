@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from ultraep.runtime.microbatch import Context, PlaneKind, PlaneRequest
-
-if TYPE_CHECKING:
-    from ultraep.microbatch import DataPlane
+from ultraep.microbatch import Context
+from ultraep.runtime.planes import DataPlane, PlaneKind, PlaneRequest
 
 
 def _connect(_: PlaneRequest) -> Callable[[Context], DataPlane]:

@@ -22,20 +22,21 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
 from ultraep.comm import moved
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import Moved
+from ultraep.dispatch import Exchange, Moved
 from ultraep.errors import LoadError
+from ultraep.inputs import NO_LAYER, Inputs
 from ultraep.loads import MAX_TOTAL, count_loads
-from ultraep.microbatch import NO_LAYER, Inputs, Rows
+from ultraep.microbatch import Context, Microbatch
+from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.position import At, Position
+from ultraep.position import At
 from ultraep.replicas import Replicas
 from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.agreement import Agreement, Records
 from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
-from ultraep.runtime.microbatch import BaseMicrobatch, Context
 
 if TYPE_CHECKING:
     from ultraep.runtime.device_plan import DeviceRoutes
@@ -123,23 +124,24 @@ class _Ahead:
     positions: torch.Tensor  # [N] position of each row in that order
 
 
-class MessagesMicrobatch(BaseMicrobatch[Plan]):
+class MessagesMicrobatch(Microbatch):
     """One microbatch of one rank."""
-
-    # From `count`:
-    _host_loads: IntArray  # [R, E]
 
     def __init__(self, plane: MessagesPlane, inputs: Inputs) -> None:
         super().__init__(inputs, plane.context)
         self._plane, self._kernels = plane, plane.kernels
+        self._counted: Records | None = None  # from `count`, with the loads of all ranks
         self._ahead: _Ahead | None = None
+        self._plan: Plan | None = None
 
-    def _count(self) -> torch.Tensor:
+    @outside_dispatch_modes
+    def count(self) -> torch.Tensor:
+        self._record.at("loads")
         inputs, context = self._inputs, self._context
         counts_E, refused = self._own_counts()
         own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
         records = context.agreement.gather_loads(
-            self._loads_place(),
+            self.passes.position(At.LOADS),
             counts_E,
             signature=own,
             refused=refused,
@@ -150,16 +152,12 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         if records.column("refused")[context.comm.rank]:
             self._refuse()
         context.agreement.compare_inputs(records, own)
-        self._host_loads = records.loads
-        self._counted(records)
+        self._counted = records
         return records.loads_on_device
 
     def _crossing(self) -> torch.Tensor | None:
         """Return [D] the tokens that each fast-link domain serves; None: not needed."""
         return None
-
-    def _counted(self, records: Records) -> None:
-        """Use other fields of the records of all ranks."""
 
     def _own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return [E] the loads of this rank, and whether its ids are invalid.
@@ -194,51 +192,56 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             routes = kernels.control.reroute(self._inputs.ids.contiguous(), counted=True)
             self._ahead = _Ahead(config, plan, *_copied(routes))
 
-    def _rows_of_all(self) -> int:
-        return int(self._host_loads.sum())
-
-    def _make_plan(self, config: BalanceConfig) -> Plan:
-        plane, loads, kernels = self._plane, self._host_loads, self._kernels
-        plane.last_config[self.passes.layer] = config
+    @outside_dispatch_modes
+    def plan(self) -> Plan:
+        counted, context, record = self._after("count", self._counted), self._context, self._record
+        loads, kernels = counted.loads, self._kernels
+        config = context.cost.config(self._inputs, int(loads.sum()), self._trial)
+        record.at("plan")
+        self._plane.last_config[self.passes.layer] = config
         if kernels is not None and kernels.control.use(config):
-            plan = self._plan_of_device(kernels, config, loads)
+            plan = self._plan_of_device(kernels, config, counted)
         else:
             if kernels is not None:
                 self._ahead = kernels.planned = None
-            backend = self._context.settings.backend
-            plan = make_plan(loads, plane.topology, config, backend=backend)
-        self._context.capacity.check(plan)
+            plan = make_plan(loads, context.topology, config, backend=context.settings.backend)
+        context.capacity.check(plan)
+        record.plan = plan
+        record.at("verify")
+        if context.comm.size > 1:
+            agreement, device = self._plane.verifier(self._inputs.ids.device)
+            agreement.compare(
+                self.passes.position(At.PLAN),
+                device,
+                digest=digest_of(plan.replicas, plan.quotas),
+                description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
+            )
+        self._plan = self.passes.plan = plan
+        if self._inputs.tokens is None:  # the caller dispatches rows
+            record.at("")
         return plan
 
-    def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, loads: IntArray) -> Plan:
+    def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, counted: Records) -> Plan:
         ahead = self._ahead
         if ahead is not None and ahead.config == config and kernels.planned is self.passes:
             return ahead.plan()
-        assert self._loads is not None
         self._ahead, kernels.planned = None, self.passes
-        return kernels.control.plan(self._loads).to_host(loads)
-
-    def _verify(self, plan: Plan) -> None:
-        if self._context.comm.size == 1:
-            return
-        agreement, device = self._plane.verifier(self._inputs.ids.device)
-        agreement.compare(
-            self._place(At.PLAN),
-            device,
-            digest=digest_of(plan.replicas, plan.quotas),
-            description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
-        )
-
-    def _replicas(self, plan: Plan) -> Replicas:
-        inputs = self._inputs
-        return self._plane.replicas(self.passes, plan, inputs.layer.bundle, inputs.ids.device)
+        return kernels.control.plan(counted.loads_on_device).to_host(counted.loads)
 
     def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
+        """Return the replicas of a synthetic plan, to be timed."""
         passes = Passes(NO_LAYER, self.passes.step)
         return self._plane.replicas(passes, plan, bundle, self._inputs.ids.device)
 
-    def _rows(self, plan: Plan) -> Rows:
-        return RowMessages(self._routes(plan), self._context, self.passes)
+    def replicate(self) -> Replicas:
+        plan, inputs = self._after("plan", self._plan), self._inputs
+        return self._plane.replicas(self.passes, plan, inputs.layer.bundle, inputs.ids.device)
+
+    @outside_dispatch_modes
+    def reroute(self) -> Exchange:
+        self._record.at("reroute")
+        routes = self._routes(self._after("plan", self._plan))
+        return self._rerouted(RowMessages(routes, self._context, self.passes))
 
     def _routes(self, plan: Plan) -> Routes:
         ids, rank, kernels = self._inputs.ids, self._context.comm.rank, self._kernels
@@ -282,8 +285,8 @@ class RowMessages:
 
     def begin_backward(self) -> None:
         self.passes.begin_backward()
-        place = Position(At.BACKWARD, self.passes.layer, self.passes.step)
-        self._context.agreement.compare(place, self.offsets.device)
+        position = self.passes.position(At.BACKWARD)
+        self._context.agreement.compare(position, self.offsets.device)
 
     def to_slots(self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None) -> Moved:
         record, order = self.passes.record, self.routes.order

@@ -24,13 +24,13 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import CHUNKS, HOME, Hop, hops
+from ultraep.microbatch import Context
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
 from ultraep.passes import Passes
 from ultraep.plan import Plan
 from ultraep.replicas import Replicas, TensorSpecs
 from ultraep.runtime.messages.slots import Buffer, SlotPool
-from ultraep.runtime.microbatch import Context
 
 
 class MessageReplicas(Replicas):
