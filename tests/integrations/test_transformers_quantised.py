@@ -33,7 +33,7 @@ from ultraep.integrations.transformers import (
     unbalance,
 )
 
-OLD = version("transformers") < "5.22"
+OLD, NEW = version("transformers") < "5.22", version("transformers") >= "5.23"
 SIZES = {"moe_intermediate_size": 32, "intermediate_size": 32}
 DENSE = ["lm_head", "gate", "router"]
 
@@ -205,7 +205,8 @@ def test_the_library_s_own_expert_parallelism_in_fp8(rank, group, tmp_path):
         (expected,) = learn(plain, [batch(0)])
         style = enable(slots=1)
         try:
-            config = DistributedConfig(tp_size=2, tp_plan={}, ep_size=2)
+            replicated = dict.fromkeys(plain.tp_plan, "replicate")
+            config = DistributedConfig(tp_size=2, tp_plan=replicated, ep_size=2)
             model = load(kind, tmp_path / "fp8", distributed_config=config).train()
         finally:
             style.disable()
@@ -272,6 +273,30 @@ def test_mxfp4_checkpoints(rank, group, tmp_path):
         unbalance(model)
         assert torch.equal(outputs(model, batch(rank)), expected)
         dist.barrier()
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 5.22 has no expert parallelism for MXFP4")
+@on_ranks(2)
+def test_the_library_s_own_expert_parallelism_in_mxfp4(rank, group, tmp_path):
+    from transformers.distributed import DistributedConfig
+
+    from ultraep.integrations.transformers import enable
+
+    with under_torchrun(rank, 2), quiet(), mxfp4_kernels(), torch.no_grad():
+        kind = saved_mxfp4(rank, tmp_path)
+        plain = load(kind, tmp_path)
+        expected = outputs(plain, batch(0))
+        style = enable(slots=1)
+        try:
+            replicated = dict.fromkeys(plain.tp_plan, "replicate")
+            config = DistributedConfig(tp_size=2, tp_plan=replicated, ep_size=2)
+            model = load(kind, tmp_path, distributed_config=config)
+        finally:
+            style.disable()
+        assert torch.equal(outputs(model, batch(0)), expected)
+        for balancer in style.balancers.values():
+            assert balancer.stats()["copies"]
+            balancer.close()
 
 
 def fp8_model(folder: Any, experts: str = "grouped_mm", **options: Any) -> Any:

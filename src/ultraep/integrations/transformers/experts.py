@@ -26,6 +26,7 @@ from ultraep.errors import ConfigError
 from ultraep.experts.custom import serve
 from ultraep.integrations.common import Overlay
 from ultraep.integrations.transformers.quantised import (
+    MXFP4_ROUTED,
     FP8Experts,
     Mxfp4Experts,
     fp8_product,
@@ -109,21 +110,29 @@ class BalancedExperts(HomeModule):
 class BalancedMxfp4Experts(BalancedExperts):
     """Home experts in MXFP4; the library passes its routing instead of expert ids."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(
+    def _forward_routed(
         self, hidden_states: torch.Tensor, routing_data: Any, gather_idx: Any, scatter_idx: Any
     ) -> torch.Tensor:
         """Map `[T, D]` to `[T, D]`, as the library routes them."""
         del scatter_idx  # the inverse of gather_idx
-        ids, gates = mxfp4_choices(routing_data, gather_idx)
-        y, self.last_plan = stages(self, self.bundle, hidden_states, ids, gates, mxfp4_network)
+        y: torch.Tensor = BalancedExperts.forward(
+            self, hidden_states, *mxfp4_choices(routing_data, gather_idx)
+        )
         return y
 
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
-        """The tensors of a replica: biases, and the memory of the Triton tensors."""
-        memory = {name: memory_of(tensor) for name, tensor in triton_tensors(self).items()}
-        return stacked_tensors(self) | memory
+        """The tensors of a replica."""
+        return bundle_of(self)
+
+
+setattr(BalancedMxfp4Experts, MXFP4_ROUTED, BalancedMxfp4Experts._forward_routed)
+
+
+def bundle_of(experts: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all tensors stacked over experts; for MXFP4, biases and memory of Triton tensors."""
+    triton = triton_tensors(experts) if isinstance(experts, Mxfp4Experts) else {}
+    return stacked_tensors(experts) | {name: memory_of(t) for name, t in triton.items()}
 
 
 def stages(
@@ -132,16 +141,13 @@ def stages(
     tokens: torch.Tensor,
     top_k_index: torch.Tensor,
     gates: torch.Tensor,
-    network: Any = None,
 ) -> tuple[torch.Tensor, AnyPlan]:
-    """Run the stages of a balanced module; return `[T, D]` outputs and the plan.
-
-    network: maps (experts, rows, counts, tensors) to outputs; None: `compute`.
-    """
+    """Run the stages of a balanced module; return `[T, D]` outputs and the plan."""
     balancer: Balancer = experts.balancer
     # The library marks padding by ids beyond the last expert.
     ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
-    run = partial(serve, partial(network or compute, experts))
+    network = mxfp4_network if isinstance(experts, Mxfp4Experts) else compute
+    run = partial(serve, partial(network, experts))
     return run_stages(balancer, Layer(experts.layer_index, bundle, run), ids, gates, tokens)
 
 

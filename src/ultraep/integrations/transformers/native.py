@@ -14,10 +14,16 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ultraep.errors import ConfigError
-from ultraep.integrations.transformers.experts import stacked_tensors, stages
-from ultraep.integrations.transformers.quantised import freeze_fp8
+from ultraep.integrations.transformers.experts import bundle_of, stages
+from ultraep.integrations.transformers.quantised import (
+    MXFP4_ROUTED,
+    Mxfp4Experts,
+    check_implementation,
+    freeze_fp8,
+)
 from ultraep.policies import running_policy
 from ultraep.runtime.balancer import Balancer
 from ultraep.supported import OWN_EXPERT_PARALLELISM
@@ -63,8 +69,23 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
         """Restore the library's dispatcher for new models."""
         ALL_PARALLEL_STYLES.register(STYLE, self._before)
 
-    def install_forward(self, module: Any, ep_mesh: Any, *, tp_mesh: Any = None) -> Any:
-        """Replace the forward of an experts module; called by the library after sharding."""
+    def install_forward(
+        self, module: Any, ep_mesh: Any, *, tp_mesh: Any = None, ep_implementation: str = "auto"
+    ) -> Any:
+        """Replace the forward of an experts module; called by the library after sharding.
+
+        ep_implementation: how the library itself would move rows, since 5.23.
+        """
+        if ep_implementation != "auto":
+            raise ConfigError(
+                f"enable() replaces ep_implementation={ep_implementation!r} of DistributedConfig: "
+                'leave it at "auto", or call disable() first'
+            )
+        check_implementation(type(module).__name__, module)
+        if isinstance(module, Mxfp4Experts) and MXFP4_ROUTED == "forward":
+            raise ConfigError(
+                "enable() of MXFP4 experts needs transformers 5.23: use balance(model)"
+            )
         group, experts = ep_mesh.get_group(), module.num_experts * ep_mesh.size()
         if (group, experts) not in self.balancers:
             self.balancers[group, experts] = Balancer(group, experts=experts, **self._options)
@@ -77,15 +98,29 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
         def forward(module: Any, *inputs: torch.Tensor) -> torch.Tensor:
             freeze_fp8(module)
             tokens = len(inputs[0])  # before ranks with the same batch split it
-            inputs, _ = self.transform_inputs_pre_forward(
-                module, inputs, {}, ep_mesh, tp_mesh=tp_mesh
-            )
+            own = [_slice(t, tp_mesh) for t in inputs]
             with self.context_around_forward(module, ep_mesh):
-                y, module.last_plan = stages(module, stacked_tensors(module), *inputs)
-            output: torch.Tensor = self.transform_output_post_forward(
-                module, y, ep_mesh, tp_mesh=tp_mesh, num_tokens=tokens
-            )
-            return output
+                y, module.last_plan = stages(module, bundle_of(module), *own)
+            return _join(y, tokens, tp_mesh)
 
         module.forward = MethodType(forward, module)
         return module
+
+
+def _slice(batch: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Return the local rows of this rank; the ranks of a mesh have the same batch."""
+    batch = batch.to_local() if isinstance(batch, DTensor) else batch
+    if mesh is None or mesh.size() == 1:
+        return batch
+    whole = DTensor.from_local(batch, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(0)]).to_local()
+
+
+def _join(rows: torch.Tensor, tokens: int, mesh: Any) -> torch.Tensor:
+    """Undo `_slice`, also for slices of different lengths."""
+    if mesh is None or mesh.size() == 1:
+        return rows
+    width = rows.shape[-1]
+    shape, stride = torch.Size((tokens, width)), (width, 1)
+    split = DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], shape=shape, stride=stride)
+    return split.full_tensor()

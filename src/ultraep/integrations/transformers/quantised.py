@@ -23,6 +23,8 @@ from ultraep.integrations.common import Overlay
 
 FP8Experts: Any = fp8.FP8Experts
 Mxfp4Experts: Any = mxfp4.Mxfp4GptOssExperts
+# The method that takes the library's routing; since 5.23, `forward` takes expert ids.
+MXFP4_ROUTED = "forward_routed" if hasattr(Mxfp4Experts, "forward_routed") else "forward"
 QUANTISED = (FP8Experts, Mxfp4Experts)
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 FP4_GROUP = 32  # numbers of a row that share a scale
@@ -42,12 +44,8 @@ def quantiser_of(model: Any) -> str | None:
 
 def check_fp8(name: str, experts: Any) -> None:
     """Raise if scales do not fit their weights, or if the implementation cannot be used."""
+    check_implementation(name, experts)
     implementation = experts.config._experts_implementation
-    if implementation == OWN_DISPATCH:
-        raise ConfigError(
-            f"{name!r} uses experts_implementation={OWN_DISPATCH!r}, which sends rows between "
-            "ranks itself: use 'grouped_mm', 'batched_mm', 'deepgemm' or 'eager'"
-        )
     if experts.activation_scheme == "static" and implementation not in (None, "eager"):
         raise ConfigError(
             f"{name!r} has activation_scheme='static', which experts_implementation="
@@ -65,6 +63,16 @@ def check_fp8(name: str, experts: Any) -> None:
                 f"{list(weight.shape)} in blocks of {experts.block_size}, got {shape}: load the "
                 "scales of this checkpoint"
             )
+
+
+def check_implementation(name: str, experts: Any) -> None:
+    """Raise if the implementation of the experts sends rows between ranks itself."""
+    config = getattr(experts, "config", None)
+    if getattr(config, "_experts_implementation", None) == OWN_DISPATCH:
+        raise ConfigError(
+            f"{name!r} uses experts_implementation={OWN_DISPATCH!r}, which sends rows between "
+            "ranks itself: use 'grouped_mm', 'batched_mm', 'deepgemm' or 'eager'"
+        )
 
 
 def freeze_fp8(experts: Any) -> None:
@@ -178,7 +186,7 @@ def mxfp4_network(
     order = torch.arange(len(rows), dtype=torch.int32, device=device)
     data = hub.compute_expt_data(hist, len(counts), len(rows))
     routing = hub.RoutingData(rows.new_ones(len(rows)), hist, len(counts), 1, data)
-    outputs: torch.Tensor = experts.original_class.forward(
+    outputs: torch.Tensor = getattr(experts.original_class, MXFP4_ROUTED)(
         overlay, rows, routing, hub.GatherIndx(order, order), hub.ScatterIndx(order, order)
     )
     return outputs
