@@ -6,9 +6,10 @@
 
 Every rank is a process. On a GPU, eight ranks share the card, each with a part of its
 multiprocessors (`mps.py`). Without a GPU, two ranks have a pinned core and one thread each.
-`transformers` and `megatron` time forward and backward of a model, `transformers_fp8` times forward
-passes of the same model in FP8, `torchtitan` times steps of its Trainer. Only torchtitan
-synchronises gradients of replicated parameters: its FSDP2 does so. `idle` is the balanced model
+`transformers` and `megatron` time forward and backward of a model, `megatron_te` and
+`megatron_te_fp8` the same with Transformer Engine; `transformers_fp8` times forward passes in FP8,
+`torchtitan` times steps of its Trainer. Only torchtitan synchronises gradients of replicated
+parameters: its FSDP2 does so. `idle` is the balanced model
 with random even routing: its additional time is the cost of balancing when nothing is to balance.
 
 The text is Python's own library, one subject per rank. The model's own router routes it, then a
@@ -56,7 +57,8 @@ BY_LAYER = Metric("gain_predicted_from_the_layer", "ratio", "by layer", ".3f")
 BY_EVEN = Metric("gain_predicted_from_even_routing", "ratio", "by even", ".3f")
 OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
 FP8, TITAN = "transformers_fp8", "torchtitan"
-FRAMEWORKS = ("transformers", FP8, "megatron", TITAN)
+ENGINE = ("megatron_te", "megatron_te_fp8")  # need a GPU and Transformer Engine
+FRAMEWORKS = ("transformers", FP8, "megatron", *ENGINE, TITAN)
 IDLE = "idle"
 
 
@@ -84,7 +86,7 @@ def on_rank(rank: int, framework: str, size: Size, cuda: bool) -> dict[str, Any]
     device = device_of_rank(cuda=cuda)
     logging.getLogger().setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")  # frameworks warn about packages that are not installed
-    if framework == "megatron":  # it compiles small functions when it is imported
+    if framework.startswith("megatron"):  # it compiles small functions when it is imported
         torch._dynamo.config.disable = True
     with ExitStack() as stack:
         if framework == "megatron" and not cuda:
@@ -204,6 +206,8 @@ def run(framework: str, bench: Bench, *, cuda: bool) -> None:
 
 def obstacle(framework: str) -> str | None:
     """Return why a framework cannot be imported: it, or what it requires, is missing or too old."""
+    if framework in ENGINE and not torch.cuda.is_available():
+        return "it needs a GPU"
     code = f"import sys; sys.path[:] = {sys.path!r}; import whole_{framework}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode == 0:

@@ -1,4 +1,7 @@
-"""GPT of Megatron-Core, unmodified or balanced: part of `bench_frameworks.py`."""
+"""GPT of Megatron-Core, unmodified or balanced: part of `bench_frameworks.py`.
+
+`whole_megatron_te.py` and `whole_megatron_te_fp8.py` build it with layers of Transformer Engine.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,19 @@ from whole_models import (
 from ultraep.integrations.megatron import balanced, balancers
 from ultraep.integrations.megatron.experts import parts_of
 
+OF_ENGINE = {
+    "moe_grouped_gemm": True,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "pipeline_dtype": torch.bfloat16,
+}
+BF16: dict[str, Any] = OF_ENGINE
+FP8 = OF_ENGINE | {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 
-def configured(size: Size, *, on_card: bool) -> Any:
+
+def configured(size: Size, *, on_card: bool, **engine: Any) -> Any:
     return TransformerConfig(
+        **engine,
         num_layers=size.layers,
         hidden_size=size.hidden,
         num_attention_heads=size.heads,
@@ -68,10 +81,17 @@ def chosen_router(choices: Choices) -> type:
     return ChosenRouter
 
 
-def build(
-    size: Size, rank: int, device: torch.device, variant: str, choices: Choices
-) -> WholeModel:
-    """GPT of Megatron-Core with local layers; unmodified, it dispatches rows by all-to-all."""
+def model_of(
+    size: Size,
+    device: torch.device,
+    variant: str,
+    choices: Choices,
+    engine: dict[str, Any] | None = None,
+) -> Any:
+    """GPT of Megatron-Core; unmodified, it dispatches rows by all-to-all.
+
+    engine: settings of Transformer Engine's layers; None: local layers.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 reads it even without Transformer Engine
         moe_utils.te_general_gemm = None
     if not parallel_state.model_parallel_is_initialized():
@@ -79,22 +99,36 @@ def build(
     get_cuda_rng_tracker().reset()
     model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
-    config = configured(size, on_card=device.type == "cuda")
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    config = configured(size, on_card=device.type == "cuda", **engine or {})
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine is not None)
     for layer in spec.layer_specs:
         parts_of(layer.submodules.mlp)[1].router = chosen_router(choices)
     if variant != PLAIN:
         spec = balanced(spec, config, policy=variant, timeout=120.0)
     length = size.sequence_length
     model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=length)
-    model = model.to(device, config.params_dtype)
-    batch = text_batch(size, rank, device)
+    return model.to(device, config.params_dtype)
+
+
+def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """The loss of `[B, L + 1]` tokens."""
+    length, device = batch.shape[1] - 1, batch.device
     positions = torch.arange(length, device=device).expand(len(batch), -1)
     mask = torch.ones(length, length, device=device).triu(1).bool()[None, None]
+    losses: torch.Tensor = model(batch[:, :-1], positions, mask, labels=batch[:, 1:])
+    return losses.mean()
 
-    def loss() -> torch.Tensor:
-        losses: torch.Tensor = model(batch[:, :-1], positions, mask, labels=batch[:, 1:])
-        return losses.mean()
+
+def build(
+    size: Size,
+    rank: int,
+    device: torch.device,
+    variant: str,
+    choices: Choices,
+    engine: dict[str, Any] | None = None,
+) -> WholeModel:
+    model = model_of(size, device, variant, choices, engine)
+    loss = partial(loss_of, model, text_batch(size, rank, device))
 
     def imbalance() -> tuple[float, float]:
         return last_imbalance(balancers(model)[0])

@@ -2,7 +2,7 @@
 
 `install()` imports the Python of Transformer Engine from `FOLDER` with a stand-in for the compiled
 module `transformer_engine_torch`. It implements what GroupedLinear needs, with the documented
-arguments: grouped gemms, quantisation (128x128 and 1x128 blocks; MXFP8), and padding of rows.
+arguments: grouped gemms, quantisation (128x128 and 1x128 blocks), and padding of rows.
 Everything else raises NotImplementedError when it is called. Triton kernels are interpreted.
 
     make build/transformer-engine/.ready
@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 FOLDER = Path(__file__).parents[3] / "build" / "transformer-engine"
-BLOCK, MX_BLOCK = 128, 32
+BLOCK = 128
 EMPTY = torch.empty
 FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
@@ -88,7 +88,6 @@ def on_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         (quantization, "check_recipe_support", lambda recipe: None),
         (quantization, "check_fp8_block_scaling_support", lambda: (True, "")),
         (quantization, "check_fp8_support", lambda: (True, "")),
-        (quantization, "check_mxfp8_support", lambda: (True, "")),
     ]
     with ExitStack() as undo:
         for module, name, replacement in replacements:
@@ -174,19 +173,13 @@ def dequantized(data: torch.Tensor, scale_inv: torch.Tensor, rows: int, columns:
     return data.view(dtype).double() * scales[:height, :width]
 
 
-def is_mxfp8(quantizer: Any) -> bool:
-    return type(quantizer).__name__ == "MXFP8Quantizer"
-
-
-def tiles_of(quantizer: Any, shape: tuple[int, ...], *, columnwise: bool) -> tuple[int, int]:
-    """Return the shape of a tile. Columnwise data is transposed, except MXFP8."""
+def tiles_of(quantizer: Any, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the shape of a tile. Columnwise data is transposed."""
     kind = type(quantizer).__name__
     if kind == "Float8BlockQuantizer":
         return (BLOCK, BLOCK) if quantizer.block_scaling_dim == 2 else (1, BLOCK)
     if kind == "Float8CurrentScalingQuantizer":
         return max(1, shape[0]), max(1, shape[1])
-    if is_mxfp8(quantizer):
-        return (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK)
     raise NotImplementedError(f"{kind} is not part of the stand-in")
 
 
@@ -194,21 +187,10 @@ class Data:
     """The bytes of a quantised tensor of two dimensions in one direction, with its scales."""
 
     def __init__(self, values: torch.Tensor, quantizer: Any, *, columnwise: bool) -> None:
-        if columnwise and not is_mxfp8(quantizer):
+        if columnwise:
             values = values.T.contiguous()
-        tiles = tiles_of(quantizer, tuple(values.shape), columnwise=columnwise)
+        tiles = tiles_of(quantizer, tuple(values.shape))
         self.data, self.scale_inv = quantized(values, *tiles, quantizer)
-        if is_mxfp8(quantizer):
-            assert not any(size % MX_BLOCK for size in values.shape), "multiples of 32"
-            shape = quantizer.get_scale_shape(values.shape, columnwise)
-            self.scale_inv = e8m0(self.scale_inv, shape)
-
-
-def e8m0(scale_inv: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return powers of two as exponents of one byte, padded to this shape."""
-    exponents = torch.zeros(shape, dtype=torch.uint8)
-    exponents[: scale_inv.shape[0], : scale_inv.shape[1]] = scale_inv.log2() + 127
-    return exponents
 
 
 def quantize(
@@ -232,11 +214,9 @@ def quantize(
 def stored(tensor: torch.Tensor, quantizer: Any, rowwise: Any, columnwise: Any) -> Any:
     """Return the library's own class for quantised data."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
-    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
         Float8BlockwiseQTensorStorage,
     )
-    from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
 
     fields = {
         "rowwise_data": rowwise and rowwise.data,
@@ -245,16 +225,11 @@ def stored(tensor: torch.Tensor, quantizer: Any, rowwise: Any, columnwise: Any) 
         "columnwise_scale_inv": columnwise and columnwise.scale_inv,
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
+        "is_2D_scaled": quantizer.block_scaling_dim == 2,
     }
-    if is_mxfp8(quantizer):
-        fields |= {"with_gemm_swizzled_scales": False}
-        storage, whole = MXFP8TensorStorage, MXFP8Tensor
-    else:
-        fields |= {"is_2D_scaled": quantizer.block_scaling_dim == 2}
-        storage, whole = Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor
     if quantizer.internal:
-        return storage(**fields, fake_dtype=tensor.dtype)
-    return whole(shape=tensor.shape, dtype=tensor.dtype, **fields)
+        return Float8BlockwiseQTensorStorage(**fields, fake_dtype=tensor.dtype)
+    return Float8BlockwiseQTensor(shape=tensor.shape, dtype=tensor.dtype, **fields)
 
 
 def values_of(operand: Any, *, columnwise: bool) -> torch.Tensor:
@@ -265,12 +240,7 @@ def values_of(operand: Any, *, columnwise: bool) -> torch.Tensor:
     data, scales = (getattr(operand, f"_{side}_{part}") for part in ("data", "scale_inv"))
     assert data is not None, f"a gemm needs {side} data that was not made"
     quantizer = operand._quantizer
-    tiles = tiles_of(quantizer, data.shape, columnwise=columnwise)
-    if not is_mxfp8(quantizer):
-        return dequantized(data, scales, *tiles, fp8_dtype(quantizer))
-    scales = torch.exp2(scales.double() - 127)
-    values = dequantized(data, scales, *tiles, fp8_dtype(quantizer))
-    return values.T if columnwise else values
+    return dequantized(data, scales, *tiles_of(quantizer, data.shape), fp8_dtype(quantizer))
 
 
 def split_quantize(

@@ -14,6 +14,7 @@ from ultraep import __version__
 from ultraep.tools.report.words import counted
 
 PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
+IF_INSTALLED = ("megatron_core", "transformer_engine", "deep_ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,9 @@ def _cpu_name() -> str:
 def versions() -> dict[str, str]:
     """Return the versions of this package and its numerical dependencies, without importing."""
     numbers = {"ultraep": __version__, "python": platform.python_version()}
-    return numbers | {package: version_of(package) or "not installed" for package in PACKAGES}
+    numbers |= {package: version_of(package) or "not installed" for package in PACKAGES}
+    optional = {package: version_of(package) for package in IF_INSTALLED}
+    return numbers | {package: version for package, version in optional.items() if version}
 
 
 def version_of(package: str) -> str | None:
