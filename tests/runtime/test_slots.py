@@ -6,7 +6,7 @@ from microbatches import planned
 
 from ultraep import Balancer, LocalGroup, SlotError
 from ultraep.bundle import Layout
-from ultraep.runtime.messages.slots import SlotPool
+from ultraep.runtime.messages.replicas import SlotPool
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.of({"w": torch.zeros(1, 5)}, 1)

@@ -166,7 +166,8 @@ class Agreement:
         if self.flight is not None and place.at in MEETING_OF:
             meeting = self.flight.meet(MEETING_OF[place.at], place.layer, place.step)
         try:
-            gathered = self._comm.all_gather(record)
+            alone = self._comm.size == 1
+            gathered = record[None] if alone else self._comm.all_gather(record)
         except CommunicationError as error:
             if meeting is not None and self.flight is not None:
                 self.flight.failed(error)

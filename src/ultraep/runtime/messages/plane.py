@@ -21,7 +21,7 @@ from ultraep.arrays import IntArray, digest_of
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
 from ultraep.comm import moved
-from ultraep.config import BalanceConfig
+from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Exchange, Moved
 from ultraep.errors import LoadError
 from ultraep.inputs import NO_LAYER, Inputs
@@ -35,8 +35,7 @@ from ultraep.position import At
 from ultraep.replicas import Replicas
 from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.agreement import Agreement, Records
-from ultraep.runtime.messages.replicas import MessageReplicas
-from ultraep.runtime.messages.slots import SlotPool
+from ultraep.runtime.messages.replicas import MessageReplicas, SlotPool
 
 if TYPE_CHECKING:
     from ultraep.runtime.device_plan import DeviceRoutes
@@ -205,7 +204,8 @@ class MessagesMicrobatch(Microbatch):
             if kernels is not None:
                 self._ahead = kernels.planned = None
             plan = make_plan(loads, context.topology, config, backend=context.settings.backend)
-        context.capacity.check(plan)
+        if context.capacity.setting != AUTO:
+            context.capacity.check(plan)
         record.plan = plan
         record.at("verify")
         if context.comm.size > 1:
