@@ -22,13 +22,15 @@ import torch
 import torch.distributed as dist
 from harness import Bench, Line, Metric, Mismatch, options_parser
 from layers import AFTER, BEFORE, on_ranks, slowest
-from mps import device_of_rank, report_of_ranks
+from mps import ThroughHost, device_of_rank, report_of_ranks
 from timing import Host, free, in_turns
 
 import ultraep
+from ultraep.runtime.torch_dist import connect
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 2048, 768, 64, 8, 2048
 UNEQUAL = (500, 3, 0, 1024, 170, 1, 64, 2048)
+PATIENCE = 60.0
 SMS, BUFFER = 8, 512 << 20  # more multiprocessors than a share of the card hang
 LIMIT = 2e-2  # relative, in bfloat16
 OWN, LIBRARY = "our dispatch", "DeepEP"
@@ -65,8 +67,14 @@ def layers_of(
     config = ultraep.BalanceConfig(policy=policy, objective="balance")
     layers = {}
     for name, dispatcher in ((OWN, None), (LIBRARY, DeepEPBuffer(buffer))):
+        group = dist.group.WORLD
         balancer = ultraep.Balancer(
-            experts=EXPERTS, data_plane=plane, config=config, dispatcher=dispatcher, timeout=60.0
+            ThroughHost(connect(group, timeout=PATIENCE)) if plane == "messages" else group,
+            experts=EXPERTS,
+            data_plane=plane,
+            config=config,
+            dispatcher=dispatcher,
+            timeout=PATIENCE,
         )
         layers[name] = ultraep.BalancedMoE.swiglu(
             HIDDEN,

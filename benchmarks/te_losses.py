@@ -51,15 +51,18 @@ def on_rank(rank: int, size: Size) -> dict[str, dict[str, Any]]:
     warnings.filterwarnings("ignore")
     torch._dynamo.config.disable = True
     import whole_megatron
+    from megatron.core.tensor_parallel import layers  # type: ignore[import-not-found]
 
     from ultraep.integrations.megatron import balancers
 
+    layers._grad_accum_fusion_available = True  # Transformer Engine fuses them; Apex is not needed
     results: dict[str, dict[str, Any]] = {}
     for precision in ("BF16", "FP8"):
         engine = getattr(whole_megatron, precision) | FUSED
         of_precision = results[precision] = {}
         for name, variant in VARIANTS.items():
             model = whole_megatron.model_of(size, device, variant, Choices(), engine)
+            model.output_layer.gradient_accumulation_fusion = False  # this one needs Apex
             of_precision[name] = train(model, whole_megatron, size, rank, device)
             if variant != PLAIN:
                 balancer = balancers(model)[0]
@@ -95,7 +98,9 @@ def update(model: Any, masters: list[torch.Tensor], size: Size) -> None:
     """One step of SGD; gradients of parameters that all ranks have are summed over the ranks."""
     for (_name, parameter), master in zip(model.named_parameters(), masters, strict=True):
         gradient = parameter.main_grad
-        if parameter.grad is not None:
+        if getattr(parameter, "grad_added_to_main_grad", False):
+            parameter.grad_added_to_main_grad = False  # and `grad` has no values
+        elif parameter.grad is not None:
             gradient += parameter.grad.float()
         if getattr(parameter, "allreduce", True):  # not an expert
             summed = gradient.cpu()
