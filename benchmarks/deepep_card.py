@@ -26,7 +26,7 @@ from mps import ThroughHost, device_of_rank, report_of_ranks
 from timing import Host, free, in_turns
 
 import ultraep
-from ultraep.runtime.torch_dist import connect
+from ultraep.runtime.connect import connect
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 2048, 768, 64, 8, 2048
 UNEQUAL = (500, 3, 0, 1024, 170, 1, 64, 2048)
