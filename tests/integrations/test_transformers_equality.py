@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from ranks import on_ranks, shared_pool
 from safetensors.torch import load_file
 
 from ultraep import ConfigError, parallel
+from ultraep.integrations import common
 from ultraep.integrations.transformers import balance, balancers, unbalance
 
 TWO = ["mixtral", "gpt_oss"]
@@ -165,3 +168,22 @@ def test_generation(rank, group, families, options):
             balancer.close()
             assert torch.equal(tokens, expected), (family, tokens, expected)
             assert tokens.shape[1] <= length + 3 if rank == 0 else tokens.shape == (2, length + 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ({"slots": 2}, "2 of 2 MoE layers balanced (messages plane, 2 slots)"),
+        ({"policy": "none"}, "0 of 2 MoE layers balanced: policy='none'"),
+        ({"domain": 1, "data_plane": "messages"}, "0 of 2 MoE layers balanced: domain=1"),
+    ],
+)
+@on_ranks(2)
+def test_the_first_rank_logs_a_line(rank, group, options, end):
+    model = build("mixtral")
+    with quiet(), patch.object(common.logger, "info") as info:
+        balance(model, group, **options)
+        for _ in range(2):
+            model(input_ids=batch(rank))
+    lines = [call.args[0] for call in info.call_args_list]
+    assert lines == ([] if rank else [f"ultraep: {end}"])

@@ -19,7 +19,7 @@ from ranks import on_ranks
 from transformers.distributed import DistributedConfig
 
 from ultraep import ConfigError
-from ultraep.integrations.transformers import enable, native
+from ultraep.integrations.transformers import enable, quantised
 
 EXPERTS = "grouped_mm"
 
@@ -104,15 +104,17 @@ def test_enabling_twice_or_with_an_unknown_policy():
         style.disable()
 
 
-def test_what_cannot_be_balanced_is_refused_before_it_is_replaced(monkeypatch):
+def test_what_cannot_be_balanced_is_refused_before_it_is_replaced(monkeypatch, caplog):
     style, experts = enable(), torch.nn.Identity()
-    style.disable()
+    with caplog.at_level("INFO"):
+        style.disable()
+    assert "ultraep: 0 of 0 MoE layers balanced: no model with experts" in caplog.text
     with pytest.raises(ConfigError, match="ep_implementation='all_reduce' of DistributedConfig"):
         style.install_forward(experts, None, ep_implementation="all_reduce")
     experts.config = SimpleNamespace(_experts_implementation="deepgemm_megamoe")
     with pytest.raises(ConfigError, match="sends rows between ranks itself"):
         style.install_forward(experts, None)
-    monkeypatch.setattr(native, "MXFP4_ROUTED", "forward")  # as until 5.22
+    monkeypatch.setattr(quantised, "MXFP4_ROUTED", "forward")  # as until 5.22
     with pytest.raises(ConfigError, match=r"MXFP4 experts needs transformers 5\.23"):
-        style.install_forward(native.Mxfp4Experts.__new__(native.Mxfp4Experts), None)
+        style.install_forward(quantised.Mxfp4Experts.__new__(quantised.Mxfp4Experts), None)
     assert "forward" not in experts.__dict__

@@ -124,7 +124,7 @@ def reference_answers(model: Path, dtype: str, prompts: list[list[int]], **optio
 
 def logged_by_plugin(log: str) -> list[str]:
     """Return the messages of the plug-in. Paths in a log may contain its name, too."""
-    return re.findall(r"ultraep (?:\d\S* )?balances .*", log)
+    return re.findall(r"ultraep: (?:no|\d+ of \d+) MoE layers? balanced.*", log)
 
 
 def answer(job: dict[str, Any]) -> None:

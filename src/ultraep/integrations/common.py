@@ -1,15 +1,21 @@
-"""Helpers of the integrations: balancers shared by layers, and modules with overrides."""
+"""Helpers of the integrations: balancers shared by layers, modules with overrides, a log line."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 
+from ultraep.layer import run_stages
+from ultraep.microbatch import Layer
 from ultraep.runtime.balancer import Balancer
 
+logger = logging.getLogger("ultraep")
 _balancers: WeakValueDictionary[Any, Balancer] = WeakValueDictionary()
+_unannounced: WeakKeyDictionary[Balancer, int] = WeakKeyDictionary()  # number of new layers
 
 
 def shared_balancer(group: Any, experts: int, **options: Any) -> Balancer:
@@ -20,7 +26,57 @@ def shared_balancer(group: Any, experts: int, **options: Any) -> Balancer:
     dist.all_gather_object(kept, balancer is not None, group)
     if balancer is None or not all(kept):  # a rank may still hold an old model
         balancer = _balancers[key] = Balancer(group, experts=experts, **options)
+    expect_layer(balancer)
     return balancer
+
+
+def expect_layer(balancer: Balancer) -> None:
+    """Count a new layer of a balancer for the log line of its first microbatch."""
+    _unannounced[balancer] = _unannounced.get(balancer, 0) + 1
+
+
+def run_layer(
+    module: Any,
+    layer: Layer,
+    ids: torch.Tensor,
+    gates: torch.Tensor,
+    tokens: torch.Tensor,
+    policy: str | None = None,
+) -> torch.Tensor:
+    """Run the stages of a module that has `balancer` and `last_plan`; return `[T, D]` outputs."""
+    balancer: Balancer = module.balancer
+    outputs, plan = run_stages(balancer, layer, ids, gates, tokens, policy=policy)
+    if module.last_plan is None and (layers := _unannounced.pop(balancer, 0)) and not balancer.rank:
+        plane = f"{balancer._device(tokens.device).choice.kind.name} plane"
+        logger.info(outcome(layers, idle_reason(balancer), plane, balancer.topology.slots))
+    module.last_plan = plan
+    return outputs
+
+
+def idle_reason(balancer: Balancer) -> str:
+    """Return why a balancer never replicates an expert; empty if it does."""
+    topology = balancer.topology
+    reasons = {
+        "policy='none'": balancer.config.policy == "none",
+        "there is only one rank": topology.ranks == 1,
+        "slots=0": topology.slots == 0,
+        f"domain={topology.domain_size}": not topology.can_replicate,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def outcome(layers: int, reason: str, plane: str = "", slots: int = 0) -> str:
+    """Return the log line of a model; `reason` says why nothing is balanced.
+
+    >>> print(outcome(24, "", "mapped plane", 1))
+    ultraep: 24 of 24 MoE layers balanced (mapped plane, 1 slot)
+    >>> print(outcome(24, "slots=0"))
+    ultraep: 0 of 24 MoE layers balanced: slots=0
+    """
+    if reason:
+        return f"ultraep: 0 of {layers} MoE layers balanced: {reason}"
+    facts = ", ".join(filter(None, (plane, f"{slots} slot{'s' * (slots > 1)}")))
+    return f"ultraep: {layers} of {layers} MoE layers balanced ({facts})"
 
 
 class Overlay:

@@ -125,6 +125,19 @@ def test_double_precision():
     assert max(routed.values()) < 1e-7, routed
 
 
+@on_megatron(2, expert_model_parallel_size=2)
+def test_the_first_rank_logs_a_line():
+    from ultraep.integrations import common
+
+    layers = [make_layer(settings(), {"slots": 2}) for _ in range(2)]
+    with patch.object(common.logger, "info") as info:
+        for layer in layers * 2:
+            forward_backward(layer, torch.float32)
+    lines = [call.args[0] for call in info.call_args_list]
+    expected = ["ultraep: 2 of 2 MoE layers balanced (messages plane, 2 slots)"]
+    assert lines == expected * (torch.distributed.get_rank() == 0)
+
+
 @pytest.mark.skipif(VERSION >= (0, 17), reason="0.17 and later have no GroupedMLP")
 @pytest.mark.parametrize("case", ["allgather", "gelu", "padded", "recompute"])
 @pytest.mark.parametrize("slots", [1, 2])

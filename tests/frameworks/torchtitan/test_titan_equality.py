@@ -105,3 +105,18 @@ def test_without_balancing(passes):
         replicas == 0 and after == before > 1 for _, before, after, replicas in planned(balanced)
     )
     assert_same(passes("qwen3", 2), balanced)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "end"),
+    [
+        (ULTRAEP, "2 of 2 MoE layers balanced (messages plane, 1 slot)"),
+        (NONE, "0 of 2 MoE layers balanced: policy='none'"),
+    ],
+)
+def test_the_first_rank_logs_a_line(overrides, end, tmp_path):
+    from ranks import shared_pool
+    from titan_runs import log_lines
+
+    lines = shared_pool().run(2, log_lines, "qwen3", overrides, {"folder": tmp_path})
+    assert lines == [[f"ultraep: {end}"], []]

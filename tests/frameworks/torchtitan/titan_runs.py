@@ -7,6 +7,7 @@ import logging
 import os
 import time
 import warnings
+from unittest.mock import patch
 
 import titan_models  # first: it installs the CUDA stand-ins
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchtitan_cpu import NEW
 
+from ultraep.integrations import common
 from ultraep.integrations.torchtitan import BalancedRoutedExperts, balancers
 
 CAST = torch._C.TensorBase.bfloat16
@@ -88,6 +90,13 @@ def one_pass(rank, group, family, overrides, options):
         layers = facts(trainer)
         trainer.close()
         return tensors, layers
+
+
+def log_lines(rank, group, *arguments):
+    """Return what one pass logs."""
+    with patch.object(common.logger, "info") as info:
+        one_pass(rank, group, *arguments)
+    return [call.args[0] for call in info.call_args_list]
 
 
 def training(rank, group, family, overrides, options, checkpoint=None):

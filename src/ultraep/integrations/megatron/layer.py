@@ -31,7 +31,7 @@ from ultraep.bundle import Bundle
 from ultraep.dispatch import Received, SlotRoutes
 from ultraep.dispatchers.hybridep import check_slots, ranks_of_domain
 from ultraep.errors import ConfigError
-from ultraep.integrations.common import Overlay, shared_balancer
+from ultraep.integrations.common import Overlay, run_layer, shared_balancer
 from ultraep.integrations.megatron.experts import (
     adapter_for,
     check_plain,
@@ -40,7 +40,6 @@ from ultraep.integrations.megatron.experts import (
     wait_for_weights,
 )
 from ultraep.integrations.megatron.settings import check_options, check_settings, choices, pads
-from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
@@ -113,8 +112,7 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
         if gates.requires_grad and not tokens.requires_grad:  # gate gradients travel with rows
             tokens = tokens.detach().requires_grad_()
         layer = Layer(self.layer_index, self._weights(), self._adapter.serve)
-        outputs, self.last_plan = run_stages(self.balancer, layer, ids, gates, tokens)
-        return outputs.view(hidden_states.shape), None
+        return run_layer(self, layer, ids, gates, tokens).view(hidden_states.shape), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Do nothing: `routed_experts_compute` has combined the rows."""

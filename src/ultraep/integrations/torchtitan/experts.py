@@ -25,9 +25,8 @@ from ultraep.dispatch import Received, SlotRoutes
 from ultraep.dispatchers.hybridep import check_slots, ranks_of_domain
 from ultraep.errors import ConfigError
 from ultraep.experts.custom import serve
-from ultraep.integrations.common import shared_balancer
+from ultraep.integrations.common import run_layer, shared_balancer
 from ultraep.integrations.torchtitan.check import ALL_TO_ALL, DEEPEP, HYBRIDEP
-from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.ops.compiled_op import handle_of, routed_experts
 from ultraep.runtime.balancer import Balancer
@@ -106,14 +105,13 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
     ) -> torch.Tensor:
         if self.balancer is None:
             raise ConfigError("balanced experts need a process group: call parallelize() first")
-        if self.layer_index is None:
+        if self.layer_index is None:  # the framework parallelizes the last layer first
             self.layer_index = self.balancer.register_layer()
         if type(self.token_dispatcher).__name__ == DEEPEP:
             ids = ids.masked_fill(gates == 0, -1)  # rows that it leaves out
         network = partial(compute, self.inner_experts)
         layer = Layer(self.layer_index, weights, partial(serve, network))
-        outputs, self.last_plan = run_stages(self.balancer, layer, ids, gates, tokens)
-        return outputs
+        return run_layer(self, layer, ids, gates, tokens)
 
 
 class FrameworkDispatcher:

@@ -24,7 +24,7 @@ from ultraep.bundle import Bundle
 from ultraep.comm import moved
 from ultraep.errors import ConfigError
 from ultraep.experts.custom import serve
-from ultraep.integrations.common import Overlay
+from ultraep.integrations.common import Overlay, expect_layer, run_layer
 from ultraep.integrations.transformers.quantised import (
     MXFP4_ROUTED,
     FP8Experts,
@@ -37,7 +37,6 @@ from ultraep.integrations.transformers.quantised import (
     triton_tensors,
     with_memory,
 )
-from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.parallel.home import HomeModule
 from ultraep.runtime.balancer import Balancer
@@ -86,47 +85,33 @@ class BalancedExperts(HomeModule):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Map `[T, D]` to `[T, D]`, with `[T, K]` expert ids and gates."""
-        y, self.last_plan = stages(self, self.bundle, hidden_states, top_k_index, top_k_weights)
-        return y
+        return stages(self, self.bundle, hidden_states, top_k_index, top_k_weights)
 
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
         """The tensors of a replica: all tensors stacked over experts."""
-        own = stacked_tensors(self)
-        if own.keys() != set(self.stacked):
-            changed = sorted(own.keys() ^ set(self.stacked))
+        changed = sorted(stacked_tensors(self).keys() ^ set(self.stacked))
+        if changed and not isinstance(self, Mxfp4Experts):  # Triton tensors replace parameters
             raise ConfigError(
                 f"{', '.join(changed)} of {self.original_class.__name__} changed after balancing: "
                 "adapters of experts (LoRA) cannot be balanced; adapt other layers only"
             )
         freeze_fp8(self)
-        return own
+        return bundle_of(self)
 
     def home_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of single experts; parameters that experts share are dense."""
         return [p for p in self._parameters.values() if p is not None]
 
 
-class BalancedMxfp4Experts(BalancedExperts):
-    """Home experts in MXFP4; the library passes its routing instead of expert ids."""
-
-    def _forward_routed(
-        self, hidden_states: torch.Tensor, routing_data: Any, gather_idx: Any, scatter_idx: Any
-    ) -> torch.Tensor:
-        """Map `[T, D]` to `[T, D]`, as the library routes them."""
-        del scatter_idx  # the inverse of gather_idx
-        y: torch.Tensor = BalancedExperts.forward(
-            self, hidden_states, *mxfp4_choices(routing_data, gather_idx)
-        )
-        return y
-
-    @property
-    def bundle(self) -> dict[str, torch.Tensor]:
-        """The tensors of a replica."""
-        return bundle_of(self)
-
-
-setattr(BalancedMxfp4Experts, MXFP4_ROUTED, BalancedMxfp4Experts._forward_routed)
+def forward_routed(
+    experts: Any, hidden_states: torch.Tensor, routing_data: Any, gather_idx: Any, scatter_idx: Any
+) -> torch.Tensor:
+    """Run MXFP4 experts, for which the library passes its routing instead of expert ids."""
+    del scatter_idx  # the inverse of gather_idx
+    ids, gates = mxfp4_choices(routing_data, gather_idx)
+    outputs: torch.Tensor = BalancedExperts.forward(experts, hidden_states, ids, gates)
+    return outputs
 
 
 def bundle_of(experts: nn.Module) -> dict[str, torch.Tensor]:
@@ -141,14 +126,14 @@ def stages(
     tokens: torch.Tensor,
     top_k_index: torch.Tensor,
     gates: torch.Tensor,
-) -> tuple[torch.Tensor, AnyPlan]:
-    """Run the stages of a balanced module; return `[T, D]` outputs and the plan."""
+) -> torch.Tensor:
+    """Run the stages of a balanced module; return `[T, D]` outputs."""
     balancer: Balancer = experts.balancer
     # The library marks padding by ids beyond the last expert.
     ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
     network = mxfp4_network if isinstance(experts, Mxfp4Experts) else compute
     run = partial(serve, partial(network, experts))
-    return run_stages(balancer, Layer(experts.layer_index, bundle, run), ids, gates, tokens)
+    return run_layer(experts, Layer(experts.layer_index, bundle, run), ids, gates, tokens)
 
 
 def compute(
@@ -217,8 +202,9 @@ def stacked_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 @cache
 def balanced_class(original: Any) -> type[BalancedExperts]:
     """Return the balanced subclass of a class of experts."""
-    base = BalancedMxfp4Experts if issubclass(original, Mxfp4Experts) else BalancedExperts
-    return type(f"Balanced{original.__name__}", (base, original), {"original_class": original})
+    own = {MXFP4_ROUTED: forward_routed} if issubclass(original, Mxfp4Experts) else {}
+    own |= {"original_class": original}
+    return type(f"Balanced{original.__name__}", (BalancedExperts, original), own)
 
 
 @torch.no_grad()
@@ -236,6 +222,7 @@ def spread(module: Any, balancer: Balancer) -> None:
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
     module.stacked = tuple(stacked_tensors(module))
     module.layer_index = balancer.register_layer()
+    expect_layer(balancer)
     module.spread_over(balancer)
 
 

@@ -17,13 +17,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ultraep.errors import ConfigError
+from ultraep.integrations.common import expect_layer, logger, outcome
 from ultraep.integrations.transformers.experts import bundle_of, stages
-from ultraep.integrations.transformers.quantised import (
-    MXFP4_ROUTED,
-    Mxfp4Experts,
-    check_implementation,
-    freeze_fp8,
-)
+from ultraep.integrations.transformers.quantised import check_native, freeze_fp8
 from ultraep.policies import running_policy
 from ultraep.runtime.balancer import Balancer
 from ultraep.supported import OWN_EXPERT_PARALLELISM
@@ -67,6 +63,9 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
 
     def disable(self) -> None:
         """Restore the library's dispatcher for new models."""
+        if not self.experts:
+            reason = "no model with experts was created with DistributedConfig(ep_size=...)"
+            logger.info(outcome(0, reason))
         ALL_PARALLEL_STYLES.register(STYLE, self._before)
 
     def install_forward(
@@ -81,11 +80,7 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
                 f"enable() replaces ep_implementation={ep_implementation!r} of DistributedConfig: "
                 'leave it at "auto", or call disable() first'
             )
-        check_implementation(type(module).__name__, module)
-        if isinstance(module, Mxfp4Experts) and MXFP4_ROUTED == "forward":
-            raise ConfigError(
-                "enable() of MXFP4 experts needs transformers 5.23: use balance(model)"
-            )
+        check_native(module)
         group, experts = ep_mesh.get_group(), module.num_experts * ep_mesh.size()
         if (group, experts) not in self.balancers:
             self.balancers[group, experts] = Balancer(group, experts=experts, **self._options)
@@ -93,6 +88,7 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
         module.original_class, module.last_plan = type(module), None
         module.balancer, module.layer_index = balancer, balancer.register_layer()
         self.experts.append(module)
+        expect_layer(balancer)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(module: Any, *inputs: torch.Tensor) -> torch.Tensor:
@@ -100,7 +96,7 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
             tokens = len(inputs[0])  # before ranks with the same batch split it
             own = [_slice(t, tp_mesh) for t in inputs]
             with self.context_around_forward(module, ep_mesh):
-                y, module.last_plan = stages(module, bundle_of(module), *own)
+                y = stages(module, bundle_of(module), *own)
             return _join(y, tokens, tp_mesh)
 
         module.forward = MethodType(forward, module)

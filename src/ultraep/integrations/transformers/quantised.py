@@ -75,6 +75,13 @@ def check_implementation(name: str, experts: Any) -> None:
         )
 
 
+def check_native(experts: Any) -> None:
+    """Raise if the library's own expert parallelism of these experts cannot be balanced."""
+    check_implementation(type(experts).__name__, experts)
+    if isinstance(experts, Mxfp4Experts) and MXFP4_ROUTED == "forward":
+        raise ConfigError("enable() of MXFP4 experts needs transformers 5.23: use balance(model)")
+
+
 def freeze_fp8(experts: Any) -> None:
     """Freeze FP8 weights and scales: the library makes them trainable, but has no gradients."""
     if isinstance(experts, FP8Experts):

@@ -33,7 +33,7 @@ def register() -> None:
         VLLM.check()
     except BackendUnavailable as problem:  # the server starts without balancing
         level = logging.WARNING if settings else logging.DEBUG
-        logging.getLogger(VLLM_LOGGER).log(level, "ultraep balances nothing: %s", problem)
+        logging.getLogger(VLLM_LOGGER).log(level, "ultraep: no MoE layer balanced: %s", problem)
         return
     from ultraep.integrations.vllm.experts import install  # imports vLLM
 

@@ -31,11 +31,10 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from ultraep.comm import moved
 from ultraep.dispatch import Arrivals
-from ultraep.integrations.common import Overlay
+from ultraep.integrations.common import Overlay, run_layer
 from ultraep.integrations.vllm.service import Service
 from ultraep.integrations.vllm.settings import read_settings
 from ultraep.integrations.vllm.tensors import Carried, carry_experts
-from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.replicas import Replicas
 from ultraep.runtime.balancer import Balancer
@@ -138,8 +137,7 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         assert self.service is not None
         layer = Layer(self.layer_index, self.bundle, self._serve)
         policy = self.service.policy(self.balancer)
-        outputs, self.last_plan = run_stages(self.balancer, layer, ids, gates, x, policy=policy)
-        return outputs
+        return run_layer(self, layer, ids, gates, x, policy)
 
     @property
     def carried(self) -> dict[str, Carried]:

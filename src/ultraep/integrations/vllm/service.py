@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_ex
 from ultraep import __version__
 from ultraep.bundle import Layout
 from ultraep.config import BalanceConfig
+from ultraep.integrations.common import idle_reason, outcome
 from ultraep.integrations.vllm.counters import ServingCounters, where_they_are
 from ultraep.integrations.vllm.refusals import (
     least_tokens,
@@ -55,12 +56,10 @@ class Service:
             reasons += reasons_of_layer(layer, homes_of(layer))
         if not reasons:
             self._open(get_ep_group())
-        summary = f"nothing: {'; '.join(reasons[:4])}" if reasons else str(self)
         level = logging.WARNING if reasons else logging.INFO
         if self.config.parallel_config.data_parallel_rank == self.config.parallel_config.rank == 0:
-            logging.getLogger(VLLM_LOGGER).log(
-                level, "ultraep %s balances %s", __version__, summary
-            )
+            line = outcome(len(self.layers), "; ".join(reasons[:4])) if reasons else str(self)
+            logging.getLogger(VLLM_LOGGER).log(level, line)
         return not reasons
 
     def _open(self, group: Any) -> None:
@@ -129,10 +128,11 @@ class Service:
         tensors = self.layers[0].bundle
         nbytes = Layout.of(tensors, len(self.layers[0].w2_weight)).nbytes * topology.slots
         untested = "" if self.layers[0].w2_weight.device.type == "cpu" else " (not tested on GPUs)"
+        line = outcome(len(self.layers), idle_reason(balancer), slots=topology.slots)
         return (
-            f"{len(self.layers)} layers of {topology.experts} experts over {topology.ranks} ranks"
-            f"{untested}: policy {config.policy}, tolerance {config.tolerance:g}, "
-            f"{topology.slots} slots in {nbytes / 1e6:,.1f} MB; "
+            f"{line}: {topology.experts} experts over {topology.ranks} ranks{untested}, "
+            f"policy {config.policy}, tolerance {config.tolerance:g}, "
+            f"{nbytes / 1e6:,.1f} MB of slots; ultraep {__version__}; "
             f"batches under {self._least[balancer]:,} tokens are not balanced, a replica serves "
             f"{config.min_tokens_per_replica:,} rows or more; {where_they_are()}"
         )
