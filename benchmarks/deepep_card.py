@@ -33,6 +33,12 @@ UNEQUAL = (500, 3, 0, 1024, 170, 1, 64, 2048)
 PATIENCE = 60.0
 SMS, BUFFER = 8, 512 << 20  # more multiprocessors than a share of the card hang
 LIMIT = 2e-2  # relative, in bfloat16
+CASES = (
+    ("mapped", "ultraep", None),
+    ("mapped", "none", None),
+    ("messages", "ultraep", None),
+    ("mapped", "ultraep", "fp8"),
+)
 OWN, LIBRARY = "our dispatch", "DeepEP"
 STEP = Metric("step", "ms", "step", ".2f")
 ERROR = Metric("largest_relative_difference", "ratio", "difference", ".1e")
@@ -46,16 +52,14 @@ def on_rank(rank: int) -> list[dict[str, Any]]:
     deep_ep.Buffer.set_num_sms(SMS)
     buffer = deep_ep.Buffer(dist.group.WORLD, num_nvl_bytes=BUFFER)
     results = []
-    for plane in ("messages", "mapped"):
-        for policy in ("none", "ultraep"):
-            for quantised in (None, "fp8") if plane == "mapped" else (None,):
-                layers = layers_of(buffer, plane, policy, quantised, device)
-                case = {"plane": plane, "policy": policy, "experts": quantised or "bfloat16"}
-                results.append(case | measured(layers, rank, device))
-                for layer in layers.values():
-                    layer.balancer.close()
-                del layers
-                free()
+    for plane, policy, quantised in CASES:
+        layers = layers_of(buffer, plane, policy, quantised, device)
+        case = {"plane": plane, "policy": policy, "experts": quantised or "bfloat16"}
+        results.append(case | measured(layers, rank, device))
+        for layer in layers.values():
+            layer.balancer.close()
+        del layers
+        free()
     return results
 
 
