@@ -42,7 +42,7 @@ help:
 	@echo "make dist    wheel, sdist and bill of materials in dist/, tried in a fresh environment (PYTHONS='python3.11 python3.12')"
 	@echo "make lock    set up, then write requirements/*.txt anew: the versions in .venv, with hashes"
 	@echo "make audit   look up the pinned packages in a database of known vulnerabilities"
-	@echo "make compatibility  the core tests with other versions of Python and torch (PYTHONS, TORCHES; large downloads)"
+	@echo "make compatibility  tests with other versions of Python, torch and libraries (PYTHONS, TORCHES, LIBRARIES; large downloads)"
 	@echo "make bench   set up, then all benchmarks (some minutes)"
 	@echo "make paper   set up, then write docs/results/paper.md anew (some minutes)"
 	@echo "make format  rewrite the sources in the project's format"
@@ -120,9 +120,10 @@ build/audit/bin/pip-audit:
 	@$(PYTHON) -m venv build/audit
 	@build/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
 
-# PYTHONS and TORCHES: versions, or commands of Python; the defaults are in the script.
-compatibility:
-	$(PYTHON) .ci/compatibility.py $(addprefix --python ,$(PYTHONS)) $(addprefix --torch ,$(TORCHES))
+# PYTHONS, TORCHES and LIBRARIES: versions, commands of Python, names; the defaults are in the script.
+compatibility: $(FRAMEWORKS)
+	$(PYTHON) .ci/compatibility.py $(addprefix --python ,$(PYTHONS)) $(addprefix --torch ,$(TORCHES)) \
+		$(addprefix --library ,$(LIBRARIES))
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run_all.py

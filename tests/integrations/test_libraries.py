@@ -12,21 +12,38 @@ import torch
 
 from ultraep import BackendUnavailable, ConfigError
 from ultraep.integrations.megatron.settings import REFUSED, check_options, check_settings, choices
-from ultraep.supported import MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM, Library
+from ultraep.supported import (
+    FLEX_DEEPEP,
+    MEGATRON,
+    OWN_EXPERT_PARALLELISM,
+    TORCHTITAN,
+    TRANSFORMERS,
+    VLLM,
+    Library,
+)
 
-VERSIONS = [  # refused, accepted
-    (MEGATRON, ["0.15.3", "0.20.0rc1", "1.16.0"], ["0.16.1", "0.16.1rc2+local", "0.19.2"]),
-    (TORCHTITAN, ["0.2.2", "0.4.0", "1.0.0.dev1"], ["0.3.0", "0.3.1"]),
-    (TRANSFORMERS, ["4.57.1", "5.3.0", "6.0.0.dev0"], ["5.17.0", "5.22.1"]),
-    (VLLM, ["0.31.2", "0.33.0rc1", "1.0"], ["0.32.0", "0.32.1", "0.32.0+cpu"]),
+VERSIONS = [  # refused, not tested, accepted
+    (MEGATRON, ["0.15.3"], ["0.20.0rc1", "1.16.0"], ["0.16.1", "0.16.1rc2+local", "0.19.2"]),
+    (TORCHTITAN, ["0.2.2"], ["0.4.0", "1.0.0.dev1"], ["0.3.0", "0.3.1"]),
+    (TRANSFORMERS, ["4.57.1", "5.3.0"], ["5.24.0", "6.0.0.dev0"], ["5.17.0", "5.23.0"]),
+    (VLLM, ["0.31.2"], ["0.33.0rc1", "1.0"], ["0.32.0", "0.32.1", "0.32.0+cpu"]),
+    (OWN_EXPERT_PARALLELISM, ["5.21.1"], [], ["5.22.0", "6.0"]),  # `TRANSFORMERS` warns
+    (FLEX_DEEPEP, ["2.0.0"], [], ["1.2.1"]),
 ]
 
 
-@pytest.mark.parametrize(("known", "refused", "accepted"), VERSIONS, ids=lambda value: str(value))
-def test_versions(known, refused, accepted, monkeypatch):
+@pytest.mark.parametrize(
+    ("known", "refused", "untested", "accepted"), VERSIONS, ids=lambda value: str(value)
+)
+def test_versions(known, refused, untested, accepted, monkeypatch):
     for version in accepted:
         monkeypatch.setattr(Library, "installed", lambda _, version=version: version)
         known.check()
+    for version in untested:
+        monkeypatch.setattr(Library, "installed", lambda _, version=version: version)
+        text = f"{known.name} {version} is newer than the tested versions, {known.supported()}: if"
+        with pytest.warns(UserWarning, match=re.escape(text)):
+            known.check()
     for version in refused:
         monkeypatch.setattr(Library, "installed", lambda _, version=version: version)
         with pytest.raises(BackendUnavailable) as error:

@@ -108,7 +108,7 @@ def test_what_cannot_be_balanced_is_refused_before_it_is_replaced(monkeypatch, c
     style, experts = enable(), torch.nn.Identity()
     with caplog.at_level("INFO"):
         style.disable()
-    assert "ultraep: 0 of 0 MoE layers balanced: no model with experts" in caplog.text
+    assert "ultraep: 0 of 0 MoE layers balanced: no model was created" in caplog.text
     with pytest.raises(ConfigError, match="ep_implementation='all_reduce' of DistributedConfig"):
         style.install_forward(experts, None, ep_implementation="all_reduce")
     experts.config = SimpleNamespace(_experts_implementation="deepgemm_megamoe")

@@ -6,8 +6,8 @@ import logging
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ultraep.layer import run_stages
 from ultraep.microbatch import Layer
@@ -35,19 +35,12 @@ def expect_layer(balancer: Balancer) -> None:
     _unannounced[balancer] = _unannounced.get(balancer, 0) + 1
 
 
-def run_layer(
-    module: Any,
-    layer: Layer,
-    ids: torch.Tensor,
-    gates: torch.Tensor,
-    tokens: torch.Tensor,
-    policy: str | None = None,
-) -> torch.Tensor:
-    """Run the stages of a module that has `balancer` and `last_plan`; return `[T, D]` outputs."""
+def run_layer(module: Any, layer: Layer, *inputs: Tensor, policy: str | None = None) -> Tensor:
+    """Run the stages of a module on ids, gates and tokens; keep the plan as `last_plan`."""
     balancer: Balancer = module.balancer
-    outputs, plan = run_stages(balancer, layer, ids, gates, tokens, policy=policy)
+    outputs, plan = run_stages(balancer, layer, *inputs, policy=policy)
     if module.last_plan is None and (layers := _unannounced.pop(balancer, 0)) and not balancer.rank:
-        plane = f"{balancer._device(tokens.device).choice.kind.name} plane"
+        plane = f"{balancer._device(outputs.device).choice.kind.name} plane"
         logger.info(outcome(layers, idle_reason(balancer), plane, balancer.topology.slots))
     module.last_plan = plan
     return outputs
@@ -70,8 +63,6 @@ def outcome(layers: int, reason: str, plane: str = "", slots: int = 0) -> str:
 
     >>> print(outcome(24, "", "mapped plane", 1))
     ultraep: 24 of 24 MoE layers balanced (mapped plane, 1 slot)
-    >>> print(outcome(24, "slots=0"))
-    ultraep: 0 of 24 MoE layers balanced: slots=0
     """
     if reason:
         return f"ultraep: 0 of {layers} MoE layers balanced: {reason}"

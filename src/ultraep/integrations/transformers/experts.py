@@ -104,14 +104,13 @@ class BalancedExperts(HomeModule):
         return [p for p in self._parameters.values() if p is not None]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def forward_routed(
     experts: Any, hidden_states: torch.Tensor, routing_data: Any, gather_idx: Any, scatter_idx: Any
 ) -> torch.Tensor:
     """Run MXFP4 experts, for which the library passes its routing instead of expert ids."""
     del scatter_idx  # the inverse of gather_idx
-    ids, gates = mxfp4_choices(routing_data, gather_idx)
-    outputs: torch.Tensor = BalancedExperts.forward(experts, hidden_states, ids, gates)
-    return outputs
+    return stages(experts, experts.bundle, hidden_states, *mxfp4_choices(routing_data, gather_idx))
 
 
 def bundle_of(experts: nn.Module) -> dict[str, torch.Tensor]:
@@ -121,16 +120,12 @@ def bundle_of(experts: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def stages(
-    experts: Any,
-    bundle: Bundle,
-    tokens: torch.Tensor,
-    top_k_index: torch.Tensor,
-    gates: torch.Tensor,
+    experts: Any, bundle: Bundle, tokens: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor
 ) -> torch.Tensor:
     """Run the stages of a balanced module; return `[T, D]` outputs."""
     balancer: Balancer = experts.balancer
     # The library marks padding by ids beyond the last expert.
-    ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
+    ids = ids.masked_fill(ids >= balancer.topology.experts, PADDING)
     network = mxfp4_network if isinstance(experts, Mxfp4Experts) else compute
     run = partial(serve, partial(network, experts))
     return run_layer(experts, Layer(experts.layer_index, bundle, run), ids, gates, tokens)
@@ -216,7 +211,7 @@ def spread(module: Any, balancer: Balancer) -> None:
             tensor.data = tensor.data[list(homes)]
     if isinstance(module, Mxfp4Experts):
         memory = {n: memory_of(t)[list(homes)] for n, t in triton_tensors(module).items()}
-        _set_memory(module, memory)
+        vars(module).update(with_memory(module, memory))
     original: Any = type(module)
     module.__class__ = balanced_class(original)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
@@ -231,16 +226,11 @@ def reunite(module: Any) -> None:
     """Undo `spread`. Collective."""
     if isinstance(module, Mxfp4Experts):
         memory = {n: memory_of(t) for n, t in triton_tensors(module).items()}
-        _set_memory(module, {n: gather_experts(t, module.balancer) for n, t in memory.items()})
+        memory = {n: gather_experts(t, module.balancer) for n, t in memory.items()}
+        vars(module).update(with_memory(module, memory))
     for tensor in stacked_tensors(module).values():
         tensor.data = gather_experts(tensor, module.balancer)
         tensor.__dict__.pop("expert_ranks", None)
     for name in ("home_experts", "stacked", "balancer", "last_plan", "layer_index", "ranks"):
         delattr(module, name)
     module.__class__ = module.original_class
-
-
-def _set_memory(module: Any, memory: dict[str, torch.Tensor]) -> None:
-    """Replace the memory of the Triton tensors of MXFP4 experts, if they are loaded."""
-    for name, value in with_memory(module, memory).items() if memory else ():
-        setattr(module, name, value)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
-from torch import nn
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -56,7 +55,8 @@ def balanced_from_pretrained(
                 model: Any, state: Any, files: list[str], loading: Any, *others: Any
             ) -> Any:
                 balance(model, group, loaded=False, **balance_options)
-                undo.callback(_close, model)
+                for balancer in balancers(model):
+                    undo.callback(balancer.close)
                 with ExitStack() as opened:
                     state = home_state(model, files, loading.weight_mapping or [], opened)
                     return original._load_pretrained_model(model, state, None, loading, *others)
@@ -139,10 +139,4 @@ class HomeRows:
 
     def get_dtype(self) -> str:
         """Return the dtype in the file."""
-        dtype: str = self._stored.get_dtype()
-        return dtype
-
-
-def _close(model: nn.Module) -> None:
-    for balancer in balancers(model):
-        balancer.close()
+        return str(self._stored.get_dtype())

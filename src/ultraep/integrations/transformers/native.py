@@ -64,17 +64,13 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
     def disable(self) -> None:
         """Restore the library's dispatcher for new models."""
         if not self.experts:
-            reason = "no model with experts was created with DistributedConfig(ep_size=...)"
-            logger.info(outcome(0, reason))
+            logger.info(outcome(0, "no model was created with DistributedConfig(ep_size=...)"))
         ALL_PARALLEL_STYLES.register(STYLE, self._before)
 
     def install_forward(
         self, module: Any, ep_mesh: Any, *, tp_mesh: Any = None, ep_implementation: str = "auto"
     ) -> Any:
-        """Replace the forward of an experts module; called by the library after sharding.
-
-        ep_implementation: how the library itself would move rows, since 5.23.
-        """
+        """Replace the forward of an experts module; called by the library after sharding."""
         if ep_implementation != "auto":
             raise ConfigError(
                 f"enable() replaces ep_implementation={ep_implementation!r} of DistributedConfig: "
@@ -89,34 +85,30 @@ class BalancedDispatch(EpDispatchExpertsParallel):  # type: ignore[misc]
         module.balancer, module.layer_index = balancer, balancer.register_layer()
         self.experts.append(module)
         expect_layer(balancer)
+        split = tp_mesh is not None and tp_mesh.size() > 1  # ranks with the same batch
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(module: Any, *inputs: torch.Tensor) -> torch.Tensor:
             freeze_fp8(module)
-            tokens = len(inputs[0])  # before ranks with the same batch split it
-            own = [_slice(t, tp_mesh) for t in inputs]
+            own = [t.to_local() if isinstance(t, DTensor) else t for t in inputs]
+            own = [_slice(t, tp_mesh) for t in own] if split else own
             with self.context_around_forward(module, ep_mesh):
                 y = stages(module, bundle_of(module), *own)
-            return _join(y, tokens, tp_mesh)
+            return _join(y, len(inputs[0]), tp_mesh) if split else y
 
         module.forward = MethodType(forward, module)
         return module
 
 
 def _slice(batch: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Return the local rows of this rank; the ranks of a mesh have the same batch."""
-    batch = batch.to_local() if isinstance(batch, DTensor) else batch
-    if mesh is None or mesh.size() == 1:
-        return batch
+    """Return the rows of this rank; the ranks of a mesh have the same batch."""
     whole = DTensor.from_local(batch, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def _join(rows: torch.Tensor, tokens: int, mesh: Any) -> torch.Tensor:
     """Undo `_slice`, also for slices of different lengths."""
-    if mesh is None or mesh.size() == 1:
-        return rows
     width = rows.shape[-1]
     shape, stride = torch.Size((tokens, width)), (width, 1)
-    split = DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], shape=shape, stride=stride)
-    return split.full_tensor()
+    slices = DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], shape=shape, stride=stride)
+    return slices.full_tensor()

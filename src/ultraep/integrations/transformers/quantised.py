@@ -103,20 +103,13 @@ def fp8_product(
     """Multiply `[n, K]` rows, sorted by expert, with the library's grouped FP8 kernel."""
     weight, scales = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
     each = moved(torch.tensor(counts, dtype=torch.int32), rows.device)
-    inputs = (rows, weight, scales, ends, each, experts.block_size)
     differentiable = getattr(fp8, "FP8GroupedMatmulFunction", None)  # since 5.22
     product: torch.Tensor
     if differentiable is not None and torch.is_grad_enabled() and rows.requires_grad:
-        product = differentiable.apply(*inputs)
+        product = differentiable.apply(rows, weight, scales, ends, each, experts.block_size)
     else:
-        product = fp8.load_finegrained_fp8_kernel().grouped_matmul(
-            rows,
-            weight,
-            scales,
-            offsets=ends,
-            tokens_per_expert=each,
-            block_size=experts.block_size,
-        )
+        named = {"offsets": ends, "tokens_per_expert": each, "block_size": experts.block_size}
+        product = fp8.load_finegrained_fp8_kernel().grouped_matmul(rows, weight, scales, **named)
     return product
 
 
@@ -141,7 +134,7 @@ def memory_of(tensor: Any) -> torch.Tensor:
 
 
 def with_memory(experts: Any, memory: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the attributes of MXFP4 experts whose Triton tensors have other memory."""
+    """Return the attributes of MXFP4 experts whose Triton tensors, if loaded, have other memory."""
     attributes: dict[str, Any] = {}
     for name, tensor in triton_tensors(experts).items():
         data = memory[name]
@@ -151,7 +144,7 @@ def with_memory(experts: Any, memory: dict[str, torch.Tensor]) -> dict[str, Any]
         changed.shape = torch.Size([len(data), *tensor.shape[1:]])
         changed.shape_max = [len(data), *tensor.shape_max[1:]]
         attributes[name] = changed
-    for key in ("gate_up_proj", "down_proj"):
+    for key in ("gate_up_proj", "down_proj") if memory else ():
         config = f"{key}_precision_config"
         attributes[config] = replace(
             getattr(experts, config), weight_scale=attributes.pop(f"{key}_scales")

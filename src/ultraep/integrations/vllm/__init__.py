@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
-from ultraep.errors import BackendUnavailable
 from ultraep.integrations.vllm.settings import VLLM_LOGGER, read_settings
 from ultraep.supported import VLLM
 
@@ -28,13 +28,12 @@ def register() -> None:
 
     Each layer decides later whether to balance: `--additional-config` is not known here.
     """
-    settings = read_settings(os.environ, None)
+    level = logging.WARNING if read_settings(os.environ, None) else logging.DEBUG
+    log = partial(logging.getLogger(VLLM_LOGGER).log, level)
     try:
-        VLLM.check()
-    except BackendUnavailable as problem:  # the server starts without balancing
-        level = logging.WARNING if settings else logging.DEBUG
-        logging.getLogger(VLLM_LOGGER).log(level, "ultraep: no MoE layer balanced: %s", problem)
-        return
-    from ultraep.integrations.vllm.experts import install  # imports vLLM
+        VLLM.check(warn=log)
+        from ultraep.integrations.vllm.experts import install  # imports vLLM
 
-    install()
+        install()
+    except ImportError as problem:  # the server starts without balancing
+        log("ultraep: no MoE layer balanced: %s", problem)

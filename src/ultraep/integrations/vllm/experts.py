@@ -137,7 +137,7 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         assert self.service is not None
         layer = Layer(self.layer_index, self.bundle, self._serve)
         policy = self.service.policy(self.balancer)
-        return run_layer(self, layer, ids, gates, x, policy)
+        return run_layer(self, layer, ids, gates, x, policy=policy)
 
     @property
     def carried(self) -> dict[str, Carried]:
