@@ -422,6 +422,21 @@ def test_the_first_pass_may_be_in_inference_mode(alone):
     assert gradient(example, layer).any()
 
 
+def test_a_microbatch_is_dispatched_before_the_next_is_rerouted(alone):
+    example, layer = alone
+    x, microbatches = example.inputs[0], []
+    for _ in range(2):
+        ids, gates, _ = layer.router(x)
+        microbatch = layer.balancer.begin(layer._layer(x), ids, gates, x)
+        microbatch.count()
+        microbatch.plan()
+        microbatch.reroute()
+        microbatches.append(microbatch)
+    with pytest.raises(ConfigError, match="cannot be dispatched after microbatch 2 was rerouted"):
+        microbatches[0].dispatch()
+    microbatches[1].dispatch()
+
+
 # Stats.
 
 COUNTED = ("microbatches", "imbalance_before", "imbalance_after", "copies", "remote_share")

@@ -11,6 +11,7 @@ import torch
 
 from ultraep.backends.triton.exchange import SCALAR, RowMap
 from ultraep.dispatch import Moved
+from ultraep.errors import ConfigError
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import accumulator
 from ultraep.passes import Passes
@@ -46,6 +47,7 @@ class MappedRows:
         self._tokens, top_k = memory.tokens, self._shape[1]
         self._capacity = memory.rows
         self._num_rows = most_rows if begins is None else begins[-1]
+        memory.step_of_tables = passes.step
         self.offsets, self._wrong = memory.exchange.tables(
             memory.tables(top_k),
             routes.rows_of_slot,
@@ -102,6 +104,12 @@ class MappedRows:
         Returns [A] the gates of the arrived rows.
         """
         memory, exchange, routes = self._memory, self._memory.exchange, self._routes
+        if memory.step_of_tables != self.passes.step:
+            raise ConfigError(
+                f"microbatch {self.passes.step} cannot be dispatched after microbatch "
+                f"{memory.step_of_tables} was rerouted: on a GPU, dispatch one microbatch before "
+                "reroute of the next"
+            )
         top_k, arrived = self._shape[1], self._num_rows
         tables, rows = memory.tables(top_k), self._tokens * top_k
         exchange.expose(tables, routes.order, gates_TK, rows)
