@@ -166,7 +166,7 @@ def test_a_rank_that_hangs_or_dies(kind, tmp_path):
     else:
         assert "Rank 1 had left 'dispatch back' of layer 0 (step 2, backward)" in text
     assert crash.flights[0].errors[0].startswith("CommunicationError: at the loads of layer 0")
-    assert crash.flights[0].named == (1,)
+    assert 1 in crash.flights[0].named  # and 2, if it gave up before rank 0 asked
 
 
 def hang_in_a_collective(rank, group, folder):
