@@ -266,19 +266,18 @@ def launch_fp8(
 
 def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int) -> None:
     """Launch dispatch, and combine with and without scalars."""
-    from types import SimpleNamespace
-
     import torch
 
     from ultraep import Topology
     from ultraep.backends.triton.exchange import RowExchange, RowMap
+    from ultraep.comm import Region
 
     def empty(*shape: int, dtype: Any = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
 
     def region(num_bytes: int) -> Any:
         addresses = empty(ranks, dtype=torch.int64)
-        return SimpleNamespace(local=empty(num_bytes, dtype=torch.uint8), addresses=addresses)
+        return Region(empty(num_bytes, dtype=torch.uint8), addresses)
 
     tokens, width, arrived = 512, 7168, 8192
     first_slot = Topology(ranks=ranks, experts=experts, slots=slots).first_slot_of_rank
