@@ -31,7 +31,7 @@ def main() -> None:
         kept = {name.partition("/")[2] for name in archive.getnames()}
     missing += sorted({*IN_SDIST, *(f"src/{name}" for name in sources)} - kept)
     too_much = [name for name in packed | kept if any(part in name for part in LEFT_BEHIND)]
-    too_much += [n for n in packed if not n.startswith(("ultraep/", "ultraep_start", "ultraep-"))]
+    too_much += [n for n in packed if not n.startswith(("ultraep/", "ultraep_tools/", "ultraep-"))]
     if missing or too_much:
         raise SystemExit(f"missing: {missing}\ntoo much: {sorted(too_much)}")
     for path in (wheel, sdist):

@@ -57,8 +57,8 @@ from timing import in_turns, on_gpu, print_progress
 import ultraep
 from ultraep.arrays import IntArray
 from ultraep.runtime.connect import connect
-from ultraep.tools.launch import simulated_hosts
-from ultraep.tools.placement import busiest_domain, place_experts
+from ultraep_tools.launch import simulated_hosts
+from ultraep_tools.placement import busiest_domain, place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"
 TIMEOUT = 60.0  # seconds to wait for a rank

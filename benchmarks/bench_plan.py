@@ -29,7 +29,7 @@ import ultraep
 from ultraep import BalanceConfig, Plan, Rates, Topology
 from ultraep.arrays import IntArray
 from ultraep.policies import get_policy
-from ultraep.tools.sim.planning import OWN
+from ultraep_tools.baselines import OWN
 
 OBJECTIVES = {  # the rates decide how many attempts a plan by time makes
     "tolerance 0": BalanceConfig(),

@@ -37,8 +37,8 @@ from load_cases import HotRank, Shape, ids_with
 from mps import device_of_rank, report_of_ranks
 from timing import free, in_turns, medians, on_gpu, print_progress
 
-from ultraep.tools.serving.engine import Engine, EvenTurns, ForcedChoices, from_first, policy_of
-from ultraep.tools.serving.load import (
+from ultraep_tools.serving.engine import Engine, EvenTurns, ForcedChoices, from_first, policy_of
+from ultraep_tools.serving.load import (
     Arrival,
     Lengths,
     LoadOptions,
@@ -46,8 +46,8 @@ from ultraep.tools.serving.load import (
     make_prompts,
     next_microbatch,
 )
-from ultraep.tools.serving.measure import FORCED, Turn, under_load
-from ultraep.tools.serving.run import TransformersModel, random_model
+from ultraep_tools.serving.measure import FORCED, Turn, under_load
+from ultraep_tools.serving.run import TransformersModel, random_model
 
 NONE, OURS = "none", "ultraep"
 VARIANTS = (PLAIN, NONE, OURS, FORCED)

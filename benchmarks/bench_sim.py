@@ -35,15 +35,15 @@ from published import scenario_of, settings
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
-from ultraep.tools.sim.cluster import Cluster, load_cluster
-from ultraep.tools.sim.costs import Costs, measured_rates
-from ultraep.tools.sim.layer import LayerClock
-from ultraep.tools.sim.model import GroupedAttention, Model
-from ultraep.tools.sim.planes import PLANES
-from ultraep.tools.sim.planning import Replicas
-from ultraep.tools.sim.run import simulate
-from ultraep.tools.sim.runtime import Contender, runtime_of
-from ultraep.tools.sim.training import Training
+from ultraep_tools.sim.cluster import Cluster, load_cluster
+from ultraep_tools.sim.costs import Costs, measured_rates
+from ultraep_tools.sim.layer import LayerClock
+from ultraep_tools.sim.model import GroupedAttention, Model
+from ultraep_tools.sim.planes import PLANES
+from ultraep_tools.sim.planning import Replicas
+from ultraep_tools.sim.run import simulate
+from ultraep_tools.sim.runtime import Contender, runtime_of
+from ultraep_tools.sim.training import Training
 
 FloatArray = NDArray[np.float64]
 Table = tuple[str, list[Line]]  # title

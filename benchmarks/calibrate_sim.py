@@ -1,4 +1,4 @@
-"""Compute the constants of `src/ultraep/tools/sim/data/calibrated.toml` from published figures.
+"""Compute the constants of `src/ultraep_tools/sim/data/calibrated.toml` from published figures.
 
 Every constant comes from one published setting, named in its `source`, in this order: the noise of
 training loads from the imbalance with EPLB, the factor of the framework from the share without
@@ -18,9 +18,9 @@ from typing import Any
 
 from published import CONTENDERS, Setting, scenario_of, settings
 
-from ultraep.tools.sim.costs import measured_rates
-from ultraep.tools.sim.run import simulate
-from ultraep.tools.sim.runtime import Contender, runtime_of
+from ultraep_tools.sim.costs import measured_rates
+from ultraep_tools.sim.run import simulate
+from ultraep_tools.sim.runtime import Contender, runtime_of
 
 HALVINGS = 12
 IDEAL = CONTENDERS[-1]

@@ -22,9 +22,9 @@ from harness import ROOT
 from paper_studies import FULL, TOY, Effort, Page, percent, scaling, studies
 from published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 
-from ultraep.tools.report.rows import versions
-from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.run import Result
+from ultraep_tools.report.rows import versions
+from ultraep_tools.sim.model import load_model
+from ultraep_tools.sim.run import Result
 
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
 WITHIN = 5.0  # points

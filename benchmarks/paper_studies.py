@@ -12,15 +12,15 @@ from typing import Any
 from published import CLUSTER, CONTENDERS, scenario_of, settings
 
 from ultraep.files.writing import whole_file, write_text
-from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.run import Result, simulate
-from ultraep.tools.sim.runtime import Contender, runtime_of
-from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.serving import Serving
-from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import fit_skew
 from ultraep.topology import Topology
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.model import load_model
+from ultraep_tools.sim.run import Result, simulate
+from ultraep_tools.sim.runtime import Contender, runtime_of
+from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.serving import Serving
+from ultraep_tools.sim.training import Training
+from ultraep_tools.sim.workload import fit_skew
 
 NONE, IDEAL = CONTENDERS[0], CONTENDERS[-1]
 OURS = Contender("ultraep", "ultraep")

@@ -14,8 +14,8 @@ import ultraep
 from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem
-from ultraep.tools.baselines.eplb import place_by_past
-from ultraep.tools.baselines.places import away_from_home, split_equally
+from ultraep_tools.baselines.eplb import place_by_past
+from ultraep_tools.baselines.places import away_from_home, split_equally
 
 TILE_PERFECT = "tile-perfect"  # every expert gets the same number of rows, a multiple of a tile
 SHARE_OF_TILE_PERFECT = "share_of_tile_perfect"  # metric

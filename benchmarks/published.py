@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from harness import ROOT
 
-from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.costs import MeasuredRates, measured_rates
-from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.run import Result
-from ultraep.tools.sim.runtime import Contender
-from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.serving import Serving, load_requests
-from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import calibrated_noise, fit_skew
 from ultraep.topology import Topology
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.costs import MeasuredRates, measured_rates
+from ultraep_tools.sim.model import load_model
+from ultraep_tools.sim.run import Result
+from ultraep_tools.sim.runtime import Contender
+from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.serving import Serving, load_requests
+from ultraep_tools.sim.training import Training
+from ultraep_tools.sim.workload import calibrated_noise, fit_skew
 
 CLUSTER = "gb200-nvl72"
 # Two spare slots as in the published recipe; one for LPLB, which fits its published imbalance best.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ultraep.comm import Region
-from ultraep.tools.soak import shared_peers
+from ultraep_tools.soak import shared_peers
 
 
 class SharedPeers(shared_peers.SharedPeers):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep.tools.report.rows import cpu_device
+from ultraep_tools.report.rows import cpu_device
 
 Call = Callable[[], object]
 Value = TypeVar("Value")

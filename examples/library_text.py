@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import ultraep
-from ultraep.tools.tiny.text import Text, files
+from ultraep_tools.tiny.text import Text, files
 
 SUBJECTS = {
     "prose": ("pydoc_data/topics.py",),

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import ultraep
-from ultraep.tools.tiny.model import ModelConfig
 from ultraep.topology import even_homes
+from ultraep_tools.tiny.model import ModelConfig
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

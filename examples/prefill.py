@@ -3,7 +3,7 @@
     python examples/prefill.py                                              # one process
     torchrun --nproc-per-node 4 examples/prefill.py --policy none,ultraep   # four ranks, compared
 
-`ultraep.tools.serving.engine` batches the requests. All policies serve the same requests with the
+`ultraep_tools.serving.engine` batches the requests. All policies serve the same requests with the
 same weights; if their outputs differ, the exit code is 1.
 """
 
@@ -30,9 +30,9 @@ from rich.table import Table
 import ultraep
 from ultraep.files.writing import write_text
 from ultraep.parallel.full_state import load_full_state_dict
-from ultraep.tools.serving.load import Prompt
-from ultraep.tools.tiny.model import TinyMoE
-from ultraep.tools.tiny.prefill import Answers, Queue, answer, make_requests
+from ultraep_tools.serving.load import Prompt
+from ultraep_tools.tiny.model import TinyMoE
+from ultraep_tools.tiny.prefill import Answers, Queue, answer, make_requests
 
 
 def report(policy: str, answers: Answers, pool_bytes: int) -> dict[str, Any]:

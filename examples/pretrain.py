@@ -6,7 +6,7 @@
     torchrun --standalone --max-restarts 3 examples/pretrain.py --elastic  # see README.md
 
 A script to copy. The eight places that use ultraep are numbered, `# ultraep 1` to 8; the layer
-itself is in `Block` of `ultraep.tools.tiny.model`. Settings are in pretrain_settings.py; text,
+itself is in `Block` of `ultraep_tools.tiny.model`. Settings are in pretrain_settings.py; text,
 checkpoint files, scalars and signals are in pretrain_parts.py.
 
 Shapes: M microbatches, B windows of this rank in each, T bytes of a window.
@@ -52,8 +52,8 @@ from torch.nn.functional import cross_entropy
 import ultraep
 from ultraep import parallel
 from ultraep.parallel import full_state
-from ultraep.tools.tiny.model import TinyMoE, next_byte_loss
 from ultraep.topology import even_homes
+from ultraep_tools.tiny.model import TinyMoE, next_byte_loss
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 ONE_RANK = {"RANK": 0, "WORLD_SIZE": 1}  # unless torchrun says otherwise

@@ -36,7 +36,7 @@ import ultraep
 from ultraep import parallel
 from ultraep.files.writing import whole_file, write_text
 from ultraep.parallel import full_state
-from ultraep.tools.tiny.model import ModelConfig, TinyMoE, next_byte_loss
+from ultraep_tools.tiny.model import ModelConfig, TinyMoE, next_byte_loss
 
 LARGEST_NORM = 1.0
 CHECKED = 4  # held-out sequences per subject

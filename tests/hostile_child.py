@@ -24,18 +24,18 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep import UltraEPError, read_trace
-from ultraep.tools.cli.commands import app
-from ultraep.tools.demo.result import DemoResult
-from ultraep.tools.inspect.checkpoint import weight_files
-from ultraep.tools.inspect.run import claim_folder
-from ultraep.tools.inspect.texts import hashed_words, texts_of, tokenizer_of, windows_of
-from ultraep.tools.serving.load import read_arrivals
-from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.serving import load_requests
-from ultraep.tools.view.catalogue import Catalogue
-from ultraep.tools.view.table import heat, numbers_of, overview, stages_of
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import SUMMARIES
+from ultraep_tools.cli.commands import app
+from ultraep_tools.demo.result import DemoResult
+from ultraep_tools.inspect.checkpoint import weight_files
+from ultraep_tools.inspect.run import claim_folder
+from ultraep_tools.inspect.texts import hashed_words, texts_of, tokenizer_of, windows_of
+from ultraep_tools.serving.load import read_arrivals
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.serving import load_requests
+from ultraep_tools.view.catalogue import Catalogue
+from ultraep_tools.view.table import heat, numbers_of, overview, stages_of
 
 SECONDS = 10  # of CPU time for one file, after which it counts as a hang
 GIGABYTE = 1 << 30  # of memory, for all files together

@@ -4,7 +4,6 @@ Processes of a fork server import this module: it must not look for a GPU.
 """
 
 import ultraep
-import ultraep.tools.baselines  # registers "quota"
 from ultraep.policies import get_policy
 
 

@@ -13,7 +13,7 @@ import run_all
 import warm
 
 import ultraep
-from ultraep.tools.sim.planning import OWN
+from ultraep_tools.sim.planning import OWN
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"

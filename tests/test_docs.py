@@ -16,7 +16,7 @@ import typer.main
 
 import ultraep
 from ultraep import policies
-from ultraep.tools.cli.commands import SUMMARIES, app, load_command
+from ultraep_tools.cli.commands import SUMMARIES, app, load_command
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -32,7 +32,7 @@ SOURCES = [
 ]
 SCRIPTS = [
     path
-    for folder in ("examples", "benchmarks", "src/ultraep/tools/demo", "src/ultraep/tools/tiny")
+    for folder in ("examples", "benchmarks", "src/ultraep_tools/demo", "src/ultraep_tools/tiny")
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
 FILE = re.compile(r"[\w./*-]+\.(py|toml|md|json|jsonl|txt|npz|npy|html|svg)|[\w-]+(/[\w-]+)+/?")
@@ -111,7 +111,7 @@ def test_names_exist():
 
 
 def test_missing_names_are_detected():
-    wrong = ("ultraep.tools.sim.zebra", "Plan.zebra", "topology.zebra", "zebra.py", "make_zebra()")
+    wrong = ("ultraep_tools.sim.zebra", "Plan.zebra", "topology.zebra", "zebra.py", "make_zebra()")
     assert not any(map(exists, (*wrong, "a_zebra", "--no-such-option", "ZebraError: rank 3")))
 
 
@@ -121,10 +121,11 @@ def test_every_page_is_listed_once():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= set(listed)
 
 
-PACKAGE = Path(ultraep.__file__).parent
+SRC = Path(ultraep.__file__).parents[1]
 MODULES = [
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-    for path in sorted(PACKAGE.rglob("*.py"))
+    ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+    for package in ("ultraep", "ultraep_tools")
+    for path in sorted((SRC / package).rglob("*.py"))
     if ">>> " in path.read_text() and "kernels" not in path.parts
 ]
 

@@ -21,9 +21,9 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep import Topology, read_trace
-from ultraep.tools.cli.commands import app
-from ultraep.tools.sim import workload
 from ultraep.trace.flight import FlightFile
+from ultraep_tools.cli.commands import app
+from ultraep_tools.sim import workload
 
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(ultraep|make|python|torchrun|pip|tensorboard)(?= |$)")
 # Options that make commands faster: fewer microbatches, with the same layers and ranks.

@@ -13,8 +13,8 @@ import pytest
 from ultraep import FileError
 from ultraep.files import writing
 from ultraep.files.reading import read_arrays
-from ultraep.tools import outputs
 from ultraep.trace.files import write_arrays
+from ultraep_tools import outputs
 
 ROOT = Path(__file__).parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the devices of Linux")

@@ -16,8 +16,9 @@ import ultraep
 from ultraep.supported import MEGATRON, PYTHON, TORCH, TORCHTITAN, TRANSFORMERS, VLLM
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "src" / "ultraep"
+PACKAGE, TOOLS = ROOT / "src" / "ultraep", ROOT / "src" / "ultraep_tools"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+ALL_MODULES = [*MODULES, *sorted(TOOLS.rglob("*.py"))]
 
 # Each ring may import itself and the rings before it, also under TYPE_CHECKING.
 RINGS = [
@@ -37,7 +38,7 @@ RINGS = [
     ],
     ["dispatch", "inputs", "microbatch", "replicas", "runtime"],
     ["dispatchers", "experts", "integrations", "layer", "metrics", "parallel", "routes", "routing"],
-    ["tools", "__main__"],
+    ["__main__"],
 ]
 
 
@@ -88,16 +89,21 @@ def test_imports_point_inwards():
             assert ring_of(target) <= ring_of(own), f"{path} imports {target}"
 
 
+def test_the_library_imports_no_tools():
+    for path in MODULES:
+        assert not [name for name in imports_of(path) if name.startswith("ultraep_tools")], path
+
+
 def test_no_import_circles():
-    names = {module_name(path): path for path in MODULES}
+    names = {module_name(path): path for path in ALL_MODULES}
     graph = {}
     for name, path in names.items():
         imported = {
             target if target in names else target.rpartition(".")[0]: None
             for target in imports_of(path)
-            if target.startswith("ultraep.")
+            if target.startswith(("ultraep.", "ultraep_tools."))
         }
-        graph[name] = imported.keys() & names.keys() - {name, "ultraep"}
+        graph[name] = imported.keys() & names.keys() - {name, "ultraep", "ultraep_tools"}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
@@ -134,7 +140,7 @@ def test_older_versions_are_refused_in_one_line():
     )
     for module, call, start in (
         ("ultraep", "", "ultraep.errors.BackendUnavailable: "),
-        ("ultraep_start", "ultraep_start.main()", "ultraep: "),
+        ("ultraep_tools.__main__ as start", "start.main()", "ultraep: "),
     ):
         done = run_code(code.format(module, call))
         assert done.returncode == 1
@@ -231,9 +237,12 @@ except PermissionError:
 else:
     sys.exit("a connection was not noticed")
 
-import ultraep
+import ultraep, ultraep_tools
 missing = []
-for module in pkgutil.walk_packages(ultraep.__path__, "ultraep."):
+for module in [
+    *pkgutil.walk_packages(ultraep.__path__, "ultraep."),
+    *pkgutil.walk_packages(ultraep_tools.__path__, "ultraep_tools."),
+]:
     try:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -250,7 +259,7 @@ def work(comm):
     assert moe.last_plan.to_host().num_replicas
 group.run(work)
 
-from ultraep_start import main
+from ultraep_tools.__main__ import main
 sys.argv = ["ultraep", "plan", sys.argv[1]]
 try:
     main()
@@ -258,7 +267,7 @@ except SystemExit as end:
     assert not end.code, end.code
 assert not refused, refused
 names = [name for name, _ in missing]
-assert all(".integrations." in n or ".tools." in n or ".metrics" in n for n in names), missing
+assert all(".integrations." in n or "_tools." in n or ".metrics" in n for n in names), missing
 print("imported", len(sys.modules), "refused", len(refused), "missing", len(names))
 """
 

@@ -28,9 +28,9 @@ from ultraep.plan import plan_from_replicas
 from ultraep.routes import batch_routes, from_vllm, packed_routes
 from ultraep.runtime.cost import VARIABLE, from_environment
 from ultraep.runtime.settings import Settings
-from ultraep.tools.cli.options import split_names, split_numbers, split_ranges
-from ultraep.tools.launch.processes import RankPlace
-from ultraep.tools.serving.endpoint import endpoint_of, sums_of
+from ultraep_tools.cli.options import split_names, split_numbers, split_ranges
+from ultraep_tools.launch.processes import RankPlace
+from ultraep_tools.serving.endpoint import endpoint_of, sums_of
 
 ROUNDS = 60
 DIGITS = "7" * 9999  # int() refuses so many

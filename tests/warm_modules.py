@@ -5,10 +5,7 @@ import gc
 import quick_interpreter
 import ranks  # noqa: F401
 
-import ultraep.backends.cpu
-import ultraep.backends.triton
-import ultraep.runtime.mapped.plane
-import ultraep.tools.tiny.model  # noqa: F401
+import ultraep_tools.tiny.model  # noqa: F401
 
 quick_interpreter.install()
 gc.freeze()  # forked processes do not scan the modules

@@ -1,6 +1,6 @@
-"""Run the command line: `python -m ultraep`."""
+"""Run the command line: `python -m ultraep`, and `torchrun -m ultraep` for a group of ranks."""
 
-from ultraep.tools.cli import main
+import runpy
 
 if __name__ == "__main__":
-    main()
+    runpy.run_module("ultraep_tools", run_name="__main__", alter_sys=True)

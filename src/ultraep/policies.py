@@ -5,14 +5,17 @@ expert, host rank and quota. Rows that it does not assign stay at home. To add a
 
     @ultraep.register_policy("mine")
     def mine(problem: ultraep.Problem) -> IntArray: ...
+
+A package can declare its policies as entry points of the group `ultraep.policies`: the name of the
+policy, and the module that registers it. The module is imported when the policy is first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 import numpy as np
@@ -47,71 +50,72 @@ class Policy:
     decide: Decide
     within_limits: bool
     needs_history: bool
+    offline: bool
 
 
 BUILT_IN = ("none", "ultraep")
-# Names of `ultraep.tools.baselines`, which plan offline only.
-BASELINES = ("quota", "echo", "llep", "moonep", "eplb", "lplb", "flashlb", "ideal")
+ENTRY_POINTS = "ultraep.policies"  # name of a policy = the module that registers it
 RUNNING = "a running balancer takes ultraep, none or a policy that you register"
 _registry: dict[str, Policy] = {}
-_modules: dict[str, str] = {}  # by the name of the policy that importing them registers
-_import_module = cache(importlib.import_module)
 
 
 def register_policy(
-    name: str, *, within_limits: bool = True, needs_history: bool = False
+    name: str,
+    *,
+    within_limits: bool = True,
+    needs_history: bool = False,
+    offline: bool = False,
 ) -> Callable[[Decide], Decide]:
     """Make the decorated function available as `BalanceConfig(policy=name)`.
 
     within_limits: False for policies that ignore spare slots or move experts freely.
-    needs_history: whether the policy uses past loads. The plans of such policies are for
-        comparison: a balancer runs neither them nor policies beyond the limits.
+    needs_history: whether the policy uses past loads.
+    offline: whether the policy is only for comparison. A running balancer refuses it, and also
+        policies with `needs_history` or without `within_limits`.
     """
 
     def register(decide: Decide) -> Decide:
         if name in _registry and _registry[name].decide is not decide:
             raise ConfigError(f"a policy named {name!r} is registered already")
-        _registry[name] = Policy(name, decide, within_limits, needs_history)
+        _registry[name] = Policy(name, decide, within_limits, needs_history, offline)
         return decide
 
     return register
 
 
-def register_modules(modules: Mapping[str, str]) -> None:
-    """Make these policies available; the module of a policy is imported when it is first used."""
-    _modules.update(modules)
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
 def get_policy(name: str) -> Policy:
-    """Return the policy of that name."""
-    if name in _modules:  # also if it is registered: another thread may still be importing it
-        _import_module(_modules[name])
+    """Return the policy of that name; import the module of an installed one."""
+    if name in _installed():  # also if it is registered: another thread may still be importing it
+        _installed()[name].load()
     if name in _registry:
         return _registry[name]
-    if name in BASELINES:
-        raise ConfigError(f"{name} is an offline baseline: import ultraep.tools.baselines first")
     raise ConfigError(f"unknown policy {name!r}; choose from {', '.join(policy_names())}")
 
 
 def running_policy(name: str) -> Policy:
     """Return the policy of that name for a running balancer; raise if it only plans offline."""
-    if name in BASELINES:
-        raise ConfigError(
-            f"{name} is an offline baseline: compare it with `ultraep trace replay`; {RUNNING}"
-        )
     policy = get_policy(name)
-    if policy.needs_history:
-        raise ConfigError(f"policy {name!r} uses past loads and plans offline only; {RUNNING}")
-    if not policy.within_limits:
-        raise ConfigError(
-            f"policy {name!r} ignores slots and domains and plans offline only; {RUNNING}"
-        )
+    reasons = {
+        "is an offline baseline": policy.offline,
+        "uses past loads and plans offline only": policy.needs_history,
+        "ignores slots and domains and plans offline only": not policy.within_limits,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(
+                f"policy {name!r} {reason}: compare it with `ultraep trace replay`; {RUNNING}"
+            )
     return policy
 
 
 def policy_names() -> list[str]:
-    """Return the names of all policies: built-in first, then registered ones."""
-    return list(dict.fromkeys((*BUILT_IN, *_modules, *_registry)))
+    """Return the names of all policies: built-in first, then installed and registered ones."""
+    return list(dict.fromkeys((*BUILT_IN, *_installed(), *_registry)))
 
 
 @register_policy("none")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import ultraep
-from ultraep.tools.cli.commands import app
+from ultraep_tools.cli.commands import app
 
 SOURCE = Path(ultraep.__file__).parent.parent
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ultraep.errors import CommunicationError
-from ultraep.tools.cli import demo
-from ultraep.tools.demo.result import DemoResult, Note, PolicyResult, Progress
-from ultraep.tools.demo.sizes import Sizes
+from ultraep_tools.cli import demo
+from ultraep_tools.demo.result import DemoResult, Note, PolicyResult, Progress
+from ultraep_tools.demo.sizes import Sizes
 
 from . import commands
 

@@ -10,8 +10,8 @@ import pytest
 from traces import plan_for, record
 
 from ultraep import workload
-from ultraep.tools.cli import advise, demo, simulate
-from ultraep.tools.cli import plan as plan_command
+from ultraep_tools.cli import advise, demo, simulate
+from ultraep_tools.cli import plan as plan_command
 
 from .commands import assert_one_line, invoke, start
 
@@ -22,7 +22,7 @@ ADVISE = "advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8"
 PREFILL = f"{SIMULATE} --prefill stem"
 ENDPOINT = "bench prefill --endpoint http://a:1"
 RANDOM = "inspect --random mixtral"
-START = ("-m", "ultraep_start")
+START = ("-m", "ultraep_tools")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the devices of Linux")
 
 WRONG = {
@@ -91,7 +91,7 @@ WRONG = {
     "view run --export no/such/a.html": "cannot be written",
     # demo
     "demo --seed -1": "--seed must not be negative, got -1",
-    "demo --policy none,eplb": "eplb is an offline baseline: compare it with",
+    "demo --policy none,eplb": "policy 'eplb' is an offline baseline: compare it with",
     "demo --device abacus": "--device must be one of cpu, cuda",
     "demo --out /dev/null/folder": "cannot be written to",
     # inspect
@@ -221,10 +221,10 @@ def test_an_endless_input_is_not_read(tmp_path):
 
 
 ANNOUNCING = """
-import signal, ultraep_start
+import signal, ultraep_tools.__main__ as start
 install = signal.signal
 signal.signal = lambda *handler: (install(*handler), print(flush=True))[0]
-ultraep_start.main()
+start.main()
 """
 
 

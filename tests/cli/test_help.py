@@ -10,9 +10,9 @@ import pytest
 
 import ultraep
 from ultraep.backends import BackendInfo
-from ultraep.tools.cli import env
-from ultraep.tools.cli.commands import SUMMARIES, load_command
-from ultraep.tools.sim.planning import OWN
+from ultraep_tools.cli import env
+from ultraep_tools.cli.commands import SUMMARIES, load_command
+from ultraep_tools.sim.planning import OWN
 
 from .commands import flat, invoke, records, shell
 
@@ -67,9 +67,9 @@ def test_summaries_are_those_of_the_commands():
 def test_help_is_fast():
     code = (
         "import sys; from typer.testing import CliRunner\n"
-        "from ultraep.tools.cli.commands import app\n"
+        "from ultraep_tools.cli.commands import app\n"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
-        "late = {'ultraep.tools.cli.plan', 'ultraep.tools.sim', 'ultraep.trace'}\n"
+        "late = {'ultraep_tools.cli.plan', 'ultraep_tools.sim', 'ultraep.trace'}\n"
         "assert not late & set(sys.modules)\n"
         f"for line in {list(OPTIONS)}:\n"
         "    if 'inspect' not in line:\n"

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 from inspect_models import save_model, save_tokenizer
 
-from ultraep.tools.replay import differing
 from ultraep.trace.read import read_trace
+from ultraep_tools.replay import differing
 
 from . import commands
 

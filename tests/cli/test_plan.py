@@ -8,7 +8,7 @@ from traces import plan_for, record
 
 import ultraep
 from ultraep import read_trace, workload
-from ultraep.tools.cli.plan import PLAN_NUMBERS, PlanOptions, read_layers
+from ultraep_tools.cli.plan import PLAN_NUMBERS, PlanOptions, read_layers
 
 from .commands import flat, invoke, output, records, shell
 

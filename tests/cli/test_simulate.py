@@ -9,7 +9,7 @@ from sim.small import gpt_oss
 
 import ultraep
 from ultraep import BalanceConfig
-from ultraep.tools.cli import scenario
+from ultraep_tools.cli import scenario
 
 from . import commands
 from .commands import assert_one_line

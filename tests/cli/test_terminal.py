@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from traces import plan_for, record
 
-from ultraep.tools.cli.terminal import Terminal, make_grid
+from ultraep_tools.cli.terminal import Terminal, make_grid
 
 from .commands import assert_one_line, invoke, start
 

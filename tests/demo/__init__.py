@@ -1,1 +1,1 @@
-"""Tests of `ultraep.tools.demo`."""
+"""Tests of `ultraep_tools.demo`."""

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from ultraep.tools.demo.sizes import Job, Sizes
+from ultraep_tools.demo.sizes import Job, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_COMMAND = Path(__file__).with_name("tiny_command.py")

@@ -12,12 +12,12 @@ from traces import plan_for, record
 
 from demo.runs import tiny_job
 from ultraep.errors import FileError
-from ultraep.tools.cli import demo
-from ultraep.tools.demo import sizes as module
-from ultraep.tools.demo.result import trace_folder
-from ultraep.tools.demo.sizes import GIB, Machine, choose
-from ultraep.tools.tiny import text as texts
-from ultraep.tools.tiny.text import SUBJECTS, Text
+from ultraep_tools.cli import demo
+from ultraep_tools.demo import sizes as module
+from ultraep_tools.demo.result import trace_folder
+from ultraep_tools.demo.sizes import GIB, Machine, choose
+from ultraep_tools.tiny import text as texts
+from ultraep_tools.tiny.text import SUBJECTS, Text
 
 MARKER = ".ultraep-demo"
 POLICIES = ("none", "ultraep")

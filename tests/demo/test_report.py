@@ -14,9 +14,9 @@ from traces import record
 
 import ultraep
 from ultraep import FileError, Topology, read_trace
-from ultraep.tools.demo.result import trace_folder, write_report
-from ultraep.tools.demo.sizes import Sizes
 from ultraep.workload import zipf
+from ultraep_tools.demo.result import trace_folder, write_report
+from ultraep_tools.demo.sizes import Sizes
 
 pytest.importorskip("plotly")
 

@@ -10,8 +10,8 @@ import ultraep
 from demo import runs
 from demo.runs import LIMIT, TINY, alive, children, gone, start, tiny_job, wait_for_line
 from ultraep.errors import CommunicationError
-from ultraep.tools.cli.demo import prepare, run
-from ultraep.tools.demo.result import DemoResult, trace_folder
+from ultraep_tools.cli.demo import prepare, run
+from ultraep_tools.demo.result import DemoResult, trace_folder
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 pytestmark = pytest.mark.slow

@@ -1,7 +1,7 @@
 """`ultraep` as a program whose quick demo is tiny: `python tiny_command.py demo --quick`."""
 
-from ultraep.tools.cli import main
-from ultraep.tools.demo import sizes
+from ultraep_tools.cli import main
+from ultraep_tools.demo import sizes
 
 if __name__ == "__main__":
     sizes.QUICK |= {"hidden": 16, "ffn": 32, "tokens": 128, "length": 32}

@@ -8,9 +8,9 @@ import torch
 from inspect_models import routing_of, save_model
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.inspect.blocks import run_windows
-from ultraep.tools.inspect.checkpoint import INDEX, Checkpoint
-from ultraep.tools.inspect.library import transformers
+from ultraep_tools.inspect.blocks import run_windows
+from ultraep_tools.inspect.checkpoint import INDEX, Checkpoint
+from ultraep_tools.inspect.library import transformers
 
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")

@@ -9,12 +9,12 @@ from demo.test_report import embedded
 from inspect_models import TEXTS, routing_of, save_tokenizer
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.inspect.findings import label, write_report
-from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.run import Inspection, claim_folder
-from ultraep.tools.inspect.texts import texts_of, tokenizer_of, windows_of
-from ultraep.tools.replay import cases, differing, replayed
 from ultraep.trace.read import read_trace
+from ultraep_tools.inspect.findings import label, write_report
+from ultraep_tools.inspect.options import InspectOptions
+from ultraep_tools.inspect.run import Inspection, claim_folder
+from ultraep_tools.inspect.texts import texts_of, tokenizer_of, windows_of
+from ultraep_tools.replay import cases, differing, replayed
 
 pytest.importorskip("transformers")
 SETTINGS = {"tokens": 192, "window": 64, "sequence_length": 16, "ep": "4,8", "device": "cpu"}

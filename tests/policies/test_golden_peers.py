@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ultraep import BalanceConfig, Plan, Topology, plan
-from ultraep.tools.baselines import echo, eplb, flashlb, lplb
+from ultraep_tools.baselines import echo, eplb, flashlb, lplb
 
 ROOT = Path(__file__).parents[2]
 SEEDED = ROOT / "tests" / "golden" / "peers"

@@ -20,7 +20,8 @@ from ultraep import (
     policies,
     register_policy,
 )
-from ultraep.policies import BASELINES, BUILT_IN
+from ultraep.policies import BUILT_IN
+from ultraep_tools.baselines import BASELINES
 
 NEEDS_HISTORY = ("eplb", "lplb", "flashlb")
 PEERS = ("quota", "echo", "llep", "moonep", *NEEDS_HISTORY)

@@ -24,10 +24,10 @@ from ultraep import (
 )
 from ultraep.backends.triton.device import default_device
 from ultraep.microbatch import Layer
-from ultraep.policies import BASELINES
 from ultraep.runtime import connect as connect_module
 from ultraep.runtime.connect import connect
 from ultraep.trace.schema import BACKWARD, FORWARD
+from ultraep_tools.baselines import BASELINES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,8 +16,8 @@ from ultraep import BalancedMoE, Balancer, CommunicationError, LocalGroup, PlanM
 from ultraep.arrays import digest_of
 from ultraep.passes import Passes, PassLog
 from ultraep.runtime.flight import PASSES, Flight
-from ultraep.tools.crash import crash_folders, read_crash, read_flight
 from ultraep.trace.flight import VARIABLE
+from ultraep_tools.crash import crash_folders, read_crash, read_flight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = 1.5  # seconds

@@ -18,7 +18,7 @@ from ultraep.backends.triton.device import interpreted
 from ultraep.passes import Passes, PassRecord
 from ultraep.runtime import speeds as speeds_module
 from ultraep.runtime.speeds import BLOCK, Speeds, next_speeds, relative_speeds
-from ultraep.tools.replay import differing
+from ultraep_tools.replay import differing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

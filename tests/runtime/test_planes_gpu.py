@@ -13,8 +13,8 @@ from gpu_ranks import CUDA, PATIENCE, PRECISION, assert_alike, mapped, messages,
 from torch import nn
 
 from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LoadError, Routing, read_trace
-from ultraep.tools.replay import differing
 from ultraep.trace.schema import BACKWARD, FORWARD
+from ultraep_tools.replay import differing
 
 pytestmark = pytest.mark.gpu
 LONG = 600.0  # seconds; only what hangs needs them

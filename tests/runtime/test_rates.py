@@ -25,7 +25,7 @@ from ultraep.runtime.cost import (
     rates_from,
     slopes,
 )
-from ultraep.tools.replay import differing
+from ultraep_tools.replay import differing
 
 VARIABLE = "ULTRAEP_RATES"
 EXPENSIVE = Rates(row=1000, copy=10**9)

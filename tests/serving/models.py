@@ -2,7 +2,7 @@
 
 import torch
 
-from ultraep.tools.inspect.library import transformers
+from ultraep_tools.inspect.library import transformers
 
 TINY = {
     "vocab_size": 128,

@@ -7,9 +7,9 @@ import pytest
 
 from serving.servers import serving
 from ultraep.errors import CommunicationError, ConfigError, FileError
-from ultraep.tools.serving import endpoint
-from ultraep.tools.serving.endpoint import EndpointOptions, endpoint_of, run
-from ultraep.tools.serving.load import (
+from ultraep_tools.serving import endpoint
+from ultraep_tools.serving.endpoint import EndpointOptions, endpoint_of, run
+from ultraep_tools.serving.load import (
     Arrival,
     Lengths,
     LoadOptions,
@@ -18,7 +18,7 @@ from ultraep.tools.serving.load import (
     rate_of,
     read_arrivals,
 )
-from ultraep.tools.serving.run import EngineOptions
+from ultraep_tools.serving.run import EngineOptions
 
 LENGTHS = Lengths(shortest=4, longest=16, burst=4)
 LOAD = LoadOptions(rates=(40.0,), seconds=0.3, rounds=1, lengths=LENGTHS)

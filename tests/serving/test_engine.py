@@ -11,12 +11,12 @@ pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
 from serving.models import save_tiny
 from ultraep.errors import CommunicationError, ConfigError, FileError
-from ultraep.tools.launch import processes
-from ultraep.tools.launch.group import process_group
-from ultraep.tools.serving.engine import CPU, Engine
-from ultraep.tools.serving.load import Arrival, Lengths, LoadOptions, make_prompts
-from ultraep.tools.serving.measure import Turn, agreement
-from ultraep.tools.serving.run import Calibrated, EngineOptions, check, load_model, run
+from ultraep_tools.launch import processes
+from ultraep_tools.launch.group import process_group
+from ultraep_tools.serving.engine import CPU, Engine
+from ultraep_tools.serving.load import Arrival, Lengths, LoadOptions, make_prompts
+from ultraep_tools.serving.measure import Turn, agreement
+from ultraep_tools.serving.run import Calibrated, EngineOptions, check, load_model, run
 
 LENGTHS = Lengths(shortest=4, longest=16, burst=4)
 LOAD = LoadOptions(rates=(20.0, 40.0), seconds=0.4, rounds=1, lengths=LENGTHS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ultraep.tools.sim.model import Model, load_model
+from ultraep_tools.sim.model import Model, load_model
 
 
 def gpt_oss(layers: int) -> Model:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ultraep.tools.sim.advise import Advice, Option, advise, choose
-from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import fit_skew
 from ultraep.topology import Topology
+from ultraep_tools.sim.advise import Advice, Option, advise, choose
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.training import Training
+from ultraep_tools.sim.workload import fit_skew
 
 from .small import gpt_oss
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.run import simulate
-from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.serving import Requests, Serving
-from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import Recorded
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.model import load_model
+from ultraep_tools.sim.run import simulate
+from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.serving import Requests, Serving
+from ultraep_tools.sim.training import Training
+from ultraep_tools.sim.workload import Recorded
 
 from .small import gpt_oss
 

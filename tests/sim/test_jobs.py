@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.serving import (
+from ultraep_tools.sim.serving import (
     Iteration,
     Requests,
     Serving,
@@ -18,7 +18,7 @@ from ultraep.tools.sim.serving import (
     mean_first_token,
     rate_at_limit,
 )
-from ultraep.tools.sim.training import pipeline_seconds
+from ultraep_tools.sim.training import pipeline_seconds
 
 PLAIN = Iteration(fixed=1.0, experts=np.array([2.0]), per_token=0.0, per_pair=0.0, chunk=10)
 PAIRS = replace(PLAIN, fixed=0.0, experts=np.zeros(1), per_pair=1.0)

@@ -13,13 +13,13 @@ import torch
 from ultraep import Topology
 from ultraep.errors import ConfigError
 from ultraep.runtime.hybrid.crossing import Domains
-from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.gains import compare_planes, crossing_rows, imbalance_between
-from ultraep.tools.sim.planes import served_shares
-from ultraep.tools.sim.runtime import Contender
-from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import Recorded, Skew
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.gains import compare_planes, crossing_rows, imbalance_between
+from ultraep_tools.sim.planes import served_shares
+from ultraep_tools.sim.runtime import Contender
+from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.training import Training
+from ultraep_tools.sim.workload import Recorded, Skew
 
 from .small import gpt_oss
 

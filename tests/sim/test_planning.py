@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ultraep import BalanceConfig, Plan, Topology, plan
 from ultraep.hops import hops
-from ultraep.tools.sim.planning import Replicas, plan_layer
+from ultraep_tools.sim.planning import Replicas, plan_layer
 
 EXACT = ("none", "ultraep", "quota", "echo", "llep", "moonep")
 BY_PAST = ("eplb", "lplb", "flashlb")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.presets import presets
-from ultraep.tools.sim.serving import load_requests
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.model import load_model
+from ultraep_tools.sim.presets import presets
+from ultraep_tools.sim.serving import load_requests
 
 LOADERS: dict[str, Any] = {
     "clusters": load_cluster,

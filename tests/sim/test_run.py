@@ -13,13 +13,13 @@ from published import CONTENDERS, scenario_of, settings, share_of_ideal
 from ultraep import policies
 from ultraep.errors import ConfigError
 from ultraep.policies import Problem, register_policy
-from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.run import Result, simulate
-from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import fit_skew
 from ultraep.topology import Topology
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.model import load_model
+from ultraep_tools.sim.run import Result, simulate
+from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.training import Training
+from ultraep_tools.sim.workload import fit_skew
 
 POLICIES = ["none", "eplb", "lplb", "quota", "ultraep", "ideal"]
 GLM = dataclasses.replace(load_model("glm-4.5-106b"), layers=5)

@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 
 from ultraep.errors import BackendUnavailable, ConfigError
-from ultraep.tools.cli.scenario import ScenarioOptions, make_scenario
-from ultraep.tools.cli.simulate import PARTS, check_plot, write_plot
-from ultraep.tools.export import write_timeline
-from ultraep.tools.sim.run import MAX_RANKS, make_timeline, simulate, time_layer
-from ultraep.tools.sim.runtime import Contender
+from ultraep_tools.cli.scenario import ScenarioOptions, make_scenario
+from ultraep_tools.cli.simulate import PARTS, check_plot, write_plot
+from ultraep_tools.export import write_timeline
+from ultraep_tools.sim.run import MAX_RANKS, make_timeline, simulate, time_layer
+from ultraep_tools.sim.runtime import Contender
 
 POLICIES = ("none", "eplb", "lplb", "quota", "ultraep", "ideal")
 CONTENDERS = [Contender.of(policy) for policy in POLICIES]

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.workload import (
+from ultraep.topology import Topology
+from ultraep_tools.sim.workload import (
     Recorded,
     Skew,
     fit_skew,
@@ -20,7 +21,6 @@ from ultraep.tools.sim.workload import (
     read_workload,
     share_out,
 )
-from ultraep.topology import Topology
 
 ROWS = 8 * 4096
 reproducibly = settings(derandomize=True, database=None, deadline=None, max_examples=200)

@@ -17,9 +17,9 @@ from ranks import PATIENCE
 
 from ultraep import Balancer, LocalGroup
 from ultraep.errors import FileError
-from ultraep.tools.cli import soak as command
-from ultraep.tools.launch import simulated_hosts
-from ultraep.tools.soak.outcomes import (
+from ultraep_tools.cli import soak as command
+from ultraep_tools.launch import simulated_hosts
+from ultraep_tools.soak.outcomes import (
     HANG,
     LEAK,
     NOT_INJECTED,
@@ -31,8 +31,8 @@ from ultraep.tools.soak.outcomes import (
     classify,
     growing,
 )
-from ultraep.tools.soak.rank import balancer_options
-from ultraep.tools.soak.schedule import (
+from ultraep_tools.soak.rank import balancer_options
+from ultraep_tools.soak.schedule import (
     KINDS,
     PLANES,
     Fault,
@@ -40,7 +40,7 @@ from ultraep.tools.soak.schedule import (
     read_schedule,
     write_schedule,
 )
-from ultraep.tools.soak.training import Case, Training, Watch, WrongNumber
+from ultraep_tools.soak.training import Case, Training, Watch, WrongNumber
 
 
 def soak(tmp_path, *options):

@@ -16,7 +16,7 @@ from ultraep.backends.reference.heuristics import limits_at
 from ultraep.backends.reference.place import domains_of
 from ultraep.config import PARTS, speeds_from_text
 from ultraep.runtime.capacity import Capacity
-from ultraep.tools.baselines import warn_if_speeds_ignored
+from ultraep_tools.baselines import warn_if_speeds_ignored
 
 SPEEDS = st.lists(st.integers(10, 1000), min_size=1, max_size=6)
 BALANCE = BalanceConfig(objective="balance")

@@ -9,8 +9,8 @@ import pytest
 from damage import damaged
 
 from ultraep import FileError
-from ultraep.tools.crash import crash_folders, read_crash, read_flight
 from ultraep.trace.flight import FlightFile, Pass
+from ultraep_tools.crash import crash_folders, read_crash, read_flight
 
 
 def passed(number, *, stage="combine", **changes):

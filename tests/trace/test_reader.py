@@ -10,9 +10,9 @@ from traces import plan_for, record
 
 import ultraep
 from ultraep import FileError, read_trace
-from ultraep.tools.replay import differing
-from ultraep.tools.sim.workload import read_workload
 from ultraep.trace.schema import VERSION
+from ultraep_tools.replay import differing
+from ultraep_tools.sim.workload import read_workload
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import ultraep
 from ultraep import Balancer, FileError, LocalGroup, PlanMismatch, read_trace
 from ultraep.reroute import reroute
 from ultraep.runtime.recording import VARIABLE
-from ultraep.tools.replay import differing
 from ultraep.trace.schema import BACKWARD, FORWARD
+from ultraep_tools.replay import differing
 
 EXPERTS, STEPS = 8, 4
 FORWARD_STAGES, BACKWARD_STAGES = set(FORWARD), set(BACKWARD) - {"recompute"}

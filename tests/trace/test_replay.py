@@ -10,8 +10,8 @@ from traces import TOPOLOGY, plan_for, record
 
 import ultraep
 from ultraep import BalanceConfig, ConfigError, Topology, read_trace, workload
-from ultraep.tools import replay
-from ultraep.tools.export import timeline_of, write_csv, write_timeline
+from ultraep_tools import replay
+from ultraep_tools.export import timeline_of, write_csv, write_timeline
 
 WIDE = Topology(ranks=8, experts=32, slots=2, domain=4)
 LAYERS = 3

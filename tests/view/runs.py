@@ -12,10 +12,10 @@ from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, Recorder, Topology
-from ultraep.tools.view.catalogue import Catalogue
-from ultraep.tools.view.server import ViewServer
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import BACKWARD, FORWARD, SUMMARIES
+from ultraep_tools.view.catalogue import Catalogue
+from ultraep_tools.view.server import ViewServer
 
 TOPOLOGY = Topology(ranks=4, experts=12, slots=1)
 CONFIG = BalanceConfig()

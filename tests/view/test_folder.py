@@ -10,13 +10,13 @@ from traces import arrived, plan_for
 import ultraep
 from ultraep import BalanceConfig, ConfigError, FileError, Rates, Recorder, Topology
 from ultraep.files.reading import read_arrays
-from ultraep.tools.view import catalogue as catalogue_module
-from ultraep.tools.view import table
-from ultraep.tools.view.catalogue import Catalogue, items_in
-from ultraep.tools.view.table import numbers_of, stages_of
-from ultraep.tools.view.traces import FolderTrace, WholeTrace
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import KEY
+from ultraep_tools.view import catalogue as catalogue_module
+from ultraep_tools.view import table
+from ultraep_tools.view.catalogue import Catalogue, items_in
+from ultraep_tools.view.table import numbers_of, stages_of
+from ultraep_tools.view.traces import FolderTrace, WholeTrace
 from view.runs import (
     CONFIG,
     LAYERS,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from browser import Browser, chromium
 
-from ultraep.tools.view import catalogue as catalogue_module
-from ultraep.tools.view.api import write_page
-from ultraep.tools.view.catalogue import Catalogue
+from ultraep_tools.view import catalogue as catalogue_module
+from ultraep_tools.view.api import write_page
+from ultraep_tools.view.catalogue import Catalogue
 from view.runs import LAYERS, MOMENTS, TOPOLOGY, served, write_run
 
 pytest.importorskip("plotly")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ultraep import ConfigError
-from ultraep.tools.view import server as server_module
-from ultraep.tools.view.server import COOKIE, listening_socket
-from ultraep.tools.view.traces import FolderTrace
+from ultraep_tools.view import server as server_module
+from ultraep_tools.view.server import COOKIE, listening_socket
+from ultraep_tools.view.traces import FolderTrace
 from view.runs import LAYERS, MOMENTS, served, wait_for
 
 pytest.importorskip("plotly")

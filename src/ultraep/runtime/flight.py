@@ -10,7 +10,7 @@ rank hangs. The file of a rank is written when
         hangs writes, too
     the process receives SIGUSR1, unless the program uses this signal itself
 
-`ultraep trace crash` joins the files (`ultraep.tools.crash`). ULTRAEP_FLIGHT names their folder, or
+`ultraep trace crash` joins the files. ULTRAEP_FLIGHT names their folder, or
 is "off".
 """
 

@@ -1,0 +1,1 @@
+"""Programs around the library: commands, simulator, viewer, demo, baselines."""

@@ -1,0 +1,282 @@
+"""LPLB: homes and one replica per expert by past load; the current load is split optimally.
+
+Source: DeepSeek's LPLB (2025). Experts are packed on ranks by past load, as in EPLB, and every rank
+sorts its own by it. A fixed graph over the ranks of a group (a fast-link domain) says whose first
+experts a rank replicates. For every batch a linear program divides the load of each expert between
+home and replica, to minimise the busiest rank of a group. An expert has at most one replica, so
+with few very hot experts LPLB can lose to EPLB.
+
+With an even number of slots the policy uses a torus, the best of the original's graphs on the loads
+of `benchmarks/bench_plan.py`, otherwise a ring. Two slots on one edge share a ratio, as in the
+original. If possible, the packing keeps every block of experts within a node of 8 ranks.
+
+The original solves the program with five interior-point steps in single precision; here flows along
+the graph give the optimum in whole rows. Optimal splits are not unique, so quotas may differ while
+the busiest rank is the same. Homes may be uneven; without past load they stay.
+
+Shapes: S microbatches, R ranks, E experts, X replicas, D edges, T steps along edges, C replicas
+that serve rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.policies import Problem, register_policy
+from ultraep.topology import Topology
+from ultraep_tools.baselines.places import away_from_home, decides_intervals, pack, refuse_limits
+
+DEVICES_PER_NODE = 8
+
+Table = list[list[int]]  # [ranks of a group][edges]: the ranks whose experts a rank replicates
+
+
+class Places(NamedTuple):
+    """Homes and replicas of experts."""
+
+    home_of_expert: IntArray  # [E] after the move
+    expert: IntArray  # [X] edge by edge
+    edge: IntArray  # [X]
+    source: IntArray  # [D]
+    host: IntArray  # [D]
+
+
+@decides_intervals("lplb")
+def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
+    """[C, 4] microbatch, expert, host and quota: one placement, the best split of every load."""
+    refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
+    topology, history_E = problem.topology, problem.history
+    assert history_E is not None
+    places = place_on_graph(history_E, topology, graph_of(topology.domain_size, topology.slots))
+    moved_SX = split(loads_SE, places, topology)
+    stay_SE = loads_SE.copy()
+    stay_SE[:, places.expert] -= moved_SX  # an expert has at most one replica
+    expert_X = np.concatenate([np.arange(topology.experts), places.expert])
+    rank_X = np.concatenate([places.home_of_expert, places.host[places.edge]])
+    return away_from_home(expert_X, rank_X, np.concatenate([stay_SE, moved_SX], axis=1), topology)
+
+
+@register_policy("lplb", within_limits=False, needs_history=True, offline=True)
+def lplb(problem: Problem) -> IntArray:
+    """DeepSeek LPLB: homes and one replica per expert on a fixed graph, split optimally."""
+    return over_interval(problem, problem.expert_loads[None])[:, 1:]
+
+
+# -- placement -----------------------------------------------------------------------------------
+
+
+def graph_of(size: int, slots: int) -> Table:
+    """Return the graph of a group of `size` ranks with `slots` slots each.
+
+    >>> graph_of(3, 1), graph_of(4, 2)
+    ([[1], [2], [0]], [[2, 1], [3, 0], [0, 3], [1, 2]])
+    """
+    columns = max(divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0)
+    if slots % 2 == 0 and columns > 1:
+        return torus(size // columns, columns)
+    return [[(rank + 1) % size] for rank in range(size)]
+
+
+def torus(rows: int, columns: int) -> Table:
+    """Every rank replicates from the next rank in its column and the next in its row."""
+    return [
+        [(row + 1) % rows * columns + column, row * columns + (column + 1) % columns]
+        for row in range(rows)
+        for column in range(columns)
+    ]
+
+
+def place_on_graph(
+    history_E: IntArray,
+    topology: Topology,
+    table: Table,
+    *,
+    devices_per_node: int = DEVICES_PER_NODE,
+) -> Places:
+    """Place homes by past load, and replicas of every source's first experts along the edges."""
+    home_of_expert = move_homes(history_E, topology, devices_per_node)
+    by_past = np.argsort(-history_E, kind="stable")
+    own = [by_past[home_of_expert[by_past] == rank].tolist() for rank in range(topology.ranks)]
+    width, size = len(table[0]), topology.domain_size
+    replicas: list[tuple[int, int]] = []
+    edges: list[tuple[int, int]] = []
+    for host in range(topology.ranks):
+        begin = host // size * size
+        for column, source in enumerate(begin + rank for rank in table[host - begin]):
+            experts = own[source][: topology.slots][column::width]
+            if source != host and experts:
+                replicas += [(expert, len(edges)) for expert in experts]
+                edges.append((source, host))
+    expert_X, edge_X = np.array(replicas, dtype=np.int64).reshape(-1, 2).T
+    return Places(home_of_expert, expert_X, edge_X, *np.array(edges, np.int64).reshape(-1, 2).T)
+
+
+def move_homes(history_E: IntArray, topology: Topology, devices_per_node: int) -> IntArray:
+    """[E] homes by past load: equally many on every rank, blocks of experts within a node."""
+    if not history_E.any():
+        return topology.home_of_expert
+    past_E, places_R = history_E.astype(np.float32), topology.homes_per_rank
+    groups, nodes = topology.num_domains, max(1, topology.ranks // devices_per_node)
+    if groups % nodes or (places_R != places_R[0]).any():
+        return pack(past_E, places_R)
+    block_of_expert = np.arange(topology.experts) // (topology.experts // groups)
+    block_loads = past_E.reshape(groups, -1).sum(axis=1)
+    node_of_expert = pack(block_loads, np.full(nodes, groups // nodes))[block_of_expert]
+    home_of_expert = np.empty(topology.experts, dtype=np.int64)
+    ranks = topology.ranks // nodes
+    for node in range(nodes):
+        own = np.flatnonzero(node_of_expert == node)
+        home_of_expert[own] = node * ranks + pack(past_E[own], places_R[:ranks])
+    return home_of_expert
+
+
+# -- split ---------------------------------------------------------------------------------------
+
+
+def split(loads_SE: IntArray, places: Places, topology: Topology) -> IntArray:
+    """[S, X] rows of every replica that minimise the busiest rank of every group."""
+    load_SX = loads_SE[:, places.expert]
+    first_D = np.searchsorted(places.edge, np.arange(len(places.source)))
+    through_SX = np.cumsum(load_SX, axis=1)
+    before_SD = (through_SX - load_SX)[:, first_D]
+    through_SX -= before_SD[:, places.edge]  # of the replicas up to this one, on the same edge
+    limit_SD = np.add.reduceat(load_SX, first_D, axis=1) if len(first_D) else load_SX
+    rank_SR = np.zeros((len(loads_SE), topology.ranks), dtype=np.int64)
+    np.add.at(rank_SR.T, places.home_of_expert, loads_SE.T)
+    moved_SD = np.zeros_like(limit_SD)
+    size = topology.domain_size
+    for begin in range(0, topology.ranks, size):
+        inside = np.flatnonzero(places.source // size == begin // size)
+        ends = (places.source[inside] - begin, places.host[inside] - begin)
+        moved_SD[:, inside] = level(rank_SR[:, begin : begin + size], *ends, limit_SD[:, inside])
+    # One ratio for all replicas on an edge. The later ones get the remainder.
+    limit_SX, moved_SX = np.maximum(limit_SD, 1)[:, places.edge], moved_SD[:, places.edge]
+    shared: IntArray = moved_SX * through_SX // limit_SX
+    shared -= moved_SX * (through_SX - load_SX) // limit_SX
+    return shared
+
+
+class Graph(NamedTuple):
+    """Steps between ranks: every edge forward, then every edge backward."""
+
+    begin: IntArray  # [2 D] rank that a step leaves
+    end: IntArray  # [2 D] rank that it leads to
+    order: IntArray  # [2 D] steps sorted by the rank that they leave
+    first: IntArray  # [R + 1] first index of each rank in `order`
+
+
+def level(rank_SR: IntArray, source_D: IntArray, host_D: IntArray, limit_SD: IntArray) -> IntArray:
+    """[S, D] rows to move along every edge so that the busiest rank has the fewest rows.
+
+    A threshold rises from the mean: ranks above it send along a shortest path to a rank below it.
+    When no path is left, no moves can bring the ranks that were reached below their own mean,
+    which is the next threshold. So the last threshold is the optimum.
+
+    rank_SR: rows of every rank before.   limit_SD: most rows for every edge.
+
+    >>> level(np.array([[9, 0, 0]]), np.array([0, 1]), np.array([1, 2]), np.array([[9, 2]]))
+    array([[5, 2]])
+    """
+    begin, end = np.concatenate([source_D, host_D]), np.concatenate([host_D, source_D])
+    order = np.argsort(begin, kind="stable")
+    first = np.searchsorted(begin[order], np.arange(rank_SR.shape[1] + 1))
+    graph = Graph(begin, end, order, first)
+    return _level_all(rank_SR.copy(), np.ascontiguousarray(limit_SD), graph)
+
+
+UNSEEN, START = -2, -1  # steps to a rank
+NO_PATH, DONE = -2, -1  # results of a search
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _compiled(function: Function) -> Function:
+    """Compile a function with numba, if it is installed and can write its cache."""
+    try:
+        from numba import njit
+
+        return cast(Function, njit(cache=True)(function))
+    except (ImportError, RuntimeError):
+        return function
+
+
+@_compiled
+def _push(
+    load_R: IntArray, residual_T: IntArray, graph: Graph, threshold: int, via_R: IntArray, end: int
+) -> None:
+    """Move the most rows that all steps of the path and both its ends allow."""
+    rows = threshold - load_R[end]
+    rank = end
+    while via_R[rank] != START:
+        rows = min(rows, residual_T[via_R[rank]])
+        rank = graph.begin[via_R[rank]]
+    rows = min(rows, load_R[rank] - threshold)
+    load_R[rank] -= rows
+    load_R[end] += rows
+    while via_R[end] != START:
+        step = via_R[end]
+        residual_T[step] -= rows
+        residual_T[(step + len(residual_T) // 2) % len(residual_T)] += rows
+        end = graph.begin[step]
+
+
+@_compiled
+def _search(
+    load_R: IntArray, residual_T: IntArray, graph: Graph, threshold: int, via_R: IntArray
+) -> int:
+    """Return the nearest rank below the threshold that a rank above it can send to."""
+    queue = np.empty_like(via_R)
+    tail = 0
+    for rank in range(len(load_R)):
+        via_R[rank] = UNSEEN
+        if load_R[rank] > threshold:
+            via_R[rank] = START
+            queue[tail] = rank
+            tail += 1
+    if tail == 0:
+        return DONE
+    head = 0
+    while head < tail:
+        rank = queue[head]
+        head += 1
+        for index in range(graph.first[rank], graph.first[rank + 1]):
+            step = graph.order[index]
+            end = graph.end[step]
+            if via_R[end] == UNSEEN and residual_T[step] > 0:
+                via_R[end] = step
+                if load_R[end] < threshold:
+                    return int(end)
+                queue[tail] = end
+                tail += 1
+    return NO_PATH
+
+
+@_compiled
+def _level(load_R: IntArray, residual_T: IntArray, graph: Graph) -> None:
+    threshold = -(-load_R.sum() // len(load_R))
+    via_R = np.empty_like(load_R)
+    while True:
+        end = _search(load_R, residual_T, graph, threshold, via_R)
+        if end == DONE:
+            return
+        if end == NO_PATH:
+            reached = via_R != UNSEEN
+            threshold = -(-load_R[reached].sum() // reached.sum())
+        else:
+            _push(load_R, residual_T, graph, threshold, via_R, end)
+
+
+@_compiled
+def _level_all(load_SR: IntArray, limit_SD: IntArray, graph: Graph) -> IntArray:
+    microbatches, edges = limit_SD.shape
+    residual_ST = np.zeros((microbatches, 2 * edges), np.int64)  # rows that a step can still take
+    for microbatch in range(microbatches):
+        for edge in range(edges):  # numba takes seconds to compile an assignment to a slice
+            residual_ST[microbatch, edge] = limit_SD[microbatch, edge]
+        _level(load_SR[microbatch], residual_ST[microbatch], graph)
+    return residual_ST[:, edges:]

@@ -1,0 +1,308 @@
+"""`ultraep plan FILE`: plan the loads in a file, and show imbalance, replicas and planning time.
+
+Shapes: H layers, M microbatches per layer, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+from rich.text import Text
+
+from ultraep.arrays import IntArray
+from ultraep.backends import select
+from ultraep.config import BalanceConfig, Rates, speeds_from_text
+from ultraep.errors import ConfigError, LoadError
+from ultraep.loads import as_loads
+from ultraep.plan import PER_MS, Plan
+from ultraep.plan import plan as make_plan
+from ultraep.policies import get_policy
+from ultraep.topology import Topology
+from ultraep.workload.files import holds_routing
+from ultraep_tools.baselines import warn_if_speeds_ignored
+from ultraep_tools.cli import options as cli
+from ultraep_tools.cli import render
+from ultraep_tools.cli.options import argument, option
+from ultraep_tools.cli.render import Outcome
+from ultraep_tools.cli.terminal import Terminal, describe_topology, print_records
+from ultraep_tools.report.words import counted
+from ultraep_tools.sim.workload import WINDOW, read_microbatches
+
+EXAMPLE = (
+    "Example: ultraep plan loads.npy --slots 2 --policy quota,ultraep\n\n"
+    "Example: ultraep plan run.npz --domain 8 --policy eplb,ultraep --history 4 --json\n\n"
+    "Example: ultraep plan routing.npz --ranks 8 --experts 32"
+)
+SAMPLES, SAMPLING_SECONDS = 9, 0.2  # timed calls per policy, and the time after which to stop
+LONG_WORK = 100  # plans that deserve a progress bar
+PLAN_NUMBERS = (  # in JSON
+    *("initial_imbalance", "imbalance", "lower_bound", "num_replicas"),
+    *("max_fanout", "max_ingress", "max_egress", "remote_tokens"),
+)
+
+
+class PlanOptions(cli.Options):
+    file: Path = argument(
+        "Loads (.npy, .npz, .csv, .json): integers \\[source rank, expert], or a list of such "
+        "matrices, one per microbatch. Or a trace. Or recorded routing: an .npz with expert ids "
+        "\\[token, layer, choice] in arrays *_ids.",
+        "FILE",
+    )
+    ranks: int | None = option(
+        "Ranks that share the tokens of recorded routing.", "source ranks in the file"
+    )
+    experts: int | None = option(
+        "Experts per layer of recorded routing.", "next power of two above its ids"
+    )
+    window: int | None = option("Tokens per microbatch of recorded routing.", f"{WINDOW}")
+    slots: int = cli.slots_option()
+    domain: int | None = option(
+        "Ranks joined by the fast link; replicas stay in their domain.", "all ranks"
+    )
+    policy: str = cli.policy_option("ultraep")
+    tolerance: float = cli.tolerance_option(0.0)
+    min_tokens: int = option("Minimum rows per replica.", default=1)
+    max_replicas: int | None = option("Maximum replicas per domain.", "all spare slots")
+    no_locality: bool = cli.switch(
+        "Do not prefer a replica on a row's source rank.", "--no-locality"
+    )
+    rates: str | None = option(
+        "Cost of a row and a replica in picoseconds, as a balancer logs them; ultraep then makes "
+        "only replicas that save time.",
+        "none",
+        metavar="row=N,copy=N,...",
+    )
+    speeds: str | None = option(
+        "Speed of every rank in thousandths of the nominal speed; ultraep then balances rows over "
+        "speed.",
+        "equal",
+        metavar="N,N,...",
+    )
+    backend: str | None = option(
+        "cpu (compiled) or reference (slow); their plans are equal.", "the fastest"
+    )
+    history: int = option(
+        "Past microbatches of a layer that eplb, lplb and flashlb plan from; a layer's first "
+        "microbatch uses its own loads.",
+        default=1,
+    )
+    show: int | None = option("Microbatch to draw, from 0.", "the most imbalanced")
+    as_json: bool = cli.json_option()
+
+    def configs(self) -> list[BalanceConfig]:
+        return [
+            BalanceConfig(
+                policy=get_policy(name).name,
+                tolerance=self.tolerance,
+                min_tokens_per_replica=self.min_tokens,
+                max_replicas=self.max_replicas,
+                locality=not self.no_locality,
+                rates=None if self.rates is None else Rates.from_text(self.rates),
+                speeds=None if self.speeds is None else speeds_from_text(self.speeds),
+            )
+            for name in cli.split_names(self.policy, "--policy")
+        ]
+
+
+@cli.with_options
+def command(options: PlanOptions) -> None:
+    """Plan the loads in a file: imbalance before and after, replicas, planning time.
+
+    Imbalance is the load of the busiest rank over the mean. With --speeds, loads are rows over
+    speed. No plan can go below the bound.
+
+    Only the planner runs, no model. The planning time excludes the first call.
+    """
+    configs = options.configs()
+    loads_HMRE = read_layers(options)
+    topology = _topology(options, loads_HMRE)
+    for config in configs:
+        config.speeds_for(topology.ranks)  # raises if their number is wrong
+        warn_if_speeds_ignored(config)
+    last = loads_HMRE.shape[0] * loads_HMRE.shape[1] - 1
+    if options.history < 1:
+        raise ConfigError(f"--history must be at least 1, got {options.history}")
+    if options.show is not None and not 0 <= options.show <= last:
+        raise ConfigError(f"--show must lie in 0..{last}, got {options.show}")
+    outcomes = _plan_all(options, configs, loads_HMRE, topology)
+    if options.as_json:
+        print_records(map(_record, outcomes))
+    else:
+        terminal = Terminal()
+        terminal.print(_heading(options, loads_HMRE, topology))
+        _report(outcomes, terminal, options.show)
+
+
+def read_layers(options: PlanOptions) -> IntArray:
+    """[H, M, R, E] loads of a file of loads, a trace or recorded routing."""
+    file, ranks = options.file, options.ranks
+    if holds_routing(file):
+        if ranks is None:
+            raise ConfigError(
+                f"{file}: recorded routing needs the number of ranks that share the tokens; pass "
+                "for example --ranks 8"
+            )
+        if ranks < 1:
+            raise ConfigError(f"--ranks must be at least 1, got {ranks}")
+    else:
+        for name in ("experts", "window"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name} is for recorded routing, but {file} holds none")
+    loads_MHRE = read_microbatches(
+        file,
+        ranks=ranks or 1,
+        experts=options.experts,
+        window=WINDOW if options.window is None else options.window,
+        any_homes=False,
+    )
+    return loads_MHRE.swapaxes(0, 1)
+
+
+def _topology(options: PlanOptions, loads_HMRE: IntArray) -> Topology:
+    """Return the topology; raise if it does not fit the loads."""
+    *_, ranks, experts = loads_HMRE.shape
+    if options.ranks not in (None, ranks):
+        raise ConfigError(
+            f"--ranks is {options.ranks}, but the file has loads of {ranks} source ranks"
+        )
+    if experts % ranks:
+        raise ConfigError(
+            f"{experts} experts do not divide evenly over {ranks} ranks; choose a number of "
+            f"ranks that divides {experts}"
+        )
+    topology = Topology(ranks=ranks, experts=experts, slots=options.slots, domain=options.domain)
+    for microbatch, loads_RE in enumerate(loads_HMRE.reshape(-1, ranks, experts)):
+        try:
+            as_loads(loads_RE, topology)
+        except LoadError as error:
+            raise LoadError(f"{options.file}, microbatch {microbatch}: {error}") from None
+    return topology
+
+
+def _plan_all(
+    options: PlanOptions, configs: list[BalanceConfig], loads_HMRE: IntArray, topology: Topology
+) -> list[Outcome]:
+    """Plan every microbatch under every config, in that order, and time the calls."""
+    layers, microbatches = loads_HMRE.shape[:2]
+
+    def plan(layer: int, number: int, config: BalanceConfig) -> Plan:
+        past = None
+        if get_policy(config.policy).needs_history:  # a first microbatch uses its own loads
+            past = loads_HMRE[layer, max(number - options.history, 0) : max(number, 1)]
+        loads_RE = loads_HMRE[layer, number]
+        return make_plan(loads_RE, topology, config, backend=options.backend, history=past)
+
+    def outcome(index: int, config: BalanceConfig) -> Outcome:
+        layer, number = divmod(index, microbatches)
+        samples = SAMPLES / (layers * microbatches)
+        result, plan_us = _timed(lambda: plan(layer, number, config), samples)
+        without_past = number == 0 and get_policy(config.policy).needs_history
+        return Outcome(layer, index, result, plan_us, without_past)
+
+    for config in configs:
+        _ = plan(0, 0, config).lower_bound  # compile before timing
+    stderr, indices = Terminal(stderr=True), range(layers * microbatches)
+    quiet = len(indices) * len(configs) < LONG_WORK or not stderr.is_terminal
+    shown = track(indices, "planning", console=stderr, transient=True, disable=quiet)
+    return [outcome(index, config) for index in shown for config in configs]
+
+
+def _timed(plan: Callable[[], Plan], samples: float) -> tuple[Plan, float]:
+    """Return a plan and the median time of `samples` calls, at least one, in microseconds."""
+    times: list[float] = []
+    while not times or (len(times) < samples and sum(times) < SAMPLING_SECONDS):
+        start = perf_counter()
+        result = plan()
+        times.append(perf_counter() - start)
+    return result, 1e6 * median(times)
+
+
+# -- output --------------------------------------------------------------------------------------
+
+
+def _heading(options: PlanOptions, loads_HMRE: IntArray, topology: Topology) -> Text:
+    layers, microbatches = loads_HMRE.shape[0], loads_HMRE.shape[0] * loads_HMRE.shape[1]
+    rows = counted(round(loads_HMRE.sum() / microbatches), "row")
+    parts = [counted(layers, "layer")] if layers > 1 else []
+    parts.append(rows if microbatches == 1 else f"{counted(microbatches, 'microbatch')} of {rows}")
+    parts += describe_topology(topology)
+    if select(options.backend).__name__ == "ultraep.backends.reference":
+        parts.append("reference backend")
+    return Text(f"{options.file}: {', '.join(parts)}\n")
+
+
+def _report(outcomes: list[Outcome], terminal: Terminal, show: int | None) -> None:
+    terminal.print(render.table(outcomes))
+    for note in _footnotes(outcomes):
+        terminal.print_faint(note)
+    reason = "selected by --show"
+    if show is None:
+        worst = max(outcomes, key=lambda outcome: outcome.plan.initial_imbalance)
+        show, reason = worst.microbatch, "the most imbalanced"
+    drawn = [outcome for outcome in outcomes if outcome.microbatch == show]
+    if outcomes[-1].microbatch:
+        layer = f" (layer {drawn[0].layer})" if outcomes[-1].layer else ""
+        terminal.print(f"\nMicrobatch {show}{layer}, {reason}:")
+    terminal.print()
+    plans = [outcome.plan for outcome in drawn]
+    for skyline in render.skylines(plans, terminal):
+        terminal.print(skyline)
+    terminal.print_faint(render.legend(plans[0], terminal))
+
+
+def _footnotes(outcomes: list[Outcome]) -> Iterator[str]:
+    groups = render.by_policy(outcomes)
+    steps = len(next(iter(groups.values())))
+    if steps > 1:
+        yield f"mean of {steps} microbatches, worst in parentheses"
+    for policy, group in groups.items():
+        beyond = sum(not outcome.plan.within_limits for outcome in group)
+        if beyond:
+            yield (
+                f"* {policy}: {beyond} of {steps} plans exceed the spare slots or leave a domain, "
+                "so they cannot run; a moved expert counts as a replica"
+            )
+        if group[0].plan.rates is not None:
+            yield _times([outcome.plan for outcome in group])
+        without_past = sum(outcome.without_past for outcome in group)
+        if without_past:
+            yield (
+                f"{policy}: {without_past} of {counted(steps, 'microbatch')} had no past loads and "
+                "used their own"
+            )
+
+
+def _times(plans: list[Plan]) -> str:
+    """Return the mean time of a policy's plans according to the rates."""
+    policy = plans[0].config.policy
+    planned, without = (
+        fmean(getattr(plan, name) for plan in plans) / PER_MS
+        for name in ("time", "time_without_replicas")
+    )
+    alone = sum(plan.left_alone for plan in plans)
+    left = f"; {alone} of {len(plans)} without replicas, which would not pay" if alone else ""
+    return f"{policy}: {planned:.4g} ms by the rates, {without:.4g} ms without replicas{left}"
+
+
+def _record(outcome: Outcome) -> dict[str, Any]:
+    plan = outcome.plan
+    numbers = {name: getattr(plan, name) for name in PLAN_NUMBERS}
+    return {
+        "microbatch": outcome.microbatch,
+        "layer": outcome.layer,
+        "policy": plan.config.policy,
+        **numbers,
+        "total_tokens": plan.total,
+        "time_ps": plan.time,
+        "time_without_copies_ps": plan.time_without_replicas,
+        "plan_us": round(outcome.plan_us, 3),
+        "digest": plan.digest(),
+        "rank_loads": plan.rank_loads.tolist(),
+        "replicas": np.column_stack([plan.replicas, plan.quotas]).tolist(),
+    }

@@ -1,0 +1,215 @@
+"""The options of a scenario, the `Scenario` that they describe, and its description."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ultraep.config import Rates
+from ultraep.errors import ConfigError
+from ultraep_tools.cli import options as cli
+from ultraep_tools.cli.options import option, refuse_options, set_options
+from ultraep_tools.report.rows import usable_cores
+from ultraep_tools.report.words import counted
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.model import load_model
+from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.serving import Serving, load_requests
+from ultraep_tools.sim.training import Training
+from ultraep_tools.sim.workload import Recorded, Skew, calibrated_noise, fit_skew, read_workload
+
+CLUSTER, MODEL, RANKS, TOKENS, IMBALANCE = "gb200-nvl72", "qwen3-235b", 64, 8192, 2.0
+NOISE, PREFILL_NOISE = (calibrated_noise(training=training) for training in (True, False))
+MOST_PROCESSES = 8
+LITTLE_WORK = 1000  # layers times microbatches below which one process is fastest
+SYNTHETIC = ("imbalance", "noise", "topic_length", "drift_length")
+TRAINING = ("sequence_length", "pipeline", "groups", "microbatches", "steps", "no_recompute")
+
+
+def training_option(text: str, shown: str, flags: str = "") -> Any:
+    return option(f"Training only: {text}", shown, flags=flags)
+
+
+class ScenarioOptions(cli.Options):
+    """The simulated cluster, model, job and loads.
+
+    Options of training only or of synthetic loads only default to None, so that a scenario without
+    training or with recorded loads can refuse them instead of ignoring them.
+    """
+
+    cluster: str = option(
+        "Cluster: a preset (`ultraep simulate --presets` lists them), FILE.toml or FILE.toml:NAME.",
+        default=CLUSTER,
+        metavar="NAME|FILE",
+    )
+    model: str = option("Model: a preset or a TOML file.", default=MODEL, metavar="NAME|FILE")
+    ep: int = option("Ranks in the expert-parallel group.", default=RANKS, metavar="RANKS")
+    imbalance: float | None = option(
+        "Mean imbalance of synthetic loads: busiest rank over mean rank.", f"{IMBALANCE:g}"
+    )
+    noise: float | None = option(
+        "Standard deviation of an expert's log popularity between microbatches.",
+        f"{NOISE:g}, {PREFILL_NOISE:g} with --prefill",
+    )
+    topic_length: int | None = option(
+        "Microbatches after which the popular experts change at once.", "never"
+    )
+    drift_length: int | None = option(
+        "Microbatches within which the popular experts change gradually.", "never"
+    )
+    trace: Path | None = option(
+        "Recorded loads instead of synthetic ones: a trace, routing (.npz with arrays *_ids) or "
+        "loads (.npy, .npz, .csv, .json). They repeat from the start when they run out.",
+        metavar="FILE",
+    )
+    tokens: int = option(
+        "Tokens per rank and microbatch; with --prefill, tokens per chunk.", default=TOKENS
+    )
+    sequence_length: int | None = training_option("tokens per sequence.", "as --tokens")
+    pipeline: int | None = training_option("pipeline stages.", "1", "--pipeline --stages")
+    groups: int | None = training_option(
+        "data-parallel replicas of the expert-parallel group.", "1"
+    )
+    microbatches: int | None = training_option("microbatches per step and group.", "8")
+    steps: int | None = training_option("steps to simulate.", "8")
+    no_recompute: bool = cli.switch(
+        "Training only: keep all activations for backward.", "--no-recompute"
+    )
+    prefill: str | None = option(
+        "Serve prefill requests instead of training: stem, mixed, or a TOML file.",
+        metavar="NAME|FILE",
+    )
+    domain: int | None = option(
+        "Ranks joined by the fast link; replicas stay in the domain of their home.",
+        "of the cluster",
+    )
+    data_plane: str = option(
+        "How rows and weights move. auto: mapped in one fast-link domain, hybrid in several.",
+        default="auto",
+        metavar="auto|mapped|hybrid|messages",
+    )
+    objective: str | None = option(
+        "Goal of ultraep's plans. time: make only replicas that pay; balance: meet the tolerance.",
+        "time; balance with --prefill",
+        metavar="time|balance",
+    )
+    rates: str | None = option(
+        "Cost of a row and a replica in picoseconds, for --objective time.",
+        "of cluster and model",
+        metavar="row=N,copy=N,...",
+    )
+    seed: int = option("Random seed.", default=0)
+    processes: int | None = option(
+        "Processes that share the work; the result does not depend on them.",
+        f"one per core, at most {MOST_PROCESSES}",
+    )
+
+
+def make_scenario(options: ScenarioOptions, *, steps: int = 8, **balance: Any) -> Scenario:
+    """Return the scenario; raise on wrong options before the loads are fitted.
+
+    steps: default of --steps.   balance: slots, tolerance and interval, if the command has these.
+    """
+    model = load_model(options.model)
+    even = Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0, seed=options.seed)
+    objective = options.objective or ("time" if options.prefill is None else "balance")
+    if options.rates is not None and objective == "balance":
+        raise ConfigError("--rates have no effect on plans for balance; add --objective time")
+    scenario = Scenario(
+        cluster=load_cluster(options.cluster),
+        model=model,
+        workload=even,
+        job=_job(options, steps),
+        ranks=options.ep,
+        domain=options.domain,
+        data_plane=options.data_plane,
+        objective=objective,
+        plan_rates=None if options.rates is None else Rates.from_text(options.rates),
+        **balance,
+    )
+    return replace(scenario, workload=_workload(options, scenario))
+
+
+def _job(options: ScenarioOptions, steps: int) -> Training | Serving:
+    if options.prefill is not None:
+        refuse_options(options, TRAINING, "--prefill simulates serving, not training")
+        requests = load_requests(options.prefill)
+        return Serving(requests=requests, tokens=options.tokens, seed=options.seed)
+    sizes = {"steps": steps} | set_options(options, TRAINING)
+    sequence = sizes.pop("sequence_length", options.tokens)
+    recompute = not sizes.pop("no_recompute", False)
+    return Training(tokens=options.tokens, sequence=sequence, recompute=recompute, **sizes)
+
+
+def _workload(options: ScenarioOptions, scenario: Scenario) -> Skew | Recorded:
+    model = scenario.model
+    if options.trace is not None:
+        refuse_options(options, SYNTHETIC, "--trace replaces synthetic loads")
+        return read_workload(options.trace, experts=model.experts, top_k=model.top_k)
+    noise = calibrated_noise(training=scenario.job.trains)
+    settings = {"noise": noise, **set_options(options, SYNTHETIC)}
+    return fit_skew(
+        settings.pop("imbalance", IMBALANCE),
+        scenario.topology,
+        model.top_k,
+        model.expert_layers,
+        seed=options.seed,
+        **settings,
+    )
+
+
+def describe(scenario: Scenario, *, imbalance: float | None = None, slots: bool = True) -> str:
+    """Return three lines: cluster and model, the job, the loads.
+
+    imbalance: of synthetic loads, if it was set.   slots: whether to name the spare slots.
+    """
+    topology, workload, job = scenario.topology, scenario.workload, scenario.job
+    domains = "one fast-link domain"
+    if topology.num_domains > 1:
+        domains = f"fast-link domains of {topology.domain_size}"
+    setup = (
+        f"{scenario.model.title} on {scenario.cluster.name}: "
+        f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}, "
+        f"data plane {scenario.plane.name}"
+    )
+    if slots:
+        setup += f", {counted(scenario.slots, 'spare slot')}"
+    loads = f"synthetic loads of imbalance {imbalance or IMBALANCE:g} without balancing"
+    if isinstance(workload, Recorded):
+        windows, layers, _ = workload.loads.shape
+        loads = f"recorded loads: {counted(windows, 'microbatch')} of {counted(layers, 'layer')}"
+    plans = "by time" if scenario.objective == "time" else "for balance"
+    work = _describe_prefill(job) if isinstance(job, Serving) else _describe_training(job)
+    return f"{setup}\n{work}\n{loads}; ultraep plans {plans}"
+
+
+def _describe_prefill(job: Serving) -> str:
+    requests = job.requests
+    return (
+        f"prefill of {requests.name}: prompts of {requests.mean_tokens:,.0f} tokens, chunks of "
+        f"{job.tokens:,}, mean time to first token at most {requests.limit_s:g} s"
+    )
+
+
+def _describe_training(job: Training) -> str:
+    parts = [
+        f"training: {job.tokens:,} tokens per rank and microbatch",
+        f"{counted(job.steps, 'step')} of {counted(job.microbatches, 'microbatch')}",
+    ]
+    if job.pipeline > 1:
+        parts.append(f"{job.pipeline} pipeline stages")
+    if job.groups > 1:
+        parts.append(f"{job.groups} data-parallel groups")
+    return ", ".join([*parts, "recompute" if job.recompute else "no recompute"])
+
+
+def processes_for(scenario: Scenario, processes: int | None) -> int:
+    """Return --processes, or one for little work, or one per core."""
+    if processes is not None:
+        if processes < 1:
+            raise ConfigError(f"--processes must be at least 1, got {processes}")
+        return processes
+    if scenario.model.moe_layers * scenario.microbatches <= LITTLE_WORK:
+        return 1
+    return min(usable_cores(), MOST_PROCESSES)

@@ -1,0 +1,447 @@
+"""`ultraep trace info | replay | place | export | crash`: summaries, plans, homes, crashes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from rich.text import Text
+
+from ultraep import __version__
+from ultraep.config import NOMINAL_SPEED, Rates
+from ultraep.errors import ConfigError, FileError
+from ultraep.files.writing import is_stream, write_text
+from ultraep.policies import get_policy
+from ultraep.trace.flight import default_folder
+from ultraep.trace.read import Trace, read_trace
+from ultraep_tools.cli import options as cli
+from ultraep_tools.cli import render
+from ultraep_tools.cli.options import option, split_numbers
+from ultraep_tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
+from ultraep_tools.crash import MOST_CRASHES, Crash, crash_folders, read_crash
+from ultraep_tools.export import timeline_of, write_csv, write_timeline
+from ultraep_tools.outputs import check_targets
+from ultraep_tools.placement import busiest_domain, place_experts
+from ultraep_tools.replay import Replayed, cases, differing, replayed
+from ultraep_tools.report.words import counted
+
+DIFFERS = 1  # exit code of a replay that differs from the recorded plans
+MB = 1e6
+LAYER_HEADERS = (
+    *("layer", "records", "before\nmean", "before\nworst", "after\nmean", "after\nworst"),
+    *("replicas\nmean", "MB moved\nmean"),
+)
+REPLAY_HEADERS = (
+    *("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst"),
+    *("bound\nmean", "replicas\nmean", "remote\nmean"),
+)
+CRASH_COLUMNS = ("rank", "state", "layer", "step", "kind", "stage", "open", "since", "error")
+PLACE_HEADERS = ("layer", "busiest domain\nas recorded", "busiest domain\nplaced")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Summarise, replan or convert a trace of a run; explain a crash or a hang.",
+    epilog="Record with ULTRAEP_TRACE=FOLDER or Balancer(..., record=FOLDER), then: "
+    "ultraep trace info FOLDER",
+)
+
+
+class TraceOptions(cli.Options):
+    """A trace."""
+
+    path: Path = cli.argument(
+        "Folder of a trace (for a demo: ultraep-demo/ultraep/trace), or a file written by "
+        "`ultraep trace export --npz`.",
+        "PATH",
+    )
+
+
+# -- info ----------------------------------------------------------------------------------------
+
+
+class InfoOptions(TraceOptions):
+    as_json: bool = cli.json_option()
+
+
+@app.command("info", epilog="Example: ultraep trace info run/")
+@cli.with_options
+def info(options: InfoOptions) -> None:
+    """Summarise a trace: imbalance before and after, replicas, bytes, time, missing records."""
+    trace = read_trace(options.path)
+    if options.as_json:
+        print(json.dumps(_facts(trace), indent=2))
+        return
+    terminal = Terminal()
+    terminal.print(_heading(options.path, trace))
+    if len(trace):
+        terminal.print(_layers(trace))
+        terminal.print(f"\nms of the slowest rank, mean: {_stages(trace)}")
+    _print_notes(terminal, trace)
+
+
+def _heading(path: Path, trace: Trace) -> Text:
+    header = trace.header
+    sizes = [counted(len(trace), "record"), *describe_topology(trace.topology)]
+    policies = " and ".join(np.unique(trace.policy).tolist()) or header.policy
+    lines = [
+        f"{path}: {', '.join(sizes)}",
+        f"policy {policies}, tolerance {header.tolerance:g}, recorded {header.created}",
+        *_objective(trace),
+        *_speeds(trace),
+    ]
+    if len(trace):
+        steps, rows = trace.steps, trace.rank_loads.sum(axis=1).mean()
+        lines.append(
+            f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; "
+            f"{rows:,.0f} routed rows per microbatch"
+        )
+    if header.note:
+        lines.append(header.note)
+    return Text("\n".join(lines) + "\n")
+
+
+def _objective(trace: Trace) -> Iterator[str]:
+    """Yield the rates of ultraep's plans by time, and the number of plans without replicas."""
+    planned = trace.take(np.flatnonzero(trace.policy == "ultraep"))  # other policies use no rates
+    if trace.header.objective != "time" or not len(planned):
+        return
+    layers_of: dict[tuple[int, ...], list[str]] = {}
+    for layer in planned.layers.tolist():
+        for numbers in np.unique(planned.of_layer(layer).rates, axis=0).tolist():
+            layers_of.setdefault(tuple(numbers), []).append(str(layer))
+    for numbers, layers in layers_of.items():
+        rates = "no rates, planned for balance"
+        if any(numbers):
+            rates = f"{Rates.from_numbers(numbers)} picoseconds"
+        yield f"objective time, layers {', '.join(layers)}: {rates}"
+    alone = int(planned.left_alone.sum())
+    yield f"{counted(alone, 'record')} without replicas, because none would pay"
+
+
+def _speeds(trace: Trace) -> Iterator[str]:
+    """Yield how many records were planned by speeds, and the ranks that were slowest in them."""
+    speeds = trace.speeds[trace.speeds.any(axis=1)]
+    if not len(speeds):
+        return
+    lowest = speeds.min(axis=0)
+    named = [f"rank {rank} {lowest[rank] / NOMINAL_SPEED:.1%}" for rank in lowest.argsort()[:3]]
+    yield (
+        f"{counted(len(speeds), 'record')} planned by speeds, imbalances compare rows over speed; "
+        f"lowest speeds: {', '.join(named)}"
+    )
+
+
+def _layers(trace: Trace) -> Grid:
+    parts = {str(layer): trace.of_layer(layer) for layer in trace.layers.tolist()}
+    if len(parts) > 1:
+        parts["all"] = trace
+    rows = []
+    for name, part in parts.items():
+        before, after = part.imbalance_before, part.imbalance_after
+        ratios = (before.mean(), before.max(), after.mean(), after.max())
+        moved = part.bytes_moved.sum(axis=1).mean() / MB
+        rows.append(
+            [
+                *(name, f"{len(part):,}", *(f"{ratio:.3f}" for ratio in ratios)),
+                *(f"{part.num_copies.mean():.1f}", f"{moved:.2f}"),
+            ]
+        )
+    return make_grid(LAYER_HEADERS, rows)
+
+
+def _stages(trace: Trace) -> str:
+    slowest = 1e3 * trace.seconds.max(axis=1).mean(axis=0)
+    stages = zip(trace.header.stages, slowest.tolist(), strict=True)
+    return ", ".join(f"{stage} {value:.3f}" for stage, value in stages if value > 0) or "none"
+
+
+def _print_notes(terminal: Terminal, trace: Trace, lines: Sequence[Replayed] = ()) -> None:
+    """Print limits of a replay, and what the trace lacks."""
+    notes = {
+        "* some plans exceed the spare slots or leave a domain, so they cannot run": any(
+            line.beyond.any() for line in lines
+        ),
+        "more ranks than recorded: each rank's rows are divided among the new ranks": any(
+            line.case.topology.ranks > trace.header.ranks for line in lines
+        ),
+        f"{trace.dropped:,} records or additions were dropped: the disk was too slow for them": (
+            trace.dropped
+        ),
+        f"{counted(trace.left_out, 'record')} left out: not recorded by all ranks": trace.left_out,
+        "no step was recorded by all ranks": not len(trace),
+    }
+    for note, applies in notes.items():
+        if applies:
+            terminal.print_faint(note)
+
+
+def _facts(trace: Trace) -> dict[str, Any]:
+    speeds = trace.speeds[trace.speeds.any(axis=1)]
+    means = {
+        "imbalance_before": trace.imbalance_before,
+        "imbalance_after": trace.imbalance_after,
+        "copies": trace.num_copies,
+    }
+    return {
+        "header": asdict(trace.header),
+        "records": len(trace),
+        "steps": len(trace.steps),
+        "layers": trace.layers.tolist(),
+        **{name: float(values.mean()) if len(trace) else None for name, values in means.items()},
+        "planned_by_speeds": len(speeds),
+        "lowest_speeds": speeds.min(axis=0).tolist() if len(speeds) else None,
+        "bytes_moved": int(trace.bytes_moved.sum()),
+        "dropped": trace.dropped,
+        "left_out": trace.left_out,
+    }
+
+
+# -- replay --------------------------------------------------------------------------------------
+
+
+class ReplayOptions(TraceOptions):
+    """Options of the command; None means as recorded."""
+
+    policy: str = cli.policy_option("none,quota,ultraep")
+    slots: str | None = option("Spare slots per rank.", "as recorded", metavar="N,...")
+    ep: str | None = option(
+        "Ranks in the group, a divisor or multiple of the recorded number.",
+        "as recorded",
+        metavar="N,...",
+    )
+    history: str = option(
+        "Past microbatches of a layer that eplb, lplb and flashlb plan from.",
+        default="1",
+        metavar="N,...",
+    )
+    tolerance: float | None = option(
+        "How far the busiest rank may exceed the mean load.", "as recorded"
+    )
+    as_json: bool = cli.json_option()
+
+
+@app.command(
+    "replay", epilog="Example: ultraep trace replay run/ --policy none,eplb,ultraep --slots 1,2"
+)
+@cli.with_options
+def replay(options: ReplayOptions) -> None:
+    """Plan a trace again under other policies, slots, group sizes and histories.
+
+    First plans every record as it was recorded. The plans must be equal bit for bit; if they are
+    not, the exit code is 1.
+    """
+    trace = read_trace(options.path)
+    names = cli.split_names(options.policy, "--policy")
+    planned = cases(
+        trace,
+        policies=[get_policy(name).name for name in names],
+        slots=split_numbers(options.slots or str(trace.header.slots), "--slots"),
+        ranks=split_numbers(options.ep or str(trace.header.ranks), "--ep"),
+        history=split_numbers(options.history, "--history"),
+        tolerance=options.tolerance,
+    )
+    if not len(trace):
+        raise ConfigError(f"{options.path}: nothing to replay, the trace has no records")
+    lines = []
+    with progress("planning", lines=False) as report:
+        changed = differing(trace)
+        for number, case in enumerate(planned, 1):
+            lines.append(replayed(trace, case))
+            report(number, len(planned), case.config.policy)
+    if options.as_json:
+        print(json.dumps({"differing": changed, "replayed": [_record(line) for line in lines]}))
+    else:
+        terminal = Terminal()
+        terminal.print(_heading(options.path, trace))
+        terminal.print(_verdict(trace, changed))
+        terminal.print()
+        terminal.print(_table(lines))
+        _print_notes(terminal, trace, lines)
+    if changed:
+        raise typer.Exit(DIFFERS)
+
+
+def _verdict(trace: Trace, changed: list[int]) -> Text:
+    if not changed:
+        return Text(f"Replay as recorded: all {counted(len(trace), 'plan')} are equal.")
+    first = changed[0]
+    return Text(
+        f"Replay as recorded: {len(changed)} of {counted(len(trace), 'plan')} differ, the first "
+        f"in step {trace.step[first]}, layer {trace.layer[first]}; was it recorded by another "
+        "version?",
+        render.OVERFULL,
+    )
+
+
+def _table(lines: Sequence[Replayed]) -> Grid:
+    rows = []
+    for line in lines:
+        case, means = line.case, line.means()
+        rows.append(
+            [
+                case.config.policy + ("*" if means["beyond"] else ""),
+                *(str(case.topology.ranks), str(case.topology.slots), str(case.history or "-")),
+                *(f"{means[name]:.3f}" for name in ("before", "after", "worst", "bound")),
+                *(f"{means['copies']:.1f}", f"{means['remote']:.1%}"),
+            ]
+        )
+    return make_grid(REPLAY_HEADERS, rows)
+
+
+def _record(line: Replayed) -> dict[str, Any]:
+    means = line.means()
+    return line.case.settings() | {
+        "imbalance_before": means["before"],
+        "imbalance_after": means["after"],
+        "imbalance_worst": means["worst"],
+        "lower_bound": means["bound"],
+        "copies": means["copies"],
+        "remote_share": means["remote"],
+        "beyond_limits": means["beyond"],
+    }
+
+
+# -- place ---------------------------------------------------------------------------------------
+
+
+class PlaceOptions(TraceOptions):
+    """Options of the command; None means as recorded."""
+
+    domain: int | None = option(
+        "Consecutive ranks that a fast link joins; replicas stay inside.", "as recorded"
+    )
+    out: Path | None = option("Write the order of experts of every layer as JSON.", metavar="FILE")
+    as_json: bool = cli.json_option()
+    force: bool = cli.force_option()
+
+
+@app.command("place", epilog="Example: ultraep trace place run/ --domain 8 --out homes.json")
+@cli.with_options
+def place(options: PlaceOptions) -> None:
+    """Place experts by their history, so that fast-link domains have equal loads.
+
+    The table is a forecast: it places experts by the first half of the records and shows the
+    busiest domain of the second half, over the mean. The file is made from all records. Its lists
+    name the experts in their new order; apply them with ultraep.reorder_experts when you load a
+    checkpoint.
+    """
+    check_targets((options.out, "placement"), force=options.force)
+    trace = read_trace(options.path)
+    domain = trace.topology.domain_size if options.domain is None else options.domain
+    ranks, orders, forecast = trace.header.ranks, {}, []
+    for layer in trace.layers.tolist():
+        history = trace.of_layer(layer).loads.sum(axis=1)
+        orders[str(layer)] = place_experts(history, ranks, domain).tolist()
+        first, second = np.array_split(history, 2)
+        recorded, placed = trace.topology.experts_by_rank, place_experts(first, ranks, domain)
+        ratios = [busiest_domain(second, order, ranks // domain) for order in (recorded, placed)]
+        forecast.append([layer, *ratios])
+    placed_by = f"ultraep {__version__}"
+    record = {"placed_by": placed_by, "ranks": ranks, "domain": domain, "orders": orders}
+    if options.out is not None:
+        write_text(options.out, json.dumps(record) + "\n")
+    if options.as_json:
+        print(json.dumps(record | {"forecast": forecast}))
+        return
+    terminal = Terminal()
+    terminal.print(_heading(options.path, trace))
+    rows = [[str(layer), f"{before:.3f}", f"{after:.3f}"] for layer, before, after in forecast]
+    terminal.print(make_grid(PLACE_HEADERS, rows))
+    if options.out is not None and not is_stream(options.out):
+        print(f"{plain(str(options.out))}: {counted(len(orders), 'layer')}")
+
+
+# -- export --------------------------------------------------------------------------------------
+
+
+class ExportOptions(TraceOptions):
+    csv: Path | None = option("Write a table, one line per record.", metavar="FILE")
+    perfetto: Path | None = option(
+        "Write a timeline to open in ui.perfetto.dev or chrome://tracing.", metavar="FILE"
+    )
+    npz: Path | None = option("Write the whole trace into one file.", metavar="FILE")
+    force: bool = cli.force_option()
+
+
+@app.command("export", epilog="Example: ultraep trace export run/ --csv run.csv --npz run.npz")
+@cli.with_options
+def export(options: ExportOptions) -> None:
+    """Convert a trace for other programs."""
+    csv, perfetto, npz = options.csv, options.perfetto, options.npz
+    if npz is not None and npz.suffix.lower() != ".npz":
+        raise ConfigError(f"--npz needs a name that ends in .npz, got {npz}")
+    if csv is None and perfetto is None and npz is None:
+        raise ConfigError("nothing to write; pass --csv, --perfetto or --npz")
+    targets = (csv, "table"), (perfetto, "timeline"), (npz, "trace")
+    check_targets(*targets, force=options.force)
+    trace = read_trace(options.path)
+    if csv is not None:
+        write_csv(trace, csv)
+    if perfetto is not None:
+        write_timeline(perfetto, timeline_of(trace))
+    if npz is not None:
+        trace.save(npz)
+    for target, _ in targets:
+        if target is not None and not is_stream(target):
+            print(f"{plain(str(target))}: {counted(len(trace), 'record')}")
+
+
+# -- crash ---------------------------------------------------------------------------------------
+
+
+class CrashOptions(cli.Options):
+    folder: Path | None = cli.argument(
+        "Folder with the flight files of one crash or of several. Default: the folder in "
+        "ULTRAEP_FLIGHT, otherwise the one in the temporary directory.",
+        "[FOLDER]",
+        default=None,
+    )
+    table: bool = cli.switch("Also print a table with one line per rank.", "--table")
+    as_json: bool = cli.json_option()
+
+
+@app.command("crash", epilog="Example: ultraep trace crash flight/ --table")
+@cli.with_options
+def crash(options: CrashOptions) -> None:
+    """Explain a crash or a hang: which ranks wait where and for whom, which ranks are missing.
+
+    Ranks write flight files when an error ends them and on SIGUSR1. The newest crash comes first.
+    """
+    folder = options.folder or default_folder()
+    folders = crash_folders(folder)
+    if not folders:
+        raise FileError(f"{folder}: no flight files (rank-00000.json, ...) here or one level below")
+    crashes = [read_crash(each) for each in folders[:MOST_CRASHES]]
+    if options.as_json:
+        print(json.dumps([_crash_record(each) for each in crashes], indent=2))
+        return
+    terminal = Terminal()
+    for each in crashes:
+        terminal.print(Text(f"{each.folder}: {each.explain()}\n"))
+        if options.table:
+            rows = [[_cell(row.get(name, "")) for name in CRASH_COLUMNS] for row in each.rows()]
+            terminal.print(make_grid(CRASH_COLUMNS, rows))
+    if len(folders) > MOST_CRASHES:
+        terminal.print_faint(f"{len(folders) - MOST_CRASHES} older crashes: name their folder")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _crash_record(crash: Crash) -> dict[str, Any]:
+    return {
+        "folder": str(crash.folder),
+        "ranks": crash.ranks,
+        "written": crash.written,
+        "missing": crash.missing,
+        "damaged": {str(rank): text for rank, text in crash.damaged.items()},
+        "culprits": crash.culprits,
+        "explanation": crash.explain(),
+        "by_rank": crash.rows(),
+    }

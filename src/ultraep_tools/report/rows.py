@@ -1,0 +1,73 @@
+"""Records of measured numbers, each with the command, device and versions to repeat it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ultraep import __version__
+from ultraep_tools.report.words import counted
+
+PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
+IF_INSTALLED = ("megatron_core", "transformer_engine", "deep_ep")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredNumber:
+    """One number, with everything that is needed to interpret and repeat it."""
+
+    benchmark: str
+    case: Mapping[str, str | int | float]
+    metric: str
+    value: float
+    unit: str
+    device: str
+    versions: Mapping[str, str]
+    command: str
+    date: str
+
+
+def as_json(rows: Iterable[MeasuredNumber]) -> str:
+    """Return a JSON list with one number per line."""
+    lines = (json.dumps(asdict(row), separators=(",", ":")) for row in rows)
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+def cpu_device() -> str:
+    """Return the name of the CPU and the number of usable cores."""
+    return f"{_cpu_name()}, {counted(usable_cores(), 'core')}"
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.is_file() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package and its numerical dependencies, without importing."""
+    numbers = {"ultraep": __version__, "python": platform.python_version()}
+    numbers |= {package: version_of(package) or "not installed" for package in PACKAGES}
+    optional = {package: version_of(package) for package in IF_INSTALLED}
+    return numbers | {package: version for package, version in optional.items() if version}
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

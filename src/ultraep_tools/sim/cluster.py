@@ -1,0 +1,86 @@
+"""Cluster: devices, their rates, and the links between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ultraep.config import NOMINAL_SPEED, checked_speeds
+from ultraep.errors import ConfigError
+from ultraep_tools.sim.presets import check_positive, check_range, load_record
+
+GIGA = 1e9
+MICRO = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices in equal fast-link domains. All rates are per device and direction.
+
+    speeds: of the first ranks of an expert-parallel group, in thousandths of the nominal speed; all
+        other ranks have the nominal speed.
+    """
+
+    name: str
+    title: str
+    source: str
+    devices: int
+    domain: int  # devices connected by the fast link
+    memory_gb: float
+    matmul_tflops: float  # dense BF16
+    memory_gb_s: float
+    link_gb_s: float  # fast link, inside a domain
+    link_us: float
+    network_gb_s: float  # between domains
+    network_us: float
+    speeds: tuple[int, ...] = ()
+    network_shared: bool = False  # the devices of a domain share their network
+
+    def __post_init__(self) -> None:
+        where = f"cluster {self.name}: "
+        check_range(self, "devices domain", 1, where=where)
+        check_positive(self, "memory_gb matmul_tflops memory_gb_s link_gb_s network_gb_s", where)
+        check_range(self, "link_us network_us", 0, where=where)
+        if not isinstance(self.network_shared, bool):
+            raise ConfigError(
+                f"{where}network_shared must be true or false, got {self.network_shared!r}"
+            )
+        if self.speeds != ():
+            try:
+                object.__setattr__(self, "speeds", checked_speeds(self.speeds))
+            except ConfigError as error:
+                raise ConfigError(f"{where}{error}") from None
+
+    @property
+    def memory(self) -> float:
+        """Bytes of memory per device."""
+        return self.memory_gb * GIGA
+
+    @property
+    def matmul(self) -> float:
+        """Data-sheet operations per second of dense BF16 products."""
+        return self.matmul_tflops * 1e12
+
+    @property
+    def memory_rate(self) -> float:
+        """Data-sheet bytes per second of device memory."""
+        return self.memory_gb_s * GIGA
+
+    def speeds_of(self, ranks: int) -> tuple[int, ...]:
+        """Return the speeds of a group of ranks; () if the cluster has none."""
+        if not self.speeds:
+            return ()
+        if len(self.speeds) > ranks:
+            raise ConfigError(
+                f"cluster {self.name}: speeds has {len(self.speeds)} values, but the "
+                f"expert-parallel group has {ranks} ranks"
+            )
+        return (*self.speeds, *[NOMINAL_SPEED] * (ranks - len(self.speeds)))
+
+    def domain_of(self, ranks: int) -> int:
+        """Return the ranks per domain: the largest equal blocks of the group that fit."""
+        sizes = range(min(ranks, self.domain), 0, -1)
+        return next(size for size in sizes if ranks % size == 0)
+
+
+def load_cluster(name: str) -> Cluster:
+    return load_record(Cluster, "clusters", name)

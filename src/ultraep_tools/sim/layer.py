@@ -1,0 +1,279 @@
+"""LayerClock: seconds of the stages of one layer, forward and backward, for all microbatches.
+
+Stages follow each other as in the runtime (`runtime/overlap.py`). All ranks synchronise at
+dispatch and at combine, so these stages, and the experts between them, take as long as the busiest
+rank. Weights of replicas share the ports with dispatched rows or precede them. Gradients of
+replicas overlap the last product of the experts, or attention. With messages nothing overlaps.
+
+Shapes: S microbatches, R ranks, E experts, C replicas, D fast-link domains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.config import NOMINAL_SPEED
+from ultraep.topology import Topology
+from ultraep_tools.sim.cluster import GIGA, MICRO
+from ultraep_tools.sim.costs import Costs, FloatArray
+from ultraep_tools.sim.model import GRADIENT_BYTES, ROW_BYTES
+from ultraep_tools.sim.planes import PLANES, Plane, served_shares
+from ultraep_tools.sim.planning import Replicas, sum_by_home
+from ultraep_tools.sim.runtime import Runtime
+
+LAST_PRODUCT = 1 / 3  # share of the experts' backward: the gradient of the input rows
+MIN_TREE = 4  # replicas from which the published runtime uses relays
+CHUNKS = 16  # pieces of an expert in a chain
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of every stage, [S] each, and figures of the plans."""
+
+    forward: dict[str, FloatArray]
+    backward: dict[str, FloatArray]
+    rank_rows: IntArray  # [S] rows of the busiest rank
+    imbalance: FloatArray  # [S]
+    replicas: IntArray  # [S]
+
+    @property
+    def forward_seconds(self) -> FloatArray:
+        return _total(self.forward)
+
+    @property
+    def backward_seconds(self) -> FloatArray:
+        return _total(self.backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerClock:
+    """The costs of a layer on a cluster under one runtime."""
+
+    costs: Costs
+    topology: Topology
+    runtime: Runtime
+    tokens: int  # per rank and microbatch
+    context: float  # mean number of tokens before each token
+    recompute: bool = True  # backward runs the forward pass again
+    training: bool = True
+    speeds: tuple[int, ...] = ()  # of every rank, in thousandths of the nominal speed; (): equal
+    even: bool = False  # loads stand for a balance by speeds, though they are equal
+    plane: Plane = PLANES["mapped"]
+
+    @cached_property
+    def _speeds_R(self) -> FloatArray:
+        """[R] speeds at which ranks compute experts; the nominal speed is 1."""
+        speeds = np.array(self.speeds or (NOMINAL_SPEED,) * self.topology.ranks) / NOMINAL_SPEED
+        return np.full_like(speeds, speeds.mean()) if self.even else speeds
+
+    @property
+    def _slowest(self) -> float:
+        return min(self.speeds, default=NOMINAL_SPEED) / NOMINAL_SPEED
+
+    @property
+    def rows(self) -> int:
+        """Rows that every rank sends."""
+        return self.tokens * self.costs.model.top_k
+
+    def times(self, replicas: Replicas) -> LayerTimes:
+        forward = self._forward(replicas)
+        backward = self._backward(replicas, forward) if self.training else {}
+        peak_S = replicas.rank_loads.max(axis=1)
+        ideal_S = replicas.rank_loads.sum(axis=1) / self._speeds_R.sum()
+        slowest_S = (replicas.rank_loads / self._speeds_R).max(axis=1)
+        imbalance_S = slowest_S / np.maximum(ideal_S, 1e-9)
+        replicas_S = np.bincount(replicas.microbatch, minlength=len(peak_S))
+        return LayerTimes(forward, backward, peak_S, imbalance_S, replicas_S)
+
+    def by_rank(self, replicas: Replicas) -> dict[str, FloatArray]:
+        """[S, R] busy seconds of each rank, for the stages in which ranks differ."""
+        busy_SR = self._ports(replicas)
+        experts_SR = self._experts(replicas, backward=False)
+        times = {"dispatch": busy_SR, "experts": experts_SR, "combine": busy_SR}
+        if self.training:
+            times["experts back"] = self._experts(replicas, backward=True)
+        return times
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def _forward(self, replicas: Replicas) -> dict[str, FloatArray]:
+        costs, runtime, ranks = self.costs, self.runtime, self.topology.ranks
+        exchange_S = self._exchange(replicas)
+        weights_S = np.zeros_like(exchange_S)
+        reroute_S = np.zeros_like(exchange_S)
+        plan = 0.0
+        loads = self.costs.host() if self.plane.host_waits else 0.0
+        if runtime.relay != "nothing":
+            measured = runtime.plan_us is None
+            plan = (runtime.layer_us + (runtime.plan_us or 0.0)) * MICRO
+            plan += costs.plan(ranks) if measured else 0.0
+            reroute_S += max(costs.reroute(self.rows), costs.schedule(ranks) if measured else 0.0)
+            if runtime.streams or runtime.plan_us != 0:
+                loads += costs.loads(self.rows, ranks, self.topology.num_domains)
+        if runtime.streams:
+            weights_S = self._weights(replicas)
+            if not self._overlaps_dispatch:  # the transfer of weights hides rerouting
+                reroute_S = np.maximum(reroute_S - weights_S, 0.0)
+        attention = costs.attention(self.tokens, self.context) / self._slowest
+        return {
+            "attention": np.full_like(exchange_S, attention),
+            "loads": np.full_like(exchange_S, loads),
+            "plan": np.full_like(exchange_S, plan),
+            "replicate": weights_S,
+            "reroute": reroute_S,
+            "dispatch": exchange_S,
+            "experts": self._experts(replicas, backward=False).max(axis=1),
+            "combine": exchange_S,
+        }
+
+    def _exchange(self, replicas: Replicas) -> FloatArray:
+        """[S] seconds to send rows to the ranks that serve them, or back: the busiest port."""
+        seconds_S: FloatArray = self._ports(replicas).max(axis=1)
+        return seconds_S
+
+    def _ports(self, replicas: Replicas, sent: Any = 0.0, received: Any = 0.0) -> FloatArray:
+        """[S, R] seconds of every rank's port to exchange rows, beside these bytes of weights."""
+        if self.plane.crosses_once:
+            return self._ports_by_domain(replicas, np.maximum(sent, received))
+        seconds_SR: FloatArray = np.maximum(
+            self._port(self.rows, sent), self._port(replicas.rank_loads, received)
+        )
+        return seconds_SR
+
+    def _port(self, rows: Any, weight_bytes: Any) -> FloatArray:
+        """Return the seconds of ports that send or receive these rows and weights."""
+        topology, size = self.topology, self._row_bytes
+        outside = size * self._outside(rows) * (1 - topology.domain_size / topology.ranks)
+        inside = size * rows * (topology.domain_size - 1) / topology.ranks
+        seconds = self.costs.on_links(inside + weight_bytes, outside)
+        return seconds + self.costs.latency(topology.num_domains)
+
+    def _outside(self, rows: Any) -> Any:
+        """Return the rows of each rank's share of the network: of all ranks of a domain, or own."""
+        if np.ndim(rows) == 0 or not self.costs.cluster.network_shared:
+            return rows
+        return self._mean_of_domain(rows)
+
+    def _mean_of_domain(self, rows_SR: Any) -> FloatArray:
+        size = self.topology.domain_size
+        mean_SD = rows_SR.reshape(len(rows_SR), -1, size).mean(axis=2)
+        return np.repeat(mean_SD, size, axis=1)
+
+    def _ports_by_domain(self, replicas: Replicas, weight_bytes: Any) -> FloatArray:
+        """Like `_ports`; tokens cross to the other domains, then rows are spread inside of each.
+
+        Weights need only the link inside, so they move while tokens cross.
+        """
+        costs, size, domains = self.costs, self.topology.domain_size, self.topology.num_domains
+        served_SD = served_shares(replicas.loads, self.topology, costs.model.top_k)
+        received_SD = (domains - 1) * served_SD
+        sent_SD = served_SD.sum(axis=1, keepdims=True) - served_SD
+        tokens_SR = self.tokens * np.repeat(np.maximum(sent_SD, received_SD), size, axis=1)
+        crossing_SR = costs.on_links(0.0, tokens_SR * self._row_bytes) + costs.latency(domains)
+        loads_SR = replicas.rank_loads
+        rows_SR = np.maximum(loads_SR, self._mean_of_domain(loads_SR)) * (size - 1) / size
+        link_SR = costs.on_links(rows_SR * self._row_bytes) + costs.latency(1)
+        with_weights_SR = costs.on_links(rows_SR * self._row_bytes + weight_bytes)
+        seconds_SR: FloatArray = np.maximum(crossing_SR + link_SR, with_weights_SR)
+        return seconds_SR
+
+    @property
+    def _row_bytes(self) -> int:
+        return ROW_BYTES * self.costs.model.width
+
+    @property
+    def _overlaps_dispatch(self) -> bool:
+        return self.runtime.overlaps_dispatch and self.plane.overlaps
+
+    def _experts(self, replicas: Replicas, *, backward: bool) -> FloatArray:
+        """[S, R] seconds of every rank's slots, one after the other, and of moving its rows."""
+        seconds = partial(self.costs.experts, backward=backward)
+        products_SR: FloatArray = replicas.sum_by_rank(
+            seconds(replicas.at_home), seconds(replicas.rows)
+        )
+        moves_SR = (2 if backward else 1) * self.costs.row_moves(replicas.rank_loads)
+        seconds_SR: FloatArray = (products_SR + moves_SR) / self._speeds_R
+        return seconds_SR
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _weights(self, replicas: Replicas) -> FloatArray:
+        """[S] seconds of sending weights that the exchange of rows does not hide."""
+        sent_SR, hops_S = self._sent(replicas)
+        received_SR = replicas.received()
+        size = float(self.costs.model.slot_bytes(training=False))
+        start_S = hops_S * self.costs.hop()
+        if not self._overlaps_dispatch:
+            busiest_S = np.maximum(sent_SR.max(axis=1), received_SR.max(axis=1)) * size
+            return self.costs.on_links(busiest_S) + start_S
+        both_S = self._ports(replicas, sent_SR * size, received_SR * size).max(axis=1)
+        late_S: FloatArray = np.maximum(both_S + start_S - self._exchange(replicas), 0.0)
+        return late_S
+
+    def _sent(self, replicas: Replicas) -> tuple[FloatArray, FloatArray]:
+        """[S, R] experts that every rank sends, and [S] hops until the last replica starts."""
+        relay = self.runtime.relay
+        direct_SR = replicas.sent(chain=False).astype(float)
+        fan_SE = replicas.per_expert()
+        longest_S = fan_SE.max(axis=1)
+        any_S = (longest_S > 0).astype(float)
+        if relay == "direct":
+            return direct_SR, any_S
+        if relay == "tree":
+            # A home with many replicas serves about sqrt(replicas) relays, which serve the rest.
+            relays_SE = np.where(fan_SE >= MIN_TREE, np.ceil(np.sqrt(fan_SE)), fan_SE)
+            relayed_SE = (fan_SE - relays_SE).astype(np.int64)
+            tree_SR = direct_SR - sum_by_home(relayed_SE, self.topology)
+            return tree_SR, any_S + (longest_S >= MIN_TREE)
+        chain_SR = replicas.sent(chain=True).astype(float)
+        chain_SR += np.maximum(longest_S - 1, 0)[:, None] / CHUNKS
+        chains_S = (chain_SR.max(axis=1) < direct_SR.max(axis=1)) | (relay == "chain")
+        sent_SR = np.where(chains_S[:, None], chain_SR, direct_SR)
+        return sent_SR, np.where(chains_S, longest_S, any_S)
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def _backward(
+        self, replicas: Replicas, forward: dict[str, FloatArray]
+    ) -> dict[str, FloatArray]:
+        runtime, exchange_S = self.runtime, self._exchange(replicas)
+        experts_S = self._experts(replicas, backward=True).max(axis=1)
+        attention = self.costs.attention(self.tokens, self.context, backward=True) / self._slowest
+        attention_S = np.full_like(exchange_S, attention)
+        sends_again = runtime.streams and not (runtime.reuses_weights and self.recompute)
+        again_S = self._weights(replicas) if sends_again else 0 * exchange_S
+        hiding_S = attention_S if runtime.reduce_under == "attention" else LAST_PRODUCT * experts_S
+        hiding_S = hiding_S if self.plane.overlaps else 0 * hiding_S
+        exposed_S = np.maximum(self._reduce(replicas) - hiding_S, 0.0)
+        times = {
+            "attention back": attention_S,
+            "weights again": again_S,
+            "combine back": exchange_S,
+            "experts back": experts_S,
+            "dispatch back": exchange_S,
+            "reduce": exposed_S + runtime.backward_us * MICRO,
+        }
+        if self.recompute:
+            times["recompute"] = _total(forward)
+        return times
+
+    def _reduce(self, replicas: Replicas) -> FloatArray:
+        """[S] seconds to reduce gradients of replicas into the home that receives most."""
+        count_SE = replicas.per_expert()
+        if self.runtime.relay == "placed":  # an expert that moved has one instance fewer
+            count_SE -= (count_SE > 0) & (replicas.at_home == 0)
+        size = float(GRADIENT_BYTES * self.costs.model.expert_weights)
+        link_rate = self.costs.cluster.link_gb_s * GIGA * self.costs.rates.link
+        busiest_S = sum_by_home(count_SE, self.topology).max(axis=1) * size
+        seconds_S: FloatArray = busiest_S / (self.runtime.reduce_gb_s * GIGA or link_rate)
+        return seconds_S
+
+
+def _total(stages: dict[str, FloatArray]) -> FloatArray:
+    total: FloatArray = np.sum(list(stages.values()), axis=0)
+    return total
