@@ -1,6 +1,6 @@
 """GRPO with replayed routes: training chooses the experts that the rollout chose.
 
-    pip install 'ultraep[transformers]' trl
+    pip install '.[transformers,trl]'
     torchrun --nproc-per-node 2 examples/grpo_replay.py
 
 TRL's GRPOTrainer trains a tiny Qwen3-MoE with random weights, whose experts are spread over the

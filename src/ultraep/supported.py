@@ -84,9 +84,18 @@ class Library:
         return f"{oldest}.x" if newest == oldest else f"{oldest} to {newest}"
 
 
+def install_extra(extra: str) -> str:
+    """Return the command that installs an extra of this package.
+
+    >>> install_extra("plot")
+    "pip install '.[plot]' in the clone of ultraep"
+    """
+    return f"pip install '.[{extra}]' in the clone of ultraep"
+
+
 def _of_extra(name: str, *packages: str, oldest: Version, below: Version) -> Library:
     """Return a library that an extra of this package installs."""
-    remedy = f"pip install 'ultraep[{packages[0].removesuffix('-core')}]'"
+    remedy = install_extra(packages[0].removesuffix("-core"))
     return Library(name, packages, remedy, oldest, below, closed=False)
 
 

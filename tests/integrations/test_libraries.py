@@ -79,7 +79,7 @@ for name in ("torchtitan", "transformers"):
     assert done.returncode == 0, done.stderr
     for name, line in zip(("torchtitan", "transformers"), done.stdout.splitlines(), strict=True):
         assert line.startswith("BackendUnavailable ")
-        assert f"pip install 'ultraep[{name}]'" in line
+        assert f"pip install '.[{name}]'" in line
 
 
 BAD = {

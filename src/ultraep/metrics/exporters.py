@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultraep.errors import BackendUnavailable, CommunicationError, ConfigError
 from ultraep.metrics.reading import SPEED, Reading, Sink
+from ultraep.supported import install_extra
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -125,7 +126,7 @@ def _prometheus() -> Any:
         import prometheus_client
     except ImportError:
         raise BackendUnavailable(
-            "the exporter needs prometheus-client: pip install 'ultraep[metrics]'"
+            f"the exporter needs prometheus-client: {install_extra('metrics')}"
         ) from None
     return prometheus_client
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.files.writing import whole_file
 from ultraep.policies import get_policy
+from ultraep.supported import install_extra
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli import render
 from ultraep_tools.cli import scenario as scenarios
@@ -313,7 +314,7 @@ def check_plot(path: str | Path) -> None:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise BackendUnavailable(
-            f"plots need matplotlib ({error}): pip install 'ultraep[plot]'"
+            f"plots need matplotlib ({error}): {install_extra('plot')}"
         ) from None
 
 

@@ -8,5 +8,5 @@ blocks.py       blocks and experts of a model; a forward pass over windows, reco
 run.py          all of it in order, with an estimate; sizes for the simulator
 findings.py     the trace replayed at all EP sizes, slots and policies; result and report
 
-transformers: pip install 'ultraep[transformers]'.
+transformers: pip install '.[transformers]' in the clone of ultraep.
 """

@@ -14,6 +14,7 @@ from importlib.resources import files
 from string import Template
 
 from ultraep.errors import BackendUnavailable
+from ultraep.supported import install_extra
 from ultraep_tools.report.numbers import Numbers
 
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"  # in the output of a command
@@ -59,7 +60,7 @@ def plotly_js() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise BackendUnavailable(
-            f"the report needs plotly ({error}); pip install 'ultraep[plot]'"
+            f"the report needs plotly ({error}): {install_extra('plot')}"
         ) from None
     source: str = get_plotlyjs()
     return source

@@ -2,7 +2,7 @@
 
 Every prompt is sent at its arrival time, whether or not earlier prompts are answered. Errors are
 counted by name. A server that cannot be reached several times in a row is dropped.
-httpx: pip install 'ultraep[bench]'.
+httpx: pip install '.[bench]' in the clone of ultraep.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ultraep.errors import BackendUnavailable, CommunicationError, ConfigError
+from ultraep.supported import install_extra
 from ultraep_tools.serving.load import LONGEST_TURN, LoadOptions, Prompt
 from ultraep_tools.serving.measure import Turn
 
@@ -25,7 +26,7 @@ try:
     import httpx
 except ImportError as missing:
     raise BackendUnavailable(
-        f"--endpoint needs httpx ({missing}): pip install 'ultraep[bench]'"
+        f"--endpoint needs httpx ({missing}): {install_extra('bench')}"
     ) from None
 
 BYTES_PER_TOKEN = 4  # of English text, roughly; servers count with their own tokenizer
