@@ -49,6 +49,9 @@ def command(options: ViewOptions) -> None:
 
     By default only this machine can open the page. The page loads nothing from the network.
     """
+    from ultraep_tools.report.page import require_plotly
+
+    require_plotly()
     from ultraep_tools.view.api import write_page
     from ultraep_tools.view.catalogue import Catalogue
 

@@ -6,5 +6,5 @@ numbers.py   numbers of plots, ready for JSON
 rows.py      records of measured numbers
 words.py     sizes, counts and tables as text
 
-Reports need plotly: pip install '.[plot]' in the clone of ultraep.
+Reports need plotly: pip install '.[view]' in the clone of ultraep.
 """

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from importlib.util import find_spec
 from string import Template
 
 from ultraep.errors import BackendUnavailable
@@ -55,13 +56,16 @@ class Page:
         )
 
 
+def require_plotly() -> None:
+    """Raise `BackendUnavailable` unless plotly is installed. Call it before any work."""
+    if find_spec("plotly") is None:
+        raise BackendUnavailable(f"pages with plots need plotly: {install_extra('view')}")
+
+
 def plotly_js() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"the report needs plotly ({error}): {install_extra('plot')}"
-        ) from None
+    require_plotly()
+    from plotly.offline import get_plotlyjs
+
     source: str = get_plotlyjs()
     return source
 
