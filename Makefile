@@ -24,7 +24,7 @@ ENGINE_VERSION := 2.20.2
 TRITON_VERSION := 3.6.0
 TRITON := build/triton-$(TRITON_VERSION)
 
-.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton lint types docs dist lock audit compatibility bench paper format clean
+.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton soak fuzz lint types docs dist lock audit compatibility bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
@@ -36,6 +36,8 @@ help:
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (five minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (40 minutes)"
 	@echo "make test-triton  set up, then compile all kernels with the oldest Triton that is supported (a minute)"
+	@echo "make soak    set up, then train with 100 injected faults and report how every run ends (five minutes; OPTIONS=--help)"
+	@echo "make fuzz    set up, then damaged files, wrong values and random layers and plans in their long form (hours)"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
 	@echo "make docs    set up, then the documentation as a site, all links checked: build/site/index.html (a minute)"
@@ -92,6 +94,18 @@ test-triton: $(READY)
 	@if $(MAKE) --no-print-directory $(TRITON)/.ready; \
 	then PYTHONPATH=$(TRITON) $(BIN)/python tests/backends/compile_kernels.py --targets sm_90 --workers 1; \
 	else echo "make test-triton: skipped, Triton $(TRITON_VERSION) cannot be installed here"; fi
+
+# Random tests; the others of their files run as well.
+FUZZ := $(addprefix tests/,test_damaged_files.py test_wrong_values.py \
+	$(addprefix runtime/test_,capacity.py life_cycles.py random_layers.py) \
+	$(addprefix story/test_,dispatch.py plan.py replicate.py reroute.py speeds.py) \
+	backends/test_parity.py policies/test_peers.py)
+fuzz: LIMITS =
+fuzz: $(READY)
+	$(TESTS) -m '' --hypothesis-profile thorough $(FUZZ)
+
+soak: $(READY)
+	@PYTHONPATH=tests:benchmarks $(BIN)/python -m soak $(OPTIONS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -35,6 +35,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import simulated_hosts
 import torch
 import torch.distributed as dist
 from harness import Line, Metric, Report, options_parser
@@ -57,7 +58,6 @@ from timing import in_turns, on_gpu, print_progress
 import ultraep
 from ultraep.arrays import IntArray
 from ultraep.runtime.connect import connect
-from ultraep_tools.launch import simulated_hosts
 from ultraep_tools.placement import busiest_domain, place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"

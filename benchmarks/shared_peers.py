@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from functools import partial
 from typing import Any
 
@@ -9,11 +11,42 @@ import torch
 import torch.distributed as dist
 
 from ultraep.comm import Region
-from ultraep_tools.soak import shared_peers
+from ultraep.runtime.mapped.peers import check_same
 
 
-class SharedPeers(shared_peers.SharedPeers):
-    """One rank of a gloo group whose processes share files."""
+class FilePeers:
+    """One rank of a group of processes that share files, for kernels in Triton's interpreter.
+
+    comm: a communicator, or anything else with its `rank`, `size` and `gather_objects`.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.device = comm, torch.device("cpu")
+        self.rank, self.size = comm.rank, comm.size
+
+    def allocate(self, name: str, nbytes: int) -> Region:
+        check_same(self._comm.gather_objects((name, nbytes)))
+        folder, nbytes = "/dev/shm" if os.path.isdir("/dev/shm") else None, max(64, nbytes)
+        number, path = tempfile.mkstemp(prefix=f"ultraep-peers-{os.getpid()}-", dir=folder)
+        try:
+            os.ftruncate(number, nbytes)
+            os.close(number)
+            pieces = [
+                torch.from_file(other, shared=True, size=nbytes, dtype=torch.uint8)
+                for other in self._comm.gather_objects(path)
+            ]
+            self._comm.gather_objects(None)  # all ranks have opened the files
+        finally:
+            os.unlink(path)
+        addresses = torch.tensor([piece.data_ptr() for piece in pieces])
+        return Region(pieces[self.rank], addresses, pieces)
+
+    def close(self) -> None:
+        """Do nothing: the last tensor frees the memory."""
+
+
+class SharedPeers(FilePeers):
+    """`FilePeers` of a gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()

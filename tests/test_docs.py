@@ -32,7 +32,13 @@ SOURCES = [
 ]
 SCRIPTS = [
     path
-    for folder in ("examples", "benchmarks", "src/ultraep_tools/demo", "src/ultraep_tools/tiny")
+    for folder in (
+        "examples",
+        "benchmarks",
+        "tests/soak",
+        "src/ultraep_tools/demo",
+        "src/ultraep_tools/tiny",
+    )
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
 FILE = re.compile(r"[\w./*-]+\.(py|toml|md|json|jsonl|txt|npz|npy|html|svg)|[\w-]+(/[\w-]+)+/?")

@@ -31,8 +31,6 @@ OPTIONS = {
     "advise": SCENARIO,
     "demo": "--device --no-report --out --policy --quick --ranks --seed --steps",
     "env": "--json",
-    "soak": "--device --faults --force --jobs --json --kinds --logs --minutes --no-steady --only "
-    "--planes --preload --save-schedule --schedule --seed --timeout",
     "view": "--export --force --host --live --open --port paths",
     "trace info": "--json path",
     "trace replay": "--ep --history --json --policy --slots --tolerance path",

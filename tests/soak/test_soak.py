@@ -11,15 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import simulated_hosts
 import torch
-from cli.commands import invoke
 from ranks import PATIENCE
-
-from ultraep import Balancer, LocalGroup
-from ultraep.errors import FileError
-from ultraep_tools.cli import soak as command
-from ultraep_tools.launch import simulated_hosts
-from ultraep_tools.soak.outcomes import (
+from soak.outcomes import (
     HANG,
     LEAK,
     NOT_INJECTED,
@@ -31,8 +26,8 @@ from ultraep_tools.soak.outcomes import (
     classify,
     growing,
 )
-from ultraep_tools.soak.rank import balancer_options
-from ultraep_tools.soak.schedule import (
+from soak.rank import balancer_options
+from soak.schedule import (
     KINDS,
     PLANES,
     Fault,
@@ -40,13 +35,16 @@ from ultraep_tools.soak.schedule import (
     read_schedule,
     write_schedule,
 )
-from ultraep_tools.soak.training import Case, Training, Watch, WrongNumber
+from soak.training import Case, Training, Watch, WrongNumber
+
+from ultraep import Balancer, LocalGroup
+from ultraep.errors import FileError
 
 
 def soak(tmp_path, *options):
     """Run the command; return its exit code, its output and its rows."""
     path = tmp_path / "rows.json"
-    words = [sys.executable, "-m", "ultraep", "soak", *options, "--json", str(path)]
+    words = [sys.executable, "-m", "soak", *options, "--json", str(path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [*words, "--logs", str(tmp_path)],
@@ -125,7 +123,7 @@ def test_a_signal_ends_all_processes(tmp_path, number, code):
     # Ranks that are stopped for longer than this test takes, beside runs without faults.
     faults = [Fault(n, "stop", 1, "loads", 1, 3600.0, "messages", 2, n) for n in range(8)]
     write_schedule(tmp_path / "faults.json", 0, faults)
-    command = [sys.executable, "-m", "ultraep", "soak", "--planes", "messages", "--timeout", "3600"]
+    command = [sys.executable, "-m", "soak", "--planes", "messages", "--timeout", "3600"]
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
     running = subprocess.Popen(
         [*command, "--schedule", str(tmp_path / "faults.json"), "--jobs", "2"],
@@ -143,22 +141,6 @@ def test_a_signal_ends_all_processes(tmp_path, number, code):
             os.kill(int(pid), signal.SIGKILL)
         running.wait()
     assert list(tmp_path.glob("ultraep-soak-*")) == []
-
-
-def test_wrong_options_are_refused(monkeypatch):
-    monkeypatch.setattr(command, "stop_on_sigterm", lambda: None)  # this process goes on
-    for options, message in (
-        (["--faults", "0"], "--faults must be at least 1"),
-        (["--planes", "carpet"], "--planes must be among"),
-        (["--kinds", "meteor"], "--kinds must be among"),
-        (["--device", "tpu"], "--device must be cpu or cuda"),
-        (["--timeout", "0.1"], "--timeout must lie in"),
-        (["--minutes", "1", "--only", "3"], "remove --only"),
-        (["--only", "700"], "no fault has a number"),
-    ):
-        result = invoke("soak", *options)
-        assert result.exit_code == 2
-        assert message in result.stderr
 
 
 @pytest.mark.slow

@@ -30,14 +30,13 @@ SUMMARIES = {
     "demo": "Train a small MoE model, serve requests with it, and measure its layers.",
     "inspect": "Inspect a model: how imbalanced is its routing, and how much does balancing help?",
     "bench": "Measure speed on this machine.",
-    "soak": "Train with injected faults, and report how every run ends.",
     "env": "Show versions, devices, backends and policies for a bug report.",
 }
 EXITS = "Exit codes: 0 done; 2 wrong option, setting or file; 130 interrupted; 141 closed pipe."
 EPILOG = (
     "New here? Start with: ultraep demo\n\n"
-    "Exit codes: 0 done; 1 plans differ (trace replay) or a run failed (soak); 2 wrong option, "
-    "setting or file; 130 interrupted; 141 closed pipe.\n\n"
+    "Exit codes: 0 done; 1 plans differ (trace replay); 2 wrong option, setting or file; "
+    "130 interrupted; 141 closed pipe.\n\n"
     "Environment: ULTRAEP_TRACE=FOLDER records the runs of all balancers."
 )
 

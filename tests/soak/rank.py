@@ -24,18 +24,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from shared_peers import FilePeers
+from simulated_hosts import LINK
+from soak.faults import PLANNER, Injector
+from soak.jobs import FLIGHT, PRELOAD, SERVER, Fired, Job, Sample, shared_files
+from soak.outcomes import RankEnd
+from soak.schedule import DISKS, OF_KERNELS, Fault
+from soak.training import RATES, Case, Training, Watch
 
 from ultraep import Balancer, LocalGroup
 from ultraep.runtime.connect import connect, warm_up
 from ultraep.runtime.hosts import this_host
 from ultraep.runtime.mapped.peers import SymmetricPeers
-from ultraep_tools.launch.simulated_hosts import LINK
-from ultraep_tools.soak.faults import PLANNER, Injector
-from ultraep_tools.soak.jobs import FLIGHT, PRELOAD, SERVER, Fired, Job, Sample, shared_files
-from ultraep_tools.soak.outcomes import RankEnd
-from ultraep_tools.soak.schedule import DISKS, OF_KERNELS, Fault
-from ultraep_tools.soak.shared_peers import SharedPeers
-from ultraep_tools.soak.training import RATES, Case, Training, Watch
 
 JOIN = 120.0  # seconds for all ranks to join; a busy machine is slow to start processes
 ACKNOWLEDGED = 30.0  # seconds for the supervisor to act
@@ -209,7 +209,7 @@ def make_balancer(
             else:
                 comm = connect(group, timeout=job.timeout)
                 closing.callback(comm.close)
-                options["peers"] = SharedPeers(comm)
+                options["peers"] = FilePeers(comm)
         if fault is not None and fault.kind in DISKS and fault.stage == "trace":
             options["record"] = job.disk / "trace"
         balancer = Balancer._with_settings(group, **options)

@@ -1,4 +1,4 @@
-"""`ultraep soak`: train with injected faults, and report how every run ends."""
+"""`python -m soak`: train with injected faults, and report how every run ends."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ultraep_tools.outputs import check_targets
 from ultraep_tools.report.words import counted
 
 if TYPE_CHECKING:
-    from ultraep_tools.soak.outcomes import Row
-    from ultraep_tools.soak.run import Campaign, Settings, Steady
-    from ultraep_tools.soak.schedule import Fault
+    from soak.outcomes import Row
+    from soak.run import Campaign, Settings, Steady
+    from soak.schedule import Fault
 
 EXAMPLE = (
-    "Example: ultraep soak --seed 7 --minutes 5 --json soak.json\n\n"
-    "Example: ultraep soak --seed 7 --faults 1000 --only 17   # repeat one fault of that campaign"
+    "Example: python -m soak --seed 7 --minutes 5 --json soak.json\n\n"
+    "Example: python -m soak --seed 7 --faults 1000 --only 17   # repeat one fault of that campaign"
 )
 FAULTS = 100
 FAILED = 1  # exit code
@@ -84,8 +84,8 @@ def command(options: SoakOptions) -> None:
     check_targets(
         (options.json, "benchmark"), (options.save_schedule, "schedule"), force=options.force
     )
-    from ultraep_tools.soak.outcomes import FAILURES
-    from ultraep_tools.soak.run import Campaign
+    from soak.outcomes import FAILURES
+    from soak.run import Campaign
 
     stop_on_sigterm()  # so that hosts and disks are removed
     settings, terminal = _settings(options), Terminal()
@@ -108,7 +108,7 @@ def command(options: SoakOptions) -> None:
 
 
 def _settings(options: SoakOptions) -> Settings:
-    from ultraep_tools.soak.run import Settings
+    from soak.run import Settings
 
     if options.device not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be cpu or cuda, got {options.device!r}")
@@ -122,8 +122,8 @@ def _faults(
     options: SoakOptions, settings: Settings, terminal: Terminal
 ) -> tuple[Iterator[Fault] | list[Fault], list[str]]:
     """Return the faults to inject, and the planes of runs without faults."""
-    from ultraep_tools.soak import schedule
-    from ultraep_tools.soak.run import obstacles
+    from soak import schedule
+    from soak.run import obstacles
 
     left_out = obstacles(settings.device, settings.preload)
     planes = _chosen(options.planes, "--planes", tuple(schedule.PLANES), left_out)
@@ -191,7 +191,7 @@ def _run(
 
 def _end(steady: Steady, terminal: Terminal) -> list[str]:
     """End the runs without faults; print their resources and return what is wrong."""
-    from ultraep_tools.soak.outcomes import ALLOWED_GROWTH, growing, trends
+    from soak.outcomes import ALLOWED_GROWTH, growing, trends
 
     problems = []
     for end in steady.stop():
@@ -217,7 +217,7 @@ def _end(steady: Steady, terminal: Terminal) -> list[str]:
 def _report(
     terminal: Terminal, rows: list[Row], failures: list[Row], seconds: float, options: SoakOptions
 ) -> None:
-    from ultraep_tools.soak.outcomes import table
+    from soak.outcomes import table
 
     if rows:
         headers, lines = table(rows)
@@ -231,14 +231,18 @@ def _report(
         most = max(row.fault.number for row in failures) + 1
         count_ = "" if options.schedule else f" --faults {max(most, options.faults or 0)}"
         terminal.print(
-            f"repeat with: ultraep soak {again}{count_} --only {numbers}", soft_wrap=True
+            f"repeat with: python -m soak {again}{count_} --only {numbers}", soft_wrap=True
         )
 
 
 def _write(path: Path, rows: list[Row]) -> None:
     """Write one record per line, in the order of the faults."""
-    from ultraep_tools.soak.outcomes import as_record
+    from soak.outcomes import as_record
 
     records = [as_record(row) for row in sorted(rows, key=lambda row: row.fault.number)]
     lines = ",\n".join(json.dumps({"benchmark": "soak", **record}) for record in records)
     write_text(path, f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    typer.run(command)

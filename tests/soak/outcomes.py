@@ -21,9 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from soak.schedule import Fault
+
 from ultraep.errors import FileError
 from ultraep_tools.crash import crash_folders, read_crash
-from ultraep_tools.soak.schedule import Fault
 
 SURVIVED, STOPPED, UNNAMED, HANG = "survived", "stopped", "unnamed", "hang"
 WRONG, LEAK, NOT_INJECTED, UNEXPLAINED = "wrong number", "leak", "not injected", "unexplained"

@@ -33,10 +33,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ultraep.errors import ConfigError
-from ultraep_tools.launch import simulated_hosts
-from ultraep_tools.launch.simulated_hosts import SimulatedHost
-from ultraep_tools.soak.jobs import (
+import simulated_hosts
+from simulated_hosts import SimulatedHost
+from soak.jobs import (
     FLIGHT,
     MODULE,
     PRELOAD,
@@ -47,8 +46,10 @@ from ultraep_tools.soak.jobs import (
     run_job,
     shared_files,
 )
-from ultraep_tools.soak.outcomes import STOPPED, UNEXPLAINED, RankEnd, Row, classify, explain
-from ultraep_tools.soak.schedule import DISKS, OF_KERNELS, PLANES, Fault
+from soak.outcomes import STOPPED, UNEXPLAINED, RankEnd, Row, classify, explain
+from soak.schedule import DISKS, OF_KERNELS, PLANES, Fault
+
+from ultraep.errors import ConfigError
 
 DISK_BYTES = "512k"
 SWEEP = 2.0  # seconds in which another group may remove the files of a dead one
@@ -100,7 +101,7 @@ class Server:
 
     def __init__(self, device: str, preload: str = "") -> None:
         if sys.platform != "linux":
-            raise ConfigError("ultraep soak needs Linux: it forks ranks and reads /proc")
+            raise ConfigError("python -m soak needs Linux: it forks ranks and reads /proc")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([MODULE])
         own = {

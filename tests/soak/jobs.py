@@ -9,10 +9,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from ultraep_tools.launch.simulated_hosts import SimulatedHost
-from ultraep_tools.soak.schedule import Fault
+from simulated_hosts import SimulatedHost
+from soak.schedule import Fault
 
-MODULE = "ultraep_tools.soak.rank"  # imports torch; the server imports it once
+MODULE = "soak.rank"  # imports torch; the server imports it once
 FLIGHT = "flight"  # directory of the flight recorder, in the directory of a run
 SERVER, PRELOAD = "ULTRAEP_SOAK_SERVER", "ULTRAEP_SOAK_PRELOAD"  # environment variables
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from soak.schedule import DISKS, Fault
+from soak.training import Training, Watch, WrongNumber
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ultraep import Balancer, Problem, register_policy
@@ -29,8 +31,6 @@ from ultraep.parallel.checkpoint import ShardedState
 from ultraep.passes import PassRecord
 from ultraep.policies import get_policy
 from ultraep.position import At, Position
-from ultraep_tools.soak.schedule import DISKS, Fault
-from ultraep_tools.soak.training import Training, Watch, WrongNumber
 
 checkpoints: Any = dcp  # mypy does not see its functions there
 CLOCK_JUMP = 3600.0  # seconds

@@ -1,1 +1,0 @@
-"""Soak test: train with injected faults beside a dense twin, and classify how every run ends."""
