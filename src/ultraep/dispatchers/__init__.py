@@ -6,7 +6,7 @@
 
 The modules of this package import no library: you pass the buffer that you created. To write a
 dispatcher for a library without autograd, derive from `RawDispatcher` and `LibraryRows`; otherwise
-implement `ultraep.dispatch.Dispatcher`. docs/dispatchers.md has an example of each.
+implement `ultraep.dispatch.Dispatcher`, as docs/dispatchers.md shows.
 
 Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D model width.
 """
