@@ -27,15 +27,16 @@ def record(folder, plans, *, topology=TOPOLOGY, config=CONFIG, layers=1, **optio
     """Write a trace of these plans.
 
     ranks: number of records by rank.   bytes_moved: a function of plan and rank.
+    seconds: by stage, of every record.
     """
     counts = options.pop("ranks", None) or dict.fromkeys(range(topology.ranks), len(plans))
     bytes_moved = options.pop("bytes_moved", lambda *_: 0)
+    seconds = options.pop("seconds", None)
     for rank, count in counts.items():
         with Recorder(folder, topology, config, rank=rank, **options) as recorder:
             for number, plan in enumerate(plans[:count]):
                 rows, (step, layer) = arrived(plan, rank), divmod(number, layers)
                 sent = bytes_moved(plan, rank)
-                assert recorder.add(
-                    plan=plan, slot_rows=rows, step=step, layer=layer, bytes_moved=sent
-                )
+                values = {"slot_rows": rows, "bytes_moved": sent, "seconds": seconds}
+                assert recorder.add(plan=plan, step=step, layer=layer, **values)
     return folder

@@ -91,6 +91,11 @@ class Rates:
         return ",".join(f"{name}={getattr(self, name)}" for name in RATE_NAMES)
 
     @property
+    def microseconds(self) -> dict[str, float]:
+        """The rates by name, for people."""
+        return {name: getattr(self, name) / PER_MICROSECOND for name in RATE_NAMES}
+
+    @property
     def numbers(self) -> tuple[int, int, int, int]:
         """Row, copy, each, layer: the order in which backends expect them."""
         return self.row, self.copy, self.each, self.layer
@@ -107,7 +112,7 @@ class Rates:
 
 RATE_NAMES = ("row", "copy", "each", "layer")
 NO_RATES = (0, 0, 0, 0)
-PER_SECOND = 10**12  # picoseconds
+PER_SECOND, PER_MICROSECOND = 10**12, 10**6  # picoseconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 Joins the flight files of all ranks (`ultraep.trace.flight`).
 
     crash = read_crash("flight/2f8a...")
-    crash.explain()          one paragraph: who was where, who is missing, whose digests differ
+    print(crash.explain())   who waits for whom, who was where, whose digests differ
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from ultraep.trace.flight import (
     Pass,
 )
 from ultraep.trace.schema import MOST_RANKS
+from ultraep_tools.report.words import counted
 
 RANK_FILE = re.compile(r"rank-(\d{5})\.json")
 MOST_FILE = 4 << 20  # bytes
@@ -126,11 +128,6 @@ class Crash:
         return [r for r in range(self.ranks) if r not in self.flights and r not in self.damaged]
 
     @property
-    def written(self) -> float:
-        """Unix time of the newest file."""
-        return max(flight.written for flight in self.flights.values())
-
-    @property
     def culprits(self) -> list[int]:
         """Ranks that the others wait for: missing, failed by themselves, or behind all others.
 
@@ -179,59 +176,23 @@ class Crash:
         first = min(places.values())
         return [rank for rank, place in places.items() if place == first]
 
+    def heading(self, now: float) -> str:
+        """Return the folder, how many ranks have files, and when the last one was written."""
+        written = max(flight.written for flight in self.flights.values())
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
+        files = f"files of {len(self.flights)} of {counted(self.ranks, 'rank')}"
+        return f"{self.folder}: {files}, {when} ({_ago(now - written)})"
+
     def explain(self) -> str:
-        """Return one paragraph: who was where, who is missing, whose digests differ."""
-        files, ranks = len(self.flights), self.ranks
-        sentences = [
-            f"Flight file{'s' * (files != 1)} of {files} of {ranks} rank{'s' * (ranks != 1)} of "
-            f"balancer {next(iter(self.flights.values())).balancer}.",
-            *self._absent(),
-            *self._failed(),
-            *self._positions(),
-            *self._verdict(),
-            *self._paths(),
-            *self._digests(),
-        ]
-        return " ".join(sentences)
+        """Return who waits for whom, where every rank was, and whose digests differ.
 
-    def _absent(self) -> list[str]:
-        sentences = []
-        if self.missing:
-            asked = {flight.reason for flight in self.flights.values()} == {SIGNAL}
-            sentences.append(
-                f"{_subject(self.missing)} left no file: {'not signalled, ' * asked}killed, "
-                "stopped, or on a host whose files are in another folder."
-            )
-        for rank, reason in self.damaged.items():
-            sentences.append(f"The file of rank {rank} cannot be used: {reason}.")
-        return sentences
+        Errors are on lines of their own, indented.
+        """
+        parts = self._verdict(), self._absent(), self._failed(), self._positions()
+        return "\n".join(line for part in (*parts, self._paths(), self._digests()) for line in part)
 
-    def _failed(self) -> list[str]:
-        own = {rank: flight.own_error for rank, flight in sorted(self.flights.items())}
-        return [
-            f"{_subject(ranks)} raised {_short(error)}." for error, ranks in _grouped(own) if error
-        ]
-
-    def _positions(self) -> list[str]:
-        """Return where each rank is, the ranks that are behind last."""
-        at = {
-            rank: (flight.last.place, f"{_doing(flight)} {flight.last}")
-            for rank, flight in sorted(self.flights.items())
-            if flight.last is not None
-        }
-        sentences = []
-        for (_, doing), ranks in sorted(_grouped(at), reverse=True):
-            flights = [self.flights[rank] for rank in ranks]
-            seconds = max(flight.last.since for flight in flights if flight.last is not None)
-            when = f"{seconds:.1f} s before" if doing.startswith("had") else f"for {seconds:.1f} s"
-            sentences.append(f"{_subject(ranks)} {doing} {when}{_ending(flights)}.")
-        idle = [rank for rank, flight in sorted(self.flights.items()) if flight.last is None]
-        if idle:
-            sentences.append(f"{_subject(idle)} had not begun a microbatch.")
-        return sentences
-
-    def _verdict(self) -> list[str]:
-        """Return who is waited for."""
+    def _verdict(self) -> Iterator[str]:
+        """Yield who is waited for."""
         culprits = self.culprits
         others = [
             rank
@@ -240,66 +201,102 @@ class Crash:
         ]
         if culprits and others:
             verb = "waits" if len(others) == 1 else "wait"
-            return [f"So {_subject(others, 'r')} {verb} for {_subject(culprits, 'r')}."]
+            yield f"{_subject(others)} {verb} for {_subject(culprits, 'r')}."
         differ = any(e.startswith(MISMATCH) for f in self.flights.values() for e in f.errors)
         if not culprits and len(others) > 1 and not differ:
-            return ["No rank is behind: a message between them did not arrive."]
-        return []
+            yield "No rank is behind: a message between them did not arrive."
 
-    def _paths(self) -> list[str]:
-        """Return the first pass in which ranks did different things."""
-        same: dict[int, dict[int, tuple[int, int, str]]] = {}
+    def _absent(self) -> Iterator[str]:
+        if self.missing:
+            asked = {flight.reason for flight in self.flights.values()} == {SIGNAL}
+            yield (
+                f"{_subject(self.missing)} left no file: {'not signalled, ' * asked}killed, "
+                "stopped, or on a host whose files are in another folder."
+            )
+        for rank, reason in self.damaged.items():
+            yield f"The file of rank {rank} cannot be used: {reason}."
+
+    def _failed(self) -> Iterator[str]:
+        own = {rank: flight.own_error for rank, flight in sorted(self.flights.items())}
+        for error, ranks in _grouped(own):
+            if error:
+                yield from (f"{_subject(ranks)} raised", f"  {_short(error)}")
+
+    def _positions(self) -> Iterator[str]:
+        """Yield where each rank is, the ranks that are behind last."""
+        at = {
+            rank: (flight.last.place, f"{_doing(flight)} {flight.last}")
+            for rank, flight in sorted(self.flights.items())
+            if flight.last is not None
+        }
+        for (_, doing), ranks in sorted(_grouped(at), reverse=True):
+            flights = [self.flights[rank] for rank in ranks]
+            first = max(flights, key=lambda flight: flight.since)
+            clock = time.strftime("%H:%M:%S", time.localtime(first.written - first.since))
+            when = "{:.1f} s before, at {}" if doing.startswith("had") else "for {:.1f} s, since {}"
+            error = next((f.errors[0] for f in flights if f.errors and not f.own_error), "")
+            frames = next((frames for f in flights if (frames := _frames(f.stack))), [])
+            thread = f", with the main thread at {frames[0]}" if frames else ""
+            ending = ", and stopped with" if error else "."
+            yield f"{_subject(ranks)} {doing} {when.format(first.since, clock)}{thread}{ending}"
+            if error:
+                yield f"  {_short(error)}"
+        idle = [rank for rank, flight in sorted(self.flights.items()) if flight.last is None]
+        if idle:
+            yield f"{_subject(idle)} had not begun a microbatch."
+
+    def _paths(self) -> Iterator[str]:
+        """Yield the first pass in which ranks did different things."""
+        by_number: dict[int, dict[int, str]] = {}
         for rank, flight in sorted(self.flights.items()):
             for each in flight.passes:
-                same.setdefault(each.number, {})[rank] = (each.layer, each.step, each.kind)
-        for number, by_rank in sorted(same.items()):
+                by_number.setdefault(each.number, {})[rank] = each.where
+        for number, by_rank in sorted(by_number.items()):
             groups = _grouped(by_rank)
             if len(groups) > 1:
-                listed = "; ".join(
-                    f"{_subject(ranks, 'r')}: layer {layer}, step {step}, {kind}"
-                    for (layer, step, kind), ranks in groups
-                )
-                return [f"Ranks took different paths from pass {number} on ({listed})."]
-        return []
+                listed = "; ".join(f"{_subject(ranks, 'r')}: {where}" for where, ranks in groups)
+                yield f"Ranks took different paths from pass {number} on ({listed})."
+                return
 
-    def _digests(self) -> list[str]:
-        """Return the first microbatch whose loads or plans differ, or how many are equal."""
-        shared: dict[tuple[int, int], dict[str, dict[int, int]]] = {}
+    def _digests(self) -> Iterator[str]:
+        """Yield the first microbatch whose loads or plans differ, or how many are equal."""
+        shared: dict[tuple[int, str], dict[str, dict[int, int]]] = {}
         for rank, flight in sorted(self.flights.items()):
             for each in flight.passes:
-                digests = shared.setdefault((each.step, each.layer), {"loads": {}, "plans": {}})
+                digests = shared.setdefault((each.number, each.where), {"loads": {}, "plans": {}})
                 for name, digest in (("loads", each.loads), ("plans", each.plan)):
                     if digest:
-                        digests[name].setdefault(rank, digest)  # forward comes first
-        compared = 0
-        for (step, layer), by_name in sorted(shared.items()):
-            compared += len(by_name["plans"]) > 1
+                        digests[name][rank] = digest
+        for (_, where), by_name in sorted(shared.items()):
             for name, by_rank in by_name.items():
                 groups = _grouped(by_rank)
                 if len(groups) > 1:
                     listed = " and ".join(_subject(ranks, "r") for _, ranks in groups)
-                    return [f"The {name} of layer {layer} (step {step}) differ between {listed}."]
+                    yield f"The {name} of {where} differ between {listed}."
+                    return
+        compared = sum(len(by_name["plans"]) > 1 for by_name in shared.values())
         if compared:
-            what = f"{compared} microbatch{'es' * (compared > 1)}"
-            return [f"Loads and plans are equal in the {what} that ranks share."]
-        return []
+            same = counted(compared, "microbatch")
+            yield f"Loads and plans are equal in the {same} that ranks share."
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a record for each rank, for tables and JSON."""
-        rows = []
-        for rank in range(self.ranks):
-            flight, row = self.flights.get(rank), dict[str, Any](rank=rank, state="no file")
-            if rank in self.damaged:
-                row["state"] = self.damaged[rank]
-            if flight is not None:
-                last = flight.last
-                row |= {"state": flight.reason, "host": flight.host, "pid": flight.pid}
-                row |= {"error": flight.own_error or next(iter(flight.errors), "")}
-                row |= {"global_rank": flight.global_rank, "passes": len(flight.passes)}
-                row |= {} if last is None else last._asdict()
-                row["frames"] = _frames(flight.stack)
-            rows.append(row | {"culprit": rank in self.culprits})
-        return rows
+    def to_json(self) -> dict[str, Any]:
+        """Return everything that is known, for programs."""
+        return {
+            "folder": str(self.folder),
+            "ranks": self.ranks,
+            "missing": self.missing,
+            "damaged": {str(rank): text for rank, text in self.damaged.items()},
+            "culprits": self.culprits,
+            "explanation": self.explain().splitlines(),
+            "by_rank": [_rank_to_json(flight) for _, flight in sorted(self.flights.items())],
+        }
+
+
+def _rank_to_json(flight: FlightFile) -> dict[str, Any]:
+    names = ("rank", "global_rank", "host", "pid", "reason", "written", "errors")
+    last = None if flight.last is None else flight.last._asdict()
+    facts = {name: getattr(flight, name) for name in names}
+    return facts | {"last": last, "frames": _frames(flight.stack)}
 
 
 def crash_folders(folder: str | Path) -> list[Path]:
@@ -367,6 +364,18 @@ def _subject(ranks: Iterable[int], first: str = "R") -> str:
     return f"{first}ank{'s' * (sum(map(len, spans)) > 1)} {listed}"
 
 
+def _ago(seconds: float) -> str:
+    """Return a duration in the largest unit that fits.
+
+    >>> _ago(5), _ago(7300)
+    ('5 seconds ago', '2 hours ago')
+    """
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            return f"{counted(int(seconds // length), unit)} ago"
+    return f"{counted(max(int(seconds), 0), 'second')} ago"
+
+
 def _short(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
@@ -377,16 +386,6 @@ def _doing(flight: FlightFile) -> str:
     if not flight.last.open:
         return "had left"
     return "waited in" if flight.last.waits and not flight.own_error else "stayed in"
-
-
-def _ending(flights: Sequence[FlightFile]) -> str:
-    """Return the first error of these ranks that others caused, and the innermost frame."""
-    following = next((f.errors[0] for f in flights if f.errors and not f.own_error), "")
-    frames = next((frames for f in flights if (frames := _frames(f.stack))), [])
-    parts = [f" and stopped with {_short(following)}"] if following else []
-    if frames:
-        parts.append(f", with the main thread at {frames[0]}")
-    return "".join(parts)
 
 
 def _frames(stack: str) -> list[str]:

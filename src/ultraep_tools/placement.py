@@ -9,13 +9,101 @@ Shapes: S microbatches of the history, E experts, G groups of experts.
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep import __version__
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
+from ultraep.files.writing import write_text
+from ultraep.topology import Topology
+from ultraep.trace.read import Trace
 
+LEAST_GAIN = 0.001  # of the forecast, in mean domains
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PlacedLayer:
+    """The order of the experts of a layer, and the forecast that decided about it.
+
+    better: whether the order is new; the recorded order stays if the forecast is not better.
+    recorded, placed: rows of the busiest domain over the mean, in the second half of the records.
+    """
+
+    order: IntArray
+    better: bool
+    recorded: float
+    placed: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The orders of all layers of a trace."""
+
+    ranks: int
+    domain: int
+    layers: dict[int, PlacedLayer]
+
+    def verdict(self) -> str:
+        """Return one line: what the new orders would change."""
+        layers = self.layers.values()
+        moved = sum(layer.better for layer in layers)
+        if not moved:
+            return "keep all experts in their order: no layer has a better forecast"
+        before = fmean(layer.recorded for layer in layers)
+        after = fmean(layer.placed if layer.better else layer.recorded for layer in layers)
+        change = f"busiest domain {before:.3f} -> {after:.3f} of the mean domain"
+        return f"{change}: new order in {moved} of {len(layers)} layers"
+
+    def write(self, path: Path) -> None:
+        """Write the orders as JSON."""
+        orders = {str(layer): own.order.tolist() for layer, own in self.layers.items()}
+        record = {"placed_by": f"ultraep {__version__}", "ranks": self.ranks}
+        write_text(path, json.dumps(record | {"domain": self.domain, "orders": orders}) + "\n")
+
+
+def place_trace(trace: Trace, domain: int | None = None) -> Placement:
+    """Place the experts of every layer where the forecast is better.
+
+    domain: consecutive ranks that a fast link joins; None: as recorded.
+    """
+    topology, ranks = trace.topology, trace.topology.ranks
+    domain = topology.domain_size if domain is None else domain
+    if domain == ranks:
+        raise ConfigError(
+            f"nothing to place: all {ranks} ranks are one domain, inside which replicas balance; "
+            "pass --domain if fewer ranks share a fast link"
+        )
+    if not len(trace) or len(set(topology.homes_per_rank.tolist())) > 1:
+        reason = "ranks have different numbers of experts" if len(trace) else "no records"
+        raise ConfigError(f"nothing to place: {reason}")
+    of_layers = {layer: trace.of_layer(layer) for layer in trace.layers.tolist()}
+    layers = {
+        layer: _place_layer(own.loads.sum(axis=1), topology, domain)
+        for layer, own in of_layers.items()
+    }
+    return Placement(ranks, domain, layers)
+
+
+def _place_layer(history_SE: IntArray, topology: Topology, domain: int) -> PlacedLayer:
+    """Forecast by the first half of the records how a placement does in the second half."""
+    ranks, recorded = topology.ranks, topology.experts_by_rank
+    first_SE, second_SE = np.array_split(history_SE, 2)
+    if not len(second_SE):
+        raise ConfigError("nothing to place: a forecast needs at least two records of every layer")
+    tried = place_experts(first_SE, ranks, domain)
+    before, after = (
+        busiest_domain(second_SE, order, ranks // domain) for order in (recorded, tried)
+    )
+    better = before - after >= LEAST_GAIN
+    order = place_experts(history_SE, ranks, domain) if better else recorded
+    return PlacedLayer(order, better, before, after)
 
 
 def place_experts(history_SE: IntArray, ranks: int, domain: int | None = None) -> IntArray:
@@ -26,8 +114,9 @@ def place_experts(history_SE: IntArray, ranks: int, domain: int | None = None) -
     >>> place_experts(np.array([[9, 9, 1, 1]]), ranks=2)
     array([0, 3, 1, 2])
     """
-    experts, domain = history_SE.shape[1], domain or ranks
-    if ranks % domain or experts % ranks:
+    experts = history_SE.shape[1]
+    domain = ranks if domain is None else domain
+    if domain < 1 or ranks % domain or experts % ranks:
         raise ConfigError(
             f"{experts} experts cannot be placed evenly on {ranks} ranks in domains of {domain}"
         )

@@ -93,6 +93,10 @@ class Replayed:
         means: dict[str, Any] = {name: fmean(getattr(self, name).tolist()) for name in names}
         return means | {"worst": float(self.after.max()), "beyond": int(self.beyond.sum())}
 
+    def to_json(self) -> dict[str, Any]:
+        """Return settings and means."""
+        return self.case.settings() | self.means()
+
 
 def replayed(trace: Trace, case: Case) -> Replayed:
     """Plan all records."""

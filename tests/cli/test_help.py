@@ -34,7 +34,7 @@ OPTIONS = {
     "view": "--export --force --host --live --open --port paths",
     "trace info": "--json path",
     "trace replay": "--ep --history --json --policy --slots --tolerance path",
-    "trace place": "--domain --force --json --out path",
+    "trace place": "--domain --force --out path",
     "trace export": "--csv --force --npz --perfetto path",
     "bench prefill": "--arrivals --budget --burst --device --endpoint --force --html --json --load "
     "--longest --model --policy --ranks --rate --rounds --routing --seconds --seed --shortest "

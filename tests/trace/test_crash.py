@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -40,12 +41,17 @@ def test_ranks_that_wait_for_one_that_is_behind(tmp_path):
     ahead = [flight(rank, [passed(1), passed(2), waiting]) for rank in (0, 1)]
     crash = read_crash(write(tmp_path, *ahead, behind))
     assert (crash.culprits, crash.missing, crash.behind) == ([2], [], [2])
-    assert crash.explain() == (
-        "Flight files of 3 of 3 ranks of balancer ab12. Ranks 0 and 1 waited in 'dispatch' of "
-        "layer 0 (step 3, forward) for 5.0 s. Rank 2 had left 'combine' of layer 0 (step 2, "
-        "forward) 6.0 s before, with the main thread at /train.py:7 in load. So ranks 0 and 1 "
-        "wait for rank 2. Loads and plans are equal in the 3 microbatches that ranks share."
-    )
+    waited, left = (time.strftime("%H:%M:%S", time.localtime(1e9 - since)) for since in (5, 6))
+    assert crash.explain().splitlines() == [
+        "Ranks 0 and 1 wait for rank 2.",
+        "Ranks 0 and 1 waited in 'dispatch' of layer 0 (step 3, forward) for 5.0 s, "
+        f"since {waited}.",
+        "Rank 2 had left 'combine' of layer 0 (step 2, forward) 6.0 s before, "
+        f"at {left}, with the main thread at /train.py:7 in load.",
+        "Loads and plans are equal in the 3 microbatches that ranks share.",
+    ]
+    day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9))
+    assert crash.heading(1e9 + 150) == f"{tmp_path}: files of 3 of 3 ranks, {day} (2 minutes ago)"
 
 
 def test_ranks_that_a_launcher_ended_are_not_blamed(tmp_path):
@@ -54,7 +60,7 @@ def test_ranks_that_a_launcher_ended_are_not_blamed(tmp_path):
     own = flight(2, [passed(1), waiting], errors=(error,), named=(1,))
     crash = read_crash(write(tmp_path, own))
     assert (crash.missing, crash.culprits) == ([0, 1], [1])
-    assert "So rank 2 waits for rank 1." in crash.explain()
+    assert "Rank 2 waits for rank 1." in crash.explain()
 
 
 def test_files_without_named_ranks_and_a_rank_without_microbatches(tmp_path):
@@ -105,10 +111,10 @@ def test_different_paths_and_digests(tmp_path):
     flights = flight(0, [passed(1), passed(2)]), flight(1, [passed(1, loads=99), other])
     text = read_crash(write(tmp_path, *flights)).explain()
     assert (
-        "Ranks took different paths from pass 2 on (rank 0: layer 0, step 2, forward; rank 1: "
-        "layer 0, step 1, backward)."
+        "Ranks took different paths from pass 2 on (rank 0: layer 0 (step 2, forward); rank 1: "
+        "layer 0 (step 1, backward))."
     ) in text
-    assert "The loads of layer 0 (step 1) differ between rank 0 and rank 1." in text
+    assert "The loads of layer 0 (step 1, forward) differ between rank 0 and rank 1." in text
 
 
 def test_damaged_and_foreign_files(tmp_path):

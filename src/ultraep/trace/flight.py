@@ -69,9 +69,14 @@ class Pass(NamedTuple):
         """Whether the rank may be waiting for others."""
         return self.open and self.stage not in COMPUTING
 
+    @property
+    def where(self) -> str:
+        """The microbatch, and its pass."""
+        kind = "" if self.kind == MEETING else f", {self.kind}"
+        return f"layer {self.layer} (step {self.step}{kind})"
+
     def __str__(self) -> str:
-        kind = "" if self.kind == KINDS[-1] else f", {self.kind}"
-        return f"{self.stage!r} of layer {self.layer} (step {self.step}{kind})"
+        return f"{self.stage!r} of {self.where}"
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,11 @@ class FlightFile:
     def last(self) -> Pass | None:
         """The pass with the last event; None: no microbatch has begun."""
         return min(self.passes, key=lambda each: (each.since, -each.number), default=None)
+
+    @property
+    def since(self) -> float:
+        """Seconds from the last event to the writing."""
+        return 0.0 if self.last is None else self.last.since
 
     @property
     def own_error(self) -> str:

@@ -48,7 +48,7 @@ from ultraep.trace.schema import (
     rank_folder,
     take_records,
 )
-from ultraep.trace.summary import routed_rows, sums_between
+from ultraep.trace.summary import routed_rows, stage_means, sums_between
 
 FloatArray = NDArray[np.float64]
 
@@ -124,6 +124,14 @@ class Trace:
         return np.diff(self.copy_ends, prepend=0)
 
     @property
+    def stage_means(self) -> dict[str, float]:
+        """Mean seconds per record of every stage that was timed, on its slowest rank."""
+        records = np.full(self.header.ranks, len(self))
+        means = stage_means(self.seconds.sum(axis=0, dtype=np.float64), records)
+        by_stage = zip(self.header.stages, means.tolist(), strict=True)
+        return {stage: mean for stage, mean in by_stage if mean > 0}
+
+    @property
     def left_alone(self) -> NDArray[np.bool_]:
         """[N] whether an imbalanced record has no replicas because they would cost too much."""
         imbalanced = self.imbalance_before > 1 + self.header.tolerance
@@ -158,6 +166,11 @@ class Trace:
     def of_layer(self, layer: int) -> Trace:
         """Return the records of one layer."""
         return self.take(np.flatnonzero(self.layer == layer))
+
+    def by_policy(self) -> dict[str, Trace]:
+        """Return the records of each policy, those of the run's own policy first."""
+        names = sorted(set(self.policy.tolist()), key=lambda name: name != self.header.policy)
+        return {name: self.take(np.flatnonzero(self.policy == name)) for name in names}
 
     def by_layer(self) -> IntArray:
         """[microbatches, layers, R, E] the loads of microbatches that all layers have."""

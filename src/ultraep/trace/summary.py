@@ -60,6 +60,16 @@ def lines_of_additions(arrays: Arrays) -> tuple[IntArray, IntArray]:
     return late - count, lines.astype(np.int32)
 
 
+def stage_means(sums_RG: Array, records_R: Array) -> Array:
+    """[G] mean seconds of a stage per record, on the rank with the largest mean.
+
+    sums_RG: seconds of all records of a rank.   records_R: how many there are.
+    """
+    means_RG = sums_RG / np.maximum(records_R, 1)[:, None]
+    largest: Array = means_RG.max(axis=0)
+    return largest
+
+
 def _finite(seconds: Array) -> Array:
     return np.clip(np.nan_to_num(seconds.astype(np.float64)), 0, LONGEST)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import typer
+from rich.padding import Padding
 from rich.text import Text
 
-from ultraep import __version__
 from ultraep.config import NOMINAL_SPEED, Rates
 from ultraep.errors import ConfigError, FileError
-from ultraep.files.writing import is_stream, write_text
+from ultraep.files.writing import is_stream
 from ultraep.policies import get_policy
 from ultraep.trace.flight import default_folder
 from ultraep.trace.read import Trace, read_trace
@@ -23,25 +23,25 @@ from ultraep_tools.cli import options as cli
 from ultraep_tools.cli import render
 from ultraep_tools.cli.options import option, split_numbers
 from ultraep_tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
-from ultraep_tools.crash import MOST_CRASHES, Crash, crash_folders, read_crash
+from ultraep_tools.crash import MOST_CRASHES, crash_folders, read_crash
 from ultraep_tools.export import timeline_of, write_csv, write_timeline
 from ultraep_tools.outputs import check_targets
-from ultraep_tools.placement import busiest_domain, place_experts
+from ultraep_tools.placement import place_trace
 from ultraep_tools.replay import Replayed, cases, differing, replayed
 from ultraep_tools.report.words import counted
 
 DIFFERS = 1  # exit code of a replay that differs from the recorded plans
 MB = 1e6
+MOST_DECIMALS = 100  # from here on, numbers are shown without decimals
 LAYER_HEADERS = (
-    *("layer", "records", "before\nmean", "before\nworst", "after\nmean", "after\nworst"),
-    *("replicas\nmean", "MB moved\nmean"),
+    *("policy", "layer", "records", "before\nmean", "before\nworst", "after\nmean"),
+    *("after\nworst", "replicas\nmean", "MB moved\nmean"),
 )
 REPLAY_HEADERS = (
     *("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst"),
     *("bound\nmean", "replicas\nmean", "remote\nmean"),
 )
-CRASH_COLUMNS = ("rank", "state", "layer", "step", "kind", "stage", "open", "since", "error")
-PLACE_HEADERS = ("layer", "busiest domain\nas recorded", "busiest domain\nplaced")
+PLACE_HEADERS = ("layer", "busiest domain\nas recorded", "busiest domain\nplaced", "order")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -76,51 +76,63 @@ def info(options: InfoOptions) -> None:
     if options.as_json:
         print(json.dumps(_facts(trace), indent=2))
         return
-    terminal = Terminal()
-    terminal.print(_heading(options.path, trace))
-    if len(trace):
-        terminal.print(_layers(trace))
-        terminal.print(f"\nms of the slowest rank, mean: {_stages(trace)}")
+    terminal, by_policy = Terminal(), trace.by_policy()
+    terminal.print(Text(_headline(by_policy)))
+    _print_heading(terminal, options.path, trace)
+    if by_policy:
+        terminal.print(_layers(by_policy))
+        terminal.print(_stages(by_policy, trace.header.stages))
     _print_notes(terminal, trace)
 
 
-def _heading(path: Path, trace: Trace) -> Text:
+def _headline(by_policy: dict[str, Trace]) -> str:
+    """Return what the policy of the run achieved."""
+    if not by_policy:
+        return "no records"
+    policy, own = next(iter(by_policy.items()))
+    before, after = own.imbalance_before.mean(), own.imbalance_after.mean()
+    if policy == "none":
+        return f"imbalance {before:.2f}, not balanced: policy none"
+    if own.left_alone.any() and not own.num_copies.any():
+        return f"imbalance {before:.2f}, 0 replicas: none would have saved time"
+    return f"imbalance {before:.2f} -> {after:.2f} (busiest rank over mean rank)"
+
+
+def _print_heading(terminal: Terminal, path: Path, trace: Trace) -> None:
+    """Print what was recorded: sizes, settings, rates and speeds."""
     header = trace.header
-    sizes = [counted(len(trace), "record"), *describe_topology(trace.topology)]
-    policies = " and ".join(np.unique(trace.policy).tolist()) or header.policy
-    lines = [
-        f"{path}: {', '.join(sizes)}",
-        f"policy {policies}, tolerance {header.tolerance:g}, recorded {header.created}",
-        *_objective(trace),
-        *_speeds(trace),
-    ]
+    sizes = ", ".join([counted(len(trace), "record"), *describe_topology(trace.topology)])
+    terminal.print(Text(f"{path}: {sizes}"))
+    lines = [f"policy {header.policy}, tolerance {header.tolerance:g}, recorded {header.created}"]
     if len(trace):
         steps, rows = trace.steps, trace.rank_loads.sum(axis=1).mean()
         lines.append(
             f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; "
-            f"{rows:,.0f} routed rows per microbatch"
+            f"{rows:,.0f} routed rows per record"
         )
-    if header.note:
-        lines.append(header.note)
-    return Text("\n".join(lines) + "\n")
+    for line in (*lines, *_rates(trace), *_speeds(trace), header.note):
+        if line:
+            terminal.print(Text(line))
+    terminal.print()
 
 
-def _objective(trace: Trace) -> Iterator[str]:
-    """Yield the rates of ultraep's plans by time, and the number of plans without replicas."""
-    planned = trace.take(np.flatnonzero(trace.policy == "ultraep"))  # other policies use no rates
-    if trace.header.objective != "time" or not len(planned):
-        return
-    layers_of: dict[tuple[int, ...], list[str]] = {}
-    for layer in planned.layers.tolist():
-        for numbers in np.unique(planned.of_layer(layer).rates, axis=0).tolist():
-            layers_of.setdefault(tuple(numbers), []).append(str(layer))
-    for numbers, layers in layers_of.items():
-        rates = "no rates, planned for balance"
-        if any(numbers):
-            rates = f"{Rates.from_numbers(numbers)} picoseconds"
-        yield f"objective time, layers {', '.join(layers)}: {rates}"
-    alone = int(planned.left_alone.sum())
-    yield f"{counted(alone, 'record')} without replicas, because none would pay"
+def _rates(trace: Trace) -> Iterator[str]:
+    """Yield the range of each rate, and how many plans have no replica because of the rates."""
+    rates = trace.rates[trace.rates.any(axis=1)]
+    if len(rates):
+        low, high = (
+            Rates.from_numbers(numbers.tolist()).microseconds
+            for numbers in (rates.min(axis=0), rates.max(axis=0))
+        )
+        shown = [f"{name} {_range(low[name], high[name])}" for name in low]
+        yield f"rates in microseconds: {', '.join(shown)}"
+    if alone := int(trace.left_alone.sum()):
+        yield f"{counted(alone, 'record')} without replicas: none would have saved time"
+
+
+def _range(low: float, high: float) -> str:
+    shown = [f"{value:,.0f}" if value >= MOST_DECIMALS else f"{value:.2g}" for value in (low, high)]
+    return " to ".join(dict.fromkeys(shown))
 
 
 def _speeds(trace: Trace) -> Iterator[str]:
@@ -136,28 +148,35 @@ def _speeds(trace: Trace) -> Iterator[str]:
     )
 
 
-def _layers(trace: Trace) -> Grid:
-    parts = {str(layer): trace.of_layer(layer) for layer in trace.layers.tolist()}
-    if len(parts) > 1:
-        parts["all"] = trace
+def _layers(by_policy: dict[str, Trace]) -> Grid:
     rows = []
-    for name, part in parts.items():
-        before, after = part.imbalance_before, part.imbalance_after
-        ratios = (before.mean(), before.max(), after.mean(), after.max())
-        moved = part.bytes_moved.sum(axis=1).mean() / MB
-        rows.append(
-            [
-                *(name, f"{len(part):,}", *(f"{ratio:.3f}" for ratio in ratios)),
-                *(f"{part.num_copies.mean():.1f}", f"{moved:.2f}"),
-            ]
-        )
+    for policy, own in by_policy.items():
+        parts = {str(layer): own.of_layer(layer) for layer in own.layers.tolist()}
+        if len(parts) > 1:
+            parts["all"] = own
+        for layer, part in parts.items():
+            before, after = part.imbalance_before, part.imbalance_after
+            ratios = (before.mean(), before.max(), after.mean(), after.max())
+            moved = part.bytes_moved.sum(axis=1).mean() / MB
+            rows.append(
+                [
+                    *(policy, layer, f"{len(part):,}", *(f"{ratio:.3f}" for ratio in ratios)),
+                    *(f"{part.num_copies.mean():.1f}", f"{moved:.2f}"),
+                ]
+            )
     return make_grid(LAYER_HEADERS, rows)
 
 
-def _stages(trace: Trace) -> str:
-    slowest = 1e3 * trace.seconds.max(axis=1).mean(axis=0)
-    stages = zip(trace.header.stages, slowest.tolist(), strict=True)
-    return ", ".join(f"{stage} {value:.3f}" for stage, value in stages if value > 0) or "none"
+def _stages(by_policy: dict[str, Trace], stages: Sequence[str]) -> Grid | str:
+    """Return the mean time of every stage, as the viewer shows it."""
+    means = [own.stage_means for own in by_policy.values()]
+    rows = [
+        [stage, *(f"{1e3 * own.get(stage, 0):,.2f}" for own in means)]
+        for stage in stages
+        if any(stage in own for own in means)
+    ]
+    heading = "\nmilliseconds per record, on the rank with the largest mean"
+    return make_grid(("stage", *by_policy), rows, heading) if rows else "no stage times recorded"
 
 
 def _print_notes(terminal: Terminal, trace: Trace, lines: Sequence[Replayed] = ()) -> None:
@@ -182,22 +201,27 @@ def _print_notes(terminal: Terminal, trace: Trace, lines: Sequence[Replayed] = (
 
 def _facts(trace: Trace) -> dict[str, Any]:
     speeds = trace.speeds[trace.speeds.any(axis=1)]
-    means = {
-        "imbalance_before": trace.imbalance_before,
-        "imbalance_after": trace.imbalance_after,
-        "copies": trace.num_copies,
-    }
     return {
         "header": asdict(trace.header),
         "records": len(trace),
         "steps": len(trace.steps),
         "layers": trace.layers.tolist(),
-        **{name: float(values.mean()) if len(trace) else None for name, values in means.items()},
+        "policies": {policy: _means(own) for policy, own in trace.by_policy().items()},
         "planned_by_speeds": len(speeds),
         "lowest_speeds": speeds.min(axis=0).tolist() if len(speeds) else None,
         "bytes_moved": int(trace.bytes_moved.sum()),
         "dropped": trace.dropped,
         "left_out": trace.left_out,
+    }
+
+
+def _means(trace: Trace) -> dict[str, Any]:
+    return {
+        "records": len(trace),
+        "imbalance_before": float(trace.imbalance_before.mean()),
+        "imbalance_after": float(trace.imbalance_after.mean()),
+        "copies": float(trace.num_copies.mean()),
+        "seconds": trace.stage_means,
     }
 
 
@@ -254,10 +278,10 @@ def replay(options: ReplayOptions) -> None:
             lines.append(replayed(trace, case))
             report(number, len(planned), case.config.policy)
     if options.as_json:
-        print(json.dumps({"differing": changed, "replayed": [_record(line) for line in lines]}))
+        print(json.dumps({"differing": changed, "replayed": [line.to_json() for line in lines]}))
     else:
         terminal = Terminal()
-        terminal.print(_heading(options.path, trace))
+        _print_heading(terminal, options.path, trace)
         terminal.print(_verdict(trace, changed))
         terminal.print()
         terminal.print(_table(lines))
@@ -293,19 +317,6 @@ def _table(lines: Sequence[Replayed]) -> Grid:
     return make_grid(REPLAY_HEADERS, rows)
 
 
-def _record(line: Replayed) -> dict[str, Any]:
-    means = line.means()
-    return line.case.settings() | {
-        "imbalance_before": means["before"],
-        "imbalance_after": means["after"],
-        "imbalance_worst": means["worst"],
-        "lower_bound": means["bound"],
-        "copies": means["copies"],
-        "remote_share": means["remote"],
-        "beyond_limits": means["beyond"],
-    }
-
-
 # -- place ---------------------------------------------------------------------------------------
 
 
@@ -316,7 +327,6 @@ class PlaceOptions(TraceOptions):
         "Consecutive ranks that a fast link joins; replicas stay inside.", "as recorded"
     )
     out: Path | None = option("Write the order of experts of every layer as JSON.", metavar="FILE")
-    as_json: bool = cli.json_option()
     force: bool = cli.force_option()
 
 
@@ -325,35 +335,26 @@ class PlaceOptions(TraceOptions):
 def place(options: PlaceOptions) -> None:
     """Place experts by their history, so that fast-link domains have equal loads.
 
-    The table is a forecast: it places experts by the first half of the records and shows the
-    busiest domain of the second half, over the mean. The file is made from all records. Its lists
-    name the experts in their new order; apply them with ultraep.reorder_experts when you load a
-    checkpoint.
+    The forecast places experts by the first half of the records and shows the busiest domain of
+    the second half, over the mean domain. A layer keeps its order unless its forecast is better.
+    The file is made from all records. Its lists name the experts in their new order; apply them
+    with ultraep.reorder_experts when you load a checkpoint. With one domain there is nothing to
+    place: the command says so, writes nothing, and the exit code is 2.
     """
     check_targets((options.out, "placement"), force=options.force)
     trace = read_trace(options.path)
-    domain = trace.topology.domain_size if options.domain is None else options.domain
-    ranks, orders, forecast = trace.header.ranks, {}, []
-    for layer in trace.layers.tolist():
-        history = trace.of_layer(layer).loads.sum(axis=1)
-        orders[str(layer)] = place_experts(history, ranks, domain).tolist()
-        first, second = np.array_split(history, 2)
-        recorded, placed = trace.topology.experts_by_rank, place_experts(first, ranks, domain)
-        ratios = [busiest_domain(second, order, ranks // domain) for order in (recorded, placed)]
-        forecast.append([layer, *ratios])
-    placed_by = f"ultraep {__version__}"
-    record = {"placed_by": placed_by, "ranks": ranks, "domain": domain, "orders": orders}
-    if options.out is not None:
-        write_text(options.out, json.dumps(record) + "\n")
-    if options.as_json:
-        print(json.dumps(record | {"forecast": forecast}))
-        return
+    placed = place_trace(trace, options.domain)
     terminal = Terminal()
-    terminal.print(_heading(options.path, trace))
-    rows = [[str(layer), f"{before:.3f}", f"{after:.3f}"] for layer, before, after in forecast]
+    terminal.print(Text(f"{placed.verdict()}\n"))
+    rows = [
+        [str(layer), f"{own.recorded:.3f}", f"{own.placed:.3f}", "new" if own.better else "kept"]
+        for layer, own in placed.layers.items()
+    ]
     terminal.print(make_grid(PLACE_HEADERS, rows))
-    if options.out is not None and not is_stream(options.out):
-        print(f"{plain(str(options.out))}: {counted(len(orders), 'layer')}")
+    if options.out is not None:
+        placed.write(options.out)
+        if not is_stream(options.out):
+            print(f"{plain(str(options.out))}: {counted(len(rows), 'layer')}")
 
 
 # -- export --------------------------------------------------------------------------------------
@@ -401,11 +402,10 @@ class CrashOptions(cli.Options):
         "[FOLDER]",
         default=None,
     )
-    table: bool = cli.switch("Also print a table with one line per rank.", "--table")
     as_json: bool = cli.json_option()
 
 
-@app.command("crash", epilog="Example: ultraep trace crash flight/ --table")
+@app.command("crash", epilog="Example: ultraep trace crash flight/")
 @cli.with_options
 def crash(options: CrashOptions) -> None:
     """Explain a crash or a hang: which ranks wait where and for whom, which ranks are missing.
@@ -418,30 +418,14 @@ def crash(options: CrashOptions) -> None:
         raise FileError(f"{folder}: no flight files (rank-00000.json, ...) here or one level below")
     crashes = [read_crash(each) for each in folders[:MOST_CRASHES]]
     if options.as_json:
-        print(json.dumps([_crash_record(each) for each in crashes], indent=2))
+        print(json.dumps([each.to_json() for each in crashes], indent=2))
         return
     terminal = Terminal()
     for each in crashes:
-        terminal.print(Text(f"{each.folder}: {each.explain()}\n"))
-        if options.table:
-            rows = [[_cell(row.get(name, "")) for name in CRASH_COLUMNS] for row in each.rows()]
-            terminal.print(make_grid(CRASH_COLUMNS, rows))
+        terminal.print(Text(each.heading(time.time())))
+        for line in each.explain().splitlines():
+            indent = 2 + len(line) - len(line.lstrip())
+            terminal.print(Padding(Text(line.lstrip()), (0, 0, 0, indent)))
+        terminal.print()
     if len(folders) > MOST_CRASHES:
         terminal.print_faint(f"{len(folders) - MOST_CRASHES} older crashes: name their folder")
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-def _crash_record(crash: Crash) -> dict[str, Any]:
-    return {
-        "folder": str(crash.folder),
-        "ranks": crash.ranks,
-        "written": crash.written,
-        "missing": crash.missing,
-        "damaged": {str(rank): text for rank, text in crash.damaged.items()},
-        "culprits": crash.culprits,
-        "explanation": crash.explain(),
-        "by_rank": crash.rows(),
-    }

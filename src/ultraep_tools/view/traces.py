@@ -36,7 +36,7 @@ from ultraep.trace.schema import (
     piece_file,
     rank_folder,
 )
-from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
+from ultraep.trace.summary import NANOSECONDS, TIMES, stage_means, summary_of
 from ultraep_tools.view.table import Table
 
 PLANNED = ("step", "layer", "loads", "rates", "speeds")  # arrays of rank 0 that planning needs
@@ -195,7 +195,6 @@ class OpenTrace:
         ratio = peak.astype(np.float64) * ranks / np.maximum(routed, 1)
         before = np.where(routed > 0, ratio, 1.0)
         timed = np.where(mean > 0, 1.0, np.nan)
-        recorded = np.maximum((self._line > 0).sum(axis=1), 1)
         return Table(
             **dict(zip(KEY, self._key[:, keep], strict=True)),
             before=before,
@@ -206,7 +205,7 @@ class OpenTrace:
             saved=np.where(replicas > 0, mean * before - experts, 0.0) * timed,
             cost=slowest[2] * timed,
             speeds=speeds.astype(np.int64),
-            stages=(self._stage_sums / recorded[:, None]).max(axis=0),
+            stages=stage_means(self._stage_sums, (self._line > 0).sum(axis=1)),
             speed_sets=np.where(sets > 0, sets / NOMINAL_SPEED, 1.0),
         )
 
