@@ -139,9 +139,10 @@ def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
     clock = clock_of(load_cluster(PARTITIONS), size, plan.topology, runtime)
     replicas = replicas_of(plan)
     seconds = stage_seconds(clock, replicas, "experts", "experts back")
-    ranks = clock.by_rank(replicas)
-    seconds += card_seconds(ranks["experts"][0], speed_by_busy(curve, "forward"))
-    return seconds + card_seconds(ranks["experts back"][0], speed_by_busy(curve, "backward"))
+    for direction in ("forward", "backward"):
+        work_SR = clock.experts_by_rank(replicas, backward=direction == "backward")
+        seconds += card_seconds(work_SR[0], speed_by_busy(curve, direction))
+    return seconds
 
 
 def card_tables(small: bool = False) -> Iterator[Table]:

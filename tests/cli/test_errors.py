@@ -50,7 +50,7 @@ WRONG = {
         f"{command} {HUGE}": "0" * 15
         for command in (
             *("plan loads.npy --slots", "plan loads.npy --domain", f"{SIMULATE} --ep"),
-            *(f"{SIMULATE} --tokens", f"{SIMULATE} --seed", f"{SIMULATE} --topic-length"),
+            *(f"{SIMULATE} --tokens", f"{SIMULATE} --seed"),
         )
     },
     "plan loads.npy --window 8": "--window is for recorded routing",
@@ -62,13 +62,8 @@ WRONG = {
     f"{TRAIN} --policy llep=ultraep": "as ultraep: the policy replicates beyond spare slots",
     f"{TRAIN} --policy none,echo=": "needs two policies, got 'echo='",
     f"{TRAIN} --prefill stem": "not training; remove --microbatches and --steps",
-    f"{TRAIN} --plot out.pdf": "out.pdf: a plot must end in .png, .svg, .html, got .pdf",
-    f"{TRAIN} --objective balance --rates row=1": "add --objective time",
     f"{TRAIN} --trace uneven.npy": "loads of 6 experts",
-    **{
-        f"{TRAIN} --trace loads.npy {option} 2": f"remove {option}"
-        for option in ("--imbalance", "--noise", "--topic-length", "--drift-length")
-    },
+    f"{TRAIN} --trace loads.npy --imbalance 2": "remove --imbalance",
     **{
         f"{PREFILL} {option}": f"remove {option.split()[0]}"
         for option in (

@@ -17,17 +17,16 @@ from ultraep_tools.sim.planning import OWN
 from .commands import flat, invoke, records, shell
 
 SCENARIO = (
-    "--cluster --data-plane --domain --drift-length --ep --groups --imbalance --json "
-    "--microbatches --model --no-recompute --noise --objective --pipeline --prefill --processes "
-    "--rates --seed --sequence-length --stages --steps --tokens --topic-length --trace"
+    "--cluster --data-plane --domain --ep --groups --imbalance --json --microbatches --model "
+    "--no-recompute --objective --pipeline --prefill --processes --seed --sequence-length --steps "
+    "--tokens --trace"
 )
 OPTIONS = {
     "plan": "--backend --domain --experts --history --json --max-replicas --min-tokens "
     "--no-locality --policy --ranks --rates --show --slots --speeds --tolerance --window file",
     "inspect": "--device --dtype --ep --history --layers --no-report --out --policy --random "
     "--seed --sequence-length --slots --text --tokens --window model",
-    "simulate": f"{SCENARIO} --force --interval --plot --policy --presets --slots --timeline "
-    "--timeline-layers --tolerance",
+    "simulate": f"{SCENARIO} --interval --policy --presets --slots --tolerance",
     "advise": SCENARIO,
     "demo": "--device --no-report --out --policy --quick --ranks --seed --steps",
     "env": "--json",

@@ -1,13 +1,15 @@
-"""advise: recommended settings, verdicts, and reasons."""
+"""advise: the best configuration, the number of slots, and reasons."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import pytest
+
 from ultraep.topology import Topology
-from ultraep_tools.sim.advise import Advice, Option, advise, choose
+from ultraep_tools.sim.advise import Advice, Configuration, advise
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.scenario import Scenario
 from ultraep_tools.sim.training import Training
@@ -46,63 +48,84 @@ def reasons(advice: Advice) -> str:
     return " ".join(advice.reasons)
 
 
-def test_strong_skew_pays():
+def test_strong_skew_pays() -> None:
     advice = advised(imbalance=1.8)
-    assert advice.verdict == "pays"
-    assert advice.slots == advice.option.slots >= 1
-    assert advice.tolerance == advice.option.tolerance
-    assert advice.gain.low >= 1.05
-    assert advice.none.share < advice.option.share <= 1
-    assert advice.saved > 2 * advice.exposed > 0
-    assert "imbalance without balancing: 1.8" in reasons(advice)
+    assert (advice.best, advice.inside) == (advice.requested, None)
+    chosen = advice.best.advised
+    assert chosen.slots >= 1
+    assert advice.gains[0] == advice.best.gain(chosen)
+    assert len(advice.gains) == 3
+    assert min(advice.gains) >= 1.05
+    assert "imbalance of EP8: 1.8" in reasons(advice)
 
 
-def test_a_slow_rank_costs_less_with_speeds():
-    cluster = replace(load_cluster("h200-nvl8"), speeds=[1000, 1000, 800])
-    slow = advise(replace(scenario(), cluster=cluster))
-    assert (slow.slow_rank.rank, slow.slow_rank.speed) == (2, 800)
-    assert 0 < slow.slow_rank.by_speeds < slow.slow_rank.by_rows
-    assert "rank 2 computes at 80 % of the nominal speed, which costs" in reasons(slow)
-    assert advised().slow_rank is None
-
-
-def test_even_loads_do_not_pay():
+def test_even_loads_do_not_pay() -> None:
     advice = advised(**EVEN)
-    assert (advice.verdict, advice.slots, advice.tolerance) == ("does not pay", 0, 0.0)
-    assert advice.option.slots == 1
-    assert advice.break_even.tokens is None
-    assert "imbalance without balancing: 1.02" in reasons(advice)
-    assert "too few tokens" in reasons(advice)
+    assert advice.best.advised is advice.best.none
+    assert advice.best.best_balanced.slots == 1
+    assert "imbalance of EP8: 1.02 without balancing" in reasons(advice)
 
 
-def option(slots: int, tolerance: float, share: float, out_of_memory: float = 0.0) -> Option:
-    return Option(slots, tolerance, 100 * share, share, share, 1.0, 1.0, 1.0, out_of_memory)
+def test_a_group_of_one_domain_is_best_where_the_network_is_slow() -> None:
+    cluster = replace(load_cluster("h200-nvl8"), domain=4, network_gb_s=10.0)
+    advice = advise(replace(scenario(), cluster=cluster))
+    inside, requested = advice.configurations
+    assert (inside.scenario.ranks, inside.scenario.devices) == (4, requested.scenario.devices)
+    assert advice.best is inside
+    assert inside.advised.seconds < requested.advised.seconds < requested.none.seconds
 
 
-def test_the_fewest_slots_near_the_best_are_chosen():
-    tried = (option(1, 0, 0.90), option(2, 0, 0.956), option(2, 0.01, 0.954), option(3, 0, 0.96))
-    assert choose(tried, 0.0) == tried[1]
-    assert choose(tried[:2], 0.0) == tried[1]
+def test_a_group_of_one_domain_that_does_not_fit_is_an_obstacle() -> None:
+    job = replace(scenario().job, tokens=64)
+    whole = job.weight_bytes(MODEL, RANKS)
+    halves = replace(job, groups=2).weight_bytes(MODEL, RANKS // 2)
+    memory_gb = (whole + halves) / 2 / GB
+    small = replace(load_cluster("h200-nvl8"), domain=4, memory_gb=memory_gb)
+    advice = advise(replace(scenario(), cluster=small, job=job))
+    assert advice.inside is None
+    assert "GB of weights and optimizer state per device do not fit" in reasons(advice)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The numbers of a result that decide."""
+
+    slots: int
+    throughput: float
+    out_of_memory: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("tried", "slots"),
+    [
+        ([Tried(1, 90), Tried(2, 95.6), Tried(3, 96)], 2),
+        ([Tried(1, 90), Tried(2, 95.6, out_of_memory=0.5)], 1),
+    ],
+)
+def test_the_fewest_slots_near_the_best_are_chosen(tried: list[Any], slots: int) -> None:
+    none: Any = Tried(0, 60)
+    assert Configuration(scenario(), none, tuple(tried), none).advised.slots == slots
 
 
 def memory_gb(slots: int) -> float:
     """GB of a device with even loads and these slots."""
-    return (advised(**EVEN).memory.none + slots * MODEL.slot_bytes(training=True)) / GB
+    best = advised(**EVEN).best
+    return (best.none.memory.total + slots * MODEL.slot_bytes(training=True)) / GB
 
 
-def test_memory_limits_the_slots_and_may_make_balancing_necessary():
+def test_memory_limits_the_slots_and_may_make_balancing_necessary() -> None:
     advice = advised(memory_gb=memory_gb(slots=2))
-    assert {o.slots for o in advice.options} == {1, 2}
+    assert {result.slots for result in advice.best.balanced} == {1, 2}
     assert "at most 2 spare slots" in reasons(advice)
-    assert advice.memory.none_out_of_memory == 1
-    assert advice.memory.avoids_out_of_memory
-    assert advice.verdict == "pays"
+    assert advice.best.none.out_of_memory == 1
+    assert advice.best.avoids_out_of_memory
+    assert advice.best.advised.slots
     assert "out of memory without balancing: 100%" in reasons(advice)
 
 
-def test_advice_is_reproducible_and_progress_reaches_its_end():
+def test_advice_is_reproducible_and_progress_reaches_its_end() -> None:
     reports: list[tuple[int, int]] = []
     advice = advise(scenario(), report=lambda *counts: reports.append(counts))
-    assert advice == advised()
+    assert advice.gains == advised().gains
     assert reports == sorted(reports)
     assert reports[-1][0] == reports[-1][1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import comb
 from typing import Any
 
@@ -14,12 +13,12 @@ from ultraep import Topology
 from ultraep.errors import ConfigError
 from ultraep.runtime.hybrid.crossing import Domains
 from ultraep_tools.sim.cluster import load_cluster
-from ultraep_tools.sim.gains import compare_planes, crossing_rows, imbalance_between
 from ultraep_tools.sim.planes import served_shares
+from ultraep_tools.sim.run import simulate
 from ultraep_tools.sim.runtime import Contender
 from ultraep_tools.sim.scenario import Scenario
 from ultraep_tools.sim.training import Training
-from ultraep_tools.sim.workload import Recorded, Skew
+from ultraep_tools.sim.workload import Skew
 
 from .small import gpt_oss
 
@@ -78,25 +77,10 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario(**settings | changes)
 
 
-def test_planes_of_two_nodes_are_compared() -> None:
-    mapped, hybrid, messages, inside = compare_planes(scenario(), OURS)
-    assert mapped.obstacle == "16 ranks are 2 fast-link domains of 8"
-    assert (inside.plane, inside.ranks, inside.crossing) == ("mapped", 8, 0)
-    assert hybrid.crossing < messages.crossing == 2.0
-    assert hybrid.seconds < min(messages.seconds, hybrid.unbalanced_seconds)
-    assert crossing_rows(scenario()) == pytest.approx(hybrid.crossing)
-
-
-def test_placement_is_forecast_from_the_first_half() -> None:
-    drawn = scenario(domain=4, workload=Skew(experts=32, top_k=4, spread=1.0, noise=0.1))
-    loads = [drawn.workload.expert_loads(layer, np.arange(8), drawn.rows) for layer in range(2)]
-    between = imbalance_between(replace(drawn, workload=Recorded(np.stack(loads, 1), 4)), OURS)
-    assert between is not None
-    assert between.placed is not None
-    assert between.gain is not None
-    assert 1 <= between.placed < between.busiest
-    assert between.gain > 1
-    synthetic = imbalance_between(drawn, OURS)
-    assert synthetic is not None
-    assert (synthetic.domains, synthetic.placed, synthetic.gain) == (4, None, None)
-    assert imbalance_between(scenario(ranks=8), OURS) is None
+def test_hybrid_is_faster_than_messages_and_a_group_of_one_domain_is_fastest() -> None:
+    seconds = {
+        name: simulate(scenario(data_plane=name), [OURS])[0].seconds
+        for name in ("hybrid", "messages")
+    }
+    (inside,) = simulate(scenario(ranks=8), [OURS])
+    assert inside.seconds < seconds["hybrid"] < seconds["messages"]

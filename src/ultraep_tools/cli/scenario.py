@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultraep.config import Rates
 from ultraep.errors import ConfigError
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option, refuse_options, set_options
@@ -20,15 +19,13 @@ from ultraep_tools.sim.training import Training
 from ultraep_tools.sim.workload import Recorded, Skew, calibrated_noise, fit_skew, read_workload
 
 CLUSTER, MODEL, RANKS, TOKENS, IMBALANCE = "gb200-nvl72", "qwen3-235b", 64, 8192, 2.0
-NOISE, PREFILL_NOISE = (calibrated_noise(training=training) for training in (True, False))
 MOST_PROCESSES = 8
 LITTLE_WORK = 1000  # layers times microbatches below which one process is fastest
-SYNTHETIC = ("imbalance", "noise", "topic_length", "drift_length")
 TRAINING = ("sequence_length", "pipeline", "groups", "microbatches", "steps", "no_recompute")
 
 
-def training_option(text: str, shown: str, flags: str = "") -> Any:
-    return option(f"Training only: {text}", shown, flags=flags)
+def training_option(text: str, shown: str) -> Any:
+    return option(f"Training only: {text}", shown)
 
 
 class ScenarioOptions(cli.Options):
@@ -48,16 +45,6 @@ class ScenarioOptions(cli.Options):
     imbalance: float | None = option(
         "Mean imbalance of synthetic loads: busiest rank over mean rank.", f"{IMBALANCE:g}"
     )
-    noise: float | None = option(
-        "Standard deviation of an expert's log popularity between microbatches.",
-        f"{NOISE:g}, {PREFILL_NOISE:g} with --prefill",
-    )
-    topic_length: int | None = option(
-        "Microbatches after which the popular experts change at once.", "never"
-    )
-    drift_length: int | None = option(
-        "Microbatches within which the popular experts change gradually.", "never"
-    )
     trace: Path | None = option(
         "Recorded loads instead of synthetic ones: a trace, routing (.npz with arrays *_ids) or "
         "loads (.npy, .npz, .csv, .json). They repeat from the start when they run out.",
@@ -67,7 +54,7 @@ class ScenarioOptions(cli.Options):
         "Tokens per rank and microbatch; with --prefill, tokens per chunk.", default=TOKENS
     )
     sequence_length: int | None = training_option("tokens per sequence.", "as --tokens")
-    pipeline: int | None = training_option("pipeline stages.", "1", "--pipeline --stages")
+    pipeline: int | None = training_option("pipeline stages.", "1")
     groups: int | None = training_option(
         "data-parallel replicas of the expert-parallel group.", "1"
     )
@@ -94,11 +81,6 @@ class ScenarioOptions(cli.Options):
         "time; balance with --prefill",
         metavar="time|balance",
     )
-    rates: str | None = option(
-        "Cost of a row and a replica in picoseconds, for --objective time.",
-        "of cluster and model",
-        metavar="row=N,copy=N,...",
-    )
     seed: int = option("Random seed.", default=0)
     processes: int | None = option(
         "Processes that share the work; the result does not depend on them.",
@@ -113,9 +95,6 @@ def make_scenario(options: ScenarioOptions, *, steps: int = 8, **balance: Any) -
     """
     model = load_model(options.model)
     even = Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0, seed=options.seed)
-    objective = options.objective or ("time" if options.prefill is None else "balance")
-    if options.rates is not None and objective == "balance":
-        raise ConfigError("--rates have no effect on plans for balance; add --objective time")
     scenario = Scenario(
         cluster=load_cluster(options.cluster),
         model=model,
@@ -124,8 +103,7 @@ def make_scenario(options: ScenarioOptions, *, steps: int = 8, **balance: Any) -
         ranks=options.ep,
         domain=options.domain,
         data_plane=options.data_plane,
-        objective=objective,
-        plan_rates=None if options.rates is None else Rates.from_text(options.rates),
+        objective=options.objective or ("time" if options.prefill is None else "balance"),
         **balance,
     )
     return replace(scenario, workload=_workload(options, scenario))
@@ -145,54 +123,47 @@ def _job(options: ScenarioOptions, steps: int) -> Training | Serving:
 def _workload(options: ScenarioOptions, scenario: Scenario) -> Skew | Recorded:
     model = scenario.model
     if options.trace is not None:
-        refuse_options(options, SYNTHETIC, "--trace replaces synthetic loads")
+        refuse_options(options, ("imbalance",), "--trace replaces synthetic loads")
         return read_workload(options.trace, experts=model.experts, top_k=model.top_k)
-    noise = calibrated_noise(training=scenario.job.trains)
-    settings = {"noise": noise, **set_options(options, SYNTHETIC)}
     return fit_skew(
-        settings.pop("imbalance", IMBALANCE),
+        IMBALANCE if options.imbalance is None else options.imbalance,
         scenario.topology,
         model.top_k,
         model.expert_layers,
+        noise=calibrated_noise(training=scenario.job.trains),
         seed=options.seed,
-        **settings,
     )
 
 
-def describe(scenario: Scenario, *, imbalance: float | None = None, slots: bool = True) -> str:
+def describe(scenario: Scenario, *, imbalance: float | None = None) -> str:
     """Return three lines: cluster and model, the job, the loads.
 
-    imbalance: of synthetic loads, if it was set.   slots: whether to name the spare slots.
+    imbalance: of synthetic loads, if it was set.
     """
-    topology, workload, job = scenario.topology, scenario.workload, scenario.job
+    topology, workload = scenario.topology, scenario.workload
     domains = "one fast-link domain"
     if topology.num_domains > 1:
         domains = f"fast-link domains of {topology.domain_size}"
-    setup = (
-        f"{scenario.model.title} on {scenario.cluster.name}: "
-        f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}, "
-        f"data plane {scenario.plane.name}"
-    )
-    if slots:
-        setup += f", {counted(scenario.slots, 'spare slot')}"
     loads = f"synthetic loads of imbalance {imbalance or IMBALANCE:g} without balancing"
     if isinstance(workload, Recorded):
         windows, layers, _ = workload.loads.shape
         loads = f"recorded loads: {counted(windows, 'microbatch')} of {counted(layers, 'layer')}"
     plans = "by time" if scenario.objective == "time" else "for balance"
-    work = _describe_prefill(job) if isinstance(job, Serving) else _describe_training(job)
-    return f"{setup}\n{work}\n{loads}; ultraep plans {plans}"
-
-
-def _describe_prefill(job: Serving) -> str:
-    requests = job.requests
     return (
-        f"prefill of {requests.name}: prompts of {requests.mean_tokens:,.0f} tokens, chunks of "
-        f"{job.tokens:,}, mean time to first token at most {requests.limit_s:g} s"
+        f"{scenario.model.title} on {scenario.cluster.name}: "
+        f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}, "
+        f"data plane {scenario.plane.name}\n{_describe_job(scenario.job)}\n"
+        f"{loads}; ultraep plans {plans}"
     )
 
 
-def _describe_training(job: Training) -> str:
+def _describe_job(job: Training | Serving) -> str:
+    if isinstance(job, Serving):
+        requests = job.requests
+        return (
+            f"prefill of {requests.name}: prompts of {requests.mean_tokens:,.0f} tokens, chunks of "
+            f"{job.tokens:,}, mean time to first token at most {requests.limit_s:g} s"
+        )
     parts = [
         f"training: {job.tokens:,} tokens per rank and microbatch",
         f"{counted(job.steps, 'step')} of {counted(job.microbatches, 'microbatch')}",

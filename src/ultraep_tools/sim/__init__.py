@@ -10,6 +10,6 @@ what is modelled, what is not, and how accurate it is.
     costs.py     seconds of single operations      layer.py     seconds of the stages of a layer
     runtime.py   costs of a policy's plans         training.py  pipeline, groups, steps
     scenario.py  what is simulated, its memory     serving.py   requests that arrive and wait
-    planes.py    data planes, rows that cross      gains.py     the gain, break-even, data planes
-    run.py       simulate, timeline                advise.py    does it pay, which settings
+    planes.py    data planes, rows that cross      run.py       simulate
+    advise.py    the best configuration
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultraep.config import NOMINAL_SPEED, checked_speeds
 from ultraep.errors import ConfigError
 from ultraep_tools.sim.presets import check_positive, check_range, load_record
 
@@ -14,11 +13,7 @@ MICRO = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices in equal fast-link domains. All rates are per device and direction.
-
-    speeds: of the first ranks of an expert-parallel group, in thousandths of the nominal speed; all
-        other ranks have the nominal speed.
-    """
+    """Devices in equal fast-link domains. All rates are per device and direction."""
 
     name: str
     title: str
@@ -32,7 +27,6 @@ class Cluster:
     link_us: float
     network_gb_s: float  # between domains
     network_us: float
-    speeds: tuple[int, ...] = ()
     network_shared: bool = False  # the devices of a domain share their network
 
     def __post_init__(self) -> None:
@@ -44,11 +38,6 @@ class Cluster:
             raise ConfigError(
                 f"{where}network_shared must be true or false, got {self.network_shared!r}"
             )
-        if self.speeds != ():
-            try:
-                object.__setattr__(self, "speeds", checked_speeds(self.speeds))
-            except ConfigError as error:
-                raise ConfigError(f"{where}{error}") from None
 
     @property
     def memory(self) -> float:
@@ -64,17 +53,6 @@ class Cluster:
     def memory_rate(self) -> float:
         """Data-sheet bytes per second of device memory."""
         return self.memory_gb_s * GIGA
-
-    def speeds_of(self, ranks: int) -> tuple[int, ...]:
-        """Return the speeds of a group of ranks; () if the cluster has none."""
-        if not self.speeds:
-            return ()
-        if len(self.speeds) > ranks:
-            raise ConfigError(
-                f"cluster {self.name}: speeds has {len(self.speeds)} values, but the "
-                f"expert-parallel group has {ranks} ranks"
-            )
-        return (*self.speeds, *[NOMINAL_SPEED] * (ranks - len(self.speeds)))
 
     def domain_of(self, ranks: int) -> int:
         """Return the ranks per domain: the largest equal blocks of the group that fit."""

@@ -14,15 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.config import Rates
-from ultraep.errors import ConfigError
-from ultraep_tools.sim.cluster import GIGA, MICRO, Cluster, load_cluster
+from ultraep_tools.sim.cluster import GIGA, MICRO, Cluster
 from ultraep_tools.sim.model import (
     GATED,
     GRADIENT_BYTES,
     ROW_BYTES,
     WEIGHT_BYTES,
     Model,
-    load_model,
 )
 from ultraep_tools.sim.presets import presets
 
@@ -177,23 +175,6 @@ class Costs:
 
 
 # -- rates ---------------------------------------------------------------------------------------
-
-
-def rates_of(
-    cluster: Cluster | str, model: Model | str, *, ranks: int, tokens: int, training: bool = False
-) -> Rates:
-    """Return the rates of plans by time for a model on a cluster, without running it.
-
-    cluster, model: records, names of presets, or files.
-    tokens: tokens per rank.
-    training: include the backward pass, in which weights of replicas are sent again.
-    """
-    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    model = load_model(model) if isinstance(model, str) else model
-    if ranks < 1 or tokens < 1:
-        raise ConfigError(f"ranks and tokens must be at least 1, got {ranks} and {tokens}")
-    costs = Costs(cluster, model, measured_rates())
-    return rates_by(costs, ranks=ranks, tokens=tokens, training=training)
 
 
 def rates_by(costs: Costs, *, ranks: int, tokens: int, training: bool) -> Rates:

@@ -11,13 +11,12 @@ Shapes: S microbatches, R ranks, E experts, C replicas, D fast-link domains.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.config import NOMINAL_SPEED
 from ultraep.topology import Topology
 from ultraep_tools.sim.cluster import GIGA, MICRO
 from ultraep_tools.sim.costs import Costs, FloatArray
@@ -61,19 +60,7 @@ class LayerClock:
     context: float  # mean number of tokens before each token
     recompute: bool = True  # backward runs the forward pass again
     training: bool = True
-    speeds: tuple[int, ...] = ()  # of every rank, in thousandths of the nominal speed; (): equal
-    even: bool = False  # loads stand for a balance by speeds, though they are equal
     plane: Plane = PLANES["mapped"]
-
-    @cached_property
-    def _speeds_R(self) -> FloatArray:
-        """[R] speeds at which ranks compute experts; the nominal speed is 1."""
-        speeds = np.array(self.speeds or (NOMINAL_SPEED,) * self.topology.ranks) / NOMINAL_SPEED
-        return np.full_like(speeds, speeds.mean()) if self.even else speeds
-
-    @property
-    def _slowest(self) -> float:
-        return min(self.speeds, default=NOMINAL_SPEED) / NOMINAL_SPEED
 
     @property
     def rows(self) -> int:
@@ -84,20 +71,9 @@ class LayerClock:
         forward = self._forward(replicas)
         backward = self._backward(replicas, forward) if self.training else {}
         peak_S = replicas.rank_loads.max(axis=1)
-        ideal_S = replicas.rank_loads.sum(axis=1) / self._speeds_R.sum()
-        slowest_S = (replicas.rank_loads / self._speeds_R).max(axis=1)
-        imbalance_S = slowest_S / np.maximum(ideal_S, 1e-9)
+        imbalance_S = peak_S / np.maximum(replicas.rank_loads.mean(axis=1), 1e-9)
         replicas_S = np.bincount(replicas.microbatch, minlength=len(peak_S))
         return LayerTimes(forward, backward, peak_S, imbalance_S, replicas_S)
-
-    def by_rank(self, replicas: Replicas) -> dict[str, FloatArray]:
-        """[S, R] busy seconds of each rank, for the stages in which ranks differ."""
-        busy_SR = self._ports(replicas)
-        experts_SR = self._experts(replicas, backward=False)
-        times = {"dispatch": busy_SR, "experts": experts_SR, "combine": busy_SR}
-        if self.training:
-            times["experts back"] = self._experts(replicas, backward=True)
-        return times
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -119,7 +95,7 @@ class LayerClock:
             weights_S = self._weights(replicas)
             if not self._overlaps_dispatch:  # the transfer of weights hides rerouting
                 reroute_S = np.maximum(reroute_S - weights_S, 0.0)
-        attention = costs.attention(self.tokens, self.context) / self._slowest
+        attention = costs.attention(self.tokens, self.context)
         return {
             "attention": np.full_like(exchange_S, attention),
             "loads": np.full_like(exchange_S, loads),
@@ -127,7 +103,7 @@ class LayerClock:
             "replicate": weights_S,
             "reroute": reroute_S,
             "dispatch": exchange_S,
-            "experts": self._experts(replicas, backward=False).max(axis=1),
+            "experts": self.experts_by_rank(replicas, backward=False).max(axis=1),
             "combine": exchange_S,
         }
 
@@ -190,15 +166,13 @@ class LayerClock:
     def _overlaps_dispatch(self) -> bool:
         return self.runtime.overlaps_dispatch and self.plane.overlaps
 
-    def _experts(self, replicas: Replicas, *, backward: bool) -> FloatArray:
+    def experts_by_rank(self, replicas: Replicas, *, backward: bool) -> FloatArray:
         """[S, R] seconds of every rank's slots, one after the other, and of moving its rows."""
         seconds = partial(self.costs.experts, backward=backward)
         products_SR: FloatArray = replicas.sum_by_rank(
             seconds(replicas.at_home), seconds(replicas.rows)
         )
-        moves_SR = (2 if backward else 1) * self.costs.row_moves(replicas.rank_loads)
-        seconds_SR: FloatArray = (products_SR + moves_SR) / self._speeds_R
-        return seconds_SR
+        return products_SR + (2 if backward else 1) * self.costs.row_moves(replicas.rank_loads)
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -242,8 +216,8 @@ class LayerClock:
         self, replicas: Replicas, forward: dict[str, FloatArray]
     ) -> dict[str, FloatArray]:
         runtime, exchange_S = self.runtime, self._exchange(replicas)
-        experts_S = self._experts(replicas, backward=True).max(axis=1)
-        attention = self.costs.attention(self.tokens, self.context, backward=True) / self._slowest
+        experts_S = self.experts_by_rank(replicas, backward=True).max(axis=1)
+        attention = self.costs.attention(self.tokens, self.context, backward=True)
         attention_S = np.full_like(exchange_S, attention)
         sends_again = runtime.streams and not (runtime.reuses_weights and self.recompute)
         again_S = self._weights(replicas) if sends_again else 0 * exchange_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultraep.config import BalanceConfig, Rates
+from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.loads import MAX_TOTAL
 from ultraep.topology import Topology
@@ -55,8 +55,6 @@ class Scenario:
     data_plane: str = AUTO  # "auto": mapped in one fast-link domain, otherwise hybrid
     rates: MeasuredRates = field(default_factory=measured_rates)
     objective: str = "balance"  # of ultraep's plans: "time" or "balance"
-    plan_rates: Rates | None = None  # for the objective "time"; None: from cluster and model
-    by_speeds: bool = True  # ultraep's plans use the speeds of the cluster
 
     def __post_init__(self) -> None:
         check_range(self, "ranks", 1)
@@ -118,16 +116,10 @@ class Scenario:
 
     @property
     def config(self) -> BalanceConfig:
-        rates, job = self.plan_rates, self.job
-        if rates is None and self.objective == "time":
+        rates, job = None, self.job
+        if self.objective == "time":
             rates = rates_by(self.costs, ranks=self.ranks, tokens=job.tokens, training=job.trains)
-        speeds = self.cluster.speeds_of(self.ranks) if self.by_speeds else ()
-        return BalanceConfig(
-            tolerance=self.tolerance,
-            objective=self.objective,
-            rates=rates,
-            speeds=speeds or None,
-        )
+        return BalanceConfig(tolerance=self.tolerance, objective=self.objective, rates=rates)
 
     @property
     def costs(self) -> Costs:

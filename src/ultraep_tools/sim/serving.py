@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ultraep.errors import ConfigError
 from ultraep_tools.sim.costs import Costs, FloatArray
 from ultraep_tools.sim.layer import LayerTimes
 from ultraep_tools.sim.model import ROW_BYTES, WEIGHT_BYTES, Model
@@ -152,6 +153,11 @@ def rate_at_limit(iteration: Iteration, serving: Serving, ranks: int) -> float:
         rate = (low + high) / 2
         mean = mean_first_token(iteration, *draw_requests(serving, rate), ranks)
         low, high = (rate, high) if mean <= requests.limit_s else (low, rate)
+    if not low:
+        raise ConfigError(
+            "no request rate keeps the mean time to first token below the limit of the requests; "
+            "raise their limit_s or use more ranks"
+        )
     return low
 
 

@@ -1,7 +1,7 @@
 """Workload: the rows of every expert in every layer and microbatch.
 
 `Skew` draws loads: every layer has persistently popular experts (how popular varies by layer), each
-microbatch differs a little, and topics may change. `Recorded` reads loads from a trace. Both depend
+microbatch differs a little. `Recorded` reads loads from a trace. Both depend
 on layer and microbatch alone, so results do not depend on the number of processes.
 
 Shapes: S microbatches, E experts, R ranks, H recorded layers.
@@ -44,46 +44,25 @@ class Skew:
 
     spread: standard deviation of the persistent log popularity of experts.
     noise: standard deviation of the part drawn anew for every microbatch and layer.
-    topic_length: microbatches after which popularity changes at once; 0: never.
-    drift_length: microbatches over which popularity changes gradually; 0: never.
     """
 
     experts: int
     top_k: int
     spread: float
     noise: float
-    topic_length: int = 0
-    drift_length: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_range(self, "spread noise", 0, MAX_SPREAD)
-        check_range(self, "topic_length drift_length", 0, MAX_TOTAL)
         check_range(self, "seed", 0, 2**63 - 1)
-        if self.topic_length and self.drift_length:
-            raise ConfigError(
-                f"topics change at once or gradually: topic_length {self.topic_length} and "
-                f"drift_length {self.drift_length} exclude each other"
-            )
 
     def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
         """[S, E] rows of every expert in each of these microbatches."""
         logits_SE = self.noise * self._normal(1, layer, microbatches)
         factor = np.random.default_rng([self.seed, 2, layer]).normal(1.0, LAYER_SPREAD)
         spread = self.spread * max(float(factor), 0.0)
-        logits_SE += spread * self._persistent(layer, microbatches)
+        logits_SE += spread * self._normal(0, layer, 0 * microbatches)
         return share_out(np.exp(logits_SE), rows, self.top_k)
-
-    def _persistent(self, layer: int, microbatches: IntArray) -> FloatArray:
-        """[S, E] persistent log popularity with a standard deviation of one."""
-        if self.drift_length:
-            topic_S, after_S = np.divmod(microbatches, self.drift_length)
-            angle_S1 = after_S[:, None] / self.drift_length * (np.pi / 2)
-            now_SE, next_SE = (self._normal(0, layer, topic_S + ahead) for ahead in (0, 1))
-            turned: FloatArray = np.cos(angle_S1) * now_SE + np.sin(angle_S1) * next_SE
-            return turned
-        topic_S = microbatches // self.topic_length if self.topic_length else 0 * microbatches
-        return self._normal(0, layer, topic_S)
 
     def _normal(self, stream: int, layer: int, numbers: IntArray) -> FloatArray:
         """[S, E] draws that depend on stream, layer and number alone."""
@@ -146,19 +125,17 @@ def fit_skew(
     layers: range,
     *,
     noise: float = RECORDED_NOISE,
-    **settings: int,
+    seed: int = 0,
 ) -> Skew:
     """Return drawn loads with this mean imbalance over these layers.
 
     If the noise alone exceeds the imbalance, the result has less noise and no persistent part.
-
-    settings: `topic_length`, `drift_length` and `seed` of `Skew`.
     """
     if not 1 <= imbalance <= topology.ranks:
         raise ConfigError(
             f"imbalance must lie between 1 and the {topology.ranks} ranks, got {imbalance}"
         )
-    skew = Skew(experts=topology.experts, top_k=top_k, spread=0.0, noise=noise, **settings)
+    skew = Skew(experts=topology.experts, top_k=top_k, spread=0.0, noise=noise, seed=seed)
 
     def reached(**changes: Any) -> float:
         return mean_imbalance(replace(skew, **changes), topology, layers)
