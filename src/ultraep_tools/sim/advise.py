@@ -113,7 +113,8 @@ def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = No
     if best is not None:
         gains.append(requested.gain(best))
         for other in _other_seeds(scenario):
-            none, own = run(other, [UNBALANCED, _with_slots(best.slots)], report=progress.next_part())
+            pair = [UNBALANCED, _with_slots(best.slots)]
+            none, own = run(other, pair, report=progress.next_part())
             gains.append(own.throughput / none.throughput)
     return Advice(requested, within, obstacle, tuple(gains))
 
