@@ -14,6 +14,7 @@ Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model wid
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -23,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_layer import one_step
 from harness import Bench, Line, Metric, main
 from layers import BEFORE, COPIES, STEP, FixedRouter, layer_with_weights, on_ranks
 from load_cases import Shape, even_ids, skewed_ids
@@ -65,13 +65,13 @@ def named(tolerance: float) -> str:
     return f"tolerance {tolerance:g}"
 
 
-def configs(by_time: BalanceConfig | None) -> dict[str, BalanceConfig]:
-    """The config of every variant; without `by_time`, only variants that need no rates."""
+def configs() -> dict[str, BalanceConfig]:
+    """The config of every variant."""
     none = BalanceConfig(policy="none")
     by_variant = {NONE: none}
     for tolerance in TOLERANCES:
         by_variant[named(tolerance)] = BalanceConfig(objective="balance", tolerance=tolerance)
-    return by_variant if by_time is None else {**by_variant, TIME: by_time, AGAIN: none}
+    return {**by_variant, TIME: BalanceConfig(), AGAIN: none}
 
 
 def on_rank(rank: int, size: Size) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def on_rank(rank: int, size: Size) -> dict[str, Any]:
 def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE]:
     """One layer per variant, all with the same weights."""
     layers, weights = {}, None
-    for name, config in configs(BalanceConfig()).items():
+    for name, config in configs().items():
         balancer = ultraep.Balancer(comm, experts=size.experts, config=config)
         if weights is None:
             home = balancer.topology.home_experts(balancer.rank).tolist()
@@ -110,7 +110,7 @@ def take_turns(
         moe = layers[name]
         moe.router.ids = ids
         moe.router.gates = torch.full(ids.shape, 1 / size.top_k, requires_grad=True)
-        return one_step(moe, tokens, moe.balancer.config.policy)
+        return one_step(moe, tokens)
 
     seconds_of = in_turns(list(layers), size.rounds, seconds)
     plans = {name: moe.last_plan.to_host() for name, moe in layers.items()}  # type: ignore[union-attr]
@@ -121,14 +121,24 @@ def take_turns(
     }
 
 
+def one_step(moe: ultraep.BalancedMoE, tokens: torch.Tensor) -> float:
+    """Seconds of forward and backward from a common start, of the slowest rank."""
+    x = tokens.clone().requires_grad_()
+    moe.zero_grad(set_to_none=True)
+    moe.balancer.comm.all_gather(torch.zeros(1))
+    begin = time.perf_counter()
+    moe(x).sum().backward()
+    elapsed = torch.tensor([time.perf_counter() - begin])
+    return float(moe.balancer.comm.all_gather(elapsed).max())
+
+
 def over(seconds: Mapping[str, Sequence[float]], name: str, other: str) -> float:
     """Median over rounds of the time of one variant divided by the time of another."""
     return median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
 
 def best_tolerance(seconds: Mapping[str, Sequence[float]]) -> str:
-    fixed = [named(tolerance) for tolerance in TOLERANCES if named(tolerance) in seconds]
-    return min(fixed, key=lambda name: median(seconds[name]))
+    return min(map(named, TOLERANCES), key=lambda name: median(seconds[name]))
 
 
 def lines_of(case: Mapping[str, Any]) -> list[Line]:

@@ -4,7 +4,6 @@
     python benchmarks/bench_domains.py --mbit 500,2000     # on two simulated hosts (needs root)
     python benchmarks/bench_domains.py --cuda              # 2 x 4 processes on one GPU (CUDA MPS)
     python benchmarks/bench_domains.py --cuda --toy        # the same in Triton's interpreter
-    python benchmarks/bench_domains.py --routing FILE      # imbalance between domains, no layer
     python benchmarks/bench_domains.py --toy               # tiny, for CI
 
 In every domain one rank is hot. Outputs and gradients of all variants are compared with the
@@ -29,8 +28,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -38,7 +35,7 @@ import numpy as np
 import simulated_hosts
 import torch
 import torch.distributed as dist
-from harness import Line, Metric, Report, options_parser
+from harness import Line, Metric, options_parser
 from layers import (
     AFTER,
     BEFORE,
@@ -58,7 +55,6 @@ from timing import in_turns, on_gpu, print_progress
 import ultraep
 from ultraep.arrays import IntArray
 from ultraep.runtime.connect import connect
-from ultraep_tools.placement import busiest_domain, place_experts
 
 MESSAGES, HYBRID = "messages", "hybrid"
 TIMEOUT = 60.0  # seconds to wait for a rank
@@ -70,8 +66,6 @@ VARIANTS = {  # policy, data plane
 }
 CROSSING = Metric("crossing_bytes", "MB", "MB crossing", ".3f")
 SPEED_UP = Metric("speed_up_over_messages", "ratio", "over messages", ".3f")
-BLOCKS = Metric("busiest_domain_in_blocks", "ratio", "blocks", ".3f")
-PLACED = Metric("busiest_domain_placed", "ratio", "placed", ".3f")
 BYTES_RATIO = Metric("bytes_of_messages", "ratio", "bytes of messages", ".3f")
 
 
@@ -264,32 +258,6 @@ def lines_of(case: dict[str, Any], network: str) -> list[Line]:
     return lines
 
 
-# -- imbalance between domains -----------------------------------------------------------------
-
-
-def between_domains(path: Path, tokens: int = 2048) -> list[Line]:
-    """Return the busiest domain over the mean of recorded routing, in blocks and placed.
-
-    Experts are placed by the first half of the microbatches; the figures are of the second half.
-    """
-    with np.load(path) as arrays:
-        every = np.concatenate([arrays[name] for name in arrays.files if name.endswith("_ids")])
-    mixed = every[np.random.default_rng(0).permutation(len(every))]
-    experts = int(every.max()) + 1
-    lines = []
-    for domains, (order, ids) in product((2, 4, 8), {"recorded": every, "mixed": mixed}.items()):
-        blocks, placed = [], []
-        for layer in range(ids.shape[1]):
-            batches = ids[: len(ids) // tokens * tokens, layer].reshape(-1, tokens * ids.shape[2])
-            loads = np.stack([np.bincount(batch, minlength=experts) for batch in batches])
-            first, second = np.array_split(loads, 2)
-            blocks.append(busiest_domain(second, np.arange(experts), domains))
-            placed.append(busiest_domain(second, place_experts(first, domains, 1), domains))
-        case = {"tokens": tokens, "domains": domains, "order of tokens": order}
-        lines.append(Line(case, {BLOCKS: float(np.mean(blocks)), PLACED: float(np.mean(placed))}))
-    return lines
-
-
 # -- simulated hosts ---------------------------------------------------------------------------
 
 
@@ -338,15 +306,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--cuda", action="store_true", help="2 x 4 processes on one GPU")
     for hidden in ("--rank", "--folder", "--address"):
         parser.add_argument(hidden, help="for the processes of simulated hosts")
-    text = "recorded routing: print the imbalance between domains, and with experts placed by it"
-    parser.add_argument("--routing", type=Path, metavar="FILE", help=text)
     options = parser.parse_args(argv[1:])
-    if options.routing is not None:
-        report = Report("domains", argv)
-        report.header()
-        report.add("Busiest domain over the mean", between_domains(options.routing))
-        report.write(options.json)
-        return
     if options.rank is not None:
         on_simulated_host(int(options.rank), options.folder, options.address)
         return

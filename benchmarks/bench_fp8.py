@@ -1,32 +1,26 @@
-"""FP8 experts compared with bfloat16 in the same run: grouped products, and a whole layer.
+"""A layer with FP8 experts compared with one in bfloat16, in the same run.
 
     python benchmarks/bench_fp8.py                  # needs a GPU; a minute
-    python benchmarks/bench_fp8.py --only layer
     python benchmarks/bench_fp8.py --toy            # tiny, for CI; also without a GPU
 
 The variants alternate; times are medians over rounds. Errors are relative norms against bfloat16.
-`torch` paths call torch's grouped products. torch's FP8 product returns a new tensor; `into memory`
-adds the copy to the memory from which other ranks read the rows. Our products write there directly.
-
-Shapes: A rows, L slots, D model width, F hidden width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from grouped_mlp import DEEPSEEK, QWEN3, TINY, Model, as_stacks, drawer
-from harness import KERNELS, Bench, Case, Line, Metric, Values, main
+from grouped_mlp import DEEPSEEK, QWEN3, TINY, Model, drawer
+from harness import KERNELS, Bench, Line, Metric, Values, main
 from layers import FixedRouter, distance, layer_with_weights
 from timing import Call, alternating_ms, captured, free
 from torch import nn
 
 import ultraep
-from ultraep.ops.fp8 import E4M3, pack, parts
 
 PLAIN, TRAINED, FROZEN = "bf16", "fp8, trained", "fp8, frozen"
 
@@ -62,83 +56,6 @@ def measured(bench: Bench, calls: Mapping[str, Call]) -> dict[str, float]:
 
 def values_of(ms: float, plain: float, flops: int) -> Values:
     return {TIME: ms, RATE: flops / ms / 1e9, SPEED: plain / ms}
-
-
-def products(bench: Bench) -> None:
-    """Time grouped products: gate and up, then down."""
-    for model, slots in bench.scale.models:
-        shapes = {"gate_up": (2 * model.ffn, model.width), "down": (model.width, model.ffn)}
-        lines = []
-        for work, (height, width) in shapes.items():
-            case: Case = {"model": model.name, "slots": slots, "rows": bench.scale.rows}
-            lines += product_lines(bench, {**case, "work": work}, slots, height, width)
-            free()
-        bench.table(f"D {model.width}, F {model.ffn}", lines)
-
-
-def product_lines(bench: Bench, case: Case, slots: int, height: int, width: int) -> list[Line]:
-    from ultraep.backends.triton.fp8 import quantise
-    from ultraep.backends.triton.products import TritonProducts
-    from ultraep.ops.activations import activation_named
-
-    draw, swiglu = drawer(bench.clock), activation_named("swiglu")
-    count = slots * bench.scale.rows
-    offsets = torch.arange(0, count + 1, bench.scale.rows, dtype=torch.int32).to(bench.clock.device)
-    rows, weights = draw(count, width), draw(slots, height, width).mul_(width**-0.5)
-    codes = torch.empty_like(weights, dtype=E4M3)
-    scales = weights.new_empty(slots, height, 1, dtype=torch.float32)
-    quantise(weights, codes, scales)
-    stacks, packed = replace(as_stacks(codes), scales=as_stacks(scales)), pack(rows, quantise)
-    out, dtype = rows.new_empty(count, height), rows.dtype
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        PLAIN: partial(
-            TritonProducts(offsets, swiglu, dtype).multiply, rows, as_stacks(weights), None, out=out
-        ),
-        "fp8": partial(
-            TritonProducts(offsets, swiglu, dtype, fp8=True).multiply, packed, stacks, None, out=out
-        ),
-    }
-    if bench.on_gpu:
-        calls |= torch_calls(rows, weights, packed, codes, scales, offsets[1:], out)
-    expected = calls[PLAIN]().clone()
-    errors = {name: distance(call(), expected) for name, call in calls.items()}
-    times = measured(bench, calls)
-    flops = 2 * count * height * width
-    return [
-        Line({**case, "path": n}, {**values_of(ms, times[PLAIN], flops), ERROR: errors[n]})
-        for n, ms in times.items()
-    ]
-
-
-def torch_calls(
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    packed: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    ends: torch.Tensor,
-    out: torch.Tensor,
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """Grouped products of torch: bfloat16, and e4m3 with one scale per row."""
-    row_codes, row_scales = parts(packed, rows.shape[1])
-    by_row, by_weight_row = row_scales.flatten().contiguous(), scales.squeeze(-1).contiguous()
-
-    def scaled() -> torch.Tensor:
-        return torch._scaled_grouped_mm(
-            row_codes,
-            codes.mT,
-            by_row,
-            by_weight_row,
-            offs=ends,
-            out_dtype=rows.dtype,
-            use_fast_accum=True,
-        )
-
-    return {
-        "torch, bf16": lambda: torch._grouped_mm(rows, weights.mT, offs=ends),
-        "torch, fp8": scaled,
-        "torch, fp8, into memory": lambda: out.copy_(scaled()),
-    }
 
 
 def layer(bench: Bench) -> None:
@@ -199,9 +116,6 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
     return lines
 
 
-SECTIONS = {"products": products, "layer": layer}
-
-
 if __name__ == "__main__":
     scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    main("fp8", __doc__, SECTIONS, scales, needs=KERNELS)
+    main("fp8", __doc__, {"layer": layer}, scales, needs=KERNELS)

@@ -7,8 +7,7 @@ Every rank is a process, as in `bench_ranks_gpu.py`. Steps without balancing and
 settings alternate, each pair in another order, so that a drift of the machine hits both; on a GPU
 one measurement is eight steps in a row. The cost is the median over pairs of their ratio; the
 quartiles say how well it is known. `again` compares two layers without balancing in the same way:
-the resolution of the method. A second table shows where the time goes, stage by stage, from the
-stats of separate steps.
+the resolution of the method.
 
 Shapes: T tokens of a rank.
 """
@@ -18,12 +17,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from bench_ranks_gpu import DEFAULT, MODELS, NONE, TOY, Size, Variants, stepper
 from harness import Line, Metric, options_parser
 from layers import on_ranks, slowest
@@ -31,13 +28,11 @@ from mps import device_of_rank, report_of_ranks
 from timing import Call, in_turns
 
 from ultraep import BalanceConfig
-from ultraep.passes import TIMED
 
 AGAIN = "none again"
 NO_BALANCING = BalanceConfig(policy="none")
 CONFIGS = {NONE: NO_BALANCING, DEFAULT: BalanceConfig(), AGAIN: NO_BALANCING}
 PAIRS, ROW = 31, 8  # pairs of measurements, and the steps of one on a GPU
-STAGE_STEPS = 9  # whose stages are timed
 CORES = replace(
     TOY, model="two cores", hidden=512, ffn=1024, all_tokens=(2048, 256), experts=8, top_k=2
 )
@@ -45,13 +40,10 @@ COST = Metric("idle_cost", "ratio", "cost", "+.4f")
 LOWER = Metric("idle_cost_lower_quartile", "ratio", "lower quartile", "+.4f")
 UPPER = Metric("idle_cost_upper_quartile", "ratio", "upper quartile", "+.4f")
 STEP = Metric("step_time_p50", "ms", "none ms", ".3f")
-WITHOUT = Metric("stage_time_none", "ms", "none ms", ".4f")
-WITH = Metric("stage_time_default", "ms", "default ms", ".4f")
-MORE = Metric("stage_time_difference", "ms", "difference", "+.4f")
 
 
 def on_rank(rank: int, size: Size, cuda: bool, pairs: int) -> dict[str, Any]:
-    """One process: the pairs of every mode, then the stages."""
+    """One process: the pairs of every mode."""
     device = device_of_rank(cuda=cuda)
     variants = Variants(size, rank, device, ratio=1.0, configs=CONFIGS)
     variants.route(None)
@@ -62,8 +54,6 @@ def on_rank(rank: int, size: Size, cuda: bool, pairs: int) -> dict[str, Any]:
     for mode in size.modes if cuda else ("eager",):
         calls = {name: stepper(variants, name, mode) for name in variants.layers}
         measured[mode] = compare(calls, pairs, ROW if cuda else 1, device)
-    steps = STAGE_STEPS * (TIMED if cuda else 1)
-    measured["stages"] = {name: stages(variants, name, steps) for name in (NONE, DEFAULT)}
     variants.close()
     return measured
 
@@ -75,37 +65,15 @@ def compare(
     return in_turns(list(steps), pairs, lambda name: slowest(steps[name], row, device)[0])
 
 
-def stages(variants: Variants, name: str, steps: int) -> dict[str, float]:
-    """Milliseconds of every stage per step, the mean over steps and ranks."""
-    balancer = variants.layers[name].balancer
-    balancer.reset_stats()
-    for _ in range(steps):
-        dist.barrier()
-        variants.step(name)
-    ms = {stage: 1e3 * seconds / steps for stage, seconds in balancer.stats()["seconds"].items()}
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, ms)
-    return {stage: fmean(own.get(stage, 0.0) for own in of_ranks) for stage in ms}
-
-
 def cost_lines(size: Size, measured: dict[str, Any]) -> list[Line]:
     lines = []
-    for mode in (name for name in measured if name != "stages"):
+    for mode in measured:
         none = np.array(measured[mode][NONE])
         for name in (DEFAULT, AGAIN):
             costs = np.array(measured[mode][name]) / none - 1
             lower, middle, upper = np.percentile(costs, (25, 50, 75))
             values = {STEP: 1e3 * float(np.median(none)), COST: middle, LOWER: lower, UPPER: upper}
             lines.append(Line({"tokens": size.tokens, "mode": mode, "layer": name}, values))
-    return lines
-
-
-def stage_lines(size: Size, measured: dict[str, Any]) -> list[Line]:
-    without, with_default = measured["stages"][NONE], measured["stages"][DEFAULT]
-    lines = []
-    for stage, ms in with_default.items():
-        values = {WITHOUT: without.get(stage), WITH: ms, MORE: ms - without.get(stage, 0.0)}
-        lines.append(Line({"tokens": size.tokens, "stage": stage}, values))
     return lines
 
 
@@ -121,8 +89,6 @@ def main(argv: Sequence[str]) -> None:
             title = f"EP{size.ranks}, {size.model}: {size.about}"
             report.section = "cost"
             report.add(f"{title}, cost of balancing an even load", cost_lines(case, measured))
-            report.section = "stages"
-            report.add(f"{title}, stages", stage_lines(case, measured))
             report.write(options.json)
 
 

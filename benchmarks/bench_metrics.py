@@ -1,25 +1,21 @@
-"""The cost of metrics, of a recorded trace, of both, and of the flight recorder.
+"""The cost of metrics, of a recorded trace, and of the flight recorder.
 
-    python benchmarks/bench_metrics.py                # EP2, a core and a thread per rank
+    python benchmarks/bench_metrics.py                # one core
     python benchmarks/bench_metrics.py --only eager   # a GPU
     python benchmarks/bench_metrics.py --toy          # tiny, for CI
 
-The same step alternates: plain, with the flight recorder, with metrics, with a recorder, with both.
-Metrics are read every ten steps into a log, scalars and, if its client is installed, a Prometheus
-page. The cost is the median of the ratios of neighbouring steps. Only the second kind has the
-flight recorder. `alone` measures the code of metrics and flight recorder without the layer.
-`record` measures a record of rank 0: its cost in the step, in the writing thread, and its bytes on
-disk. On a GPU, `eager` measures one rank on the mapped data plane.
+`alone` measures the code of metrics and flight recorder without the layer. Metrics are read every
+ten steps into a log, scalars and, if its client is installed, a Prometheus page. `record` measures
+a record of rank 0: its cost in the step, in the writing thread, and its bytes on disk. On a GPU,
+`eager` runs one rank on the mapped data plane: plain, with metrics, and with both, in turns.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -28,12 +24,8 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from bench_layer import Size, one_step
 from harness import KERNELS, Bench, Line, Metric, Values, main
-from layers import FixedRouter, on_ranks
-from load_cases import Shape, skewed_ids
+from load_cases import Shape
 from single_contenders import Contender, Inputs, name_of, on_balancer
 from timing import free, in_a_row_ms, in_turns, nothing, standard_error
 
@@ -41,18 +33,13 @@ import ultraep
 from ultraep import workload
 from ultraep.metrics import Exporter, Log, Metrics, scalars
 from ultraep.passes import Passes, PassLog
-from ultraep.runtime.connect import connect
 from ultraep.runtime.flight import Flight
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.stats import Stats
-from ultraep.trace.flight import OFF
-from ultraep.trace.flight import VARIABLE as FLIGHT_VARIABLE
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 EVERY = 10
 NOTHING, METRICS, RECORDER, BOTH = "nothing", "metrics", "recorder", "recorder and metrics"
-FLIGHT = "flight recorder"
-OBSERVED = (NOTHING, FLIGHT, METRICS, RECORDER, BOTH)
 ON_CARD = (NOTHING, METRICS, BOTH)
 STEPS_OF_A_ROUND = 5
 PLANS = 32  # different ones
@@ -71,7 +58,6 @@ Times = Mapping[str, Sequence[float]]
 class Scale:
     """What one run measures."""
 
-    size: Size
     groups: tuple[tuple[int, int], ...]  # ranks and experts
     count: int  # records
     shape: Shape  # of a layer on a GPU
@@ -101,64 +87,6 @@ def lines_of(case: Mapping[str, Any], times: Times) -> list[Line]:
         values = {STEP: median(seconds) * 1e3, **(dict.fromkeys(costs) if kind == first else costs)}
         lines.append(Line({**case, "watched": kind}, values))
     return lines
-
-
-# -- CPU -----------------------------------------------------------------------------------------
-
-
-def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.BalancedMoE:
-    """A layer with fixed routing on its own balancer."""
-    balancer = ultraep.Balancer(
-        comm,
-        experts=size.experts,
-        slots=size.slots,
-        config=ultraep.BalanceConfig(objective="balance"),
-        record=folder,
-    )
-    moe = ultraep.BalancedMoE.swiglu(
-        size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
-    )
-    ids = skewed_ids(size, size.ratio)[rank]
-    moe.router = FixedRouter(ids, torch.full(ids.shape, 1 / size.top_k, requires_grad=True))
-    return moe
-
-
-def on_rank(rank: int, size: Size, folder: str) -> dict[str, list[float]]:
-    """Seconds of the slowest rank by kind and step, in one process."""
-    with closing(connect(dist.group.WORLD)) as comm:
-        layers, metrics = {}, {}
-        for kind in OBSERVED:
-            record = f"{folder}/{kind}" if kind in (RECORDER, BOTH) else None
-            os.environ[FLIGHT_VARIABLE] = folder if kind == FLIGHT else OFF
-            layers[kind] = make_layer(rank, size, comm, record)
-            if METRICS in kind:
-                metrics[kind] = watch(layers[kind].balancer)
-        generator = torch.Generator().manual_seed(rank)
-        tokens = torch.randn(size.tokens, size.hidden, generator=generator)
-
-        def seconds_of(kind: str) -> float:
-            after = metrics[kind].step if kind in metrics else nothing
-            return one_step(layers[kind], tokens, "ultraep", after)
-
-        seconds = in_turns(OBSERVED, size.rounds, seconds_of)
-        for kind in (RECORDER, BOTH):
-            recorder: Any = layers[kind].balancer.recorder
-            recorder.close()
-            if recorder.dropped:
-                raise SystemExit(f"{recorder.dropped} records were dropped")
-        return seconds
-
-
-def cpu(bench: Bench) -> None:
-    """Measure a layer in two processes."""
-    size: Size = bench.scale.size
-    with tempfile.TemporaryDirectory() as folder:
-        times: Times = on_ranks(size.ranks, on_rank, size, folder)
-    bench.table("a layer, forward and backward", lines_of(size.case, times))
-    bench.report.note(
-        "Cost: median ratio of neighbouring steps, minus 1; +-: its standard error, from the\n"
-        "20th and 80th percentiles."
-    )
 
 
 def alone(bench: Bench) -> None:
@@ -271,17 +199,15 @@ def eager(bench: Bench) -> None:
 
 WIDE = Shape(hidden=2048, ffn=768, experts=128, top_k=8, tokens=8192)
 GROUPS = ((2, 8), (8, 128), (64, 256), (256, 1024))
-FULL = Scale(Size(tokens=512, rounds=101), GROUPS, 500, WIDE, 31)
-QUICK = replace(FULL, size=Size(tokens=512, rounds=31), rounds=11)
+FULL = Scale(GROUPS, 500, WIDE, 31)
+QUICK = replace(FULL, rounds=11)
 TOY = Scale(
-    Size(tokens=64, hidden=16, ffn=32, rounds=3),
     GROUPS[:1],
     20,
     Shape(hidden=16, ffn=16, experts=4, top_k=2, tokens=8),
     1,
 )
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "cpu": cpu,
     "alone": alone,
     "record": record,
     "eager": eager,
@@ -290,5 +216,5 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 if __name__ == "__main__":
     scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    usual = ("cpu", "alone", "record")
+    usual = ("alone", "record")
     main("metrics", __doc__, SECTIONS, scales, needs={"eager": KERNELS}, usual=usual)

@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from harness import Bench, Extra, Line, Metric, Samples, Values, comma_list, main
-from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting, zipf_kinds
+from harness import Bench, Extra, Metric, Samples, Values, comma_list, main
+from load_cases import ORDERED, Kind, RecordedRouting, zipf_kinds
 from optimum import Unproven, optimal_peak, small_cases
-from timing import growth_law, one_core, time_call
+from timing import one_core, time_call
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Rates, Topology
@@ -44,7 +44,6 @@ PUBLISHED_FOR = (64, 256, 2)  # ranks, experts, slots; ordered Zipf, 1 % above t
 PUBLISHED_COPIES = {1.5: 38, 2.0: 46, 3.0: 51}  # replicas of the paper's planner, by ratio
 STOP_EARLY = ("ultraep", "quota", "echo", "llep")  # policies that use a tolerance
 CHECKED_RANKS = 256  # larger plans are not checked, because the check is dense
-GROWTH_PASSES = 3  # over all sizes; the fastest counts, because other programs may use the machine
 TIME_LIMIT = 60.0  # seconds for one exact optimum
 SIZES = (  # ranks and experts
     *((8, 32), (16, 64), (32, 128), (64, 64), (64, 128), (64, 256), (256, 1024), (1024, 4096)),
@@ -58,16 +57,10 @@ BOUND = Metric("lower_bound_mean", "max/mean", "bound")
 GAP = Metric("gap_to_bound_mean", "max/mean", "gap")
 COPIES = Metric("copies_mean", "copies", "replicas", ".1f")
 PUBLISHED = Metric("copies_published", "copies", "publ.", ".0f", max)
-FANOUT = Metric("fanout_max", "copies", "fan", ".0f", max)
-INGRESS = Metric("ingress_max", "copies", "in", ".0f", max)
 EGRESS = Metric("egress_max", "experts", "out", ".0f", max)
 REMOTE = Metric("remote_share_mean", "share", "remote", ".3f")
 TIME = Metric("plan_time_p50", "us", "us", ".0f", median)
-FAST, SLOW = (Metric(f"plan_time_{p}", "us", p, ".0f") for p in ("p20", "p80"))
-EXPONENT = Metric("exponent", "power", "exponent", ".2f")
-UPPER_EXPONENT = Metric("exponent_upper_half", "power", "upper half", ".2f")
-REALISED = Metric("realised_imbalance_mean", "max/mean", "realised")
-EQUAL = Metric("realised_equals_planned", "share", "equal", ".3f")
+FAST = Metric("plan_time_p20", "us", "p20", ".0f")
 AT_BOUND = Metric("at_bound", "share", "at bound", ".3f")
 OPTIMUM = Metric("optimum_mean", "max/mean", "optimum")
 EXCESS = Metric("gap_to_optimum_mean", "share", "mean gap", ".5f")
@@ -76,7 +69,6 @@ OPTIMAL = Metric("exactly_optimal", "share", "optimal", ".3f")
 BY_ROWS = Metric("time_of_equal_rows_mean", "over ideal", "equal rows")
 BY_SPEEDS = Metric("time_by_speeds_mean", "over ideal", "by speed")
 WORST_BY_SPEEDS = Metric("time_by_speeds_worst", "over ideal", "worst", combine=max)
-TIME_BY_ROWS = Metric("plan_time_of_equal_rows_p50", "us", "us equal", ".0f", median)
 UNPROVEN = Metric("unproven", "loads", "unproven", ".0f", sum)
 
 
@@ -89,14 +81,10 @@ class Scale:
     ratios: tuple[float, ...] = (1.5, 2.0, 3.0, 4.0)
     seeds: int = 20
     tokens: int = 8192
-    growth_ranks: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
-    growth_experts: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096)
-    small_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     trace_ranks: tuple[int, ...] = (8, 16)
     optima: int = 600
     policies: Sequence[str] = OWN
     trace: Path | None = None
-    experts: int | None = None  # of the trace; None: from its largest id
     window: int = 4096  # tokens of a microbatch of the trace
 
     def seeds_at(self, ranks: int) -> int:
@@ -108,9 +96,6 @@ QUICK = Scale(
     sizes=((8, 32), (64, 256), (256, 1024)),
     ratios=(2.0, 3.0),
     seeds=3,
-    growth_ranks=(16, 64, 256),
-    growth_experts=(64, 256, 1024),
-    small_tokens=(4, 64, 1024),
     trace_ranks=(8,),
     optima=60,
 )
@@ -120,9 +105,6 @@ TOY = Scale(
     ratios=(2.0,),
     seeds=2,
     tokens=64,
-    growth_ranks=(4, 8),
-    growth_experts=(8, 16),
-    small_tokens=(1, 4),
     trace_ranks=(4,),
     optima=12,
 )
@@ -150,8 +132,6 @@ def measure(
         BOUND: bound,
         GAP: None if bound is None else plan.imbalance - bound,
         COPIES: plan.num_replicas,
-        FANOUT: plan.max_fanout,
-        INGRESS: plan.max_ingress,
         EGRESS: plan.max_egress,
         REMOTE: plan.remote_tokens / max(1, plan.total),
         TIME: 1e6 * time_call(call, repeats, warmup=1).p50,
@@ -226,76 +206,12 @@ def objectives(bench: Bench) -> None:
     bench.table("objectives", samples.lines())
 
 
-def growth(bench: Bench) -> None:
-    """Growth of the planning time with ranks and with experts."""
-    scale: Scale = bench.scale
-    ranks, experts = scale.detail
-    sizes_along = {
-        "ranks": [(size, size * experts // ranks) for size in scale.growth_ranks],
-        "experts": [(ranks, size) for size in scale.growth_experts],
-    }
-    laws = []
-    kinds = (Kind(SHUFFLED, 2.0), Kind("lognormal"))
-    for kind, (along, sizes) in product(kinds, sizes_along.items()):
-        passes = [
-            [_growth_line(kind, *size, tokens=scale.tokens, along=along) for size in sizes]
-            for _ in range(GROWTH_PASSES)
-        ]
-        lines = [min(of_size, key=_seconds) for of_size in zip(*passes, strict=True)]
-        bench.table("growth", lines)
-        points = [float(line.case[along]) for line in lines]
-        times = [_seconds(line) for line in lines]
-        half = len(points) // 2
-        law = {EXPONENT: growth_law(points, times)}
-        if half > 1:
-            law[UPPER_EXPONENT] = growth_law(points[half:], times[half:])
-        laws.append(Line({"load": kind.name, "along": along}, law))
-    bench.table("growth law: time ~ size ^ exponent", laws)
-
-
-def _seconds(line: Line) -> float:
-    return (line.values[TIME] or 0.0) / 1e6
-
-
-def _growth_line(kind: Kind, ranks: int, experts: int, *, tokens: int, along: str) -> Line:
-    topology = Topology(ranks=ranks, experts=experts)
-    loads = kind.draw(ranks, experts, tokens=tokens, seed=0)
-    whole = time_call(partial(ultraep.plan, loads, topology), repeats=30, warmup=3)
-    times = {FAST: 1e6 * whole.p20, TIME: 1e6 * whole.p50, SLOW: 1e6 * whole.p80}
-    return Line(_case(topology, load=kind.name, along=along), times)
-
-
-def small(bench: Bench) -> None:
-    """Few tokens: whether the rows that sources send add up to the plan."""
-    scale: Scale = bench.scale
-    ranks, experts = scale.detail
-    topology, kind, samples = Topology(ranks=ranks, experts=experts), Kind(SHUFFLED, 2.0), Samples()
-    for tokens, seed in list(product(scale.small_tokens, range(scale.seeds))):
-        plan = ultraep.plan(kind.draw(ranks, experts, tokens=tokens, seed=seed), topology)
-        served = plan.dense_split().sum(axis=(0, 1))
-        values: Values = {
-            COUNT: 1,
-            BEFORE: plan.initial_imbalance,
-            BOUND: plan.lower_bound,
-            MEAN: plan.imbalance,
-            REALISED: float(served.max() / served.mean()),
-            WORST: plan.imbalance,
-            EQUAL: float(np.array_equal(served, plan.rank_loads)),
-            COPIES: plan.num_replicas,
-        }
-        samples.add(_case(topology, load=kind.name) | {"tokens": tokens}, values)
-    bench.table("small batches", samples.lines())
-    bench.report.note(
-        "tokens: per rank; mean, worst: as planned; equal: share of plans met on every rank."
-    )
-
-
 def trace(bench: Bench) -> None:
     """All policies on recorded routing; policies with history also by the previous window."""
     scale: Scale = bench.scale
     if scale.trace is None:
         raise SystemExit("the section trace needs --trace FILE")
-    recorded = RecordedRouting(scale.trace, scale.experts, scale.window)
+    recorded = RecordedRouting(scale.trace, scale.window)
     for ranks in scale.trace_ranks:
         microbatches, samples = list(recorded.microbatches(ranks)), Samples()
         for slots, policy in list(product((1, 2), scale.policies)):
@@ -345,7 +261,7 @@ def speeds(bench: Bench) -> None:
             topology = Topology(ranks=ranks, experts=experts)
             samples.add(_case(topology, load=kind.name), _by_speeds(loads, topology, seed))
     if scale.trace is not None:
-        recorded = RecordedRouting(scale.trace, scale.experts, scale.window)
+        recorded = RecordedRouting(scale.trace, scale.window)
         for ranks in scale.trace_ranks:
             for seed, (loads, _) in enumerate(recorded.microbatches(ranks)):
                 topology = Topology(ranks=ranks, experts=loads.shape[1])
@@ -371,7 +287,6 @@ def _by_speeds(loads: IntArray, topology: Topology, seed: int) -> Values:
         WORST_BY_SPEEDS: plan.imbalance,
         BOUND: plan.lower_bound,
         COPIES: plan.num_replicas,
-        TIME_BY_ROWS: 1e6 * time_call(by_rows, repeats=5, warmup=1).p20,
         TIME: 1e6 * time_call(by_speeds, repeats=5, warmup=1).p20,
     }
 
@@ -407,8 +322,6 @@ SECTIONS = {
     "quality": quality,
     "tolerance": tolerance,
     "objectives": objectives,
-    "growth": growth,
-    "small": small,
     "trace": trace,
     "optimum": optimum,
     "speeds": speeds,
@@ -416,12 +329,11 @@ SECTIONS = {
 OPTIONS: Extra = {
     "policies": (comma_list(OWN), "plan with these policies (default: all)"),
     "trace": (Path, "file with recorded routing, .npz"),
-    "experts": (int, "experts of the trace (default: from its largest id)"),
     "window": (int, "tokens per microbatch of the trace (default 4096)"),
 }
 
 
 if __name__ == "__main__":
     one_core()
-    scales, usual = {"toy": TOY, "quick": QUICK, "full": Scale()}, list(SECTIONS)[:5]
+    scales, usual = {"toy": TOY, "quick": QUICK, "full": Scale()}, list(SECTIONS)[:3]
     main("plan", __doc__, SECTIONS, scales, usual=usual, extra=OPTIONS)

@@ -1,8 +1,7 @@
-"""Planning time on a GPU, by objective, tolerance and rates, on synthetic and recorded loads.
+"""Planning time on a GPU, by objective, tolerance and rates, on synthetic loads.
 
-    python benchmarks/bench_planner_gpu.py                   # needs a GPU; three minutes
-    python benchmarks/bench_planner_gpu.py --routing FILE    # also recorded routing: arrays *_ids
-    python benchmarks/bench_planner_gpu.py --toy             # tiny, for CI; also without a GPU
+    python benchmarks/bench_planner_gpu.py          # needs a GPU; three minutes
+    python benchmarks/bench_planner_gpu.py --toy    # tiny, for CI; also without a GPU
 
 Every plan is compared with the plan of the CPU before it is timed. `plan` is captured once per size
 and objective, in a graph of 20 calls, and replayed with other loads. Times of Triton's interpreter,
@@ -13,13 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 from harness import KERNELS, Bench, Metric, Mismatch, Samples, main
-from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting
+from load_cases import ORDERED, SHUFFLED, Kind
 from timing import time_call
 
 import ultraep
@@ -28,7 +26,6 @@ from ultraep.arrays import IntArray
 from ultraep.runtime.device_planner import DevicePlanner
 
 INNER = 20  # calls per graph
-RECORDED_EXPERTS = 32  # of a gpt-oss-20b layer; several layers together have more
 CONFIGS = {
     "balance": BalanceConfig(objective="balance"),
     "balance, 1 %": BalanceConfig(objective="balance", tolerance=0.01),
@@ -54,27 +51,23 @@ class Scale:
     sizes: tuple[tuple[int, int], ...]  # ranks and experts
     ratios: tuple[float, ...]
     seeds: int
-    windows: int  # recorded microbatches per size
-    tokens: int  # per rank; of a recorded microbatch, of all ranks
+    tokens: int  # per rank
     rounds: int
     objectives: tuple[str, ...] = (*CONFIGS, f"balance{SPEEDS}", f"time, links{SPEEDS}")
-    routing: Path | None = None
 
 
 FULL = Scale(
     sizes=((8, 32), (8, 128), (16, 32), (16, 128), (32, 32), (32, 256), (64, 64), (64, 256)),
     ratios=(1.2, 1.5, 2.0, 3.0),
     seeds=2,
-    windows=12,
     tokens=8192,
     rounds=25,
 )
-QUICK = replace(FULL, sizes=((8, 32), (64, 256)), ratios=(1.5, 3.0), seeds=1, windows=4)
+QUICK = replace(FULL, sizes=((8, 32), (64, 256)), ratios=(1.5, 3.0), seeds=1)
 TOY = Scale(
     sizes=((2, 4),),
     ratios=(1.5,),
     seeds=1,
-    windows=1,
     tokens=16,
     rounds=1,
     objectives=("balance", "balance, 1 %", f"time, both{SPEEDS}"),
@@ -83,21 +76,12 @@ TOY = Scale(
 
 def loads_of(ranks: int, experts: int, scale: Scale) -> list[tuple[str, IntArray]]:
     """Name of the family and [R, E] loads of every microbatch."""
-    named_loads = [
+    return [
         (family, Kind(family, ratio).draw(ranks, experts, tokens=scale.tokens, seed=seed))
         for family in (ORDERED, SHUFFLED)
         for ratio in scale.ratios
         for seed in range(scale.seeds)
     ]
-    if scale.routing is not None:
-        layers = max(1, experts // RECORDED_EXPERTS)
-        routing = RecordedRouting(scale.routing, experts // layers, scale.tokens)
-        every = [loads for loads, _ in routing.microbatches(ranks)]
-        groups = [every[begin : begin + layers] for begin in range(0, len(every), layers)]
-        whole = [np.concatenate(group, axis=1) for group in groups if len(group) == layers]
-        step = max(1, len(whole) // scale.windows)
-        named_loads += [("recorded", loads) for loads in whole[::step][: scale.windows]]
-    return named_loads
 
 
 def check_plan(control: DevicePlanner, loads_RE: torch.Tensor, wanted: ultraep.Plan) -> None:
@@ -142,5 +126,4 @@ def plans(bench: Bench) -> None:
 
 if __name__ == "__main__":
     scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    extra = {"routing": (Path, "file with recorded routing, .npz")}
-    main("planner", __doc__, {"plans": plans}, scales, needs=KERNELS, extra=extra)
+    main("planner", __doc__, {"plans": plans}, scales, needs=KERNELS)

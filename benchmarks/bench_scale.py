@@ -1,12 +1,11 @@
 """How do start-up, memory and messages grow with the number of ranks?
 
-    python benchmarks/bench_scale.py            # up to 64 gloo ranks here, plans up to EP1024
+    python benchmarks/bench_scale.py            # up to 64 gloo ranks on this machine
     python benchmarks/bench_scale.py --toy      # tiny, for CI
 
-`ranks` starts processes with a tiny layer on one machine, forked from one that has imported torch.
+The script starts processes with a tiny layer, forked from one that has imported torch.
 A rank counts what it adds to that process: private memory, sockets, threads, and the gathers of its
 set-up. All ranks share the cores, so only counts and bytes scale as on a cluster.
-`plans` plans EP ranks with two experts each in one process, and allocates the buffers of one rank.
 
 `growth` is the exponent from the first to the last size: 1 is proportional to the ranks, 2 to their
 square. `must` is the exponent that cannot be avoided; the notes below a table say why. The script
@@ -20,21 +19,17 @@ import math
 import os
 import statistics
 import time
-import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import ANY, CPU, Bench, Line, Metric, Mismatch, main
+from harness import Bench, Line, Metric, Mismatch, main
 from layers import on_ranks
 
-import ultraep
-from ultraep import BalanceConfig, BalancedMoE, Balancer, Topology, workload
+from ultraep import BalanceConfig, BalancedMoE, Balancer
 from ultraep.backends import wait_until_compiled
-from ultraep.comm import Region
-from ultraep.runtime.agreement import FIELDS
 from ultraep.runtime.torch_dist import TorchDistCommunicator
 
 # In the fork server, so that ranks share the planner with it, and the pages of Python objects,
@@ -64,7 +59,7 @@ class Quantity:
     counted: bool = True
 
 
-OF_RANK = {
+QUANTITIES = {
     "start": Quantity("start of processes and group", "s", 2, "all pairs connect", counted=False),
     "balancer": Quantity("start of the balancer", "s", 2, "all ranks gather", counted=False),
     "step": Quantity("step", "ms", 2, "all ranks share the cores", counted=False),
@@ -75,40 +70,19 @@ OF_RANK = {
     "received": Quantity("bytes gathered at start", "KB", 1, "a record of every rank"),
     "private": Quantity("private memory of the balancer and a step", "MB", 1, "loads of all ranks"),
 }
-OF_PLAN = {
-    "plan": Quantity("time of a plan", "ms", 2, "[ranks, experts] loads are read", counted=False),
-    "memory": Quantity("peak memory of a plan", "MB", 2, "a copy of the loads"),
-    "record": Quantity("record of a rank", "KB", 1, "its load of every expert"),
-    "buffers": Quantity("mapped buffers of a rank", "MB", 0, "its rows and slots"),
-}
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Numbers of ranks in processes, and of planned ranks in one process."""
-
-    ranks: tuple[int, ...]
-    planned: tuple[int, ...]
-
-
-SCALES = {
-    "toy": Scale((2, 4), (8, 16)),
-    "quick": Scale((4, 16), (64, 256)),
-    "full": Scale((8, 16, 32, 64), (64, 128, 256, 512, 1024)),
-}
-
-
-# -- ranks ---------------------------------------------------------------------------------------
+SCALES = {"toy": (2, 4), "quick": (4, 16), "full": (8, 16, 32, 64)}  # numbers of ranks
 
 
 def ranks(bench: Bench) -> None:
     """Start ever more ranks."""
-    needed = max(bench.scale.ranks) * MEMORY_OF_RANK
+    needed = max(bench.scale) * MEMORY_OF_RANK
     if free_memory() < needed:
-        raise Mismatch(f"{max(bench.scale.ranks)} ranks need {needed >> 20} MB of free memory")
+        raise Mismatch(f"{max(bench.scale)} ranks need {needed >> 20} MB of free memory")
     on_ranks(2, rank_of, time.time())  # starts the fork server
-    measured = [on_ranks(size, rank_of, time.time()) for size in bench.scale.ranks]
-    show(bench, "ranks", OF_RANK, bench.scale.ranks, measured)
+    measured = [on_ranks(size, rank_of, time.time()) for size in bench.scale]
+    show(bench, measured)
 
 
 def rank_of(_rank: int, started: float) -> dict[str, float]:
@@ -179,88 +153,10 @@ def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-# -- plans ---------------------------------------------------------------------------------------
-
-
-def plans(bench: Bench) -> None:
-    """Plan ever more ranks in one process."""
-    measured = [plan_of(size) for size in bench.scale.planned]
-    show(bench, "plans in one process", OF_PLAN, bench.scale.planned, measured)
-
-
-def plan_of(ranks: int) -> dict[str, float]:
-    experts = HOMES * ranks
-    loads = workload.zipf(ranks, experts, ratio=2.0, top_k=TOP_K, tokens=512, shuffled=True)
-    topology = Topology(ranks=ranks, experts=experts, slots=1)
-    seconds = []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        plan = ultraep.plan(loads, topology)
-        seconds.append(time.perf_counter() - begin)
-    plan.check(loads)
-    tracemalloc.start()
-    ultraep.plan(loads, topology)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return {
-        "plan": statistics.median(seconds) * 1e3,
-        "memory": peak / 1e6,
-        "record": (len(FIELDS) + experts) * 8 / 1e3,
-        "buffers": mapped_bytes(ranks) / 1e6,
-    }
-
-
-class OneRank:
-    """One rank of a group that only allocates memory: its communicator and its peers."""
-
-    rank, device, timeout = 0, torch.device("cpu"), 30.0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def allocate(self, _: str, nbytes: int) -> Region:
-        local = torch.empty(nbytes, dtype=torch.uint8)
-        return Region(local, torch.full((self.size,), local.data_ptr()), local)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value] * self.size
-
-    def hosts(self) -> OneRank:
-        return self
-
-    def close(self) -> None:
-        """The memory is freed with the last tensor."""
-
-
-def mapped_bytes(ranks: int) -> int:
-    """Bytes that one rank shares with the others for a layer, without running it."""
-    alone: Any = OneRank(ranks)
-    config = BalanceConfig(objective="balance")
-    balancer = Balancer._with_settings(
-        alone, peers=alone, data_plane="mapped", experts=HOMES * ranks, config=config
-    )
-    bundle = {
-        "gate_up_proj": torch.empty(HOMES, 2 * FFN, HIDDEN),
-        "down_proj": torch.empty(HOMES, HIDDEN, FFN),
-    }
-    ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int32)
-    balancer.prepare(ids, torch.zeros(1, HIDDEN), bundle)
-    return balancer.plane("cpu").nbytes
-
-
-# -- tables --------------------------------------------------------------------------------------
-
-
-def show(
-    bench: Bench,
-    title: str,
-    quantities: dict[str, Quantity],
-    sizes: Sequence[int],
-    measured: Sequence[dict[str, float]],
-) -> None:
+def show(bench: Bench, measured: Sequence[dict[str, float]]) -> None:
     """Print one line per quantity; raise if a counted one grows faster than it must."""
-    lines, faster = [], []
-    for name, quantity in quantities.items():
+    lines, faster, sizes = [], [], bench.scale
+    for name, quantity in QUANTITIES.items():
         case = {"quantity": f"{quantity.name}{quantity.unit and ', '}{quantity.unit}"}
         values: dict[Metric, float | None] = {
             Metric(f"at_{size}_ranks", "as named", str(size), ".3f"): numbers[name]
@@ -270,8 +166,8 @@ def show(
         lines.append(Line(case, values | {GROWTH: growth, MUST: quantity.must}))
         if quantity.counted and growth is not None and growth > quantity.must + NOISE:
             faster.append(f"{quantity.name}: {growth:.2f}, must {quantity.must}")
-    bench.table(title, lines, section=title.replace(" ", "_"))
-    for quantity in quantities.values():
+    bench.table("ranks", lines)
+    for quantity in QUANTITIES.values():
         bench.report.note(f"{quantity.name}: must {quantity.must}, {quantity.why}")
     if faster and not bench.options.toy:
         raise Mismatch(f"grows faster than it must: {'; '.join(faster)}")
@@ -284,7 +180,5 @@ def growth_of(sizes: Sequence[int], values: Sequence[float]) -> float | None:
     return math.log(values[-1] / values[0]) / math.log(sizes[-1] / sizes[0])
 
 
-SECTIONS = {"ranks": ranks, "plans": plans}
-
 if __name__ == "__main__":
-    main("scale", __doc__, SECTIONS, SCALES, needs={"ranks": CPU, "plans": ANY})
+    main("scale", __doc__, {"ranks": ranks}, SCALES)

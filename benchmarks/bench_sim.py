@@ -1,49 +1,39 @@
-"""The accuracy and the speed of the simulator.
+"""The accuracy of the simulator.
 
-`card`: a layer on eight partitions of one H200 (`partitions.py`), predicted for the same plans and
-loads on a cluster of eight such partitions. Ranks share the power of the GPU, so a busy rank is
-faster while others wait, by the factors in `results/grouped_h200_202611.json`. A dash means that
-another plan was measured.
-`cpu`: a layer in two processes on two cores (results of bench_layer.py). The rate of the cores is
-fitted to forced balance; no balancing and ultraep are predicted.
-`hosts`: a layer over two simulated hosts of a slow network (results of bench_domains.py). The rate
-of the cores is fitted to the hybrid plane without balancing on the faster network.
-`speed`: seconds for 1,000 microbatches of 94 layers at EP64, per policy, in two processes.
+A layer on eight partitions of one H200 with 16 multiprocessors each (`results/layer_gpu_*`),
+predicted for the same plans and loads on a cluster of eight such partitions. Ranks share the power
+of the GPU, so a busy rank is faster while others wait, by the factors in
+`results/grouped_h200_202611.json`. A dash means that another plan was measured.
 
     python benchmarks/bench_sim.py --json out.json
-    python benchmarks/bench_sim.py --only speed
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import bench_domains
-import bench_layer
 import numpy as np
 from harness import ROOT, Bench, Line, Metric, main
-from layers import FORCED
-from load_cases import Shape, even_ids, loads_of, skewed_ids
+from load_cases import HotRank, Shape, loads_of, tile_perfect_ids
 from numpy.typing import NDArray
-from partitions import LOADS, SHARE_OF_TILE_PERFECT, SIZES, TILE_PERFECT, Size, plan_for
-from published import scenario_of, settings
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
+from ultraep.arrays import IntArray
+from ultraep.policies import Problem
+from ultraep_tools.baselines.eplb import place_by_past
+from ultraep_tools.baselines.places import away_from_home, split_equally
 from ultraep_tools.sim.cluster import Cluster, load_cluster
 from ultraep_tools.sim.costs import Costs, measured_rates
 from ultraep_tools.sim.layer import LayerClock
 from ultraep_tools.sim.model import GroupedAttention, Model
 from ultraep_tools.sim.planes import PLANES
 from ultraep_tools.sim.planning import Replicas
-from ultraep_tools.sim.run import simulate
-from ultraep_tools.sim.runtime import Contender, runtime_of
-from ultraep_tools.sim.training import Training
+from ultraep_tools.sim.runtime import runtime_of
 
 FloatArray = NDArray[np.float64]
 Table = tuple[str, list[Line]]  # title
@@ -55,11 +45,88 @@ SAME = 1e-5  # tolerance: results are stored with seven digits
 PREDICTED = Metric("predicted_share", "share", "predicted", ".3f")
 MEASURED = Metric("measured_share", "share", "measured", ".3f")
 POINTS = Metric("error", "points", "points off", "+.1f")
-PREDICTED_MS = Metric("predicted_time", "ms", "predicted ms", ".0f")
-MEASURED_MS = Metric("measured_time", "ms", "measured ms", ".0f")
-PERCENT = Metric("error", "%", "% off", "+.0f")
-SECONDS = Metric("time", "s", "seconds", ".1f")
-PER_PLAN = Metric("time_per_layer_and_microbatch", "us", "us per layer and microbatch", ".0f")
+
+
+TILE_PERFECT = "tile-perfect"  # every expert gets the same number of rows, a multiple of a tile
+SHARE_OF_TILE_PERFECT = "share_of_tile_perfect"  # metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
+    """A layer, and the number of loads that were measured."""
+
+    model: str
+    top_k: int = 8
+    ranks: int = 8
+    loads: int = 5
+
+
+SIZES = (
+    Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=8192),
+    Size(
+        model="DeepSeek-V3, half of its experts",
+        hidden=7168,
+        ffn=2048,
+        experts=128,
+        tokens=4096,
+        loads=4,
+    ),
+)
+ONE_HOT = tuple(HotRank(ratio) for ratio in (1.5, 2.0, 3.0))
+LOADS = (*ONE_HOT, HotRank(2.0, inner=1.0), HotRank(3.0, inner=1.0, slots=2))
+
+
+def place_with(slots: int) -> str:
+    """Register a policy that places like EPLB with this many spare slots; return its name.
+
+    EPLB moves homes as well. Here the homes were chosen among its places before, so the slots of
+    the topology are not the places that EPLB fills.
+    """
+
+    def place(problem: Problem) -> IntArray:
+        """Place like EPLB, with homes chosen among its places."""
+        topology = problem.topology
+        own_topology = Topology(ranks=topology.ranks, experts=topology.experts, slots=slots)
+        assert problem.history is not None
+        places = place_by_past(problem.history, own_topology)
+        shares = split_equally(problem.expert_loads[None], places)
+        return away_from_home(*shares, topology)[:, 1:]
+
+    name = f"eplb placed, {slots} slots"
+    if name not in ultraep.policy_names():
+        ultraep.register_policy(name, needs_history=True)(place)
+    return name
+
+
+def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
+    """Place by loads of which half came from another topic.
+
+    EPLB moves homes as well: one of the places of each expert becomes its home here.
+    """
+    other = loads[:, np.random.default_rng(7).permutation(size.experts)]
+    past = (loads + other).sum(axis=0)
+    own_topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
+    places = place_by_past(past, own_topology)
+    homes: list[int] = []
+    for ranks in (np.flatnonzero(row) for row in places):
+        homes.append(int(min(ranks, key=lambda rank: (homes.count(int(rank)), rank))))
+    held = np.count_nonzero(places, axis=0) - np.bincount(homes, minlength=size.ranks)
+    topology = replace(own_topology, slots=max(1, int(held.max())), homes=homes)
+    return ultraep.plan(loads, topology, BalanceConfig(policy=place_with(slots)), history=past)
+
+
+def plan_for(size: Size, load: HotRank, policy: str) -> Plan:
+    """The plan of a policy for these loads."""
+    if policy == TILE_PERFECT:
+        drawn = [tile_perfect_ids(size, rank) for rank in range(size.ranks)]
+        topology = Topology(ranks=size.ranks, experts=size.experts, slots=0)
+        loads = loads_of(drawn, size)
+        return ultraep.plan(loads, topology, BalanceConfig(policy="none"))
+    loads, slots = load.draw(size), 0 if policy == "none" else load.slots
+    if policy == "eplb":
+        return eplb_plan(loads, size, slots)
+    topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
+    return ultraep.plan(loads, topology, BalanceConfig(policy=policy))
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -69,9 +136,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def clock_of(
-    cluster: Cluster, shape: Shape, topology: Topology, policy: str, plane: str = "mapped"
-) -> LayerClock:
+def clock_of(cluster: Cluster, shape: Shape, topology: Topology, policy: str) -> LayerClock:
     """The clock of a model that has only experts, in one layer."""
     sizes: Any = {"experts": shape.experts, "top_k": shape.top_k, "expert_width": shape.ffn}
     sizes |= {"width": shape.hidden, "layers": 1, "dense_layers": 0, "vocabulary": 1}
@@ -84,7 +149,7 @@ def clock_of(
         tokens=shape.tokens,
         context=0.0,
         recompute=False,
-        plane=PLANES[plane],
+        plane=PLANES["mapped"],
     )
 
 
@@ -108,9 +173,6 @@ def line(model: str, load: str, policy: str, predicted: float, measured: float |
     case = {"model": model, "load": load, "policy": policy}
     points = None if measured is None else 100 * (predicted - measured)
     return Line(case, {PREDICTED: predicted, MEASURED: measured, POINTS: points})
-
-
-# -- one GPU -------------------------------------------------------------------------------------
 
 
 @cache
@@ -180,124 +242,11 @@ def share_on_card(
     return float(values[SHARE_OF_TILE_PERFECT])
 
 
-# -- two cores -----------------------------------------------------------------------------------
-
-
-def cpu_table() -> Table:
-    """Predict two processes on two cores."""
-    size = bench_layer.Size()
-    measured = {
-        row["case"]["policy"]: row["value"]
-        for row in rows_of("layer_cpu")
-        if row["metric"] == "step_time_p50" and row["benchmark"] == "layer/gain"
-    }
-    rate = cpu_seconds(size, cores(1.0), "none", even=True) / (measured[FORCED] * 1e-3)
-    forced = cpu_seconds(size, cores(rate), "none", even=True)
-    lines = []
-    for policy in ("none", "ultraep"):
-        share = forced / cpu_seconds(size, cores(rate), policy)
-        known = measured[FORCED] / measured[policy]
-        lines.append(line("two cores", f"ratio {size.ratio}", policy, share, known))
-    return "EP2 on two cores: share of forced balance", lines
-
-
-def cores(rate: float) -> Cluster:
-    """A cluster of two cores with this rate, relative to 1 TFLOP/s."""
-    rates: Any = dict.fromkeys(("memory_gb_s", "link_gb_s", "network_gb_s"), 20 * rate)
-    rates |= {"devices": 2, "domain": 2, "matmul_tflops": rate}
-    return replace(load_cluster(PARTITIONS), name="two-cores", **rates)
-
-
-def cpu_seconds(
-    size: bench_layer.Size, cluster: Cluster, policy: str, *, even: bool = False
-) -> float:
-    """Predict seconds of a layer, forward and backward."""
-    ids = even_ids(size) if even else skewed_ids(size, size.ratio)
-    topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
-    plan = ultraep.plan(loads_of(list(ids), size), topology, BalanceConfig(policy=policy))
-    return stage_seconds(clock_of(cluster, size, topology, policy), replicas_of(plan))
-
-
-# -- two simulated hosts -------------------------------------------------------------------------
-
-GOODPUT = 1448 / 1514  # bytes of messages over bytes on an Ethernet link
-FITTED = (100, "hybrid, none")
-
-
-def hosts_table() -> Table:
-    """Predict the steps of bench_domains.py on two simulated hosts."""
-    measured = {
-        (int(row["case"]["network"].split()[0]), row["case"]["variant"]): row["value"]
-        for row in rows_of("domains_hosts_cpu")
-        if row["metric"] == "step_time_p50"
-    }
-    low, high = 1e-5, 10.0  # rates of the cores
-    for _ in range(40):
-        middle = (low * high) ** 0.5
-        slow = 1e3 * hosts_seconds(middle, *FITTED) > measured[FITTED]
-        low, high = (middle, high) if slow else (low, middle)
-    lines = []
-    for (mbit, variant), known in measured.items():
-        predicted = 1e3 * hosts_seconds(low, mbit, variant)
-        values = {
-            PREDICTED_MS: predicted,
-            MEASURED_MS: known,
-            PERCENT: 100 * (predicted / known - 1),
-        }
-        lines.append(Line({"network": f"{mbit} Mbit/s", "variant": variant}, values))
-    return "2 x 2 ranks on two simulated hosts", lines
-
-
-def hosts_seconds(rate: float, mbit: int, variant: str) -> float:
-    """Predict seconds of a layer, forward and backward; the ranks of a host share its network."""
-    size, (policy, plane) = bench_domains.HOSTS, bench_domains.VARIANTS[variant]
-    network = mbit * GOODPUT / 8e3 / size.domain / measured_rates().network
-    cluster = replace(cores(rate), devices=size.ranks, domain=size.domain, network_gb_s=network)
-    cluster = replace(cluster, network_shared=True)
-    topology = Topology(ranks=size.ranks, experts=size.experts, domain=size.domain)
-    loads = np.stack([bench_domains.loads_of_rank(size, rank, 1.5) for rank in range(size.ranks)])
-    plan = ultraep.plan(loads, topology, BalanceConfig(policy=policy))
-    # Rows of the simulator have two bytes per number, rows of the measured layer four.
-    wide = replace(size, hidden=2 * size.hidden)
-    return stage_seconds(clock_of(cluster, wide, topology, policy, plane), replicas_of(plan))
-
-
-# -- speed ---------------------------------------------------------------------------------------
-
-
-def on_speed(bench: Bench) -> None:
-    """Time the simulation of every policy on the same loads."""
-    small = bench.scale
-    setting = next(setting for setting in settings() if setting.name == "qwen-train")
-    job = Training(microbatches=8 if small else 1000, steps=1)
-    scenario = replace(scenario_of(setting), job=job)
-    if small:
-        scenario = replace(scenario, model=replace(scenario.model, layers=2))
-    lines = []
-    slots_of = ((1, "none"), (1, "eplb"), (1, "lplb"), (2, "quota"), (1, "quota"), (1, "ultraep"))
-    for slots, policy in slots_of:
-        begin = time.perf_counter()
-        simulate(scenario, [Contender(policy, policy, slots=slots)], processes=1 if small else 2)
-        took = time.perf_counter() - begin
-        plans = scenario.microbatches * scenario.model.moe_layers
-        values = {SECONDS: took, PER_PLAN: 1e6 * took / plans}
-        lines.append(Line({"policy": policy, "slots": slots}, values))
-    about = f"{scenario.microbatches} microbatches, {scenario.model.layers} layers"
-    bench.table(f"{about}, EP64, two processes", lines)
-
-
 def on_card(bench: Bench) -> None:
     for table in card_tables(bench.scale):
         bench.table(*table)
 
 
-SECTIONS = {
-    "card": on_card,
-    "cpu": lambda bench: bench.table(*cpu_table()),
-    "hosts": lambda bench: bench.table(*hosts_table()),
-    "speed": on_speed,
-}
-
-
 if __name__ == "__main__":
-    main("sim", __doc__, SECTIONS, {"toy": True, "quick": True, "full": False})  # small or not
+    small = {"toy": True, "quick": True, "full": False}
+    main("sim", __doc__, {"card": on_card}, small)

@@ -2,7 +2,6 @@
 
     python benchmarks/bench_transfer.py                       # needs a GPU; a minute
     python benchmarks/bench_transfer.py --only relay,reduce   # some sections
-    python benchmarks/bench_transfer.py --only critical       # needs no GPU
     python benchmarks/bench_transfer.py --toy                 # tiny, for CI; also without a GPU
 
 All ranks belong to one process on one device, and one launch streams for all of them. This measures
@@ -18,24 +17,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
-from harness import ANY, CARD, KERNELS, Bench, Case, Line, Metric, Mismatch, Samples, Values, main
-from load_cases import ORDERED, SHUFFLED, Kind
+from harness import CARD, KERNELS, Bench, Case, Line, Metric, Mismatch, main
+from load_cases import SHUFFLED, Kind
 from shared_peers import LocalPeers
 from timing import Clock, Gpu
 
 import ultraep
 from ultraep import Plan, Topology
 from ultraep.bundle import Layout
-from ultraep.hops import MODES, Hop, choose, hops
+from ultraep.hops import MODES, Hop, hops
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.signals import Signals
 
-LINK_PROGRAMS = 16  # enough to saturate a link
 INNER = 20  # schedules per graph
 POISON = 0xA5  # byte value of empty slots
 TIMEOUT = 5.0  # seconds
@@ -50,13 +47,8 @@ CHUNKS = Metric("chain_chunks", "chunks", "chunks", ".0f")
 SIGNAL = Metric("fitted_cost_of_a_signal", "us", "signal us", ".2f")
 FLOOR = Metric("floor", "us", "floor us", ".1f")
 OF_FLOOR = Metric("share_of_floor", "share", "of floor", ".3f")
-BEFORE = Metric("imbalance_before_mean", "max/mean", "before", ".2f")
 COPIES = Metric("copies_mean", "copies", "replicas", ".1f")
-EGRESS = Metric("egress_max", "experts", "out", ".0f", max)
-INGRESS = Metric("ingress_max", "copies", "in", ".0f", max)
 LONGEST = Metric("longest_chain_max", "hops", "hops", ".0f", max)
-PATH = {m: Metric(f"{m}_path_mean", "experts", m, ".2f") for m in MODES}
-WORST_PATH = {m: Metric(f"{m}_path_worst", "experts", "worst", ".2f", max) for m in MODES}
 NODE = Metric("launch_floor", "us", "floor us", ".2f")
 SCHEDULE = {m: Metric(f"{m}_graph_time_p50", "us", f"{m} us", ".2f") for m in MODES}
 
@@ -72,9 +64,7 @@ class Scale:
     relay_ranks: int = 16
     budgets: Counts = (2, 4, 8, 16)  # programs per rank in relays
     fans: Counts = (1, 2, 4, 8, 15)  # replicas of one expert; the first is 1
-    plan_sizes: Sizes = ((8, 128), (8, 256), (16, 128), (16, 256), (64, 128), (64, 256))
-    ratios: tuple[float, ...] = (1.5, 2.0, 3.0)
-    seeds: int = 5
+    ratio: float = 3.0  # of the loads in `schedule`
     tokens: int = 8192
     numbers: int = 18_874_368  # of a gradient
     pull_fans: Counts = (1, 2, 4, 7)
@@ -102,9 +92,7 @@ TOY = Scale(
     relay_ranks=9,
     budgets=(2,),
     fans=(1, 8),
-    plan_sizes=((4, 8), (8, 32)),
-    ratios=(1.5,),
-    seeds=2,
+    ratio=1.5,
     tokens=64,
     numbers=1000,
     pull_fans=(1, 2),
@@ -184,49 +172,6 @@ def reduce(bench: Bench) -> None:
     )
 
 
-def critical(bench: Bench) -> None:
-    """Count what the busiest rank sends in real plans, in experts."""
-    scale, nbytes = bench.scale, FULL.layout.nbytes
-    for family in (ORDERED, SHUFFLED):
-        samples = Samples()
-        for (ranks, experts), ratio in product(scale.plan_sizes, scale.ratios):
-            topology = Topology(ranks=ranks, experts=experts, slots=1)
-            case: Case = {"load": family, "slots": 1, "ranks": ranks, "experts": experts}
-            for seed in range(scale.seeds):
-                loads = Kind(family, ratio).draw(ranks, experts, tokens=scale.tokens, seed=seed)
-                plan = ultraep.plan(loads, topology, backend="cpu")
-                samples.add({**case, "ratio": ratio}, _paths(plan, nbytes))
-        title = f"critical path, in experts of {nbytes / 1e6:.1f} MB; {scale.seeds} seeds"
-        bench.table(title, samples.lines())
-    bench.report.note(
-        "out: different experts that the busiest home gives away; in: replicas per rank; hops: of\n"
-        "the longest chain; maximum over seeds. direct: replicas that the busiest rank sends from\n"
-        "their home. chain: hops that the busiest rank sends or forwards, plus (d - 1) / n for d\n"
-        "hops in n chunks. auto: the shorter for each plan."
-    )
-
-
-def _paths(plan: Plan, nbytes: int) -> Values:
-    from ultraep.backends.triton.streamer import chunks_for
-
-    hops_of_mode = {mode: hops(plan, mode) for mode in ("direct", "chain")}
-    longest = _longest(hops_of_mode["chain"])
-    chunks = chunks_for(longest, nbytes, LINK_PROGRAMS)
-    path = {mode: float(_busiest(sent)[1]) for mode, sent in hops_of_mode.items()}
-    path["chain"] += max(0, longest - 1) / chunks
-    path["auto"] = path[choose(plan, chunks)]
-    values: dict[Metric, float | None] = {
-        BEFORE: plan.initial_imbalance,
-        COPIES: plan.num_replicas,
-        EGRESS: plan.max_egress,
-        INGRESS: plan.max_ingress,
-        LONGEST: longest,
-    }
-    for mode in MODES:
-        values |= {PATH[mode]: path[mode], WORST_PATH[mode]: path[mode]}
-    return values
-
-
 def _busiest(sent: Sequence[Hop]) -> tuple[int, int]:
     """The rank that sends most, and its number of hops."""
     return (Counter(hop.sender for hop in sent).most_common(1) or [(0, 0)])[0]
@@ -242,7 +187,7 @@ def schedule(bench: Bench) -> None:
     lines = []
     for ranks, experts in bench.scale.schedule_sizes:
         topology = Topology(ranks=ranks, experts=experts, slots=1)
-        ratio = min(3.0, max(bench.scale.ratios))
+        ratio = bench.scale.ratio
         loads = Kind(SHUFFLED, ratio).draw(ranks, experts, tokens=bench.scale.tokens, seed=0)
         plan = ultraep.plan(loads, topology, backend="cpu")
         chain = hops(plan, "chain")
@@ -432,13 +377,11 @@ class Pull:
 SECTIONS = {
     "direct": direct,
     "relay": relay,
-    "critical": critical,
     "reduce": reduce,
     "schedule": schedule,
 }
 # In CARD sections ranks must run concurrently, which the interpreter cannot do.
-NEEDS = {"critical": ANY, "reduce": KERNELS, "schedule": KERNELS}
-NEEDS |= dict.fromkeys(("direct", "relay"), CARD)
+NEEDS = {"direct": CARD, "relay": CARD, "reduce": KERNELS, "schedule": KERNELS}
 
 
 if __name__ == "__main__":

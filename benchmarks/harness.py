@@ -190,10 +190,8 @@ class Bench:
     def on_gpu(self) -> bool:
         return isinstance(self.clock, Gpu)
 
-    def table(self, title: str, lines: Sequence[Line], section: str | None = None) -> None:
+    def table(self, title: str, lines: Sequence[Line]) -> None:
         """Print the lines and write all rows so far, so that a later failure loses nothing."""
-        if section is not None:
-            self.report.section = section
         self.report.add(title, lines)
         self.report.write(self.options.json)
 

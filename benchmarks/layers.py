@@ -29,12 +29,10 @@ PLAIN, FORCED = "unmodified", "forced balance"
 
 STEP = Metric("step_time_p50", "ms", "ms", ".2f")
 RATE = Metric("tokens_per_second", "tokens/s", "tokens/s", ".0f")
-SHARE = Metric("share_of_forced_balance", "share", "of forced", ".3f")
 GAIN = Metric("gain_over_none", "ratio", "over none", ".3f")
 BEFORE = Metric("imbalance_before", "max/mean", "before", ".3f")
 AFTER = Metric("imbalance_after", "max/mean", "after", ".3f")
 COPIES = Metric("copies", "copies", "replicas", ".1f")
-STAGE = Metric("stage_time", "ms", "ms", ".3f")
 LESS = Metric("busiest_processor_gain_over_none", "ratio", "cpu gain", ".3f")
 
 Spent = tuple[float, float]  # wall and CPU seconds

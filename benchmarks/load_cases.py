@@ -164,13 +164,12 @@ class RecordedRouting:
     """Recorded routing, split into windows of tokens; each window is a microbatch."""
 
     path: Path
-    experts: int | None
     window: int
 
     def microbatches(self, ranks: int) -> Iterator[tuple[IntArray, IntArray | None]]:
         """[R, E] loads of every layer and window, and the loads of the previous window or None."""
         texts = workload.read_routing(self.path)
-        experts = self.experts or 1 << max(int(ids.max()) for ids in texts).bit_length()
+        experts = 1 << max(int(ids.max()) for ids in texts).bit_length()
         for ids in texts:
             loads = workload.loads_of_windows(ids, ranks=ranks, experts=experts, tokens=self.window)
             for window, layer in np.ndindex(loads.shape[:2]):

@@ -4,14 +4,15 @@
     python benchmarks/paper.py --toy --out /tmp/x # few layers, for CI
 
 Tables: the published settings (throughput, share of forced balance, imbalance, predicted and
-published), predictions next to measurements, the exposed cost of a layer, scaling in groups and
-ranks, and the effect of slots, tolerance, tokens, domains, links and relays. Everything is seeded;
-the same versions write the same text.
+published), and predictions next to measurements. Everything is seeded; the same versions write the
+same text.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,83 @@ from typing import Any
 import bench_sim
 import numpy as np
 from harness import ROOT
-from paper_studies import FULL, TOY, Effort, Page, percent, scaling, studies
 from published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 
+from ultraep.files.writing import whole_file, write_text
 from ultraep_tools.report.rows import versions
-from ultraep_tools.sim.model import load_model
-from ultraep_tools.sim.run import Result
+from ultraep_tools.sim.run import Result, simulate
+from ultraep_tools.sim.runtime import Contender
+from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.serving import Serving
 
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
 WITHIN = 5.0  # points
 Outcomes = list[tuple[Setting, list[Result]]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is simulated."""
+
+    layers: int | None  # of every model; None: all
+    steps: int
+    processes: int
+    settings: int | None = None  # published ones; None: all
+
+    def cut(self, scenario: Scenario) -> Scenario:
+        """The same scenario with fewer layers, and accordingly less time to wait for them."""
+        if self.layers is None:
+            return scenario
+        model = replace(scenario.model, layers=self.layers, dense_layers=0)
+        job = scenario.job
+        if isinstance(job, Serving):
+            limit = job.requests.limit_s * self.layers / scenario.model.layers
+            job = replace(job, requests=replace(job.requests, limit_s=limit))
+        return replace(scenario, model=model, job=job)
+
+    def run(self, scenario: Scenario, contenders: Sequence[Contender]) -> list[Result]:
+        return simulate(self.cut(scenario), contenders, processes=self.processes)
+
+
+FULL = Effort(layers=None, steps=2, processes=2)
+TOY = Effort(layers=4, steps=1, processes=1, settings=2)
+
+
+class Page:
+    """Markdown, and pictures beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.parts: list[str] = []
+
+    def text(self, *lines: str) -> None:
+        self.parts.append("\n".join(lines) + "\n")
+
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        lines = [head, ["---"] * len(head), *rows]
+        self.parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
+
+    def picture(self, name: str, what: str, draw: Callable[[Any], None], width: float = 7) -> None:
+        """Draw into one picture; the same figures give the same bytes."""
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
+
+        mpl.rcParams.update({"svg.hashsalt": "ultraep", "font.size": 9})
+        figure, axes = plt.subplots(figsize=(width, 2.8), layout="constrained")
+        draw(axes)
+        with whole_file(self.folder / f"{name}.svg") as file:
+            figure.savefig(file, format="svg", metadata={"Date": None})
+        plt.close(figure)
+        self.parts.append(f"![{what}]({name}.svg)\n")
+
+    def write(self) -> None:
+        write_text(self.folder / "paper.md", "\n".join(self.parts))
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def published(page: Page, effort: Effort) -> None:
@@ -49,7 +117,6 @@ def published(page: Page, effort: Effort) -> None:
     picture_of_shares(page, outcomes)
     ours(page, outcomes)
     errors(page, outcomes)
-    exposed(page, outcomes)
 
 
 def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
@@ -107,7 +174,10 @@ def ours(page: Page, outcomes: Outcomes) -> None:
         return [name, percent(share), f"{gain:.2f}x"]
 
     def simulated(label: str) -> list[tuple[float, float]]:
-        pairs = [(by_label(results)[label].throughput, results) for _, results in outcomes]
+        pairs = [
+            (next(r for r in results if r.label == label).throughput, results)
+            for _, results in outcomes
+        ]
         return [(t / results[-1].throughput, t / results[0].throughput) for t, results in pairs]
 
     paper = [(s.share("quota"), s.throughput["quota"] / s.throughput["none"]) for s, _ in outcomes]
@@ -179,28 +249,6 @@ def implied(page: Page, outcomes: Outcomes) -> None:
     page.table(["setting", "by none, published", "by EPLB, published", "by none, simulated"], rows)
 
 
-def exposed(page: Page, outcomes: Outcomes) -> None:
-    """The forward cost of balancing per layer."""
-    rows = []
-    for setting, results in outcomes:
-        layers = load_model(setting.model).moe_layers
-        labels = by_label(results)
-        cells = [setting.title]
-        for label in ("quota", "ultraep"):
-            stages = labels[label].stages
-            weights = stages["replicate"] + stages["reroute"]
-            parts = [s / layers * 1e6 for s in (stages["loads"], stages["plan"], weights)]
-            cells += [f"{sum(parts):.0f}", " + ".join(f"{us:.0f}" for us in parts)]
-        rows.append(cells)
-    page.text(
-        "## Exposed on the critical path",
-        "",
-        "Microseconds per layer, forward: loads + plan + weights (including reroute). Published for "
-        "EP64: 252 to 300.",
-    )
-    page.table(["setting", "`quota`", "parts", "`ultraep`", "parts"], rows)
-
-
 # -- measurements --------------------------------------------------------------------------------
 
 
@@ -209,13 +257,11 @@ def measured(page: Page, *, small: bool) -> None:
     page.text(
         "## Predicted and measured",
         "",
-        "Speed of one layer, forward and backward, as a share of its speed with an even load: eight "
-        "ranks on partitions of one H200 (tile-perfect routing is the even load), and two processes on "
-        "two cores (forced balance). Nothing was calibrated on the H200 runs. On the cores, the time of "
-        "forced balance sets the rate of the cores. A dash means that the measured plan was a "
-        "different one. `python benchmarks/bench_sim.py`.",
+        "Speed of one layer, forward and backward, as a share of its speed with tile-perfect routing: "
+        "eight ranks on partitions of one H200. Nothing was calibrated on these runs. A dash means "
+        "that the measured plan was a different one. `python benchmarks/bench_sim.py`.",
     )
-    for title, lines in (*bench_sim.card_tables(small), bench_sim.cpu_table()):
+    for title, lines in bench_sim.card_tables(small):
         page.text(f"### {title.split(':')[0]}")
         rows = []
         for line in lines:
@@ -225,10 +271,6 @@ def measured(page: Page, *, small: bool) -> None:
             )
             rows.append([str(line.case["load"]), f"`{line.case['policy']}`", *numbers])
         page.table(["load", "policy", "predicted", "measured", "points"], rows)
-
-
-def by_label(results: list[Result]) -> dict[str, Result]:
-    return {result.label: result for result in results}
 
 
 def write(folder: Path, effort: Effort) -> None:
@@ -247,8 +289,6 @@ def write(folder: Path, effort: Effort) -> None:
     )
     published(page, effort)
     measured(page, small=effort.layers is not None)
-    scaling(page, effort)
-    studies(page, effort)
     page.write()
 
 

@@ -228,15 +228,6 @@ def print_progress(text: str) -> None:
     print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
-def growth_law(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Exponent of the power law through the points, by least squares of logarithms.
-
-    >>> round(growth_law([1, 2, 4], [3, 12, 48]), 6)
-    2.0
-    """
-    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
-
-
 def standard_error(values: NDArray[np.float64]) -> float:
     """Error of the median of normal values, estimated from the 20th and 80th percentiles."""
     low, high = np.percentile(values, (20, 80)).tolist()

@@ -18,7 +18,7 @@ from ultraep_tools.sim.planning import OWN
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
-PLAN_SECTIONS = ("quality", "tolerance", "objectives", "growth", "small", "trace", "optimum")
+PLAN_SECTIONS = ("quality", "tolerance", "objectives", "trace", "optimum", "speeds")
 
 
 def run(script, *options):
@@ -77,7 +77,7 @@ def test_the_page_on_the_paper_is_written(tmp_path):
     done = run("paper.py", "--toy", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "paper.md").read_text()
-    assert text.count("### ") == 14
+    assert text.count("### ") == 5
     assert "nan" not in text
     assert (tmp_path / "shares.svg").read_text().startswith("<?xml")
 

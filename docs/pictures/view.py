@@ -9,11 +9,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / "tests"))
 
-from big_trace import Size, write_trace  # noqa: E402
+import numpy as np  # noqa: E402
 from browser import Browser  # noqa: E402
+from traces import arrived  # noqa: E402
 from view.runs import served  # noqa: E402
+
+import ultraep  # noqa: E402
+from ultraep import Recorder, Topology, workload  # noqa: E402
+from ultraep.trace.schema import STAGES  # noqa: E402
 
 REAL = ROOT / "benchmarks/results/trace_train_ep8_h200_202611.npz"
 PICTURES = {  # trace, address, window
@@ -27,10 +32,45 @@ PICTURES = {  # trace, address, window
 }
 
 
+TOPOLOGY = Topology(ranks=16, experts=64, slots=1)
+LAYERS, MICROBATCHES = 6, 60
+NANOSECONDS = {"experts": 40, "experts back": 80}  # per row
+
+
+def draw_trace(folder: Path) -> None:
+    """Write a trace with times of stages, which the recorded one does not have."""
+    plans = [
+        ultraep.plan(
+            workload.zipf(16, 64, ratio=1.3 + seed / 9, shuffled=True, seed=seed), TOPOLOGY
+        )
+        for seed in range(12)
+    ]
+    rng = np.random.default_rng(0)
+    for rank in range(TOPOLOGY.ranks):
+        with Recorder(folder, TOPOLOGY, rank=rank) as recorder:
+            for number in range(LAYERS * MICROBATCHES):
+                moment, layer = divmod(number, LAYERS)
+                plan = plans[(moment + 5 * layer) % len(plans)]
+                rows = int(plan.rank_loads[rank])
+                seconds = {
+                    stage: 2e-4 * rng.random() + 1e-9 * NANOSECONDS.get(stage, 0) * rows
+                    for stage in STAGES
+                }
+                recorder.add(
+                    plan=plan,
+                    slot_rows=arrived(plan, rank),
+                    step=moment // 2,
+                    layer=layer,
+                    microbatch=moment % 2,
+                    bytes_moved=1000 * plan.num_replicas,
+                    seconds=seconds,
+                )
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Browser(f"{folder}/browser") as browser:
         drawn = Path(folder, "run")
-        write_trace(drawn, Size(ranks=16, experts=64, layers=6, microbatches=60))
+        draw_trace(drawn)
         for name, (trace, address, window) in PICTURES.items():
             with served(trace or drawn) as server:
                 browser.look(**window)
