@@ -20,6 +20,7 @@ from ultraep import (
     LoadError,
     LocalGroup,
     PlanMismatch,
+    Rates,
     policies,
 )
 from ultraep.backends.triton.device import default_device
@@ -236,6 +237,50 @@ def test_stats():
     assert both["microbatches"] == 4
     assert both["imbalance_worst"] == plan.initial_imbalance
     assert both["copies"] == stats["copies"]
+
+
+def summaries(comm):
+    """Return summaries at five times, the last stats and the last plan."""
+    example, result = Example([30] * 2, experts=4), []
+    balancer = Balancer(comm, experts=4, config=BalanceConfig(rates=Rates(row=1000)))
+    layer, x = example.layer(balancer), example.inputs[comm.rank].clone().requires_grad_()
+    result.append(balancer.summary())
+    layer(x).backward(example.gradients[comm.rank])
+    result.append(balancer.summary())
+    layer(x, policy="none")
+    result.append(balancer.summary())
+    balancer.config = BalanceConfig(policy="none")
+    result.append(balancer.summary())
+    balancer.reset_stats()
+    balancer.config = BalanceConfig(rates=Rates(row=1, copy=10**9))  # replicas never pay
+    layer(x)
+    return [*result, balancer.summary()], balancer.stats(), layer.last_plan
+
+
+def test_summary():
+    texts, stats, alone = LocalGroup(2).run(summaries)[0]
+    empty, balanced, beside, none, expensive = texts
+    assert empty == "no microbatch was planned by policy 'ultraep' yet"
+    before = alone.initial_imbalance
+    plan = ultraep.plan(alone.loads, alone.topology)
+    assert plan.num_replicas == 1
+    change = f"imbalance {before:.2f} -> {plan.imbalance:.2f}, mean of 1 microbatch of policy "
+    imbalance, replicas, time = balanced.splitlines()
+    assert imbalance == f"{change}'ultraep'"
+    assert replicas.startswith("1.0 replicas per microbatch; this rank sent ")
+    assert time.startswith("predicted time of experts and replicas: ")
+    assert beside.splitlines() == [
+        f"{change}'ultraep' (1 of another)",
+        *(replicas, time),
+    ]
+    assert none.splitlines()[0].startswith(f"imbalance {before:.2f}, mean of 1 microbatch of ")
+    assert none.splitlines()[1] == "0 replicas"
+    assert expensive.splitlines()[:2] == [
+        f"imbalance {before:.2f}, mean of 1 microbatch of policy 'ultraep'",
+        "0 replicas: none would have saved time",
+    ]
+    assert expensive.splitlines()[2].startswith("this rank spent ")
+    assert stats["left_alone"] == 1
 
 
 WRONG = {

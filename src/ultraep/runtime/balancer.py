@@ -48,7 +48,7 @@ from ultraep.runtime.planes import DataPlane, PlaneRequest
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds
-from ultraep.runtime.stats import Stats
+from ultraep.runtime.stats import StatsByPolicy
 from ultraep.topology import Topology
 
 
@@ -151,7 +151,7 @@ class Balancer:
         self.flight, self.recorder = joined.agreement.flight, joined.recorder
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=ranks.chosen)
         self._steps, self._layers, self._devices = 0, 0, dict[torch.device, DeviceState]()
-        self._stats = Stats()
+        self._stats = StatsByPolicy()
         learns = self.config.speeds == AUTO
         self._cost = CostModel(self.topology, self.comm, self._agreement, always=learns)
         self._speeds = Speeds(self.rank, self._cost) if learns and self.comm.size > 1 else None
@@ -340,15 +340,23 @@ class Balancer:
         of all microbatches are extrapolated from the `timed` ones.
         """
         self.settle()
-        return self._stats.summary() | {
+        return self._stats.total().report() | {
             "pool_bytes": sum(state.plane.nbytes for state in self._devices.values()),
             "rates": self._cost.known(),
             "speeds": self.speeds,
             "measured_speeds": self.measured_speeds,
         }
 
+    def summary(self) -> str:
+        """Return three lines: imbalance, replicas and time with the policy of this balancer.
+
+        Waits for a device. Bytes and measured times are those of this rank.
+        """
+        self.settle()
+        return self._stats.summary(self.config.policy)
+
     def reset_stats(self) -> None:
-        """Set all counters of `stats` to zero."""
+        """Set all counters of `stats` and `summary` to zero."""
         self.settle()
         self._stats.reset()
 

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -120,10 +120,10 @@ class CostModel:
         rates = self._of_layer.get(layer)
         return 0.0 if rates is None else rates.seconds(rows_G)
 
-    def known(self) -> dict[int, dict[int, dict[str, int]]]:
-        """Return the measured rates as numbers: by layer and smallest number of rows."""
+    def known(self) -> dict[int, dict[int, dict[str, float]]]:
+        """Return the measured rates in microseconds: by layer and smallest number of rows."""
         return {
-            layer: {least: asdict(rates) for least, rates in measured.steps}
+            layer: {least: rates.microseconds for least, rates in measured.steps}
             for layer, measured in sorted(self._of_layer.items())
         }
 

@@ -1,6 +1,6 @@
 """Stats: running sums of what a balancer planned and sent, and of the seconds of its stages.
 
-`Balancer.stats`, `ultraep.metrics` and the serving engine count with this class.
+`Balancer.stats`, `Balancer.summary` and `ultraep.metrics` count with this class.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from ultraep.config import PER_SECOND
 from ultraep.passes import PassRecord
 from ultraep.plan import Plan
+from ultraep.trace.summary import COST
 
 
 @dataclass
@@ -108,7 +109,7 @@ class Stats:
             "gradients_bytes_sent": self.bytes_sent["gradients"],
         }
 
-    def summary(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Figures of `Balancer.stats`.
 
         `seconds` are extrapolated from the timed microbatches to all microbatches.
@@ -125,3 +126,76 @@ class Stats:
             "timed": self.timed,
             "seconds": {stage: scale * seconds for stage, seconds in self.seconds.items()},
         }
+
+
+class StatsByPolicy:
+    """The stats of one balancer: microbatches with another policy do not mix with its own."""
+
+    def __init__(self) -> None:
+        self._stats: dict[str, Stats] = defaultdict(Stats)
+
+    def add(self, record: PassRecord) -> None:
+        """Count a pass."""
+        self._stats["" if record.plan is None else record.plan.config.policy].add(record)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._stats.clear()
+
+    def total(self) -> Stats:
+        """Return the stats of all policies together."""
+        total = Stats()
+        for stats in self._stats.values():
+            total.merge(stats)
+        return total
+
+    def summary(self, policy: str) -> str:
+        """Return three lines: the imbalance, the replicas, and the time with this policy."""
+        own = self._stats[policy]
+        if not own.microbatches:
+            return f"no microbatch was planned by policy {policy!r} yet"
+        others = self.total().microbatches - own.microbatches
+        beside = f" ({others:,} of another)" if others else ""
+        counted = f"mean of {_microbatches(own.microbatches)} of policy {policy!r}{beside}"
+        return "\n".join([f"{_imbalance(own)}, {counted}", _replicas(own), _time(own)])
+
+
+def _microbatches(count: int) -> str:
+    return f"{count:,} microbatch{'es' * (count != 1)}"
+
+
+def _imbalance(stats: Stats) -> str:
+    figures = stats.figures()
+    before, after = figures["imbalance_before"], figures["imbalance_after"]
+    return f"imbalance {before:.2f}" + f" -> {after:.2f}" * bool(stats.replicas)
+
+
+def _replicas(stats: Stats) -> str:
+    if not stats.replicas:
+        return "0 replicas" + ": none would have saved time" * bool(stats.left_alone)
+    weights, gradients = (stats.bytes_sent[what] / 1e6 for what in ("weights", "gradients"))
+    return (
+        f"{stats.replicas / stats.microbatches:.1f} replicas per microbatch; this rank sent "
+        f"{weights:,.1f} MB of weights, {gradients:,.1f} MB of gradients"
+    )
+
+
+def _time(stats: Stats) -> str:
+    """Return the predicted saving; without rates or replicas, what this rank measured."""
+    if stats.priced and stats.replicas:
+        planned, without = (
+            1e3 * number / PER_SECOND / stats.priced
+            for number in (stats.time, stats.time_without_replicas)
+        )
+        change = f"{_ms(planned)} instead of {_ms(without)} per microbatch"
+        return f"predicted time of experts and replicas: {change}"
+    if not stats.timed:
+        return "no microbatch was timed"
+    measured = {stage: 1e3 * seconds / stats.timed for stage, seconds in stats.seconds.items()}
+    experts = measured.get("experts", 0.0) + measured.get("experts back", 0.0)
+    cost = sum(measured.get(stage, 0.0) for stage in COST)
+    return f"this rank spent {_ms(experts)} per microbatch in experts, {_ms(cost)} in balancing"
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2g} ms"
