@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("accelerate")
-pytest.importorskip("peft")
 pytest.importorskip("ultraep.integrations.transformers.native", exc_type=ImportError)
 
 import torch.distributed as dist
@@ -68,10 +67,9 @@ def test_scripts_run(name, folder):
     assert len(SCRIPTS[name].splitlines()) < 40
     printed = shared_pool().run(2, run_script, folder, name, warm.free_port())
     words = {
+        "measure": "imbalance",
         "train": "loss",
         "trainer": "train_loss",
-        "lora": "train_loss",
-        "generate": "rank 1: [[",
         "native": "imbalance",
     }
     assert words[name] in "".join(printed)
@@ -82,5 +80,3 @@ def test_scripts_write_checkpoints_of_all_experts(folder):
     for name in ("trained", "run/checkpoint-4", "native"):
         written = load_file(folder / name / "model.safetensors")
         assert {n: t.shape for n, t in written.items()} == {n: t.shape for n, t in whole.items()}
-    adapters = load_file(folder / "adapters" / "adapter_model.safetensors")
-    assert len(adapters) == 8
