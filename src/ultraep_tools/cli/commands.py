@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from ultraep import __version__
 from ultraep.errors import UltraEPError
 from ultraep_tools.cli.terminal import print_error
+from ultraep_tools.imports import import_policies
 
 # Typer comes with its own click or uses the installed one; this is the class of either.
 UsageError: Any = typer.BadParameter.__base__
@@ -125,5 +126,15 @@ def options(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="FILE",
+            help="Import a Python file or module that registers policies; may be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Exact load balance for expert-parallel Mixture-of-Experts models."""
+    if imports:
+        import_policies(imports)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from ultraep.config import MOST_DIGITS
 from ultraep.errors import CommunicationError, ConfigError, UltraEPError
+from ultraep_tools.imports import import_in_child
 
 GRACE = 3.0  # seconds for a rank to close its files
 CAUSE_WAIT = 2.0  # seconds to wait for other ranks' errors after the first one
@@ -206,6 +207,7 @@ def run_rank(descriptor: int) -> None:
     work, place, job = pickle.loads(pipe.recv_bytes())
     threading.Thread(target=exit_with, args=(pipe,), daemon=True).start()
     module, _, function = work.partition(":")
+    import_in_child()
 
     def send(message: Any) -> None:
         pipe.send_bytes(pickle.dumps(message))

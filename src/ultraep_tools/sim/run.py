@@ -20,6 +20,7 @@ import numpy as np
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.trace.schema import SIMULATED
+from ultraep_tools.imports import import_in_child
 from ultraep_tools.sim.cluster import GIGA
 from ultraep_tools.sim.costs import FloatArray
 from ultraep_tools.sim.layer import LayerClock, LayerTimes
@@ -101,7 +102,9 @@ def _time_layers(
         yield from map(time, layers)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(processes, len(layers)), mp_context=context)
+    pool = ProcessPoolExecutor(
+        min(processes, len(layers)), mp_context=context, initializer=import_in_child
+    )
     try:
         yield from pool.map(time, layers, chunksize=1)
     finally:
