@@ -90,11 +90,18 @@ def failures(check, chosen):
     return failed
 
 
+def code_of(page, first_line):
+    """Return the code block of a page that begins with this line."""
+    text = (ROOT / "docs" / page).read_text()
+    return text[text.index(first_line) :].partition("```")[0]
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run a command in a folder with the files that the documentation names."""
     rng = np.random.default_rng(0)
     np.save(tmp_path / "loads.npy", rng.integers(0, 99, (64, 256)))
+    (tmp_path / "shed.py").write_text(code_of("policies.md", "# shed.py"))
     np.savez(tmp_path / "routing.npz", text_ids=rng.integers(0, 32, (4096, 24, 4), dtype=np.uint8))
     topology = Topology(ranks=8, experts=32)
     plans = [plan_for(seed, topology) for seed in range(12)]
@@ -110,7 +117,8 @@ def run(tmp_path, monkeypatch):
 
     def run(words):
         assert words[0] == "ultraep", "add this command to a table in this file"
-        result = CliRunner().invoke(app, [*words[1:], *SHORTER.get(words[1], [])])
+        shorter = next((SHORTER[word] for word in words if word in SHORTER), [])
+        result = CliRunner().invoke(app, [*words[1:], *shorter])
         assert result.exit_code == 0, result.stderr or result.exception
 
     return run

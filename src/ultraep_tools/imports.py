@@ -45,6 +45,6 @@ def _import(name: str) -> bool:
     sys.path.insert(0, str(folder))
     try:
         importlib.import_module(module)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001  anything that the file raises
         raise ConfigError(f"--import {name}: {type(error).__name__}: {error}") from None
     return True

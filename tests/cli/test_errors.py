@@ -31,6 +31,11 @@ WRONG = {
     "plan loads.npy --slot 3": "no such option: --slot",
     "--nonsense": "no such option: --nonsense",
     "plam": "no such command 'plam'",
+    "env --import none.py": "it precedes the command: ultraep --import FILE COMMAND",
+    "--import none.py env": "--import none.py: no such file",
+    "--import raises.py env": "--import raises.py: ZeroDivisionError: division by zero",
+    "--import silent.py env": "--import silent.py: registers no policy; decorate a function with",
+    "--import no_such_module env": "ModuleNotFoundError: No module named 'no_such_module'",
     # plan: files
     "plan none.npy": "none.npy: no such file",
     "plan negative.npy": "microbatch 0: loads must not be negative, got -1 for source rank 0, "
@@ -43,7 +48,6 @@ WRONG = {
     "plan loads.npy --backend abacus": "unknown backend 'abacus'; choose from triton, cpu",
     "plan loads.npy --rates row=fast": "rates must be row=PICOSECONDS,copy=PICOSECONDS",
     "plan loads.npy --history 0": "--history must be at least 1, got 0",
-    "plan loads.npy --show 1": "--show must lie in 0..0, got 1",
     "plan loads.npy --speeds 1000": "ranks, got 1",
     "plan loads.npy --speeds fast": "separated by commas",
     **{
@@ -116,6 +120,8 @@ def files(tmp_path_factory):
     }
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", np.asarray(values))
+    (folder / "raises.py").write_text("1 / 0\n")
+    (folder / "silent.py").write_text("one = 1\n")
     ids = np.random.default_rng(0).integers(0, 8, (90, 3, 2))
     np.savez(folder / "routing.npz", one_ids=ids)
     for name in ("run", "again", "demo/none/trace", "demo/ultraep/trace"):

@@ -22,8 +22,8 @@ SCENARIO = (
     "--tokens --trace"
 )
 OPTIONS = {
-    "plan": "--backend --domain --experts --history --json --max-replicas --min-tokens "
-    "--no-locality --policy --ranks --rates --show --slots --speeds --tolerance --window file",
+    "plan": "--backend --domain --experts --history --json --policy --ranks --rates --slots "
+    "--speeds --tolerance --window file",
     "inspect": "--device --dtype --ep --history --layers --no-report --out --policy --random "
     "--seed --sequence-length --slots --text --tokens --window model",
     "simulate": f"{SCENARIO} --interval --policy --presets --slots --tolerance",

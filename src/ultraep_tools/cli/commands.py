@@ -82,6 +82,8 @@ class Commands(TyperGroup):
             if type(error).__name__ != "NoArgsIsHelpError":  # that one has printed the help
                 message = error.format_message().strip().rstrip(".")
                 where = error.ctx.command_path if error.ctx is not None else "ultraep"
+                if message == "No such option: --import":
+                    message += " here; it precedes the command: ultraep --import FILE COMMAND"
                 print_error(f"{message[:1].lower()}{message[1:]} (see {where} --help)")
             code = 2
         sys.exit(code if isinstance(code, int) else 0)
@@ -120,7 +122,7 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001  its callback prints
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."

@@ -67,11 +67,6 @@ class PlanOptions(cli.Options):
     )
     policy: str = cli.policy_option("ultraep")
     tolerance: float = cli.tolerance_option(0.0)
-    min_tokens: int = option("Minimum rows per replica.", default=1)
-    max_replicas: int | None = option("Maximum replicas per domain.", "all spare slots")
-    no_locality: bool = cli.switch(
-        "Do not prefer a replica on a row's source rank.", "--no-locality"
-    )
     rates: str | None = option(
         "Cost of a row and a replica in picoseconds, as a balancer logs them; ultraep then makes "
         "only replicas that save time.",
@@ -92,7 +87,6 @@ class PlanOptions(cli.Options):
         "microbatch uses its own loads.",
         default=1,
     )
-    show: int | None = option("Microbatch to draw, from 0.", "the most imbalanced")
     as_json: bool = cli.json_option()
 
     def configs(self) -> list[BalanceConfig]:
@@ -100,9 +94,6 @@ class PlanOptions(cli.Options):
             BalanceConfig(
                 policy=get_policy(name).name,
                 tolerance=self.tolerance,
-                min_tokens_per_replica=self.min_tokens,
-                max_replicas=self.max_replicas,
-                locality=not self.no_locality,
                 rates=None if self.rates is None else Rates.from_text(self.rates),
                 speeds=None if self.speeds is None else speeds_from_text(self.speeds),
             )
@@ -125,18 +116,15 @@ def command(options: PlanOptions) -> None:
     for config in configs:
         config.speeds_for(topology.ranks)  # raises if their number is wrong
         warn_if_speeds_ignored(config)
-    last = loads_HMRE.shape[0] * loads_HMRE.shape[1] - 1
     if options.history < 1:
         raise ConfigError(f"--history must be at least 1, got {options.history}")
-    if options.show is not None and not 0 <= options.show <= last:
-        raise ConfigError(f"--show must lie in 0..{last}, got {options.show}")
     outcomes = _plan_all(options, configs, loads_HMRE, topology)
     if options.as_json:
         print_records(map(_record, outcomes))
     else:
         terminal = Terminal()
         terminal.print(_heading(options, loads_HMRE, topology))
-        _report(outcomes, terminal, options.show)
+        _report(outcomes, terminal)
 
 
 def read_layers(options: PlanOptions) -> IntArray:
@@ -237,22 +225,17 @@ def _heading(options: PlanOptions, loads_HMRE: IntArray, topology: Topology) -> 
     return Text(f"{options.file}: {', '.join(parts)}\n")
 
 
-def _report(outcomes: list[Outcome], terminal: Terminal, show: int | None) -> None:
+def _report(outcomes: list[Outcome], terminal: Terminal) -> None:
     terminal.print(render.table(outcomes))
     for note in _footnotes(outcomes):
         terminal.print_faint(note)
-    reason = "selected by --show"
-    if show is None:
-        worst = max(outcomes, key=lambda outcome: outcome.plan.initial_imbalance)
-        show, reason = worst.microbatch, "the most imbalanced"
-    drawn = [outcome for outcome in outcomes if outcome.microbatch == show]
+    worst = max(outcomes, key=lambda outcome: outcome.plan.initial_imbalance)
     if outcomes[-1].microbatch:
-        layer = f" (layer {drawn[0].layer})" if outcomes[-1].layer else ""
-        terminal.print(f"\nMicrobatch {show}{layer}, {reason}:")
+        layer = f" (layer {worst.layer})" if outcomes[-1].layer else ""
+        terminal.print(f"\nMicrobatch {worst.microbatch}{layer}, the most imbalanced:")
     terminal.print()
-    plans = [outcome.plan for outcome in drawn]
-    for skyline in render.skylines(plans, terminal):
-        terminal.print(skyline)
+    plans = [outcome.plan for outcome in outcomes if outcome.microbatch == worst.microbatch]
+    terminal.print(render.bars(plans, terminal))
     terminal.print_faint(render.legend(plans[0], terminal))
 
 
