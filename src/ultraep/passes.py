@@ -29,7 +29,7 @@ from ultraep.arrays import digest_of
 from ultraep.errors import CommunicationError
 from ultraep.hops import replicas_sent
 from ultraep.plan import Plan
-from ultraep.position import At, Position
+from ultraep.position import At, Position, moment
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed forward"
 TIMED = 8  # one in this many microbatches is timed on a GPU, unless all are recorded
@@ -47,7 +47,7 @@ _of_thread = threading.local()  # `record`: whose stage this thread began last
 class PassRecord:
     """One forward or backward pass of one microbatch on this rank.
 
-    layer, step: position; the step counts the microbatches of all layers from 1.
+    layer, step, microbatch: position, as in a trace.
     kind: `FORWARD`, `RECOMPUTED` (backward recomputes this forward pass) or `BACKWARD`.
     start_time: Unix time.   timed: whether `seconds` are measured.
     captured: whether a CUDA graph captures the pass; then subscribers do not see it.
@@ -58,13 +58,14 @@ class PassRecord:
     """
 
     __slots__ = (
-        *("layer", "step", "kind", "backward", "start_time", "timed", "captured", "timeline"),
-        *("plan", "sent", "seconds", "bytes_sent", "replicas_sent"),
+        *("layer", "step", "microbatch", "kind", "backward", "start_time", "timed", "captured"),
+        *("timeline", "plan", "sent", "seconds", "bytes_sent", "replicas_sent"),
         *("passes", "ended", "number", "digests", "clock", "on_gpu", "events", "_log"),
     )
 
     def __init__(self, passes: Passes, kind: str, log: PassLog | None = None) -> None:
-        self.layer, self.step, self.kind = passes.layer, passes.step, kind
+        self.layer, self.step, self.microbatch = passes.layer, passes.step, passes.microbatch
+        self.kind = kind
         self.backward, self.start_time = kind == BACKWARD, time.time()
         self.timed, self.captured, self.ended = True, False, False
         self.timeline: list[tuple[str, float]] = []
@@ -107,7 +108,7 @@ class PassRecord:
     def place(self) -> str:
         """The place of the last stage in the program, for errors."""
         stage = next((stage for stage, _ in reversed(self.timeline) if stage), "")
-        return f"stage {stage!r} of layer {self.layer} (step {self.step})"
+        return f"stage {stage!r} of layer {self.layer} ({moment(self.step, self.microbatch)})"
 
     def failed(self, error: BaseException) -> None:
         """Name the stage in an error of communication, and write the flight file."""
@@ -171,13 +172,15 @@ def note_failure(error: BaseException) -> None:
 class Passes:
     """The position of one microbatch, and its current pass.
 
+    step, microbatch: as in a trace.   count: of microbatches of all layers so far, with this one.
     log: None: no subscriber sees the passes.
     plan: of the microbatch, once it is known.
     gradients_leave: whether backward sends gradients back to the tokens.
     """
 
     __slots__ = (
-        *("layer", "step", "recomputed", "record", "plan", "gradients_leave"),
+        *("layer", "step", "microbatch", "count", "recomputed", "record", "plan"),
+        *("gradients_leave",),
         *("_log", "_device", "__weakref__"),
     )
 
@@ -187,10 +190,13 @@ class Passes:
         step: int,
         log: PassLog | None = None,
         *,
+        microbatch: int = 0,
+        count: int = 1,
         recomputed: bool = False,
         device: torch.device = CPU,
     ) -> None:
-        self.layer, self.step, self.recomputed = layer, step, recomputed
+        self.layer, self.step, self.microbatch = layer, step, microbatch
+        self.count, self.recomputed = count, recomputed
         self.plan: Any = None
         self.gradients_leave = True
         self._log, self._device = log, device
@@ -200,7 +206,7 @@ class Passes:
         """Return where this microbatch is, to be compared with the other ranks."""
         if self.recomputed and at is At.LOADS:
             at = At.LOADS_RECOMPUTED
-        return Position(at, self.layer, self.step)
+        return Position(at, self.layer, self.step, self.microbatch)
 
     def begin_backward(self) -> None:
         """Begin a backward pass, in its first stage."""
@@ -248,7 +254,7 @@ class PassLog:
         record = self.record_type(passes, kind, self)
         record.passes, record.clock = passes, self.clock
         if device.type == "cuda":
-            record.timed = self.times(passes.step)
+            record.timed = self.times(passes.count)
             record.captured = torch.cuda.is_current_stream_capturing()
             record.on_gpu = not record.captured
             while record.on_gpu and len(self._pending) > MOST_WAITING and self.deliver():
@@ -260,9 +266,9 @@ class PassLog:
             self._give_up(next(iter(self._open)))
         return record
 
-    def times(self, step: int) -> bool:
+    def times(self, count: int) -> bool:
         """Whether a GPU times this microbatch: the first one, then evenly over steps and layers."""
-        return ((step - 1) * GOLDEN & WORD - 1) * self.every < WORD
+        return ((count - 1) * GOLDEN & WORD - 1) * self.every < WORD
 
     def ended(self, record: PassRecord) -> None:
         """Deliver a pass, at once or when the device has finished it."""

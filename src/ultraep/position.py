@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ultraep.errors import PlanMismatch
 
-LAYER = 16  # factor of a layer in the first word of a position
+POINTS, LAYERS, MICROBATCHES = 16, 4096, 32768  # that the first word of a position tells apart
 
 
 class At(IntEnum):
@@ -34,28 +34,41 @@ NAMES = (  # of the points
 
 
 class Position(NamedTuple):
-    """The position of a rank in the program."""
+    """The position of a rank in the program. Steps are numbered as in a trace."""
 
     at: int
     layer: int
     step: int
+    microbatch: int = 0
 
     def __str__(self) -> str:
-        return f"{NAMES[self.at]} of layer {self.layer} (step {self.step})"
+        return f"{NAMES[self.at]} of layer {self.layer} ({moment(self.step, self.microbatch)})"
 
     @property
     def words(self) -> tuple[int, int]:
         """Two 32-bit integers, for kernels."""
-        return self.at + LAYER * self.layer, self.step & 0x7FFFFFFF
+        microbatch, layer = self.microbatch % MICROBATCHES, (self.layer + 1) % LAYERS
+        return (microbatch * LAYERS + layer) * POINTS + self.at, self.step & 0x7FFFFFFF
 
     @classmethod
     def from_words(cls, first: int, step: int) -> Position:
         """Return the position with these `words`.
 
-        >>> Position.from_words(*Position(At.BACKWARD, 2, 7).words)
-        Position(at=3, layer=2, step=7)
+        >>> Position.from_words(*Position(At.BACKWARD, 2, 7, 1).words)
+        Position(at=3, layer=2, step=7, microbatch=1)
         """
-        return cls(first % LAYER, first // LAYER, step)
+        place, at = divmod(first, POINTS)
+        microbatch, layer = divmod(place, LAYERS)
+        return cls(at, layer - 1, step, microbatch)
+
+
+def moment(step: int, microbatch: int) -> str:
+    """Return step and microbatch in words.
+
+    >>> moment(5, 0), moment(5, 2)
+    ('step 5', 'step 5, microbatch 2')
+    """
+    return f"step {step}" + f", microbatch {microbatch}" * bool(microbatch)
 
 
 def compare_positions(positions: Sequence[Position], place: object) -> None:

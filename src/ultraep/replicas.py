@@ -17,6 +17,7 @@ from ultraep.errors import SlotError
 from ultraep.ops.modes import outside_dispatch_modes
 from ultraep.ops.products import Beside
 from ultraep.passes import Passes, note_failure
+from ultraep.position import moment
 
 TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype, by name
 NO_PASS = -1
@@ -49,7 +50,8 @@ class Replicas(ABC):
         self.begun = False  # before the `with` block
 
     def __str__(self) -> str:
-        return f"layer {self.passes.layer} (step {self.passes.step})"
+        passes = self.passes
+        return f"layer {passes.layer} ({moment(passes.step, passes.microbatch)})"
 
     @outside_dispatch_modes
     def __enter__(self) -> Self:

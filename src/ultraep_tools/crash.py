@@ -33,6 +33,7 @@ from ultraep.trace.schema import MOST_RANKS
 from ultraep_tools.report.words import counted
 
 RANK_FILE = re.compile(r"rank-(\d{5})\.json")
+COLUMNS = [*Pass._fields], [*Pass._fields[:-1]]  # of a pass; older files have no microbatch
 MOST_FILE = 4 << 20  # bytes
 MOST_PASSES, MOST_ERRORS = 1 << 16, 64
 MOST_CRASHES = 16  # in one folder
@@ -60,7 +61,8 @@ def _checked(record: Mapping[str, Any]) -> FlightFile:
     """Return the record of a file; raise ValueError or KeyError if it is damaged."""
     ranks, rows, errors = record["ranks"], record["passes"], record["errors"]
     named = record.get("named", [])
-    _demand(record["columns"] == list(Pass._fields), "other columns than expected")
+    columns = record["columns"]
+    _demand(columns in COLUMNS, "other columns than expected")
     _demand(_is_integer(ranks, 1, MOST_RANKS), f"ranks={ranks!r}")
     _demand(_is_integer(record["rank"], 0, ranks - 1), f"rank={record['rank']!r} of {ranks}")
     for name in ("global_rank", "pid"):
@@ -73,15 +75,16 @@ def _checked(record: Mapping[str, Any]) -> FlightFile:
     _demand(isinstance(rows, list) and len(rows) <= MOST_PASSES, "its passes are no list")
     _demand(isinstance(named, list) and len(named) <= ranks, "its named ranks are no list")
     _demand(all(_is_integer(rank, 0, ranks - 1) for rank in named), f"named={named!r:.80}")
-    lists = {"errors": tuple(errors), "passes": tuple(map(_pass, rows)), "named": tuple(named)}
+    passes = tuple(_pass(row, len(columns)) for row in rows)
+    lists = {"errors": tuple(errors), "passes": passes, "named": tuple(named)}
     values = {**record, **lists}
     return FlightFile(**{field.name: values[field.name] for field in fields(FlightFile)})
 
 
-def _pass(row: Any) -> Pass:
-    _demand(isinstance(row, list) and len(row) == len(Pass._fields), f"pass {row!r:.80}")
+def _pass(row: Any, columns: int) -> Pass:
+    _demand(isinstance(row, list) and len(row) == columns, f"pass {row!r:.80}")
     own = Pass(*row)
-    numbers = (own.number, own.layer, own.step, own.loads, own.plan)
+    numbers = (own.number, own.layer, own.step, own.loads, own.plan, own.microbatch)
     valid = (
         all(_is_integer(number, -(1 << 63), 1 << 63) for number in numbers)
         and own.kind in KINDS

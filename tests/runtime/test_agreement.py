@@ -81,24 +81,24 @@ def save_alone(program, odd):
 PLACES = "ranks are at different places of the program: "
 SCENARIOS = {
     skip_a_backward: PLACES
-    + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
-    + "ranks [1] are at the loads of layer 0 (step 7)",
+    + "ranks [0, 2] are at the backward pass of layer 1 (step 2); "
+    + "ranks [1] are at the loads of layer 0 (step 3)",
     run_a_layer_more: PLACES
-    + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
-    + "ranks [1] are at the loads of layer 2 (step 7)",
+    + "ranks [0, 2] are at the backward pass of layer 1 (step 2); "
+    + "ranks [1] are at the loads of layer 2 (step 0)",
     go_back_through_another_microbatch: PLACES
-    + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
-    + "ranks [1] are at the backward pass of layer 1 (step 8)",
+    + "ranks [0, 2] are at the backward pass of layer 1 (step 2); "
+    + "ranks [1] are at the backward pass of layer 1 (step 3)",
     compute_again: PLACES
-    + "ranks [0, 2] are at the backward pass of layer 0 (step 5); "
-    + "ranks [1] are at the loads, recomputed in backward, of layer 0 (step 6)",
+    + "ranks [0, 2] are at the backward pass of layer 0 (step 2); "
+    + "ranks [1] are at the loads, recomputed in backward, of layer 0 (step 2)",
     save_alone: PLACES
-    + "ranks [0, 2] are at the loads of layer 0 (step 5); "
-    + "ranks [1] are at the full state of layer 0 (step 4)",
-    evaluate: r"ranks disagree about the weights or inputs at the loads of layer 0 \(step 5\): "
+    + "ranks [0, 2] are at the loads of layer 0 (step 2); "
+    + "ranks [1] are at the full state of layer 0 (step 1)",
+    evaluate: r"ranks disagree about the weights or inputs at the loads of layer 0 \(step 2\): "
     r"ranks \[0, 2\] have .* with gradient.*; "
     r"ranks \[1\] have ((?!gradient).)*",
-    take_another_policy: r"ranks disagree about the plan of layer 0 \(step 5\): "
+    take_another_policy: r"ranks disagree about the plan of layer 0 \(step 2\): "
     r"ranks \[0, 2\] have [1-9] replicas by policy 'ultraep'; "
     r"ranks \[1\] have 0 replicas by policy 'none'",
     take_another_balancer: r"ranks disagree about the balancer: ranks \[0, 2\] have \(Topology.*; "
@@ -138,5 +138,5 @@ def test_a_rank_that_left_is_noticed_before_the_timeout():
     """Its process leaves the group."""
     for message in everywhere("gloo", RANKS, leave_early)[::2]:
         assert not TIMED_OUT.search(message)
-        assert message.startswith("at the loads of layer 0 (step 5): all_gather: ")
+        assert message.startswith("at the loads of layer 0 (step 2): all_gather: ")
         assert "rank 1" in message

@@ -186,7 +186,7 @@ def test_no_rank_waits_for_one_whose_work_has_ended():
         if comm.rank != 1:
             counted(balancer, ids_of(comm.rank))
 
-    message = r"at the loads of layer 0 \(step 2\): rank . waits for rank 1, which has ended"
+    message = r"at the loads of layer 0 \(step 1\): rank . waits for rank 1, which has ended"
     with pytest.raises(CommunicationError, match=message):
         LocalGroup(3).run(work)
 

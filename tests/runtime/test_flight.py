@@ -12,7 +12,14 @@ import torch.distributed as dist
 from dense import Example, on_ranks
 from ranks import PATIENCE, RankPool, meet, set_timeout
 
-from ultraep import BalancedMoE, Balancer, CommunicationError, LocalGroup, PlanMismatch
+from ultraep import (
+    BalancedMoE,
+    Balancer,
+    CommunicationError,
+    LocalGroup,
+    PlanMismatch,
+    read_trace,
+)
 from ultraep.arrays import digest_of
 from ultraep.passes import Passes, PassLog
 from ultraep.runtime.flight import PASSES, Flight
@@ -93,10 +100,32 @@ def test_a_network_that_raises(folder):
     assert (crash.ranks, crash.missing, crash.culprits) == (4, [], [1])
     text = crash.explain()
     assert "Rank 1 raised\n  ValueError: in the network\n" in text
-    assert "Rank 1 stayed in 'experts' of layer 0 (step 2, forward)" in text
-    assert "Ranks 0, 2 and 3 waited in 'combine' of layer 0 (step 2, forward)" in text
+    assert "Rank 1 stayed in 'experts' of layer 0 (step 1, forward)" in text
+    assert "Ranks 0, 2 and 3 waited in 'combine' of layer 0 (step 1, forward)" in text
     assert "Ranks 0, 2 and 3 wait for rank 1." in text
     assert "Loads and plans are equal in the 2 microbatches that ranks share." in text
+
+
+def test_traces_errors_and_files_number_steps_alike(folder, tmp_path):
+    def work(comm):
+        balancer = Balancer(comm, experts=4, record=tmp_path / "run")
+        layer = BalancedMoE.swiglu(8, 8, 4, 2, balancer=balancer)
+        for step in (7, 8):
+            balancer.record_step(step)
+            for _ in range(2):
+                layer(torch.randn(16, 8))
+        if comm.rank == 1:
+            layer.experts.register_forward_pre_hook(fail)
+        with pytest.raises((ValueError, CommunicationError)) as caught:
+            layer(torch.randn(16, 8))
+        balancer.close()
+        return str(caught.value)
+
+    errors = LocalGroup(2, timeout=PATIENCE).run(work)
+    trace = read_trace(tmp_path / "run")
+    assert list(zip(trace.step, trace.microbatch, strict=True)) == [(7, 0), (7, 1), (8, 0), (8, 1)]
+    assert "of layer 0 (step 8, microbatch 2)" in errors[0]
+    assert "of layer 0 (step 8, microbatch 2, forward)" in explained(folder).explain()
 
 
 def test_a_folder_that_cannot_be_written_does_not_hide_the_error(folder, caplog):
@@ -121,7 +150,7 @@ def test_ranks_with_other_plans_are_named(folder):
         LocalGroup(4, timeout=PATIENCE).run(work)
     text = explained(folder).explain()
     assert (
-        "The plans of layer 0 (step 1, forward) differ between ranks 0, 1 and 3 and rank 2." in text
+        "The plans of layer 0 (step 0, forward) differ between ranks 0, 1 and 3 and rank 2." in text
     )
 
 
@@ -161,12 +190,12 @@ def test_a_rank_that_hangs_or_dies(kind, tmp_path):
     crash = explained(folder)
     text = crash.explain()
     assert (crash.ranks, crash.culprits) == (3, [1])
-    assert "Ranks 0 and 2 waited in 'loads' of layer 0 (step 3, forward)" in text
+    assert "Ranks 0 and 2 waited in 'loads' of layer 0 (step 2, forward)" in text
     assert "Ranks 0 and 2 wait for rank 1." in text
     if kind == "kill":
         assert "Rank 1 left no file: killed, stopped, or" in text
     else:
-        assert "Rank 1 had left 'dispatch back' of layer 0 (step 2, backward)" in text
+        assert "Rank 1 had left 'dispatch back' of layer 0 (step 1, backward)" in text
     assert crash.flights[0].errors[0].startswith("CommunicationError: at the loads of layer 0")
     assert 1 in crash.flights[0].named  # and 2, if it gave up before rank 0 asked
 
@@ -230,7 +259,7 @@ def test_an_exception_outside_of_the_layer(tmp_path):
     assert "KeyError: 'in the loader'" in ended.stderr
     text = explained(tmp_path).explain()
     assert "Rank 0 raised\n  KeyError: 'in the loader'\n" in text
-    assert "Rank 0 had left 'combine' of layer 0 (step 1, forward)" in text
+    assert "Rank 0 had left 'combine' of layer 0 (step 0, forward)" in text
 
 
 @pytest.mark.slow

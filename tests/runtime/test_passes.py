@@ -112,11 +112,11 @@ def test_subscribers_get_every_pass_once_and_in_order():
     balancer.settle()
     forward = *FORWARD[:-2], "experts", "combine", ""
     assert [record[:2] for record in records] == [
+        ("forward", 0),
+        ("backward", 0),
         ("forward", 1),
         ("backward", 1),
         ("forward", 2),
-        ("backward", 2),
-        ("forward", 3),
     ]
     assert records[0][2:] == records[2][2:] == forward
     assert records[1][-3:] == ("weights again", "experts back", "")

@@ -61,9 +61,9 @@ def test_a_second_borrower_of_the_only_buffer_is_refused():
         rank = Rank(comm)
         first, second = rank.replicas(layer=5), rank.replicas(layer=6)
         with first:
-            with pytest.raises(SlotError, match=r"layer 6 \(step 2\).*layer 5 \(step 1\)"):
+            with pytest.raises(SlotError, match=r"layer 6 \(step 0\).*layer 5 \(step 0\)"):
                 second.__enter__()
-            with pytest.raises(SlotError, match=r"layer 5 \(step 1\)"):
+            with pytest.raises(SlotError, match=r"layer 5 \(step 0\)"):
                 first.__enter__()
         with second as filled:
             return filled.tensors()["w"].tolist()
@@ -93,7 +93,7 @@ def test_an_error_returns_the_slots():
             raise ZeroDivisionError
         with replicas, pytest.raises(SlotError):
             replicas.__enter__()
-        with pytest.raises(SlotError, match=r"layer 0 \(step 1\) are in their slots only inside"):
+        with pytest.raises(SlotError, match=r"layer 0 \(step 0\) are in their slots only inside"):
             replicas.tensors()
         with rank.replicas() as filled:
             return filled.tensors()["w"].tolist()

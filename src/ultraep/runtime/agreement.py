@@ -3,7 +3,7 @@
 At some points of every step, ranks gather a record of 64-bit words from all ranks:
 
     balancer             digest that identifies the balancer
-    point, layer, step   position of the rank in the program
+    point, ..., microbatch    position of the rank in the program
     digest               of what must be equal there: signature of tensors, or the plan
     refused              whether the rank refuses its input
     tokens               of this rank, for the size of memory
@@ -34,8 +34,8 @@ from ultraep.position import At, Position, compare_positions, compare_values
 from ultraep.runtime.flight import Flight, flight_of
 from ultraep.trace.flight import MEETINGS
 
-FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "tokens")
-COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
+FIELDS = ("balancer", "point", "layer", "step", "microbatch", "digest", "refused", "tokens")
+COMPARED, PLACE, REFUSED = slice(0, 6), slice(1, 5), 6  # positions in a record
 
 
 MEETING_OF: dict[int, str] = dict(  # in the flight recorder; the other points are inside of stages
@@ -164,7 +164,7 @@ class Agreement:
     ) -> Records:
         meeting = None
         if self.flight is not None and place.at in MEETING_OF:
-            meeting = self.flight.meet(MEETING_OF[place.at], place.layer, place.step)
+            meeting = self.flight.meet(MEETING_OF[place.at], place)
         try:
             alone = self._comm.size == 1
             gathered = record[None] if alone else self._comm.all_gather(record)

@@ -49,6 +49,7 @@ from ultraep.runtime.recording import Recording
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import StatsByPolicy
+from ultraep.runtime.steps import Steps
 from ultraep.topology import Topology
 
 
@@ -150,19 +151,18 @@ class Balancer:
         self._joined, self._agreement = joined, joined.agreement
         self.flight, self.recorder = joined.agreement.flight, joined.recorder
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=ranks.chosen)
-        self._steps, self._layers, self._devices = 0, 0, dict[torch.device, DeviceState]()
-        self._stats = StatsByPolicy()
+        self._count, self._layers, self._devices = 0, 0, dict[torch.device, DeviceState]()
+        self._stats, self._steps = StatsByPolicy(), Steps()
         learns = self.config.speeds == AUTO
         self._cost = CostModel(self.topology, self.comm, self._agreement, always=learns)
         self._speeds = Speeds(self.rank, self._cost) if learns and self.comm.size > 1 else None
         self._plan_config = replace(self.config, speeds=None) if learns else self.config
         self._hosts = self.comm if self._speeds is None else self.comm.hosts()
         self._host_agreement = self._agreement.over(self._hosts)
-        self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
         self.log = PassLog(self.rank, self.flight, TIMED if self.recorder is None else 1)
         self.log.subscribe(self._stats.add)
-        if self._recording is not None:
-            self.subscribe(self._recording.add)
+        if self.recorder is not None:
+            self.subscribe(Recording(self.recorder, self.rank).add)
         if self._speeds is not None:
             self.log.subscribe(self._speeds.add)
 
@@ -242,11 +242,18 @@ class Balancer:
         policy: in place of the balancer's, for this microbatch.
         """
         refuse_transforms()
-        self._steps += 1
+        self._count += 1
         state = self._device(ids.device)
         recomputed = backward_pass() != NO_PASS
+        step, microbatch = (self._steps.last if recomputed else self._steps.next)(layer.index)
         passes = Passes(
-            layer.index, self._steps, self.log, recomputed=recomputed, device=ids.device
+            layer.index,
+            step,
+            self.log,
+            microbatch=microbatch,
+            count=self._count,
+            recomputed=recomputed,
+            device=ids.device,
         )
         if self._speeds is not None and not passes.record.captured:
             self._compare_speeds(self._speeds, passes, ids.device.type)
@@ -277,7 +284,7 @@ class Balancer:
         return self._devices[device]
 
     def _make_device(self, device: torch.device) -> DeviceState:
-        place = Position(At.PLANE, 0, self._steps)
+        place = Position(At.PLANE, 0, *self._steps.last(0))
         compare_places = partial(self._agreement.compare, place, device)
         request = PlaneRequest(
             self.comm, self.topology, self._joined.links, device, self.settings.peers
@@ -322,16 +329,15 @@ class Balancer:
 
     def at_state(self, layer: int, device: torch.device) -> None:
         """Raise unless all ranks are about to gather the experts of this layer; collective."""
-        self._agreement.compare(Position(At.STATE, layer, self._steps), device)
+        self._agreement.compare(Position(At.STATE, layer, *self._steps.last(layer)), device)
 
     def record_step(self, step: int) -> None:
-        """Set the training step of the next microbatches in the trace, if one is recorded.
+        """Set the training step of the next microbatches, the same on all ranks.
 
-        Without it, every microbatch of a layer counts as a step.
+        Traces, errors and flight files name it. Without it, every microbatch of a layer counts as
+        a step.
         """
-        if self._recording is not None:
-            self.settle()
-            self._recording.begin_step(step)
+        self._steps.begin(step)
 
     def stats(self) -> dict[str, Any]:
         """Return what was planned and moved so far, and the seconds of every stage on this rank.

@@ -36,6 +36,7 @@ from types import TracebackType
 from ultraep.errors import CommunicationError, FileError
 from ultraep.files.writing import write_text
 from ultraep.passes import Passes, PassRecord
+from ultraep.position import Position
 from ultraep.trace.flight import (
     ERROR,
     MEETING,
@@ -85,9 +86,10 @@ class Flight:
         record.number = self._count
         self._passes.append(record)
 
-    def meet(self, what: str, layer: int, step: int) -> PassRecord:
+    def meet(self, what: str, place: Position) -> PassRecord:
         """Add a meeting of all ranks outside of a pass; call `at("")` of it when it ends."""
-        meeting = PassRecord(Passes(layer, step), MEETING)
+        passes = Passes(place.layer, place.step, microbatch=place.microbatch)
+        meeting = PassRecord(passes, MEETING)
         self.add(meeting)
         meeting.at(what)
         return meeting
@@ -164,6 +166,7 @@ def _pass(record: PassRecord) -> Pass:
         since=now - timeline[-1][1],
         loads=loads,
         plan=plan,
+        microbatch=record.microbatch,
     )
 
 

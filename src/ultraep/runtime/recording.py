@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from ultraep.comm import Communicator, raise_together
 from ultraep.config import BalanceConfig
-from ultraep.errors import ConfigError, FileError
+from ultraep.errors import FileError
 from ultraep.hops import CHUNKS
 from ultraep.passes import FORWARD, RECOMPUTED, Passes, PassRecord
 from ultraep.reroute import rows_received
@@ -112,16 +112,7 @@ class Recording:
     def __init__(self, recorder: Recorder, rank: int) -> None:
         self._recorder, self._rank = recorder, rank
         self._waiting: dict[int, deque[_Waiting]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._numbers: dict[int, int] = defaultdict(int)  # microbatches of every layer
-        self._step: int | None = None
-        self._counts: dict[int, dict[int, int]] = {}  # microbatches by step and layer
         self._keys: WeakKeyDictionary[Passes, Key] = WeakKeyDictionary()
-
-    def begin_step(self, step: int) -> None:
-        """Set the step of the microbatches from now on."""
-        if step < 0:
-            raise ConfigError(f"a step must not be negative, got {step}")
-        self._step = step
 
     def add(self, record: PassRecord) -> None:
         """Write a forward pass; add a later pass of the microbatch to it."""
@@ -148,7 +139,7 @@ class Recording:
             )
 
     def _write(self, record: PassRecord, passes: Passes) -> None:
-        plan, key = record.plan, self._new_key(record.layer)
+        plan, key = record.plan, (passes.step, passes.layer, passes.microbatch)
         self._keys[passes] = key
         waiting = _Waiting(plan.loads.tobytes(), key, weakref.ref(passes))
         self._waiting[record.layer].append(waiting)
@@ -163,15 +154,3 @@ class Recording:
             seconds=record.seconds,
             began=record.start_time,
         )
-
-    def _new_key(self, layer: int) -> Key:
-        """Return the key by which all ranks know the microbatch."""
-        step = self._step
-        self._numbers[layer] += 1
-        if step is None:  # every microbatch is a step
-            return self._numbers[layer] - 1, layer, 0
-        counts = self._counts.setdefault(step, defaultdict(int))
-        counts[layer] += 1
-        while len(self._counts) > REMEMBERED:
-            del self._counts[next(iter(self._counts))]
-        return step, layer, counts[layer] - 1

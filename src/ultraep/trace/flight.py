@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
+from ultraep.position import moment
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 VARIABLE = "ULTRAEP_FLIGHT"  # environment variable: the folder of all flight files, or "off"
@@ -43,6 +44,7 @@ class Pass(NamedTuple):
     """One pass of one rank, with the names of the columns in a file.
 
     number: counted from 1, equal on all ranks.   kind: one of `KINDS`.
+    layer, step, microbatch: as in a trace.
     stage, open: the last stage, and whether it has not ended.
     began, since: seconds from the begin of the pass, and from its last event, to the writing.
     loads, plan: digests, equal on all ranks; 0: unknown.
@@ -58,6 +60,7 @@ class Pass(NamedTuple):
     since: float
     loads: int
     plan: int
+    microbatch: int = 0  # older files lack it
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -73,7 +76,7 @@ class Pass(NamedTuple):
     def where(self) -> str:
         """The microbatch, and its pass."""
         kind = "" if self.kind == MEETING else f", {self.kind}"
-        return f"layer {self.layer} (step {self.step}{kind})"
+        return f"layer {self.layer} ({moment(self.step, self.microbatch)}{kind})"
 
     def __str__(self) -> str:
         return f"{self.stage!r} of {self.where}"

@@ -70,7 +70,7 @@ class MappedMemory:
         self.exchange = RowExchange(first_slots, rank=peers.rank, fault=fault, programs=sms)
         self.tokens = self.rows = 1
         self.position = NOWHERE
-        self.step_of_tables = 0  # of the microbatch whose routes are in the tables
+        self.tables_of = 0  # count of the microbatch whose routes are in the tables
         self._borrowers: list[str | None] = [None] * self.buffers
         self._gradients: dict[tuple[Any, ...], dict[str, GradientSlots]] = {}
         self._regions: dict[str, Region] = {}

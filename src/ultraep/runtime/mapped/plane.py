@@ -250,8 +250,8 @@ class MappedMicrobatch(Microbatch):
         counted = self._plane.counted
         if counted is not self.passes:
             raise ConfigError(
-                f"microbatch {self.passes.step} cannot be planned or rerouted after microbatch "
-                f"{counted.step if counted else '?'} was counted: on a GPU, call count, plan and "
+                f"microbatch {self.passes.count} cannot be planned or rerouted after microbatch "
+                f"{counted.count if counted else '?'} was counted: on a GPU, call count, plan and "
                 "reroute of one microbatch before count of the next"
             )
         return self._plane.planner
@@ -334,7 +334,7 @@ class MappedMicrobatch(Microbatch):
 
     def _trial(self, plan: Plan, bundle: Bundle) -> MappedReplicas:
         """Return the replicas of a synthetic plan, to be timed."""
-        passes = Passes(NO_LAYER, self.passes.step)
+        passes = Passes(NO_LAYER, self.passes.step, count=self.passes.count)
         table = self._plane.planner.adopt(plan).copied().replicas
         return MappedReplicas(self._context, self._plane.memory, passes, table, bundle)
 

@@ -47,7 +47,7 @@ class MappedRows:
         self._tokens, top_k = memory.tokens, self._shape[1]
         self._capacity = memory.rows
         self._num_rows = most_rows if begins is None else begins[-1]
-        memory.step_of_tables = passes.step
+        memory.tables_of = passes.count
         self.offsets, self._wrong = memory.exchange.tables(
             memory.tables(top_k),
             routes.rows_of_slot,
@@ -104,10 +104,10 @@ class MappedRows:
         Returns [A] the gates of the arrived rows.
         """
         memory, exchange, routes = self._memory, self._memory.exchange, self._routes
-        if memory.step_of_tables != self.passes.step:
+        if memory.tables_of != self.passes.count:
             raise ConfigError(
-                f"microbatch {self.passes.step} cannot be dispatched after microbatch "
-                f"{memory.step_of_tables} was rerouted: on a GPU, dispatch one microbatch before "
+                f"microbatch {self.passes.count} cannot be dispatched after microbatch "
+                f"{memory.tables_of} was rerouted: on a GPU, dispatch one microbatch before "
                 "reroute of the next"
             )
         top_k, arrived = self._shape[1], self._num_rows
