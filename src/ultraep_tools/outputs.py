@@ -29,7 +29,6 @@ HEAD = 4096  # bytes at the beginning of a file that contain its mark
 # Bytes that identify an earlier output of each kind.
 MARKS = {
     "page": b'<meta name="generator" content="ultraep">',
-    "picture": b"ultraep",
     "timeline": b'{"traceEvents": [{"ph": "M", "name": "process_name"',
     "table": b"step,layer,microbatch,",
     "trace": b"header.npy",

@@ -14,7 +14,7 @@ from ultraep_tools.cli import env
 from ultraep_tools.cli.commands import SUMMARIES, load_command
 from ultraep_tools.sim.planning import OWN
 
-from .commands import flat, invoke, records, shell
+from .commands import flat, invoke, output, records, shell
 
 SCENARIO = (
     "--cluster --data-plane --domain --ep --groups --imbalance --json --microbatches --model "
@@ -53,6 +53,13 @@ def test_options_are_stable_and_explained(line):
     assert "ultraep" in command.epilog
     assert "\n" not in command.help.replace("\n\n", "")  # the terminal breaks lines
     assert "[" not in command.help  # would be markup
+
+
+@pytest.mark.parametrize("words", [(), ("plan",), ("trace", "info")])
+def test_flags_are_shown_without_a_type(words):
+    shown = output(*words, "--help")
+    assert "--help" in shown
+    assert "<bool>" not in shown
 
 
 def test_summaries_are_those_of_the_commands():

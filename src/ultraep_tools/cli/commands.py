@@ -51,7 +51,17 @@ def load_command(name: str) -> Any:
     else:
         parent.command(name, epilog=f"{module.EXAMPLE}\n\n{EXITS}")(module.command)
     group: Any = typer.main.get_command(parent)
-    return group.commands[name]
+    return without_flag_types(group.commands[name])
+
+
+def without_flag_types(command: Any) -> Any:
+    """Let the help show options without a value as `--json`, not as `--json <bool>`."""
+    for parameter in command.get_params(command.context_class(command)):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for part in getattr(command, "commands", {}).values():
+        without_flag_types(part)
+    return command
 
 
 class Commands(TyperGroup):
@@ -67,6 +77,7 @@ class Commands(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._summaries_suffice = True
+        without_flag_types(self)
         try:
             super().format_help(ctx, formatter)
         finally:
