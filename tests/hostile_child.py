@@ -35,7 +35,7 @@ from ultraep_tools.serving.load import read_arrivals
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.serving import load_requests
 from ultraep_tools.view.catalogue import Catalogue
-from ultraep_tools.view.table import heat, numbers_of, overview, stages_of
+from ultraep_tools.view.table import numbers_of, overview, stages_of
 
 SECONDS = 10  # of CPU time for one file, after which it counts as a hang
 GIGABYTE = 1 << 30  # of memory, for all files together
@@ -133,7 +133,7 @@ def draw(path):
     try:
         catalogue.read_all()
         trace = catalogue.trace(catalogue.items[0].name)
-        drawn = [overview(trace.table), heat(trace.table, "lost")]
+        drawn = [overview(trace.table)]
         for key in map(trace.table.key, range(len(trace.table))):
             drawn += [numbers_of(trace.record(key)), stages_of(trace.record(key))]
         json.dumps(drawn, allow_nan=False)

@@ -30,7 +30,7 @@ OPTIONS = {
     "advise": SCENARIO,
     "demo": "--device --no-report --out --policy --quick --ranks --seed --steps",
     "env": "--json",
-    "view": "--export --force --host --live --open --port paths",
+    "view": "--export --force --live --open --port paths",
     "trace info": "--json path",
     "trace replay": "--ep --history --json --policy --slots --tolerance path",
     "trace place": "--domain --force --out path",

@@ -101,9 +101,9 @@ def wait_for(condition, seconds=60):
 
 
 @contextmanager
-def served(*paths, live=False, host="127.0.0.1", finished=True):
+def served(*paths, live=False, finished=True):
     """A server of these paths, in a thread."""
-    server = ViewServer(Catalogue(list(paths), live=live), host, 0)
+    server = ViewServer(Catalogue(list(paths), live=live), 0)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from ultraep.trace.read import read_trace
 from ultraep.trace.schema import KEY
 from ultraep_tools.view import catalogue as catalogue_module
 from ultraep_tools.view import table
-from ultraep_tools.view.catalogue import Catalogue, items_in
+from ultraep_tools.view.catalogue import Catalogue
 from ultraep_tools.view.table import numbers_of, stages_of
 from ultraep_tools.view.traces import FolderTrace, WholeTrace
 from view.runs import (
@@ -65,6 +66,9 @@ def check_equal(shown, trace):
     cost = trace.seconds[:, :, np.isin(trace.header.stages, COST)].sum(axis=2).max(axis=1)
     np.testing.assert_allclose(shown.cost, cost, rtol=1e-5)
     np.testing.assert_allclose(shown.stages, trace.seconds.mean(axis=0).max(axis=0), rtol=1e-6)
+    assert shown.layer_seconds == pytest.approx(trace.seconds.sum(axis=2).mean(), rel=1e-6)
+    np.testing.assert_array_equal(shown.rows, trace.loads.sum(axis=(1, 2)))
+    np.testing.assert_array_equal(shown.balanced, trace.policy != "none")
 
 
 def check_records(shown, trace):
@@ -105,7 +109,6 @@ def test_records_in_another_order_or_twice(tmp_path):
     np.testing.assert_array_equal(shown.table.step, trace.step)
     np.testing.assert_array_equal(shown.table.after, trace.imbalance_after)
     np.testing.assert_array_equal(shown.table.bytes, trace.bytes_moved.sum(axis=1))
-    assert shown.left_out == trace.left_out
     with pytest.raises(ConfigError, match="no such record, or not all ranks have it yet"):
         shown.record((4, 0, 0))
 
@@ -148,7 +151,7 @@ def test_a_run_is_followed_piece_by_piece(pieces, tmp_path):
     assert (shown.finished, shown.notes) == (True, [])
 
 
-def test_a_folder_that_disappears_and_comes_back(run, tmp_path, monkeypatch):
+def test_a_folder_that_disappears_and_holds_another_trace(tmp_path, monkeypatch):
     monkeypatch.setattr(catalogue_module, "PERIOD", 0.02)
     catalogue = Catalogue([tmp_path / "run"], live=True)
     assert catalogue.items == []
@@ -159,12 +162,12 @@ def test_a_folder_that_disappears_and_comes_back(run, tmp_path, monkeypatch):
         item = catalogue.items[0]
         wait_for(lambda: len(item.trace.table) == 2 * LAYERS)
         shutil.rmtree(tmp_path / "run")
-        wait_for(lambda: item.gone)
-        assert len(item.trace.table) == 2 * LAYERS
         with pytest.raises(FileError):
             catalogue.trace("run").record((0, 0, 0))
-        shutil.copytree(run, tmp_path / "run")
-        wait_for(lambda: not item.gone and len(item.trace.table) == MOMENTS * LAYERS)
+        assert len(item.trace.table) == 2 * LAYERS
+        record_one(tmp_path / "run", note="another trace")
+        wait_for(lambda: item.trace is not None and item.trace.header.note == "another trace")
+        wait_for(lambda: len(item.trace.table) == 1)
     finally:
         catalogue.close()
 
@@ -192,13 +195,13 @@ def test_any_number_becomes_valid_json(run, tmp_path):
     whole = WholeTrace(tmp_path, ultraep.read_trace(tmp_path / "run"))
     for shown in (read(tmp_path / "run"), whole):
         json.dumps(table.overview(shown.table), allow_nan=False)
-        json.dumps(table.heat(shown.table, "lost"), allow_nan=False)
         for place in range(3):
             json.dumps(stages_of(shown.record(shown.table.key(place))), allow_nan=False)
 
 
 def test_points_stand_for_several_moments(trace, run):
-    numbers = table.overview(read(run).table, most=4)
+    shown = read(run).table
+    numbers = table.overview(shown, most=4)
     assert (numbers["steps_per_point"], numbers["step"]) == (3, [0, 3, 6, 9])
     moment, lines = trace.step * 2 + trace.microbatch, numbers["lines"]
     for at, begin in enumerate(numbers["step"]):
@@ -209,21 +212,38 @@ def test_points_stand_for_several_moments(trace, run):
         moments = len(np.unique(moment[own]))
         assert lines["bytes"][at] == pytest.approx(trace.bytes_moved[own].sum() / moments)
     worst = trace.imbalance_before.argmax()
-    assert numbers["worst"] == tuple(trace.arrays[name][worst] for name in KEY)
+    assert shown.worst(np.arange(len(trace))) == tuple(trace.arrays[name][worst] for name in KEY)
 
 
-def test_the_contents_of_a_folder(run, tmp_path):
-    shutil.copytree(run, tmp_path / "demo/none/trace")
-    shutil.copytree(run, tmp_path / "demo/ultraep/trace")
-    (tmp_path / "demo/report.html").write_text("<p>")
-    (tmp_path / "demo/result.json").write_text("{}")
-    names = [(item.kind, item.name) for item in items_in([tmp_path / "demo"])]
-    traces = [("trace", "none/trace"), ("trace", "ultraep/trace")]
-    assert names == [*traces, ("report", "report.html")]
-    assert items_in([tmp_path / "demo/result.json"]) == items_in([tmp_path / "demo"])
-    by_report = items_in([tmp_path / "demo/report.html"])
-    assert sorted(item.name for item in by_report) == sorted(name for _, name in names)
-    assert len(items_in([run, run])) == 1
+def test_totals_are_those_of_the_balanced_records(tmp_path):
+    """A run may measure the policy `none` for comparison."""
+    loads = plans_of_run(1, 1)[0, 0].loads
+    plans = [ultraep.plan(loads, TOPOLOGY, replace(CONFIG, policy=n)) for n in ("none", "ultraep")]
+    for rank in range(TOPOLOGY.ranks):
+        with Recorder(tmp_path, TOPOLOGY, CONFIG, rank=rank) as recorder:
+            for step, plan in enumerate(plans):
+                recorder.add(plan=plan, slot_rows=arrived(plan, rank), step=step)
+    numbers = table.overview(read(tmp_path).table)
+    totals = numbers["totals"]
+    assert (totals["records"], totals["unbalanced"], totals["moments"]) == (1, 1, 1)
+    assert totals["before"] == pytest.approx(plans[0].imbalance, abs=1e-6)
+    assert totals["after"] == pytest.approx(plans[1].imbalance, abs=1e-6)
+    lines = [round(plan.imbalance, 6) for plan in plans]
+    assert numbers["lines"]["after"]["mean"] == pytest.approx(lines)
+
+
+def test_names_are_short_and_distinct(run, tmp_path):
+    for name in ("demo/none/trace", "demo/ultraep/trace", "other/ultraep/trace"):
+        shutil.copytree(run, tmp_path / name)
+    names = {
+        ("demo",): ["none", "ultraep"],
+        ("demo", "other"): ["none", "demo/ultraep", "other/ultraep"],
+        ("demo/none/trace", "demo/none"): ["none"],
+        ("other",): ["ultraep"],
+    }
+    for paths, expected in names.items():
+        catalogue = Catalogue([tmp_path / path for path in paths])
+        assert [item.name for item in catalogue.items] == expected
 
 
 @pytest.mark.parametrize(
@@ -234,7 +254,7 @@ def test_paths_without_traces_are_refused(name, words, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(FileError, match=words):
-        items_in([tmp_path / name])
+        Catalogue([tmp_path / name])
 
 
 def record_one(folder, *, config=CONFIG, **options):
@@ -245,27 +265,10 @@ def record_one(folder, *, config=CONFIG, **options):
     return plan
 
 
-def test_a_trace_with_and_without_the_relay_mode(tmp_path):
-    record_one(tmp_path / "new", relay="chain", chunks=8)
-    copies = numbers_of(read_trace(tmp_path / "new"))["copies"]
-    assert (copies["mode"], copies["relay"] in ("chain", "direct")) == ("chain", True)
-    record_one(tmp_path / "run")
-    file = tmp_path / "run" / "header.json"
-    header = json.loads(file.read_text())
-    assert (header.pop("relay"), header.pop("chunks")) == ("", 0)
-    file.write_text(json.dumps(header))
-    assert numbers_of(read_trace(tmp_path / "run"))["copies"]["mode"] == ""
-    file.write_text(json.dumps(header | {"relay": "pigeon"}))
-    with pytest.raises(FileError, match="got 'pigeon' with 0"):
-        read_trace(tmp_path / "run")
-
-
 def test_the_predicted_time_is_the_time_of_the_plan(tmp_path):
     config = BalanceConfig(rates=Rates(row=1000, copy=20_000, each=300, layer=5000))
     plan = record_one(tmp_path / "run", config=config)
-    priced = numbers_of(read_trace(tmp_path / "run"))["priced"]
-    assert priced["time"] == pytest.approx(plan.time / 1e12)
-    assert priced["without"] == pytest.approx(plan.time_without_replicas / 1e12)
-    assert priced["rates"] == str(config.rates)
+    times = [plan.time / 1e12, plan.time_without_replicas / 1e12]
+    assert numbers_of(read_trace(tmp_path / "run"))["predicted"] == pytest.approx(times)
     record_one(tmp_path / "other")
-    assert numbers_of(read_trace(tmp_path / "other"))["priced"] is None
+    assert numbers_of(read_trace(tmp_path / "other"))["predicted"] == []

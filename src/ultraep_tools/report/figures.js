@@ -75,19 +75,6 @@ function copiesFigure(data) {
   ];
 }
 
-// Speeds that the plans of a moment used: the slowest and the fastest rank.
-function speedsFigure(data) {
-  const hovertemplate = "rank %{customdata}: %{y:.3f}";
-  return [
-    [
-      line(data.step, data.fastest, "fastest rank", withColour(data), { hovertemplate, customdata: data.fastest_rank }),
-      line(data.step, data.slowest, "slowest rank", BEFORE,
-        { hovertemplate, customdata: data.slowest_rank, line: { color: BEFORE, dash: "dot" } }),
-    ],
-    { ...regions(data.domains), xaxis: stepAxis(data), yaxis: title("share of the nominal speed") },
-  ];
-}
-
 // Seconds of all layers of a moment: saved by replicas, spent on them, still lost.
 function timeFigure(data) {
   const ms = (values) => values.map((value) => (value === null ? null : 1e3 * value));
@@ -103,88 +90,6 @@ function timeFigure(data) {
     { ...regions(data.domains), xaxis: stepAxis(data), yaxis: { ...title("ms, all layers"), rangemode: "tozero" } },
   ];
 }
-
-// -- a map of cells ------------------------------------------------------------------------------
-
-// One hue from light to dark (on a dark page, dark to light), readable without colours.
-function heatTrace(z, { x, y, low, high, words, hover }) {
-  return {
-    type: "heatmap", z, x, y, zmin: low, zmax: high, xgap: 0, ygap: y.length > 60 ? 0 : 1, hoverongaps: false,
-    colorscale: [[0, css("cell")], [0.5, AFTER], [1, css("text")]],
-    colorbar: { thickness: 12, outlinewidth: 0, title: { text: words, side: "right", font: { size: 13 } } },
-    hovertemplate: hover,
-  };
-}
-
-// -- replicas of one microbatch, from home to hosts -----------------------------------------------
-
-// Hops of all replicas; as wide as the rows that leave home by them.
-function hopsOf(replicas) {
-  const links = new Map();
-  for (const { expert, path, rows } of replicas) {
-    for (let depth = 0; depth + 1 < path.length; depth++) {
-      const name = [expert, depth, path[depth], path[depth + 1]].join();
-      const link = links.get(name) || { expert, depth, from: path[depth], to: path[depth + 1], home: path[0], rows: 0 };
-      link.rows += rows;
-      links.set(name, link);
-    }
-  }
-  return [...links.values()];
-}
-
-const SHADES = ["d0", "60", "98"]; // opacity of flows between the same two ranks, in turn
-
-// width: of the plot; if it is narrow, ranks are labelled with numbers only.
-function flowsFigure(replicas, width) {
-  const nodes = new Map(), links = hopsOf(replicas), between = new Map();
-  const wide = wordsFit(replicas, width);
-  const node = (rank, depth) => {
-    const name = `${rank},${depth}`;
-    if (!nodes.has(name)) nodes.set(name, { place: nodes.size, rank, depth });
-    return nodes.get(name).place;
-  };
-  const ends = links.map(({ from, to, depth }) => [node(from, depth), node(to, depth + 1)]);
-  const places = ends.map((pair) => { // number of the flow among those between its two ranks
-    const place = between.get(pair.join()) || 0;
-    between.set(pair.join(), place + 1);
-    return place;
-  });
-  const all = [...nodes.values()], hue = (rank) => HOMES[rank % HOMES.length];
-  return [
-    [{
-      type: "sankey", arrangement: "snap", orientation: "h",
-      node: {
-        label: all.map(({ rank }) => (wide ? `rank ${rank}` : String(rank))), color: all.map(({ rank }) => hue(rank)),
-        align: "left", pad: PITCH, thickness: wide ? 12 : 6, line: { width: 0 },
-        customdata: all.map(({ rank }) => `rank ${rank}`), hovertemplate: "%{customdata}<extra></extra>",
-      },
-      link: {
-        source: ends.map(([from]) => from), target: ends.map(([, to]) => to),
-        label: links.map(({ expert }) => `expert ${expert}`),
-        value: links.map(({ rows }) => Math.max(rows, 1)),
-        color: links.map(({ home }, at) => hue(home) + SHADES[places[at] % SHADES.length]),
-        line: { color: css("back"), width: ends.map((pair) => (between.get(pair.join()) > 1 ? 1 : 0)) },
-        customdata: links.map(({ expert, from, to, depth, rows }) =>
-          `expert ${expert}: rank ${from} to rank ${to}` + (depth ? `, hop ${depth + 1}` : "") +
-          `<br>${rows.toLocaleString("en")} rows are served there or further on`),
-        hovertemplate: "%{customdata}<extra></extra>",
-      },
-    }],
-    { margin: { l: 8, r: 8, t: 36, b: 12 } },
-  ];
-}
-
-const PITCH = 14; // pixels between ranks, so that their names do not overlap
-
-const wordsFit = (replicas, width) => width / Math.max(...replicas.map(({ path }) => path.length), 1) > 90;
-
-const flowsHeight = (replicas) => {
-  const columns = new Map(); // ranks above each other
-  for (const { path } of replicas) {
-    path.forEach((rank, depth) => columns.set(depth, (columns.get(depth) || new Set()).add(rank)));
-  }
-  return Math.max(220, 1.7 * PITCH * Math.max(...[...columns.values()].map((ranks) => ranks.size)) + 48);
-};
 
 // -- stages of all ranks -------------------------------------------------------------------------
 

@@ -31,6 +31,16 @@ const bySize = (data, group) => (label) => {
 const ratio = (text) => ({ ...title(text), rangemode: "tozero" });
 const picked = (plot) => Number(find(`choice-${plot}`).value);
 
+// One hue from light to dark (on a dark page, dark to light), readable without colours.
+function heatTrace(z, { x, y, low, high, words, hover }) {
+  return {
+    type: "heatmap", z, x, y, zmin: low, zmax: high, xgap: 0, ygap: y.length > 60 ? 0 : 1, hoverongaps: false,
+    colorscale: [[0, css("cell")], [0.5, AFTER], [1, css("text")]],
+    colorbar: { thickness: 12, outlinewidth: 0, title: { text: words, side: "right", font: { size: 13 } } },
+    hovertemplate: hover,
+  };
+}
+
 const figures = {
   sizes(data) {
     const ranks = data.sizes.map((size) => `EP${size}`);

@@ -228,57 +228,13 @@ function preparePicker() {
 
 // -- drawing ------------------------------------------------------------------------------------
 
-const DISK = { // icon of the CSV button
-  width: 24, height: 24, path: "M4 2h12l4 4v16H4V2zm2 2v16h12V8h-4V4H6zm2 8h8v2H8v-2zm0 4h8v2H8v-2z",
-};
-const parsed = {}, options = {}; // by figure; with other options, Plotly would build the figure anew
-
-function optionsOf(name) {
-  const csv = { name: "csv", title: "Download the numbers as CSV", icon: DISK, click: (plot) => saveCsv(name, plot.data) };
-  options[name] ??= {
-    responsive: true, displaylogo: false, displayModeBar: true,
-    toImageButtonOptions: { format: "png", scale: 2, filename: name },
-    modeBarButtons: [["toImage", csv, "zoom2d", "pan2d", "resetScale2d"]],
-  };
-  return options[name];
-}
+const parsed = {}; // by figure
+const options = { responsive: true, displaylogo: false, displayModeBar: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
 
 function draw(name) {
   parsed[name] = parsed[name] || numbers(name);
   const [traces, more] = figures[name](parsed[name]);
-  return Plotly.react(find(`plot-${name}`), traces, layout(more), optionsOf(name));
-}
-
-// The numbers of a figure, one line per point: series, x, y, and the value of a cell or a flow.
-function csvRows(traces) {
-  const rows = [["series", "x", "y", "value"]];
-  for (const { type, name = "", x = [], y = [], z, node, link, text, hoverinfo } of traces) {
-    if (type === "heatmap") {
-      z.forEach((cells, row) => cells.forEach((value, column) => rows.push([name, x[column] ?? column, y[row], value])));
-    } else if (type === "sankey") {
-      link.value.forEach((value, place) =>
-        rows.push([link.label[place], node.label[link.source[place]], node.label[link.target[place]], value]));
-    } else if (hoverinfo !== "skip") { // a band repeats the lines around it
-      x.forEach((value, place) => rows.push([Array.isArray(text) ? text[place] : name, value, y[place], ""]));
-    }
-  }
-  return rows;
-}
-
-function csvText(rows) {
-  const cell = (value) => {
-    const words = String(value ?? "").replaceAll("<br>", "; ");
-    return /[",\n]/.test(words) ? `"${words.replaceAll('"', '""')}"` : words;
-  };
-  return rows.map((row) => row.map(cell).join(",")).join("\n") + "\n";
-}
-
-function saveCsv(name, traces) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([csvText(csvRows(traces))], { type: "text/csv" }));
-  link.download = `${name}.csv`;
-  link.click();
-  URL.revokeObjectURL(link.href);
+  return Plotly.react(find(`plot-${name}`), traces, layout(more), options);
 }
 
 // Whether a plot has numbers and is visible; the viewer hides some views.

@@ -1,61 +1,44 @@
-"""Catalogue: the open traces and reports by name, and the thread that reads them.
+"""Catalogue: the open traces by name, and the thread that reads them.
 
-A path is a trace (a folder or an .npz file), a folder with several traces, the output of a demo or
-an inspection, or a report, which also opens the traces next to it. If a trace cannot be opened, the
-page says why and shows the others.
+A path is a trace (a folder or an .npz file) or a folder with traces, such as the output of a demo.
+If a trace cannot be opened, the page says why and shows the others.
 """
 
 from __future__ import annotations
 
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import names_of_arrays
 from ultraep.trace.files import folders_of_traces, read_header
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import HEADER_FILE
-from ultraep_tools.report.page import REPORT_FILE, RESULT_FILE
 from ultraep_tools.view.traces import FolderTrace, OpenTrace, WholeTrace
 
-MOST_ITEMS = 64
 PERIOD = 1.0  # seconds between two checks of a folder that is followed
-GONE = "the folder is gone: the page shows what was read before"
 
 
 @dataclass
 class Item:
-    """A trace or a report. If a trace cannot be opened, `error` says why."""
+    """A trace. If it cannot be opened, `error` says why."""
 
-    kind: Literal["trace", "report"]
     path: Path
     name: str
     trace: OpenTrace | None = None
     error: str = ""
-    gone: bool = False
-    failed: bool = False  # an exception ended the reading early
 
 
 class Catalogue:
-    """The open traces and reports. warn: called once with each note about damage."""
+    """The open traces."""
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        *,
-        live: bool = False,
-        warn: Callable[[str], object] = str,
-    ) -> None:
+    def __init__(self, paths: Sequence[Path], *, live: bool = False) -> None:
         self.paths, self.live, self.items = list(paths), live, list[Item]()
-        self._warn, self._warned = warn, set[str]()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ultraep view", daemon=True)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="ultraep view")
         self._find_items()
 
     def start(self) -> None:
@@ -67,141 +50,105 @@ class Catalogue:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._reader.shutdown()
 
     def read_all(self) -> None:
-        """Read all traces, and return when they are read.
-
-        An exception ends the reading of its trace only; the page shows a note.
-        """
+        """Read all traces, and return when they are read."""
         for item in self.items:
-            trace = item.trace
-            if trace is None or item.failed:
-                continue
-            error = self._reader.submit(trace.read, self._stop.is_set).exception()
-            if error is not None:
-                item.failed = trace.finished = True
-                trace.notes.append(f"reading ended early, the rest is missing: {message_of(error)}")
-            for note in trace.notes:
-                if note not in self._warned:
-                    self._warned.add(note)
-                    self._warn(note)
+            if item.trace is not None:
+                item.trace.read(self._stop.is_set)
 
     def trace(self, name: str) -> OpenTrace:
-        item = self._item("trace", name)
-        if item.trace is None:
-            raise FileError(item.error)
-        return item.trace
-
-    def report(self, name: str) -> Path:
-        return self._item("report", name).path
-
-    def _item(self, kind: str, name: str) -> Item:
         for item in self.items:
-            if (item.kind, item.name) == (kind, name):
-                return item
-        names = ", ".join(item.name for item in self.items if item.kind == kind) or "none"
-        raise ConfigError(f"{kind} {name[:80]!r} is not open; open are: {names}")
-
-    # -- reading --------------------------------------------------------------------------------
+            if item.name == name:
+                if item.trace is None:
+                    raise FileError(item.error)
+                return item.trace
+        names = ", ".join(item.name for item in self.items) or "none"
+        raise ConfigError(f"trace {name[:80]!r} is not open; open are: {names}")
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            self.read_all()
-            if not self.live:
-                return
-            self._stop.wait(PERIOD)
+        self.read_all()
+        while self.live and not self._stop.wait(PERIOD):
             self._find_items()
             for item in self.items:
-                if item.kind == "trace" and not isinstance(item.trace, WholeTrace):
-                    self._check_folder(item)
+                self._reopen(item)
+            self.read_all()
 
     def _find_items(self) -> None:
-        """Open the traces and reports that are new."""
-        known = {item.path for item in self.items}
+        """Open the traces that are new."""
         try:
-            items = items_in(self.paths, live=self.live)
+            paths = paths_of_traces(self.paths, live=self.live)
         except OSError:
             return  # a folder disappeared during the search
-        for item in items:
-            if item.path not in known:
-                if any(item.name == other.name for other in self.items):
-                    item.name = str(item.path)
+        known = {item.path: item.name for item in self.items}
+        for path, name in zip(paths, short_names(paths), strict=True):
+            if path not in known:
+                item = Item(path, str(path) if name in known.values() else name)
                 self._open(item)
                 self.items.append(item)
 
     def _open(self, item: Item) -> None:
-        if item.kind == "trace":
-            opening = self._reader.submit(open_trace, item.path, live=self.live)
-            error = opening.exception()
-            item.trace = opening.result() if error is None else None
-            item.error, item.failed = "" if error is None else message_of(error), False
-
-    def _check_folder(self, item: Item) -> None:
-        """Notice that a folder is gone, or now holds another trace."""
+        item.trace, item.error = None, ""
         try:
-            header = read_header(item.path)
-        except FileError as error:
-            item.gone = not (item.path / HEADER_FILE).exists()
-            if item.trace is None and not item.gone:
-                item.error = str(error)
-            return
-        item.gone = False
-        if item.trace is None or item.trace.header != header:
-            self._open(item)
+            item.trace = open_trace(item.path, live=self.live)
+        except (UltraEPError, OSError) as error:
+            item.error = str(error)
+
+    def _reopen(self, item: Item) -> None:
+        """Open a folder again if it could not be opened, or if it now holds another trace."""
+        if item.path.is_dir():
+            with suppress(FileError):
+                if item.trace is None or item.trace.header != read_header(item.path):
+                    self._open(item)
 
 
 def open_trace(path: Path, *, live: bool) -> OpenTrace:
     return FolderTrace(path, live=live) if path.is_dir() else WholeTrace(path, read_trace(path))
 
 
-def message_of(error: BaseException) -> str:
-    """Return an error as one line; for a bug, with the place that raised it."""
-    if isinstance(error, (UltraEPError, OSError)):
-        return str(error)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(frame.filename).name}:{frame.lineno}"
-    return f"an error of ultraep, please report it: {type(error).__name__}: {error} ({where})"
-
-
 # -- searching -----------------------------------------------------------------------------------
 
 
-def items_in(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
-    """Return the traces and reports in these paths, not opened.
+def paths_of_traces(paths: Iterable[Path], *, live: bool = False) -> list[Path]:
+    """Return the traces in these paths.
 
-    Raise `FileError` for a path that is missing or has neither, unless `live` is set.
+    Raise `FileError` for a path that is missing or has none, unless `live` is set.
     """
-    items: dict[Path, Item] = {}
+    traces: dict[Path, Path] = {}
     for path in paths:
-        inside = list(_items_in_folder(path) if path.is_dir() else _items_of_file(path, live))
+        if path.is_dir():
+            inside = folders_of_traces(path)
+        elif path.exists() and (path.suffix != ".npz" or "header" not in names_of_arrays(path)):
+            raise FileError(f"{path}: not a trace (a folder, or an .npz file)")
+        else:
+            inside = [path] if path.exists() else []
         if not inside and not live:
-            raise FileError(
-                f"{path}: nothing to view, neither a trace ({HEADER_FILE}) nor a {REPORT_FILE}"
-            )
-        for item in inside:
-            items.setdefault(item.path.resolve(), item)
-    return list(items.values())[:MOST_ITEMS]
+            missing = f"there is no {HEADER_FILE}" if path.exists() else "no such file or folder"
+            raise FileError(f"{path}: nothing to view, {missing}")
+        for trace in inside:
+            traces.setdefault(trace.resolve(), trace)
+    return list(traces.values())
 
 
-def _items_of_file(path: Path, live: bool) -> Iterator[Item]:
-    if not path.exists():
-        if not live:
-            raise FileError(f"{path}: no such file or folder")
-    elif path.suffix.lower() in (".html", ".htm"):
-        yield Item("report", path, path.name)
-        yield from (item for item in _items_in_folder(path.parent) if item.kind == "trace")
-    elif path.name in (RESULT_FILE, HEADER_FILE):
-        yield from _items_in_folder(path.parent)
-    elif "header" in names_of_arrays(path):
-        yield Item("trace", path, path.name)
-    else:
-        raise FileError(f"{path}: not a trace (a folder, or an .npz file) and not a report (.html)")
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest distinct names of different paths, in whole parts.
+
+    >>> short_names([Path("out/none/trace"), Path("out/ultraep/trace")])
+    ['none', 'ultraep']
+    >>> short_names([Path("runs/first/0000")])
+    ['first']
+    """
+    parts = [path.resolve().parts for path in paths]
+    while parts and min(map(len, parts)) > 2 and len({part[-1] for part in parts}) == 1:
+        if len(parts) == 1 and parts[0][-1] != "trace" and not parts[0][-1].isdecimal():
+            break
+        parts = [part[:-1] for part in parts]
+    return [_shortest(part, parts) for part in parts]
 
 
-def _items_in_folder(folder: Path) -> Iterator[Item]:
-    for trace in folders_of_traces(folder):
-        name = folder.resolve().name if trace == folder else str(trace.relative_to(folder))
-        yield Item("trace", trace, name)
-    if (folder / REPORT_FILE).is_file():
-        yield Item("report", folder / REPORT_FILE, REPORT_FILE)
+def _shortest(own: tuple[str, ...], parts: Sequence[tuple[str, ...]]) -> str:
+    """Return the last parts of a path that no other path ends with."""
+    for length in range(1, len(own)):
+        if sum(part[-length:] == own[-length:] for part in parts) == 1:
+            return "/".join(own[-length:])
+    return str(Path(*own))

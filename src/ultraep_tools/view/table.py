@@ -1,16 +1,15 @@
 """Table: a few numbers of every record. The numbers of the plots, and of one record.
 
 A *moment* is one microbatch of one step, over all layers. If a range has more moments than the page
-can show, one point of a line or one column of the map covers several of them, with their mean,
-minimum and maximum.
+can show, one point of a line covers several of them, with their mean, minimum and maximum.
 
-Shapes: N records, M moments, G stages, R ranks, P points, U different speeds, C replicas.
+Shapes: N records, M moments, G stages, R ranks, C replicas.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,16 +18,15 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import PER_SECOND
 from ultraep.errors import ConfigError
-from ultraep.hops import CHUNKS, hops
-from ultraep.plan import Plan, peak_of
+from ultraep.plan import Plan
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import KEY, Array, Key, of_backward
-from ultraep_tools.report.numbers import FloatArray, Numbers, plain
+from ultraep_tools.report.numbers import FloatArray, Numbers, microbatch, plain
 
 MOST_LAYERS = 4096
 MOST_PLANS = 4000  # records of a replay
 LAST = 2**62  # after all moments
-VALUES = ("before", "after", "copies", "bytes", "lost", "saved", "cost")
+SUMS = ("copies", "bytes", "lost", "saved", "cost")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +50,10 @@ class Table:
     lost: FloatArray
     saved: FloatArray
     cost: FloatArray
-    speeds: IntArray  # index of the speeds of a record in `speed_sets`; 0: equal
+    rows: IntArray  # routed rows of all ranks
+    balanced: NDArray[np.bool_]  # whether the policy of the record replicates
     stages: FloatArray  # [G] mean seconds of each stage, on the rank with the largest mean
-    speed_sets: FloatArray  # [U, R] all different speeds, as shares of the nominal speed
+    layer_seconds: float  # mean seconds of all stages of a record, mean of the ranks
 
     def __len__(self) -> int:
         return len(self.step)
@@ -72,12 +71,6 @@ class Table:
         names, place_N = np.unique(self.layer, return_inverse=True)
         return names, place_N.reshape(-1)
 
-    def take(self, records: IntArray, **changes: FloatArray) -> Table:
-        """Return some of the records, with some columns replaced."""
-        of_all = ("stages", "speed_sets")
-        columns = [entry.name for entry in fields(self) if entry.name not in of_all]
-        return replace(self, **{name: getattr(self, name)[records] for name in columns} | changes)
-
     def worst(self, records: IntArray) -> Key | None:
         """Return step, layer and microbatch of the most imbalanced of these records."""
         return self.key(int(records[self.before[records].argmax()])) if len(records) else None
@@ -93,74 +86,54 @@ class Table:
         return np.flatnonzero(inside if layer is None else inside & (self.layer == layer))
 
 
-class Points:
-    """The moments of a range as points of a line, each of one or several moments."""
-
-    def __init__(self, table: Table, begin: int, end: int, most: int) -> None:
-        if len(table.layers[0]) > MOST_LAYERS:
-            raise ConfigError(
-                f"the trace has {len(table.layers[0]):,} layers, at most {MOST_LAYERS:,} are shown"
-            )
-        step_M, microbatch_M, moment_N = table.moments
-        begin, end = max(0, begin), min(len(step_M), end)
-        per_point = max(1, math.ceil((end - begin) / most))
-        self.starts = np.arange(begin, end, per_point)
-        self.moments = np.diff(np.append(self.starts, end))
-        self.records = table.within(begin, end)
-        self.point = (moment_N[self.records] - begin) // per_point
-        step, microbatch = step_M[self.starts], microbatch_M[self.starts]
-        several = len(np.unique(microbatch_M)) > 1
-        self.facts: Numbers = {  # step: x position of each point; at: its step and microbatch
-            "axis": "microbatch, counted from the first" if several else "step",
-            "step": (self.starts if several else step).tolist(),
-            "at": np.column_stack([step, microbatch]).tolist(),
-            "several": several,
-            "unit": "microbatch" if several else "step",
-            "steps_per_point": per_point,
-            "begin": begin,
-            "end": end,
-            "moments": len(step_M),
-            "domains": [],
-        }
-
-
 def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) -> Numbers:
-    """Return lines over time, means by layer and totals of a range of moments."""
-    points = Points(table, begin, end, most)
-    count, lines = len(points.starts), Numbers()
+    """Return lines over time, means by layer and totals of a range of moments.
+
+    most: points of a line.
+    """
+    if len(table.layers[0]) > MOST_LAYERS:
+        raise ConfigError(
+            f"the trace has {len(table.layers[0]):,} layers, at most {MOST_LAYERS:,} are shown"
+        )
+    step_M, microbatch_M, moment_N = table.moments
+    begin, end = max(0, begin), min(len(step_M), end)
+    per_point = max(1, math.ceil((end - begin) / most))
+    starts = np.arange(begin, end, per_point)
+    records = table.within(begin, end)
+    point_N = (moment_N[records] - begin) // per_point
+    several = len(np.unique(microbatch_M)) > 1
+    return {
+        "axis": "microbatch, counted from the first" if several else "step",
+        "unit": "microbatch" if several else "step",
+        "step": (starts if several else step_M[starts]).tolist(),  # x position of each point
+        "steps_per_point": per_point,
+        "begin": begin,
+        "end": end,
+        "moments": len(step_M),
+        "domains": [],
+        "lines": lines(table, records, point_N, np.diff(np.append(starts, end))),
+        "layers": by_layer(table, records),
+        "totals": totals(table, records),
+    }
+
+
+def lines(table: Table, records: IntArray, point_N: IntArray, moments_P: IntArray) -> Numbers:
+    """Return the lines over time.
+
+    point_N: the point of each of the records.   moments_P: the number of moments of each point.
+    """
+    numbers, count = Numbers(), len(moments_P)
     for name in ("before", "after", "copies"):
-        values = getattr(table, name)[points.records]
-        lines[name] = {
-            "mean": plain(_mean(points.point, values, count)),
-            "min": plain(-_largest(points.point, -values, count)),
-            "max": plain(_largest(points.point, values, count)),
+        values = getattr(table, name)[records]
+        numbers[name] = {
+            "mean": plain(_mean(point_N, values, count)),
+            "min": plain(-_largest(point_N, -values, count)),
+            "max": plain(_largest(point_N, values, count)),
         }
     for name in ("bytes", "lost", "saved", "cost"):  # per moment, summed over its layers
-        sums, known = _sums(points.point, getattr(table, name)[points.records], count)
-        lines[name] = plain(np.where(known > 0, sums / points.moments, np.nan))
-    return points.facts | {
-        "lines": lines,
-        "speeds": speeds(table, points),
-        "layers": by_layer(table, points.records),
-        "totals": totals(table, points.records),
-        "worst": table.worst(points.records),
-    }
-
-
-def speeds(table: Table, points: Points) -> Numbers | None:
-    """Return the slowest and the fastest rank of every point; None if speeds are always equal."""
-    index, sets, count = table.speeds[points.records], table.speed_sets, len(points.starts)
-    if not index.any():
-        return None
-    cells = np.bincount(points.point * len(sets) + index, minlength=count * len(sets))
-    records_PU = cells.reshape(count, len(sets))
-    mean_PR = records_PU @ sets / np.maximum(records_PU.sum(axis=1, keepdims=True), 1)
-    return {
-        "slowest": plain(mean_PR.min(axis=1)),
-        "fastest": plain(mean_PR.max(axis=1)),
-        "slowest_rank": mean_PR.argmin(axis=1).tolist(),
-        "fastest_rank": mean_PR.argmax(axis=1).tolist(),
-    }
+        sums, known = _sums(point_N, getattr(table, name)[records], count)
+        numbers[name] = plain(np.where(known > 0, sums / moments_P, np.nan))
+    return numbers
 
 
 def by_layer(table: Table, records: IntArray) -> Numbers:
@@ -175,32 +148,25 @@ def by_layer(table: Table, records: IntArray) -> Numbers:
 
 
 def totals(table: Table, records: IntArray) -> Numbers:
-    """Return means and sums of these records; None where nothing is known."""
-    numbers: Numbers = {"records": len(records)}
-    for name in VALUES:
-        values = getattr(table, name)[records]
-        known = values[~np.isnan(values)]
-        if name in ("before", "after"):
-            mean, worst = plain([known.mean(), known.max()]) if len(known) else (None, None)
-            numbers |= {name: mean, f"{name}_worst": worst}
-        else:
-            numbers[name] = plain([known.sum()])[0] if len(known) else None
-    return numbers
+    """Return means and sums of the balanced records, or of all if none is balanced.
 
-
-def heat(table: Table, value: str, begin: int = 0, end: int = LAST, *, most: int = 240) -> Numbers:
-    """Return the mean of every layer in every column of the map: [layer][column]."""
-    points = Points(table, begin, end, most)
-    names, place_N = table.layers
-    columns = len(points.starts)
-    cell = place_N[points.records] * columns + points.point
-    cells = _mean(cell, getattr(table, value)[points.records], len(names) * columns)
-    return points.facts | {
-        "value": value,
-        "layers": names.tolist(),
-        "starts": points.starts.tolist(),
-        "z": [plain(row) for row in cells.reshape(len(names), columns)],
+    A sum is None if it is unknown.   unbalanced: records that are left out.
+    """
+    balanced = records[table.balanced[records]]
+    kept = balanced if len(balanced) else records
+    numbers: Numbers = {
+        "records": len(kept),
+        "unbalanced": len(records) - len(kept),
+        "moments": len(np.unique(table.moments[2][kept])),
     }
+    for name in ("before", "after"):
+        values = getattr(table, name)[kept]
+        mean, worst = plain([values.mean(), values.max()]) if len(kept) else (None, None)
+        numbers |= {name: mean, f"{name}_worst": worst}
+    for name in SUMS:
+        values = getattr(table, name)[kept]
+        numbers[name] = None if np.isnan(values).all() else plain([np.nansum(values)])[0]
+    return numbers
 
 
 def records_to_replan(layer_N: IntArray, most: int = MOST_PLANS) -> IntArray:
@@ -238,73 +204,27 @@ PLACES = 7  # a tenth of a microsecond
 
 def numbers_of(trace: Trace) -> Numbers:
     """Return everything that the page draws of the only record of a trace."""
-    header, topology = trace.header, trace.topology
+    header = trace.header
     copies = trace.copies.astype(np.int64)
     usable = (copies >= 0).all(axis=1)
     usable &= (copies[:, 0] < header.experts) & (copies[:, 1] < header.ranks)
     copies, quotas = copies[usable], trace.quotas[usable].astype(np.int64)
-    held = np.full((header.ranks, header.slots), -1)
-    in_slots = copies[:, 2] < header.slots  # some policies use more slots than there are
-    held[copies[in_slots, 1], copies[in_slots, 2]] = copies[in_slots, 0]
-    return {
+    loads, none = trace.loads[0].astype(np.int64), np.zeros(0, dtype=np.int64)
+    plan = Plan(header.topology, trace.config(0), loads, copies, quotas, none, trace.rank_loads[0])
+    picoseconds = plan.time, plan.time_without_replicas
+    return microbatch(plan) | {
         "policy": str(trace.policy[0]),
-        "ranks": header.ranks,
-        "homes": [topology.home_experts(rank).tolist() for rank in range(header.ranks)],
+        "homes": [header.topology.home_experts(rank).tolist() for rank in range(header.ranks)],
         "slots": header.slots,
-        "loads": trace.loads[0].sum(axis=0, dtype=np.int64).tolist(),
         "rows": trace.slot_rows[0].tolist(),
-        "held": held.reshape(-1).tolist(),
         "speeds": trace.speeds_of(0),
         "before": plain(trace.imbalance_before)[0],
         "after": plain(trace.imbalance_after)[0],
-        "bytes": trace.bytes_moved[0].tolist(),
-        "copies": _copies(trace, copies, quotas),
-        "priced": _priced(trace, copies),
+        "bytes": int(trace.bytes_moved[0].sum()),
+        "replicas": len(copies),
+        "predicted": [time / PER_SECOND for time in picoseconds if time is not None],
         "unusable": int((~usable).sum()),
     }
-
-
-def _priced(trace: Trace, copies: IntArray) -> Numbers | None:
-    """Return the predicted seconds with and without replicas; None without rates."""
-    rates, homes = trace.rates_of(0), trace.topology.home_of_expert
-    if rates is None or trace.header.objective != "time":
-        return None
-    received, sent = np.bincount(copies[:, 1]), np.bincount(homes[np.unique(copies[:, 0])])
-    transfers = int(max(received.max(initial=0), sent.max(initial=0)))
-    speeds = trace.speeds_of(0) or ()
-    before, unit = peak_of(trace.initial_rank_loads[0].astype(np.int64), speeds)
-    after, _ = peak_of(trace.rank_loads[0].astype(np.int64), speeds)
-    planned = rates.time(peak=after, unit=unit, transfers=transfers, replicas=len(copies))
-    without = rates.time(peak=before, unit=unit, transfers=0, replicas=0)
-    return {"rates": str(rates), "time": planned / PER_SECOND, "without": without / PER_SECOND}
-
-
-def _copies(trace: Trace, copies: IntArray, quotas: IntArray) -> Numbers:
-    """Return every replica with the path of its weights.
-
-    relay: "direct" or "chain".   mode: the setting of the balancer. For "auto", and for "" (not
-    recorded), the paths follow the rule that balancers apply.
-    """
-    header, none = trace.header, np.zeros(0, dtype=np.int64)
-    loads = trace.loads[0].astype(np.int64)
-    plan = Plan(header.topology, header.config, loads, copies, quotas, none, none)
-    sent = hops(plan, header.relay or "auto", chunks=header.chunks or CHUNKS)
-    rows = {(int(c[0]), int(c[1])): int(q) for c, q in zip(copies, quotas, strict=True)}
-    paths: dict[tuple[int, int], list[int]] = {}
-    replicas = []
-    for hop in sent:
-        path = [*paths.get((hop.expert, hop.sender), [hop.sender]), hop.receiver]
-        paths[hop.expert, hop.receiver] = path
-        replicas.append(
-            {
-                "expert": hop.expert,
-                "slot": hop.slot,
-                "rows": rows[hop.expert, hop.receiver],
-                "path": path,
-            }
-        )
-    relay = "chain" if any(hop.depth for hop in sent) else "direct"
-    return {"relay": relay, "mode": header.relay, "list": replicas}
 
 
 def stages_of(trace: Trace) -> dict[str, Numbers | None]:

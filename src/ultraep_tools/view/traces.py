@@ -4,7 +4,7 @@ The table comes from the summaries that the recorder stores in every piece. The 
 are read side by side, and a record enters the table once all ranks have it, so the table of a long
 trace grows while it is read. A damaged piece adds a note; the records of other pieces are shown.
 
-Shapes: N records, T summary lines of a piece, R ranks, G stages.
+Shapes: T summary lines of a piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
-from ultraep.config import MAX_ROWS, NOMINAL_SPEED
+from ultraep.config import MAX_ROWS
 from ultraep.errors import ConfigError, FileError
 from ultraep.trace.files import read_header, read_piece
 from ultraep.trace.read import Trace, concatenated, imbalance, join
@@ -39,13 +39,15 @@ from ultraep.trace.schema import (
 from ultraep.trace.summary import NANOSECONDS, TIMES, stage_means, summary_of
 from ultraep_tools.view.table import Table
 
-PLANNED = ("step", "layer", "loads", "rates", "speeds")  # arrays of rank 0 that planning needs
 SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece that the table needs
-OF_RANK_0 = ("step", "speeds")  # the same, for the first rank
+OF_RANK_0 = ("step", "policy", "speeds")  # the same, for the first rank
 MOST_RECORDS, MOST_LINES = 2_000_000, 32 << 20  # records; records times ranks
 MOST_PIECES = 16  # of a rank with additions to one record
 MOST_SECONDS = 1e12  # per stage and piece
 MOST_NOTES = 20
+COLUMNS = (  # arrays of `OpenTrace` with one entry per record
+    *("_key", "_planned", "_served", "_rows", "_speeds", "_balanced", "_line", "_seconds"),
+)
 PUBLISH_SECONDS = 0.5  # between two tables while a trace is read
 CACHED_PIECES = 2
 
@@ -61,15 +63,15 @@ class OpenTrace:
         self.starts = [[1] for _ in range(ranks)]  # first line of every piece of a rank, and end
         self._late: list[IntArray] = [np.zeros((2, 0), np.int64)] * ranks  # record, line
         self._stage_sums = np.zeros((ranks, len(header.stages)))
-        self._dropped, self._repeated = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+        self._dropped = np.zeros(ranks, np.int64)
         self._numbers: dict[tuple[int, ...], int] = {}
         # By record, in the last dimension, and longer than there are records.
         self._key: IntArray = np.zeros((len(KEY), 0), np.int64)
         self._planned: IntArray = np.zeros((3, 0), np.int64)  # routed rows, largest rank, replicas
         self._served: IntArray = np.zeros((1, 0), np.int64)  # bytes
         self._rows: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)
-        self._speeds: NDArray[np.int32] = np.zeros((1, 0), np.int32)  # index in the sets
-        self._speed_sets: dict[tuple[int, ...], int] = {(0,) * ranks: 0}  # zeros: equal
+        self._speeds: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)  # zeros: equal
+        self._balanced: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._line: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)  # 0: not recorded
         self._seconds: NDArray[np.float32] = np.zeros((ranks, 3, 0), np.float32)  # by TIMES
         self.table = self._table()
@@ -82,10 +84,6 @@ class OpenTrace:
         """Return a trace of one record."""
         raise NotImplementedError
 
-    def planned(self, key: Key) -> Trace:
-        """Return a trace of one record with the fields that planning needs."""
-        return self.record(key)
-
     @property
     def dropped(self) -> int:
         """Records and additions that ranks lost."""
@@ -96,8 +94,7 @@ class OpenTrace:
         """Records that some ranks lack, once all was read."""
         if not self.finished:
             return 0
-        recorded = int((self._line > 0).any(axis=0).sum())
-        return recorded - len(self.table) + int(self._repeated.max())
+        return int((self._line > 0).any(axis=0).sum()) - len(self.table)
 
     def number_of(self, key: Key) -> int:
         """Return the number of a record that all ranks have."""
@@ -124,13 +121,13 @@ class OpenTrace:
         new = first[(number[first] >= 0) & (self._line[rank, number[first]] == 0)]
         late = count + np.flatnonzero(number[count:] >= 0)
         at = number[new]
-        self._repeated[rank] += count - len(new)
         self._late[rank] = np.hstack([self._late[rank], [number[late], start + late]])
         self._line[rank, at] = start + new
         self._rows[rank, at] = np.clip(lines[new, Column.ROWS], 0, MAX_ROWS)
         if rank == 0:
             self._planned[:, at] = lines[new, Column.ROUTED : Column.REPLICAS + 1].T
-            self._speeds[0, at] = self._index_of_speeds(arrays["speeds"][new])
+            self._speeds[:, at] = arrays["speeds"][new].T
+            self._balanced[at] = arrays["policy"][new] != "none"
         counted = np.concatenate([new, late])
         np.add.at(self._served[0], number[counted], lines[counted, Column.BYTES])
         seconds = (lines[counted, TIMES] / NANOSECONDS).astype(np.float32)
@@ -139,15 +136,6 @@ class OpenTrace:
         self._stage_sums[rank] += np.clip(np.nan_to_num(arrays["stage_sums"]), 0, MOST_SECONDS)
         self._dropped[rank] = arrays["dropped"][0]
         self.starts[rank].append(start + len(lines))
-
-    def _index_of_speeds(self, speeds_TR: Array) -> IntArray:
-        """[T] the index of the speeds of each line."""
-        sets, index = np.unique(speeds_TR, axis=0, return_inverse=True)
-        known = [
-            self._speed_sets.setdefault(tuple(speeds), len(self._speed_sets))
-            for speeds in sets.tolist()
-        ]
-        return np.array(known, np.int64)[index.reshape(-1)]
 
     def _numbered(self, keys_T3: IntArray) -> IntArray:
         """[T] the number of the record with each key; -1 beyond the limit of records."""
@@ -173,7 +161,7 @@ class OpenTrace:
         """Make all columns at least `count` records long."""
         if count > self._key.shape[1]:
             more = max(count, 2 * self._key.shape[1]) - self._key.shape[1]
-            for name in ("_key", "_planned", "_served", "_rows", "_speeds", "_line", "_seconds"):
+            for name in COLUMNS:
                 column: Array = getattr(self, name)
                 widths = [(0, 0)] * (column.ndim - 1) + [(0, more)]
                 setattr(self, name, np.pad(column, widths))
@@ -188,25 +176,27 @@ class OpenTrace:
         keep = np.flatnonzero((self._line > 0).all(axis=0))
         keep = keep[np.argsort(self._line[0, keep], kind="stable")]
         routed, peak, replicas = self._planned[:, keep]
-        speeds, sets = self._speeds[0, keep], np.array(list(self._speed_sets))
+        rows, speeds = self._rows[:, keep].T, self._speeds[:, keep].T
         slowest = self._seconds.max(axis=0)[:, keep].astype(np.float64)
         experts = slowest[0] + slowest[1]
         mean = self._seconds[:, :2].sum(axis=(0, 1), dtype=np.float64)[keep] / ranks
         ratio = peak.astype(np.float64) * ranks / np.maximum(routed, 1)
         before = np.where(routed > 0, ratio, 1.0)
         timed = np.where(mean > 0, 1.0, np.nan)
+        recorded = (self._line > 0).sum(axis=1)
         return Table(
             **dict(zip(KEY, self._key[:, keep], strict=True)),
             before=before,
-            after=imbalance(self._rows[:, keep].T.astype(np.int64), sets[speeds]),
+            after=imbalance(rows.astype(np.int64), speeds.astype(np.int64)),
             copies=replicas.astype(np.float64),
             bytes=self._served[0, keep].astype(np.float64),
             lost=(experts - mean) * timed,
             saved=np.where(replicas > 0, mean * before - experts, 0.0) * timed,
             cost=slowest[2] * timed,
-            speeds=speeds.astype(np.int64),
-            stages=stage_means(self._stage_sums, (self._line > 0).sum(axis=1)),
-            speed_sets=np.where(sets > 0, sets / NOMINAL_SPEED, 1.0),
+            rows=routed,
+            balanced=self._balanced[keep],
+            stages=stage_means(self._stage_sums, recorded),
+            layer_seconds=float((self._stage_sums.sum(axis=1) / np.maximum(recorded, 1)).mean()),
         )
 
 
@@ -219,7 +209,6 @@ class WholeTrace(OpenTrace):
         for rank in range(self.header.ranks):
             self._add(rank, self._summary(rank))
         self._dropped[0] += self.trace.dropped
-        self._repeated[0] += self.trace.left_out
         self.finished = True
         self.done = self.total = 1
         self._publish()
@@ -235,7 +224,7 @@ class WholeTrace(OpenTrace):
         own |= {name: arrays[name][:, rank] for name in ("bytes_moved", "seconds")}
         own["slot_rows"] = arrays["slot_rows"][:, slots[rank] : slots[rank + 1]]
         summary = summary_of(self.header, own) | {"dropped": own["dropped"]}
-        return summary | {"speeds": own["speeds"]} if rank == 0 else summary
+        return summary | {name: own[name] for name in OF_RANK_0} if rank == 0 else summary
 
     def record(self, key: Key) -> Trace:
         return self.trace.take(np.array([self._line[0, self.number_of(key)] - 1]))
@@ -247,7 +236,6 @@ class FolderTrace(OpenTrace):
     def __init__(self, folder: Path, *, live: bool = False) -> None:
         super().__init__(folder, read_header(folder))
         self.live = live
-        self._plans = lru_cache(CACHED_PIECES)(self._read_plans)
         self._joined = lru_cache(CACHED_PIECES)(self._read_joined)
         for path in sorted(folder.iterdir()):
             match = RANK_FOLDER.fullmatch(path.name)
@@ -312,16 +300,6 @@ class FolderTrace(OpenTrace):
         return arrays
 
     # -- one record -----------------------------------------------------------------------------
-
-    def planned(self, key: Key) -> Trace:
-        piece, row = self._locate(0, int(self._line[0, self.number_of(key)]))
-        arrays = self._plans(piece)
-        if row >= len(arrays["loads"]):
-            raise self._contradiction(piece)
-        return Trace(self.header, {name: array[row : row + 1] for name, array in arrays.items()})
-
-    def _read_plans(self, piece: int) -> Arrays:
-        return read_piece(self.piece_path(0, piece), self.header, 0, PLANNED)
 
     def record(self, key: Key) -> Trace:
         """Return a trace of one record. All ranks are read."""
