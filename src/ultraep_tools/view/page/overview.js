@@ -27,9 +27,9 @@ function showAnswer({ totals, unit }) {
     `${counted(slots, "spare slot")} per rank. Recorded ${created}. ${note}`;
   const cards = records ? [
     ["worst imbalance", `${totals.before_worst.toFixed(2)} \u2192 ${totals.after_worst.toFixed(2)}`],
-    ["replicas per layer", copies === null ? "-" : (copies / records).toFixed(1)],
-    [`bytes moved per ${unit}`, bytes ? sizeWords(bytes / totals.moments) : "none recorded"],
-    [`still lost in experts per ${unit}`, lost === null ? "not recorded" : timeWords(lost / totals.moments)],
+    ["replicas per layer", (copies / records).toFixed(1)],
+    ...(bytes ? [[`bytes moved per ${unit}`, sizeWords(bytes / totals.moments)]] : []),
+    ...(lost === null ? [] : [[`lost in experts per ${unit}`, timeWords(lost / totals.moments)]]),
     ["records", number(records) + (unbalanced ? `, without ${number(unbalanced)} of policy none` : "")],
   ] : [];
   find("cards").replaceChildren(...cards.map(([title, value]) => {
