@@ -131,7 +131,7 @@ def test_commands_run(run):
     assert failures(run, chosen) == []
 
 
-EXTRAS = ("datasets", "trl")  # of examples; their own tests skip without them
+EXTRAS = ("datasets", "megatron", "trl")  # of examples; their own tests skip without them
 
 
 class Parsed(Exception):
