@@ -139,7 +139,7 @@ def test_a_user_error_is_one_line_before_any_work(line, files, monkeypatch):
     if line.split()[0] in NEEDS:
         pytest.importorskip(NEEDS[line.split()[0]])
     monkeypatch.chdir(files)
-    for module, name in ((simulate, "run_simulation"), (advise, "make_advice"), (demo, "run")):
+    for module, name in ((simulate, "compare"), (advise, "make_advice"), (demo, "run")):
         monkeypatch.setattr(module, name, refuse)
     before = sorted(files.rglob("*"))
     assert_one_line(invoke(*line.split()), WRONG[line])

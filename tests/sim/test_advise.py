@@ -104,7 +104,7 @@ class Tried:
 )
 def test_the_fewest_slots_near_the_best_are_chosen(tried: list[Any], slots: int) -> None:
     none: Any = Tried(0, 60)
-    assert Configuration(scenario(), none, tuple(tried), none).advised.slots == slots
+    assert Configuration(scenario(), tuple(tried), none, none).advised.slots == slots
 
 
 def memory_gb(slots: int) -> float:

@@ -67,7 +67,7 @@ def _record(advice: Advice) -> dict[str, Any]:
         "configurations": [
             _facts(configuration, result)
             for configuration in advice.configurations
-            for result in (configuration.none, *configuration.balanced)
+            for result in configuration.results
         ],
         "gains_by_seed": advice.gains,
         "reasons": advice.reasons,
@@ -78,7 +78,7 @@ def _record(advice: Advice) -> dict[str, Any]:
 def _facts(configuration: Configuration, result: Result) -> dict[str, Any]:
     scenario = configuration.scenario
     sizes = {"ep": scenario.ranks, "data_plane": scenario.plane.name}
-    return sizes | result.record(configuration.none, configuration.ideal)
+    return sizes | configuration.record(result)
 
 
 # -- output --------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _table(advice: Advice) -> Grid:
     for configuration in advice.configurations:
         scenario = configuration.scenario
         name = f"EP{scenario.ranks}, {scenario.plane.name}"
-        for result in (configuration.none, *configuration.balanced):
+        for result in configuration.results:
             best = configuration is advice.best and result is configuration.advised
             short = "!" if result.out_of_memory else ""
             grid.add_row(
@@ -147,7 +147,7 @@ def _table(advice: Advice) -> Grid:
                 f"{1e3 * result.seconds:,.1f}",
                 f"{result.tokens_per_second:,.0f}",
                 f"{configuration.gain(result):.3f}x",
-                f"{result.throughput / configuration.ideal.throughput:.1%}",
+                f"{configuration.share(result):.1%}",
                 f"{short}{result.memory.total / GIGA:.1f}",
                 style="bold" if best else None,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rich.padding import Padding
 from rich.text import Text
@@ -15,37 +14,18 @@ from ultraep_tools.cli import scenario as scenarios
 from ultraep_tools.cli.options import option
 from ultraep_tools.cli.terminal import FAINT, Grid, Terminal, make_grid, print_records, progress
 from ultraep_tools.sim.presets import presets
-from ultraep_tools.sim.run import Result
-from ultraep_tools.sim.run import simulate as run_simulation
-from ultraep_tools.sim.runtime import Contender
-from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.run import Comparison
+from ultraep_tools.sim.runtime import IDEAL, NONE, Contender
 
 EXAMPLE = (
     "Example: ultraep simulate --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --imbalance 1.6\n\n"
     "Example: ultraep simulate --prefill stem --imbalance 3 --policy none,eplb,ultraep --json\n\n"
     "Example: ultraep simulate --trace routing.npz --cluster h200-nvl8 --model gpt-oss-20b --ep 8"
 )
-NONE, IDEAL, OURS = "none", "ideal", "ultraep"
+OURS = "ultraep"
+compare = Comparison.of
 WORTH_IT = 1.01  # smallest gain over no balancing that pays
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The results of the selected policies, of no balancing, and of forced balance."""
-
-    scenario: Scenario
-    results: list[Result]
-    none: Result
-    ideal: Result
-
-    def share(self, result: Result) -> float:
-        """Return the throughput relative to forced balance."""
-        return result.throughput / self.ideal.throughput
-
-    def gain(self, result: Result) -> float:
-        """Return the throughput relative to no balancing."""
-        return result.throughput / self.none.throughput
 
 
 class SimulateOptions(scenarios.ScenarioOptions):
@@ -79,83 +59,73 @@ def command(options: SimulateOptions) -> None:
     if options.list_presets:
         print_presets(terminal)
         return
-    names = [Contender.of(name).label for name in cli.split_names(options.policy, "--policy")]
+    contenders = [Contender.of(name) for name in cli.split_names(options.policy, "--policy")]
     balance = {name: getattr(options, name) for name in ("slots", "tolerance", "interval")}
     scenario = scenarios.make_scenario(options, **balance)
-    answer = run(scenario, names, options.processes)
+    workers = scenarios.processes_for(scenario, options.processes)
+    with progress("simulating layers", lines=False) as report_layer:
+        compared = compare(scenario, contenders, processes=workers, report=report_layer)
     if options.as_json:
         facts = scenario.facts | {"ep": scenario.ranks, "seed": options.seed}
-        print_records(result.record(answer.none, answer.ideal) | facts for result in answer.results)
+        print_records(compared.record(result) | facts for result in compared.results)
     else:
-        report(answer, scenarios.describe(scenario, imbalance=options.imbalance), terminal)
-
-
-def run(scenario: Scenario, names: list[str], processes: int | None) -> Answer:
-    """Simulate the named policies, no balancing, and forced balance."""
-    every = list(dict.fromkeys([*names, NONE, IDEAL]))
-    workers = scenarios.processes_for(scenario, processes)
-    with progress("simulating layers", lines=False) as report_layer:
-        results = run_simulation(scenario, every, processes=workers, report=report_layer)
-    by_name = {result.label: result for result in results}
-    return Answer(scenario, [by_name[name] for name in names], by_name[NONE], by_name[IDEAL])
+        report(compared, scenarios.describe(scenario, imbalance=options.imbalance), terminal)
 
 
 # -- output --------------------------------------------------------------------------------------
 
 
-def report(answer: Answer, heading: str, terminal: Terminal) -> None:
+def report(compared: Comparison, heading: str, terminal: Terminal) -> None:
     """Print a verdict, throughput and memory of every policy, and its time by stage."""
-    terminal.print(f"{verdict(answer)}\n", style="bold")
+    terminal.print(f"{verdict(compared)}\n", style="bold")
     terminal.print_faint(f"{heading}\n")
-    terminal.print(_table(answer))
-    for note in _notes(answer):
+    terminal.print(_table(compared))
+    for note in _notes(compared):
         terminal.print_faint(note)
-    training = answer.scenario.job.trains
+    training = compared.scenario.job.trains
     passes = ", forward and backward" if training else ""
     terminal.print(f"\nMilliseconds per microbatch through all layers{passes}:\n")
-    terminal.print(_stage_table(answer))
+    terminal.print(_stage_table(compared))
     stages = "replicate, reroute, weights again, reduce" if training else "replicate, reroute"
     terminal.print_faint(f"{stages}: only the time that does not overlap other work")
     terminal.print_faint("How accurate these numbers are: docs/simulator.md")
 
 
-def _table(answer: Answer) -> Grid:
-    short = any(result.out_of_memory for result in answer.results)
+def _table(compared: Comparison) -> Grid:
     grid = make_grid(
         [
-            *("policy", answer.results[0].unit.replace(" per ", "\nper "), "of\nideal"),
+            *("policy", compared.results[0].unit.replace(" per ", "\nper "), "of\nideal"),
             *("over\nnone", "imbalance\nmean (worst)", "replicas\nper layer"),
-            *("fullest\ndevice GB", *(["out of\nmemory"] if short else [])),
+            "fullest\ndevice GB",
         ]
     )
-    for result in answer.results:
+    for result in compared.results:
         mark = "!" if result.out_of_memory else ""
         grid.add_row(
             result.label,
             f"{result.throughput:,.1f}",
-            f"{answer.share(result):.1%}",
-            f"{answer.gain(result):.2f}x",
+            f"{compared.share(result):.1%}",
+            f"{compared.gain(result):.2f}x",
             f"{result.imbalance:.3f} ({result.worst_imbalance:.2f})",
             f"{result.copies:.1f}",
             f"{mark}{result.memory.total / GB:.1f}",
-            *([f"{result.out_of_memory:.0%}"] if short else []),
             style="bold" if result.policy == OURS else None,
         )
     return grid
 
 
-def _notes(answer: Answer) -> Iterator[str]:
+def _notes(compared: Comparison) -> Iterator[str]:
     yield "imbalance: busiest over mean rank; ideal: forced balance, all experts equally loaded"
-    if any(result.out_of_memory for result in answer.results):
-        memory = answer.scenario.cluster.memory_gb
-        yield f"! more than the {memory:g} GB of a device; out of memory: share of microbatches"
-    if any(get_policy(result.policy).needs_history for result in answer.results):
+    if any(result.out_of_memory for result in compared.results):
+        memory = compared.scenario.cluster.memory_gb
+        yield f"! more than the {memory:g} GB of a device in some microbatches"
+    if any(get_policy(result.policy).needs_history for result in compared.results):
         yield "eplb, lplb and flashlb also move experts; a moved expert counts as a replica"
 
 
-def _stage_table(answer: Answer) -> Grid:
+def _stage_table(compared: Comparison) -> Grid:
     """Return a line for every stage that takes time, and a column for every policy."""
-    results = answer.results
+    results = compared.results
     grid = make_grid(["stage", *(result.label for result in results)])
     for name in results[0].stages:
         seconds = [result.stages[name] for result in results]
@@ -166,24 +136,24 @@ def _stage_table(answer: Answer) -> Grid:
     return grid
 
 
-def verdict(answer: Answer) -> str:
-    rivals = [result for result in answer.results if result.policy not in (NONE, IDEAL)]
+def verdict(compared: Comparison) -> str:
+    rivals = [result for result in compared.results if result.policy not in (NONE, IDEAL)]
     if not rivals:
-        most = answer.gain(answer.ideal)
+        most = compared.gain(compared.ideal)
         return f"Balancing can reach at most {most:.2f}x the throughput of no balancing here."
-    best = max(rivals, key=answer.gain)
+    best = max(rivals, key=compared.gain)
     ours = next((result for result in rivals if result.policy == OURS), best)
-    gain = answer.gain(ours)
+    gain = compared.gain(ours)
     reaches = "reaches" if gain >= WORTH_IT else "does not pay here:"
     sentence = (
         f"{ours.label} {reaches} {gain:.2f}x the throughput of no balancing, "
-        f"{answer.share(ours):.0%} of forced balance"
+        f"{compared.share(ours):.0%} of forced balance"
     )
-    if answer.gain(best) > max(gain, WORTH_IT) * WORTH_IT:
-        sentence += f"; {best.label} {answer.gain(best):.2f}x"
+    if compared.gain(best) > max(gain, WORTH_IT) * WORTH_IT:
+        sentence += f"; {best.label} {compared.gain(best):.2f}x"
     if ours.out_of_memory:
         sentence += ", but its fullest device runs out of memory"
-    elif answer.none.out_of_memory:
+    elif compared.none.out_of_memory:
         sentence += ", and it fits into memory, unlike no balancing"
     return f"{sentence}."
 

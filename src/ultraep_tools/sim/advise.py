@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ultraep.errors import ConfigError
 from ultraep.topology import Topology
-from ultraep_tools.sim.run import Report, Result, simulate
-from ultraep_tools.sim.runtime import IDEAL, NONE, Contender
+from ultraep_tools.sim.run import Comparison, Report, Result, simulate
+from ultraep_tools.sim.runtime import NONE, Contender
 from ultraep_tools.sim.scenario import Scenario
 from ultraep_tools.sim.serving import Serving
 from ultraep_tools.sim.training import Training
@@ -29,18 +28,12 @@ SEEDS = 3  # runs of drawn loads
 NOTABLE_IMBALANCE = 1.02
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """A scenario, and its results without balancing, by number of slots, and in forced balance."""
+class Configuration(Comparison):
+    """A size of the group, without balancing and with 1, 2, ... spare slots."""
 
-    scenario: Scenario
-    none: Result
-    balanced: tuple[Result, ...]
-    ideal: Result
-
-    def gain(self, result: Result) -> float:
-        """Return the throughput over no balancing."""
-        return result.throughput / self.none.throughput
+    @property
+    def balanced(self) -> tuple[Result, ...]:
+        return tuple(result for result in self.results if result.slots)
 
     @property
     def best_balanced(self) -> Result | None:
@@ -106,15 +99,20 @@ def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = No
     inside, obstacle = _inside_domains(scenario)
     seeds = SEEDS - 1 if isinstance(scenario.workload, Skew) else 0
     progress = _Progress(report, 1 + (inside is not None) + seeds)
-    run = partial(simulate, processes=processes)
-    requested = _configuration(scenario, run, progress)
-    within = None if inside is None else _configuration(inside, run, progress)
+
+    def compare(chosen: Scenario) -> Configuration:
+        slots = [_with_slots(count) for count in range(1, max_slots(chosen) + 1)]
+        part = progress.next_part()
+        return Configuration.of(chosen, [UNBALANCED, *slots], processes=processes, report=part)
+
+    requested = compare(scenario)
+    within = None if inside is None else compare(inside)
     best, gains = requested.best_balanced, []
     if best is not None:
         gains.append(requested.gain(best))
         for other in _other_seeds(scenario):
             pair = [UNBALANCED, _with_slots(best.slots)]
-            none, own = run(other, pair, report=progress.next_part())
+            none, own = simulate(other, pair, processes=processes, report=progress.next_part())
             gains.append(own.throughput / none.throughput)
     return Advice(requested, within, obstacle, tuple(gains))
 
@@ -134,14 +132,6 @@ class _Progress:
                 self.report(before * total + done, self.parts * total)
 
         return layers
-
-
-def _configuration(
-    scenario: Scenario, run: partial[list[Result]], progress: _Progress
-) -> Configuration:
-    slots = [_with_slots(count) for count in range(1, max_slots(scenario) + 1)]
-    none, *balanced, ideal = run(scenario, [UNBALANCED, *slots, IDEAL], report=progress.next_part())
-    return Configuration(scenario, none, tuple(balanced), ideal)
 
 
 def _with_slots(count: int) -> Contender:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -57,15 +57,52 @@ class Result:
     by_microbatch: FloatArray  # [S] seconds through all layers
     imbalance_by_layer: FloatArray  # [H]
 
-    def record(self, none: Result, ideal: Result) -> dict[str, Any]:
-        """Return the numbers for JSON, also relative to no balancing and to forced balance."""
-        parts = asdict(self.memory) | {"total": self.memory.total}
+
+@dataclass(frozen=True)
+class Comparison:
+    """Results of contenders, of no balancing and of forced balance, on the same loads."""
+
+    scenario: Scenario
+    results: tuple[Result, ...]
+    none: Result
+    ideal: Result
+
+    @classmethod
+    def of(
+        cls,
+        scenario: Scenario,
+        contenders: Sequence[Contender],
+        *,
+        processes: int = 1,
+        report: Report | None = None,
+    ) -> Self:
+        """Simulate the contenders, no balancing and forced balance."""
+        references = (Contender.of(NONE), Contender.of(IDEAL))
+        by_label: dict[str, Contender] = {}
+        for contender in (*contenders, *references):
+            by_label.setdefault(contender.label, contender)
+        results = simulate(scenario, list(by_label.values()), processes=processes, report=report)
+        result_of = dict(zip(by_label, results, strict=True))
+        chosen = tuple(result_of[contender.label] for contender in contenders)
+        return cls(scenario, chosen, result_of[NONE], result_of[IDEAL])
+
+    def gain(self, result: Result) -> float:
+        """Return the throughput over no balancing."""
+        return result.throughput / self.none.throughput
+
+    def share(self, result: Result) -> float:
+        """Return the throughput over forced balance."""
+        return result.throughput / self.ideal.throughput
+
+    def record(self, result: Result) -> dict[str, Any]:
+        """Return the numbers of a result for JSON."""
+        memory = asdict(result.memory) | {"total": result.memory.total}
         return {
-            **{name: getattr(self, name) for name in RECORDED},
-            "share_of_ideal": self.throughput / ideal.throughput,
-            "gain_over_none": self.throughput / none.throughput,
-            "memory_gb": {name: size / GIGA for name, size in parts.items()},
-            "imbalance_by_layer": self.imbalance_by_layer.tolist(),
+            **{name: getattr(result, name) for name in RECORDED},
+            "share_of_ideal": self.share(result),
+            "gain_over_none": self.gain(result),
+            "memory_gb": {name: size / GIGA for name, size in memory.items()},
+            "imbalance_by_layer": result.imbalance_by_layer.tolist(),
         }
 
 
