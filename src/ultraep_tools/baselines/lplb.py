@@ -161,36 +161,26 @@ def split(loads_SE: IntArray, places: Places, topology: Topology) -> IntArray:
     return shared
 
 
-class Graph(NamedTuple):
-    """Steps between ranks: every edge forward, then every edge backward."""
-
-    begin: IntArray  # [2 D] rank that a step leaves
-    end: IntArray  # [2 D] rank that it leads to
-    order: IntArray  # [2 D] steps sorted by the rank that they leave
-    first: IntArray  # [R + 1] first index of each rank in `order`
-
-
 def level(rank_SR: IntArray, source_D: IntArray, host_D: IntArray, limit_SD: IntArray) -> IntArray:
     """[S, D] rows to move along every edge so that the busiest rank has the fewest rows.
 
-    A threshold rises from the mean: ranks above it send along a shortest path to a rank below it.
-    When no path is left, no moves can bring the ranks that were reached below their own mean,
-    which is the next threshold. So the last threshold is the optimum.
+    A threshold rises from the mean: ranks above it send along a path to a rank below it. When no
+    path is left, no moves can bring the ranks that were reached below their own mean, which is
+    the next threshold. So the last threshold is the optimum.
 
     rank_SR: rows of every rank before.   limit_SD: most rows for every edge.
 
     >>> level(np.array([[9, 0, 0]]), np.array([0, 1]), np.array([1, 2]), np.array([[9, 2]]))
     array([[5, 2]])
     """
-    begin, end = np.concatenate([source_D, host_D]), np.concatenate([host_D, source_D])
-    order = np.argsort(begin, kind="stable")
-    first = np.searchsorted(begin[order], np.arange(rank_SR.shape[1] + 1))
-    graph = Graph(begin, end, order, first)
-    return _level_all(rank_SR.copy(), np.ascontiguousarray(limit_SD), graph)
+    begin_T, end_T = np.concatenate([source_D, host_D]), np.concatenate([host_D, source_D])
+    residual_ST = np.concatenate([limit_SD, np.zeros_like(limit_SD)], axis=1)
+    for load_R, residual_T in zip(rank_SR.copy(), residual_ST, strict=True):
+        _level(load_R, residual_T, begin_T, end_T)
+    return residual_ST[:, len(source_D) :]
 
 
-UNSEEN, START = -2, -1  # steps to a rank
-NO_PATH, DONE = -2, -1  # results of a search
+UNSEEN, START, NO_PATH = -2, -1, -1
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -206,77 +196,53 @@ def _compiled(function: Function) -> Function:
 
 
 @_compiled
-def _push(
-    load_R: IntArray, residual_T: IntArray, graph: Graph, threshold: int, via_R: IntArray, end: int
-) -> None:
-    """Move the most rows that all steps of the path and both its ends allow."""
-    rows = threshold - load_R[end]
-    rank = end
-    while via_R[rank] != START:
-        rows = min(rows, residual_T[via_R[rank]])
-        rank = graph.begin[via_R[rank]]
-    rows = min(rows, load_R[rank] - threshold)
-    load_R[rank] -= rows
-    load_R[end] += rows
-    while via_R[end] != START:
-        step = via_R[end]
-        residual_T[step] -= rows
-        residual_T[(step + len(residual_T) // 2) % len(residual_T)] += rows
-        end = graph.begin[step]
-
-
-@_compiled
 def _search(
-    load_R: IntArray, residual_T: IntArray, graph: Graph, threshold: int, via_R: IntArray
+    via_R: IntArray,
+    load_R: IntArray,
+    threshold: int,
+    residual_T: IntArray,
+    begin_T: IntArray,
+    end_T: IntArray,
 ) -> int:
-    """Return the nearest rank below the threshold that a rank above it can send to."""
-    queue = np.empty_like(via_R)
-    tail = 0
+    """Return a rank below the threshold that a rank above it can send to.
+
+    Steps go along every edge forward, then along every edge backward.
+    via_R: filled with the step that leads to each rank.
+    """
     for rank in range(len(load_R)):
-        via_R[rank] = UNSEEN
-        if load_R[rank] > threshold:
-            via_R[rank] = START
-            queue[tail] = rank
-            tail += 1
-    if tail == 0:
-        return DONE
-    head = 0
-    while head < tail:
-        rank = queue[head]
-        head += 1
-        for index in range(graph.first[rank], graph.first[rank + 1]):
-            step = graph.order[index]
-            end = graph.end[step]
-            if via_R[end] == UNSEEN and residual_T[step] > 0:
-                via_R[end] = step
+        via_R[rank] = START if load_R[rank] > threshold else UNSEEN
+    spreads = True
+    while spreads:
+        spreads = False
+        for step in range(len(begin_T)):
+            end = end_T[step]
+            if residual_T[step] > 0 and via_R[begin_T[step]] != UNSEEN and via_R[end] == UNSEEN:
+                via_R[end], spreads = step, True
                 if load_R[end] < threshold:
                     return int(end)
-                queue[tail] = end
-                tail += 1
     return NO_PATH
 
 
 @_compiled
-def _level(load_R: IntArray, residual_T: IntArray, graph: Graph) -> None:
+def _level(load_R: IntArray, residual_T: IntArray, begin_T: IntArray, end_T: IntArray) -> None:
+    """Move rows until no rank is above the threshold; update loads and rows that steps can take."""
     threshold = -(-load_R.sum() // len(load_R))
     via_R = np.empty_like(load_R)
-    while True:
-        end = _search(load_R, residual_T, graph, threshold, via_R)
-        if end == DONE:
-            return
+    while load_R.max() > threshold:
+        end = _search(via_R, load_R, threshold, residual_T, begin_T, end_T)
         if end == NO_PATH:
-            reached = via_R != UNSEEN
-            threshold = -(-load_R[reached].sum() // reached.sum())
-        else:
-            _push(load_R, residual_T, graph, threshold, via_R, end)
-
-
-@_compiled
-def _level_all(load_SR: IntArray, limit_SD: IntArray, graph: Graph) -> IntArray:
-    microbatches, edges = limit_SD.shape
-    residual_ST = np.zeros((microbatches, 2 * edges), np.int64)  # rows that a step can still take
-    for microbatch in range(microbatches):
-        for edge in range(edges):  # numba takes seconds to compile an assignment to a slice
-            residual_ST[microbatch, edge] = limit_SD[microbatch, edge]
-        _level(load_SR[microbatch], residual_ST[microbatch], graph)
-    return residual_ST[:, edges:]
+            reached_R = via_R != UNSEEN
+            threshold = -(-load_R[reached_R].sum() // reached_R.sum())
+            continue
+        rows, rank = threshold - load_R[end], end
+        while via_R[rank] != START:
+            rows = min(rows, residual_T[via_R[rank]])
+            rank = begin_T[via_R[rank]]
+        rows = min(rows, load_R[rank] - threshold)
+        load_R[rank] -= rows
+        load_R[end] += rows
+        while via_R[end] != START:
+            step = via_R[end]
+            residual_T[step] -= rows
+            residual_T[(step + len(residual_T) // 2) % len(residual_T)] += rows
+            end = begin_T[step]
