@@ -25,7 +25,6 @@ from collections import deque
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
@@ -73,13 +72,14 @@ def one_shot(
     if threshold <= 0:
         return placed_C3
     kept_G = sum_by_rank(loads_E, homes_E, ranks)
-    home_C = homes_E[placed_C3[:, 0]]
-    np.subtract.at(kept_G, home_C, placed_C3[:, 2])
+    quota_C, home_C = placed_C3[:, 2], homes_E[placed_C3[:, 0]]
+    np.subtract.at(kept_G, home_C, quota_C)
     allowed = np.float32(mean) + np.float32(threshold) * np.float32(mean)
     budget_G = allowed - kept_G.astype(np.float32)
     if (budget_G < 0).any():
         return placed_C3
-    return placed_C3[~_within_budget(placed_C3[:, 2], home_C, budget_G)]
+    through_C = _through(quota_C, home_C, ranks).astype(np.float32)
+    return placed_C3[through_C > budget_G[home_C]]
 
 
 def _spill_and_deficit(
@@ -90,17 +90,23 @@ def _spill_and_deficit(
     >>> _spill_and_deficit(np.array([5, 9, 4]), np.array([0, 0, 1]), 2)
     (9, array([0, 5, 0]), array([0, 5]))
     """
-    mean = int(loads_E.sum()) // ranks
-    order_E = np.lexsort((loads_E, homes_E))  # by rank, then coldest first
-    sorted_E = loads_E[order_E]
-    through_E = np.cumsum(sorted_E)
-    before_E = np.concatenate([np.zeros(1, np.int64), through_E])
-    first_G = np.searchsorted(homes_E[order_E], np.arange(ranks + 1))
-    load_G = np.diff(before_E[first_G])
-    through_E -= before_E[first_G][homes_E[order_E]]
-    spill_E = np.empty_like(loads_E)
-    spill_E[order_E] = np.clip(through_E - mean, 0, sorted_E)
+    mean, load_G = int(loads_E.sum()) // ranks, sum_by_rank(loads_E, homes_E, ranks)
+    spill_E = np.clip(_through(loads_E, homes_E, ranks) - mean, 0, loads_E)
     return mean, spill_E, np.maximum(mean - load_G, 0)
+
+
+def _through(rows_N: IntArray, rank_N: IntArray, ranks: int) -> IntArray:
+    """[N] the sum of the items of the same rank up to each item, the smallest first.
+
+    >>> _through(np.array([5, 9, 4]), np.array([0, 0, 1]), 2)
+    array([ 5, 14,  4])
+    """
+    order = np.lexsort((rows_N, rank_N))
+    through_N = np.empty_like(rows_N)
+    through_N[order] = np.cumsum(rows_N[order])
+    of_rank = sum_by_rank(rows_N, rank_N, ranks)
+    before: IntArray = np.cumsum(of_rank) - of_rank
+    return through_N - before[rank_N]
 
 
 def _shelf(spill: int, mean: int) -> int:
@@ -148,17 +154,3 @@ def _largest_of_host(overlaps_P3: IntArray, slots: int) -> IntArray:
     place_P = np.arange(len(host_P)) - np.searchsorted(host_P, host_P)
     kept_P3: IntArray = overlaps_P3[order_P[place_P < slots]]
     return kept_P3
-
-
-def _within_budget(
-    quota_C: IntArray, home_C: IntArray, budget_G: NDArray[np.float32]
-) -> NDArray[np.bool_]:
-    """[C] whether a replica stays at home: every home's smallest, up to its budget."""
-    order_C = np.lexsort((quota_C, home_C))
-    home_C = home_C[order_C]
-    through_C = np.cumsum(quota_C[order_C])
-    before_C = through_C - quota_C[order_C]
-    through_C -= before_C[np.searchsorted(home_C, home_C)]
-    stays_C = np.empty(len(quota_C), dtype=bool)
-    stays_C[order_C] = through_C.astype(np.float32) <= budget_G[home_C]
-    return stays_C

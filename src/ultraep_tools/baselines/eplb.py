@@ -17,21 +17,15 @@ from __future__ import annotations
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.policies import Problem, register_policy
+from ultraep.policies import Problem
 from ultraep.topology import Topology
-from ultraep_tools.baselines.places import decides_intervals, pack, replicated_items, served_equally
+from ultraep_tools.baselines.places import pack, plans_from_past, replicated_items, served_equally
 
 
-@decides_intervals("eplb")
-def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
-    """[C, 4] microbatch, expert, host and quota: one placement, equal shares of every load."""
-    return served_equally(problem, loads_SE, place_by_past)
-
-
-@register_policy("eplb", within_limits=False, needs_history=True, offline=True)
-def eplb(problem: Problem) -> IntArray:
+@plans_from_past("eplb")
+def eplb(problem: Problem, loads_SE: IntArray) -> IntArray:
     """DeepSeek EPLB: placed by past loads, split equally over the instances."""
-    return over_interval(problem, problem.expert_loads[None])[:, 1:]
+    return served_equally(problem, loads_SE, place_by_past)
 
 
 def place_by_past(history_E: IntArray, topology: Topology) -> IntArray:

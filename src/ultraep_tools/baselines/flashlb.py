@@ -23,11 +23,11 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.policies import Problem, register_policy
+from ultraep.policies import Problem
 from ultraep.topology import Topology
 from ultraep_tools.baselines.places import (
     FloatArray,
-    decides_intervals,
+    plans_from_past,
     replicated_items,
     served_equally,
 )
@@ -35,16 +35,10 @@ from ultraep_tools.baselines.places import (
 TINY = np.float32(0.01)  # makes the score of no load one
 
 
-@decides_intervals("flashlb")
-def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
-    """[C, 4] microbatch, expert, host and quota: one placement, equal shares of every load."""
-    return served_equally(problem, loads_SE, search)
-
-
-@register_policy("flashlb", within_limits=False, needs_history=True, offline=True)
-def flashlb(problem: Problem) -> IntArray:
+@plans_from_past("flashlb")
+def flashlb(problem: Problem, loads_SE: IntArray) -> IntArray:
     """FlashLB: a search over replicas per expert, placed by past loads, split equally."""
-    return over_interval(problem, problem.expert_loads[None])[:, 1:]
+    return served_equally(problem, loads_SE, search)
 
 
 def search(history_E: IntArray, topology: Topology, *, depth: int = 4, width: int = 8) -> IntArray:

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.policies import Problem, register_policy
+from ultraep.policies import Problem
 from ultraep.topology import Topology
-from ultraep_tools.baselines.places import away_from_home, decides_intervals, pack, refuse_limits
+from ultraep_tools.baselines.places import away_from_home, pack, plans_from_past, refuse_limits
 
 DEVICES_PER_NODE = 8
 
@@ -46,9 +46,9 @@ class Places(NamedTuple):
     host: IntArray  # [D]
 
 
-@decides_intervals("lplb")
-def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
-    """[C, 4] microbatch, expert, host and quota: one placement, the best split of every load."""
+@plans_from_past("lplb")
+def lplb(problem: Problem, loads_SE: IntArray) -> IntArray:
+    """DeepSeek LPLB: homes and one replica per expert on a fixed graph, split optimally."""
     refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
     topology, history_E = problem.topology, problem.history
     assert history_E is not None
@@ -59,12 +59,6 @@ def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
     expert_X = np.concatenate([np.arange(topology.experts), places.expert])
     rank_X = np.concatenate([places.home_of_expert, places.host[places.edge]])
     return away_from_home(expert_X, rank_X, np.concatenate([stay_SE, moved_SX], axis=1), topology)
-
-
-@register_policy("lplb", within_limits=False, needs_history=True, offline=True)
-def lplb(problem: Problem) -> IntArray:
-    """DeepSeek LPLB: homes and one replica per expert on a fixed graph, split optimally."""
-    return over_interval(problem, problem.expert_loads[None])[:, 1:]
 
 
 # -- placement -----------------------------------------------------------------------------------

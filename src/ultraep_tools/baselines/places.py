@@ -10,6 +10,7 @@ Shapes: S microbatches, R ranks, E experts, N items, X pairs of expert and rank,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
@@ -18,19 +19,24 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.policies import Problem
+from ultraep.policies import Problem, register_policy
 from ultraep.topology import Topology
 
 FloatArray = NDArray[np.float32]
 DecideInterval = Callable[[Problem, IntArray], IntArray]  # [S, E] loads -> [C, 4], microbatch first
-INTERVALS: dict[str, DecideInterval] = {}  # by policy: decide many microbatches with one past
+INTERVALS: dict[str, DecideInterval] = {}  # by policy, for the simulator: one past, many loads
 
 
-def decides_intervals(policy: str) -> Callable[[DecideInterval], DecideInterval]:
-    """Let the simulator call the decorated function once for all microbatches of an interval."""
+def plans_from_past(name: str) -> Callable[[DecideInterval], DecideInterval]:
+    """Register a policy that decides all microbatches of an interval from the same past loads."""
 
     def register(decide: DecideInterval) -> DecideInterval:
-        return INTERVALS.setdefault(policy, decide)
+        @register_policy(name, within_limits=False, needs_history=True, offline=True)
+        @wraps(decide)
+        def decide_one(problem: Problem) -> IntArray:
+            return decide(problem, problem.expert_loads[None])[:, 1:]
+
+        return INTERVALS.setdefault(name, decide)
 
     return register
 

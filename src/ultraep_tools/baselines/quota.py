@@ -16,8 +16,8 @@ Shapes: G ranks of one domain, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,12 +55,13 @@ def plan_domain(
     return np.array(placed, dtype=np.int64).reshape(-1, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Domain:
-    """The ranks of one domain, their home experts (hottest first) and their slots."""
+class Domain(NamedTuple):
+    """The ranks of one domain."""
 
     rank_loads: IntArray  # [G]
-    experts: list[list[tuple[int, int]]]  # expert and its rows, for every rank
+    experts: list[
+        list[tuple[int, int]]
+    ]  # home experts of every rank with their rows, hottest first
     slots: int
 
 
