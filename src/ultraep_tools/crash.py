@@ -35,7 +35,6 @@ from ultraep_tools.report.words import counted
 RANK_FILE = re.compile(r"rank-(\d{5})\.json")
 COLUMNS = [*Pass._fields], [*Pass._fields[:-1]]  # of a pass; older files have no microbatch
 MOST_FILE = 4 << 20  # bytes
-MOST_PASSES, MOST_ERRORS = 1 << 16, 64
 MOST_CRASHES = 16  # in one folder
 SHOWN = 200  # characters of an error, and of a frame of a stack
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')  # as faulthandler writes it
@@ -58,56 +57,49 @@ def read_flight(path: str | Path) -> FlightFile:
 
 
 def _checked(record: Mapping[str, Any]) -> FlightFile:
-    """Return the record of a file; raise ValueError or KeyError if it is damaged."""
-    ranks, rows, errors = record["ranks"], record["passes"], record["errors"]
-    named = record.get("named", [])
-    columns = record["columns"]
-    _demand(columns in COLUMNS, "other columns than expected")
-    _demand(_is_integer(ranks, 1, MOST_RANKS), f"ranks={ranks!r}")
-    _demand(_is_integer(record["rank"], 0, ranks - 1), f"rank={record['rank']!r} of {ranks}")
-    for name in ("global_rank", "pid"):
-        _demand(_is_integer(record[name], -1, 1 << 40), f"{name}={record[name]!r}")
-    for name in ("balancer", "host", "reason", "stack"):
-        _demand(isinstance(record[name], str), f"{name}={record[name]!r}")
-    _demand(_is_seconds(record["written"]), f"written={record['written']!r}")
-    _demand(isinstance(errors, list) and len(errors) <= MOST_ERRORS, "its errors are no list")
-    _demand(all(isinstance(error, str) for error in errors), "its errors are no texts")
-    _demand(isinstance(rows, list) and len(rows) <= MOST_PASSES, "its passes are no list")
-    _demand(isinstance(named, list) and len(named) <= ranks, "its named ranks are no list")
-    _demand(all(_is_integer(rank, 0, ranks - 1) for rank in named), f"named={named!r:.80}")
-    passes = tuple(_pass(row, len(columns)) for row in rows)
-    lists = {"errors": tuple(errors), "passes": passes, "named": tuple(named)}
-    values = {**record, **lists}
+    """Return the record of a file; raise ValueError, KeyError or TypeError if it is damaged."""
+    values = {"named": [], **record}
+    ranks, rows, errors = values["ranks"], values["passes"], values["errors"]
+    columns = len(values["columns"])
+    valid = {
+        "columns": values["columns"] in COLUMNS,
+        "ranks": _all(int, ranks) and 1 <= ranks <= MOST_RANKS,
+        "rank": _all(int, values["rank"]) and 0 <= values["rank"] < ranks,
+        "named": _all(int, *values["named"]) and all(0 <= r < ranks for r in values["named"]),
+        "pid": _all(int, values["pid"], values["global_rank"]),
+        "host": _all(str, *(values[name] for name in ("host", "balancer", "reason", "stack"))),
+        "written": _are_seconds(values["written"]),
+        "errors": _all(list, errors) and _all(str, *errors),
+        "passes": _all(list, rows, *rows) and {len(row) for row in rows} <= {columns},
+    }
+    for name, holds in valid.items():
+        if not holds:
+            raise ValueError(f"invalid {name}: {values[name]!r:.80}")
+    values |= {"errors": tuple(errors), "named": tuple(values["named"])}
+    values["passes"] = tuple(map(_pass, rows))
     return FlightFile(**{field.name: values[field.name] for field in fields(FlightFile)})
 
 
-def _pass(row: Any, columns: int) -> Pass:
-    _demand(isinstance(row, list) and len(row) == columns, f"pass {row!r:.80}")
+def _pass(row: list[Any]) -> Pass:
     own = Pass(*row)
-    numbers = (own.number, own.layer, own.step, own.loads, own.plan, own.microbatch)
     valid = (
-        all(_is_integer(number, -(1 << 63), 1 << 63) for number in numbers)
+        _all(int, own.number, own.layer, own.step, own.loads, own.plan, own.microbatch)
         and own.kind in KINDS
         and own.stage in STAGES
-        and isinstance(own.open, bool)
-        and _is_seconds(own.began)
-        and _is_seconds(own.since)
+        and _all(bool, own.open)
+        and _are_seconds(own.began, own.since)
     )
-    _demand(valid, f"pass {row!r:.80}")
+    if not valid:
+        raise ValueError(f"invalid pass: {row!r:.80}")
     return own
 
 
-def _demand(valid: bool, what: str) -> None:
-    if not valid:
-        raise ValueError(f"invalid: {what}")
+def _all(kind: type, *values: Any) -> bool:
+    return all(type(value) is kind for value in values)
 
 
-def _is_integer(value: Any, least: int, most: int) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _are_seconds(*values: Any) -> bool:
+    return all(type(value) in (int, float) and math.isfinite(value) for value in values)
 
 
 # -- all ranks -----------------------------------------------------------------------------------
@@ -281,25 +273,6 @@ class Crash:
         if compared:
             same = counted(compared, "microbatch")
             yield f"Loads and plans are equal in the {same} that ranks share."
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything that is known, for programs."""
-        return {
-            "folder": str(self.folder),
-            "ranks": self.ranks,
-            "missing": self.missing,
-            "damaged": {str(rank): text for rank, text in self.damaged.items()},
-            "culprits": self.culprits,
-            "explanation": self.explain().splitlines(),
-            "by_rank": [_rank_to_json(flight) for _, flight in sorted(self.flights.items())],
-        }
-
-
-def _rank_to_json(flight: FlightFile) -> dict[str, Any]:
-    names = ("rank", "global_rank", "host", "pid", "reason", "written", "errors")
-    last = None if flight.last is None else flight.last._asdict()
-    facts = {name: getattr(flight, name) for name in names}
-    return facts | {"last": last, "frames": _frames(flight.stack)}
 
 
 def crash_folders(folder: str | Path) -> list[Path]:

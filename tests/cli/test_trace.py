@@ -216,6 +216,3 @@ def test_crash(crashed):
         flat = " ".join(text.split())
         assert "Rank 1 left no file" in flat
         assert "Rank 0 waited in 'dispatch' of layer 4 (step 9, forward) for 0.0 s, since " in flat
-    [record] = json.loads(shown("crash", crashed, "--json"))
-    assert (record["missing"], record["culprits"]) == ([1], [1])
-    assert record["by_rank"][0]["last"]["stage"] == "dispatch"

@@ -402,7 +402,6 @@ class CrashOptions(cli.Options):
         "[FOLDER]",
         default=None,
     )
-    as_json: bool = cli.json_option()
 
 
 @app.command("crash", epilog="Example: ultraep trace crash flight/")
@@ -417,9 +416,6 @@ def crash(options: CrashOptions) -> None:
     if not folders:
         raise FileError(f"{folder}: no flight files (rank-00000.json, ...) here or one level below")
     crashes = [read_crash(each) for each in folders[:MOST_CRASHES]]
-    if options.as_json:
-        print(json.dumps([each.to_json() for each in crashes], indent=2))
-        return
     terminal = Terminal()
     for each in crashes:
         terminal.print(Text(each.heading(time.time())))
