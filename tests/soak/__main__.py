@@ -1,248 +1,189 @@
-"""`python -m soak`: train with injected faults, and report how every run ends."""
+"""Train small models with injected faults, and report how every run ends.
+
+make soak                                            # 100 faults, some minutes
+make soak OPTIONS='--seed 7 --minutes 120'
+make soak OPTIONS='--seed 7 --only 17 --logs failed' # repeat a fault
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
+import signal
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from itertools import count
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import typer
+from rich.console import Console
+from rich.table import Table
+from soak.outcomes import ALLOWED_GROWTH, FAILURES, OUTCOMES, STOPPED, SURVIVED, Row, growth
+from soak.run import Campaign, Run, obstacles
+from soak.schedule import KINDS, PLANES, draw_fault, draw_faults
 
-from ultraep.errors import ConfigError
-from ultraep.files.writing import write_text
-from ultraep_tools.cli import options as cli
-from ultraep_tools.cli.options import option, refuse_options, split_names, split_ranges
-from ultraep_tools.cli.terminal import Terminal, progress
-from ultraep_tools.launch.processes import stop_on_sigterm
-from ultraep_tools.outputs import check_targets
 from ultraep_tools.report.words import counted
 
-if TYPE_CHECKING:
-    from soak.outcomes import Row
-    from soak.run import Campaign, Settings, Steady
-    from soak.schedule import Fault
-
-EXAMPLE = (
-    "Example: python -m soak --seed 7 --minutes 5 --json soak.json\n\n"
-    "Example: python -m soak --seed 7 --faults 1000 --only 17   # repeat one fault of that campaign"
-)
 FAULTS = 100
-FAILED = 1  # exit code
+EXITS = """\
+Exit codes: 0 all runs passed; 1 a run failed: an error that does not name rank and stage, a hang,
+a wrong number or a leak; 2 wrong option; 130 interrupted.
+"""
 
 
-class SoakOptions(cli.Options):
-    seed: int = option("Seed of all faults, models and sizes.", default=0)
-    minutes: float | None = option("Minutes after which no run starts.", "no limit")
-    faults: int | None = option("Number of faults.", f"{FAULTS}; no limit with --minutes")
-    schedule: Path | None = option(
-        "Inject the faults in this file instead of drawing them.", metavar="FILE"
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m soak",
+        description=__doc__,
+        epilog=EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    save_schedule: Path | None = option("Write the faults to a schedule file.", metavar="FILE")
-    only: str | None = option("Run only the faults with these numbers.", "all", metavar="N,N-N,...")
-    kinds: str | None = option("Inject only faults of these kinds.", "all", metavar="NAME,...")
-    planes: str | None = option(
-        "Run only on these data planes.", "all that are possible and fast here", metavar="NAME,..."
-    )
-    device: str = option("Device of the ranks.", default="cpu", metavar="cpu|cuda")
-    timeout: float | None = option(
-        "Timeout of the balancers, in seconds. A run that ends by no timeout has hung.",
-        "6; 30 with --device cuda",
-    )
-    jobs: int = option("Runs at the same time. Most of them wait.", default=6)
-    no_steady: bool = cli.switch(
-        "Do not train without faults beside the campaign: memory over time is not measured.",
-        "--no-steady",
-    )
-    preload: str = option(
-        "A function that makes the ranks ready, called once before they are forked.",
-        "none",
-        default="",
-        metavar="MODULE:FUNCTION",
-    )
-    json: Path | None = option("Write one record per fault as JSON.", metavar="FILE")
-    logs: Path | None = option("Keep the logs of failed runs in this directory.", metavar="DIR")
-    force: bool = cli.force_option()
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="seed of all faults, models and sizes (default 0)")
+    add("--faults", type=int, metavar="N", help=f"number of faults (default {FAULTS})")
+    add("--minutes", type=float, help="instead of --faults: start runs for this time")
+    add("--only", type=int, nargs="+", metavar="N", help="repeat the faults with these numbers")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND",
+        help=f"kinds of faults (default all: {', '.join(KINDS)})")  # fmt: skip
+    add("--planes", nargs="+", choices=PLANES, metavar="PLANE",
+        help=f"data planes (default all that are possible here: {', '.join(PLANES)})")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default cpu)")
+    add("--json", type=Path, metavar="FILE", help="write one record per fault")
+    add("--logs", type=Path, metavar="DIR", help="keep logs and flight files of failed runs")
+    options = parser.parse_args(words)
+    check(parser, options)
+    return options
 
 
-@cli.with_options
-def command(options: SoakOptions) -> None:
-    """Train with injected faults, and report how every run ends.
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse wrong values; fill in the data planes."""
+    if sys.platform != "linux":
+        parser.error("needs Linux: it forks ranks and reads /proc")
+    if options.faults is not None and options.minutes is not None:
+        parser.error("--faults and --minutes exclude each other")
+    for name in ("faults", "minutes"):
+        if (value := getattr(options, name)) is not None and not value > 0:
+            parser.error(f"--{name} must be positive, got {value}")
+    for value in (options.seed, *(options.only or ())):
+        if value < 0:
+            parser.error(f"seeds and numbers of faults must not be negative, got {value}")
+    left_out = obstacles(options.device)
+    for plane in [plane for plane in options.planes or () if plane in left_out]:
+        parser.error(f"--planes {plane} is not possible here: {left_out[plane]}")
+    for plane, reason in left_out.items():
+        print(f"data plane {plane!r} is left out: {reason}")
+    options.planes = options.planes or [plane for plane in PLANES if plane not in left_out]
+    if not any(set(KINDS[kind].planes) & set(options.planes) for kind in options.kinds):
+        parser.error(f"no kind in --kinds is possible on the planes {', '.join(options.planes)}")
+    for number in options.only or ():
+        if (plane := draw_fault(options.seed, number).plane) in left_out:
+            parser.error(f"fault {number} needs the plane {plane!r}: {left_out[plane]}")
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json: {options.json.parent} is not a directory")
 
-    Exits with code 1 if a run hangs, gets a wrong number, leaks, or stops with an error that does
-    not name the rank of the fault and a stage.
-    """
-    if options.faults is not None and options.faults < 1:
-        raise ConfigError(f"--faults must be at least 1, got {options.faults}")
-    if options.jobs < 1:
-        raise ConfigError(f"--jobs must be at least 1, got {options.jobs}")
-    if options.minutes is not None and not options.minutes > 0:
-        raise ConfigError(f"--minutes must be positive, got {options.minutes}")
-    check_targets(
-        (options.json, "benchmark"), (options.save_schedule, "schedule"), force=options.force
-    )
-    from soak.outcomes import FAILURES
-    from soak.run import Campaign
 
-    stop_on_sigterm()  # so that hosts and disks are removed
-    settings, terminal = _settings(options), Terminal()
-    faults, planes = _faults(options, settings, terminal)
-    begin = time.monotonic()
-    until = begin + 60 * options.minutes if options.minutes is not None else float("inf")
+def main() -> int:
+    options = parse()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def interrupt(*_: Any) -> None:
+    """Raise KeyboardInterrupt, once: what follows must be cleaned up."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the campaign and print its report; return the exit code."""
+    begin, until, number = time.monotonic(), float("inf"), options.faults or FAULTS
+    faults = draw_faults(options.seed, options.kinds, options.planes)
+    if options.only:
+        faults, number = (draw_fault(options.seed, n) for n in options.only), len(options.only)
+    elif options.minutes:
+        until, number = begin + 60 * options.minutes, None
     rows: list[Row] = []
-    with Campaign(settings, options.logs) as campaign:
-        steady = None if options.no_steady else campaign.start_steady(options.seed, planes)
-        _run(campaign, faults, until, rows)
-        problems = [] if steady is None else _end(steady, terminal)
-    failures = [row for row in rows if row.outcome in FAILURES]
-    _report(terminal, rows, failures, time.monotonic() - begin, options)
-    for problem in problems:
-        terminal.print(problem, soft_wrap=True)
-    if options.json is not None:
-        _write(options.json, rows)
-    if failures or problems:
-        raise typer.Exit(FAILED)
-
-
-def _settings(options: SoakOptions) -> Settings:
-    from soak.run import Settings
-
-    if options.device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device must be cpu or cuda, got {options.device!r}")
-    timeout = options.timeout or (30.0 if options.device == "cuda" else 6.0)
-    if not 1 <= timeout <= 3600:
-        raise ConfigError(f"--timeout must lie in 1..3600 s, got {timeout}")
-    return Settings(timeout, options.jobs, options.device, options.preload)
-
-
-def _faults(
-    options: SoakOptions, settings: Settings, terminal: Terminal
-) -> tuple[Iterator[Fault] | list[Fault], list[str]]:
-    """Return the faults to inject, and the planes of runs without faults."""
-    from soak import schedule
-    from soak.run import obstacles
-
-    left_out = obstacles(settings.device, settings.preload)
-    planes = _chosen(options.planes, "--planes", tuple(schedule.PLANES), left_out)
-    for plane in [plane for plane in left_out if plane not in planes and options.planes is None]:
-        terminal.print_notes(f"data plane {plane!r} is left out: {left_out[plane]}")
-    faults: list[Fault]
-    if options.schedule is not None:
-        refuse_options(options, ("faults", "kinds"), "--schedule has the faults")
-        _, faults = schedule.read_schedule(options.schedule)
-    else:
-        kinds = _chosen(options.kinds, "--kinds", tuple(schedule.possible_kinds(planes)), {})
-        numbers = count() if options.faults is None and options.minutes is not None else None
-        drawn = (
-            schedule.draw_fault(options.seed, number, settings.timeout, planes, kinds)
-            for number in numbers or range(options.faults or FAULTS)
-        )
-        if numbers is not None:
-            refuse_options(
-                options, ("only", "save_schedule"), "a campaign without --faults has no end"
-            )
-            return drawn, planes
-        faults = list(drawn)
-    if options.only is not None:
-        wanted = split_ranges(options.only, "--only")
-        faults = [fault for fault in faults if fault.number in wanted]
-        if not faults:
-            raise ConfigError(f"no fault has a number in --only {options.only}")
-    if options.save_schedule is not None:
-        schedule.write_schedule(options.save_schedule, options.seed, faults)
-    return faults, planes
-
-
-def _chosen(
-    text: str | None, flag: str, names: Sequence[str], left_out: dict[str, str]
-) -> list[str]:
-    """Return the names in an option, or all names that are not left out."""
-    if text is None:
-        return [name for name in names if name not in left_out]
-    chosen = split_names(text, flag)
-    for name in chosen:
-        if name not in names:
-            raise ConfigError(f"{flag} must be among {', '.join(names)}, got {name!r}")
-    return list(chosen)
-
-
-def _run(
-    campaign: Campaign,
-    faults: Iterator[Fault] | list[Fault],
-    until: float,
-    rows: list[Row],
-) -> None:
-    """Run all faults, adding to `rows`. A signal ends the campaign and kills its ranks."""
-    total = len(faults) if isinstance(faults, list) else None
-    begin = time.monotonic()
-    if not isinstance(faults, list) or any(fault.plane == "hosts" for fault in faults):
-        campaign.start_hosts()
-    with progress("faults") as report, closing(campaign.rows(faults, until)) as outcomes:
-        for row in outcomes:
+    steady: Run | None = None
+    with Campaign(options.device, options.logs) as campaign:
+        planes = [plane for plane in options.planes if plane not in ("hosts", "in-process")]
+        if planes and not options.only:
+            steady = campaign.start_steady(options.seed, planes)
+        for row in campaign.rows(islice(faults, number), until):
             rows.append(row)
-            expected = total or max(
-                len(rows), int(len(rows) * (until - begin) / (time.monotonic() - begin))
-            )
-            report(len(rows), expected, f"{row.outcome:<12} {row.fault}")
+            done = f"{len(rows)}/{number}" if number else f"{len(rows)}"
+            print(f"{done:>9} {time.monotonic() - begin:>6.0f} s  {row}", flush=True)
+        if steady is not None:
+            campaign.end_steady(steady)
+    print_faults(rows)
+    problems = [] if steady is None else check_steady(steady)
+    if options.json is not None:
+        records = sorted((row.as_record() for row in rows), key=lambda record: record["number"])
+        options.json.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    passed, verdict = judge(rows, problems, options.seed)
+    print(verdict)
+    return 0 if passed else 1
 
 
-def _end(steady: Steady, terminal: Terminal) -> list[str]:
-    """End the runs without faults; print their resources and return what is wrong."""
-    from soak.outcomes import ALLOWED_GROWTH, growing, trends
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(soft_wrap=True).print(table)
 
+
+def print_faults(rows: list[Row]) -> None:
+    """Print kinds of faults by outcome."""
+    shown = [name for name in OUTCOMES if any(row.outcome == name for row in rows)]
+    counts = Counter((row.fault.kind, row.outcome) for row in rows)
+    kinds = [kind for kind in KINDS if any(row.fault.kind == kind for row in rows)]
+    print()
+    print_table(["fault", *shown], [[k, *(counts[k, name] for name in shown)] for k in kinds])
+
+
+def check_steady(steady: Run) -> list[str]:
+    """Print how resources of the runs without faults grew; return what is wrong with these runs."""
     problems = []
-    for end in steady.stop():
-        if end.error or end.hung:
+    for rank, end in sorted(steady.ends.items()):
+        if end.hung or end.error:
             what = "hung" if end.hung else f"{end.error}: {end.message}"
-            problems.append(f"rank {end.rank} of the run without faults: {what}")
-    rows = []
-    for rank, samples in sorted(steady.samples.items()):
-        for name, (growth, last) in growing(samples).items():
-            problems.append(
-                f"leak: {name} of rank {rank} grew by {growth:.1f} to {last:.1f} in "
-                f"{samples[-1][0]:.0f} s, at most {ALLOWED_GROWTH[name]:g} are allowed"
-            )
-        cells = [f"{last:.0f} ({growth:+.1f})" for growth, last in trends(samples).values()]
-        rows.append([str(rank), str(len(samples)), *cells])
-    if rows and len(rows[0]) > 2:
-        names = list(steady.samples[0][0][1])
-        heading = "Runs without faults: resources at the end, and growth by their trend"
-        terminal.print_table(["rank", "runs", *names], rows, heading)
+            problems.append(f"rank {rank} of the runs without faults: {what}")
+    by_rank = {rank: growth(samples) for rank, samples in steady.samples.items()}
+    largest = {name: max(grown[name] for grown in by_rank.values()) for name in by_rank.get(0, ())}
+    for name, grown in largest.items():
+        if grown > ALLOWED_GROWTH[name]:
+            problems.append(f"leak without faults: {name} of a rank grew by {grown:.1f}")
+    shown = ", ".join(f"{name} {grown:+.1f}" for name, grown in largest.items())
+    count = counted(len(steady.samples[0]), "training")
+    print(f"\n{count} without faults; largest growth: {shown or 'too few to measure it'}")
+    print(*problems, sep="\n")
     return problems
 
 
-def _report(
-    terminal: Terminal, rows: list[Row], failures: list[Row], seconds: float, options: SoakOptions
-) -> None:
-    from soak.outcomes import table
-
-    if rows:
-        headers, lines = table(rows)
-        heading = f"{counted(len(rows), 'fault')} in {seconds:.0f} s, seed {options.seed}"
-        terminal.print_table(headers, lines, heading)
-    for row in failures:
-        terminal.print(f"{row.outcome}: {row.fault}: {row.detail}", soft_wrap=True)
-    if failures:
-        numbers = ",".join(str(row.fault.number) for row in failures)
-        again = f"--schedule {options.schedule}" if options.schedule else f"--seed {options.seed}"
-        most = max(row.fault.number for row in failures) + 1
-        count_ = "" if options.schedule else f" --faults {max(most, options.faults or 0)}"
-        terminal.print(
-            f"repeat with: python -m soak {again}{count_} --only {numbers}", soft_wrap=True
-        )
-
-
-def _write(path: Path, rows: list[Row]) -> None:
-    """Write one record per line, in the order of the faults."""
-    from soak.outcomes import as_record
-
-    records = [as_record(row) for row in sorted(rows, key=lambda row: row.fault.number)]
-    lines = ",\n".join(json.dumps({"benchmark": "soak", **record}) for record in records)
-    write_text(path, f"[\n{lines}\n]\n")
+def judge(rows: list[Row], problems: list[str], seed: int) -> tuple[bool, str]:
+    """Return whether the campaign passed, and the verdict in one line."""
+    counts = Counter(row.outcome for row in rows)
+    failed = [row.fault.number for row in rows if row.outcome in FAILURES]
+    if not failed and not problems:
+        ends = [f"{counts[SURVIVED]} survived", f"{counts[STOPPED]} stopped with names"]
+        ends += [f"{counts[name]} {name}" for name in OUTCOMES[2:] if counts[name]]
+        return True, f"Passed: {counted(len(rows), 'fault')}, {', '.join(ends)}, no failure"
+    what = [counted(counts[name], name) for name in FAILURES if counts[name]]
+    what += [counted(len(problems), "problem") + " without faults"] if problems else []
+    only = f"--seed {seed} --only {' '.join(map(str, sorted(failed)))} --logs failed"
+    again = shlex.quote(only if failed else shlex.join(sys.argv[1:]))
+    return False, f"FAILED: {', '.join(what)}; repeat with: make soak OPTIONS={again}"
 
 
 if __name__ == "__main__":
-    typer.run(command)
+    sys.exit(main())

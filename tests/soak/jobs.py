@@ -12,9 +12,9 @@ from typing import NamedTuple
 from simulated_hosts import SimulatedHost
 from soak.schedule import Fault
 
-MODULE = "soak.rank"  # imports torch; the server imports it once
 FLIGHT = "flight"  # directory of the flight recorder, in the directory of a run
-SERVER, PRELOAD = "ULTRAEP_SOAK_SERVER", "ULTRAEP_SOAK_PRELOAD"  # environment variables
+TIMEOUT = {"cpu": 8.0, "cuda": 15.0}  # of the balancers, in seconds, by device
+SPARE = 60.0  # seconds beyond all timeouts of a run, after which it has hung
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,8 @@ class Job:
     """The work of one rank.
 
     fault: None: run without faults until the supervisor says stop, and report resources.
-    planes: of runs without faults, in turns.
-    folder: of the run.   disk: that a fault breaks.   host: where the rank runs; None: here.
-    timeout: of the balancer, in seconds.   limit: seconds after which a run has hung.
+    planes: of runs without faults, in turns.   folder: of the run.
+    host: on which the rank runs; None: this machine.
     """
 
     fault: Fault | None
@@ -32,12 +31,19 @@ class Job:
     rank: int
     size: int
     folder: Path
-    disk: Path
-    timeout: float
-    limit: float
     device: str
     host: SimulatedHost | None = None
     planes: tuple[str, ...] = ()
+
+    @property
+    def timeout(self) -> float:
+        """Timeout of the balancer, in seconds."""
+        return TIMEOUT[self.device] * (1 if self.fault else 10)
+
+
+def time_limit(device: str) -> float:
+    """Return the seconds after which a run has hung: several timeouts may follow each other."""
+    return 6 * TIMEOUT[device] + SPARE
 
 
 class Fired(NamedTuple):
@@ -47,16 +53,15 @@ class Fired(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The resources of a rank after one run without faults."""
+    """The resources of a rank after one training without faults."""
 
     rank: int
-    seconds: float
     resources: dict[str, float]
 
 
 def run_job(job: Job, pipe: Connection) -> None:
     """Run a job in the process of a rank."""
-    import_module(MODULE).run_rank(job, pipe)
+    import_module("soak.rank").run_rank(job, pipe)
 
 
 def shared_files(pids: list[int]) -> list[str]:

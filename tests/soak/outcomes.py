@@ -1,22 +1,20 @@
 """How a run ended: classification of faults, and of resources that grow.
 
-    survived      all numbers are right
-    stopped       every rank that could report an error named the rank of the fault and a stage
-    unnamed       a rank stopped with an error that does not name both
-    unexplained   `ultraep trace crash` does not name the rank that was killed or stopped
-    hang          a rank did not end by itself
-    wrong number  a loss or gradient differs from the twin
-    leak          shared memory or processes were left behind, or resources grow over time
-    not injected  the run ended before the stage of the fault began
+    survived       all numbers are right
+    stopped        every rank that could report an error named the rank of the fault and a stage
+    not injected   the run ended before the stage of the fault began
+    unnamed error  an error does not name both, or `ultraep trace crash` names another rank
+    hang           a rank did not end by itself
+    wrong number   a loss or gradient differs from the twin
+    leak           shared memory or processes were left behind, or resources grow over time
 
-Failures are unnamed, unexplained, hang, wrong number and leak.
+The last four are failures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,13 +24,13 @@ from soak.schedule import Fault
 from ultraep.errors import FileError
 from ultraep_tools.crash import crash_folders, read_crash
 
-SURVIVED, STOPPED, UNNAMED, HANG = "survived", "stopped", "unnamed", "hang"
-WRONG, LEAK, NOT_INJECTED, UNEXPLAINED = "wrong number", "leak", "not injected", "unexplained"
-FAILURES = (UNNAMED, UNEXPLAINED, HANG, WRONG, LEAK)
+SURVIVED, STOPPED, NOT_INJECTED = "survived", "stopped", "not injected"
+UNNAMED, HANG, WRONG, LEAK = "unnamed error", "hang", "wrong number", "leak"
+FAILURES = (UNNAMED, HANG, WRONG, LEAK)
 OUTCOMES = (SURVIVED, STOPPED, NOT_INJECTED, *FAILURES)
 EXPLAINED = ("kill", "stop")  # faults whose rank the flight recorder must name
 STORE = "store of the process group does not respond (rank 0"
-# A resource leaks if its trend over the run exceeds this, in its own unit.
+# A resource leaks if it grows by more than this, in its own unit.
 ALLOWED_GROWTH = {
     "rss": 24.0,  # MiB
     "gpu": 16.0,
@@ -69,8 +67,14 @@ class Row:
     outcome: str
     detail: str = ""
     seconds: float = 0.0
-    errors: dict[int, str] = field(default_factory=dict)
-    explanation: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.outcome:<13} {self.fault}" + (f": {self.detail}" if self.detail else "")
+
+    def as_record(self) -> dict[str, Any]:
+        """Return a row for JSON: the fault, then how its run ended."""
+        record = {"benchmark": "soak", **vars(self.fault), **vars(self)}
+        return {name: value for name, value in record.items() if name != "fault" and value != ""}
 
 
 def classify(
@@ -113,16 +117,16 @@ def _unnamed(fault: Fault, end: RankEnd) -> str:
     return "" if end.place else "a stage"
 
 
-def explain(fault: Fault, folder: Path) -> tuple[str, str]:
-    """Return the explanation of the flight recorder, and what is wrong with it."""
+def misexplained(fault: Fault, folder: Path) -> str:
+    """Return what is wrong with the explanation of the flight files."""
+    if fault.kind not in EXPLAINED:
+        return ""
     try:
         crash = read_crash(crash_folders(folder)[0])
     except (FileError, IndexError) as error:
-        return "", f"no flight files: {error}" if fault.kind in EXPLAINED else ""
-    explanation = crash.explain()
-    if fault.kind in EXPLAINED and crash.culprits != [fault.rank]:
-        return explanation, f"the flight recorder names ranks {crash.culprits}: {explanation}"
-    return explanation, ""
+        return f"no flight files: {error}"
+    wrong = crash.culprits != [fault.rank]
+    return f"trace crash names ranks {crash.culprits}: {crash.explain()}" if wrong else ""
 
 
 def culprits_of(fault: Fault, observer: int) -> set[int]:
@@ -135,52 +139,15 @@ def culprits_of(fault: Fault, observer: int) -> set[int]:
     return set(range(fault.ranks)) - {observer}
 
 
-def growing(samples: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, tuple[float, float]]:
-    """Return growth over the run and value at the end of each resource that grows too much.
+def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return how much every resource of a rank grew from the first third to the last, in medians.
 
-    samples: seconds and resources of one rank. The trend is the median slope of all pairs.
+    Samples of the warm-up do not count. Of few samples the result is empty.
     """
-    return {
-        name: (growth, last)
-        for name, (growth, last) in trends(samples).items()
-        if growth > ALLOWED_GROWTH[name]
-    }
-
-
-def trends(samples: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, tuple[float, float]]:
-    """Return the growth over the run by its trend, and the value at the end, of all resources."""
     kept = samples[int(len(samples) * WARM_UP) :]
+    third = len(kept) // 3
     if len(kept) < FEWEST_SAMPLES:
         return {}
-    kept = kept[:: max(1, len(kept) // 200)]
-    duration = kept[-1][0] - kept[0][0]
-    return {
-        name: (
-            median((b[1][name] - a[1][name]) / (b[0] - a[0]) for a, b in combinations(kept, 2))
-            * duration,
-            kept[-1][1][name],
-        )
-        for name in kept[0][1]
-    }
-
-
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows of the report: kinds of faults by outcome."""
-    shown = [o for o in OUTCOMES if o in (SURVIVED, STOPPED) or any(r.outcome == o for r in rows)]
-    kinds = list(dict.fromkeys(row.fault.kind for row in rows))
-    lines = [[kind, *_counts([r for r in rows if r.fault.kind == kind], shown)] for kind in kinds]
-    return ["fault", "runs", *shown], [*lines, ["all", *_counts(rows, shown)]]
-
-
-def _counts(rows: Sequence[Row], shown: Sequence[str]) -> list[str]:
-    return [str(len(rows)), *(str(sum(r.outcome == o for r in rows)) for o in shown)]
-
-
-def as_record(row: Row) -> dict[str, Any]:
-    """Return a row as JSON: the fault, then how its run ended."""
-    record: dict[str, Any] = {**vars(row.fault), "outcome": row.outcome, "seconds": row.seconds}
-    if row.errors:
-        record["errors"] = row.errors
-    if row.explanation:
-        record["explanation"] = row.explanation
-    return record | ({"detail": row.detail} if row.detail else {})
+    ends = kept[:third], kept[-third:]
+    first, last = ({n: median(s[n] for s in part) for n in kept[0]} for part in ends)
+    return {name: last[name] - first[name] for name in last}
