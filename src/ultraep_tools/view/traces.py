@@ -10,7 +10,6 @@ Shapes: T summary lines of a piece.
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +25,6 @@ from ultraep.trace.read import Trace, concatenated, imbalance, join
 from ultraep.trace.schema import (
     KEY,
     PIECE,
-    RANK_FOLDER,
     Array,
     Arrays,
     Column,
@@ -41,12 +39,10 @@ from ultraep_tools.view.table import Table
 
 SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece that the table needs
 OF_RANK_0 = ("step", "policy", "speeds")  # the same, for the first rank
-MOST_RECORDS, MOST_LINES = 2_000_000, 32 << 20  # records; records times ranks
-MOST_PIECES = 16  # of a rank with additions to one record
 MOST_SECONDS = 1e12  # per stage and piece
 MOST_NOTES = 20
 COLUMNS = (  # arrays of `OpenTrace` with one entry per record
-    *("_key", "_planned", "_served", "_rows", "_speeds", "_balanced", "_line", "_seconds"),
+    *("_key", "_planned", "_served", "_rows", "_speeds", "_balanced", "_known", "_seconds"),
 )
 PUBLISH_SECONDS = 0.5  # between two tables while a trace is read
 CACHED_PIECES = 2
@@ -60,8 +56,8 @@ class OpenTrace:
         self.notes: list[str] = []
         self.version = self.done = self.total = 0
         self.finished = False
-        self.starts = [[1] for _ in range(ranks)]  # first line of every piece of a rank, and end
-        self._late: list[IntArray] = [np.zeros((2, 0), np.int64)] * ranks  # record, line
+        self._pieces: list[list[NDArray[np.int32]]] = [[] for _ in range(ranks)]  # record by line
+        self._order = [np.zeros(0, np.int64)]  # records of each piece of rank 0
         self._stage_sums = np.zeros((ranks, len(header.stages)))
         self._dropped = np.zeros(ranks, np.int64)
         self._numbers: dict[tuple[int, ...], int] = {}
@@ -72,7 +68,7 @@ class OpenTrace:
         self._rows: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)
         self._speeds: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)  # zeros: equal
         self._balanced: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._line: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)  # 0: not recorded
+        self._known: NDArray[np.bool_] = np.zeros((ranks, 0), np.bool_)
         self._seconds: NDArray[np.float32] = np.zeros((ranks, 3, 0), np.float32)  # by TIMES
         self.table = self._table()
 
@@ -80,9 +76,27 @@ class OpenTrace:
         """Read everything that is new; return early when `stop` returns True."""
         raise NotImplementedError
 
-    def record(self, key: Key) -> Trace:
-        """Return a trace of one record."""
+    def _with_record(self, number: int) -> Trace:
+        """Return a trace that contains a record."""
         raise NotImplementedError
+
+    def record(self, key: Key) -> Trace:
+        """Return a trace of one record that all ranks have."""
+        number = self._numbers.get(key, -1)
+        if not (0 <= number < self._known.shape[1] and self._known[:, number].all()):
+            step, layer, microbatch = key
+            raise ConfigError(
+                f"step {step}, layer {layer}, microbatch {microbatch}: no such record, or not all "
+                "ranks have it yet"
+            )
+        trace = self._with_record(number)
+        keys = np.column_stack([trace.arrays[name] for name in KEY])
+        records = np.flatnonzero((keys == key).all(axis=1))
+        if not len(records):
+            raise FileError(
+                f"{self.path}: a summary lists a record that its piece does not contain"
+            )
+        return trace.take(records[:1])
 
     @property
     def dropped(self) -> int:
@@ -94,18 +108,7 @@ class OpenTrace:
         """Records that some ranks lack, once all was read."""
         if not self.finished:
             return 0
-        return int((self._line > 0).any(axis=0).sum()) - len(self.table)
-
-    def number_of(self, key: Key) -> int:
-        """Return the number of a record that all ranks have."""
-        number = self._numbers.get(key, -1)
-        if 0 <= number < self._line.shape[1] and (self._line[:, number] > 0).all():
-            return number
-        step, layer, microbatch = key
-        raise ConfigError(
-            f"step {step}, layer {layer}, microbatch {microbatch}: no such record, or not all "
-            "ranks have it yet"
-        )
+        return int(self._known.any(axis=0).sum()) - len(self.table)
 
     def note(self, text: str) -> None:
         """Show a line next to the trace, once."""
@@ -114,47 +117,40 @@ class OpenTrace:
 
     def _add(self, rank: int, arrays: Arrays) -> None:
         """Add the summary of the next piece of a rank: records, then additions to earlier ones."""
-        lines, start = arrays["summary"], self.starts[rank][-1]
+        lines = arrays["summary"]
         number = self._numbered(lines[:, : len(KEY)])
         count = int((lines[:, Column.LATE] == 0).sum())
         _, first = np.unique(number[:count], return_index=True)
-        new = first[(number[first] >= 0) & (self._line[rank, number[first]] == 0)]
-        late = count + np.flatnonzero(number[count:] >= 0)
+        new = np.sort(first[~self._known[rank, number[first]]])
         at = number[new]
-        self._late[rank] = np.hstack([self._late[rank], [number[late], start + late]])
-        self._line[rank, at] = start + new
+        self._known[rank, at] = True
         self._rows[rank, at] = np.clip(lines[new, Column.ROWS], 0, MAX_ROWS)
         if rank == 0:
             self._planned[:, at] = lines[new, Column.ROUTED : Column.REPLICAS + 1].T
             self._speeds[:, at] = arrays["speeds"][new].T
             self._balanced[at] = arrays["policy"][new] != "none"
-        counted = np.concatenate([new, late])
+            self._order.append(at)
+        counted = np.concatenate([new, np.arange(count, len(lines))])
         np.add.at(self._served[0], number[counted], lines[counted, Column.BYTES])
         seconds = (lines[counted, TIMES] / NANOSECONDS).astype(np.float32)
         for stage in range(3):
             np.add.at(self._seconds[rank, stage], number[counted], seconds[:, stage])
         self._stage_sums[rank] += np.clip(np.nan_to_num(arrays["stage_sums"]), 0, MOST_SECONDS)
         self._dropped[rank] = arrays["dropped"][0]
-        self.starts[rank].append(start + len(lines))
+        self._pieces[rank].append(number.astype(np.int32))
 
     def _numbered(self, keys_T3: IntArray) -> IntArray:
-        """[T] the number of the record with each key; -1 beyond the limit of records."""
-        numbers, most = self._numbers, min(MOST_RECORDS, MOST_LINES // self.header.ranks)
+        """[T] the number of the record with each key."""
+        numbers = self._numbers
         if len(keys_T3):  # ranks usually record in the same order
             begin = numbers.get(tuple(keys_T3[0].tolist()), len(numbers))
             same = self._key[:, begin : min(begin + len(keys_T3), len(numbers))]
             if np.array_equal(same.T, keys_T3):
                 return np.arange(begin, begin + len(keys_T3))
-        keys = list(map(tuple, keys_T3.tolist()))
-        if len(numbers) + len(keys) <= most:
-            number_T = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
-        else:
-            number_T = np.array([numbers.get(key, -1) for key in keys], np.int64)
-            if (number_T < 0).any():
-                self.note(f"more than {most:,} records: the rest is not shown")
+        keys = map(tuple, keys_T3.tolist())
+        number_T = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
         self._grow(len(numbers))
-        known = number_T >= 0
-        self._key[:, number_T[known]] = keys_T3[known].T
+        self._key[:, number_T] = keys_T3.T
         return number_T
 
     def _grow(self, count: int) -> None:
@@ -173,8 +169,8 @@ class OpenTrace:
     def _table(self) -> Table:
         """Return the records that all ranks have, in the order of rank 0."""
         ranks = self.header.ranks
-        keep = np.flatnonzero((self._line > 0).all(axis=0))
-        keep = keep[np.argsort(self._line[0, keep], kind="stable")]
+        order = np.concatenate(self._order)
+        keep = order[self._known[:, order].all(axis=0)]
         routed, peak, replicas = self._planned[:, keep]
         rows, speeds = self._rows[:, keep].T, self._speeds[:, keep].T
         slowest = self._seconds.max(axis=0)[:, keep].astype(np.float64)
@@ -183,7 +179,7 @@ class OpenTrace:
         ratio = peak.astype(np.float64) * ranks / np.maximum(routed, 1)
         before = np.where(routed > 0, ratio, 1.0)
         timed = np.where(mean > 0, 1.0, np.nan)
-        recorded = (self._line > 0).sum(axis=1)
+        recorded = self._known.sum(axis=1)
         return Table(
             **dict(zip(KEY, self._key[:, keep], strict=True)),
             before=before,
@@ -226,8 +222,8 @@ class WholeTrace(OpenTrace):
         summary = summary_of(self.header, own) | {"dropped": own["dropped"]}
         return summary | {name: own[name] for name in OF_RANK_0} if rank == 0 else summary
 
-    def record(self, key: Key) -> Trace:
-        return self.trace.take(np.array([self._line[0, self.number_of(key)] - 1]))
+    def _with_record(self, _: int) -> Trace:
+        return self.trace
 
 
 class FolderTrace(OpenTrace):
@@ -237,10 +233,6 @@ class FolderTrace(OpenTrace):
         super().__init__(folder, read_header(folder))
         self.live = live
         self._joined = lru_cache(CACHED_PIECES)(self._read_joined)
-        for path in sorted(folder.iterdir()):
-            match = RANK_FOLDER.fullmatch(path.name)
-            if match and int(match[1]) >= self.header.ranks:
-                self.note(f"{path}: not read, the trace has only {self.header.ranks} ranks")
 
     def piece_path(self, rank: int, piece: int) -> Path:
         return self.path / rank_folder(rank) / piece_file(piece)
@@ -266,7 +258,7 @@ class FolderTrace(OpenTrace):
 
     def _new_pieces(self, rank: int) -> range:
         """Return the numbers of pieces to read, up to the first missing one."""
-        folder, known = self.path / rank_folder(rank), len(self.starts[rank]) - 1
+        folder, known = self.path / rank_folder(rank), len(self._pieces[rank])
         try:
             names = {path.name for path in folder.iterdir()}
         except OSError:
@@ -301,20 +293,14 @@ class FolderTrace(OpenTrace):
 
     # -- one record -----------------------------------------------------------------------------
 
-    def record(self, key: Key) -> Trace:
-        """Return a trace of one record. All ranks are read."""
-        number = self.number_of(key)
-        pieces = []
-        for rank, (late_number, late_line) in enumerate(self._late):
-            lines = [int(self._line[rank, number]), *late_line[late_number == number].tolist()]
-            own = sorted({self._locate(rank, line)[0] for line in lines})
-            pieces.append(tuple(own[:MOST_PIECES]))
-        trace = self._joined(tuple(pieces))
-        keys = np.column_stack([trace.arrays[name] for name in KEY])
-        records = np.flatnonzero((keys == key).all(axis=1))
-        if not len(records):
-            raise self._contradiction(pieces[0][0])
-        return trace.take(records[:1])
+    def _with_record(self, number: int) -> Trace:
+        """Return the pieces of all ranks that mention a record."""
+        return self._joined(
+            tuple(
+                tuple(n for n, numbers in enumerate(own) if (numbers == number).any())
+                for own in self._pieces
+            )
+        )
 
     def _read_joined(self, pieces: tuple[tuple[int, ...], ...]) -> Trace:
         """Return the records of some pieces of each rank."""
@@ -324,12 +310,3 @@ class FolderTrace(OpenTrace):
                 for rank, own in enumerate(pieces)
             ]
             return Trace(self.header, join(ranks))
-
-    def _locate(self, rank: int, line: int) -> tuple[int, int]:
-        """Return the piece of a line, and its row in the piece."""
-        piece = bisect_right(self.starts[rank], line) - 1
-        return piece, line - self.starts[rank][piece]
-
-    def _contradiction(self, piece: int) -> FileError:
-        path = self.piece_path(0, piece)
-        return FileError(f"{path}: the summary lists a record that the piece does not contain")
