@@ -1,8 +1,7 @@
 """Export a trace as a CSV table, or as a timeline for Perfetto and chrome://tracing.
 
 In the timeline a rank is a thread. The stages of a record follow each other from the start of its
-forward or backward pass. Waiting time is a gap at the end of a stage. The simulator uses the same
-functions.
+forward or backward pass. Waiting time is a gap at the end of a stage.
 
 Shapes: N records, R ranks, G stages.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ultraep.files.writing import write_text
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import KEY, of_backward
 
-TO_MICRO = 1e6
+TO_MICRO, PROCESS = 1e6, 1
 Event = dict[str, Any]
 
 
@@ -47,74 +46,48 @@ def write_csv(trace: Trace, path: str | Path) -> None:
 # -- timelines -----------------------------------------------------------------------------------
 
 
-def timeline(events: Iterable[Event], **others: Any) -> dict[str, Any]:
-    """Return the content of a timeline file in Chrome's format, with other facts about the run."""
-    return {"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": others}
-
-
-def write_timeline(path: str | Path, content: dict[str, Any]) -> None:
-    """Write a timeline as JSON."""
+def write_timeline(trace: Trace, path: str | Path) -> None:
+    """Write a timeline in Chrome's format, with imbalance before and after as counters."""
+    first = trace.began.min(initial=np.inf)
+    ranks = range(trace.header.ranks)
+    events = [_name("process_name", "ultraep", 0)]
+    events += [_name("thread_name", f"rank {rank}", rank) for rank in ranks]
+    events += [*_counters(trace, first), *_stages(trace, first)]
+    others = {"policy": trace.header.policy, "created": trace.header.created}
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": others}
     write_text(path, json.dumps(content))
 
 
-def timeline_of(trace: Trace) -> dict[str, Any]:
-    """Return the timeline of all ranks, with imbalance before and after as counters."""
-    events = [named("process_name", "ultraep", 1)]
-    events += [*threads(range(trace.header.ranks), 1), *_counters(trace)]
-    events += stages(trace, range(trace.header.ranks), 1)
-    return timeline(events, policy=trace.header.policy, created=trace.header.created)
+def _name(kind: str, name: str, thread: int) -> Event:
+    """Return the event that names the process or a thread."""
+    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": thread, "args": {"name": name}}
 
 
-def _counters(trace: Trace) -> Iterator[Event]:
-    begins = trace.began.min(axis=1)
-    values = begins - begins.min(initial=np.inf), trace.imbalance_before, trace.imbalance_after
+def _counters(trace: Trace, first: float) -> Iterator[Event]:
+    values = trace.began.min(axis=1) - first, trace.imbalance_before, trace.imbalance_after
     for begin, before, after in zip(*(value.tolist() for value in values), strict=True):
-        arguments = {"before": before, "after": after}
-        begin *= TO_MICRO
-        yield {"ph": "C", "name": "imbalance", "pid": 1, "ts": begin, "args": arguments}
+        event = {"ph": "C", "name": "imbalance", "pid": PROCESS, "ts": begin * TO_MICRO}
+        yield event | {"args": {"before": before, "after": after}}
 
 
-def stages(
-    trace: Trace, ranks: Collection[int], process: int, first_thread: int = 0
-) -> Iterator[Event]:
-    """Yield the stages of these ranks in all records, without waiting time."""
+def _stages(trace: Trace, first: float) -> Iterator[Event]:
+    """Yield the stages of all records, without waiting time."""
     back_G = of_backward(trace.header.stages)
     begin_NRG = np.empty(trace.seconds.shape)
     for began_NR, pass_G in ((trace.began, ~back_G), (trace.back_began, back_G)):
         seconds = trace.seconds[:, :, pass_G].astype(np.float64)
         before = np.cumsum(seconds, axis=2) - seconds
-        begin_NRG[:, :, pass_G] = (began_NR - trace.began.min(initial=np.inf))[:, :, None] + before
+        begin_NRG[:, :, pass_G] = (began_NR - first)[:, :, None] + before
     busy_NRG = trace.seconds - trace.waited
     for record, rank, stage in np.argwhere((busy_NRG > 0) & ~np.isnan(begin_NRG)).tolist():
-        if rank in ranks:
-            key = {name: int(trace.arrays[name][record]) for name in KEY}
-            category = f"layer {key['layer']} {'backward' if back_G[stage] else 'forward'}"
-            times = begin_NRG[record, rank, stage], busy_NRG[record, rank, stage]
-            thread = process, first_thread + rank
-            yield span(trace.header.stages[stage], category, *times, *thread) | {"args": key}
-
-
-def span(
-    name: str, category: str, begin: float, seconds: float, process: int, thread: int
-) -> Event:
-    """Return an event with a duration."""
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "ts": float(begin) * TO_MICRO,
-        "dur": float(seconds) * TO_MICRO,
-        "pid": process,
-        "tid": thread,
-    }
-
-
-def threads(ranks: Iterable[int], process: int, first_thread: int = 0) -> Iterator[Event]:
-    """Yield the names of the threads of these ranks."""
-    for rank in ranks:
-        yield named("thread_name", f"rank {rank}", process, first_thread + rank)
-
-
-def named(kind: str, name: str, process: int, thread: int = 0) -> Event:
-    """Return the event that names a process or a thread."""
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+        key = {name: int(trace.arrays[name][record]) for name in KEY}
+        yield {
+            "ph": "X",
+            "name": trace.header.stages[stage],
+            "cat": f"layer {key['layer']} {'backward' if back_G[stage] else 'forward'}",
+            "ts": float(begin_NRG[record, rank, stage]) * TO_MICRO,
+            "dur": float(busy_NRG[record, rank, stage]) * TO_MICRO,
+            "pid": PROCESS,
+            "tid": rank,
+            "args": key,
+        }

@@ -100,59 +100,49 @@ class Replayed:
 
 def replayed(trace: Trace, case: Case) -> Replayed:
     """Plan all records."""
-    return replayed_plans(plans([trace], case), case)
-
-
-def replayed_plans(plans: Iterable[Plan], case: Case) -> Replayed:
-    """Return the numbers of these plans."""
     rows = [
         (
             *(plan.initial_imbalance, plan.imbalance, plan.lower_bound, plan.num_replicas),
             *(plan.remote_tokens / max(plan.total, 1), not plan.within_limits),
         )
-        for plan in plans
+        for plan in plans(trace, case)
     ]
     if not rows:
         raise ConfigError("nothing to replay: the trace has no records")
     return Replayed(case, *np.array(rows, dtype=np.float64).T)
 
 
-def plans(traces: Iterable[Trace], case: Case) -> Iterator[Plan]:
-    """Yield the plans of all records of some traces in order, with the recorded rates.
+def differing(trace: Trace) -> list[int]:
+    """Plan all records with their recorded settings; return the records whose plan differs."""
+    recorded = [Case(trace.config(record), trace.topology) for record in range(len(trace))]
+    again = enumerate(_plans(trace, recorded))
+    return [record for record, plan in again if plan.digest() != trace.plan(record).digest()]
+
+
+def plans(trace: Trace, case: Case) -> Iterator[Plan]:
+    """Yield the plans of all records in order, with the recorded rates.
 
     If the case has as many ranks as the trace, also with the recorded speeds.
     """
+    same_ranks = case.topology.ranks == trace.topology.ranks
 
-    def recorded(trace: Trace, record: int) -> Case:
-        same_ranks = case.topology.ranks == trace.topology.ranks
+    def recorded(record: int) -> Case:
         speeds = trace.speeds_of(record) if same_ranks else None
         config = replace(case.config, rates=trace.rates_of(record), speeds=speeds)
         return replace(case, config=config)
 
-    return _plans(
-        (trace, record, recorded(trace, record)) for trace in traces for record in range(len(trace))
-    )
+    return _plans(trace, map(recorded, range(len(trace))))
 
 
-def differing(trace: Trace) -> list[int]:
-    """Plan all records with their recorded settings; return the records whose plan differs."""
-
-    def recorded(record: int) -> tuple[Trace, int, Case]:
-        return trace, record, Case(trace.config(record), trace.topology)
-
-    again = enumerate(_plans(map(recorded, range(len(trace)))))
-    return [record for record, plan in again if plan.digest() != trace.plan(record).digest()]
-
-
-def _plans(records: Iterable[tuple[Trace, int, Case]]) -> Iterator[Plan]:
+def _plans(trace: Trace, cases: Iterable[Case]) -> Iterator[Plan]:
     """Plan records; a policy with history sees the previous microbatches of the layer.
 
     For the first microbatch of a layer, the history is the microbatch itself.
     """
     past: dict[int, deque[IntArray]] = {}
-    for trace, record, case in records:
-        loads_RE = regrouped_loads(trace.loads[record], case.topology.ranks)
-        earlier = past.setdefault(int(trace.layer[record]), deque(maxlen=case.history or 1))
+    for layer, loads, case in zip(trace.layer.tolist(), trace.loads, cases, strict=True):
+        loads_RE = regrouped_loads(loads, case.topology.ranks)
+        earlier = past.setdefault(layer, deque(maxlen=case.history or 1))
         summed = loads_RE.sum(axis=0)
         history = None if case.history is None else np.stack(list(earlier) or [summed])
         yield make_plan(loads_RE, case.topology, case.config, history=history)

@@ -11,7 +11,7 @@ from traces import TOPOLOGY, plan_for, record
 import ultraep
 from ultraep import BalanceConfig, ConfigError, Topology, read_trace, workload
 from ultraep_tools import replay
-from ultraep_tools.export import timeline_of, write_csv, write_timeline
+from ultraep_tools.export import write_csv, write_timeline
 
 WIDE = Topology(ranks=8, experts=32, slots=2, domain=4)
 LAYERS = 3
@@ -42,7 +42,7 @@ def test_a_replay_with_the_recorded_settings_gives_the_recorded_plans(tmp_path, 
     trace = read_trace(run)
     assert replay.differing(trace) == []
     assert [trace.plan(n).digest() for n in range(12)] == [plan.digest() for plan in plans]
-    again = replay.plans([trace], replay.Case(config, WIDE))
+    again = replay.plans(trace, replay.Case(config, WIDE))
     assert [plan.digest() for plan in again] == [plan.digest() for plan in plans]
 
 
@@ -60,10 +60,10 @@ def test_traces_hold_the_speeds_of_every_record(tmp_path):
     assert replay.differing(trace) == []
     expected = [plan.initial_imbalance for plan in plans]
     np.testing.assert_allclose(trace.imbalance_before, expected, rtol=1e-5)
-    again = replay.plans([trace], replay.Case(config, WIDE, None))
+    again = replay.plans(trace, replay.Case(config, WIDE, None))
     assert [plan.digest() for plan in again] == [plan.digest() for plan in plans]
     four = Topology(ranks=4, experts=32, slots=2)
-    assert all(not plan.speeds for plan in replay.plans([trace], replay.Case(config, four, None)))
+    assert all(not plan.speeds for plan in replay.plans(trace, replay.Case(config, four, None)))
 
 
 def test_the_means_are_over_all_records(trace):
@@ -87,13 +87,13 @@ def test_the_means_are_over_all_records(trace):
 def test_policies_see_the_requested_history(trace, history):
     [case] = replay.cases(trace, policies=["lplb"], slots=[2], ranks=[8], history=[history])
     wanted = planned(BalanceConfig(policy="lplb"), history=history)
-    assert [p.digest() for p in replay.plans([trace], case)] == [p.digest() for p in wanted]
+    assert [p.digest() for p in replay.plans(trace, case)] == [p.digest() for p in wanted]
 
 
 def test_fewer_and_more_ranks(trace):
     for ranks in (1, 2, 4, 16, 32):
         [case] = replay.cases(trace, policies=["ultraep"], slots=[1], ranks=[ranks], history=[1])
-        for recorded, plan in zip(trace.loads, replay.plans([trace], case), strict=True):
+        for recorded, plan in zip(trace.loads, replay.plans(trace, case), strict=True):
             plan.check(plan.loads)
             assert plan.topology.ranks == ranks
             assert plan.loads.sum(axis=0).tolist() == recorded.sum(axis=0).tolist()
@@ -151,7 +151,7 @@ def test_the_timeline(tmp_path):
                 waited={"plan": 0.5, "experts": 1.5} if rank else {},
             )  # fmt: skip
             recorder.more(step=4, layer=5, seconds={"reduce": 1.0}, began=110.0)
-    write_timeline(tmp_path / "run.json", timeline_of(read_trace(tmp_path / "run")))
+    write_timeline(read_trace(tmp_path / "run"), tmp_path / "run.json")
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in spans] == [
@@ -175,5 +175,5 @@ def test_a_trace_without_records(tmp_path):
     with pytest.raises(ConfigError, match="nothing to replay"):
         replay.replayed(trace, case)
     write_csv(trace, tmp_path / "run.csv")
-    write_timeline(tmp_path / "run.json", timeline_of(trace))
+    write_timeline(trace, tmp_path / "run.json")
     assert len((tmp_path / "run.csv").read_text().splitlines()) == 1

@@ -58,7 +58,7 @@ class Trace:
     """A trace: the fields of the schema as attributes.
 
     Every array has one row per record, in the order of recording. In arrays that each rank writes,
-    the second dimension is the rank. A simulated trace has only keys and times.
+    the second dimension is the rank.
     """
 
     header: Header

@@ -24,7 +24,7 @@ from ultraep_tools.cli import render
 from ultraep_tools.cli.options import option, split_numbers
 from ultraep_tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
 from ultraep_tools.crash import MOST_CRASHES, crash_folders, read_crash
-from ultraep_tools.export import timeline_of, write_csv, write_timeline
+from ultraep_tools.export import write_csv, write_timeline
 from ultraep_tools.outputs import check_targets
 from ultraep_tools.placement import place_trace
 from ultraep_tools.replay import Replayed, cases, differing, replayed
@@ -384,7 +384,7 @@ def export(options: ExportOptions) -> None:
     if csv is not None:
         write_csv(trace, csv)
     if perfetto is not None:
-        write_timeline(perfetto, timeline_of(trace))
+        write_timeline(trace, perfetto)
     if npz is not None:
         trace.save(npz)
     for target, _ in targets:

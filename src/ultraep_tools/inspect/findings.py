@@ -232,7 +232,7 @@ def all_numbers(findings: Findings) -> dict[str, Numbers]:
     trace = findings.trace
     every, layers = np.ones(len(trace), dtype=bool), trace.layers.tolist()
     texts = {span.name: findings.text == span.name for span in findings.texts}
-    plan_of = list(plans([trace], findings.shown.case)).__getitem__
+    plan_of = list(plans(trace, findings.shown.case)).__getitem__
     numbers = {
         "sizes": by_group(findings, {ALL: every}),
         "layers": by_group(findings, {layer: trace.layer == layer for layer in layers}),
