@@ -51,7 +51,7 @@ OTHER_PROGRAMS |= {"--max-restarts", "--require-hashes"}
 # Files that a user or a run creates.
 CREATED = re.compile(
     r"(.*/)?(run|loads|routing|out|my|plan|model|result|scalars|report|header|FILE|\d+)\.\w+"
-    r"|FOLDER/.*|(none|ultraep)/trace|share/.*|TFLOP/s|GB/s|max/mean|plan/quality|\.\w+|.*//.*"
+    r"|FOLDER/.*|run/\d+|(none|ultraep)/trace|share/.*|TFLOP/s|GB/s|max/mean|plan/quality|\.\w+|.*//.*"
 )
 
 
