@@ -19,8 +19,9 @@ from load_cases import HotRank, Shape
 from numpy.random import default_rng
 from torch import nn
 
+from ultraep_tools.demo.text import Text
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from library_text import library_text  # type: ignore[import-not-found]
 
 VOCABULARY = 256  # bytes of text
 
@@ -61,8 +62,8 @@ class WholeModel:
 
 def text_batch(size: Size, rank: int, device: torch.device) -> torch.Tensor:
     """[B, L + 1] bytes of Python's own library; every rank reads another subject."""
-    text = library_text()
-    subjects = [rank % len(text.names)] * (size.tokens // size.sequence_length)
+    text = Text()
+    subjects = [text.names[rank % len(text.names)]] * (size.tokens // size.sequence_length)
     batch: torch.Tensor = text.sequences(default_rng(rank), subjects, size.sequence_length + 1)
     return batch.to(device)
 

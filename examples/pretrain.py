@@ -6,7 +6,7 @@
     torchrun --standalone --max-restarts 3 examples/pretrain.py --elastic  # see README.md
 
 A script to copy. The eight places that use ultraep are numbered, `# ultraep 1` to 8; the layer
-itself is in `Block` of `ultraep_tools.tiny.model`. Settings are in pretrain_settings.py; text,
+itself is in `Block` of `ultraep_tools.demo.model`. Settings are in pretrain_settings.py; text,
 checkpoint files, scalars and signals are in pretrain_parts.py.
 
 Shapes: M microbatches, B windows of this rank in each, T bytes of a window.
@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from options import process_group
 from pretrain_parts import (
     Scalars,
     Stop,
@@ -39,6 +38,7 @@ from pretrain_parts import (
     connected,
     naming,
     own_gpu,
+    process_group,
     read_text,
     remove_unfinished,
     rng_state,
@@ -53,7 +53,7 @@ import ultraep
 from ultraep import parallel
 from ultraep.parallel import full_state
 from ultraep.topology import even_homes
-from ultraep_tools.tiny.model import TinyMoE, next_byte_loss
+from ultraep_tools.demo.model import TinyMoE, next_byte_loss
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 ONE_RANK = {"RANK": 0, "WORLD_SIZE": 1}  # unless torchrun says otherwise

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from library_text import library_bytes
 from pretrain_settings import Settings
 
 from ultraep.errors import CommunicationError, ConfigError, FileError
 from ultraep.files.writing import is_unfinished, whole_file, write_text
+from ultraep_tools.demo.text import library_text
 
 SETTLE = 0.2  # seconds until all connections have noticed a dead rank
 
@@ -66,7 +66,7 @@ class Windows:
 def read_text(files: list[str], pattern: str) -> bytes:
     """Read files, and matching files in folders; without any, Python's standard library."""
     if not files:
-        return library_bytes()
+        return b"\n".join(library_text().values())
     paths: list[Path] = []
     for name in map(Path, files):
         inside = sorted(path for path in name.rglob(pattern) if path.is_file())
@@ -164,6 +164,17 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def process_group(backend: str) -> Iterator[None]:
+    """Connect the ranks started by torchrun, or this process alone."""
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **alone)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

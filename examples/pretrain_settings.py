@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 import ultraep
 from ultraep.errors import ConfigError, FileError
-from ultraep_tools.tiny.model import ModelConfig
+from ultraep_tools.demo.model import ModelConfig
 
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 

@@ -19,13 +19,14 @@ if not torch.cuda.is_available():
     torchtitan_cpu.use_cpu()
 
 import torchtitan.models.qwen3 as qwen3
-from library_text import library_text
 from numpy.random import default_rng
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.override import OverrideConfig
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
+
+from ultraep_tools.demo.text import Text
 
 OVERRIDES = "ultraep.integrations.torchtitan"
 
@@ -61,8 +62,8 @@ class Library(BaseDataLoader):
     def __init__(
         self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
     ) -> None:
-        self._text, self._rng = library_text(), default_rng([config.seed, dp_rank])
-        self._subjects = [dp_rank % len(self._text.names)] * local_batch_size
+        self._text, self._rng = Text(), default_rng([config.seed, dp_rank])
+        self._subjects = [self._text.names[dp_rank % len(self._text.names)]] * local_batch_size
         self._length, self._key = seq_len, f"dp_rank_{dp_rank}"
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:

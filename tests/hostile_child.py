@@ -31,7 +31,6 @@ from ultraep_tools.demo.result import DemoResult
 from ultraep_tools.inspect.checkpoint import weight_files
 from ultraep_tools.inspect.run import claim_folder
 from ultraep_tools.inspect.texts import hashed_words, texts_of, tokenizer_of, windows_of
-from ultraep_tools.serving.load import read_arrivals
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.serving import load_requests
 from ultraep_tools.view.catalogue import Catalogue
@@ -85,7 +84,6 @@ def write_all(folder):
     for file, name in (("clusters", "h200-nvl8"), ("models", "gpt-oss-20b"), ("requests", "stem")):
         text = (DATA / f"{file}.toml").read_text()
         (folder / f"{file}.toml").write_text(re.search(rf"\[{name}\][^[]*", text)[0])
-    (folder / "arrivals.txt").write_text("# second, tokens\n0.00, 120\n0.31, 64\n1.5\n")
     (folder / "prose.txt").write_text(TEXTS["letters"])
     (folder / "demo").mkdir()
     RESULT.save(folder / "demo")
@@ -116,7 +114,6 @@ def commands(folder, out):
         "clusters.toml": [(*SIMULATE, "--cluster", folder / "clusters.toml")],
         "models.toml": [(*SIMULATE, "--model", folder / "models.toml")],
         "requests.toml": lambda path: load_requests(f"{path}"),
-        "arrivals.txt": read_arrivals,
         "prose.txt": read_words,
         "demo/result.json": lambda path: DemoResult.load(path.parent),
         "out/.ultraep-inspection": lambda path: claim_folder(path.parent).close(),
@@ -229,7 +226,7 @@ BOMBS = [
     ("routing.npz", zeros("a_ids", (1 << 24, 16, 8), "uint8")),
     ("loads.json", text(json.dumps([["x" * 10**7, *range(400)]]))),
     ("loads.csv", text("1\n" * 4_000_000)),
-    *((name, huge) for name in ("loads.npy", "packed.npz", "clusters.toml", "arrivals.txt")),
+    *((name, huge) for name in ("loads.npy", "packed.npz", "clusters.toml")),
     *((f"model/{name}.json", huge) for name in ("config", "tokenizer", "model.safetensors.index")),
     ("demo/result.json", huge),
     ("run/header.json", huge),

@@ -32,13 +32,7 @@ SOURCES = [
 ]
 SCRIPTS = [
     path
-    for folder in (
-        "examples",
-        "benchmarks",
-        "tests/soak",
-        "src/ultraep_tools/demo",
-        "src/ultraep_tools/tiny",
-    )
+    for folder in ("examples", "benchmarks", "tests/soak", "src/ultraep_tools/demo")
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
 FILE = re.compile(r"[\w./*-]+\.(py|toml|md|json|jsonl|txt|npz|npy|html|svg)|[\w-]+(/[\w-]+)+/?")
@@ -85,8 +79,7 @@ def files():
 def options():
     """Options of all commands and scripts; fields of settings are options of scripts."""
     commands = [typer.main.get_command(app), *map(load_command, SUMMARIES)]
-    for name in ("bench", "trace"):
-        commands += load_command(name).commands.values()
+    commands += load_command("trace").commands.values()
     known = {name for command in commands for option in command.params for name in option.opts}
     for path in SCRIPTS:
         text = path.read_text()

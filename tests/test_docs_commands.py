@@ -35,7 +35,6 @@ SHORTER = {
 # Only the options of these commands are checked, for this reason.
 NOT_RUN = {
     "ultraep inspect models": "needs a downloaded checkpoint; tests/inspect uses small ones",
-    "ultraep bench prefill --": "takes minutes; tests/serving runs it at small size",
     "ultraep view run": "serves until it is stopped; tests/cli/test_view.py and tests/view run it",
     "ultraep demo": "takes minutes; tests/demo runs it",
     "python examples/": "takes minutes; test_examples.py and test_pretrain.py run it at small size",

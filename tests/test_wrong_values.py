@@ -30,7 +30,6 @@ from ultraep.runtime.cost import VARIABLE, from_environment
 from ultraep.runtime.settings import Settings
 from ultraep_tools.cli.options import split_names, split_numbers, split_ranges
 from ultraep_tools.launch.processes import RankPlace
-from ultraep_tools.serving.endpoint import endpoint_of, sums_of
 
 ROUNDS = 60
 DIGITS = "7" * 9999  # int() refuses so many
@@ -103,8 +102,6 @@ TEXTS = {
     "names": (lambda text: split_names(text, "--policy"), "none, eplb"),
     "numbers": (lambda text: split_numbers(text, "--rate", float), "0.5, 2"),
     "ranges": (lambda text: split_ranges(text, "--layers"), "7,0-2"),
-    "endpoint": (endpoint_of, "eplb=http://127.0.0.1:8000/v1/"),
-    "metrics page": (sums_of, 'ultraep_imbalance_before_sum{policy="a"} 2.5\n'),
 }
 
 

@@ -20,7 +20,6 @@ SIMULATE = "simulate --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --processes 
 TRAIN = f"{SIMULATE} --steps 1 --microbatches 3"
 ADVISE = "advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8"
 PREFILL = f"{SIMULATE} --prefill stem"
-ENDPOINT = "bench prefill --endpoint http://a:1"
 RANDOM = "inspect --random mixtral"
 START = ("-m", "ultraep_tools")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the devices of Linux")
@@ -98,15 +97,8 @@ WRONG = {
     "inspect Qwen/Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B: not a directory",
     f"{RANDOM} --ep eight": "--ep must be numbers like 1,2, got 'eight'",
     f"{RANDOM} --layers 3-1": "--layers 3-1: a range must ascend",
-    # bench
-    f"{ENDPOINT} --ranks 2": "remove --ranks",
-    "bench prefill --timeout 2": "remove --timeout",
-    "bench prefill --rate 1 --load 1": "--load sets the rates; remove --rate",
-    "bench prefill --rate fast": "--rate must be numbers like 0.5,2, got 'fast'",
-    "bench prefill --longest 5000": "up to 5000 tokens, but random Qwen3-MoE takes 4096",
-    "bench prefill --json /nowhere/x.json": "cannot be written",
 }
-NEEDS = {"inspect": "transformers", "bench": "transformers", "view": "plotly"}
+NEEDS = {"inspect": "transformers", "view": "plotly"}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +143,7 @@ def test_a_newline_in_a_file_name_stays_on_the_line(tmp_path):
 
 
 def test_no_command_prints_the_help():
-    for words in ((), ("trace",), ("bench",)):
+    for words in ((), ("trace",)):
         result = invoke(*words)
         assert "Usage: ultraep" in result.stdout
         assert result.stderr == ""

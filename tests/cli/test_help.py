@@ -35,9 +35,6 @@ OPTIONS = {
     "trace replay": "--ep --history --json --policy --slots --tolerance path",
     "trace place": "--domain --force --out path",
     "trace export": "--csv --force --npz --perfetto path",
-    "bench prefill": "--arrivals --budget --burst --device --endpoint --force --html --json --load "
-    "--longest --model --policy --ranks --rate --rounds --routing --seconds --seed --shortest "
-    "--slo --slots --timeout",
 }
 
 

@@ -30,7 +30,6 @@ SUMMARIES = {
     "view": "Show traces in the browser: over time, layer by layer, down to one microbatch.",
     "demo": "Train a small MoE model, serve requests with it, and measure its layers.",
     "inspect": "Inspect a model: how imbalanced is its routing, and how much does balancing help?",
-    "bench": "Measure speed on this machine.",
     "env": "Show versions, devices, backends and policies for a bug report.",
 }
 EXITS = "Exit codes: 0 done; 2 wrong option, setting or file; 130 interrupted; 141 closed pipe."

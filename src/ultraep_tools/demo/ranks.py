@@ -1,4 +1,4 @@
-"""The phases of one rank of the demo: training, requests, layers. All calls are collective.
+"""The phases of one rank of the demo: training, prefill, layers. All calls are collective.
 
 Experts are spread over the ranks. Every rank holds the rest of the model, whose gradients
 DistributedDataParallel averages; `ultraep.parallel` does the same for experts.
@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -26,23 +26,19 @@ from ultraep.backends import wait_until_compiled
 from ultraep.config import BalanceConfig
 from ultraep.layer import BalancedMoE
 from ultraep.parallel import average_expert_gradients, clip_grad_norm, data_parallel
-from ultraep.parallel.full_state import State, full_state_dict, load_full_state_dict, moe_layers
+from ultraep.parallel.full_state import State, full_state_dict, load_full_state_dict
 from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.connect import ALONE
 from ultraep.topology import even_homes
-from ultraep_tools.demo.result import DemoResult, Event, Note, PolicyResult, Progress, trace_folder
+from ultraep_tools.demo.even import EvenTurns
+from ultraep_tools.demo.model import ModelConfig, TinyMoE, next_byte_loss
+from ultraep_tools.demo.prefill import Lengths, Prompt, Turn, answer, make_prompts
+from ultraep_tools.demo.result import DemoResult, PolicyResult, Progress, trace_folder
 from ultraep_tools.demo.sizes import Job, Sizes
+from ultraep_tools.demo.text import Text
 from ultraep_tools.launch.group import process_group, settle
 from ultraep_tools.launch.processes import RankPlace
-from ultraep_tools.serving.engine import EvenTurns, from_first
-from ultraep_tools.serving.measure import Turn
-from ultraep_tools.tiny.model import ModelConfig, TinyMoE, next_byte_loss
-from ultraep_tools.tiny.prefill import Answers, Queue, answer, make_requests
-from ultraep_tools.tiny.text import Text
-
-TRIAL_STEPS = 3  # steps that show how long the training takes
-FEWEST_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -50,65 +46,62 @@ class Trained:
     """The training of one policy."""
 
     steps: list[Step]
-    weights_bytes: int  # sent by all ranks
-    gradients_bytes: int
+    bytes_sent: int  # for replicas, by all ranks
     state: State  # of the model, with all experts
 
 
-def work(place: RankPlace, job: Job, report: Callable[[Event], None]) -> DemoResult:
+def work(place: RankPlace, job: Job, report: Callable[[Progress], None]) -> DemoResult:
     """Run the demo as one rank. All ranks return the same result; only rank 0 reports events."""
     begin = time.perf_counter()
-    device = settle(place, job.device)
+    settle(place, "cpu")
     wait_until_compiled()
-    with process_group(place, job.device):
-        demo = Demo(from_first(job), device, report if place.rank == 0 else lambda _: None)
-        return demo.run(begin)
+    with process_group(place):
+        return Demo(job, report if place.rank == 0 else lambda _: None).run(begin)
 
 
 class Demo:
     """The phases of the demo, in order."""
 
-    def __init__(self, job: Job, device: torch.device, report: Callable[[Event], None]) -> None:
-        self.job, self.device, self.report = job, device, report
-        self.sizes, self.notes, self.text = job.sizes, list(job.notes), Text()
+    def __init__(self, job: Job, report: Callable[[Progress], None]) -> None:
+        self.job, self.report = job, report
+        self.sizes, self.text = job.sizes, Text()
         self.group_tokens = job.sizes.tokens * dist.get_world_size()
 
     def run(self, begin: float) -> DemoResult:
-        trainings = self.train()
-        first = trainings[self.job.policies[0]]
-        held_out = {}
+        job, trainings = self.job, self.train()
+        first = trainings[job.policies[0]]
         with self.balancer("none") as balancer:
-            model = make_model(self.sizes, balancer, self.job.seed, self.device).eval()
-            for policy, training in trainings.items():
-                load_full_state_dict(model, training.state)
-                held_out[policy] = held_out_loss(model, self.text, self.sizes.length)
+            model = make_model(self.sizes, balancer, job.seed).eval()
             load_full_state_dict(model, first.state)  # all policies use these weights from here on
-            queue = self.queue()
-            requests = make_requests(self.text, queue)
-            answers = answer(model, requests, queue, self.job.policies, self.report_turn)
-            speeds = layer_speeds(model, self.text, self.job, self.report_round)
+            requests = self.requests()
+            answers = answer(
+                model,
+                requests,
+                job.policies,
+                budget=max(self.sizes.tokens, self.sizes.longest),
+                rounds=self.sizes.rounds,
+                report=self.report_turn,
+            )
+            speeds = layer_speeds(model, self.text, job, self.report_round)
         rows = [
-            self.row(policy, training, held_out[policy], answers[policy], speeds)
+            policy_result(policy, training, self.group_tokens, answers[policy], speeds)
             for policy, training in trainings.items()
         ]
-        steps = len(first.steps)
         return DemoResult(
             version=__version__,
             python=platform.python_version(),
             machine=f"{platform.system()} {platform.machine()}",
-            device=self.job.device,
-            seed=self.job.seed,
+            seed=job.seed,
             sizes=self.sizes,
             parameters=sum(tensor.numel() for tensor in first.state.values()),
-            steps=steps,
-            domains=[self.subject(step) for step in range(steps)],
+            steps=len(first.steps),
+            domains=[self.subject(step) for step in range(len(first.steps))],
             forced_tokens_per_second=speeds[FORCED],
             requests=len(requests),
-            request_tokens=sum(request.tokens for request in requests),
+            request_tokens=sum(len(request.ids) for request in requests),
             loss_difference=max(difference(row.losses, rows[0].losses) for row in rows),
-            loss_difference_last=max(difference([row.loss], [rows[0].loss]) for row in rows),
             wall_seconds=time.perf_counter() - begin,
-            notes=self.notes,
+            notes=list(job.notes),
             policies=rows,
         )
 
@@ -133,109 +126,77 @@ class Demo:
             for policy in policies:
                 folder = str(trace_folder(job.out, policy))
                 balancer = stack.enter_context(self.balancer(policy, folder))
-                trainers[policy] = Trainer(self.sizes, job.seed, balancer, self.text, self.device)
+                trainers[policy] = Trainer(self.sizes, job.seed, balancer, self.text)
             while len(steps[policies[0]]) < self.sizes.steps:
                 for policy in policies:
                     steps[policy].append(trainers[policy].step(self.sizes.steps))
                     self.report_step(policy, len(steps[policy]), steps[policy][-1])
-                if len(steps[policies[0]]) == TRIAL_STEPS:
-                    self.limit_steps(steps)
                 policies.reverse()
             return {policy: trained(steps[policy], trainers[policy]) for policy in job.policies}
 
-    def limit_steps(self, trial: dict[str, list[Step]]) -> None:
-        """Reduce the steps to fit into the time limit, by the clock of rank 0."""
-        limit = self.sizes.seconds
-        if limit is None:
-            return
-        seconds = sum(min(step.seconds for step in steps) for steps in trial.values())
-        steps = from_first(max(FEWEST_STEPS, int(limit / seconds)))
-        if steps < self.sizes.steps:
-            note = (
-                f"{steps} steps instead of {self.sizes.steps}, because each takes {seconds:.1f} s"
-            )
-            self.notes.append(note)
-            self.report(Note(note))
-            self.sizes = replace(self.sizes, steps=steps)
-
     def subject(self, step: int) -> str:
-        return self.text.names[self.text.main(step, subject_steps(self.sizes.steps, self.text))]
+        return self.text.main_subject(step, subject_steps(self.sizes.steps, self.text))
 
-    def queue(self) -> Queue:
-        sizes = self.sizes
-        return Queue(
-            requests=sizes.requests,
-            shortest=min(32, sizes.longest),
-            longest=sizes.longest,
-            budget=max(sizes.tokens, sizes.longest),
-            period=max(1, sizes.requests // 12),
-            warmup=max(1, sizes.requests // 8),
-            rounds=sizes.rounds,
-            seed=self.job.seed,
-        )
-
-    def row(
-        self,
-        policy: str,
-        training: Trained,
-        held_out: float,
-        answers: Answers,
-        speeds: dict[str, float],
-    ) -> PolicyResult:
-        steps, waited = training.steps, [wait for wait in answers.turn.waited if wait is not None]
-        losses, seconds = [step.loss for step in steps], [step.seconds for step in steps]
-        names = ("before", "after", "bound", "copies")
-        before, after, bound, copies = (
-            np.array([getattr(step, name) for step in steps]) for name in names
-        )
-        return PolicyResult(
-            policy=policy,
-            losses=losses,
-            loss=fmean(losses[-max(1, len(steps) // 10) :]),
-            loss_held_out=held_out,
-            seconds=seconds,
-            tokens_per_second=self.group_tokens / median(seconds[1:] or seconds),  # 0 warms up
-            before=before.mean(axis=1).tolist(),
-            after=after.mean(axis=1).tolist(),
-            imbalance_before=float(before.mean()),
-            imbalance_before_worst=float(before.max()),
-            imbalance_after=float(after.mean()),
-            imbalance_after_worst=float(after.max()),
-            imbalance_bound=float(bound.mean()),
-            copies_per_layer=float(copies.mean()),
-            weights_bytes=training.weights_bytes,
-            gradients_bytes=training.gradients_bytes,
-            layer_tokens_per_second=speeds[policy],
-            layer_share=speeds[policy] / speeds[FORCED],
-            first_token_median=median(waited),
-            first_token_p90=float(np.percentile(waited, 90)),
-            prefill_seconds=answers.turn.seconds,
-            prefill_difference=answers.difference,
-        )
+    def requests(self) -> list[Prompt]:
+        """Return requests of all subjects that arrive at the same time."""
+        count, longest = self.sizes.requests, self.sizes.longest
+        lengths = Lengths(shortest=min(32, longest), longest=longest, burst=max(1, count // 12))
+        return make_prompts([0.0] * count, lengths, [self.job.seed, 1], self.text.held_out)
 
     # -- progress --------------------------------------------------------------------------------
 
     def report_step(self, policy: str, number: int, step: Step) -> None:
-        before, after = fmean(step.before), fmean(step.after)
-        numbers = step.loss, self.group_tokens / step.seconds, before, after
-        subject = self.subject(number - 1)
-        self.report(Progress("training", number, self.sizes.steps, policy, subject, *numbers))
+        numbers = self.group_tokens / step.seconds, fmean(step.before), fmean(step.after)
+        what = f"training, {policy}: {self.subject(number - 1)}, loss {step.loss:.3f}"
+        self.report(Progress(number, self.sizes.steps, line(what, *numbers)))
 
     def report_turn(self, policy: str, number: int, turn: Turn) -> None:
-        numbers = None, sum(turn.tokens) / turn.seconds, turn.before, turn.after
-        self.report(Progress("prefill", number, self.sizes.rounds, policy, "mixed", *numbers))
+        text = line(
+            f"serving, {policy}", turn.tokens_per_second, turn.before or 1.0, turn.after or 1.0
+        )
+        self.report(Progress(number, self.sizes.rounds, text))
 
     def report_round(self, done: int, rounds: int) -> None:
-        self.report(Progress("layers", done, rounds, subject="each in turn"))
+        self.report(Progress(done, rounds, "measuring the MoE layers, each policy in turn"))
+
+
+def line(what: str, speed: float, before: float, after: float) -> str:
+    return f"{what}, {speed:,.0f} tokens/s, imbalance {before:.2f} -> {after:.2f}"
+
+
+def policy_result(
+    policy: str, training: Trained, tokens: int, answers: Turn, speeds: dict[str, float]
+) -> PolicyResult:
+    """Return the measurements of one policy. tokens: of a training step, all ranks."""
+    steps, waited = training.steps, answers.waited
+    losses, seconds = [step.loss for step in steps], [step.seconds for step in steps]
+    before, after = (np.array([getattr(step, name) for step in steps]) for name in IMBALANCES)
+    return PolicyResult(
+        policy=policy,
+        losses=losses,
+        loss=fmean(losses[-max(1, len(steps) // 10) :]),
+        seconds=seconds,
+        tokens_per_second=tokens / median(seconds[1:] or seconds),  # 0 warms up
+        before=before.mean(axis=1).tolist(),
+        after=after.mean(axis=1).tolist(),
+        imbalance_before=float(before.mean()),
+        imbalance_before_worst=float(before.max()),
+        imbalance_after=float(after.mean()),
+        imbalance_after_worst=float(after.max()),
+        replicas_per_layer=fmean(fmean(step.replicas) for step in steps),
+        bytes_sent=training.bytes_sent,
+        layer_tokens_per_second=speeds[policy],
+        layer_share=speeds[policy] / speeds[FORCED],
+        first_token_median=median(waited),
+        first_token_p90=float(np.percentile(waited, 90)),
+    )
 
 
 def trained(steps: list[Step], trainer: Trainer) -> Trained:
     """Collect the results of a training from all ranks."""
-    stats = trainer.balancer.comm.gather_objects(trainer.balancer.stats())
-    weights, gradients = (
-        sum(of_rank[f"{what}_bytes_sent"] for of_rank in stats) for what in ("weights", "gradients")
-    )
-    return Trained(steps, weights, gradients, full_state_dict(trainer.model))
+    ranks = trainer.balancer.comm.gather_objects(trainer.balancer.stats())
+    sent = sum(own["weights_bytes_sent"] + own["gradients_bytes_sent"] for own in ranks)
+    return Trained(steps, sent, full_state_dict(trainer.model))
 
 
 def difference(values: list[float], reference: list[float]) -> float:
@@ -246,7 +207,7 @@ def difference(values: list[float], reference: list[float]) -> float:
 # -- training ------------------------------------------------------------------------------------
 
 MAX_GRADIENT_NORM = 1.0
-HELD_OUT_SEQUENCES = 4  # of each subject
+IMBALANCES = "before", "after"
 WARMUP_ROUNDS = 1  # of the layer measurement
 FORCED = "forced balance"
 
@@ -259,27 +220,22 @@ class Step:
     seconds: float
     before: list[float]  # imbalance without replicas
     after: list[float]  # imbalance with replicas
-    bound: list[float]  # lower bound of any plan with these slots
-    copies: list[int]
+    replicas: list[int]
 
 
-def make_model(sizes: Sizes, balancer: Balancer, seed: int, device: torch.device) -> TinyMoE:
-    """Return the model on a device, with the same weights on all ranks."""
+def make_model(sizes: Sizes, balancer: Balancer, seed: int) -> TinyMoE:
+    """Return the model, with the same weights on all ranks."""
     names = ("hidden", "ffn", "experts", "top_k", "layers", "heads")
     config = ModelConfig(**{name: getattr(sizes, name) for name in names})
-    model = TinyMoE(config, balancer, seed=seed)
-    return model.to(device, getattr(torch, sizes.dtype))
+    return TinyMoE(config, balancer, seed=seed).to(getattr(torch, sizes.dtype))
 
 
 class Trainer:
     """One rank of the training. Constructing it is collective."""
 
-    def __init__(
-        self, sizes: Sizes, seed: int, balancer: Balancer, text: Text, device: torch.device
-    ) -> None:
+    def __init__(self, sizes: Sizes, seed: int, balancer: Balancer, text: Text) -> None:
         self.sizes, self.seed, self.balancer, self.text = sizes, seed, balancer, text
-        self.device, self.done = device, 0
-        self.model = make_model(sizes, balancer, seed, device)
+        self.done, self.model = 0, make_model(sizes, balancer, seed)
         self.parallel = data_parallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=sizes.lr, betas=(0.9, 0.95))
 
@@ -289,17 +245,16 @@ class Trainer:
         loss = next_byte_loss(self.parallel, self.batch(steps))
         plans = self.model.last_plans()
         (loss + self.sizes.even * self.model.unevenness).backward()
-        total = loss.detach().double().cpu()
+        total = loss.detach().double()
         self.update_weights(warmup=min(10, steps // 4))
-        dist.all_reduce(total)  # on the host: the device has finished by then
+        dist.all_reduce(total)
         seconds = time.perf_counter() - begin
         return Step(
             loss=total.item() / self.balancer.comm.size,
             seconds=seconds,
             before=[plan.initial_imbalance for plan in plans],
             after=[plan.imbalance for plan in plans],
-            bound=[plan.lower_bound for plan in plans],
-            copies=[plan.num_replicas for plan in plans],
+            replicas=[plan.num_replicas for plan in plans],
         )
 
     def update_weights(self, warmup: int) -> None:
@@ -310,30 +265,19 @@ class Trainer:
             group["lr"] = self.sizes.lr * min(1.0, (self.done + 1) / (warmup + 1))
         self.optimizer.step()
         self.done += 1
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def batch(self, steps: int) -> torch.Tensor:
         """[B, T + 1] sequences of this rank; the ranks share the subject, not the text."""
         sizes = self.sizes
         rng = np.random.default_rng([self.seed, self.done, 0, self.balancer.rank])
         count = sizes.tokens // sizes.length
-        subjects = self.text.shifting(rng, self.done, count, subject_steps(steps, self.text))
-        return self.text.sequences(rng, subjects, sizes.length + 1).to(self.device)
+        subjects = self.text.subjects_at(rng, self.done, count, subject_steps(steps, self.text))
+        return self.text.sequences(rng, subjects, sizes.length + 1)
 
 
 def subject_steps(steps: int, text: Text) -> int:
     """Return the steps until the subject of the text changes; training visits each once."""
     return -(-steps // len(text.names))
-
-
-@torch.no_grad()
-def held_out_loss(model: TinyMoE, text: Text, length: int) -> float:
-    """Return the loss on held-out text of all subjects, the same on every rank."""
-    subjects = HELD_OUT_SEQUENCES * list(range(len(text.names)))
-    rng = np.random.default_rng(0)
-    tokens_BT = text.sequences(rng, subjects, length + 1, held_out=True)
-    return next_byte_loss(model, tokens_BT.to(model.norm.weight.device)).item()
 
 
 # -- speed of the layers -------------------------------------------------------------------------
@@ -350,11 +294,11 @@ def layer_speeds(
 
     report: called after every round with its number and the number of rounds.
     """
-    layers, rounds = list(moe_layers(model).values()), WARMUP_ROUNDS + job.sizes.layer_rounds
+    layers, rounds = model.layers, WARMUP_ROUNDS + job.sizes.layer_rounds
     comm, length = layers[0].balancer.comm, job.sizes.length
     inputs = []
-    for subject in range(len(text.names)):
-        rng = np.random.default_rng([job.seed, comm.rank, subject])
+    for number, subject in enumerate(text.names):
+        rng = np.random.default_rng([job.seed, comm.rank, number])
         subjects = [subject] * (job.sizes.tokens // length)
         inputs.append(layer_inputs(model, text.sequences(rng, subjects, length, held_out=True)))
     seconds: dict[str, list[float]] = {name: [] for name in (*job.policies, FORCED)}
@@ -378,9 +322,9 @@ def layer_inputs(model: TinyMoE, tokens_BT: torch.Tensor) -> list[torch.Tensor]:
     inputs: list[torch.Tensor] = []
     hooks = [
         moe.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach().clone()))
-        for moe in moe_layers(model).values()
+        for moe in model.layers
     ]
-    model(tokens_BT.to(model.norm.weight.device))
+    model(tokens_BT)
     for hook in hooks:
         hook.remove()
     return inputs
@@ -391,14 +335,12 @@ def time_layer(moe: BalancedMoE, states_BTD: torch.Tensor, policy: str) -> float
     comm, x = moe.balancer.comm, states_BTD.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
     with route_evenly(moe) if policy == FORCED else nullcontext():
-        comm.all_gather(torch.zeros(1, device=x.device))
+        comm.all_gather(torch.zeros(1))
         begin = time.perf_counter()
         y = moe(x, policy="none" if policy == FORCED else policy)
         y.backward(torch.ones_like(y))
-        if x.device.type == "cuda":
-            torch.cuda.synchronize(x.device)
         seconds = time.perf_counter() - begin
-    return float(comm.all_gather(torch.tensor([seconds], device=x.device)).max())
+    return float(comm.all_gather(torch.tensor([seconds])).max())
 
 
 def route_evenly(moe: BalancedMoE) -> RemovableHandle:
@@ -406,6 +348,6 @@ def route_evenly(moe: BalancedMoE) -> RemovableHandle:
     even = EvenTurns(moe.balancer.topology, moe.balancer.rank)
 
     def replace_choices(_: Any, __: Any, routing: Routing) -> Routing:
-        return routing._replace(ids=even.chosen(routing.ids))
+        return routing._replace(ids=even.replace(routing.ids))
 
     return moe.router.register_forward_hook(replace_choices)

@@ -27,15 +27,14 @@ from ultraep_tools.view.table import overview, records_to_replan
 from ultraep_tools.view.traces import WholeTrace
 
 TRACE = "trace"  # folder of a trace, inside the folder of its policy
-SAME_LOSS = 1e-3  # largest relative difference at the end that counts as rounding
+SAME_LOSS = 1e-3  # largest relative difference that counts as rounding
 TABLE = {
     "training: loss, last tenth": "{loss:.4f}",
-    "  loss on held-out text": "{loss_held_out:.4f}",
     "  tokens/s, whole step": "{tokens_per_second:,.0f}",
     "  imbalance before (worst)": "{imbalance_before:.3f} ({imbalance_before_worst:.2f})",
     "  imbalance after (worst)": "{imbalance_after:.3f} ({imbalance_after_worst:.2f})",
-    "  replicas per layer": "{copies_per_layer:.2f}",
-    "  sent for replicas": "{moved}",
+    "  replicas per layer": "{replicas_per_layer:.2f}",
+    "  sent for replicas": "{sent}",
     "MoE layers: tokens/s": "{layer_tokens_per_second:,.0f}",
     "  share of forced balance": "{layer_share:.1%}",
     "prefill: first token, median": "{first_token_median:.3f} s",
@@ -45,32 +44,15 @@ TABLE = {
 SHOWN = "ultraep"  # the policy that the plots show, if it ran
 POLICIES = ("none", "eplb", "lplb", "echo", "quota", "ultraep")  # of the replay
 BEYOND = "<p>* exceeds the spare slots or moves experts, so it is compared here but cannot run.</p>"
-AROUND = 5  # most steps before and after a change of domain
-
-
-@dataclass(frozen=True)
-class Note:
-    """A remark about the run."""
-
-    text: str
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a phase: "training", "prefill" or "layers"."""
+    """Progress of a phase."""
 
-    phase: str
     done: int
     of: int
-    policy: str = ""
-    subject: str = ""  # of the text
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    before: float | None = None  # imbalance
-    after: float | None = None
-
-
-Event = Note | Progress
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +62,6 @@ class PolicyResult:
     policy: str
     losses: list[float]
     loss: float  # mean of the last tenth of the steps
-    loss_held_out: float
     seconds: list[float]
     tokens_per_second: float  # of the median training step, all ranks
     before: list[float]  # imbalance without replicas, mean of the layers
@@ -89,16 +70,12 @@ class PolicyResult:
     imbalance_before_worst: float
     imbalance_after: float
     imbalance_after_worst: float
-    imbalance_bound: float  # mean lower bound of any plan with these slots
-    copies_per_layer: float
-    weights_bytes: int  # sent in training by all ranks
-    gradients_bytes: int
+    replicas_per_layer: float
+    bytes_sent: int  # weights and gradients, in training, by all ranks
     layer_tokens_per_second: float
     layer_share: float  # of the speed of forced balance
     first_token_median: float  # seconds
     first_token_p90: float
-    prefill_seconds: float  # for all requests
-    prefill_difference: float  # relative difference of the logits to the first policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +85,6 @@ class DemoResult:
     version: str
     python: str
     machine: str
-    device: str
     seed: int
     sizes: Sizes
     parameters: int  # of the model with all experts
@@ -118,7 +94,6 @@ class DemoResult:
     requests: int
     request_tokens: int
     loss_difference: float  # largest relative difference of any step to the first policy
-    loss_difference_last: float  # relative difference of the mean over the last tenth
     wall_seconds: float
     notes: list[str]
     policies: list[PolicyResult]
@@ -131,8 +106,8 @@ class DemoResult:
             change = f"{last.imbalance_before:.2f} -> {last.imbalance_after:.2f}"
             return f"Imbalance {change} with {last.policy}"
         gain = last.layer_tokens_per_second / first.layer_tokens_per_second
-        apart = self.loss_difference_last
-        loss = "same loss" if apart <= SAME_LOSS else f"losses {apart:.1%} apart"
+        apart = self.loss_difference
+        loss = "same loss" if apart <= SAME_LOSS else f"losses up to {apart:.1%} apart"
         return f"MoE layers {gain:.2f}x as fast with {last.policy}, {loss}"
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -143,10 +118,7 @@ class DemoResult:
         }
         rows = []
         for name, form in TABLE.items():
-            cells = [
-                form.format(**vars(row), moved=size(row.weights_bytes + row.gradients_bytes))
-                for row in self.policies
-            ]
+            cells = [form.format(**vars(row), sent=size(row.bytes_sent)) for row in self.policies]
             rows.append([name, *cells, forced.get(name, "")])
         return ["", *(row.policy for row in self.policies), "forced balance"], rows
 
@@ -185,16 +157,15 @@ def write_report(out: str | Path, result: DemoResult) -> Path:
         raise FileError(f"{folder}: the trace has no record of the training")
     trace = trace.take(training)
     numbers = all_numbers(result, trace)
-    beyond = any(row["beyond"] for row in numbers["replay"]["table"])
     page = Page(
         report="demo",
         kind="ultraep demo",
         title=result.headline,
         facts=_facts(result, trace),
-        notes=_notes(result, trace, numbers),
+        notes=_notes(result, trace),
         tables={
             "result": table(*result.table(), "result"),
-            "replay": _replay_table(numbers["replay"]) + (BEYOND if beyond else ""),
+            "replay": _replay_table(numbers["replay"]["table"]),
         },
         numbers=numbers,
     )
@@ -213,39 +184,27 @@ def _facts(result: DemoResult, trace: Trace) -> list[tuple[str, str]]:
         ("Training", f"{result.steps} steps of {sizes.tokens * sizes.ranks:,} tokens: {subjects}"),
         ("Requests", f"{result.requests}, {result.request_tokens:,} tokens in total"),
         ("Plots", f"show the training under {trace.header.policy}"),
-        ("Machine", f"{result.machine}, {result.device}, Python {result.python}"),
+        ("Machine", f"{result.machine}, Python {result.python}"),
         ("Version", f"ultraep {result.version}, seed {result.seed}"),
         ("Recorded", f"{trace.header.created}, in {result.wall_seconds:.0f} s"),
     ]
 
 
-def _notes(result: DemoResult, trace: Trace, numbers: dict[str, Numbers]) -> list[str]:
-    """Return the notes of the run, and what the report leaves out."""
-    notes = list(result.notes)
-    if trace.dropped or trace.left_out:
-        notes.append(
-            f"the trace is incomplete: {trace.dropped} records were dropped, {trace.left_out} were "
-            "not recorded by all ranks"
-        )
-    shown, recorded = len(numbers["microbatches"]["moments"]), numbers["microbatches"]["recorded"]
-    if shown < recorded:
-        notes.append(f"{shown} of {recorded} microbatches can be selected")
-    layers = len(numbers["replay"]["layers"])
-    if layers < len(trace.layers):
-        notes.append(f"{layers} of {len(trace.layers)} layers were replayed")
-    return notes
+def _notes(result: DemoResult, trace: Trace) -> list[str]:
+    if not trace.dropped and not trace.left_out:
+        return result.notes
+    missing = trace.dropped + trace.left_out
+    return [*result.notes, f"the trace is incomplete: {counted(missing, 'record')} are missing"]
 
 
-def _replay_table(replay: Numbers) -> str:
-    span = counted(replay["span"], "step")
-    head = ["policy", "mean", f"{span} before a change", f"{span} after", "worst", "replicas/layer"]
-    rows = []
-    for row in replay["table"]:
+def _replay_table(rows: list[Numbers]) -> str:
+    cells = []
+    for row in rows:
         past = f", last {counted(row['window'], 'step')}" if row["window"] else ""
-        ratios = [row[key] for key in ("mean", "before_shift", "after_shift", "worst")]
-        cells = ["–" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        rows.append([row["policy"] + past, *cells, f"{row['copies']:.2f}" + "*" * row["beyond"]])
-    return table(head, rows, "replay-table")
+        replicas = f"{row['copies']:.2f}" + "*" * row["beyond"]
+        cells.append([row["policy"] + past, f"{row['mean']:.3f}", f"{row['worst']:.3f}", replicas])
+    beyond = BEYOND if any(row["beyond"] for row in rows) else ""
+    return table(["policy", "mean", "worst", "replicas/layer"], cells, "replay-table") + beyond
 
 
 def all_numbers(result: DemoResult, trace: Trace) -> dict[str, Numbers]:
@@ -282,19 +241,11 @@ def domains(result: DemoResult) -> list[Numbers]:
 
 
 def replay(result: DemoResult, trace: Trace) -> Numbers:
-    """Plan the recorded loads under all policies: a line by step, and a table row for each.
-
-    Besides the mean of all steps, a row has the means of a few steps right before and right after
-    every change of domain. The router learns, so loads drift inside a domain as well.
-    """
-    trace, spans = trace.take(records_to_replan(trace.layer)), domains(result)
-    history = max(1, min(span["end"] + 1 - span["begin"] for span in spans) // 2)
-    around = min(AROUND, history)
-    after = [span["begin"] + step for span in spans[1:] for step in range(around)]
-    before = [step - around for step in after]
-    near_shifts = [np.isin(trace.step, steps) for steps in (before, after)]
+    """Plan the recorded loads under all policies: a line by step, and a table row for each."""
+    trace, topology = trace.take(records_to_replan(trace.layer)), trace.topology
+    history = max(1, min(span["end"] + 1 - span["begin"] for span in domains(result)) // 2)
     every_step = [trace.step == step for step in range(result.steps)]
-    topology, lines, rows = trace.topology, {}, []
+    lines, rows = {}, []
     for case in cases(
         trace,
         policies=POLICIES,
@@ -304,19 +255,15 @@ def replay(result: DemoResult, trace: Trace) -> Numbers:
     ):
         outcome, policy = replayed(trace, case), case.config.policy
         lines[policy] = grouped(outcome.after, every_step)
-        before_shift, after_shift = grouped(outcome.after, near_shifts)
         means = outcome.means()
         rows.append(
             {
                 "policy": policy,
                 "window": case.history,
                 "mean": means["after"],
-                "before_shift": before_shift,
-                "after_shift": after_shift,
                 "worst": means["worst"],
                 "copies": means["copies"],
                 "beyond": bool(means["beyond"]),
             }
         )
-    layers = trace.layers.tolist()
-    return {"span": around, "layers": layers, "imbalance": lines, "table": rows}
+    return {"layers": trace.layers.tolist(), "imbalance": lines, "table": rows}

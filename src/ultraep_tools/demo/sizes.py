@@ -1,9 +1,10 @@
-"""The job of the demo: ranks and tokens fitted to the machine's cores and memory."""
+"""The job of the demo, fitted to the machine's cores and memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ultraep.errors import ConfigError
 from ultraep_tools.report.rows import usable_cores
@@ -11,17 +12,15 @@ from ultraep_tools.report.words import counted
 
 MOST_RANKS, EXPERTS = 8, 32
 GIB = 1 << 30
-FEWEST_TOKENS = 256
 PROCESS = 0.6 * GIB  # memory of a rank without activations
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Usable cores, free memory in bytes (None if unknown), and GPUs."""
+    """Usable cores, and free memory in bytes; None if unknown."""
 
     cores: int
     memory: int | None
-    gpus: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +37,8 @@ class Sizes:
     slots: int = 1
     tokens: int = 1024
     length: int = 128  # of a sequence
-    dtype: str = "float64"  # on CPUs: rounding differences stay invisible
+    dtype: str = "float64"  # rounding differences stay invisible
     steps: int = 100
-    seconds: float | None = 110.0  # of training, by fewer steps if necessary; None: no limit
     even: float = 1e-3  # weight of a layer's auxiliary loss
     lr: float = 2e-3
     requests: int = 96
@@ -63,16 +61,14 @@ class Job:
     policies: tuple[str, ...]
     out: str
     seed: int = 0
-    device: str = "cpu"
     notes: tuple[str, ...] = ()
 
 
-QUICK = {
+QUICK: dict[str, Any] = {
     "hidden": 96,
     "ffn": 192,
     "dtype": "float32",  # rounding differences stay invisible in few steps
     "steps": 30,
-    "seconds": 18.0,
     "requests": 48,
     "rounds": 1,
     "layer_rounds": 3,
@@ -86,59 +82,35 @@ def this_machine() -> Machine:
 
 
 def choose(
-    machine: Machine,
-    *,
-    quick: bool = False,
-    ranks: int | None = None,
-    steps: int | None = None,
-    device: str = "cpu",
+    machine: Machine, *, quick: bool = False, ranks: int | None = None, steps: int | None = None
 ) -> tuple[Sizes, list[str]]:
     """Return sizes for a machine, and notes about them."""
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
     if ranks is not None and not 1 <= ranks <= EXPERTS:
         raise ConfigError(f"--ranks must lie between 1 and {EXPERTS} (the experts), got {ranks}")
-    units = machine.gpus if device == "cuda" else machine.cores
-    # By default, the largest power of two with a core or GPU each; on CPUs at least two.
-    fitting = 1 << (max(1, min(units, MOST_RANKS)).bit_length() - 1)
-    sizes = Sizes(ranks=ranks or (fitting if device == "cuda" else max(2, fitting)))
-    if device == "cuda":
-        sizes = replace(sizes, dtype="float32")
-    if quick:
-        sizes = replace(sizes, **QUICK)  # type: ignore[arg-type]
+    # By default, the largest power of two with a core each, but at least two.
+    fitting = 1 << (max(2, min(machine.cores, MOST_RANKS)).bit_length() - 1)
+    sizes, notes = Sizes(ranks=ranks or fitting, **(QUICK if quick else {})), []
     if steps is not None:
-        sizes = replace(sizes, steps=steps, seconds=None)
-    sizes, notes = fit_memory(sizes, machine.memory, may_drop_ranks=ranks is None)
+        sizes = replace(sizes, steps=steps)
+    if machine.memory is not None and sizes.memory() > machine.memory:
+        while ranks is None and sizes.ranks > 2 and sizes.memory() > machine.memory:
+            sizes = replace(sizes, ranks=sizes.ranks // 2)
+        notes.append(
+            f"{machine.memory / GIB:.1f} GiB of memory are free, and "
+            f"{counted(sizes.ranks, 'rank')} need about {sizes.memory() / GIB:.1f} GiB"
+        )
     # With two ranks, only one other rank can take rows, and one replica is not always enough.
     sizes = replace(sizes, slots=2 if sizes.ranks == 2 else 1)
     if sizes.ranks == 1:
         notes.append("one rank: there is nothing to balance")
-    elif device == "cpu" and sizes.ranks > units:
+    elif sizes.ranks > machine.cores:
         notes.append(
-            f"{sizes.ranks} ranks share {counted(units, 'core')}: loads are balanced, but times "
-            "mean little, because ranks on one core do not run at the same time"
+            f"{sizes.ranks} ranks share {counted(machine.cores, 'core')}: loads are balanced, but "
+            "times mean little, because ranks on one core do not run at the same time"
         )
     return sizes, notes
-
-
-def fit_memory(sizes: Sizes, free: int | None, *, may_drop_ranks: bool) -> tuple[Sizes, list[str]]:
-    """Halve the tokens, then the ranks, until the free memory suffices; return notes as well."""
-    smaller, notes = sizes, []
-    while free is not None and smaller.memory() > free:
-        if smaller.tokens > FEWEST_TOKENS:
-            smaller = replace(smaller, tokens=smaller.tokens // 2)
-        elif smaller.ranks > 2 and may_drop_ranks:
-            smaller = replace(smaller, ranks=smaller.ranks // 2)
-        else:
-            needed = smaller.memory() / GIB
-            notes.append(f"the demo needs about {needed:.1f} GiB, more than is free, and may fail")
-            break
-    if free is not None and smaller != sizes:
-        notes.append(
-            f"{free / GIB:.1f} GiB of memory are free: {smaller.tokens} tokens per rank instead of "
-            f"{sizes.tokens}, {smaller.ranks} ranks instead of {sizes.ranks}"
-        )
-    return smaller, notes
 
 
 def _core_limit() -> int | None:

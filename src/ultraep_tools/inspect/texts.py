@@ -21,8 +21,8 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.reading import MOST_TEXT, check_size, read_beginning
+from ultraep_tools.demo.text import library_text
 from ultraep_tools.inspect.library import LibraryErrors, transformers
-from ultraep_tools.tiny.text import SUBJECTS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 CHARACTERS = 8  # per token, at first; more text is encoded if it has too few tokens
@@ -48,7 +48,7 @@ def texts_of(files: Sequence[Path], tokens: int = 0) -> dict[str, str]:
     tokens: tokens that the inspection reads from every text.
     """
     if not files:
-        return {name: read().decode("utf-8", "replace") for name, read in SUBJECTS.items()}
+        return {name: data.decode("utf-8", "replace") for name, data in library_text().items()}
     texts: dict[str, str] = {}
     for file in files:
         if files.count(file) > 1:

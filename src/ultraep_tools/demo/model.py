@@ -1,5 +1,7 @@
 """A small Mixture-of-Experts language model whose MLPs are `BalancedMoE` layers.
 
+The demo trains and serves it; the examples train it.
+
 Shapes: B sequences, T tokens, D model width, H heads, C width of a head, V vocabulary, E experts.
 """
 
@@ -15,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from ultraep.errors import ConfigError
 from ultraep.layer import BalancedMoE
 from ultraep.microbatch import AnyPlan
-from ultraep.parallel.full_state import moe_layers
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
 
@@ -32,7 +33,6 @@ class ModelConfig:
     top_k: int = 2
     layers: int = 3
     heads: int = 4
-    tied: bool = True  # embedding and head share their weights
 
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads):
@@ -46,13 +46,7 @@ class TinyMoE(nn.Module):
     """A model of bytes that returns the logits of the next byte."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        balancer: Balancer,
-        *,
-        seed: int = 0,
-        checkpointing: bool = False,
-        bitwise: bool = False,
+        self, config: ModelConfig, balancer: Balancer, *, seed: int = 0, checkpointing: bool = False
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)  # the same weights on all ranks
@@ -61,19 +55,14 @@ class TinyMoE(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, config.hidden)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(
-            Block(config, balancer, seed=1000 * seed + 2 * layer, bitwise=bitwise)
-            for layer in range(config.layers)
+            Block(config, balancer, seed=1000 * seed + 2 * layer) for layer in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.hidden)
         self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
-        if config.tied:
-            self.head.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight
 
     def forward(
-        self,
-        tokens_BT: torch.Tensor,
-        positions_BT: torch.Tensor | None = None,
-        policy: str | None = None,
+        self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[B, T, V] logits. A position 0 begins another text in the same sequence."""
         mask = None
@@ -86,51 +75,43 @@ class TinyMoE(nn.Module):
         x, uneven = self.embedding(tokens_BT), []
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                x, loss = checkpoint(block, x, positions_BT, mask, policy, use_reentrant=False)
+                x, loss = checkpoint(block, x, positions_BT, mask, use_reentrant=False)
             else:
-                x, loss = block(x, positions_BT, mask, policy)
+                x, loss = block(x, positions_BT, mask)
             uneven.append(loss)
         self.unevenness = torch.stack(uneven).sum()
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
+    @property
+    def layers(self) -> list[BalancedMoE]:
+        return [block.moe for block in self.blocks]  # type: ignore[misc]
+
     def last_plans(self) -> list[Plan]:
-        plans = (moe.last_plan for moe in moe_layers(self).values())
+        """Return the plan of every layer in the last forward pass."""
+        plans = (moe.last_plan for moe in self.layers)
         return [plan.to_host() for plan in plans if plan is not None]
 
 
 class Block(nn.Module):
     """Attention and experts, with residual connections."""
 
-    def __init__(
-        self, config: ModelConfig, balancer: Balancer, *, seed: int, bitwise: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, balancer: Balancer, *, seed: int) -> None:
         super().__init__()
         self.heads = config.heads
         self.norms = nn.ModuleList(nn.RMSNorm(config.hidden) for _ in range(2))
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
         self.moe = BalancedMoE.swiglu(
-            config.hidden,
-            config.ffn,
-            config.experts,
-            config.top_k,
-            balancer=balancer,
-            bitwise=bitwise,
-            seed=seed,
+            config.hidden, config.ffn, config.experts, config.top_k, balancer=balancer, seed=seed
         )
 
     def forward(
-        self,
-        x_BTD: torch.Tensor,
-        positions_BT: torch.Tensor,
-        mask: torch.Tensor | None,
-        policy: str | None,
+        self, x_BTD: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, T, D] outputs, and the auxiliary loss of this block."""
         x_BTD = x_BTD + self.attend(self.norms[0](x_BTD), positions_BT, mask)
-        tokens_BTD = self.norms[1](x_BTD)
-        y_BTD, routing = self.moe(tokens_BTD, policy=policy, with_routing=True)
+        y_BTD, routing = self.moe(self.norms[1](x_BTD), with_routing=True)
         return x_BTD + y_BTD, unevenness(self.moe.last_plan, routing.logits)
 
     def attend(

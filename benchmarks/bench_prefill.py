@@ -36,7 +36,6 @@ from layers import AFTER, BEFORE, PLAIN, distance, on_ranks, qwen3_config
 from load_cases import HotRank, Shape, ids_with
 from mps import device_of_rank, report_of_ranks
 from timing import free, in_turns, medians, on_gpu, print_progress
-
 from ultraep_tools.serving.engine import Engine, EvenTurns, ForcedChoices, from_first, policy_of
 from ultraep_tools.serving.load import (
     Arrival,
