@@ -1,20 +1,21 @@
-"""Time to first token of the serving engine in eight processes on one GPU, while prompts arrive.
+"""Time to first token of a transformers model in expert-parallel ranks, while prompts arrive.
 
-    python benchmarks/bench_serving_gpu.py              # needs a GPU, CUDA MPS and transformers
-    python benchmarks/bench_serving_gpu.py --toy        # two CPU processes, tiny, for CI
+    python benchmarks/bench_prefill.py          # a GPU with CUDA MPS, else two cores
+    python benchmarks/bench_prefill.py --toy    # two CPU processes, tiny, for CI
 
-Every process is a rank with a share of the multiprocessors of the GPU (`mps.py`). The engine of
-`ultraep bench prefill` serves a random Qwen3-MoE with the layers of Qwen3-30B-A3B. Prompts are
-texts from Python's own library and arrive as a Poisson process, at fractions of the throughput
-without balancing. Four variants alternate with the same prompts:
+On a GPU, eight processes share it (`mps.py`) and serve six layers of Qwen3-30B-A3B; on CPUs, two
+processes with a core each serve three layers of eight experts. Weights are random, and prompts are
+texts from Python's own library. They arrive as a Poisson process, at fractions of the throughput
+without balancing, whether or not earlier prompts are answered. Four variants alternate with the
+same prompts:
 
     unmodified             the model of transformers; every rank holds all experts
     none                   expert parallelism without balancing
     default                expert parallelism with the default settings of ultraep
     forced even routing    `none`, with experts assigned in turn: a ceiling
 
-The model's own router chooses the experts, then a fixed routing with one hot rank. Before the
-timing, the first tokens of every variant are compared with the unmodified model.
+The model's own router chooses the experts, then a fixed routing: one hot rank, or on CPUs experts
+in turn. Before the timing, first tokens of every variant are compared with the unmodified model.
 
 Shapes: n prompts, T tokens, K experts per token, V vocabulary.
 """
@@ -25,40 +26,42 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from harness import Line, Metric, Mismatch, options_parser
 from layers import AFTER, BEFORE, PLAIN, distance, on_ranks, qwen3_config
 from load_cases import HotRank, Shape, ids_with
 from mps import device_of_rank, report_of_ranks
-from timing import free, in_turns, medians, on_gpu, print_progress
-from ultraep_tools.serving.engine import Engine, EvenTurns, ForcedChoices, from_first, policy_of
-from ultraep_tools.serving.load import (
-    Arrival,
+from prefill_model import FORCED, NONE, ServedTransformers, add_hook
+from timing import free, in_turns, medians, print_progress
+
+from ultraep_tools.demo.even import EvenTurns
+from ultraep_tools.demo.prefill import (
+    Engine,
     Lengths,
-    LoadOptions,
     Prompt,
+    Turn,
+    from_first,
     make_prompts,
     next_microbatch,
 )
-from ultraep_tools.serving.measure import FORCED, Turn, under_load
-from ultraep_tools.serving.run import TransformersModel, random_model
+from ultraep_tools.demo.text import Text
 
-NONE, OURS = "none", "ultraep"
+OURS = "ultraep"
 VARIANTS = (PLAIN, NONE, OURS, FORCED)
 LABELS = {OURS: "default", FORCED: "forced even routing"}
-OWN, HOT = "own router", "one hot rank"
+OWN = "own router"
 SEED = 0
 VOCABULARY = 256  # bytes of text
 COMPARED = 4  # microbatches whose first tokens are compared
 FULL = 4  # microbatches of a trial at full load
 TRIALS = 3
-TURN_FIELDS = ("variant", "rate", "number", "waited", "tokens", "seconds", "before", "after")
-LONGEST_TURN = 3.0  # seconds of arrivals
 # Rounding in bfloat16 changes near ties, of first tokens and of the experts that routers choose.
 # Unrelated logits differ by 1.4.
 ERROR_LIMIT = {"cpu": 1e-4, "cuda": 0.25}  # relative difference of logits
@@ -71,20 +74,29 @@ SERVED = Metric("throughput", "prompts/s", "prompts/s", ".1f")
 SPEED = Metric("throughput_tokens", "tokens/s", "tokens/s", ".0f")
 FASTER = Metric("throughput_gain_over_none", "ratio", "over none", ".3f")
 EQUAL = Metric("first_tokens_equal_to_unmodified", "share", "equal", ".3f")
-LOST = Metric("unanswered", "prompts", "lost", ".0f")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale(Shape):
-    """The model, the load, and how long it is measured. tokens: of a full microbatch."""
+    """The model, the load, and how long it is measured.
+
+    tokens: of a full microbatch.   hot: the fixed routing; None: experts in turn.
+    seconds: of arrivals in a turn.   limit: seconds from the start to the end of the last turn.
+    """
 
     layers: int
     attention: dict[str, int]
-    hot: HotRank
+    hot: HotRank | None
     lengths: Lengths
-    shares: tuple[float, ...] = (0.75, 1.0)  # of the throughput without balancing
+    shares: tuple[float, ...]  # of the throughput without balancing
+    slots: int = 1
     rounds: int = 2
-    limit: float = 135.0  # seconds from the start to the end of the last turn
+    seconds: float = 3.0
+    limit: float = 135.0
+
+    @property
+    def routings(self) -> tuple[str, str]:
+        return OWN, "one hot rank" if self.hot else "even routing"
 
 
 CARD = Scale(
@@ -98,6 +110,23 @@ CARD = Scale(
     attention={"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
     hot=HotRank(2.0),
     lengths=Lengths(shortest=64, longest=1024, burst=64),
+    shares=(0.75, 1.0),
+)
+CORES = Scale(
+    hidden=512,
+    ffn=1536,
+    experts=8,
+    top_k=2,
+    tokens=320,
+    ranks=2,
+    layers=3,
+    attention={"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},
+    hot=None,
+    lengths=Lengths(shortest=16, longest=256, burst=12),
+    shares=(0.4, 0.8, 1.1, 1.4),
+    slots=2,
+    seconds=5.0,
+    limit=600.0,
 )
 TOY = Scale(
     hidden=32,
@@ -116,31 +145,62 @@ TOY = Scale(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A turn, and what it served."""
+
+    routing: str
+    rate: float  # prompts per second
+    variant: str
+    turn: Turn
+
+
 class Rank:
     """The models and engines of one rank. Creating it is collective."""
 
     def __init__(self, rank: int, scale: Scale, device: torch.device) -> None:
         self.rank, self.scale, self.device = rank, scale, device
+        self.texts = Text().training
         self.balanced = self._balanced_model()
-        self.plain = TransformersModel(self._random_model())
+        self.plain = ServedTransformers(self._random_model())
         self.progress("models drawn")
         topology = self.balanced.use(NONE)[0].topology
-        self.even = add_hook(self.plain, EvenTurns(topology, rank).chosen)
-        ids_TK = ids_with(scale.hot.draw(scale)[rank], scale, seed=rank).long().to(device)
-        models = self.balanced, self.plain
-        self.hot = [add_hook(model, lambda chosen: ids_TK[: len(chosen)]) for model in models]
-        self.engine, self.plain_engine = (Engine(model, budget=scale.tokens) for model in models)
+        self.even = add_hook(self.plain.model, EvenTurns(topology, rank).replace)
+        if scale.hot is not None:
+            loads_E = scale.hot.draw(scale)[rank]
+            self.hot_ids_TK = ids_with(loads_E, scale, seed=rank).long().to(device)
+        self.fixed = []
+        for served in (self.balanced, self.plain):
+            in_turn = EvenTurns(topology, rank).replace
+            self.fixed.append(add_hook(served.model, self._hot_ids if scale.hot else in_turn))
+        self.engine, self.plain_engine = (
+            Engine(served, scale.tokens) for served in (self.balanced, self.plain)
+        )
+
+    def _hot_ids(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        """[T, K] choices that make one rank hot."""
+        return self.hot_ids_TK[: len(ids_TK)]
 
     def progress(self, text: str) -> None:
         if self.rank == 0:
             print_progress(text)
 
     def _random_model(self) -> Any:
+        """Draw a Qwen3-MoE on the device; the same weights on all ranks."""
+        from transformers import Qwen3MoeForCausalLM
+
         sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": self.scale.layers}
         config = qwen3_config(self.scale, **sizes, **self.scale.attention)
-        return random_model(config, SEED, self.device)
+        torch.manual_seed(SEED)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        torch.set_default_dtype(dtype)
+        try:
+            with self.device:
+                return Qwen3MoeForCausalLM(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
 
-    def _balanced_model(self) -> TransformersModel:
+    def _balanced_model(self) -> ServedTransformers:
         """Draw the model with all experts; then keep the home experts of this rank."""
         from ultraep.integrations.transformers import balance
 
@@ -148,27 +208,28 @@ class Rank:
         balance(
             model,
             policy=NONE,
+            slots=scale.slots,
             capacity=scale.ranks * scale.rows,  # of all ranks, so that no memory grows in a turn
             timeout=120.0,
         )
         free()
-        return TransformersModel(model)
+        return ServedTransformers(model)
 
     def route(self, routing: str) -> None:
-        """Let the model's router choose, or one rank be hot."""
-        for hook in self.hot:
-            hook.on = routing == HOT
+        """Let the model's router choose, or use the fixed routing."""
+        for hook in self.fixed:
+            hook.on = routing != OWN
 
-    def serve(self, prompts: Sequence[Prompt], variant: str, rate: float, number: int) -> Turn:
+    def serve(self, prompts: Sequence[Prompt], variant: str) -> Turn:
         """Serve the prompts with one variant."""
         engine = self.plain_engine if variant == PLAIN else self.engine
-        return engine.serve(prompts, variant, rate, number)
+        return engine.serve(prompts, variant)
 
     def prompts_at_once(self, tokens: int, *seed: int) -> list[Prompt]:
         """Prompts with about this many tokens, which arrive at the same time."""
         lengths = self.scale.lengths
-        arrivals = [Arrival(0.0)] * round(tokens / lengths.mean)
-        return make_prompts(arrivals, lengths, [SEED, *seed], 1)
+        arrivals = [0.0] * round(tokens / lengths.mean)
+        return make_prompts(arrivals, lengths, [SEED, *seed], self.texts)
 
     # -- equality --------------------------------------------------------------------------------
 
@@ -180,25 +241,22 @@ class Rank:
         for _ in range(COMPARED):  # all ranks run as many
             (batch,) = next_microbatch(prompts, 1, budget)
             del prompts[: len(batch)]
-            batches.append([self.plain.encode(prompt) for prompt in batch])
-        own, even = (self._logits(self.plain, batches, even=on) for on in (False, True))
+            batches.append([prompt.ids for prompt in batch])
+        own, even = (self._logits_of_plain(batches, even=on) for on in (False, True))
         equal = {PLAIN: 1.0}
         for variant in (NONE, OURS, FORCED):
-            self.balanced.use(policy_of(variant))
-            logits = self._logits(self.balanced, batches, even=variant == FORCED)
+            self.balanced.use(variant)
+            logits = torch.cat([self.balanced.last_logits(texts) for texts in batches]).float()
             wanted = even if variant == FORCED else own
             equal[variant] = self._share_of_equal(f"{routing}, {variant}", logits, wanted)
         return equal
 
-    def _logits(
-        self, served: TransformersModel, batches: list[list[torch.Tensor]], *, even: bool
-    ) -> torch.Tensor:
-        """[n, V] logits of the first tokens."""
-        for choices in (*served.even_choices, self.even):
-            choices.on = even
-        logits = [served.last_logits(texts)[: len(texts)] for texts in batches]
+    def _logits_of_plain(self, batches: list[list[torch.Tensor]], *, even: bool) -> torch.Tensor:
+        """[n, V] logits of the first tokens of the unmodified model."""
+        self.even.on = even
+        logits = torch.cat([self.plain.last_logits(texts) for texts in batches]).float()
         self.even.on = False
-        return torch.cat(logits).float()
+        return logits
 
     def _share_of_equal(self, what: str, logits: torch.Tensor, wanted: torch.Tensor) -> float:
         """Raise if logits differ; return the share of equal first tokens on the worst rank."""
@@ -223,39 +281,37 @@ class Rank:
         prompts = self.prompts_at_once(FULL * self.scale.ranks * self.scale.tokens, 2)
 
         def tokens_per_second(variant: str) -> float:
-            turn = self.serve(prompts, variant, math.inf, 0)
-            return sum(turn.tokens) / turn.seconds
+            return self.serve(prompts, variant).tokens_per_second
 
         speeds = medians(in_turns(VARIANTS, TRIALS, tokens_per_second, warmup=2))
         rounded = {variant: round(speed) for variant, speed in speeds.items()}
         self.progress(f"{routing}: tokens/s at full load: {rounded}")
         return speeds
 
-    def turns(self, routing: str, seconds: float, tokens_per_second: float) -> list[Turn]:
-        """Serve all variants at all rates, in turns."""
+    def turns(self, routing: str, seconds: float, tokens_per_second: float) -> list[Served]:
+        """Serve all variants at all rates; variants take turns at going first."""
         self.route(routing)
-        lengths, rounds = self.scale.lengths, self.scale.rounds
-        most = tokens_per_second / lengths.mean
-        rates = [float(f"{share * most:.3g}") for share in self.scale.shares]
-        load = LoadOptions(seconds=seconds, rounds=rounds, lengths=lengths, seed=SEED + 3)
-        turns = [
-            self.serve(load.prompts(rate, number, 1), variant, rate, number)
-            for variant, rate, number in load.turns(VARIANTS, rates)
-        ]
-        self.progress(f"{routing}: {len(turns)} turns served")
-        return turns
+        lengths, served = self.scale.lengths, []
+        for number in range(self.scale.rounds):
+            for place, share in enumerate(self.scale.shares):
+                rate = float(f"{share * tokens_per_second / lengths.mean:.3g}")
+                seed = [SEED, number, place]
+                arrivals = poisson(rate, seconds, seed)
+                prompts = make_prompts(arrivals, lengths, [*seed, 1], self.texts)
+                first = (number + place) % len(VARIANTS)
+                for variant in VARIANTS[first:] + VARIANTS[:first]:
+                    turn = self.serve(prompts, variant)
+                    served.append(Served(routing=routing, rate=rate, variant=variant, turn=turn))
+                    self.progress(f"{routing}, {rate:g} prompts/s, {variant}")
+        return served
 
 
-def add_hook(
-    served: TransformersModel, choose: Callable[[torch.Tensor], torch.Tensor]
-) -> ForcedChoices:
-    """Add a hook to all experts, which runs before their other hooks."""
-    from ultraep.integrations.transformers.balance import registered_experts
-
-    hook = ForcedChoices(choose)
-    for module in registered_experts(served.model).values():
-        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-    return hook
+def poisson(rate: float, seconds: float, seed: Sequence[int]) -> list[float]:
+    """Draw arrivals, `rate` per second on average, from second 0 on."""
+    rng = np.random.default_rng(list(seed))
+    gaps = rng.exponential(1 / rate, size=math.ceil(3 * rate * seconds) + 10)
+    later = takewhile(lambda second: second < seconds, np.cumsum(gaps).tolist())
+    return [0.0, *later]
 
 
 def on_rank(number: int, scale: Scale, cuda: bool, began: float) -> dict[str, Any]:
@@ -263,42 +319,55 @@ def on_rank(number: int, scale: Scale, cuda: bool, began: float) -> dict[str, An
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch uses a slower kernel
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would prepare a plan for every length
     rank = Rank(number, scale, device_of_rank(cuda=cuda))
-    equal = {routing: rank.compare(routing) for routing in (OWN, HOT)}
+    equal = {routing: rank.compare(routing) for routing in scale.routings}
     full_load = {routing: rank.full_load(routing) for routing in equal}
     count = len(equal) * len(VARIANTS) * len(scale.shares) * scale.rounds
     left = scale.limit - (time.time() - began)
-    seconds: float = from_first(min(LONGEST_TURN, max(0.3, left / count / 1.25)))
+    seconds: float = from_first(min(scale.seconds, max(0.3, left / count / 1.25)))
     rank.progress(f"{count} turns with {seconds:.1f} s of arrivals each")
-    routings = {}
-    for routing, speeds in full_load.items():
-        turns = rank.turns(routing, seconds, from_first(speeds[NONE]))
-        served = [{name: getattr(turn, name) for name in TURN_FIELDS} for turn in turns]
-        routings[routing] = {"turns": served, "full load": speeds, "equal": equal[routing]}
+    turns = [
+        asdict(served)
+        for routing, speeds in full_load.items()
+        for served in rank.turns(routing, seconds, from_first(speeds[NONE]))
+    ]
     rank.balanced.close()
-    return {"routings": routings, "seconds": seconds}
+    return {"equal": equal, "full load": full_load, "turns": turns, "seconds": seconds}
 
 
-def load_lines(turns: Sequence[Turn], prompts_per_second: float) -> list[Line]:
+# -- tables --------------------------------------------------------------------------------------
+
+
+def load_lines(served: Sequence[Mapping[str, Any]], prompts_per_second: float) -> list[Line]:
     """A line per rate and variant. prompts_per_second: at full load, without balancing."""
-    loads = under_load(sorted(turns, key=lambda turn: VARIANTS.index(turn.variant)))
-    p50_of_none = {load.rate: load.percentile(50) for load in loads if load.variant == NONE}
+    groups: dict[tuple[float, int], list[Mapping[str, Any]]] = {}
+    for one in served:
+        groups.setdefault((one["rate"], VARIANTS.index(one["variant"])), []).append(one["turn"])
+    waits = {
+        key: [1e3 * wait for turn in turns for wait in turn["waited"]]
+        for key, turns in groups.items()
+    }
     lines = []
-    for load in loads:
-        none, p50, p95 = p50_of_none[load.rate], load.percentile(50), load.percentile(95)
+    for (rate, place), turns in sorted(groups.items()):
+        waited, seconds = waits[rate, place], sum(turn["seconds"] for turn in turns)
+        none = np.median(waits[rate, VARIANTS.index(NONE)])
         values = {
-            P50: 1e3 * p50 if p50 else None,
-            P95: 1e3 * p95 if p95 else None,
-            SOONER: none / p50 if none and p50 else None,
-            SERVED: load.throughput,
-            SPEED: load.tokens / load.seconds,
-            BEFORE: load.mean("before"),
-            AFTER: load.mean("after"),
-            LOST: load.unanswered,
+            P50: float(np.median(waited)),
+            P95: float(np.percentile(waited, 95)),
+            SOONER: float(none / np.median(waited)),
+            SERVED: len(waited) / seconds,
+            SPEED: sum(sum(turn["tokens"]) for turn in turns) / seconds,
+            BEFORE: mean_of(turns, "before"),
+            AFTER: mean_of(turns, "after"),
         }
-        share = f"{load.rate / prompts_per_second:.0%}"
-        variant = LABELS.get(load.variant, load.variant)
-        lines.append(Line({"load": share, "rate": load.rate, "variant": variant}, values))
+        variant = LABELS.get(VARIANTS[place], VARIANTS[place])
+        case = {"load": f"{rate / prompts_per_second:.0%}", "rate": rate, "variant": variant}
+        lines.append(Line(case, values))
     return lines
+
+
+def mean_of(turns: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [turn[name] for turn in turns if turn[name] is not None]
+    return float(np.mean(values)) if values else None
 
 
 def full_load_lines(speeds: Mapping[str, float], equal: Mapping[str, float]) -> list[Line]:
@@ -313,22 +382,22 @@ def full_load_lines(speeds: Mapping[str, float], equal: Mapping[str, float]) -> 
 def main(argv: Sequence[str]) -> None:
     began = time.time()
     options = options_parser(__doc__).parse_args(argv[1:])
-    cuda = on_gpu(toy=options.toy) and not options.toy
-    scale = TOY if options.toy else CARD
+    cuda = torch.cuda.is_available() and not options.toy
+    scale = TOY if options.toy else CARD if cuda else CORES
     if options.quick:
         scale = replace(scale, shares=scale.shares[-1:])
     lengths = scale.lengths
     about = f"EP{scale.ranks}: {scale.layers} layers, {scale.about}"
     prompts = f"{lengths.shortest} to {lengths.longest} tokens per prompt"
-    with report_of_ranks("serving_gpu", argv, scale.ranks, cuda=cuda) as report:
+    with report_of_ranks("prefill", argv, scale.ranks, cuda=cuda) as report:
         results = on_ranks(scale.ranks, on_rank, scale, cuda, began)
-    for routing, result in results["routings"].items():
-        speeds, turns = result["full load"], [Turn(**turn) for turn in result["turns"]]
+    for routing, speeds in results["full load"].items():
         report.section = f"{routing}, full load"
-        lines = full_load_lines(speeds, result["equal"])
+        lines = full_load_lines(speeds, results["equal"][routing])
         report.add(f"{about}; {routing}; all prompts at once", lines)
         report.section = routing
         title = f"{about}; {routing}; {prompts}, {scale.tokens} per rank and microbatch"
+        turns = [one for one in results["turns"] if one["routing"] == routing]
         report.add(title, load_lines(turns, speeds[NONE] / lengths.mean))
     report.write(options.json)
     report.note(f"{scale.rounds} turns per line, {results['seconds']:.1f} s of arrivals each")

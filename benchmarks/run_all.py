@@ -27,8 +27,8 @@ NEEDS = {  # all other scripts run anywhere
     "bench_grouped.py": ("a GPU",),
     "bench_plan.py": ("scipy",),
     "bench_planner_gpu.py": ("a GPU",),
+    "bench_prefill.py": ("transformers",),
     "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),
-    "bench_serving_gpu.py": ("a GPU", "CUDA MPS", "transformers"),
     "bench_single.py": ("a GPU",),
 }
 OPTIONAL = ("scipy", "transformers")

@@ -9,6 +9,8 @@ balancer = ultraep.Balancer(experts=16, slots=1)  # one spare slot per rank
 moe = ultraep.BalancedMoE.swiglu(512, 1024, experts=16, top_k=2, balancer=balancer, seed=3)
 
 x = (torch.randn(2048, 512) + 0.5).requires_grad_()  # the router prefers some experts
+if balancer.rank == 0:
+    print("compiling, and measuring what rows and replicas cost: some seconds ...")
 y = moe(x)
 y.sum().backward()  # adds the gradients of replicas to their home experts
 if balancer.rank == 0:

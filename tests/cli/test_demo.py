@@ -4,29 +4,28 @@ from dataclasses import replace
 
 import pytest
 
-from ultraep.errors import CommunicationError
+from ultraep.errors import BackendUnavailable, CommunicationError
 from ultraep_tools.cli import demo
-from ultraep_tools.demo.result import DemoResult, Note, PolicyResult, Progress
+from ultraep_tools.demo.result import DemoResult, PolicyResult, Progress
 from ultraep_tools.demo.sizes import Sizes
 
 from . import commands
 
 
-def policy_result(policy, after, speed, share, moved):
+def policy_result(policy, after, speed, share, sent):
     values = dict.fromkeys(PolicyResult.__dataclass_fields__, 0.5)
-    values |= {"policy": policy, "losses": [5.5, 2.25], "loss": 2.25, "loss_held_out": 2.5}
+    values |= {"policy": policy, "losses": [5.5, 2.25], "loss": 2.25}
     values |= {"seconds": [0.5, 0.5], "tokens_per_second": 4096.0}
     values |= {"before": [1.25, 1.25], "imbalance_before": 1.25, "imbalance_before_worst": 1.5}
     values |= {"after": [after, after], "imbalance_after": after, "imbalance_after_worst": after}
     values |= {"layer_tokens_per_second": speed, "layer_share": share}
-    return PolicyResult(**values | {"weights_bytes": moved, "gradients_bytes": moved})
+    return PolicyResult(**values | {"bytes_sent": sent})
 
 
 RESULT = DemoResult(
     version="0",
     python="3",
     machine="here",
-    device="cpu",
     seed=0,
     sizes=Sizes(ranks=2),
     parameters=7_300_000,
@@ -36,12 +35,11 @@ RESULT = DemoResult(
     requests=160,
     request_tokens=1000,
     loss_difference=1e-5,
-    loss_difference_last=1e-6,
     wall_seconds=1.0,
     notes=[],
     policies=[
         policy_result("none", 1.25, 16_000.0, 0.8, 0),
-        policy_result("ultraep", 1.0, 19_200.0, 0.96, 1_500_000),
+        policy_result("ultraep", 1.0, 19_200.0, 0.96, 3_000_000),
     ],
 )
 
@@ -55,11 +53,10 @@ def jobs(monkeypatch, tmp_path):
     """Replace the work by its result; return the list of jobs."""
     jobs = []
 
-    def run(job, report, place, output_dir):
+    def run(job, report, output_dir):
         jobs.append(job)
-        report(Note("something about the machine"))
-        report(Progress("training", 1, 2, job.policies[-1], "code", 5.5, 4096.0, 1.25, 1.0))
-        report(Progress("layers", 1, 1, subject="each in turn"))
+        report(Progress(1, 2, f"training, {job.policies[-1]}: code"))
+        report(Progress(1, 1, "measuring the MoE layers"))
         return RESULT
 
     monkeypatch.setattr(demo, "run", run)
@@ -71,10 +68,9 @@ def test_the_output_describes_setup_progress_and_result(jobs, tmp_path):
     assert result.exit_code == 0, result.output
     out = " ".join(result.stdout.split())
     assert out.startswith("demo train a small language model under every policy")
-    assert "time about 4 to 8 minutes, longer if other programs use the cores" in out
+    assert "Starting 2 processes, which load torch" in out
     assert "ranks 2 ranks with one thread and 2 spare slots each" in out
-    assert "note: something about the machine" in out
-    assert "1 training 1/2 ultraep code loss 5.500 4,096 tokens/s imbalance 1.250 -> 1.000" in out
+    assert "running 1/2 training, ultraep: code" in " ".join(result.stderr.split())
     assert "share of forced balance 80.0% 96.0% 100.0%" in out
     assert "MoE layers: tokens/s 16,000 19,200 20,000" in out
     assert "sent for replicas 0 B 3 MB" in out
@@ -97,17 +93,30 @@ def test_options_reach_the_job(jobs, tmp_path):
 
 def test_the_headline_compares_speed_and_loss():
     slower = replace(RESULT.policies[1], layer_tokens_per_second=12_000.0, layer_share=0.6)
-    result = replace(RESULT, policies=[RESULT.policies[0], slower], loss_difference_last=0.02)
-    assert result.headline == "MoE layers 0.75x as fast with ultraep, losses 2.0% apart"
+    result = replace(RESULT, policies=[RESULT.policies[0], slower], loss_difference=0.02)
+    assert result.headline == "MoE layers 0.75x as fast with ultraep, losses up to 2.0% apart"
     alone = replace(RESULT, policies=[RESULT.policies[1]])
     assert alone.headline == "Imbalance 1.25 -> 1.00 with ultraep"
 
 
 def test_a_failed_rank_is_one_line(monkeypatch, tmp_path):
-    def run(job, report, place, output_dir):
+    def run(job, report, output_dir):
         raise CommunicationError("rank 1 failed")
 
     monkeypatch.setattr(demo, "run", run)
     result = invoke("--out", tmp_path)
     assert result.exit_code == 2
-    assert result.stderr == "ultraep: rank 1 failed\n"
+    assert result.stderr.splitlines()[-1] == "ultraep: rank 1 failed"
+
+
+def test_a_missing_plotly_is_a_note_before_the_work(jobs, monkeypatch, tmp_path):
+    def require_plotly():
+        raise BackendUnavailable("pages with plots need plotly: pip install it")
+
+    monkeypatch.setattr(demo, "require_plotly", require_plotly)
+    result = invoke("--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    note = "note: there will be no report.html: pages with plots need plotly: pip install it"
+    assert result.stdout.index(note) < result.stdout.index("Starting")
+    assert not (tmp_path / "report.html").exists()
+    assert (tmp_path / "result.json").exists()

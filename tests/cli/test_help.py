@@ -28,7 +28,7 @@ OPTIONS = {
     "--seed --sequence-length --slots --text --tokens --window model",
     "simulate": f"{SCENARIO} --interval --policy --presets --slots --tolerance",
     "advise": SCENARIO,
-    "demo": "--device --no-report --out --policy --quick --ranks --seed --steps",
+    "demo": "--no-report --out --policy --quick --ranks --seed --steps",
     "env": "--json",
     "view": "--export --force --live --open --port paths",
     "trace info": "--json path",

@@ -12,7 +12,6 @@ from pathlib import Path
 from ultraep_tools.demo.sizes import Job, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY_COMMAND = Path(__file__).with_name("tiny_command.py")
 LIMIT = 300.0  # seconds; reached only by a program that hangs
 TINY = {
     "ranks": 2,
@@ -25,7 +24,6 @@ TINY = {
     "tokens": 128,
     "length": 32,
     "steps": 6,
-    "seconds": None,
     "requests": 12,
     "longest": 64,
     "rounds": 1,
@@ -52,13 +50,13 @@ def start(*command, **environment):
 
 
 def wait_for_line(process, words):
-    """Read the output up to a line with these words; return all lines."""
+    """Read the errors up to a line with these words; return all lines."""
     lines = []
-    for line in process.stdout:
+    for line in process.stderr:
         lines.append(line)
         if words in line:
             return lines
-    raise AssertionError(f"{''.join(lines)}\n{process.stderr.read()}")
+    raise AssertionError(f"{''.join(lines)}\n{process.communicate()}")
 
 
 def children(pid):

@@ -14,10 +14,10 @@ from demo.runs import tiny_job
 from ultraep.errors import FileError
 from ultraep_tools.cli import demo
 from ultraep_tools.demo import sizes as module
+from ultraep_tools.demo import text as texts
 from ultraep_tools.demo.result import trace_folder
 from ultraep_tools.demo.sizes import GIB, Machine, choose
-from ultraep_tools.tiny import text as texts
-from ultraep_tools.tiny.text import SUBJECTS, Text
+from ultraep_tools.demo.text import Text, library_text
 
 MARKER = ".ultraep-demo"
 POLICIES = ("none", "ultraep")
@@ -99,16 +99,15 @@ def test_ranks_are_a_power_of_two_by_cores(cores, ranks, slots):
     assert (sizes.ranks, sizes.slots) == (ranks, slots)
 
 
-def test_little_memory_reduces_tokens_and_ranks_with_a_note():
+def test_little_memory_reduces_ranks_with_a_note():
     plenty = choose(Machine(8, 64 * GIB))
     assert plenty == choose(Machine(8, None))
-    sizes, notes = choose(Machine(8, 5 * GIB))
-    assert sizes.tokens < plenty[0].tokens
-    assert sizes.memory() <= 5 * GIB
-    assert "5.0 GiB of memory are free" in notes[0]
-    least, notes = choose(Machine(8, 100_000_000))
-    assert (least.ranks, least.tokens) == (2, module.FEWEST_TOKENS)
-    assert "more than is free" in notes[0]
+    assert (plenty[0].ranks, plenty[1]) == (8, [])
+    sizes, notes = choose(Machine(8, 8 * GIB))
+    assert sizes.ranks == 4
+    assert sizes.memory() <= 8 * GIB
+    assert notes[0].startswith("8.0 GiB of memory are free, and 4 ranks need about ")
+    assert choose(Machine(8, 100_000_000))[0].ranks == 2
     assert choose(Machine(8, 100_000_000), ranks=8)[0].ranks == 8
 
 
@@ -128,14 +127,16 @@ def test_containers_limit_the_machine(monkeypatch):
 
 
 def test_held_out_text_is_never_trained_on():
-    data = SUBJECTS["prose"]()
-    rest, text = len(data) // texts.HELD_OUT, Text({"prose": lambda: data})
-    training = text.sequences(np.random.default_rng(0), [0], len(data) - rest)[0]
-    held_out = text.sequences(np.random.default_rng(0), [0], rest, held_out=True)[0]
-    assert bytes(torch.cat([training, held_out]).tolist()) == data
+    data = library_text()["prose"]
+    text = Text({"prose": data})
+    parts = [text.training["prose"], text.held_out["prose"]]
+    assert bytes(torch.cat(parts).tolist()) == data
+    rng, length = np.random.default_rng(0), len(parts[1])
+    held_out = text.sequences(rng, ["prose"], length, held_out=True)
+    assert torch.equal(held_out[0], parts[1].long())
 
 
 def test_a_missing_library_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(texts.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(FileError, match="no text in Python's library"):
-        Text({"code": SUBJECTS["code"]})
+        Text()

@@ -136,7 +136,6 @@ def _conclude(terminal: Terminal, result: DemoResult) -> None:
         f"Imbalance {last.imbalance_before:.2f} -> {last.imbalance_after:.3f}, "
         f"{last.layer_share:.0%} of the speed of forced balance; losses differ by at most "
         f"{result.loss_difference:.0e}. Measured in {result.wall_seconds:.0f} s.\n",
-        soft_wrap=True,
     )
 
 
