@@ -56,7 +56,6 @@ LONGEST = (
     "backends/test_triton.py",
     "backends/test_stream.py",
     "view/test_page.py",
-    "serving/test_engine.py",
     "runtime/test_mapped.py",
     "integrations/test_transformers_checkpoints.py",
     "runtime/test_faults.py",
