@@ -5,14 +5,14 @@ Shapes: H layers, M microbatches per layer, R ranks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-from rich.progress import track
 from rich.text import Text
 
 from ultraep.arrays import IntArray
@@ -30,7 +30,7 @@ from ultraep_tools.cli import options as cli
 from ultraep_tools.cli import render
 from ultraep_tools.cli.options import argument, option
 from ultraep_tools.cli.render import Outcome
-from ultraep_tools.cli.terminal import Terminal, describe_topology, print_records
+from ultraep_tools.cli.terminal import Terminal, describe_topology, print_records, progress
 from ultraep_tools.report.words import counted
 from ultraep_tools.sim.workload import WINDOW, read_microbatches
 
@@ -39,8 +39,7 @@ EXAMPLE = (
     "Example: ultraep plan run.npz --domain 8 --policy eplb,ultraep --history 4 --json\n\n"
     "Example: ultraep plan routing.npz --ranks 8 --experts 32"
 )
-SAMPLES, SAMPLING_SECONDS = 9, 0.2  # timed calls per policy, and the time after which to stop
-LONG_WORK = 100  # plans that deserve a progress bar
+SAMPLES = 5  # timed calls per policy
 PLAN_NUMBERS = (  # in JSON
     *("initial_imbalance", "imbalance", "lower_bound", "num_replicas"),
     *("max_fanout", "max_ingress", "max_egress", "remote_tokens"),
@@ -108,7 +107,7 @@ def command(options: PlanOptions) -> None:
     Imbalance is the load of the busiest rank over the mean. With --speeds, loads are rows over
     speed. No plan can go below the bound.
 
-    Only the planner runs, no model. The planning time excludes the first call.
+    Only the planner runs, no model. The planning time is the median of several calls.
     """
     configs = options.configs()
     loads_HMRE = read_layers(options)
@@ -186,29 +185,22 @@ def _plan_all(
         loads_RE = loads_HMRE[layer, number]
         return make_plan(loads_RE, topology, config, backend=options.backend, history=past)
 
-    def outcome(index: int, config: BalanceConfig) -> Outcome:
-        layer, number = divmod(index, microbatches)
-        samples = SAMPLES / (layers * microbatches)
-        result, plan_us = _timed(lambda: plan(layer, number, config), samples)
-        without_past = number == 0 and get_policy(config.policy).needs_history
-        return Outcome(layer, index, result, plan_us, without_past)
-
     for config in configs:
         _ = plan(0, 0, config).lower_bound  # compile before timing
-    stderr, indices = Terminal(stderr=True), range(layers * microbatches)
-    quiet = len(indices) * len(configs) < LONG_WORK or not stderr.is_terminal
-    shown = track(indices, "planning", console=stderr, transient=True, disable=quiet)
-    return [outcome(index, config) for index in shown for config in configs]
-
-
-def _timed(plan: Callable[[], Plan], samples: float) -> tuple[Plan, float]:
-    """Return a plan and the median time of `samples` calls, at least one, in microseconds."""
-    times: list[float] = []
-    while not times or (len(times) < samples and sum(times) < SAMPLING_SECONDS):
-        start = perf_counter()
-        result = plan()
-        times.append(perf_counter() - start)
-    return result, 1e6 * median(times)
+    outcomes: list[Outcome] = []
+    count = layers * microbatches
+    with progress("planning", lines=False) as report:
+        for index, config in product(range(count), configs):
+            layer, number = divmod(index, microbatches)
+            times = []
+            for _ in range(max(SAMPLES // count, 1)):
+                began = perf_counter()
+                result = plan(layer, number, config)
+                times.append(1e6 * (perf_counter() - began))
+            without_past = number == 0 and get_policy(config.policy).needs_history
+            outcomes.append(Outcome(layer, index, result, median(times), without_past))
+            report(index + 1, count)
+    return outcomes
 
 
 # -- output --------------------------------------------------------------------------------------

@@ -72,9 +72,10 @@ class ScenarioOptions(cli.Options):
         "of the cluster",
     )
     data_plane: str = option(
-        "How rows and weights move. auto: mapped in one fast-link domain, hybrid in several.",
+        "How rows and weights move: mapped, hybrid or messages. auto: mapped in one fast-link "
+        "domain, hybrid in several.",
         default="auto",
-        metavar="auto|mapped|hybrid|messages",
+        metavar="NAME",
     )
     objective: str | None = option(
         "Goal of ultraep's plans. time: make only replicas that pay; balance: meet the tolerance.",
