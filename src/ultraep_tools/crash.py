@@ -230,8 +230,8 @@ class Crash:
             clock = time.strftime("%H:%M:%S", time.localtime(first.written - first.since))
             when = "{:.1f} s before, at {}" if doing.startswith("had") else "for {:.1f} s, since {}"
             error = next((f.errors[0] for f in flights if f.errors and not f.own_error), "")
-            frames = next((frames for f in flights if (frames := _frames(f.stack))), [])
-            thread = f", with the main thread at {frames[0]}" if frames else ""
+            frame = next((frame for f in flights if (frame := _own_frame(f.stack))), "")
+            thread = f", with the main thread at {frame}" if frame else ""
             ending = ", and stopped with" if error else "."
             yield f"{_subject(ranks)} {doing} {when.format(first.since, clock)}{thread}{ending}"
             if error:
@@ -364,6 +364,8 @@ def _doing(flight: FlightFile) -> str:
     return "waited in" if flight.last.waits and not flight.own_error else "stayed in"
 
 
-def _frames(stack: str) -> list[str]:
-    """Return the frames of a stack that faulthandler wrote, the innermost first."""
-    return [_short(f"{path}:{line} in {name}") for path, line, name in FRAME.findall(stack)]
+def _own_frame(stack: str) -> str:
+    """Return the innermost frame of the program itself in a stack that faulthandler wrote."""
+    frames = [f"{path}:{line} in {name}" for path, line, name in FRAME.findall(stack)]
+    own = [frame for frame in frames if "site-packages" not in frame]
+    return _short((own or frames or [""])[0])

@@ -198,4 +198,4 @@ def _time(stats: Stats) -> str:
 
 
 def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2g} ms"
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"

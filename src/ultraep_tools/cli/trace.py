@@ -131,7 +131,7 @@ def _rates(trace: Trace) -> Iterator[str]:
 
 
 def _range(low: float, high: float) -> str:
-    shown = [f"{value:,.0f}" if value >= MOST_DECIMALS else f"{value:.2g}" for value in (low, high)]
+    shown = [f"{value:,.0f}" if value >= MOST_DECIMALS else f"{value:.3g}" for value in (low, high)]
     return " to ".join(dict.fromkeys(shown))
 
 
