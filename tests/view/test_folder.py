@@ -226,9 +226,10 @@ def test_totals_are_those_of_the_balanced_records(tmp_path):
                 recorder.add(plan=plan, slot_rows=arrived(plan, rank), step=step)
     numbers = table.overview(read(tmp_path).table)
     totals = numbers["totals"]
-    assert (totals["records"], totals["unbalanced"], totals["moments"]) == (1, 1, 1)
+    assert (totals["records"], numbers["unbalanced"], totals["moments"]) == (1, 1, 1)
     assert totals["before"] == pytest.approx(plans[0].imbalance, abs=1e-6)
     assert totals["after"] == pytest.approx(plans[1].imbalance, abs=1e-6)
+    assert numbers["layers"]["after"] == [totals["after"]]
     lines = [round(plan.imbalance, 6) for plan in plans]
     assert numbers["lines"]["after"]["mean"] == pytest.approx(lines)
 

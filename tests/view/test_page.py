@@ -173,10 +173,10 @@ def test_two_traces_are_compared(page, run, trace, tmp_path):
         goto(page, server, "")
         after = trace.imbalance_after.mean()
         assert page.text("verdict").startswith("MoE layers 1.00x as fast, imbalance")
-        assert page.text("against") == "ultraep (policy ultraep) compared with none (policy none)"
+        assert page.text("against") == "ultraep compared with none"
         rows = page.run(ROWS.format("#table"))
-        assert [row[:2] for row in rows] == [["none", "none"], ["ultraep", "ultraep"]]
-        assert rows[0][2] == f"{trace.imbalance_before.mean():.3f} \u2192 {after:.3f}"
+        assert [row[0] for row in rows] == ["none", "ultraep"]
+        assert rows[0][1] == f"{trace.imbalance_before.mean():.3f} \u2192 {after:.3f}"
         words = page.run(
             "gainWords({training: {loss: [2, 1], tokens_per_second: [50, 100, 100]}},"
             " {training: {loss: [2, 1.0005], tokens_per_second: [116, 116, 116]}})"

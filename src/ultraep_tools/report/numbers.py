@@ -19,10 +19,10 @@ MOST_NUMBERS = 400_000  # in the microbatches that a page offers
 DIGITS = 6
 
 
-def plain(values: Any) -> list[float | None]:
+def plain(values: Any, digits: int = DIGITS) -> list[float | None]:
     """Return rounded numbers for JSON, with None for NaN and infinity."""
     numbers = np.asarray(values, dtype=np.float64).tolist()
-    return [round(value, DIGITS) if math.isfinite(value) else None for value in numbers]
+    return [round(value, digits) if math.isfinite(value) else None for value in numbers]
 
 
 def grouped(

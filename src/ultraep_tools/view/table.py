@@ -20,10 +20,9 @@ from ultraep.config import PER_SECOND
 from ultraep.errors import ConfigError
 from ultraep.plan import Plan
 from ultraep.trace.read import Trace
-from ultraep.trace.schema import KEY, Array, Key, of_backward
+from ultraep.trace.schema import KEY, Key, of_backward
 from ultraep_tools.report.numbers import FloatArray, Numbers, microbatch, plain
 
-MOST_LAYERS = 4096
 MOST_PLANS = 4000  # records of a replay
 LAST = 2**62  # after all moments
 SUMS = ("copies", "bytes", "lost", "saved", "cost")
@@ -89,17 +88,17 @@ class Table:
 def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) -> Numbers:
     """Return lines over time, means by layer and totals of a range of moments.
 
-    most: points of a line.
+    Means and totals are those of the balanced records, or of all if none is balanced.
+
+    most: points of a line.   unbalanced: records that means and totals leave out.
     """
-    if len(table.layers[0]) > MOST_LAYERS:
-        raise ConfigError(
-            f"the trace has {len(table.layers[0]):,} layers, at most {MOST_LAYERS:,} are shown"
-        )
     step_M, microbatch_M, moment_N = table.moments
     begin, end = max(0, begin), min(len(step_M), end)
     per_point = max(1, math.ceil((end - begin) / most))
     starts = np.arange(begin, end, per_point)
     records = table.within(begin, end)
+    balanced = records[table.balanced[records]]
+    kept = balanced if len(balanced) else records
     point_N = (moment_N[records] - begin) // per_point
     several = len(np.unique(microbatch_M)) > 1
     return {
@@ -112,8 +111,9 @@ def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) 
         "moments": len(step_M),
         "domains": [],
         "lines": lines(table, records, point_N, np.diff(np.append(starts, end))),
-        "layers": by_layer(table, records),
-        "totals": totals(table, records),
+        "layers": by_layer(table, kept),
+        "totals": totals(table, kept),
+        "unbalanced": len(records) - len(kept),
     }
 
 
@@ -148,23 +148,15 @@ def by_layer(table: Table, records: IntArray) -> Numbers:
 
 
 def totals(table: Table, records: IntArray) -> Numbers:
-    """Return means and sums of the balanced records, or of all if none is balanced.
-
-    A sum is None if it is unknown.   unbalanced: records that are left out.
-    """
-    balanced = records[table.balanced[records]]
-    kept = balanced if len(balanced) else records
-    numbers: Numbers = {
-        "records": len(kept),
-        "unbalanced": len(records) - len(kept),
-        "moments": len(np.unique(table.moments[2][kept])),
-    }
+    """Return means and sums of these records; a sum is None if it is unknown."""
+    moments = len(np.unique(table.moments[2][records]))
+    numbers: Numbers = {"records": len(records), "moments": moments}
     for name in ("before", "after"):
-        values = getattr(table, name)[kept]
-        mean, worst = plain([values.mean(), values.max()]) if len(kept) else (None, None)
+        values = getattr(table, name)[records]
+        mean, worst = plain([values.mean(), values.max()]) if len(records) else (None, None)
         numbers |= {name: mean, f"{name}_worst": worst}
     for name in SUMS:
-        values = getattr(table, name)[kept]
+        values = getattr(table, name)[records]
         numbers[name] = None if np.isnan(values).all() else plain([np.nansum(values)])[0]
     return numbers
 
@@ -238,7 +230,8 @@ def stages_of(trace: Trace) -> dict[str, Numbers | None]:
 
 def _stages(trace: Trace, name: str, began: FloatArray, own_G: NDArray[np.bool_]) -> Numbers | None:
     """Return start, duration and waiting time of the stages of all ranks."""
-    seconds, waited = (_finite(times[0, :, own_G].T) for times in (trace.seconds, trace.waited))
+    times = (trace.seconds[0][:, own_G], trace.waited[0][:, own_G])
+    seconds, waited = (np.where(np.isfinite(each), each, 0).astype(float) for each in times)
     if np.isnan(began).all() or not seconds.any():
         return None
     with np.errstate(invalid="ignore"):  # a file may hold any number
@@ -246,15 +239,7 @@ def _stages(trace: Trace, name: str, began: FloatArray, own_G: NDArray[np.bool_]
     return {
         "name": name,
         "stages": [stage for stage, own in zip(trace.header.stages, own_G, strict=True) if own],
-        "begin": [_rounded(row) for row in begin],
-        "seconds": [_rounded(row) for row in seconds],
-        "waited": [_rounded(row) for row in waited],
+        "begin": [plain(row, PLACES) for row in begin],
+        "seconds": [plain(row, PLACES) for row in seconds],
+        "waited": [plain(row, PLACES) for row in waited],
     }
-
-
-def _finite(seconds: Array) -> FloatArray:
-    return np.where(np.isfinite(seconds), seconds, 0).astype(np.float64)
-
-
-def _rounded(values: FloatArray) -> list[float | None]:
-    return [round(value, PLACES) if math.isfinite(value) else None for value in values.tolist()]

@@ -15,14 +15,15 @@ async function loadCompare() {
   const runs = await Promise.all(comparable().map(async ({ name, policy }) => {
     const data = await ask("overview", { trace: name });
     const place = (counts[policy] = (counts[policy] ?? -1) + 1); // runs of one policy share its colour
-    return { name, policy, data, line: { color: policyColour(policy), dash: RUN_DASHES[place % RUN_DASHES.length] } };
+    const label = name === policy ? name : `${name} (${policy})`;
+    return { label, policy, data, line: { color: policyColour(policy), dash: RUN_DASHES[place % RUN_DASHES.length] } };
   }));
   const base = runs.find(({ policy }) => policy === "none") ?? runs[0];
   const others = runs.filter((run) => run !== base);
   const best = others.find(({ policy }) => policy === "ultraep") ?? others[0];
   if (!best) throw new Error("there is no other trace with the same number of ranks and experts");
   find("verdict").textContent = gainWords(base.data, best.data);
-  find("against").textContent = `${best.name} (policy ${best.policy}) compared with ${base.name} (policy ${base.policy})`;
+  find("against").textContent = `${best.label} compared with ${base.label}`;
   showRuns(runs, base);
 }
 
@@ -50,12 +51,12 @@ const speedup = ({ rows_per_second: base }, { rows_per_second: own }) => (base &
 
 function showRuns(runs, base) {
   find("table").replaceChildren(table(
-    ["", "policy", "imbalance", "worst", "replicas per layer", "bytes", "speed of MoE layers"],
-    runs.map(({ name, policy, data }) => {
+    ["", "imbalance", "worst", "speed of MoE layers", "replicas per layer", "bytes"],
+    runs.map(({ label, data }) => {
       const { totals } = data, gain = speedup(base.data, data);
       return [
-        name, policy, `${totals.before.toFixed(3)} \u2192 ${totals.after.toFixed(3)}`, totals.after_worst.toFixed(3),
-        (totals.copies / totals.records).toFixed(1), sizeWords(totals.bytes), gain === null ? "-" : `${gain.toFixed(2)}x`,
+        label, `${totals.before.toFixed(3)} \u2192 ${totals.after.toFixed(3)}`, totals.after_worst.toFixed(3),
+        gain === null ? "-" : `${gain.toFixed(2)}x`, (totals.copies / totals.records).toFixed(1), sizeWords(totals.bytes),
       ];
     }),
   ));
@@ -71,7 +72,7 @@ function runsFigure(runs) {
   return [
     [
       ...runs.map((run) => band(run.data.step, run.data.lines.after, run.line.color)),
-      ...runs.map((run) => line(run.data.step, run.data.lines.after.mean, run.name, run.line.color, { line: run.line })),
+      ...runs.map((run) => line(run.data.step, run.data.lines.after.mean, run.label, run.line.color, { line: run.line })),
     ],
     { xaxis: { ...title(data.axis), showgrid: false }, yaxis: title("imbalance; band: layers") },
   ];
@@ -79,8 +80,8 @@ function runsFigure(runs) {
 
 function runLayersFigure(runs) {
   return [
-    runs.map(({ name, data: { layers }, line: { color } }) => ({
-      type: "bar", x: layers.layer, y: layers.after, name, customdata: layers.after_worst, marker: { color },
+    runs.map(({ label, data: { layers }, line: { color } }) => ({
+      type: "bar", x: layers.layer, y: layers.after, name: label, customdata: layers.after_worst, marker: { color },
       hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
     })),
     { xaxis: { ...title("layer"), type: "category" }, yaxis: title("imbalance, mean"), shapes: [even("x domain", 1)] },
@@ -88,8 +89,8 @@ function runLayersFigure(runs) {
 }
 
 const trainingFigure = (key, words, hovertemplate, axis = {}) => (runs) => [
-  runs.map(({ name, data: { training }, line: own }, place) => // the first line stays visible under the others
-    line(training[key].map((_, step) => step), training[key], name, own.color,
+  runs.map(({ label, data: { training }, line: own }, place) => // the first line stays visible under the others
+    line(training[key].map((_, step) => step), training[key], label, own.color,
       { line: { ...own, width: place ? 2 : 5 }, hovertemplate })),
   { xaxis: { ...title("training step"), showgrid: false }, yaxis: { ...title(words), ...axis } },
 ];

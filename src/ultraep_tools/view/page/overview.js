@@ -18,8 +18,8 @@ async function loadOverview() {
     Object.entries(stages).map(([name, seconds]) => [name, timeWords(seconds)])));
 }
 
-function showAnswer({ totals, unit }) {
-  const { before, after, records, unbalanced, copies, bytes, lost } = totals;
+function showAnswer({ totals, unbalanced, unit }) {
+  const { before, after, records, copies, bytes, lost } = totals;
   find("imbalance").textContent = records ? `Imbalance ${before.toFixed(2)} \u2192 ${after.toFixed(2)}` : "No records yet";
   find("net").textContent = records ? netWords(totals, unit) : "";
   const { name, ranks, experts, slots, policy, created, note } = item();
