@@ -3,9 +3,9 @@
     make paper                                    # some minutes
     python benchmarks/paper.py --toy --out /tmp/x # few layers, for CI
 
-Tables: the published settings (throughput, share of forced balance, imbalance, predicted and
-published), and predictions next to measurements. Everything is seeded; the same versions write the
-same text.
+Tables: the published settings (share of forced balance, throughput, imbalance, published and
+simulated), the exposed cost of a layer, predictions next to measurements, and the effect of ranks,
+tolerance, tokens and domains. Everything is seeded; the same versions write the same text.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ from typing import Any
 import bench_sim
 import numpy as np
 from harness import ROOT
-from published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
+from published import CLUSTER, CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 
 from ultraep.files.writing import whole_file, write_text
+from ultraep.topology import Topology
 from ultraep_tools.report.rows import versions
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.run import Result, simulate
 from ultraep_tools.sim.runtime import Contender
 from ultraep_tools.sim.scenario import Scenario
 from ultraep_tools.sim.serving import Serving
+from ultraep_tools.sim.training import Training
+from ultraep_tools.sim.workload import fit_skew
 
-NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
+NAMES = {"quota": "published UltraEP (`quota`)", "ultraep": "**`ultraep`, one slot**"}
 WITHIN = 5.0  # points
 Outcomes = list[tuple[Setting, list[Result]]]
+Case = tuple[str, Scenario, Contender]
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Effort:
     layers: int | None  # of every model; None: all
     steps: int
     processes: int
+    points: int  # of a study, at most
     settings: int | None = None  # published ones; None: all
 
     def cut(self, scenario: Scenario) -> Scenario:
@@ -58,8 +65,8 @@ class Effort:
         return simulate(self.cut(scenario), contenders, processes=self.processes)
 
 
-FULL = Effort(layers=None, steps=2, processes=2)
-TOY = Effort(layers=4, steps=1, processes=1, settings=2)
+FULL = Effort(layers=None, steps=2, processes=2, points=99)
+TOY = Effort(layers=4, steps=1, processes=1, points=1, settings=2)
 
 
 class Page:
@@ -105,44 +112,56 @@ def published(page: Page, effort: Effort) -> None:
         (setting, effort.run(scenario_of(setting, steps=effort.steps), CONTENDERS))
         for setting in settings()[: effort.settings]
     ]
+    fitted = " and ".join(s.title for s, _ in outcomes if s.use == "calibrate")
     page.text(
         "## The published settings",
         "",
-        "Share: throughput over forced balance. Published throughput is TFLOP/s per device in training, "
-        "and requests/s at the limit of the mean time to first token in serving. The constants in "
-        "`calibrated.toml` were fitted to the settings marked *calibrate*; the other settings are held back.",
+        "Each cell is published / simulated. Throughput is TFLOP/s per device in training, and "
+        "requests/s at the limit of the mean time to first token in serving. The constants in "
+        f"`calibrated.toml` were fitted to {fitted}; the other settings are held back.",
     )
-    for setting, results in outcomes:
-        setting_table(page, setting, results)
+    compared(page, "Share of forced balance, %", outcomes, share_cell)
     picture_of_shares(page, outcomes)
     ours(page, outcomes)
+    compared(page, "Throughput", outcomes, throughput_cell)
+    compared(page, "Imbalance", outcomes, imbalance_cell)
     errors(page, outcomes)
+    exposed(page, outcomes)
 
 
-def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
-    shares = share_of_ideal(results)
-    page.text(f"### {setting.title} (EP{setting.ranks}, {setting.use})")
-    rows = []
-    for result in results:
-        known = result.policy in setting.throughput
-        mine = shares[result.label]
-        rows.append(
-            [
-                NAMES.get(result.policy, f"`{result.policy}`"),
-                f"{setting.throughput[result.policy]:g}" if known else "-",
-                f"{result.throughput:.0f}",
-                percent(setting.share(result.policy)) if known else "-",
-                percent(mine),
-                f"{100 * (mine - setting.share(result.policy)):+.1f}" if known else "-",
-                f"{result.throughput / results[0].throughput:.2f}x",
-                f"{setting.imbalance.get(result.policy, 1.0):.2f}" if known else "-",
-                f"{result.imbalance:.2f}",
-                f"{result.copies:.0f}",
-            ]
-        )
-    head = "policy, published, simulated, share published, share simulated, points, over none, "
-    head += "imbalance published, simulated, replicas"
-    page.table(head.split(", "), rows)
+def compared(
+    page: Page, title: str, outcomes: Outcomes, cell: Callable[[Setting, Result, Result], str]
+) -> None:
+    """A table with a row per setting and a column per policy but the last one, forced balance."""
+    rows = [
+        [setting.title, *(cell(setting, result, results[-1]) for result in results[:-1])]
+        for setting, results in outcomes
+    ]
+    page.text(f"### {title}")
+    names = [NAMES.get(contender.policy, f"`{contender.policy}`") for contender in CONTENDERS[:-1]]
+    page.table(["setting", *names], rows)
+
+
+def share_cell(setting: Setting, result: Result, ideal: Result) -> str:
+    known = result.policy in setting.throughput
+    return pair(
+        100 * setting.share(result.policy) if known else None,
+        100 * result.throughput / ideal.throughput,
+        ".1f",
+    )
+
+
+def throughput_cell(setting: Setting, result: Result, _: Result) -> str:
+    return pair(setting.throughput.get(result.policy), result.throughput, ".0f")
+
+
+def imbalance_cell(setting: Setting, result: Result, _: Result) -> str:
+    return pair(setting.imbalance.get(result.policy), result.imbalance, ".2f")
+
+
+def pair(published: float | None, simulated: float, form: str) -> str:
+    """A cell: the published figure, if there is one, and the simulated one."""
+    return f"{'-' if published is None else format(published, form)} / {simulated:{form}}"
 
 
 def picture_of_shares(page: Page, outcomes: Outcomes) -> None:
@@ -174,10 +193,7 @@ def ours(page: Page, outcomes: Outcomes) -> None:
         return [name, percent(share), f"{gain:.2f}x"]
 
     def simulated(label: str) -> list[tuple[float, float]]:
-        pairs = [
-            (next(r for r in results if r.label == label).throughput, results)
-            for _, results in outcomes
-        ]
+        pairs = [(by_label(results)[label].throughput, results) for _, results in outcomes]
         return [(t / results[-1].throughput, t / results[0].throughput) for t, results in pairs]
 
     paper = [(s.share("quota"), s.throughput["quota"] / s.throughput["none"]) for s, _ in outcomes]
@@ -191,7 +207,7 @@ def ours(page: Page, outcomes: Outcomes) -> None:
 
 
 def errors(page: Page, outcomes: Outcomes) -> None:
-    """Errors of the ratios, and the implications of the published ones."""
+    """Errors of the ratios, and pairs of policies in another order."""
     page.text("## Accuracy")
     counts: dict[str, list[float]] = {"calibrate": [], "hold back": []}
     wrong = []
@@ -209,7 +225,6 @@ def errors(page: Page, outcomes: Outcomes) -> None:
     if wrong:
         page.text("Pairs of policies whose order differs from the published one:")
         page.text(*(f"- {pair}" for pair in wrong))
-    implied(page, outcomes)
 
 
 def swapped(setting: Setting, known: list[Result]) -> list[str]:
@@ -225,28 +240,22 @@ def swapped(setting: Setting, known: list[Result]) -> list[str]:
     return pairs
 
 
-def implied(page: Page, outcomes: Outcomes) -> None:
-    """The share of the time that grows with the busiest rank, if time is linear in it."""
-
-    def part(gain: float, imbalance: float) -> float:
-        return (gain - 1) / (imbalance - 1)
-
+def exposed(page: Page, outcomes: Outcomes) -> None:
+    """The forward cost of balancing per layer."""
     rows = []
     for setting, results in outcomes:
-        none, ideal = results[0], results[-1]
-        pairs = [
-            part(1 / setting.share(policy), setting.imbalance[policy])
-            for policy in ("none", "eplb")
+        layers, labels = load_model(setting.model).moe_layers, by_label(results)
+        seconds = [
+            sum(labels[label].stages[stage] for stage in ("loads", "plan", "replicate", "reroute"))
+            for label in ("quota", "ultraep")
         ]
-        simulated = part(ideal.throughput / none.throughput, none.imbalance)
-        rows.append([setting.title, *(f"{value:.2f}" for value in pairs), f"{simulated:.2f}"])
+        rows.append([setting.title, *(f"{total / layers * 1e6:.0f}" for total in seconds)])
     page.text(
-        "Implied by the published figures: suppose that one part of the step time is constant and the other "
-        "grows with the busiest rank. Then `none` and `EPLB` each give the size of the second part, which "
-        "should be equal for one model on one task. Where two published columns, or two models of nearly "
-        "the same shape, differ by a factor, no model of this kind can match both."
+        "## Exposed on the critical path",
+        "",
+        "Microseconds per layer, forward, for loads, plan and weights. Published for EP64: 252 to 300.",
     )
-    page.table(["setting", "by none, published", "by EPLB, published", "by none, simulated"], rows)
+    page.table(["setting", NAMES["quota"], NAMES["ultraep"]], rows)
 
 
 # -- measurements --------------------------------------------------------------------------------
@@ -257,20 +266,103 @@ def measured(page: Page, *, small: bool) -> None:
     page.text(
         "## Predicted and measured",
         "",
-        "Speed of one layer, forward and backward, as a share of its speed with tile-perfect routing: "
-        "eight ranks on partitions of one H200. Nothing was calibrated on these runs. A dash means "
-        "that the measured plan was a different one. `python benchmarks/bench_sim.py`.",
+        "Speed of one layer, forward and backward, as a share of its speed with tile-perfect routing, "
+        "predicted / measured: eight ranks on partitions of one H200. Nothing was calibrated on these "
+        "runs. A dash means that the measured plan was a different one. `python benchmarks/bench_sim.py`.",
     )
     for title, lines in bench_sim.card_tables(small):
         page.text(f"### {title.split(':')[0]}")
-        rows = []
+        cells: dict[str, dict[str, str]] = {}
         for line in lines:
-            numbers = (
+            numbers = [
                 "-" if value is None else f"{value:{metric.form}}"
                 for metric, value in line.values.items()
-            )
-            rows.append([str(line.case["load"]), f"`{line.case['policy']}`", *numbers])
-        page.table(["load", "policy", "predicted", "measured", "points"], rows)
+            ]
+            of_load = cells.setdefault(str(line.case["load"]), {})
+            of_load[str(line.case["policy"])] = " / ".join(numbers[:2])
+        policies = list(next(iter(cells.values())))
+        rows = [[load, *(row.get(name, "-") for name in policies)] for load, row in cells.items()]
+        page.table(["load", *(f"`{policy}`" for policy in policies)], rows)
+
+
+def by_label(results: list[Result]) -> dict[str, Result]:
+    return {result.label: result for result in results}
+
+
+# -- studies ---------------------------------------------------------------------------------------
+
+
+def study(page: Page, effort: Effort, title: str, text: str, cases: Sequence[Case]) -> None:
+    """A table with a row per case."""
+    rows = []
+    for name, scenario, contender in cases[: effort.points]:
+        none, mine, ideal = effort.run(scenario, [CONTENDERS[0], contender, CONTENDERS[-1]])
+        rows.append(
+            [
+                name,
+                f"{none.imbalance:.2f}",
+                f"{mine.imbalance:.3f}",
+                f"{mine.copies:.0f}",
+                percent(none.throughput / ideal.throughput),
+                percent(mine.throughput / ideal.throughput),
+                f"{mine.throughput / none.throughput:.2f}x",
+            ]
+        )
+    page.text(f"### {title}", "", text)
+    head = ["", "imbalance before", "after", "replicas", "none, share", "share", "over none"]
+    page.table(head, rows)
+
+
+def studies(page: Page, effort: Effort) -> None:
+    """What changes with ranks, tolerance, tokens and domains."""
+    page.text(
+        "## Scaling and sensitivity",
+        "",
+        "`ultraep` with one slot and tolerance 0.01, beside `none` and `ideal`. Except for the first "
+        "table: Qwen3-235B training, EP64, GB200 NVL72, 8,192 tokens per rank, imbalance 2.86.",
+    )
+    ours = Contender("ultraep", "ultraep")
+    setting = next(setting for setting in settings() if setting.name == "qwen-train")
+    base = scenario_of(replace(setting, groups=1), steps=effort.steps)
+    job = base.job
+    assert isinstance(job, Training)
+    text = (
+        "DeepSeek-V3 with its experts cut into quarters (1,024 experts, top-32), on a GB200-like "
+        "cluster whose fast link joins all ranks. The router has the same skew everywhere. With more "
+        "ranks, each rank has fewer experts, so the imbalance grows."
+    )
+    widest = wide(effort)
+    sizes = (32, 64, 128, 256, 512, 1024)
+    ranks = [(f"EP{size}", replace(widest, ranks=size), ours) for size in sizes]
+    study(page, effort, "Ranks of a group", text, ranks)
+    slack = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
+    tolerances = [(f"{value:g}", base, replace(ours, tolerance=value)) for value in slack]
+    study(page, effort, "Tolerance", "Exact balance needs the most replicas.", tolerances)
+    text = "Replicas cost the same with few tokens. With 256 tokens they cost more than they save."
+    tokens = [
+        (f"{count}", replace(base, job=replace(job, tokens=count, sequence=count)), ours)
+        for count in (256, 512, 1024, 2048, 4096, 8192, 16384)
+    ]
+    study(page, effort, "Tokens per rank", text, tokens)
+    text = (
+        "Replicas stay in the domain of their home. Rows between domains use the network, 400 Gbit/s "
+        "per device, which limits every policy."
+    )
+    h200 = replace(base, cluster=load_cluster("h200-nvl8"), job=replace(job, pipeline=1))
+    racks = [(f"GB200, domains of {n}", replace(base, domain=n), ours) for n in (8, 16, 32, 64)]
+    cases = [("H200, domains of 8", h200, ours), *racks]
+    study(page, effort, "Domains smaller than the group", text, cases)
+
+
+def wide(effort: Effort) -> Scenario:
+    """A model with 1,024 experts on as many ranks."""
+    whole = load_model("deepseek-v3-671b")
+    model = replace(whole, name="deepseek-v3-quarters", experts=1024, top_k=32, expert_width=512)
+    layers = range(model.dense_layers, effort.layers or model.layers)
+    skew = fit_skew(2.0, Topology(ranks=64, experts=1024), 32, layers, noise=0.25)
+    cluster = replace(load_cluster(CLUSTER), domain=1024, title="GB200-like, one fast link for all")
+    job = Training(tokens=4096, sequence=4096, pipeline=4, microbatches=4, steps=effort.steps)
+    return Scenario(cluster=cluster, model=model, workload=skew, job=job, ranks=1024)
 
 
 def write(folder: Path, effort: Effort) -> None:
@@ -289,6 +381,7 @@ def write(folder: Path, effort: Effort) -> None:
     )
     published(page, effort)
     measured(page, small=effort.layers is not None)
+    studies(page, effort)
     page.write()
 
 
