@@ -177,8 +177,8 @@ def parse_ultraep(words):
 
 
 def parse_make(words):
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(words) <= set(targets)
+    rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(words) <= set(" ".join(rules).split())
 
 
 def parse_pip(words):
