@@ -42,8 +42,7 @@ DATA = Path(load_cluster.__code__.co_filename).parent / "data"
 PIECES = ("rank-00000/000000.npz", "rank-00001/000000.npz")
 SIMULATE = ("simulate", "--ep", 8, "--steps", 1, "--microbatches", 1, "--policy", "none")
 SIMULATE += ("--processes", 1, "--cluster", "h200-nvl8", "--model", "gpt-oss-20b")
-INSPECT = ("--tokens", 16, "--window", 16, "--layers", 0, "--ep", 2, "--policy", "none")
-INSPECT += ("--slots", 1, "--no-report")
+INSPECT = ("--tokens", 16, "--window", 16, "--layers", 0, "--ep", 2)
 
 
 class TooSlow(BaseException):

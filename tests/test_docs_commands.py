@@ -30,7 +30,7 @@ PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(ultraep|make|python|torchrun|pip|tensor
 SHORTER = {
     "simulate": ["--steps", "1", "--microbatches", "1", "--processes", "1", "--interval", "1"],
     "advise": ["--steps", "1", "--microbatches", "1", "--processes", "1"],
-    "inspect": ["--tokens", "64", "--window", "32", "--sequence-length", "16", "--no-report"],
+    "inspect": ["--tokens", "64", "--window", "32", "--sequence-length", "16"],
 }
 # Only the options of these commands are checked, for this reason.
 NOT_RUN = {

@@ -100,12 +100,17 @@ class Replayed:
 
 def replayed(trace: Trace, case: Case) -> Replayed:
     """Plan all records."""
+    return replayed_plans(plans(trace, case), case)
+
+
+def replayed_plans(plans: Iterable[Plan], case: Case) -> Replayed:
+    """Return the numbers of these plans."""
     rows = [
         (
             *(plan.initial_imbalance, plan.imbalance, plan.lower_bound, plan.num_replicas),
             *(plan.remote_tokens / max(plan.total, 1), not plan.within_limits),
         )
-        for plan in plans(trace, case)
+        for plan in plans
     ]
     if not rows:
         raise ConfigError("nothing to replay: the trace has no records")

@@ -24,8 +24,8 @@ SCENARIO = (
 OPTIONS = {
     "plan": "--backend --domain --experts --history --json --policy --ranks --rates --slots "
     "--speeds --tolerance --window file",
-    "inspect": "--device --dtype --ep --history --layers --no-report --out --policy --random "
-    "--seed --sequence-length --slots --text --tokens --window model",
+    "inspect": "--device --dtype --ep --layers --out --random --sequence-length --slots --text "
+    "--tokens --window model",
     "simulate": f"{SCENARIO} --interval --policy --presets --slots --tolerance",
     "advise": SCENARIO,
     "demo": "--no-report --out --policy --quick --ranks --seed --steps",

@@ -65,11 +65,7 @@ def test_one_block_at_a_time_has_weights(checkpoint):
     run(opened, [3, 2], lambda name, number: calls.append((name, number, filled())))
     assert calls == [(name, number, [name]) for name in blocks for number in range(2)]
     assert filled() == []
-    saved = [load_file(path) for path in checkpoint.glob("*.safetensors")]
-    needed = {key: file[key].nbytes for file in saved for key in file if key != "lm_head.weight"}
-    read = opened.bytes_to_read([*blocks])
-    assert read == sum(needed.values())
-    assert opened.bytes_in_memory() < read
+    assert opened.nbytes == sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
 
 
 def rewrite(folder, change):

@@ -1,4 +1,4 @@
-"""Blocks: the blocks and experts of a model, run window by window, with the routing recorded.
+"""Blocks: the blocks and experts of a model, run window by window.
 
 Experts are modules in transformers' registry. All of them are called with hidden states, the
 chosen expert ids, and gates. Blocks are the members of the outermost module list around the
@@ -6,10 +6,7 @@ experts: the decoder layers.
 
 Every block processes one window after another, so its weights are needed once and its activations
 hold one window. The model's own forward runs unchanged: the inputs of a block are split by
-sequences, and its outputs are concatenated. A hook before the experts counts the expert ids. The
-trace has one rank with all experts and no replicas; replays divide its tokens over more ranks.
-
-Shapes: N tokens of a window, K experts per token, E experts.
+sequences, and its outputs are concatenated.
 """
 
 from __future__ import annotations
@@ -19,23 +16,15 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.plan import plan
-from ultraep.topology import Topology
-from ultraep.trace.record import Recorder
 
 MARK = "is_concatenated"  # the registry sets it on every module of experts
-UNBALANCED = BalanceConfig(policy="none")
-IDS = 1  # index of the ids among the arguments of experts: hidden states, ids, gates
 OUTSIDE = ""  # in place of a block name: the modules outside of all blocks
 
 LoadBlock = Callable[[str], AbstractContextManager[None]]
@@ -162,28 +151,3 @@ def join(outputs: list[Any]) -> Any:
         return torch.cat(leaves) if tensors else leaves[0]
 
     return tree_map(joined, *outputs)
-
-
-class RoutingRecorder(Recorder):
-    """Records the expert ids that routers choose, window by window, as a trace.
-
-    window: number of the window that is running; the caller sets it.
-    top_k: experts per token; 0 before the first window.
-    """
-
-    def __init__(self, folder: Path, topology: Topology, *, note: str) -> None:
-        super().__init__(folder, topology, UNBALANCED, note=note)
-        self.topology, self.window, self.top_k = topology, 0, 0
-
-    def before_experts(
-        self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Record the ids of a layer, as a hook before its experts."""
-        ids_NK = (*args, *kwargs.values())[IDS]
-        experts, ids = self.topology.experts, ids_NK.reshape(-1)
-        ids = ids[(ids >= 0) & (ids < experts)]
-        loads_E = torch.bincount(ids, minlength=experts).cpu().numpy()
-        unbalanced = plan(loads_E[None], self.topology, UNBALANCED)
-        rows = np.concatenate([loads_E, np.zeros(self.topology.slots, dtype=np.int64)])
-        self.add(plan=unbalanced, slot_rows=rows, step=self.window, layer=layer)
-        self.top_k = ids_NK.shape[-1]

@@ -11,7 +11,6 @@ the family's number of experts and of experts per token; all other sizes are sma
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import torch
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.reading import check_size, read_text
 from ultraep_tools.inspect.blocks import OUTSIDE, Anatomy
-from ultraep_tools.inspect.library import LibraryErrors, build_model, one_line, transformers
+from ultraep_tools.inspect.library import build_model, library_errors, one_line, transformers
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -34,7 +33,6 @@ MOST_HEADER = 16 << 20
 MOST_BUFFERS = 1 << 28
 MOST_LAYERS, LARGEST = 1000, 2**31  # limits for numbers in a configuration
 DEQUANTISED = ("fp8", "mxfp4")  # quantisation methods that are dequantised while reading
-ASSEMBLING = 3  # memory of a block over its saved size, while its tensors are assembled
 
 
 class Checkpoint:
@@ -52,7 +50,9 @@ class Checkpoint:
         self.dtype = dtype or self._saved
         with self._errors("transformers cannot dequantise the weights"):
             self._quantizer = dequantizer(self.config, self.folder)
-        self._files = {key: path for path in weight_files(self.folder) for key in keys_in(path)}
+        files = weight_files(self.folder)
+        self.nbytes = sum(path.stat().st_size for path in files)
+        self._files = {key: path for path in files for key in keys_in(path)}
         with self._errors("transformers cannot build this model"), torch.device("meta"):
             self.model = build_model(self.config, self._saved)
             if self._quantizer is not None:
@@ -66,8 +66,8 @@ class Checkpoint:
         self._weights = self._weights_by_block()
         self._keys = self._keys_by_block()
 
-    def _errors(self, message: str) -> LibraryErrors:
-        return LibraryErrors(self.folder / CONFIG, message)
+    def _errors(self, message: str) -> AbstractContextManager[None]:
+        return library_errors(self.folder / CONFIG, message)
 
     @contextmanager
     def loaded(self, block: str) -> Iterator[None]:
@@ -79,22 +79,6 @@ class Checkpoint:
             yield
         finally:
             self._unload(block)
-
-    def bytes_to_read(self, blocks: list[str]) -> int:
-        """Bytes in the files of these blocks and of the modules outside of blocks."""
-        keys = [key for block in (OUTSIDE, *blocks) for key in self._keys[block]]
-        with slices(self._files, keys) as tensors:
-            return sum(map(_nbytes, tensors.values()))
-
-    def bytes_in_memory(self) -> int:
-        """Peak bytes of weights: outside of blocks, and the largest block during assembly."""
-        numbers = {
-            block: sum(tensor.numel() for tensor in weights.values())
-            for block, weights in self._weights.items()
-        }
-        outside, largest = numbers.pop(OUTSIDE), max(numbers.values())
-        computed, saved = self.dtype.itemsize, self._saved.itemsize
-        return outside * computed + largest * max(computed + saved, ASSEMBLING * saved)
 
     def _weights_by_block(self) -> dict[str, dict[str, torch.Tensor]]:
         """The weights of the decoder, still on the meta device, by block and path."""
@@ -200,7 +184,7 @@ def read_config(folder: Path) -> Any:
         raise FileError(f"{folder}: not a checkpoint of transformers, there is no {CONFIG}")
     library = transformers()
     check_size(path, MOST_CONFIG)
-    with LibraryErrors(path, "transformers cannot read it"):
+    with library_errors(path, "transformers cannot read it"):
         config = library.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
@@ -293,14 +277,12 @@ def _open(path: Path) -> Iterator[Any]:
         raise FileError(f"{path}: truncated or damaged: {error}") from None
 
 
-def _nbytes(tensor: Any) -> int:
-    """Bytes of a tensor in a file, from its dtype: BF16, F32, F8_E4M3, BOOL."""
-    bits = re.search(r"\d+", tensor.get_dtype())
-    return int(math.prod(tensor.get_shape())) * (int(bits[0]) if bits else 8) // 8
-
-
 # -- random models -------------------------------------------------------------------------------
 
+FAMILIES = (
+    *("afmoe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss"),
+    *("jamba", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+)
 SMALL: dict[str, int] = {
     "vocab_size": 4096,
     "hidden_size": 128,
@@ -310,14 +292,10 @@ SMALL: dict[str, int] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
     "max_position_embeddings": 4096,
     "first_k_dense_replace": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
-ALWAYS = {"head_dim", "pad_token_id", "bos_token_id", "eos_token_id"}  # also without a default
+ALWAYS = {"head_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LATENT: dict[str, int] = {  # for multi-head latent attention
     "q_lora_rank": 64,
     "kv_lora_rank": 32,
@@ -327,17 +305,6 @@ LATENT: dict[str, int] = {  # for multi-head latent attention
     "head_dim": 16,
     "num_key_value_heads": 4,
 }
-MORE: dict[str, dict[str, Any]] = {  # sizes without a default
-    "deepseek_v2": {"num_experts_per_tok": 6},
-    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
-}
-FAMILIES = (
-    *("afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3"),
-    *("deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo"),
-    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "hy_v3"),
-    *("jamba", "minimax", "minimax_m2", "mixtral", "nemotron_h", "olmoe"),
-    *("phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"),
-)
 
 
 def small_config(family: str) -> Any:
@@ -350,28 +317,21 @@ def small_config(family: str) -> Any:
             "version, or choose another family"
         )
     defaults = library.AutoConfig.for_model(family).to_dict()
-    sizes = SMALL | (LATENT if "kv_lora_rank" in defaults else {})
+    sizes = SMALL | ALWAYS | (LATENT if "kv_lora_rank" in defaults else {})
     sizes = {name: size for name, size in sizes.items() if name in defaults or name in ALWAYS}
-    return library.AutoConfig.for_model(family, **(sizes | MORE.get(family, {})))
+    return library.AutoConfig.for_model(family, **sizes)
 
 
 class RandomModel:
     """A small model of a family with random weights in memory; used like a `Checkpoint`."""
 
-    def __init__(
-        self, family: str, *, device: torch.device, dtype: torch.dtype | None, seed: int
-    ) -> None:
+    def __init__(self, family: str, *, device: torch.device, dtype: torch.dtype | None) -> None:
         self.config, self.device, self.dtype = small_config(family), device, dtype or torch.float32
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.model = build_model(self.config, torch.float32).to(device, self.dtype)
+        self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self.anatomy = Anatomy.of(self.model)
 
     def loaded(self, _: str) -> AbstractContextManager[None]:
         """The weights are always in memory."""
         return nullcontext()
-
-    def bytes_to_read(self, _: list[str]) -> int:
-        return 0
-
-    def bytes_in_memory(self) -> int:
-        return sum(parameter.nbytes for parameter in self.model.parameters())

@@ -1,13 +1,12 @@
-"""Findings: the trace replayed at all EP sizes, under all policies and slots; result and report.
+"""Findings: the recorded loads planned for all numbers of ranks and policies.
 
-Shapes: N records, H layers, E experts.
+Shapes: H layers, W windows, E experts, R ranks.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -16,290 +15,142 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep.files.writing import write_text
-from ultraep.trace.read import Trace
-from ultraep_tools.inspect.options import InspectOptions
+from ultraep.arrays import IntArray
+from ultraep.config import BalanceConfig
+from ultraep.plan import Plan, plan
+from ultraep.reroute import rows_received
+from ultraep.topology import Topology
+from ultraep.trace.record import Recorder
 from ultraep_tools.inspect.texts import TextSpan
-from ultraep_tools.replay import Case, Replayed, cases, plans, replayed
-from ultraep_tools.report.numbers import Numbers, grouped, microbatches
-from ultraep_tools.report.page import REPORT_FILE, RESULT_FILE, Page
-from ultraep_tools.report.words import counted, table
+from ultraep_tools.replay import Case, Replayed, regrouped_loads, replayed_plans
+from ultraep_tools.report.words import counted
 
-PRESET_FILE = "model.toml"
-TRACE = "trace"
-ALL = "all texts"
-SHOWN = "ultraep"  # the policy to show in detail, if it is among the options
-BEYOND = "moves homes or needs more slots than there are: compared here, cannot run"
+NONE, OTHER, OWN = POLICIES = ("none", "eplb", "ultraep")
 LEGEND = (
-    "before, after: imbalance without and with replicas, mean (worst); bound: the best imbalance "
-    "with these slots; replicas: per layer; remote: rows served on another rank"
+    "none: without replicas; eplb: experts placed by the load of the previous window, homes move; "
+    "ultraep: replicas for this window; bound: the best that any plan can reach with these slots; "
+    "replicas: of ultraep, per layer"
 )
 Progress = Callable[[int, int, str], None]  # steps done, all steps, description of the next step
-Mask = NDArray[np.bool_]
 Table = tuple[list[str], list[list[str]]]  # head and rows
+Values = NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class InspectionResult:
-    """Facts about the model and the run, and a row per case; written to result.json."""
+def topology_of(ranks: int, experts: int, slots: int) -> Topology:
+    """Neighbouring experts share a rank, also if the numbers do not divide."""
+    homes = [expert * ranks // experts for expert in range(experts)] if experts % ranks else None
+    return Topology(ranks=ranks, experts=experts, slots=slots, homes=homes)
 
-    version: str
-    model: str
-    family: str
-    random: bool
-    parameters: int
-    active: int
-    blocks: int
-    layers: list[int]  # recorded layers
-    experts: int
-    top_k: int
-    dtype: str
-    device: str
-    texts: list[TextSpan]
-    window: int
-    sequence: int
-    wall_seconds: float
-    notes: list[str]
-    rows: list[dict[str, Any]]
 
-    def save(self, folder: Path) -> Path:
-        path = folder / RESULT_FILE
-        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
-        return path
+def plans(loads_HWE: IntArray, case: Case) -> Iterator[Plan]:
+    """Yield the plans of every layer, window by window.
+
+    The tokens of a window are divided evenly over the ranks. The history of a policy is the
+    previous window; for the first window, that window itself.
+    """
+    for windows_WE in loads_HWE:
+        past = windows_WE[0]
+        for loads_E in windows_WE:
+            loads_RE = regrouped_loads(loads_E[None], case.topology.ranks)
+            history = past[None] if case.history else None
+            yield plan(loads_RE, case.topology, case.config, history=history)
+            past = loads_E
 
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The records of a trace under every case, and their texts."""
+    """The outcome of every number of ranks and policy, and what the records are."""
 
-    trace: Trace
-    texts: list[TextSpan]
-    outcomes: list[Replayed]
+    layers: Sequence[int]
+    texts: Sequence[TextSpan]
+    sizes: Sequence[int]  # numbers of ranks
+    outcomes: Mapping[tuple[int, str], Replayed]  # by number of ranks and policy
+
+    def values(self, name: str, size: int, policy: str = OWN) -> Values:
+        """[H, W] an array of an outcome: before, after, bound or copies."""
+        values_N: Values = getattr(self.outcomes[size, policy], name)
+        return values_N.reshape(len(self.layers), -1)
 
     @cached_property
-    def names(self) -> list[str]:
-        """The text of every step."""
-        return [span.name for span in self.texts for _ in range(span.begin, span.end + 1)]
-
-    @cached_property
-    def text(self) -> NDArray[np.str_]:
-        """[N] the text of every record."""
-        return np.array(self.names)[self.trace.step]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of ranks, in the order of the options."""
-        return list(dict.fromkeys(outcome.case.topology.ranks for outcome in self.outcomes))
-
-    def of_size(self, ranks: int) -> list[Replayed]:
-        return [outcome for outcome in self.outcomes if outcome.case.topology.ranks == ranks]
-
-    def shown_of(self, ranks: int) -> Replayed:
-        """The case to show in detail at this number of ranks: `SHOWN`, or the last policy."""
-        own = self.of_size(ranks)
-        return next((outcome for outcome in own if outcome.case.config.policy == SHOWN), own[-1])
-
-    @property
-    def shown(self) -> Replayed:
-        return self.shown_of(self.sizes[0])
-
-    @property
     def headline(self) -> str:
-        shown = self.shown
-        change = f"{shown.before.mean():.2f} -> {shown.after.mean():.2f}"
-        return f"Imbalance {change} at EP{self.sizes[0]} under {label(shown.case)}"
-
-    @property
-    def beyond(self) -> bool:
-        """Whether a case has plans that move homes or need more slots than there are."""
-        return any(outcome.beyond.any() for outcome in self.outcomes)
+        size = self.sizes[0]
+        before, after = (self.values(name, size).mean() for name in ("before", "after"))
+        slots = counted(self.outcomes[size, OWN].case.topology.slots, "spare slot")
+        return f"Imbalance {before:.2f} -> {after:.2f} at EP{size} with {slots}"
 
     def table(self) -> Table:
-        head = ["policy", "EP", "slots", "before", "after", "bound", "replicas", "remote"]
-        return head, [_cells(outcome) for outcome in self.outcomes]
-
-    def by_past(self, history: int) -> tuple[Mask, Mask]:
-        """[N] whether the history of a record is all from its own text; whether a text begins."""
-        step, begins = self.trace.step, {span.name: span.begin for span in self.texts}
-        behind = step - np.array([begins[name] for name in self.text.tolist()])
-        return behind >= history, (behind == 0) & (step > 0)
-
-    def past_table(self) -> Table:
-        """Policies that place by past windows, at the first number of ranks."""
+        """A row per number of ranks: imbalance under every policy."""
         rows = []
-        for outcome in self.of_size(self.sizes[0]):
-            if outcome.case.history:
-                masks = self.by_past(outcome.case.history)
-                cells = [f"{outcome.after[m].mean():.3f}" if m.any() else "-" for m in masks]
-                rows.append([label(outcome.case), counted(outcome.case.history, "window"), *cells])
-        return ["policy", "history", "within a text", "after a change of text"], rows
+        for size in self.sizes:
+            after = [self.values("after", size, policy) for policy in POLICIES]
+            imbalance = [f"{values.mean():.3f} ({values.max():.2f})" for values in after]
+            bound, replicas = (self.values(name, size).mean() for name in ("bound", "copies"))
+            rows.append([f"EP{size}", *imbalance, f"{bound:.3f}", f"{replicas:.1f}"])
+        return ["ranks", *POLICIES, "bound", "replicas"], rows
+
+    @cached_property
+    def by_layer(self) -> list[dict[str, Any]]:
+        """Imbalance before and after by layer and number of ranks."""
+        return [
+            self._change(size, {"layer": layer}, np.s_[place])
+            for place, layer in enumerate(self.layers)
+            for size in self.sizes
+        ]
+
+    @cached_property
+    def by_text(self) -> list[dict[str, Any]]:
+        """Imbalance before and after by text and number of ranks."""
+        return [
+            self._change(size, {"text": span.name}, np.s_[:, span.begin : span.end + 1])
+            for span in self.texts
+            for size in self.sizes
+        ]
+
+    def _change(self, size: int, group: dict[str, Any], part: Any) -> dict[str, Any]:
+        means = {n: float(self.values(n, size)[part].mean()) for n in ("before", "after")}
+        return group | {"ranks": size} | means
+
+
+def change_table(rows: Sequence[dict[str, Any]], most: int | None = None) -> Table:
+    """A line per layer or text, with a column per number of ranks; the `most` uneven ones."""
+    noun = next(iter(rows[0]))
+    sizes = list(dict.fromkeys(row["ranks"] for row in rows))
+    lines = [rows[begin : begin + len(sizes)] for begin in range(0, len(rows), len(sizes))]
+    worst = sorted(lines, key=lambda line: -line[0]["before"])[:most]
+    shown = [
+        [str(line[0][noun]), *(f"{row['before']:.3f} -> {row['after']:.3f}" for row in line)]
+        for line in lines
+        if line in worst
+    ]
+    return [noun, *(f"EP{size}" for size in sizes)], shown
 
 
 def find(
-    trace: Trace,
-    texts: list[TextSpan],
-    sizes: Sequence[int],
-    options: InspectOptions,
+    loads_HWE: IntArray,
+    layers: Sequence[int],
+    texts: Sequence[TextSpan],
+    topologies: Sequence[Topology],
     report: Progress,
 ) -> Findings:
-    """Replay all records at every number of ranks, under every policy and number of slots."""
-    combinations = []
-    for size, policy in product(sizes, options.policies):
-        slots = options.slot_counts[: 1 if policy == "none" else None]  # none has no replicas
-        combinations += cases(
-            trace, policies=[policy], slots=slots, ranks=[size], history=[options.history]
-        )
-    outcomes = []
-    for number, case in enumerate(combinations):
-        report(number, len(combinations), f"EP{case.topology.ranks} {label(case)}")
-        outcomes.append(replayed(trace, case))
-    return Findings(trace, texts, outcomes)
+    """Plan all windows of all layers for every topology, under every policy."""
+    outcomes, combinations = {}, list(product(topologies, POLICIES))
+    for number, (topology, policy) in enumerate(combinations):
+        report(number, len(combinations), f"EP{topology.ranks} {policy}")
+        case = Case(BalanceConfig(policy=policy), topology, 1 if policy == OTHER else None)
+        outcomes[topology.ranks, policy] = replayed_plans(plans(loads_HWE, case), case)
+    return Findings(layers, texts, [topology.ranks for topology in topologies], outcomes)
 
 
-def label(case: Case) -> str:
-    """Policy and slots of a case.
-
-    >>> from ultraep import BalanceConfig, Topology
-    >>> label(Case(BalanceConfig(policy="eplb"), Topology(ranks=8, experts=8), 1))
-    'eplb with 1 slot'
-    """
-    policy = case.config.policy
-    return policy if policy == "none" else f"{policy} with {counted(case.topology.slots, 'slot')}"
-
-
-def row_of(outcome: Replayed) -> dict[str, Any]:
-    """The settings of a case, with means and worst values over all records."""
-    settings, means = outcome.case.settings(), outcome.means()
-    row = {name: settings[name] for name in ("policy", "ranks", "slots", "history")}
-    row |= {"before_worst": float(outcome.before.max()), "after_worst": means.pop("worst")}
-    return row | means
-
-
-def _cells(outcome: Replayed) -> list[str]:
-    policy, topology, means = outcome.case.config.policy, outcome.case.topology, outcome.means()
-    return [
-        policy + "*" * bool(means["beyond"]),
-        str(topology.ranks),
-        "-" if policy == "none" else str(topology.slots),
-        f"{means['before']:.3f} ({outcome.before.max():.2f})",
-        f"{means['after']:.3f} ({means['worst']:.2f})",
-        f"{means['bound']:.3f}",
-        f"{means['copies']:.1f}",
-        f"{means['remote']:.1%}",
-    ]
-
-
-# -- the page ------------------------------------------------------------------------------------
-
-
-def write_report(out: Path, result: InspectionResult, findings: Findings) -> Path:
-    path = out / REPORT_FILE
-    write_text(path, page(result, findings).html())
-    return path
-
-
-def page(result: InspectionResult, findings: Findings) -> Page:
-    beyond = f"\n<p>* {BEYOND}.</p>" if findings.beyond else ""
-    return Page(
-        report="inspect",
-        title=f"{result.model}: {findings.headline}",
-        facts=_facts(result, findings.sizes),
-        notes=result.notes,
-        tables={
-            "result": f"<p>{LEGEND}.</p>\n{table(*findings.table(), 'result')}{beyond}",
-            "history": table(*findings.past_table(), "past-table"),
-        },
-        numbers=all_numbers(findings),
-    )
-
-
-def _facts(result: InspectionResult, sizes: list[int]) -> list[tuple[str, str]]:
-    layers = f"{len(result.layers)} of {counted(result.blocks, 'layer')}"
-    texts = ", ".join(f"{text.name} ({text.tokens:,} tokens)" for text in result.texts)
-    ranks = ", ".join(f"EP{size}" for size in sizes)
-    return [
-        ("Model", f"{result.model}, {result.family}, {result.parameters / 1e6:,.1f} million "
-                  "parameters"),
-        ("Layers", f"{layers}, {result.experts} experts per layer, {result.top_k} per token"),
-        ("Texts", f"{texts}; windows of {result.window:,} tokens, sequences of {result.sequence}"),
-        ("Ranks", f"{ranks}; the tokens of a window are divided evenly over the ranks"),
-        ("Machine", f"{result.device}, {result.dtype}, ultraep {result.version}; "
-                    f"{result.wall_seconds:.0f} s"),
-    ]  # fmt: skip
-
-
-def all_numbers(findings: Findings) -> dict[str, Numbers]:
-    trace = findings.trace
-    every, layers = np.ones(len(trace), dtype=bool), trace.layers.tolist()
-    texts = {span.name: findings.text == span.name for span in findings.texts}
-    plan_of = list(plans(trace, findings.shown.case)).__getitem__
-    numbers = {
-        "sizes": by_group(findings, {ALL: every}),
-        "layers": by_group(findings, {layer: trace.layer == layer for layer in layers}),
-        "texts": by_group(findings, texts),
-        "experts": expert_loads(trace, {ALL: every} | texts),
-        "microbatches": microbatches(trace, plan_of, findings.names, noun="Window"),
-    }
-    if any(outcome.case.history for outcome in findings.outcomes):
-        numbers["history"] = by_past(findings)
-    return numbers
-
-
-def by_group(findings: Findings, groups: dict[Any, Mask], cases: Sequence[Case] = ()) -> Numbers:
-    """Imbalance and replicas of groups of records, by number of ranks, case and group.
-
-    cases: the cases to draw at every number of ranks; all by default.
-    """
-    masks = list(groups.values())
-    cases = cases or [outcome.case for outcome in findings.of_size(findings.sizes[0])]
-    return {
-        "sizes": findings.sizes,
-        "cases": [
-            {"label": label(case), "policy": case.config.policy, "slots": case.topology.slots}
-            for case in cases
-        ],
-        "names": list(groups),
-        "values": [
-            {
-                label(outcome.case): {
-                    "mean": grouped(outcome.after, masks),
-                    "worst": grouped(outcome.after, masks, np.max),
-                    "copies": grouped(outcome.copies, masks),
-                }
-                for outcome in findings.of_size(size)
-            }
-            for size in findings.sizes
-        ],
-    }
-
-
-def by_past(findings: Findings) -> Numbers:
-    """Policies that place by past windows, beside the shown policy with the same slots."""
-    shown = findings.shown.case
-    cases = [
-        outcome.case
-        for outcome in findings.of_size(findings.sizes[0])
-        if (outcome.case.history or outcome.case.config.policy == shown.config.policy)
-        and outcome.case.topology.slots == shown.topology.slots
-    ]
-    history = next(outcome.case.history for outcome in findings.outcomes if outcome.case.history)
-    same, changed = findings.by_past(history)
-    return by_group(findings, {"same": same, "changed": changed}, cases)
-
-
-def expert_loads(trace: Trace, groups: dict[str, Mask]) -> Numbers:
-    """Load of every expert over the mean of its layer, by group of records and layer."""
-    loads_NE = trace.loads.sum(axis=1, dtype=np.int64)
-
-    def over_mean(mask: Mask) -> list[list[float]]:
-        own = [loads_NE[mask & (trace.layer == layer)].sum(axis=0) for layer in trace.layers]
-        loads_HE = np.stack(own)
-        means_H1 = np.maximum(loads_HE.mean(axis=1, keepdims=True), 1e-9)
-        rounded: list[list[float]] = (loads_HE / means_H1).round(3).tolist()
-        return rounded
-
-    return {
-        "layers": trace.layers.tolist(),
-        "texts": list(groups),
-        "load": [over_mean(mask) for mask in groups.values()],
-    }
+def write_trace(
+    folder: Path, loads_HWE: IntArray, layers: Sequence[int], topology: Topology, note: str
+) -> None:
+    """Write the trace of a group of ranks that balances these loads; steps are windows."""
+    config = BalanceConfig()
+    every = list(plans(loads_HWE, Case(config, topology)))
+    windows = loads_HWE.shape[1]
+    for rank in range(topology.ranks):
+        with Recorder(folder, topology, config, rank=rank, note=note) as recorder:
+            for number, own in enumerate(every):
+                place, window = divmod(number, windows)
+                rows = rows_received(own, rank).sum(axis=0)
+                recorder.add(plan=own, slot_rows=rows, step=window, layer=layers[place])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from ultraep.errors import FileError
+from ultraep.errors import FileError, UltraEPError
 from ultraep.supported import TRANSFORMERS
 
 SETTINGS = {
@@ -40,31 +40,19 @@ def build_model(config: Any, dtype: Any) -> Any:
     return auto.from_config(config, dtype=dtype).eval()
 
 
-class LibraryErrors:
-    """Turns an error that a library raises on a user's file into a `FileError`, in a `with`.
+@contextmanager
+def library_errors(path: Path, message: str) -> Iterator[None]:
+    """Turn any error of a library about a user's file into a `FileError`.
 
-    Libraries raise any type; tokenizers raises bare Exceptions. An error that this package raised
-    passes unchanged.
+    Libraries raise any type; tokenizers raises bare Exceptions.
     """
-
-    def __init__(self, path: Path, message: str) -> None:
-        self.path, self.message = path, message
-        self._warnings = warnings.catch_warnings(action="ignore")
-
-    def __enter__(self) -> None:
-        self._warnings.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._warnings.__exit__(kind, error, trace)
-        if isinstance(error, Exception):
-            *_, (frame, _) = traceback.walk_tb(trace)
-            if str(frame.f_globals.get("__name__")).partition(".")[0] != "ultraep":
-                raise FileError(f"{self.path}: {self.message}: {one_line(error)}") from None
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    except UltraEPError:
+        raise
+    except Exception as error:
+        raise FileError(f"{path}: {message}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException | str) -> str:

@@ -22,7 +22,7 @@ from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.reading import MOST_TEXT, check_size, read_beginning
 from ultraep_tools.demo.text import library_text
-from ultraep_tools.inspect.library import LibraryErrors, transformers
+from ultraep_tools.inspect.library import library_errors, transformers
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 CHARACTERS = 8  # per token, at first; more text is encoded if it has too few tokens
@@ -64,13 +64,13 @@ def tokenizer_of(folder: Path) -> Encode | None:
         return None
     for file in files:
         check_size(file, MOST_TOKENIZER)
-    with LibraryErrors(folder, "transformers cannot read its tokenizer"):
+    with library_errors(folder, "transformers cannot read its tokenizer"):
         tokenizer: Any = transformers().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
 
     def encode(text: str) -> Sequence[int]:
-        with LibraryErrors(folder, "its tokenizer cannot encode a text"):
+        with library_errors(folder, "its tokenizer cannot encode a text"):
             ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
