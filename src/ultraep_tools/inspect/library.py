@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ultraep.errors import FileError, UltraEPError
+from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.supported import TRANSFORMERS
 
 SETTINGS = {
@@ -30,6 +30,14 @@ def transformers(part: str = "") -> Any:
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     return import_module(f"transformers.{part}") if part else library
+
+
+def check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: not a directory; pass the directory of a checkpoint on this machine, as "
+            "written by save_pretrained (nothing is downloaded)"
+        )
 
 
 def build_model(config: Any, dtype: Any) -> Any:

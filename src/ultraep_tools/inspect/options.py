@@ -8,7 +8,12 @@ from ultraep.config import check_choice
 from ultraep.errors import ConfigError
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option
+from ultraep_tools.inspect.library import check_folder
 
+FAMILIES = (  # of which small models can be drawn
+    *("afmoe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss"),
+    *("jamba", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -21,9 +26,7 @@ class InspectOptions(cli.Options):
         default=None,
     )
     random: str | None = option(
-        "Use a tiny model with random weights instead: qwen3_moe, mixtral, olmoe, deepseek_v3, "
-        "gpt_oss, glm4_moe, ...",
-        metavar="FAMILY",
+        f"Use a tiny model with random weights instead: {', '.join(FAMILIES)}.", metavar="FAMILY"
     )
     text: list[Path] | None = option(
         "Text to send through the model. Repeat the option for several texts.",
@@ -54,6 +57,10 @@ class InspectOptions(cli.Options):
         if (self.model is None) == (self.random is None):
             raise ConfigError("pass the directory of a model or --random FAMILY, not both")
         _ = self.sizes, self.recorded_layers  # refuse invalid lists
+        if self.model is not None:
+            check_folder(self.model)
+        if self.random is not None:
+            check_choice("--random", self.random, FAMILIES)
         if self.dtype is not None:
             check_choice("--dtype", self.dtype, DTYPES)
 
