@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultraep.errors import ConfigError
 from ultraep_tools.sim.presets import check_positive, check_range, load_record
 
 GIGA = 1e9
@@ -27,17 +26,12 @@ class Cluster:
     link_us: float
     network_gb_s: float  # between domains
     network_us: float
-    network_shared: bool = False  # the devices of a domain share their network
 
     def __post_init__(self) -> None:
         where = f"cluster {self.name}: "
         check_range(self, "devices domain", 1, where=where)
         check_positive(self, "memory_gb matmul_tflops memory_gb_s link_gb_s network_gb_s", where)
         check_range(self, "link_us network_us", 0, where=where)
-        if not isinstance(self.network_shared, bool):
-            raise ConfigError(
-                f"{where}network_shared must be true or false, got {self.network_shared!r}"
-            )
 
     @property
     def memory(self) -> float:

@@ -124,16 +124,10 @@ class LayerClock:
     def _port(self, rows: Any, weight_bytes: Any) -> FloatArray:
         """Return the seconds of ports that send or receive these rows and weights."""
         topology, size = self.topology, self._row_bytes
-        outside = size * self._outside(rows) * (1 - topology.domain_size / topology.ranks)
+        outside = size * rows * (1 - topology.domain_size / topology.ranks)
         inside = size * rows * (topology.domain_size - 1) / topology.ranks
         seconds = self.costs.on_links(inside + weight_bytes, outside)
         return seconds + self.costs.latency(topology.num_domains)
-
-    def _outside(self, rows: Any) -> Any:
-        """Return the rows of each rank's share of the network: of all ranks of a domain, or own."""
-        if np.ndim(rows) == 0 or not self.costs.cluster.network_shared:
-            return rows
-        return self._mean_of_domain(rows)
 
     def _mean_of_domain(self, rows_SR: Any) -> FloatArray:
         size = self.topology.domain_size
