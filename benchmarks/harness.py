@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from measured import MeasuredNumber as Row
+from measured import as_json, cpu_device, versions
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -28,8 +30,6 @@ from timing import Clock, Gpu, Host, free, on_gpu, print_progress
 from ultraep.backends import wait_until_compiled
 from ultraep.errors import UltraEPError
 from ultraep.files.writing import write_text
-from ultraep_tools.report.rows import MeasuredNumber as Row
-from ultraep_tools.report.rows import as_json, cpu_device, versions
 
 # What a section needs: a CPU; a GPU or a CPU; a GPU, or at toy size Triton's interpreter; a GPU.
 CPU, ANY, KERNELS, CARD = "cpu", "any", "kernels", "card"

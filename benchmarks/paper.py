@@ -20,11 +20,11 @@ from typing import Any
 import bench_sim
 import numpy as np
 from harness import ROOT
+from measured import versions
 from published import CLUSTER, CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 
 from ultraep.files.writing import whole_file, write_text
 from ultraep.topology import Topology
-from ultraep_tools.report.rows import versions
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.run import Result, simulate

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from measured import cpu_device
 from numpy.typing import NDArray
-
-from ultraep_tools.report.rows import cpu_device
 
 Call = Callable[[], object]
 Value = TypeVar("Value")

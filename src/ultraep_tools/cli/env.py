@@ -18,7 +18,7 @@ from ultraep.policies import policy_names
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.terminal import Grid, Terminal
 from ultraep_tools.launch.processes import RankPlace
-from ultraep_tools.report.rows import version_of
+from ultraep_tools.machine import version_of
 from ultraep_tools.report.words import counted
 
 if TYPE_CHECKING:

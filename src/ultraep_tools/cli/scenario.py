@@ -9,7 +9,7 @@ from typing import Any
 from ultraep.errors import ConfigError
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option, refuse_options, set_options
-from ultraep_tools.report.rows import usable_cores
+from ultraep_tools.machine import usable_cores
 from ultraep_tools.report.words import counted
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.model import load_model

@@ -19,11 +19,11 @@ from ultraep.files.reading import read_text
 from ultraep.files.writing import write_text
 from ultraep.trace.read import Trace, read_trace
 from ultraep_tools.demo.sizes import Sizes
-from ultraep_tools.replay import cases, replayed
+from ultraep_tools.replay import cases, records_to_replan, replayed
 from ultraep_tools.report.numbers import Numbers, grouped, microbatches, plain
 from ultraep_tools.report.page import REPORT_FILE, RESULT_FILE, Page
 from ultraep_tools.report.words import counted, size, table
-from ultraep_tools.view.table import overview, records_to_replan
+from ultraep_tools.view.table import overview
 from ultraep_tools.view.traces import WholeTrace
 
 TRACE = "trace"  # folder of a trace, inside the folder of its policy

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ultraep.errors import ConfigError
-from ultraep_tools.report.rows import usable_cores
+from ultraep_tools.machine import usable_cores
 from ultraep_tools.report.words import counted
 
 MOST_RANKS, EXPERTS = 8, 32

@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.config import PER_SECOND
-from ultraep.errors import ConfigError
 from ultraep.plan import Plan
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import KEY, Key, of_backward
 from ultraep_tools.report.numbers import FloatArray, Numbers, microbatch, plain
 
-MOST_PLANS = 4000  # records of a replay
 LAST = 2**62  # after all moments
 SUMS = ("copies", "bytes", "lost", "saved", "cost")
 
@@ -159,16 +157,6 @@ def totals(table: Table, records: IntArray) -> Numbers:
         values = getattr(table, name)[records]
         numbers[name] = None if np.isnan(values).all() else plain([np.nansum(values)])[0]
     return numbers
-
-
-def records_to_replan(layer_N: IntArray, most: int = MOST_PLANS) -> IntArray:
-    """Return the records of all layers, or of some evenly spaced layers if there are too many."""
-    layers, place_N = np.unique(layer_N, return_inverse=True)
-    if not len(layers):
-        raise ConfigError("nothing to replay: the trace has no records")
-    keep = max(1, min(len(layers), most * len(layers) // len(layer_N)))
-    chosen = np.linspace(0, len(layers) - 1, keep).round().astype(int)
-    return np.flatnonzero(np.isin(place_N, chosen))
 
 
 def _sums(place: IntArray, values: FloatArray, count: int) -> tuple[FloatArray, IntArray]:

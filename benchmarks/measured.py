@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ultraep import __version__
+from ultraep_tools.machine import usable_cores, version_of
 from ultraep_tools.report.words import counted
 
 PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
@@ -43,12 +42,6 @@ def cpu_device() -> str:
     return f"{_cpu_name()}, {counted(usable_cores(), 'core')}"
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.is_file() else ():
@@ -64,10 +57,3 @@ def versions() -> dict[str, str]:
     numbers |= {package: version_of(package) or "not installed" for package in PACKAGES}
     optional = {package: version_of(package) for package in IF_INSTALLED}
     return numbers | {package: version for package, version in optional.items() if version}
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
