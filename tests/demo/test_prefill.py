@@ -18,15 +18,16 @@ from ultraep_tools.demo.prefill import (
 )
 from ultraep_tools.demo.text import Text
 from ultraep_tools.launch.group import process_group
+from ultraep_tools.launch.processes import RankPlace
 
 LENGTHS = Lengths(shortest=4, longest=16, burst=4)
 pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # as one process
 
 
 @pytest.fixture
-def model():
+def model(tmp_path):
     """The model on one rank, which is this process."""
-    with process_group() as group:
+    with process_group(RankPlace(0, 1, 0, str(tmp_path / "store"))) as group:
         balancer = ultraep.Balancer(group, experts=4, slots=1)
         config = ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)
         yield TinyMoE(config, balancer).double().eval()

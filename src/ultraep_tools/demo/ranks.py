@@ -53,7 +53,7 @@ class Trained:
 def work(place: RankPlace, job: Job, report: Callable[[Progress], None]) -> DemoResult:
     """Run the demo as one rank. All ranks return the same result; only rank 0 reports events."""
     begin = time.perf_counter()
-    settle(place, "cpu")
+    settle(place)
     wait_until_compiled()
     with process_group(place):
         return Demo(job, report if place.rank == 0 else lambda _: None).run(begin)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -25,13 +24,11 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ultraep.config import MOST_DIGITS
 from ultraep.errors import CommunicationError, ConfigError, UltraEPError
 from ultraep_tools.imports import import_in_child
 
 GRACE = 3.0  # seconds for a rank to close its files
 CAUSE_WAIT = 2.0  # seconds to wait for other ranks' errors after the first one
-PROCESS_ENDED = 2  # weight of the failure of a rank whose process ended
 MOST_RANKS = 1 << 16
 
 
@@ -49,32 +46,26 @@ class RankPlace:
         """Return the position that torchrun set in the environment, if it did."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
-        rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-        if rank >= size:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK")
+        try:
+            rank, size, local = (int(os.environ[name]) for name in names)
+        except ValueError:
+            rank, size, local = 0, 0, 0
+        if not (0 <= rank < size < MOST_RANKS and local >= 0):
+            values = " ".join(f"{name}={os.environ[name][:20]!r}" for name in dict.fromkeys(names))
             raise ConfigError(
-                f"RANK is {rank} in the environment, but WORLD_SIZE is {size}; start the ranks "
-                "with torchrun, or unset both"
+                f"the environment has {values}, which is no rank; start the ranks with torchrun, "
+                "or unset these variables"
             )
-        return cls(rank, size, _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else rank)
-
-
-def _number(variable: str, least: int) -> int:
-    text = os.environ[variable]
-    digits = text.isdecimal() and len(text) <= MOST_DIGITS
-    if not digits or not least <= int(text) < MOST_RANKS:
-        raise ConfigError(
-            f"the environment variable {variable} must lie between {least} and {MOST_RANKS - 1}, "
-            f"got {text!r}"
-        )
-    return int(text)
+        return cls(rank, size, local)
 
 
 class Failure(NamedTuple):
-    """The failure of a rank. Of several failures, the one with the highest weight is the cause."""
+    """The failure of a rank; `lost`: of a connection, which is rarely the cause."""
 
     rank: int
     text: str
-    weight: int
+    lost: bool = False
 
 
 class Finished(NamedTuple):
@@ -110,7 +101,7 @@ class Rank:
         signalled = code is not None and code < 0
         end = f"ended by {signal.Signals(-code).name}" if signalled else f"ended with {code}"
         last = f": {lines[-1]}" if lines else ""
-        return Failure(self.number, f"process {self.process.pid} {end}{last}", PROCESS_ENDED)
+        return Failure(self.number, f"process {self.process.pid} {end}{last}")
 
 
 def run_ranks(
@@ -130,7 +121,7 @@ def run_ranks(
             for rank in started:
                 place = RankPlace(rank.number, ranks, rank.number, f"{folder}/store")
                 with suppress(BrokenPipeError):  # `collect` reports a rank that ended already
-                    rank.pipe.send_bytes(pickle.dumps((work, place, job)))
+                    rank.pipe.send((work, place, job))
             return collect(started, report)
         finally:
             stop(started)
@@ -157,31 +148,31 @@ def collect(ranks: list[Rank], report: Callable[[Any], None]) -> Any:
     After a failure, wait a moment for other failures: the first may be a consequence of another.
     """
     pending = {rank.pipe: rank for rank in ranks}
-    results, failures, deadline = dict[int, Any](), list[Failure](), math.inf
+    result, failures, deadline = None, list[Failure](), math.inf
     while pending and time.monotonic() < deadline:
         for pipe in wait(list(pending), deadline - time.monotonic() if failures else None):
             assert isinstance(pipe, Connection)
-            rank, message = pending[pipe], receive(pending[pipe])
+            message = receive(pending[pipe])
+            if not isinstance(message, Failure | Finished):
+                if not failures:
+                    report(message)
+                continue
+            rank = pending.pop(pipe)
             if isinstance(message, Failure):
                 failures.append(message)
-                patience = 0.0 if message.weight == PROCESS_ENDED else CAUSE_WAIT
-                deadline = min(deadline, time.monotonic() + patience)
-            elif isinstance(message, Finished):
-                results[rank.number] = message.result
-            elif not failures:
-                report(message)
-            if isinstance(message, Failure | Finished):
-                del pending[pipe]
+                deadline = min(deadline, time.monotonic() + CAUSE_WAIT)
+            elif rank.number == 0:
+                result = message.result
     if failures:
-        cause = max(failures, key=lambda failure: failure.weight)
+        cause = min(failures, key=lambda failure: failure.lost)
         raise CommunicationError(f"rank {cause.rank} failed, all others were stopped: {cause.text}")
-    return results[0]
+    return result
 
 
 def receive(rank: Rank) -> Any:
     """Return the next message of a rank; a `Failure` if its process ended."""
     try:
-        return pickle.loads(rank.pipe.recv_bytes())
+        return rank.pipe.recv()
     except (EOFError, ConnectionResetError):
         return rank.lost()
 
@@ -204,26 +195,18 @@ def environment() -> dict[str, str]:
 def run_rank(descriptor: int) -> None:
     stop_on_sigterm()
     pipe = Connection(descriptor)
-    work, place, job = pickle.loads(pipe.recv_bytes())
+    work, place, job = pipe.recv()
     threading.Thread(target=exit_with, args=(pipe,), daemon=True).start()
     module, _, function = work.partition(":")
     import_in_child()
-
-    def send(message: Any) -> None:
-        pipe.send_bytes(pickle.dumps(message))
-
     try:
-        send(Finished(getattr(import_module(module), function)(place, job, send)))
+        pipe.send(Finished(getattr(import_module(module), function)(place, job, pipe.send)))
     except (UltraEPError, RuntimeError, OSError, MemoryError) as error:
         traceback.print_exc()
-        send(Failure(place.rank, f"{type(error).__name__}: {error}", weight_of(error)))
+        lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # as torch raises it
+        lost |= isinstance(error, CommunicationError)
+        pipe.send(Failure(place.rank, f"{type(error).__name__}: {error}", lost))
         sys.exit(1)
-
-
-def weight_of(error: Exception) -> int:
-    """Return 0 for a lost connection, which is rarely the cause; torch raises RuntimeError."""
-    lost = isinstance(error, RuntimeError) and "onnection" in str(error)
-    return 0 if lost or isinstance(error, CommunicationError) else 1
 
 
 def exit_with(pipe: Connection) -> None:
