@@ -360,7 +360,11 @@ def load_lines(served: Sequence[Mapping[str, Any]], prompts_per_second: float) -
             AFTER: mean_of(turns, "after"),
         }
         variant = LABELS.get(VARIANTS[place], VARIANTS[place])
-        case = {"load": f"{rate / prompts_per_second:.0%}", "rate": rate, "variant": variant}
+        case: dict[str, str | float] = {
+            "load": f"{rate / prompts_per_second:.0%}",
+            "rate": rate,
+            "variant": variant,
+        }
         lines.append(Line(case, values))
     return lines
 

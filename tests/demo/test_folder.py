@@ -16,7 +16,7 @@ from ultraep_tools.cli import demo
 from ultraep_tools.demo import sizes as module
 from ultraep_tools.demo import text as texts
 from ultraep_tools.demo.result import trace_folder
-from ultraep_tools.demo.sizes import GIB, Machine, choose
+from ultraep_tools.demo.sizes import choose
 from ultraep_tools.demo.text import Text, library_text
 
 MARKER = ".ultraep-demo"
@@ -92,38 +92,18 @@ def test_a_changed_output_is_refused_and_stays(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "slots"), [(1, 2, 2), (3, 2, 2), (4, 4, 1), (7, 4, 1), (96, 8, 1)]
+    ("cores", "ranks", "slots"), [(1, 2, 2), (3, 2, 2), (4, 4, 1), (7, 4, 1), (96, 4, 1)]
 )
 def test_ranks_are_a_power_of_two_by_cores(cores, ranks, slots):
-    sizes, _ = choose(Machine(cores, None))
+    sizes, notes = choose(cores)
     assert (sizes.ranks, sizes.slots) == (ranks, slots)
+    assert bool(notes) == (cores < ranks)
 
 
-def test_little_memory_reduces_ranks_with_a_note():
-    plenty = choose(Machine(8, 64 * GIB))
-    assert plenty == choose(Machine(8, None))
-    assert (plenty[0].ranks, plenty[1]) == (8, [])
-    sizes, notes = choose(Machine(8, 8 * GIB))
-    assert sizes.ranks == 4
-    assert sizes.memory() <= 8 * GIB
-    assert notes[0].startswith("8.0 GiB of memory are free, and 4 ranks need about ")
-    assert choose(Machine(8, 100_000_000))[0].ranks == 2
-    assert choose(Machine(8, 100_000_000), ranks=8)[0].ranks == 8
-
-
-def test_containers_limit_the_machine(monkeypatch):
-    files = {
-        "/sys/fs/cgroup/cpu.max": "150000 100000\n",
-        "/sys/fs/cgroup/memory.max": "3000\n",
-        "/sys/fs/cgroup/memory.current": "1000\n",
-        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n",
-    }
-    monkeypatch.setattr(module, "_text", lambda path: files.get(path, ""))
-    assert (module._core_limit(), module._free_memory()) == (1, 2000)
-    files |= {"/sys/fs/cgroup/cpu.max": "max 100000\n", "/sys/fs/cgroup/memory.max": "max\n"}
-    assert (module._core_limit(), module._free_memory()) == (None, 8192)
-    files.clear()
-    assert module._free_memory() is None
+def test_containers_limit_the_cores(monkeypatch):
+    for quota, limit in (("150000 100000\n", 1), ("max 100000\n", None), ("", None)):
+        monkeypatch.setattr(module, "_quota", lambda quota=quota: quota)
+        assert module._core_limit() == limit
 
 
 def test_held_out_text_is_never_trained_on():

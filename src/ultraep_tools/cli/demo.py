@@ -18,7 +18,7 @@ from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option, switch
 from ultraep_tools.cli.terminal import Terminal, progress
 from ultraep_tools.demo.result import DemoResult, Progress, trace_folder, write_report
-from ultraep_tools.demo.sizes import Job, choose, this_machine
+from ultraep_tools.demo.sizes import Job, choose, cores_here
 from ultraep_tools.launch.processes import run_ranks
 from ultraep_tools.outputs import OutputDir
 from ultraep_tools.report.page import REPORT_FILE, RESULT_FILE, require_plotly
@@ -28,9 +28,9 @@ EXAMPLE = "Example: ultraep demo --quick"
 
 
 class DemoOptions(cli.Options):
-    quick: bool = switch("Run a smaller demo, 1 to 2 minutes.", "--quick")
-    steps: int | None = option("Training steps.", "100 (--quick: 30), fewer on a slow machine")
-    ranks: int | None = option("Processes in the expert-parallel group.", "by cores, 2 to 8")
+    quick: bool = switch("Run a smaller demo, several times as fast.", "--quick")
+    steps: int | None = option("Training steps.", "36 (--quick: 21)")
+    ranks: int | None = option("Processes in the expert-parallel group.", "by cores, 2 to 4")
     out: Path = option(
         "Output directory for result, traces and report.",
         default=Path("ultraep-demo"),
@@ -57,7 +57,7 @@ def command(options: DemoOptions) -> None:
         raise ConfigError(f"--seed must not be negative, got {options.seed}")
     policies = cli.split_names(options.policy, "--policy")
     sizes, notes = choose(
-        this_machine(), quick=options.quick, ranks=options.ranks, steps=options.steps
+        cores_here(), quick=options.quick, ranks=options.ranks, steps=options.steps
     )
     job = Job(sizes, policies, str(options.out), options.seed, tuple(notes))
     terminal = Terminal()
@@ -103,7 +103,7 @@ def _introduce(terminal: Terminal, job: Job) -> None:
         demo="train a small language model under every policy, serve requests with it, measure "
         "its MoE layers",
         ranks=f"{counted(sizes.ranks, 'rank')} with one thread and "
-        f"{counted(sizes.slots, 'spare slot')} each; {counted(this_machine().cores, 'core')} here",
+        f"{counted(sizes.slots, 'spare slot')} each; {counted(cores_here(), 'core')} here",
         model=f"bytes as tokens, {sizes.layers} MoE layers of {sizes.experts} experts, "
         f"{sizes.top_k} per token, width {sizes.hidden}, {sizes.dtype}",
         text="Python's own library: code, then prose, then tables; "

@@ -162,7 +162,7 @@ def write_report(out: str | Path, result: DemoResult) -> Path:
         kind="ultraep demo",
         title=result.headline,
         facts=_facts(result, trace),
-        notes=_notes(result, trace),
+        notes=result.notes,
         tables={
             "result": table(*result.table(), "result"),
             "replay": _replay_table(numbers["replay"]["table"]),
@@ -188,13 +188,6 @@ def _facts(result: DemoResult, trace: Trace) -> list[tuple[str, str]]:
         ("Version", f"ultraep {result.version}, seed {result.seed}"),
         ("Recorded", f"{trace.header.created}, in {result.wall_seconds:.0f} s"),
     ]
-
-
-def _notes(result: DemoResult, trace: Trace) -> list[str]:
-    if not trace.dropped and not trace.left_out:
-        return result.notes
-    missing = trace.dropped + trace.left_out
-    return [*result.notes, f"the trace is incomplete: {counted(missing, 'record')} are missing"]
 
 
 def _replay_table(rows: list[Numbers]) -> str:
