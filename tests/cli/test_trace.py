@@ -64,8 +64,8 @@ def test_info_separates_policies(tmp_path):
         ["ultraep", "0", "1"],
         ["none", "0", "1"],
     ]
-    assert ["stage", "ultraep", "none"] in rows
-    assert ["experts", "2.00", "2.00"] in rows
+    assert ["stage", "ultraep", "none", "all"] in rows
+    assert ["experts", "2.00", "2.00", "2.00"] in rows
     facts = json.loads(shown("info", run, "--json"))["policies"]
     assert facts["none"]["imbalance_after"] == pytest.approx(balanced.initial_imbalance)
     assert facts["ultraep"]["seconds"] == {"experts": pytest.approx(0.002)}

@@ -81,7 +81,8 @@ def info(options: InfoOptions) -> None:
     _print_heading(terminal, options.path, trace)
     if by_policy:
         terminal.print(_layers(by_policy))
-        terminal.print(_stages(by_policy, trace.header.stages))
+        together = {"all": trace} if len(by_policy) > 1 else {}
+        terminal.print(_stages(by_policy | together, trace.header.stages))
     _print_notes(terminal, trace)
 
 
@@ -168,7 +169,7 @@ def _layers(by_policy: dict[str, Trace]) -> Grid:
 
 
 def _stages(by_policy: dict[str, Trace], stages: Sequence[str]) -> Grid | str:
-    """Return the mean time of every stage, as the viewer shows it."""
+    """Return the mean time of every stage; the viewer shows that of all records."""
     means = [own.stage_means for own in by_policy.values()]
     rows = [
         [stage, *(f"{1e3 * own.get(stage, 0):,.2f}" for own in means)]
