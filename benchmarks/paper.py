@@ -80,8 +80,8 @@ class Page:
         self.parts.append("\n".join(lines) + "\n")
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        lines = [head, ["---"] * len(head), *rows]
-        self.parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
+        first, *others = ("| " + " | ".join(line) + " |" for line in (head, *rows))
+        self.parts.append("\n".join([first, "|---" * len(head) + "|", *others]) + "\n")
 
     def picture(self, name: str, what: str, draw: Callable[[Any], None], width: float = 7) -> None:
         """Draw into one picture; the same figures give the same bytes."""
@@ -161,7 +161,7 @@ def imbalance_cell(setting: Setting, result: Result, _: Result) -> str:
 
 def pair(published: float | None, simulated: float, form: str) -> str:
     """A cell: the published figure, if there is one, and the simulated one."""
-    return f"{'-' if published is None else format(published, form)} / {simulated:{form}}"
+    return f"{'-' if published is None else format(published, form)}/{simulated:{form}}"
 
 
 def picture_of_shares(page: Page, outcomes: Outcomes) -> None:
@@ -279,7 +279,7 @@ def measured(page: Page, *, small: bool) -> None:
                 for metric, value in line.values.items()
             ]
             of_load = cells.setdefault(str(line.case["load"]), {})
-            of_load[str(line.case["policy"])] = " / ".join(numbers[:2])
+            of_load[str(line.case["policy"])] = "/".join(numbers[:2])
         policies = list(next(iter(cells.values())))
         rows = [[load, *(row.get(name, "-") for name in policies)] for load, row in cells.items()]
         page.table(["load", *(f"`{policy}`" for policy in policies)], rows)
