@@ -24,6 +24,7 @@ from ultraep.arrays import IntArray
 from ultraep.passes import PassRecord
 from ultraep.policies import get_policy
 from ultraep.position import At, Position
+from ultraep.runtime.agreement import FIELDS
 
 CLOCK_JUMP = 3600.0  # seconds
 OBSERVED = (
@@ -35,7 +36,7 @@ POINTS = {
     "plan": (At.PLAN,),
     "combine back": (At.BACKWARD,),
 }
-DIGEST = 4  # position in a record of `Agreement`
+DIGEST = FIELDS.index("digest")
 PLANNER = "soak"  # a policy that fails on demand
 _of_thread = threading.local()  # the injector of the rank that runs in a thread
 
@@ -72,7 +73,7 @@ class Injector(Watch):
             agreement = balancer._agreement
             make_record = agreement._record
             agreement._record = lambda place, *rest: self._corrupted(
-                place, make_record(place, *rest)
+                place, balancer._count, make_record(place, *rest)
             )
 
     def _happens(self, kind: str, microbatch: int) -> bool:
@@ -89,8 +90,8 @@ class Injector(Watch):
 
     def begin(self, record: PassRecord) -> None:
         """A stage has begun."""
-        kind = self.fault.kind
-        if record.stage != self.fault.stage or not self._happens(kind, record.step):
+        kind, count = self.fault.kind, record.passes.count if record.passes else 0
+        if record.stage != self.fault.stage or not self._happens(kind, count):
             return
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -126,11 +127,11 @@ class Injector(Watch):
         self._planned += 1
         self._raise_if("planner", self._planned)
 
-    def _corrupted(self, place: Position, record: torch.Tensor) -> torch.Tensor:
+    def _corrupted(self, place: Position, count: int, record: torch.Tensor) -> torch.Tensor:
         stage = self.fault.stage
         if stage == "plan" and self.fault.plane == "mapped":
             stage = "loads"  # ranks do not compare plans that stay on their devices
-        if place.at in POINTS[stage] and self._happens("digest", place.step):
+        if place.at in POINTS[stage] and self._happens("digest", count):
             record[DIGEST] ^= 1
         return record
 
