@@ -27,17 +27,22 @@ LOADED = re.compile(
 ALLOWED = re.compile(r'<link[^>]*rel="(?:canonical|search|index|next|prev)"')
 FRAMEWORKS, REST = "Frameworks", "Project"
 CONTENTS = {
-    "Start": ["docs/tutorial", "docs/demo", "docs/commands", "docs/results", "docs/comparison"],
-    "Use it": [
-        *("docs/layer", "docs/routes", "docs/cost", "docs/extension-api", "docs/data-plane"),
-        "docs/gpus",
-        "docs/with-ddp-fsdp-dcp",
-        *("docs/metrics", "docs/traces", "docs/view", "docs/inspect", "docs/serving"),
-        *("docs/simulator", "docs/reliability", "docs/troubleshooting"),
+    "Start": [
+        *("docs/README", "docs/demo", "docs/tutorial", "docs/commands"),
+        *("docs/results", "docs/comparison", "docs/support-matrix"),
     ],
     FRAMEWORKS: [],  # all pages of docs/integrations
+    "Use it": [
+        *("docs/layer", "docs/extension-api", "docs/routes", "docs/policies", "docs/cost"),
+        *("docs/data-plane", "docs/dispatchers", "docs/clusters", "docs/gpus"),
+        *("docs/with-ddp-fsdp-dcp", "docs/reliability", "docs/troubleshooting"),
+    ],
+    "Look inside": [
+        *("docs/inspect", "docs/metrics", "docs/traces", "docs/view", "docs/simulator"),
+        *("docs/serving", "docs/soak"),
+    ],
     "How it works": ["docs/story", "docs/plan", "docs/numerics", "docs/control-plane"],
-    "Reference": ["api/index", "docs/policies", "docs/glossary", "docs/README"],
+    "Reference": ["api/index", "docs/glossary"],
     REST: [],  # all other pages
 }
 # Pages of the API: title, module, names; no names: all names of the module.
