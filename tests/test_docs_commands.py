@@ -49,7 +49,7 @@ NOT_RUN = {
 
 def commands_of(page):
     """Commands in code blocks, also indented ones, and the beginning of commands in sentences."""
-    text = re.sub(r"```(?:python|toml)\n.*?```", "", page.read_text(), flags=re.DOTALL)
+    text = re.sub(r"```(?:python|text|toml)\n.*?```", "", page.read_text(), flags=re.DOTALL)
     blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
