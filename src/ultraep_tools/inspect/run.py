@@ -12,6 +12,7 @@ Shapes: H layers, W windows, E experts.
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -165,13 +166,9 @@ def _open(options: InspectOptions) -> Checkpoint | RandomModel:
 def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device: torch.device | None = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    count = torch.cuda.device_count()
+    device, count = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(f"--device {name}, but torch finds {count} GPUs; use --device cpu")
     return device
