@@ -25,15 +25,13 @@ def plain(values: Any, digits: int = DIGITS) -> list[float | None]:
     return [round(value, digits) if math.isfinite(value) else None for value in numbers]
 
 
-def grouped(
-    values: NDArray[Any], groups: Iterable[NDArray[Any]], fold: Callable[[Any], Any] = np.mean
-) -> list[float | None]:
-    """Return one number per group of records, the mean by default; None for an empty group.
+def grouped(values: NDArray[Any], groups: Iterable[NDArray[Any]]) -> list[float | None]:
+    """Return the mean of each group of records; None for an empty group.
 
     groups: masks or indices of the records.
     """
     parts = [values[group] for group in groups]
-    return plain([fold(part) if len(part) else math.nan for part in parts])
+    return plain([part.mean() if len(part) else math.nan for part in parts])
 
 
 def sample(count: int, size: int, required: int, most: int = MOST_NUMBERS) -> IntArray:

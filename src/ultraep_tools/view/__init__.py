@@ -2,8 +2,8 @@
 
 traces.py    open traces: the table of all records, single records
 table.py     a few numbers of every record, the numbers of the plots and of one record
-catalogue.py all open traces and reports, and the thread that reads them
-api.py       answers to the requests of the page, replays, the page as one HTML file
+catalogue.py the open traces by name, and the thread that reads them
+api.py       answers to the requests of the page; the page as one HTML file
 server.py    the HTTP server
 page/        HTML, styles and scripts
 """

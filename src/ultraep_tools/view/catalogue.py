@@ -90,7 +90,10 @@ class Catalogue:
     def _open(self, item: Item) -> None:
         item.trace, item.error = None, ""
         try:
-            item.trace = open_trace(item.path, live=self.live)
+            if item.path.is_dir():
+                item.trace = FolderTrace(item.path, live=self.live)
+            else:
+                item.trace = WholeTrace(item.path, read_trace(item.path))
         except (UltraEPError, OSError) as error:
             item.error = str(error)
 
@@ -100,10 +103,6 @@ class Catalogue:
             with suppress(FileError):
                 if item.trace is None or item.trace.header != read_header(item.path):
                     self._open(item)
-
-
-def open_trace(path: Path, *, live: bool) -> OpenTrace:
-    return FolderTrace(path, live=live) if path.is_dir() else WholeTrace(path, read_trace(path))
 
 
 # -- searching -----------------------------------------------------------------------------------
