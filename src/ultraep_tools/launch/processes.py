@@ -93,8 +93,14 @@ class Rank:
             )
         theirs.close()
 
-    def lost(self) -> Failure:
-        """Describe how the process ended after its pipe closed."""
+    def receive(self) -> Any:
+        """Return the next message; a `Failure` if the process ended."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return self._lost()
+
+    def _lost(self) -> Failure:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(CAUSE_WAIT)
         code, lines = self.process.returncode, self.log.read_text("utf-8", "replace").splitlines()
@@ -152,7 +158,7 @@ def collect(ranks: list[Rank], report: Callable[[Any], None]) -> Any:
     while pending and time.monotonic() < deadline:
         for pipe in wait(list(pending), deadline - time.monotonic() if failures else None):
             assert isinstance(pipe, Connection)
-            message = receive(pending[pipe])
+            message = pending[pipe].receive()
             if not isinstance(message, Failure | Finished):
                 if not failures:
                     report(message)
@@ -167,14 +173,6 @@ def collect(ranks: list[Rank], report: Callable[[Any], None]) -> Any:
         cause = min(failures, key=lambda failure: failure.lost)
         raise CommunicationError(f"rank {cause.rank} failed, all others were stopped: {cause.text}")
     return result
-
-
-def receive(rank: Rank) -> Any:
-    """Return the next message of a rank; a `Failure` if its process ended."""
-    try:
-        return rank.pipe.recv()
-    except (EOFError, ConnectionResetError):
-        return rank.lost()
 
 
 def environment() -> dict[str, str]:
@@ -193,7 +191,7 @@ def environment() -> dict[str, str]:
 
 
 def run_rank(descriptor: int) -> None:
-    stop_on_sigterm()
+    signal.signal(signal.SIGTERM, stop_now)
     pipe = Connection(descriptor)
     work, place, job = pipe.recv()
     threading.Thread(target=exit_with, args=(pipe,), daemon=True).start()
@@ -218,11 +216,7 @@ def exit_with(pipe: Connection) -> None:
     os._exit(1)
 
 
-def stop_on_sigterm() -> None:
-    """Turn SIGTERM into SystemExit, so that traces are closed."""
-
-    def stop_now(number: int, _: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop_now)
+def stop_now(number: int, _: Any) -> None:
+    """Turn a signal into SystemExit, so that traces are closed."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
