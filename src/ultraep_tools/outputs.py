@@ -35,6 +35,7 @@ MARKS = {
     "placement": b'{"placed_by": "ultraep',
     "benchmark": b'[\n{"benchmark":',
     "schedule": b'"faults": [',
+    "check": b'{\n  "verdict": "',
 }
 Target = tuple[str | Path | None, str]  # a file, and the kind of output for it
 

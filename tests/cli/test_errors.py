@@ -175,7 +175,7 @@ def test_lines_and_encodings_of_all_systems(tmp_path, content):
 def test_an_invalid_rank_of_torchrun(monkeypatch, rank, size, message):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
-    assert_one_line(invoke("env"), message)
+    assert_one_line(invoke("check"), message)
 
 
 def failing_plan(files, monkeypatch, error):

@@ -4,7 +4,7 @@ import pytest
 
 from ultraep.runtime import hosts
 from ultraep.runtime.hosts import Host, fast_links
-from ultraep_tools.cli.env import obstacles
+from ultraep_tools.check.group import obstacles
 
 ONE, TWO = Host("one", ("boot 1", "shm", "pids")), Host("two", ("boot 2", "shm", "pids"))
 IN_FABRIC = [host._replace(fabric="cluster clique 0") for host in (ONE, TWO)]

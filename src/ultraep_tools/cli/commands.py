@@ -30,13 +30,14 @@ SUMMARIES = {
     "view": "Show traces in the browser: over time, layer by layer, down to one microbatch.",
     "demo": "Train a small MoE model, serve requests with it, and measure its layers.",
     "inspect": "Inspect a model: how imbalanced is its routing, and how much does balancing help?",
-    "env": "Show versions, devices, backends and policies for a bug report.",
+    "check": "Check whether balancing works on these machines, and what it gains.",
+    "env": "Show versions, devices, frameworks and policies; runs nothing.",
 }
 EXITS = "Exit codes: 0 done; 2 wrong option, setting or file; 130 interrupted; 141 closed pipe."
 EPILOG = (
     "New here? Start with: ultraep demo\n\n"
-    "Exit codes: 0 done; 1 plans differ (trace replay); 2 wrong option, setting or file; "
-    "130 interrupted; 141 closed pipe.\n\n"
+    "Exit codes: 0 done; 1 not ready (check) or plans differ (trace replay); 2 wrong "
+    "option, setting or file; 130 interrupted; 141 closed pipe.\n\n"
     "Environment: ULTRAEP_TRACE=FOLDER records the runs of all balancers."
 )
 

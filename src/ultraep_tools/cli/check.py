@@ -1,0 +1,187 @@
+"""`ultraep check`: does balancing work on these machines, and what does it gain?"""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ultraep.errors import ConfigError
+from ultraep.files.writing import write_text
+from ultraep_tools.cli import options as cli
+from ultraep_tools.cli.options import option
+from ultraep_tools.cli.terminal import Terminal, make_grid
+from ultraep_tools.launch.processes import RankPlace
+from ultraep_tools.outputs import check_targets
+from ultraep_tools.sim.model import load_model
+
+if TYPE_CHECKING:
+    from ultraep_tools.check.layer import LayerSize
+    from ultraep_tools.check.report import Finding, Report
+
+EXAMPLE = (
+    "Example: ultraep check\n\n"
+    "Example: torchrun --nproc-per-node 8 -m ultraep check --json check.json\n\n"
+    "Example: torchrun --nproc-per-node 8 -m ultraep check --level 3 --model qwen3-235b"
+)
+FAILED = 1  # exit code
+WIDTH = 80
+TIMEOUT = 60.0
+SIZES = {  # without --model, --from or sizes, by device
+    "cpu": {"hidden": 256, "ffn": 512, "experts": 0, "top_k": 2},  # four experts per rank
+    "cuda": {"hidden": 4096, "ffn": 1536, "experts": 128, "top_k": 8},
+}
+TOKENS = {"cpu": 1024, "cuda": 4096}
+NAMES = ("hidden", "ffn", "experts", "top_k")
+
+
+class CheckOptions(cli.Options):
+    level: int | None = option(
+        "1: this host. 2: the ranks that torchrun started. 3: also a layer of your size.",
+        "1 alone, 2 under torchrun",
+        metavar="1|2|3",
+    )
+    model: str | None = option("Sizes of a preset (`ultraep simulate --help`).", metavar="NAME")
+    checkpoint: Path | None = option(
+        "Sizes in the config.json of a checkpoint.", flags="--from", metavar="DIR"
+    )
+    hidden: int | None = option("Width of the model.", "256; 4096 on GPUs")
+    ffn: int | None = option("Hidden width of an expert.", "512; 1536 on GPUs")
+    experts: int | None = option("Experts of a layer.", "4 per rank; 128 on GPUs")
+    top_k: int | None = option("Experts per token.", "2; 8 on GPUs")
+    tokens: int | None = option("Tokens per rank.", "1024; 4096 on GPUs")
+    dtype: str | None = option(
+        "Dtype of the layer.", "float32; bfloat16 on GPUs", metavar="float32|bfloat16"
+    )
+    dispatcher: str = option(
+        "Rows through deepep, or the dispatcher that a function of yours returns for (group, "
+        "size).",
+        "the data plane",
+        default="",
+        metavar="deepep|MODULE:FUNCTION",
+    )
+    timeout: float = option("Seconds that a part waits for a rank.", default=TIMEOUT)
+    failed_hosts: Path | None = option(
+        "Level 1: add this host to FILE if it fails; then `srun --exclude=./FILE`.",
+        "in a Slurm job, ultraep-failed-hosts-JOB.txt",
+        metavar="FILE",
+    )
+    json: Path | None = option("Write everything that was found.", metavar="FILE")
+    force: bool = cli.force_option()
+
+
+@cli.with_options
+def command(options: CheckOptions) -> None:
+    """Check whether balancing works on these machines, and what it gains.
+
+    Alone, it checks this host (half a minute). Under torchrun it checks the group: versions,
+    domains, mapped memory, bandwidths, slow ranks (two minutes). With --level 3 it also compares
+    and times one layer of your size. The last lines are the verdict and the next command.
+
+    Exits with code 0 if the verdict is "Ready", otherwise with 1.
+    """
+    place = RankPlace.of_torchrun()
+    level = options.level or (1 if place is None else 2)
+    _check(options, level, place)
+    first = place is None or place.rank == 0 or level == 1
+    if first:
+        check_targets((options.json, "check"), force=options.force)
+    terminal = Terminal(width=WIDTH)
+    shown = partial(print_finding, terminal) if first else (lambda _: None)
+    if first:
+        terminal.print(f"Level {level}: loading torch")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # missing ranks are named below
+    from ultraep_tools.check.run import check_alone, check_ranks
+
+    if level == 1 or place is None:
+        report = check_alone(shown, options.failed_hosts)
+    else:
+        report = check_ranks(
+            place,
+            level,
+            options.timeout,
+            lambda ranks, gpus: _size(options, ranks, gpus=gpus),
+            options.dispatcher,
+            shown,
+        )
+    if first or "rank 0 did not come" in report.verdict:
+        _print_verdict(report, terminal, options.json)
+    if report.problems:
+        raise typer.Exit(FAILED)
+
+
+def _check(options: CheckOptions, level: int, place: RankPlace | None) -> None:
+    """Refuse wrong options before torch is loaded."""
+    if level not in (1, 2, 3):
+        raise ConfigError(f"--level must be 1, 2 or 3, got {level}")
+    if level > 1 and place is None:
+        raise ConfigError(
+            f"--level {level} checks ranks: start it with "
+            "torchrun --nproc-per-node 2 -m ultraep check"
+        )
+    if options.model is not None and options.checkpoint is not None:
+        raise ConfigError("pass --model or --from, not both")
+    if not options.timeout > 0:
+        raise ConfigError(f"--timeout must be positive, got {options.timeout}")
+    for name in (*NAMES, "tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.dtype not in (None, "float32", "bfloat16"):
+        raise ConfigError(f"--dtype must be float32 or bfloat16, got {options.dtype!r}")
+
+
+def _size(options: CheckOptions, ranks: int, *, gpus: bool) -> LayerSize:
+    from ultraep_tools.check.layer import LayerSize, sizes_in
+
+    device = "cuda" if gpus else "cpu"
+    sizes = dict(SIZES[device])
+    if options.model is not None:
+        model = load_model(options.model)
+        sizes = {
+            "hidden": model.width,
+            "ffn": model.expert_width,
+            "experts": model.experts,
+            "top_k": model.top_k,
+        }
+    elif options.checkpoint is not None:
+        sizes = sizes_in(options.checkpoint)
+    sizes |= {name: value for name in NAMES if (value := getattr(options, name)) is not None}
+    experts = sizes["experts"] = sizes["experts"] or 4 * ranks
+    if experts % ranks:
+        raise ConfigError(f"{experts} experts do not divide evenly over {ranks} ranks")
+    dtype = options.dtype or ("bfloat16" if gpus else "float32")
+    return LayerSize(**sizes, tokens=options.tokens or TOKENS[device], dtype=dtype)
+
+
+# -- output --------------------------------------------------------------------------------------
+
+
+def print_finding(terminal: Terminal, finding: Finding) -> None:
+    state = "FAIL" if finding.problems else "slow" if finding.warnings else "ok"
+    seconds = f" ({finding.seconds:.1f} s)" if finding.seconds >= 1 else ""
+    lines = [f"{state:<5}{finding.part:<15}{finding.summary}{seconds}"]
+    lines += [f"{'':<20}- {text}" for text in (*finding.problems, *finding.warnings)]
+    lines += [f"{'':<20}note: {text}" for text in finding.notes]
+    for line in lines:
+        terminal.print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 22), soft_wrap=True)
+    if finding.table:
+        headers, *rows = finding.table
+        terminal.print(make_grid(headers, rows))
+
+
+def _print_verdict(report: Report, terminal: Terminal, path: Path | None) -> None:
+    lines = [report.verdict] + [f"Next: {report.next_command}"] * (not report.problems)
+    if path is not None:
+        found = {"verdict": report.verdict, "ready": not report.problems, **asdict(report)}
+        write_text(path, json.dumps(found, indent=2) + "\n")
+        lines.append(f"Details, for a bug report: {path}")
+    terminal.print()
+    for line in lines:
+        terminal.print(textwrap.fill(line, WIDTH), soft_wrap=True)

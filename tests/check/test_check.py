@@ -1,0 +1,261 @@
+"""`ultraep check` on one host and on two real ranks; injected faults are named in its verdict."""
+
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import warm
+from cli.commands import invoke
+from permuting import Shuffling
+
+from ultraep.errors import ConfigError, FileError
+from ultraep_tools.check import group, host, layer, links
+from ultraep_tools.check.report import Finding, Report
+
+TIMEOUT = 8.0  # seconds that ranks wait for each other
+LIMIT = 240.0  # of a run on a busy machine
+SMALL = ("--hidden", "32", "--ffn", "64", "--experts", "8", "--top-k", "2", "--tokens", "64")
+
+
+def check(folder, options=(), fault=None, start=warm.start_ranks):
+    """Run the command on two ranks; return what the first one did, and its JSON."""
+    path = folder / "check.json"
+    words = ["--timeout", f"{TIMEOUT:g}", "--json", str(path), *options]
+    programs = start(2, run, words, fault, FOLDER=str(folder))
+    first, *_ = [program.finish(LIMIT) for program in programs]
+    assert path.exists(), first.stdout + first.stderr
+    return first, json.loads(path.read_text())
+
+
+def without_rank_1(count, work, *args, **environment):
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": warm.free_port(), "WORLD_SIZE": str(count)}
+    return [warm.Program(work, *args, **environment, **own, RANK="0", LOCAL_RANK="0")]
+
+
+def run(words, fault):
+    from ultraep_tools.__main__ import main
+
+    if fault is not None and (os.environ["RANK"] == "1" or fault in EVERYWHERE):
+        FAULTS[fault]()
+    sys.argv = ["ultraep", "check", *words]
+    main()
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+
+def replace_part(name, run_instead):
+    group.PARTS = tuple(
+        part._replace(run=run_instead) if part.name == name else part for part in group.PARTS
+    )
+
+
+def hang():
+    replace_part("messages", lambda _: time.sleep(4 * TIMEOUT))
+
+
+def die():
+    replace_part("messages", lambda _: os._exit(3))
+
+
+def other_version():
+    versions = group.versions
+
+    def older():
+        finding = versions()
+        finding.facts["torch"] = "2.0.0"
+        return finding
+
+    group.versions = older
+
+
+def slow():
+    product = torch.mm
+
+    def eight_times(*factors):
+        return [product(*factors) for _ in range(8)]
+
+    torch.mm = eight_times
+
+
+def unmapped():
+    replace_part("mapped memory", lambda ranks: mapped(ranks, broken=ranks.place.rank == 1))
+
+
+def stale():
+    replace_part("mapped memory", lambda ranks: mapped(ranks, stale=ranks.place.rank == 1))
+
+
+def mapped(ranks, *, broken=False, stale=False):
+    """Try memory that processes map through files, in place of the memory of GPUs."""
+    nbytes = links.MAPPED_BYTES["cpu"]
+    folder, size = os.environ["FOLDER"], ranks.place.size
+
+    def get_buffer(peer, shape, dtype):
+        if broken:
+            raise ConfigError(f"cannot map the memory of rank {peer}")
+        path = f"{folder}/memory{'stale' * stale}{peer}"
+        return torch.from_file(path, shared=True, size=shape[0], dtype=dtype)
+
+    handle = SimpleNamespace(get_buffer=get_buffer)
+    peers = SimpleNamespace(
+        size=size,
+        allocate=lambda *_: SimpleNamespace(handle=handle, nbytes=nbytes),
+        close=lambda: None,
+    )
+    comm = ranks.connected
+    comm.peers = lambda _: peers
+    return {"mapped": True, "first": 0, **links.try_mapped_memory(comm, ranks.device)}
+
+
+def good_memory():
+    replace_part("mapped memory", mapped)
+
+
+FAULTS = {f.__name__: f for f in (hang, die, other_version, slow, unmapped, stale, good_memory)}
+EVERYWHERE = ("unmapped", "stale", "good_memory")
+
+
+def mixing(process_group, _):
+    """A dispatcher that reverses the rows that arrive."""
+    from ultraep.runtime.connect import connect
+
+    class Mixing(Shuffling):
+        def begin(self, routes):
+            rows = super().begin(routes)
+            rows.sort = rows.sort.flip(0)
+            return rows
+
+    return Mixing(connect(process_group))
+
+
+# -- tests ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("hang", "rank 1 did not come to 'messages' within 8 s"),
+        pytest.param("die", "rank 1", marks=pytest.mark.slow),
+        ("other_version", "rank 1 has torch 2.0.0, the others"),
+        ("unmapped", "rank 1: cannot map the memory of rank 0"),
+        pytest.param("stale", "reads wrong values from the memory of", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_is_named_in_the_verdict(fault, named, tmp_path):
+    done, found = check(tmp_path, fault=fault)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert found["verdict"].startswith("Not ready: ")
+    assert named in found["verdict"]
+    assert "Not ready: " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_in_the_verdict(tmp_path):
+    done, found = check(tmp_path, fault="slow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 1 computes at " in found["verdict"]
+
+
+def test_a_rank_that_never_starts_is_named(tmp_path):
+    done, found = check(tmp_path, start=without_rank_1)
+    assert done.returncode == 1
+    assert "rank 1 did not come to 'start' within 8 s" in found["verdict"]
+
+
+def test_all_levels_run_on_two_ranks(tmp_path):
+    done, found = check(tmp_path, ["--level", "3", *SMALL], "good_memory")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert found["ready"]
+    assert found["verdict"].startswith("Ready: mapped memory on 2 CPU ranks, gain ")
+    parts = {finding["part"]: finding for finding in found["findings"]}
+    assert list(parts) == [part.name for part in group.PARTS] + ["equal results", "times"]
+    assert parts["equal results"]["facts"]["ranks"][0]["replicas"]["one hot expert"] > 0
+    assert set(parts["times"]["facts"]["gains"]) == {"1.0", "1.5", "2.0"}
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "Next: " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_dispatcher_that_mixes_up_rows_is_named(tmp_path):
+    options = ["--level", "3", *SMALL, "--dispatcher", "check.test_check:mixing"]
+    done, found = check(tmp_path, options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Mixing" in found["verdict"]
+    assert "in a probe" in found["verdict"]
+
+
+def test_one_host_alone(tmp_path, monkeypatch):
+    path, failed = tmp_path / "check.json", tmp_path / "failed"
+    done = invoke("check", "--json", str(path), "--failed-hosts", str(failed))
+    assert done.exit_code == 0, done.output
+    assert "Ready: this host can run ultraep" in done.stdout
+    names = [finding["part"] for finding in json.loads(path.read_text())["findings"]]
+    assert names == ["versions", "GPUs", "memory", "kernels", "frameworks"]
+    assert not failed.exists()
+    broken = Finding("kernels", problems=["a layer on cuda does not run: no kernel image"])
+    monkeypatch.setattr(host, "kernels", lambda: broken)
+    done = invoke("check", "--failed-hosts", str(failed))
+    assert done.exit_code == 1
+    assert "Not ready: a layer on cuda does not run: no kernel image" in done.stdout
+    assert failed.read_text() == os.uname().nodename + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--level 4", "--level must be 1, 2 or 3, got 4"),
+        ("--level 2", "torchrun --nproc-per-node 2 -m ultraep check"),
+        ("--tokens 0", "--tokens must be at least 1, got 0"),
+        ("--dtype int8", "--dtype must be float32 or bfloat16"),
+        ("--timeout 0", "--timeout must be positive"),
+    ],
+)
+def test_wrong_options_are_refused(words, message):
+    done = invoke("check", *words.split())
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_sizes_of_a_checkpoint(tmp_path):
+    config = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
+    with pytest.raises(FileError, match=r"has no num_experts_per_tok .*pass --top-k"):
+        layer.sizes_in(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 4}))
+    assert layer.sizes_in(tmp_path) == {"hidden": 64, "ffn": 32, "experts": 16, "top_k": 4}
+
+
+@pytest.mark.parametrize("imbalance", [1.5, 2.0, 3.0])
+def test_loads_have_the_requested_imbalance(imbalance):
+    size = layer.LayerSize(32, 64, 32, 4, 4096, "float32")
+    steep = layer.steepness(size, 4, imbalance)
+    rows = sum(
+        torch.bincount(layer.ids_of(size, rank, 4, steep).flatten() // 8, minlength=4)
+        for rank in range(4)
+    )
+    assert float(rows.max() / rows.float().mean()) == pytest.approx(imbalance, rel=0.05)
+
+
+def test_the_slowest_pair_is_named():
+    pairs = {(to, source): 4e9 for to in range(3) for source in range(3) if to != source}
+    finding = links.judge_pairs("messages", "arrive", pairs | {(2, 0): 1e9}, 3)
+    assert finding.warnings == [
+        "messages from rank 0 to rank 2: 1.00 GB/s, median of all pairs 4.00"
+    ]
+    assert finding.table[3] == ["rank 2", "1.0", "4.0", "-"]
+
+
+def test_a_throttled_gpu_and_memory_errors_are_named():
+    state = dict.fromkeys(host.SMI_FIELDS, "0") | {"index": "3", "clocks.sm": "345"}
+    throttled, finding = state | {host.SMI_FIELDS[-1]: "Active"}, Finding("GPUs")
+    host._add_state(finding, throttled)
+    assert finding.warnings == ["GPU 3 is throttled: 345 of 0 MHz at 0 C"]
+    host._add_state(finding, state | {"ecc.errors.uncorrected.volatile.total": "2"})
+    assert finding.problems == ["GPU 3 has uncorrected memory errors: reset or replace it"]
+    report = Report(1, [finding], "this host can run ultraep")
+    assert report.verdict == "Not ready: GPU 3 has uncorrected memory errors: reset or replace it"
