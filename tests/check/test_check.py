@@ -13,8 +13,9 @@ from cli.commands import invoke
 from permuting import Shuffling
 
 from ultraep.errors import ConfigError, FileError
-from ultraep_tools.check import group, host, layer, links
+from ultraep_tools.check import group, host, layer, links, size
 from ultraep_tools.check.report import Finding, Report
+from ultraep_tools.check.size import LayerSize
 
 TIMEOUT = 8.0  # seconds that ranks wait for each other
 LIMIT = 240.0  # of a run on a busy machine
@@ -225,17 +226,17 @@ def test_sizes_of_a_checkpoint(tmp_path):
     config = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
     with pytest.raises(FileError, match=r"has no num_experts_per_tok .*pass --top-k"):
-        layer.sizes_in(tmp_path)
+        size.sizes_in(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 4}))
-    assert layer.sizes_in(tmp_path) == {"hidden": 64, "ffn": 32, "experts": 16, "top_k": 4}
+    assert size.sizes_in(tmp_path) == {"hidden": 64, "ffn": 32, "experts": 16, "top_k": 4}
 
 
 @pytest.mark.parametrize("imbalance", [1.5, 2.0, 3.0])
 def test_loads_have_the_requested_imbalance(imbalance):
-    size = layer.LayerSize(32, 64, 32, 4, 4096, "float32")
-    steep = layer.steepness(size, 4, imbalance)
+    small = LayerSize(32, 64, 32, 4, 4096, "float32")
+    steep = layer.steepness(small, 4, imbalance)
     rows = sum(
-        torch.bincount(layer.ids_of(size, rank, 4, steep).flatten() // 8, minlength=4)
+        torch.bincount(layer.ids_of(small, rank, 4, steep).flatten() // 8, minlength=4)
         for rank in range(4)
     )
     assert float(rows.max() / rows.float().mean()) == pytest.approx(imbalance, rel=0.05)

@@ -23,7 +23,7 @@ from ultraep.errors import BackendUnavailable, UltraEPError
 from ultraep.runtime.hosts import SHARED, this_gpu_host
 from ultraep.supported import MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM
 from ultraep_tools.check.report import Finding, one_line
-from ultraep_tools.report.rows import version_of
+from ultraep_tools.machine import version_of
 from ultraep_tools.report.words import counted
 
 GB = 1e9

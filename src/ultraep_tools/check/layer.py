@@ -6,12 +6,10 @@ Shapes: T tokens of a rank, K experts per token, R ranks, E experts.
 from __future__ import annotations
 
 import importlib
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,12 +18,12 @@ from torch import nn
 
 from ultraep import BalanceConfig, BalancedMoE, Balancer
 from ultraep.dispatch import Dispatcher
-from ultraep.errors import ConfigError, FileError
-from ultraep.files.reading import read_text
+from ultraep.errors import ConfigError
 from ultraep_tools.check.group import Facts, Part, Ranks
 from ultraep_tools.check.links import seconds_of
 from ultraep_tools.check.predict import predicted_gain
 from ultraep_tools.check.report import Finding
+from ultraep_tools.check.size import LayerSize
 
 IMBALANCES = (1.0, 1.5, 2.0)
 ROUNDS, WARMUP = 7, 2
@@ -37,48 +35,6 @@ LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative errors
 HOT, EMPTY, EVEN = "one hot expert", "one rank without tokens", "even"
 BALANCE = BalanceConfig(objective="balance")  # replicates at any size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Names in the config.json of a checkpoint, in order of preference.
-CONFIG_NAMES = {
-    "hidden": ("hidden_size",),
-    "ffn": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
-    "experts": ("num_experts", "n_routed_experts", "num_local_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
-}
-
-
-@dataclass(frozen=True)
-class LayerSize:
-    """A layer, and the tokens of every rank."""
-
-    hidden: int
-    ffn: int
-    experts: int
-    top_k: int
-    tokens: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.hidden} x {self.ffn}, {self.experts} experts, top-{self.top_k}, "
-            f"{self.tokens} tokens per rank, {self.dtype}"
-        )
-
-
-def sizes_in(folder: Path) -> dict[str, int]:
-    """Return the sizes in the config.json of a checkpoint."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise FileError(f"{path}: is not JSON: {error}") from None
-    config = config.get("text_config", config)
-    sizes = {}
-    for name, keys in CONFIG_NAMES.items():
-        values = [config[key] for key in keys if isinstance(config.get(key), int)]
-        if not values:
-            raise FileError(f"{path}: has no {' or '.join(keys)}; pass --{name.replace('_', '-')}")
-        sizes[name] = values[0]
-    return sizes
 
 
 def dispatcher_from(name: str, ranks: Ranks, size: LayerSize) -> Dispatcher | None:

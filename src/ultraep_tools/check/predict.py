@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import ultraep
 from ultraep import BalanceConfig, Topology
 from ultraep.plan import Plan
+from ultraep_tools.check.size import LayerSize
 from ultraep_tools.sim.cluster import Cluster, load_cluster
 from ultraep_tools.sim.costs import Costs, measured_rates
 from ultraep_tools.sim.layer import LayerClock
@@ -18,9 +19,6 @@ from ultraep_tools.sim.model import GroupedAttention, Model
 from ultraep_tools.sim.planes import PLANES
 from ultraep_tools.sim.planning import Replicas
 from ultraep_tools.sim.runtime import runtime_of
-
-if TYPE_CHECKING:
-    from ultraep_tools.check.layer import LayerSize
 
 CLUSTER = "h100-nvl8"  # its ratios of computing, memory and links; its speed is fitted
 HALVINGS = 40

@@ -12,6 +12,7 @@ from ultraep_tools.check import group, layer
 from ultraep_tools.check.group import Part, Ranks, group_of, run_part
 from ultraep_tools.check.host import check_host
 from ultraep_tools.check.report import Finding, Report
+from ultraep_tools.check.size import LayerSize
 from ultraep_tools.launch.processes import RankPlace
 
 Shown = Callable[[Finding], object]
@@ -35,7 +36,7 @@ def check_ranks(
     place: RankPlace,
     level: int,
     timeout: float,
-    size_for: Callable[[int, bool], layer.LayerSize],
+    size_for: Callable[[int, bool], LayerSize],
     dispatcher: str,
     shown: Shown,
 ) -> Report:

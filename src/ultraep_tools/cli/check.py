@@ -14,6 +14,7 @@ import typer
 
 from ultraep.errors import ConfigError
 from ultraep.files.writing import write_text
+from ultraep_tools.check.size import LayerSize, sizes_in
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option
 from ultraep_tools.cli.terminal import Terminal, make_grid
@@ -22,7 +23,6 @@ from ultraep_tools.outputs import check_targets
 from ultraep_tools.sim.model import load_model
 
 if TYPE_CHECKING:
-    from ultraep_tools.check.layer import LayerSize
     from ultraep_tools.check.report import Finding, Report
 
 EXAMPLE = (
@@ -138,8 +138,6 @@ def _check(options: CheckOptions, level: int, place: RankPlace | None) -> None:
 
 
 def _size(options: CheckOptions, ranks: int, *, gpus: bool) -> LayerSize:
-    from ultraep_tools.check.layer import LayerSize, sizes_in
-
     device = "cuda" if gpus else "cpu"
     sizes = dict(SIZES[device])
     if options.model is not None:
