@@ -138,7 +138,7 @@ class Pretraining:
             "tokens_per_second": training.batch * training.length / (time.perf_counter() - begin),
             "imbalance_before": fmean(plan.initial_imbalance for plan in plans),
             "imbalance_after": fmean(plan.imbalance for plan in plans),
-            "copies": sum(plan.num_replicas for plan in plans),
+            "replicas": sum(plan.num_replicas for plan in plans),
         }
 
     def batch(self) -> torch.Tensor:

@@ -40,7 +40,7 @@ TINY = {
 }
 SCALARS = (
     *("loss", "held_out_loss", "held_out_bits_per_byte", "learning_rate", "gradient_norm"),
-    *("imbalance_before", "imbalance_after", "copies", "tokens_per_second"),
+    *("imbalance_before", "imbalance_after", "replicas", "tokens_per_second"),
 )
 
 
@@ -113,7 +113,7 @@ def test_training_learns_is_balanced_and_leaves_its_files(two):
     assert bits == pytest.approx(whole["held_out_loss"][6] / math.log(2))
     for step, before in whole["imbalance_before"].items():
         assert whole["imbalance_after"][step] < before
-    for name in ("copies", "tokens_per_second", "gradient_norm"):
+    for name in ("replicas", "tokens_per_second", "gradient_norm"):
         assert sum(whole[name].values()) > 0
     rates = list(whole["learning_rate"].values())
     assert rates[:3] == pytest.approx([1.5e-3, 3e-3, 3e-3])

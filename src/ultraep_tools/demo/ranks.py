@@ -289,7 +289,7 @@ def layer_speeds(
     """Return tokens per second of all ranks through the MoE layers, forward and backward.
 
     The layers get the hidden states of held-out text, and their own routers choose. Forced balance
-    is the upper bound: the same tokens and work, with experts assigned round-robin. The policies
+    is a reference: the same tokens and work, with experts assigned round-robin. The policies
     and forced balance alternate, and every call sends its replicas again.
 
     report: called after every round with its number and the number of rounds.
