@@ -365,6 +365,14 @@ def test_the_balancer_uses_and_closes_a_communicator():
     assert closed == [1]
 
 
+def test_one_variable_switches_balancing_off(monkeypatch):
+    monkeypatch.setenv("ULTRAEP_POLICY", "none")
+    assert Balancer("alone", experts=8).config.policy == "none"
+    monkeypatch.setenv("ULTRAEP_POLICY", "zebra")
+    with pytest.raises(ConfigError, match="unknown policy 'zebra'"):
+        Balancer("alone", experts=8)
+
+
 @pytest.mark.parametrize("name", [*BASELINES, "dated", "boundless"])
 def test_offline_policies_are_refused(name, monkeypatch):
     monkeypatch.setattr(policies, "_registry", dict(policies._registry))

@@ -72,7 +72,7 @@ class Balancer:
     config or policy: how to balance. `policy` alone is short for `BalanceConfig(policy=...)`, with
         `objective="balance"` if the capacity is static. With the objective "time" and no rates, the
         first microbatch of a layer measures rates, unless the environment variable ULTRAEP_RATES
-        contains rates or "off": docs/cost.md.
+        contains rates or "off": docs/cost.md. ULTRAEP_POLICY replaces the policy.
     data_plane: "mapped": GPUs map each other's memory, and the host reads the plan once per layer;
         "hybrid": they do so inside of each domain, and messages carry tokens between domains;
         "messages" of torch.distributed; "auto": the first of these that the ranks can use.

@@ -41,6 +41,7 @@ from ultraep.topology import Topology
 Trial: TypeAlias = Callable[[Plan, Bundle], Replicas]  # replicas of a synthetic plan
 
 VARIABLE = "ULTRAEP_RATES"  # environment variable with rates for all balancers
+POLICY_VARIABLE = "ULTRAEP_POLICY"
 OFF = "off"
 BY_TIME = "ultraep"  # the policy that uses rates
 UNKNOWN = (
@@ -61,7 +62,14 @@ logger = logging.getLogger(__name__)
 
 
 def from_environment(config: BalanceConfig) -> BalanceConfig:
-    """Return the config with the rates of the environment, if it would need a measurement."""
+    """Return the config with the policy of the environment, and its rates instead of a measurement.
+
+    ULTRAEP_POLICY=none switches balancing off in a program that cannot be changed.
+    """
+    policy = os.environ.get(POLICY_VARIABLE, "").strip()
+    if policy and policy != config.policy:
+        logger.info("%s=%s replaces the policy %r", POLICY_VARIABLE, policy, config.policy)
+        config = replace(config, policy=policy)
     text = os.environ.get(VARIABLE, "").strip()
     if not text or config.objective != "time" or config.rates is not None:
         return config
