@@ -5,12 +5,12 @@ Shapes: H layers, M microbatches per layer, R ranks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.text import Text
@@ -27,10 +27,14 @@ from ultraep.topology import Topology
 from ultraep.workload.files import holds_routing
 from ultraep_tools.baselines import warn_if_speeds_ignored
 from ultraep_tools.cli import options as cli
-from ultraep_tools.cli import render
 from ultraep_tools.cli.options import argument, option
-from ultraep_tools.cli.render import Outcome
-from ultraep_tools.cli.terminal import Terminal, describe_topology, print_records, progress
+from ultraep_tools.cli.terminal import (
+    Terminal,
+    describe_topology,
+    make_grid,
+    print_records,
+    progress,
+)
 from ultraep_tools.report.words import counted
 from ultraep_tools.sim.workload import WINDOW, read_microbatches
 
@@ -44,6 +48,19 @@ PLAN_NUMBERS = (  # in JSON
     *("initial_imbalance", "imbalance", "lower_bound", "num_replicas"),
     *("max_fanout", "max_ingress", "max_egress", "remote_tokens"),
 )
+HEADERS = (
+    *("policy", "imbalance\nbefore", "imbalance\nafter", "lower\nbound", "\nreplicas"),
+    *("max\nfan-out", "max\ningress", "remote\nrows", "plan\nus"),
+)
+
+
+class Outcome(NamedTuple):
+    """The plan of one microbatch. The number of the microbatch counts through all layers."""
+
+    layer: int
+    microbatch: int
+    plan: Plan
+    plan_us: float
 
 
 class PlanOptions(cli.Options):
@@ -123,7 +140,16 @@ def command(options: PlanOptions) -> None:
     else:
         terminal = Terminal()
         terminal.print(_heading(options, loads_HMRE, topology))
-        _report(outcomes, terminal)
+        groups: dict[str, list[Outcome]] = {}
+        for outcome in outcomes:
+            groups.setdefault(outcome.plan.config.policy, []).append(outcome)
+        terminal.print(make_grid(HEADERS, map(_cells, groups.values()), padding=0))
+        if outcomes[-1].microbatch:
+            count = outcomes[-1].microbatch + 1
+            terminal.print_faint(f"mean of {count} microbatches, worst in parentheses")
+        for group in groups.values():
+            for note in _notes([outcome.plan for outcome in group]):
+                terminal.print_faint(note)
 
 
 def read_layers(options: PlanOptions) -> IntArray:
@@ -197,8 +223,7 @@ def _plan_all(
                 began = perf_counter()
                 result = plan(layer, number, config)
                 times.append(1e6 * (perf_counter() - began))
-            without_past = number == 0 and get_policy(config.policy).needs_history
-            outcomes.append(Outcome(layer, index, result, median(times), without_past))
+            outcomes.append(Outcome(layer, index, result, median(times)))
             report(index + 1, count)
     return outcomes
 
@@ -217,40 +242,40 @@ def _heading(options: PlanOptions, loads_HMRE: IntArray, topology: Topology) -> 
     return Text(f"{options.file}: {', '.join(parts)}\n")
 
 
-def _report(outcomes: list[Outcome], terminal: Terminal) -> None:
-    terminal.print(render.table(outcomes))
-    for note in _footnotes(outcomes):
-        terminal.print_faint(note)
-    worst = max(outcomes, key=lambda outcome: outcome.plan.initial_imbalance)
-    if outcomes[-1].microbatch:
-        layer = f" (layer {worst.layer})" if outcomes[-1].layer else ""
-        terminal.print(f"\nMicrobatch {worst.microbatch}{layer}, the most imbalanced:")
-    terminal.print()
-    plans = [outcome.plan for outcome in outcomes if outcome.microbatch == worst.microbatch]
-    terminal.print(render.bars(plans, terminal))
-    terminal.print_faint(render.legend(plans[0], terminal))
+def _cells(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the line of a policy, with means over all microbatches."""
+    plans = [outcome.plan for outcome in outcomes]
+    mark = "" if all(plan.within_limits for plan in plans) else "*"
+    replicas = fmean(plan.num_replicas for plan in plans)
+    plan_us = median(outcome.plan_us for outcome in outcomes)
+    return [
+        plans[0].config.policy + mark,
+        _mean_and_worst([plan.initial_imbalance for plan in plans]),
+        _mean_and_worst([plan.imbalance for plan in plans]),
+        f"{fmean(plan.lower_bound for plan in plans):.3f}",
+        f"{replicas:.0f}" if len(plans) == 1 else f"{replicas:.1f}",
+        str(max(plan.max_fanout for plan in plans)),
+        str(max(plan.max_ingress for plan in plans)),
+        f"{fmean(plan.remote_tokens / max(plan.total, 1) for plan in plans):.1%}",
+        f"{plan_us:.1f}" if plan_us < 100 else f"{plan_us:.0f}",
+    ]
 
 
-def _footnotes(outcomes: list[Outcome]) -> Iterator[str]:
-    groups = render.by_policy(outcomes)
-    steps = len(next(iter(groups.values())))
-    if steps > 1:
-        yield f"mean of {steps} microbatches, worst in parentheses"
-    for policy, group in groups.items():
-        beyond = sum(not outcome.plan.within_limits for outcome in group)
-        if beyond:
-            yield (
-                f"* {policy}: {beyond} of {steps} plans exceed the spare slots or leave a domain, "
-                "so they cannot run; a moved expert counts as a replica"
-            )
-        if group[0].plan.rates is not None:
-            yield _times([outcome.plan for outcome in group])
-        without_past = sum(outcome.without_past for outcome in group)
-        if without_past:
-            yield (
-                f"{policy}: {without_past} of {counted(steps, 'microbatch')} had no past loads and "
-                "used their own"
-            )
+def _mean_and_worst(values: Sequence[float]) -> str:
+    worst = f" ({max(values):.2f})" if len(values) > 1 else ""
+    return f"{fmean(values):.3f}{worst}"
+
+
+def _notes(plans: list[Plan]) -> Iterator[str]:
+    """Yield what the table does not say about the plans of a policy."""
+    policy, beyond = plans[0].config.policy, sum(not plan.within_limits for plan in plans)
+    if beyond:
+        yield (
+            f"* {policy}: {beyond} of {len(plans)} plans exceed the spare slots or leave a domain, "
+            "so they cannot run; a moved expert counts as a replica"
+        )
+    if plans[0].rates is not None:
+        yield _times(plans)
 
 
 def _times(plans: list[Plan]) -> str:

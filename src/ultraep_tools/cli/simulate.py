@@ -9,7 +9,6 @@ from rich.text import Text
 
 from ultraep.policies import get_policy
 from ultraep_tools.cli import options as cli
-from ultraep_tools.cli import render
 from ultraep_tools.cli import scenario as scenarios
 from ultraep_tools.cli.options import option
 from ultraep_tools.cli.terminal import FAINT, Grid, Terminal, make_grid, print_records, progress
@@ -165,7 +164,7 @@ def print_presets(terminal: Terminal) -> None:
     for group, flag in {"clusters": "cluster", "models": "model", "requests": "prefill"}.items():
         terminal.print(Text(f"{group}  (--{flag} NAME)", "bold"))
         for name, table in presets(group).items():
-            title = Text.assemble((name, render.CALM), f"  {table['title']}")
+            title = Text.assemble((name, "bold"), f"  {table['title']}")
             terminal.print(Padding(title, (0, 2)))
             if "source" in table:
                 terminal.print(Padding(Text(table["source"], FAINT), (0, 6)))

@@ -20,7 +20,6 @@ from ultraep.policies import get_policy
 from ultraep.trace.flight import default_folder
 from ultraep.trace.read import Trace, read_trace
 from ultraep_tools.cli import options as cli
-from ultraep_tools.cli import render
 from ultraep_tools.cli.options import option, split_numbers
 from ultraep_tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
 from ultraep_tools.crash import MOST_CRASHES, crash_folders, read_crash
@@ -299,7 +298,7 @@ def _verdict(trace: Trace, changed: list[int]) -> Text:
         f"Replay as recorded: {len(changed)} of {counted(len(trace), 'plan')} differ, the first "
         f"in step {trace.step[first]}, layer {trace.layer[first]}; was it recorded by another "
         "version?",
-        render.OVERFULL,
+        "bold red",
     )
 
 
