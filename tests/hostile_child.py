@@ -29,7 +29,6 @@ from ultraep.trace.schema import SUMMARIES
 from ultraep_tools.cli.commands import app
 from ultraep_tools.demo.result import DemoResult
 from ultraep_tools.inspect.checkpoint import weight_files
-from ultraep_tools.inspect.run import claim_folder
 from ultraep_tools.inspect.texts import hashed_words, texts_of, tokenizer_of, windows_of
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.serving import load_requests
@@ -86,7 +85,6 @@ def write_all(folder):
     (folder / "prose.txt").write_text(TEXTS["letters"])
     (folder / "demo").mkdir()
     RESULT.save(folder / "demo")
-    claim_folder(folder / "out").close()
     save_model("qwen3_moe", folder / "model")
     save_tokenizer(folder / "model")
 
@@ -95,7 +93,7 @@ def commands(folder, out):
     """Return the command lines, or the function, that read each file."""
     inspect = ("inspect", folder / "model", "--text", folder / "prose.txt", *INSPECT)
     inspect += ("--out", out / "inspected")
-    export = ("--csv", out / "a.csv", "--perfetto", out / "a.json", "--npz", out / "a.npz")
+    export = ("--csv", out / "a.csv", "--npz", out / "a.npz")
 
     def of_trace(name):
         trace = folder / name
@@ -115,7 +113,6 @@ def commands(folder, out):
         "requests.toml": lambda path: load_requests(f"{path}"),
         "prose.txt": read_words,
         "demo/result.json": lambda path: DemoResult.load(path.parent),
-        "out/.ultraep-inspection": lambda path: claim_folder(path.parent).close(),
         "model/config.json": [inspect],
         f"model/{shard}": [inspect],
         "model/model.safetensors.index.json": lambda path: weight_files(path.parent),

@@ -56,7 +56,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path, exists):
     if exists:
         target.write_text("before")
     link.symlink_to(target)
-    outputs.check_targets((link, "table"), force=True)
+    outputs.check_targets(link, force=True)
     assert link.is_symlink()
     assert target.exists() == exists
     writing.write_text(link, "after")
@@ -107,18 +107,8 @@ def test_unwritable_targets_are_refused_before_and_after(tmp_path):
     (tmp_path / "file").touch()
     for name in ("", "none/out.txt", "loop", "file/out.txt"):
         with pytest.raises(FileError, match="cannot be written"):
-            outputs.check_targets((tmp_path / name, "table"))
+            outputs.check_targets(tmp_path / name)
         with pytest.raises(FileError, match="cannot be written"):
             writing.write_text(tmp_path / name, "x")
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
     assert (tmp_path / "loop").is_symlink()
-
-
-def test_one_file_under_two_names_is_refused(tmp_path):
-    (tmp_path / "link").symlink_to("file")
-    with pytest.raises(FileError, match="are the same file"):
-        outputs.check_targets(
-            (tmp_path / "file", "table"), (None, "page"), (tmp_path / "link", "page")
-        )
-    outputs.check_targets((tmp_path / "file", "table"), (tmp_path / "other", "page"))
-    assert os.listdir(tmp_path) == ["link"]

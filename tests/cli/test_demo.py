@@ -53,7 +53,7 @@ def jobs(monkeypatch, tmp_path):
     """Replace the work by its result; return the list of jobs."""
     jobs = []
 
-    def run(job, report, output_dir):
+    def run(job, report):
         jobs.append(job)
         report(Progress(1, 2, f"training, {job.policies[-1]}: code"))
         report(Progress(1, 1, "measuring the MoE layers"))
@@ -100,7 +100,7 @@ def test_the_headline_compares_speed_and_loss():
 
 
 def test_a_failed_rank_is_one_line(monkeypatch, tmp_path):
-    def run(job, report, output_dir):
+    def run(job, report):
         raise CommunicationError("rank 1 failed")
 
     monkeypatch.setattr(demo, "run", run)

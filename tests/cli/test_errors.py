@@ -77,7 +77,7 @@ WRONG = {
     # advise
     f"{ADVISE} --prefill stem --steps 2": "remove --steps",
     # trace
-    "trace export run": "pass --csv, --perfetto or --npz",
+    "trace export run": "pass --csv or --npz",
     "trace export run --npz run.zip": "--npz needs a name that ends in .npz, got run.zip",
     "trace replay run --slots two": "--slots must be numbers like 1,2, got 'two'",
     "trace replay empty": "holds no trace",

@@ -26,10 +26,10 @@ OPTIONS = {
     "--level --model --timeout --tokens --top-k",
     "env": "--json",
     "view": "--export --force --live --open --port paths",
-    "trace info": "--json path",
+    "trace info": "path",
     "trace replay": "--ep --history --json --policy --slots --tolerance path",
     "trace place": "--domain --force --out path",
-    "trace export": "--csv --force --npz --perfetto path",
+    "trace export": "--csv --force --npz path",
 }
 
 

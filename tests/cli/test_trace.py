@@ -66,9 +66,6 @@ def test_info_separates_policies(tmp_path):
     ]
     assert ["stage", "ultraep", "none", "all"] in rows
     assert ["experts", "2.00", "2.00", "2.00"] in rows
-    facts = json.loads(shown("info", run, "--json"))["policies"]
-    assert facts["none"]["imbalance_after"] == pytest.approx(balanced.initial_imbalance)
-    assert facts["ultraep"]["seconds"] == {"experts": pytest.approx(0.002)}
 
 
 def test_info_lists_missing_records(tmp_path, monkeypatch):
@@ -131,12 +128,10 @@ def test_replay_names_plans_that_differ(tmp_path):
 
 
 def test_export(run, tmp_path):
-    outputs = {name: tmp_path / f"out.{name}" for name in ("csv", "json", "npz")}
-    options = ["--csv", outputs["csv"], "--perfetto", outputs["json"], "--npz", outputs["npz"]]
-    text = shown("export", run, *options)
+    outputs = {name: tmp_path / f"out.{name}" for name in ("csv", "npz")}
+    text = shown("export", run, "--csv", outputs["csv"], "--npz", outputs["npz"])
     assert text.splitlines() == [f"{path}: 6 records" for path in outputs.values()]
     assert len(outputs["csv"].read_text().splitlines()) == 7
-    assert json.loads(outputs["json"].read_text())["traceEvents"]
     again = shown("info", outputs["npz"])
     assert again.split(": ", 1)[1] == shown("info", run).split(": ", 1)[1]
 
@@ -163,9 +158,7 @@ def test_place(tmp_path):
     assert busiest < 1.1
     assert text.startswith(f"busiest domain 1.818 -> {busiest:.3f} of the mean domain: new order")
     assert ["0", "1.818", f"{busiest:.3f}", "new"] in [line.split() for line in text.splitlines()]
-    shown("place", run, "--out", target)  # its own file is replaced
-    target.write_text("{}")
-    assert_one_line(invoke("place", run, "--out", target), "is not a placement file")
+    assert_one_line(invoke("place", run, "--out", target), "homes.json: exists")
 
 
 def test_place_keeps_an_order_whose_forecast_is_not_better(tmp_path):

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 def do(job):
     """Return the result of a job and its events."""
     events = []
-    with prepare(job) as output_dir:
-        result = run(job, events.append, output_dir)
-        result.save(job.out)
+    prepare(job)
+    result = run(job, events.append)
+    result.save(job.out)
     return result, events
 
 
@@ -72,11 +72,9 @@ def test_a_killed_rank_is_named_and_the_others_stop(tmp_path):
         os.kill(ranks[1], signal.SIGKILL)
 
     job = tiny_job(tmp_path, steps=5000)
-    with (
-        prepare(job) as output_dir,
-        pytest.raises(CommunicationError, match=r"rank 1 failed.*ended by SIGKILL"),
-    ):
-        run(job, kill, output_dir)
+    prepare(job)
+    with pytest.raises(CommunicationError, match=r"rank 1 failed.*ended by SIGKILL"):
+        run(job, kill)
     assert len(ranks) == 2
     assert alive(ranks) == []
 

@@ -10,7 +10,7 @@ from ultraep.errors import ConfigError, FileError
 from ultraep.trace.read import read_trace
 from ultraep_tools.inspect.findings import POLICIES, change_table
 from ultraep_tools.inspect.options import InspectOptions
-from ultraep_tools.inspect.run import Inspection, claim_folder
+from ultraep_tools.inspect.run import Inspection, prepare_outputs
 from ultraep_tools.inspect.texts import texts_of, tokenizer_of, windows_of
 from ultraep_tools.replay import cases, differing, replayed
 
@@ -22,12 +22,12 @@ class Done:
     """A finished inspection and its outputs."""
 
     def __init__(self, out, **options):
-        self.out, self.inspection = out, Inspection(InspectOptions(**(SETTINGS | options)))
-        with claim_folder(out) as folder:
-            with routing_of(self.inspection.opened.model) as self.ids:
-                self.inspection.record(lambda *_: None)
-            self.findings = self.inspection.findings(lambda *_: None)
-            self.inspection.save(folder, self.inspection.result(self.findings, 1.5))
+        self.out, self.inspection = out, Inspection(InspectOptions(**(SETTINGS | options), out=out))
+        prepare_outputs(out)
+        with routing_of(self.inspection.opened.model) as self.ids:
+            self.inspection.record(lambda *_: None)
+        self.findings = self.inspection.findings(lambda *_: None)
+        self.inspection.save(self.inspection.result(self.findings, 1.5))
         self.trace = read_trace(out / "trace")
         self.result = json.loads((out / "result.json").read_text())
 

@@ -1,17 +1,16 @@
 """Replays reproduce the recorded plans; other settings give other plans; exports."""
 
 import csv
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from traces import TOPOLOGY, plan_for, record
+from traces import record
 
 import ultraep
 from ultraep import BalanceConfig, ConfigError, Topology, read_trace, workload
 from ultraep_tools import replay
-from ultraep_tools.export import write_csv, write_timeline
+from ultraep_tools.export import write_csv
 
 WIDE = Topology(ranks=8, experts=32, slots=2, domain=4)
 LAYERS = 3
@@ -140,34 +139,6 @@ def test_the_table(trace, tmp_path):
     assert rows[0]["policy"] == "ultraep"
 
 
-def test_the_timeline(tmp_path):
-    """Waiting time is a gap at the end of a stage."""
-    plan = plan_for(1)
-    for rank in range(2):
-        with ultraep.Recorder(tmp_path / "run", TOPOLOGY, rank=rank) as recorder:
-            recorder.add(
-                plan=plan, slot_rows=[1, 2, 3], step=4, layer=5, began=100.0 + rank,
-                seconds={"plan": 0.5, "experts": 2.0},
-                waited={"plan": 0.5, "experts": 1.5} if rank else {},
-            )  # fmt: skip
-            recorder.more(step=4, layer=5, seconds={"reduce": 1.0}, began=110.0)
-    write_timeline(read_trace(tmp_path / "run"), tmp_path / "run.json")
-    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in spans] == [
-        ("plan", 0, 0.0, 0.5),
-        ("experts", 0, 0.5, 2.0),
-        ("reduce", 0, 10.0, 1.0),
-        ("experts", 1, 1.5, 0.5),
-        ("reduce", 1, 10.0, 1.0),
-    ]
-    assert spans[0]["args"] == {"step": 4, "layer": 5, "microbatch": 0}
-    assert {event["cat"] for event in spans} == {"layer 5 forward", "layer 5 backward"}
-    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"rank 0", "rank 1"}
-    [counter] = [event for event in events if event["ph"] == "C"]
-    assert counter["args"]["before"] == plan.initial_imbalance
-
-
 def test_a_trace_without_records(tmp_path):
     trace = read_trace(record(tmp_path / "run", []))
     assert replay.differing(trace) == []
@@ -175,5 +146,4 @@ def test_a_trace_without_records(tmp_path):
     with pytest.raises(ConfigError, match="nothing to replay"):
         replay.replayed(trace, case)
     write_csv(trace, tmp_path / "run.csv")
-    write_timeline(trace, tmp_path / "run.json")
     assert len((tmp_path / "run.csv").read_text().splitlines()) == 1

@@ -91,7 +91,7 @@ def command(options: CheckOptions) -> None:
     _check(options, level, place)
     first = place is None or place.rank == 0 or level == 1
     if first:
-        check_targets((options.json, "check"), force=options.force)
+        check_targets(options.json, force=options.force)
     terminal = Terminal(width=WIDTH)
     shown = partial(print_finding, terminal) if first else (lambda _: None)
     if first:

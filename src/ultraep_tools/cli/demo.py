@@ -4,7 +4,7 @@ OUT/
 |-- result.json                a `DemoResult`
 |-- none/trace, ultraep/trace  the training under each policy, for `ultraep.read_trace`
 |-- report.html
-`-- .ultraep-demo              marker: lists these files, and is locked while a demo runs
+`-- .ultraep-demo              marker: the next demo replaces these files
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ultraep_tools.cli.terminal import Terminal, progress
 from ultraep_tools.demo.result import DemoResult, Progress, trace_folder, write_report
 from ultraep_tools.demo.sizes import Job, choose, cores_here
 from ultraep_tools.launch.processes import run_ranks
-from ultraep_tools.outputs import OutputDir
+from ultraep_tools.outputs import prepare_folder
 from ultraep_tools.report.page import REPORT_FILE, RESULT_FILE, require_plotly
 from ultraep_tools.report.words import counted
 
@@ -61,39 +61,38 @@ def command(options: DemoOptions) -> None:
     )
     job = Job(sizes, policies, str(options.out), options.seed, tuple(notes))
     terminal = Terminal()
-    with prepare(job) as output_dir:
-        _introduce(terminal, job)
-        has_report = not options.no_report and _can_report(terminal)
-        terminal.print(
-            f"\nStarting {sizes.ranks} processes, which load torch and compile the planner: some "
-            "seconds, half a minute on a new machine.",
-            soft_wrap=True,
-        )
-        try:
-            with progress("running") as bar:
-                result = run(job, lambda at: bar(at.done, at.of, at.text), output_dir)
-        except KeyboardInterrupt:
-            terminal.print(f"interrupted; the traces so far are in {options.out}")
-            raise
-        _conclude(terminal, result)
-        _save(terminal, result, options.out, has_report=has_report)
+    prepare(job)
+    _introduce(terminal, job)
+    has_report = not options.no_report and _can_report(terminal)
+    terminal.print(
+        f"\nStarting {sizes.ranks} processes, which load torch and compile the planner: some "
+        "seconds, half a minute on a new machine.",
+        soft_wrap=True,
+    )
+    try:
+        with progress("running") as bar:
+            result = run(job, lambda at: bar(at.done, at.of, at.text))
+    except KeyboardInterrupt:
+        terminal.print(f"interrupted; the traces so far are in {options.out}")
+        raise
+    _conclude(terminal, result)
+    _save(terminal, result, options.out, has_report=has_report)
 
 
-def prepare(job: Job) -> OutputDir:
-    """Check the policies and claim the output directory."""
+def prepare(job: Job) -> None:
+    """Check the policies, and remove the outputs of an earlier demo."""
     for name in job.policies:
         running_policy(name)
     traces = [str(trace_folder("", policy)) for policy in job.policies]
-    return OutputDir(job.out, work="demo", files=(RESULT_FILE, REPORT_FILE), traces=traces)
+    prepare_folder(Path(job.out), "demo", (RESULT_FILE, REPORT_FILE, *traces))
 
 
-def run(job: Job, report: Callable[[Progress], None], output_dir: OutputDir) -> DemoResult:
+def run(job: Job, report: Callable[[Progress], None]) -> DemoResult:
     """Run the job on processes of this machine; report its progress.
 
     On interruption all processes end; the traces stay readable.
     """
-    work, keep = "ultraep_tools.demo.ranks:work", [output_dir.lock]
-    result: DemoResult = run_ranks(work, job, job.sizes.ranks, report, keep)
+    result: DemoResult = run_ranks("ultraep_tools.demo.ranks:work", job, job.sizes.ranks, report)
     return result
 
 

@@ -38,22 +38,22 @@ def command(options: InspectOptions) -> None:
     """
     TRANSFORMERS.check()
     Terminal(stderr=True).print(f"loading torch and transformers for {options.name}")
-    from ultraep_tools.inspect.run import Inspection, claim_folder
+    from ultraep_tools.inspect.run import Inspection, prepare_outputs
 
     terminal = Terminal()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch falls back
         inspection = Inspection(options)
-        with claim_folder(options.out) as output_dir:
-            _introduce(terminal, inspection)
-            began = time.perf_counter()
-            with progress("reading") as report:
-                inspection.record(report)
-            with progress("planning") as report:
-                findings = inspection.findings(report)
-            result = inspection.result(findings, time.perf_counter() - began)
-            _show(terminal, result, findings)
-            inspection.save(output_dir, result)  # after printing: a full disk loses no output
+        prepare_outputs(options.out)
+        _introduce(terminal, inspection)
+        began = time.perf_counter()
+        with progress("reading") as report:
+            inspection.record(report)
+        with progress("planning") as report:
+            findings = inspection.findings(report)
+        result = inspection.result(findings, time.perf_counter() - began)
+        _show(terminal, result, findings)
+        inspection.save(result)  # after printing: a full disk loses no output
     _show_files(terminal, inspection)
 
 

@@ -97,7 +97,7 @@ def json_option() -> Any:
 
 
 def force_option() -> Any:
-    return switch("Overwrite existing files that ultraep did not write.", "--force")
+    return switch("Overwrite an existing file.", "--force")
 
 
 def policy_option(default: str) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.padding import Padding
@@ -23,7 +22,7 @@ from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option, split_numbers
 from ultraep_tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
 from ultraep_tools.crash import MOST_CRASHES, crash_folders, read_crash
-from ultraep_tools.export import write_csv, write_timeline
+from ultraep_tools.export import write_csv
 from ultraep_tools.outputs import check_targets
 from ultraep_tools.placement import place_trace
 from ultraep_tools.replay import Replayed, cases, differing, replayed
@@ -63,18 +62,11 @@ class TraceOptions(cli.Options):
 # -- info ----------------------------------------------------------------------------------------
 
 
-class InfoOptions(TraceOptions):
-    as_json: bool = cli.json_option()
-
-
 @app.command("info", epilog="Example: ultraep trace info run/")
 @cli.with_options
-def info(options: InfoOptions) -> None:
+def info(options: TraceOptions) -> None:
     """Summarise a trace: imbalance before and after, replicas, bytes, time, missing records."""
     trace = read_trace(options.path)
-    if options.as_json:
-        print(json.dumps(_facts(trace), indent=2))
-        return
     terminal, by_policy = Terminal(), trace.by_policy()
     terminal.print(Text(_headline(by_policy)))
     _print_heading(terminal, options.path, trace)
@@ -199,32 +191,6 @@ def _print_notes(terminal: Terminal, trace: Trace, lines: Sequence[Replayed] = (
             terminal.print_faint(note)
 
 
-def _facts(trace: Trace) -> dict[str, Any]:
-    speeds = trace.speeds[trace.speeds.any(axis=1)]
-    return {
-        "header": asdict(trace.header),
-        "records": len(trace),
-        "steps": len(trace.steps),
-        "layers": trace.layers.tolist(),
-        "policies": {policy: _means(own) for policy, own in trace.by_policy().items()},
-        "planned_by_speeds": len(speeds),
-        "lowest_speeds": speeds.min(axis=0).tolist() if len(speeds) else None,
-        "bytes_moved": int(trace.bytes_moved.sum()),
-        "dropped": trace.dropped,
-        "left_out": trace.left_out,
-    }
-
-
-def _means(trace: Trace) -> dict[str, Any]:
-    return {
-        "records": len(trace),
-        "imbalance_before": float(trace.imbalance_before.mean()),
-        "imbalance_after": float(trace.imbalance_after.mean()),
-        "copies": float(trace.num_copies.mean()),
-        "seconds": trace.stage_means,
-    }
-
-
 # -- replay --------------------------------------------------------------------------------------
 
 
@@ -341,7 +307,7 @@ def place(options: PlaceOptions) -> None:
     with ultraep.reorder_experts when you load a checkpoint. With one domain there is nothing to
     place: the command says so, writes nothing, and the exit code is 2.
     """
-    check_targets((options.out, "placement"), force=options.force)
+    check_targets(options.out, force=options.force)
     trace = read_trace(options.path)
     placed = place_trace(trace, options.domain)
     terminal = Terminal()
@@ -353,8 +319,7 @@ def place(options: PlaceOptions) -> None:
     terminal.print(make_grid(PLACE_HEADERS, rows))
     if options.out is not None:
         placed.write(options.out)
-        if not is_stream(options.out):
-            print(f"{plain(str(options.out))}: {counted(len(rows), 'layer')}")
+        _print_written(options.out, counted(len(rows), "layer"))
 
 
 # -- export --------------------------------------------------------------------------------------
@@ -362,9 +327,6 @@ def place(options: PlaceOptions) -> None:
 
 class ExportOptions(TraceOptions):
     csv: Path | None = option("Write a table, one line per record.", metavar="FILE")
-    perfetto: Path | None = option(
-        "Write a timeline to open in ui.perfetto.dev or chrome://tracing.", metavar="FILE"
-    )
     npz: Path | None = option("Write the whole trace into one file.", metavar="FILE")
     force: bool = cli.force_option()
 
@@ -372,24 +334,23 @@ class ExportOptions(TraceOptions):
 @app.command("export", epilog="Example: ultraep trace export run/ --csv run.csv --npz run.npz")
 @cli.with_options
 def export(options: ExportOptions) -> None:
-    """Convert a trace for other programs."""
-    csv, perfetto, npz = options.csv, options.perfetto, options.npz
+    """Write a trace into one file: a table for spreadsheets, or an archive to share."""
+    csv, npz = options.csv, options.npz
     if npz is not None and npz.suffix.lower() != ".npz":
         raise ConfigError(f"--npz needs a name that ends in .npz, got {npz}")
-    if csv is None and perfetto is None and npz is None:
-        raise ConfigError("nothing to write; pass --csv, --perfetto or --npz")
-    targets = (csv, "table"), (perfetto, "timeline"), (npz, "trace")
-    check_targets(*targets, force=options.force)
+    if csv is None and npz is None:
+        raise ConfigError("nothing to write; pass --csv or --npz")
+    check_targets(csv, npz, force=options.force)
     trace = read_trace(options.path)
-    if csv is not None:
-        write_csv(trace, csv)
-    if perfetto is not None:
-        write_timeline(trace, perfetto)
-    if npz is not None:
-        trace.save(npz)
-    for target, _ in targets:
-        if target is not None and not is_stream(target):
-            print(f"{plain(str(target))}: {counted(len(trace), 'record')}")
+    for path, write in ((csv, partial(write_csv, trace)), (npz, trace.save)):
+        if path is not None:
+            write(path)
+            _print_written(path, counted(len(trace), "record"))
+
+
+def _print_written(path: Path, content: str) -> None:
+    if not is_stream(path):
+        print(f"{plain(str(path))}: {content}")
 
 
 # -- crash ---------------------------------------------------------------------------------------

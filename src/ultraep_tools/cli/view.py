@@ -48,7 +48,7 @@ def command(options: ViewOptions) -> None:
 
     if options.export is not None and options.live:
         raise ConfigError("--export writes the traces as they are now; remove --live")
-    check_targets((options.export, "page"), force=options.force)
+    check_targets(options.export, force=options.force)
     catalogue = Catalogue(options.paths, live=options.live)
     errors = [item.error for item in catalogue.items if item.error]
     for error in errors:

@@ -4,7 +4,7 @@ OUT/
 |-- trace/              a group of ranks that balances these loads, for `ultraep view` and others
 |-- result.json         facts about the run; imbalance by case, layer and text
 |-- model.toml          the sizes of the model, for the simulator
-`-- .ultraep-inspection marker: which of these files an inspection wrote
+`-- .ultraep-inspection marker: the next inspection replaces these files
 
 Shapes: H layers, W windows, E experts.
 """
@@ -33,7 +33,7 @@ from ultraep_tools.inspect.library import library_errors
 from ultraep_tools.inspect.options import InspectOptions
 from ultraep_tools.inspect.preset import parameters, preset
 from ultraep_tools.inspect.texts import TextSpan, hashed_words, texts_of, tokenizer_of, windows_of
-from ultraep_tools.outputs import OutputDir
+from ultraep_tools.outputs import prepare_folder
 from ultraep_tools.report.page import RESULT_FILE
 
 TRACE, PRESET_FILE = "trace", "model.toml"
@@ -132,21 +132,21 @@ class Inspection:
             "by_text": findings.by_text,
         }
 
-    def save(self, out: OutputDir, result: dict[str, Any]) -> None:
+    def save(self, result: dict[str, Any]) -> None:
         """Write the trace of the first number of ranks, the result, and the sizes of the model."""
-        opened = self.opened
+        opened, out = self.opened, self.options.out
         spans = ", ".join(f"{span.name} {span.begin} to {span.end}" for span in self.texts)
         note = f"ultraep inspect {self.options.name}; steps are windows of text: {spans}"
-        write_trace(out.traces[0], self.loads_HWE, self.layers, self.topologies[0], note)
-        write_text(out.folder / RESULT_FILE, json.dumps(result, indent=1) + "\n")
+        write_trace(out / TRACE, self.loads_HWE, self.layers, self.topologies[0], note)
+        write_text(out / RESULT_FILE, json.dumps(result, indent=1) + "\n")
         config = opened.config.get_text_config()
         text = preset(self.options.name, opened.model, config, opened.anatomy, self.top_k)
-        write_text(out.folder / PRESET_FILE, text)
+        write_text(out / PRESET_FILE, text)
 
 
-def claim_folder(out: Path) -> OutputDir:
-    files = (RESULT_FILE, PRESET_FILE)
-    return OutputDir(out, work="inspection", files=files, traces=[TRACE])
+def prepare_outputs(out: Path) -> None:
+    """Remove the outputs of an earlier inspection."""
+    prepare_folder(out, "inspection", (TRACE, RESULT_FILE, PRESET_FILE))
 
 
 # -- options -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -77,14 +77,14 @@ class Finished(NamedTuple):
 class Rank:
     """The process of one rank."""
 
-    def __init__(self, number: int, folder: Path, keep: Sequence[int] = ()) -> None:
+    def __init__(self, number: int, folder: Path) -> None:
         self.number, self.log = number, folder / f"rank{number}.log"
         self.pipe, theirs = Pipe()
         code = f"from ultraep_tools.launch.processes import run_rank; run_rank({theirs.fileno()})"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                pass_fds=[theirs.fileno(), *keep],
+                pass_fds=[theirs.fileno()],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -110,20 +110,17 @@ class Rank:
         return Failure(self.number, f"process {self.process.pid} {end}{last}")
 
 
-def run_ranks(
-    work: str, job: Any, ranks: int, report: Callable[[Any], None], keep: Sequence[int] = ()
-) -> Any:
+def run_ranks(work: str, job: Any, ranks: int, report: Callable[[Any], None]) -> Any:
     """Start the ranks, report their events, and return the result of rank 0.
 
     work: "package.module:function", called as `function(place, job, report)` by every rank. Only
         the ranks import the module.
-    keep: file descriptors that the ranks keep open until they end.
     """
     with tempfile.TemporaryDirectory(prefix="ultraep-ranks-") as folder:
         started: list[Rank] = []
         try:
             for number in range(ranks):
-                started.append(Rank(number, Path(folder), keep))
+                started.append(Rank(number, Path(folder)))
             for rank in started:
                 place = RankPlace(rank.number, ranks, rank.number, f"{folder}/store")
                 with suppress(BrokenPipeError):  # `collect` reports a rank that ended already
