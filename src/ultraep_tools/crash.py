@@ -9,13 +9,12 @@ Joins the flight files of all ranks (`ultraep.trace.flight`).
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from ultraep.errors import FileError
 from ultraep.files.reading import read_text, reading
@@ -33,7 +32,8 @@ from ultraep.trace.schema import MOST_RANKS
 from ultraep_tools.report.words import counted
 
 RANK_FILE = re.compile(r"rank-(\d{5})\.json")
-COLUMNS = [*Pass._fields], [*Pass._fields[:-1]]  # of a pass; older files have no microbatch
+TYPES = tuple(get_type_hints(Pass).values())  # of the columns; older files lack the last one
+MOST_SECONDS = 1e11  # since 1970; longer ones are damage
 MOST_FILE = 4 << 20  # bytes
 MOST_CRASHES = 16  # in one folder
 SHOWN = 200  # characters of an error, and of a frame of a stack
@@ -58,48 +58,31 @@ def read_flight(path: str | Path) -> FlightFile:
 
 def _checked(record: Mapping[str, Any]) -> FlightFile:
     """Return the record of a file; raise ValueError, KeyError or TypeError if it is damaged."""
-    values = {"named": [], **record}
-    ranks, rows, errors = values["ranks"], values["passes"], values["errors"]
-    columns = len(values["columns"])
-    valid = {
-        "columns": values["columns"] in COLUMNS,
-        "ranks": _all(int, ranks) and 1 <= ranks <= MOST_RANKS,
-        "rank": _all(int, values["rank"]) and 0 <= values["rank"] < ranks,
-        "named": _all(int, *values["named"]) and all(0 <= r < ranks for r in values["named"]),
-        "pid": _all(int, values["pid"], values["global_rank"]),
-        "host": _all(str, *(values[name] for name in ("host", "balancer", "reason", "stack"))),
-        "written": _are_seconds(values["written"]),
-        "errors": _all(list, errors) and _all(str, *errors),
-        "passes": _all(list, rows, *rows) and {len(row) for row in rows} <= {columns},
+    values: dict[str, Any] = {
+        **{name: int(record[name]) for name in ("rank", "ranks", "global_rank", "pid")},
+        **{name: str(record[name]) for name in ("balancer", "host", "reason", "stack")},
     }
-    for name, holds in valid.items():
-        if not holds:
-            raise ValueError(f"invalid {name}: {values[name]!r:.80}")
-    values |= {"errors": tuple(errors), "named": tuple(values["named"])}
-    values["passes"] = tuple(map(_pass, rows))
-    return FlightFile(**{field.name: values[field.name] for field in fields(FlightFile)})
+    flight = FlightFile(
+        **values,
+        written=float(record["written"]),
+        errors=tuple(map(str, record["errors"])),
+        passes=tuple(map(_pass, record["passes"])),
+        named=tuple(map(int, record.get("named", ()))),
+    )
+    ranks, times = {flight.rank, *flight.named}, [flight.written]
+    times += [seconds for each in flight.passes for seconds in (each.began, each.since)]
+    if not 0 <= min(ranks) <= max(ranks) < flight.ranks <= MOST_RANKS:
+        raise ValueError(f"rank {flight.rank} of {flight.ranks}, named {flight.named!r:.80}")
+    if not all(abs(seconds) < MOST_SECONDS for seconds in times):
+        raise ValueError("a time out of range")
+    return flight
 
 
 def _pass(row: list[Any]) -> Pass:
-    own = Pass(*row)
-    valid = (
-        _all(int, own.number, own.layer, own.step, own.loads, own.plan, own.microbatch)
-        and own.kind in KINDS
-        and own.stage in STAGES
-        and _all(bool, own.open)
-        and _are_seconds(own.began, own.since)
-    )
-    if not valid:
+    own = Pass(*(kind(value) for kind, value in zip(TYPES, row, strict=False)))
+    if own.kind not in KINDS or own.stage not in STAGES:
         raise ValueError(f"invalid pass: {row!r:.80}")
     return own
-
-
-def _all(kind: type, *values: Any) -> bool:
-    return all(type(value) is kind for value in values)
-
-
-def _are_seconds(*values: Any) -> bool:
-    return all(type(value) in (int, float) and math.isfinite(value) for value in values)
 
 
 # -- all ranks -----------------------------------------------------------------------------------
@@ -171,12 +154,12 @@ class Crash:
         first = min(places.values())
         return [rank for rank, place in places.items() if place == first]
 
-    def heading(self, now: float) -> str:
+    def heading(self) -> str:
         """Return the folder, how many ranks have files, and when the last one was written."""
         written = max(flight.written for flight in self.flights.values())
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
         files = f"files of {len(self.flights)} of {counted(self.ranks, 'rank')}"
-        return f"{self.folder}: {files}, {when} ({_ago(now - written)})"
+        return f"{self.folder}: {files}, {when}"
 
     def explain(self) -> str:
         """Return who waits for whom, where every rank was, and whose digests differ.
@@ -184,7 +167,7 @@ class Crash:
         Errors are on lines of their own, indented.
         """
         parts = self._verdict(), self._absent(), self._failed(), self._positions()
-        return "\n".join(line for part in (*parts, self._paths(), self._digests()) for line in part)
+        return "\n".join(line for part in (*parts, self._digests()) for line in part)
 
     def _verdict(self) -> Iterator[str]:
         """Yield who is waited for."""
@@ -240,19 +223,6 @@ class Crash:
         if idle:
             yield f"{_subject(idle)} had not begun a microbatch."
 
-    def _paths(self) -> Iterator[str]:
-        """Yield the first pass in which ranks did different things."""
-        by_number: dict[int, dict[int, str]] = {}
-        for rank, flight in sorted(self.flights.items()):
-            for each in flight.passes:
-                by_number.setdefault(each.number, {})[rank] = each.where
-        for number, by_rank in sorted(by_number.items()):
-            groups = _grouped(by_rank)
-            if len(groups) > 1:
-                listed = "; ".join(f"{_subject(ranks, 'r')}: {where}" for where, ranks in groups)
-                yield f"Ranks took different paths from pass {number} on ({listed})."
-                return
-
     def _digests(self) -> Iterator[str]:
         """Yield the first microbatch whose loads or plans differ, or how many are equal."""
         shared: dict[tuple[int, str], dict[str, dict[int, int]]] = {}
@@ -282,9 +252,8 @@ def crash_folders(folder: str | Path) -> list[Path]:
         raise FileError(f"{folder}: not a folder; name the folder of flight files")
     with reading(folder):
         candidates = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
-    times = {path: max((f.stat().st_mtime for f in _files_in(path)), default=0.0)
-             for path in candidates}  # fmt: skip
-    return sorted((path for path in candidates if times[path]), key=times.__getitem__, reverse=True)
+    times = {path: [file.stat().st_mtime for file in _files_in(path)] for path in candidates}
+    return sorted(filter(times.get, candidates), key=lambda path: max(times[path]), reverse=True)
 
 
 def read_crash(folder: str | Path) -> Crash:
@@ -338,18 +307,6 @@ def _subject(ranks: Iterable[int], first: str = "R") -> str:
     parts = [part for run in runs for part in run]
     listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
     return f"{first}ank{'s' * (sum(map(len, spans)) > 1)} {listed}"
-
-
-def _ago(seconds: float) -> str:
-    """Return a duration in the largest unit that fits.
-
-    >>> _ago(5), _ago(7300)
-    ('5 seconds ago', '2 hours ago')
-    """
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            return f"{counted(int(seconds // length), unit)} ago"
-    return f"{counted(max(int(seconds), 0), 'second')} ago"
 
 
 def _short(text: str) -> str:

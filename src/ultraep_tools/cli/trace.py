@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -379,7 +378,7 @@ def crash(options: CrashOptions) -> None:
     crashes = [read_crash(each) for each in folders[:MOST_CRASHES]]
     terminal = Terminal()
     for each in crashes:
-        terminal.print(Text(each.heading(time.time())))
+        terminal.print(Text(each.heading()))
         for line in each.explain().splitlines():
             indent = 2 + len(line) - len(line.lstrip())
             terminal.print(Padding(Text(line.lstrip()), (0, 0, 0, indent)))
