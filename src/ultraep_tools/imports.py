@@ -43,8 +43,11 @@ def _import(name: str) -> bool:
     if module in sys.modules:
         return False
     sys.path.insert(0, str(folder))
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # beside the user's file
     try:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:  # noqa: BLE001  anything that the file raises
         raise ConfigError(f"--import {name}: {type(error).__name__}: {error}") from None
+    finally:
+        sys.dont_write_bytecode = writes
     return True
