@@ -37,16 +37,6 @@ class Case:
     topology: Topology
     history: int | None = None
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings as plain values."""
-        return {
-            "policy": self.config.policy,
-            "ranks": self.topology.ranks,
-            "slots": self.topology.slots,
-            "history": self.history,
-            "tolerance": self.config.tolerance,
-        }
-
 
 def cases(
     trace: Trace,
@@ -97,7 +87,15 @@ class Replayed:
 
     def to_json(self) -> dict[str, Any]:
         """Return settings and means."""
-        return self.case.settings() | self.means()
+        config, topology = self.case.config, self.case.topology
+        return {
+            "policy": config.policy,
+            "ranks": topology.ranks,
+            "slots": topology.slots,
+            "history": self.case.history,
+            "tolerance": config.tolerance,
+            **self.means(),
+        }
 
 
 def replayed(trace: Trace, case: Case) -> Replayed:
@@ -171,20 +169,10 @@ def regrouped_topology(topology: Topology, *, ranks: int, slots: int) -> Topolog
             f"{topology.experts} experts do not divide evenly over {ranks} ranks; choose a number "
             f"of ranks that divides {topology.experts}"
         )
+    if topology.homes is not None and ranks != old:
+        raise ConfigError(f"the experts have homes of their own, so {old} ranks cannot be changed")
     domain = ranks if topology.num_domains == 1 else min(topology.domain_size, ranks)
-    homes = None if topology.homes is None else _regrouped_homes(topology, ranks)
-    return Topology(ranks=ranks, experts=topology.experts, slots=slots, domain=domain, homes=homes)
-
-
-def _regrouped_homes(topology: Topology, ranks: int) -> list[int]:
-    old = topology.ranks
-    homes = topology.home_of_expert * ranks // old  # of merged ranks
-    if ranks > old:
-        parts = ranks // old
-        for rank in range(old):
-            own = topology.home_experts(rank)
-            homes[own] = rank * parts + np.arange(len(own)) * parts // max(len(own), 1)
-    return [int(home) for home in homes]
+    return replace(topology, ranks=ranks, slots=slots, domain=domain)
 
 
 def regrouped_loads(loads_RE: IntArray, ranks: int) -> IntArray:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import typer
 from rich.padding import Padding
 from rich.text import Text
@@ -29,7 +30,6 @@ from ultraep_tools.report.words import counted
 
 DIFFERS = 1  # exit code of a replay that differs from the recorded plans
 MB = 1e6
-MOST_DECIMALS = 100  # from here on, numbers are shown without decimals
 LAYER_HEADERS = (
     *("policy", "layer", "records", "before\nmean", "before\nworst", "after\nmean"),
     *("after\nworst", "replicas\nmean", "MB moved\nmean"),
@@ -73,7 +73,7 @@ def info(options: TraceOptions) -> None:
         terminal.print(_layers(by_policy))
         together = {"all": trace} if len(by_policy) > 1 else {}
         terminal.print(_stages(by_policy | together, trace.header.stages))
-    _print_notes(terminal, trace)
+    _print_missing(terminal, trace)
 
 
 def _headline(by_policy: dict[str, Trace]) -> str:
@@ -101,42 +101,28 @@ def _print_heading(terminal: Terminal, path: Path, trace: Trace) -> None:
             f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; "
             f"{rows:,.0f} routed rows per record"
         )
-    for line in (*lines, *_rates(trace), *_speeds(trace), header.note):
+    for line in (*lines, *_costs(trace), header.note):
         if line:
             terminal.print(Text(line))
     terminal.print()
 
 
-def _rates(trace: Trace) -> Iterator[str]:
-    """Yield the range of each rate, and how many plans have no replica because of the rates."""
+def _costs(trace: Trace) -> Iterator[str]:
+    """Yield the rates and speeds of the plans."""
     rates = trace.rates[trace.rates.any(axis=1)]
     if len(rates):
-        low, high = (
-            Rates.from_numbers(numbers.tolist()).microseconds
-            for numbers in (rates.min(axis=0), rates.max(axis=0))
-        )
-        shown = [f"{name} {_range(low[name], high[name])}" for name in low]
-        yield f"rates in microseconds: {', '.join(shown)}"
+        median = Rates.from_numbers(np.median(rates, axis=0).astype(int).tolist()).microseconds
+        shown = [f"{name} {value:.3g}" for name, value in median.items()]
+        yield f"median rates in microseconds: {', '.join(shown)}"
     if alone := int(trace.left_alone.sum()):
         yield f"{counted(alone, 'record')} without replicas: none would have saved time"
-
-
-def _range(low: float, high: float) -> str:
-    shown = [f"{value:,.0f}" if value >= MOST_DECIMALS else f"{value:.3g}" for value in (low, high)]
-    return " to ".join(dict.fromkeys(shown))
-
-
-def _speeds(trace: Trace) -> Iterator[str]:
-    """Yield how many records were planned by speeds, and the ranks that were slowest in them."""
     speeds = trace.speeds[trace.speeds.any(axis=1)]
-    if not len(speeds):
-        return
-    lowest = speeds.min(axis=0)
-    named = [f"rank {rank} {lowest[rank] / NOMINAL_SPEED:.1%}" for rank in lowest.argsort()[:3]]
-    yield (
-        f"{counted(len(speeds), 'record')} planned by speeds, imbalances compare rows over speed; "
-        f"lowest speeds: {', '.join(named)}"
-    )
+    if len(speeds):
+        lowest, rank = speeds.min() / NOMINAL_SPEED, speeds.min(axis=0).argmin()
+        yield (
+            f"{counted(len(speeds), 'record')} planned by speeds, imbalances compare rows over "
+            f"speed; the lowest speed is {lowest:.1%}, of rank {rank}"
+        )
 
 
 def _layers(by_policy: dict[str, Trace]) -> Grid:
@@ -170,24 +156,17 @@ def _stages(by_policy: dict[str, Trace], stages: Sequence[str]) -> Grid | str:
     return make_grid(("stage", *by_policy), rows, heading) if rows else "no stage times recorded"
 
 
-def _print_notes(terminal: Terminal, trace: Trace, lines: Sequence[Replayed] = ()) -> None:
-    """Print limits of a replay, and what the trace lacks."""
-    notes = {
-        "* some plans exceed the spare slots or leave a domain, so they cannot run": any(
-            line.beyond.any() for line in lines
-        ),
-        "more ranks than recorded: each rank's rows are divided among the new ranks": any(
-            line.case.topology.ranks > trace.header.ranks for line in lines
-        ),
-        f"{trace.dropped:,} records or additions were dropped: the disk was too slow for them": (
-            trace.dropped
-        ),
-        f"{counted(trace.left_out, 'record')} left out: not recorded by all ranks": trace.left_out,
-        "no step was recorded by all ranks": not len(trace),
-    }
-    for note, applies in notes.items():
-        if applies:
-            terminal.print_faint(note)
+def _print_missing(terminal: Terminal, trace: Trace) -> None:
+    """Print what the trace lacks."""
+    if trace.dropped:
+        terminal.print_faint(
+            f"{trace.dropped:,} records or additions were dropped: the disk was too slow for them"
+        )
+    if trace.left_out:
+        missing = counted(trace.left_out, "record")
+        terminal.print_faint(f"{missing} left out: not recorded by all ranks")
+    if not len(trace):
+        terminal.print_faint("no step was recorded by all ranks")
 
 
 # -- replay --------------------------------------------------------------------------------------
@@ -250,7 +229,14 @@ def replay(options: ReplayOptions) -> None:
         terminal.print(_verdict(trace, changed))
         terminal.print()
         terminal.print(_table(lines))
-        _print_notes(terminal, trace, lines)
+        if any(line.beyond.any() for line in lines):
+            terminal.print_faint(
+                "* some plans exceed the spare slots or leave a domain, so they cannot run"
+            )
+        if any(line.case.topology.ranks > trace.header.ranks for line in lines):
+            terminal.print_faint(
+                "more ranks than recorded: each rank's rows are divided among the new ranks"
+            )
     if changed:
         raise typer.Exit(DIFFERS)
 
