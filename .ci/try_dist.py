@@ -18,7 +18,7 @@ moe = ultraep.BalancedMoE.swiglu(32, 64, 8, 2, balancer=ultraep.Balancer(experts
 moe(torch.randn(10, 32, requires_grad=True)).sum().backward()
 assert ultraep.metrics.DASHBOARD.is_file()
 command = Path(sysconfig.get_path("scripts")) / "ultraep"
-for options in (["--version"], ["env"], ["simulate", "--presets"], ["plan", "--help"]):
+for options in (["--version"], ["env"], ["advise", "--presets"], ["plan", "--help"]):
     done = subprocess.run([command, *options], check=True, capture_output=True, text=True)
     assert done.stdout, options
 print(f"Python {sys.version.split()[0]}: ultraep {ultraep.__version__} is installed and works")

@@ -31,7 +31,6 @@ from ultraep_tools.sim.cluster import Cluster, load_cluster
 from ultraep_tools.sim.costs import Costs, measured_rates
 from ultraep_tools.sim.layer import LayerClock
 from ultraep_tools.sim.model import GroupedAttention, Model
-from ultraep_tools.sim.planes import PLANES
 from ultraep_tools.sim.planning import Replicas
 from ultraep_tools.sim.runtime import runtime_of
 
@@ -149,7 +148,6 @@ def clock_of(cluster: Cluster, shape: Shape, topology: Topology, policy: str) ->
         tokens=shape.tokens,
         context=0.0,
         recompute=False,
-        plane=PLANES["mapped"],
     )
 
 

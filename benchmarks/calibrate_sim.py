@@ -2,8 +2,7 @@
 
 Every constant comes from one published setting, named in its `source`, in this order: the noise of
 training loads from the imbalance with EPLB, the factor of the framework from the share without
-balancing, the costs of EPLB and LPLB per layer from their shares, and the noise of serving loads
-from the imbalance with EPLB. Takes some minutes.
+balancing, and the costs of EPLB and LPLB per layer from their shares. Takes some minutes.
 
     python benchmarks/calibrate_sim.py
 """
@@ -68,9 +67,8 @@ def main() -> None:
     parser.parse_args()
     by_name = {setting.name: setting for setting in settings()}
     none, eplb, lplb = CONTENDERS[:3]
-    train, serve = by_name["glm-train"], by_name["qwen-mixed"]
+    train = by_name["glm-train"]
     print(f"noise.training = {noise_of(train):.3f}", flush=True)
-    print(f"noise.serving = {noise_of(serve):.3f}", flush=True)
     factor = bisect(lambda factor: share(train, none, factor), train.share("none"), 1.0, 4.0)
     print(f"framework.factor = {factor:.3f}", flush=True)
     print(f"eplb.backward_us = {cost_of(train, eplb, 'backward_us', factor):.0f}", flush=True)

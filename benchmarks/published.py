@@ -14,19 +14,18 @@ from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.run import Result
 from ultraep_tools.sim.runtime import Contender
 from ultraep_tools.sim.scenario import Scenario
-from ultraep_tools.sim.serving import Serving, load_requests
 from ultraep_tools.sim.training import Training
-from ultraep_tools.sim.workload import calibrated_noise, fit_skew
+from ultraep_tools.sim.workload import fit_skew, noise_of
 
 CLUSTER = "gb200-nvl72"
 # Two spare slots as in the published recipe; one for LPLB, which fits its published imbalance best.
 CONTENDERS = (
-    Contender.of("none"),
-    Contender("eplb", "eplb", slots=2),
-    Contender("lplb", "lplb", slots=1),
-    Contender("quota", "quota", slots=2),
-    Contender("ultraep", "ultraep", slots=1),
-    Contender.of("ideal"),
+    Contender("none"),
+    Contender("eplb", slots=2),
+    Contender("lplb", slots=1),
+    Contender("quota", slots=2),
+    Contender("ultraep", slots=1),
+    Contender("ideal"),
 )
 
 
@@ -45,12 +44,6 @@ class Setting:
     pipeline: int = 1
     groups: int = 1
     microbatches: int = 1
-    requests: str = ""
-
-    @property
-    def training(self) -> bool:
-        """Whether the setting is training; otherwise it is prefill."""
-        return not self.requests
 
     def share(self, policy: str) -> float:
         """Published throughput over forced balance."""
@@ -72,18 +65,14 @@ def scenario_of(
 ) -> Scenario:
     """Return a setting with loads of the published imbalance; noise and rates as calibrated."""
     model = load_model(setting.model)
-    job: Training | Serving
-    if setting.training:
-        sizes = {name: getattr(setting, name) for name in ("pipeline", "groups", "microbatches")}
-        job = Training(tokens=setting.tokens, sequence=setting.tokens, steps=steps, **sizes)
-    else:
-        job = Serving(requests=load_requests(setting.requests), tokens=setting.tokens)
+    sizes = {name: getattr(setting, name) for name in ("pipeline", "groups", "microbatches")}
+    job = Training(tokens=setting.tokens, sequence=setting.tokens, steps=steps, **sizes)
     workload = fit_skew(
         setting.imbalance["none"],
         Topology(ranks=setting.ranks, experts=model.experts),
         model.top_k,
         model.expert_layers,
-        noise=calibrated_noise(training=setting.training) if noise is None else noise,
+        noise=noise_of(training=True) if noise is None else noise,
     )
     return Scenario(
         cluster=load_cluster(CLUSTER),

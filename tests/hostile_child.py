@@ -31,7 +31,6 @@ from ultraep_tools.demo.result import DemoResult
 from ultraep_tools.inspect.checkpoint import weight_files
 from ultraep_tools.inspect.texts import hashed_words, texts_of, tokenizer_of, windows_of
 from ultraep_tools.sim.cluster import load_cluster
-from ultraep_tools.sim.serving import load_requests
 from ultraep_tools.view.catalogue import Catalogue
 from ultraep_tools.view.table import numbers_of, overview, stages_of
 
@@ -39,8 +38,8 @@ SECONDS = 10  # of CPU time for one file, after which it counts as a hang
 GIGABYTE = 1 << 30  # of memory, for all files together
 DATA = Path(load_cluster.__code__.co_filename).parent / "data"
 PIECES = ("rank-00000/000000.npz", "rank-00001/000000.npz")
-SIMULATE = ("simulate", "--ep", 8, "--steps", 1, "--microbatches", 1, "--policy", "none")
-SIMULATE += ("--processes", 1, "--cluster", "h200-nvl8", "--model", "gpt-oss-20b")
+ADVISE = ("advise", "--ep", 8, "--steps", 1, "--microbatches", 1)
+ADVISE += ("--processes", 1, "--cluster", "h200-nvl8", "--model", "gpt-oss-20b")
 INSPECT = ("--tokens", 16, "--window", 16, "--layers", 0, "--ep", 2)
 
 
@@ -79,7 +78,7 @@ def write_all(folder):
     for path in (folder / "old").rglob("*.npz"):
         with np.load(path) as stored:
             write_arrays(path, {name: stored[name] for name in set(stored) - set(SUMMARIES)})
-    for file, name in (("clusters", "h200-nvl8"), ("models", "gpt-oss-20b"), ("requests", "stem")):
+    for file, name in (("clusters", "h200-nvl8"), ("models", "gpt-oss-20b")):
         text = (DATA / f"{file}.toml").read_text()
         (folder / f"{file}.toml").write_text(re.search(rf"\[{name}\][^[]*", text)[0])
     (folder / "prose.txt").write_text(TEXTS["letters"])
@@ -108,9 +107,8 @@ def commands(folder, out):
         "trace.npz": of_trace("trace.npz"),
         **{f"run/{name}": of_trace("run") for name in ("header.json", *PIECES)},
         f"old/{PIECES[0]}": of_trace("old"),
-        "clusters.toml": [(*SIMULATE, "--cluster", folder / "clusters.toml")],
-        "models.toml": [(*SIMULATE, "--model", folder / "models.toml")],
-        "requests.toml": lambda path: load_requests(f"{path}"),
+        "clusters.toml": [(*ADVISE, "--cluster", folder / "clusters.toml")],
+        "models.toml": [(*ADVISE, "--model", folder / "models.toml")],
         "prose.txt": read_words,
         "demo/result.json": lambda path: DemoResult.load(path.parent),
         "model/config.json": [inspect],

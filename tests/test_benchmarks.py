@@ -89,7 +89,6 @@ def test_the_simulator_can_be_calibrated():
     names = [line.partition(" = ")[0] for line in done.stdout.splitlines()]
     assert names == [
         "noise.training",
-        "noise.serving",
         "framework.factor",
         "eplb.backward_us",
         "lplb.layer_us",

@@ -10,16 +10,15 @@ import pytest
 from traces import plan_for, record
 
 from ultraep import workload
-from ultraep_tools.cli import advise, demo, simulate
+from ultraep_tools.cli import advise, demo
 from ultraep_tools.cli import plan as plan_command
 
 from .commands import assert_one_line, invoke, start
 
 HUGE = str(10**20)
-SIMULATE = "simulate --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --processes 1"
-TRAIN = f"{SIMULATE} --steps 1 --microbatches 3"
-ADVISE = "advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8"
-PREFILL = f"{SIMULATE} --prefill stem"
+ADVISE = "advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --processes 1"
+TRAIN = f"{ADVISE} --steps 1 --microbatches 3"
+PREFILL = f"{ADVISE} --prefill"
 RANDOM = "inspect --random mixtral"
 START = ("-m", "ultraep_tools")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the devices of Linux")
@@ -52,30 +51,27 @@ WRONG = {
     **{
         f"{command} {HUGE}": "0" * 15
         for command in (
-            *("plan loads.npy --slots", "plan loads.npy --domain", f"{SIMULATE} --ep"),
-            *(f"{SIMULATE} --tokens", f"{SIMULATE} --seed"),
+            *("plan loads.npy --slots", "plan loads.npy --domain", f"{ADVISE} --ep"),
+            *(f"{ADVISE} --tokens", f"{ADVISE} --seed"),
         )
     },
     "plan loads.npy --window 8": "--window is for recorded routing",
     # plan: recorded routing
     "plan routing.npz": "recorded routing needs the number of ranks",
     "plan routing.npz --ranks 3 --window 30": "8 experts do not divide evenly over 3 ranks",
-    # simulate
+    # advise
     f"{TRAIN} --model qwen3-235b": "per device do not fit into the 141 GB",
     f"{TRAIN} --policy llep=ultraep": "as ultraep: the policy replicates beyond spare slots",
-    f"{TRAIN} --policy none,echo=": "needs two policies, got 'echo='",
-    f"{TRAIN} --prefill stem": "not training; remove --microbatches and --steps",
+    f"{TRAIN} --policy echo=": "needs two policies, got 'echo='",
+    f"{TRAIN} --prefill": "not training; remove --microbatches and --steps",
     f"{TRAIN} --trace uneven.npy": "loads of 6 experts",
     f"{TRAIN} --trace loads.npy --imbalance 2": "remove --imbalance",
     **{
         f"{PREFILL} {option}": f"remove {option.split()[0]}"
         for option in (
-            *("--sequence-length 1", "--pipeline 1", "--groups 1", "--microbatches 1"),
-            *("--steps 1", "--no-recompute"),
+            *("--pipeline 1", "--groups 1", "--microbatches 1", "--steps 1", "--no-recompute"),
         )
     },
-    # advise
-    f"{ADVISE} --prefill stem --steps 2": "remove --steps",
     # trace
     "trace export run": "pass --csv or --npz",
     "trace export run --npz run.zip": "--npz needs a name that ends in .npz, got run.zip",
@@ -129,7 +125,7 @@ def test_a_user_error_is_one_line_before_any_work(line, files, monkeypatch):
     if line.split()[0] in NEEDS:
         pytest.importorskip(NEEDS[line.split()[0]])
     monkeypatch.chdir(files)
-    for module, name in ((simulate, "compare"), (advise, "make_advice"), (demo, "run")):
+    for module, name in ((advise, "make_advice"), (demo, "run")):
         monkeypatch.setattr(module, name, refuse)
     before = sorted(files.rglob("*"))
     assert_one_line(invoke(*line.split()), WRONG[line])

@@ -9,18 +9,14 @@ from ultraep_tools.sim.planning import OWN
 
 from .commands import flat, invoke, output, records, shell
 
-SCENARIO = (
-    "--cluster --data-plane --domain --ep --groups --imbalance --json --microbatches --model "
-    "--no-recompute --objective --pipeline --prefill --processes --seed --sequence-length --steps "
-    "--tokens --trace"
-)
 OPTIONS = {
     "plan": "--backend --domain --experts --history --json --policy --ranks --rates --slots "
     "--speeds --tolerance --window file",
     "inspect": "--device --dtype --ep --layers --out --random --sequence-length --slots --text "
     "--tokens --window model",
-    "simulate": f"{SCENARIO} --interval --policy --presets --slots --tolerance",
-    "advise": SCENARIO,
+    "advise": "--cluster --domain --ep --groups --imbalance --json --microbatches --model "
+    "--no-recompute --pipeline --policy --prefill --presets --processes --seed --sequence-length "
+    "--steps --tokens --trace",
     "demo": "--no-report --out --policy --quick --ranks --seed --steps",
     "check": "--dispatcher --dtype --experts --failed-hosts --ffn --force --from --hidden --json "
     "--level --model --timeout --tokens --top-k",

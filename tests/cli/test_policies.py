@@ -20,7 +20,7 @@ import ultraep
 def decide(problem):
     return np.empty((0, 3), dtype=np.int64)
 """
-SIMULATE = "simulate --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --steps 1 --microbatches 1"
+ADVISE = "advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --steps 1 --microbatches 1"
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_policy_of_a_file_or_module_is_planned(folder, monkeypatch, name):
     [
         "trace replay run --policy mine",
         "env",
-        f"{SIMULATE} --policy mine=ultraep --processes 2",  # policies of worker processes
+        f"{ADVISE} --policy mine=ultraep --processes 2",  # policies of worker processes
     ],
 )
 def test_other_commands_know_the_policy(folder, monkeypatch, line):

@@ -18,7 +18,7 @@ from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.run import simulate
 from ultraep_tools.sim.scenario import Scenario
-from ultraep_tools.sim.serving import Requests, Serving
+from ultraep_tools.sim.serving import Serving
 from ultraep_tools.sim.training import Training
 from ultraep_tools.sim.workload import Recorded
 
@@ -27,15 +27,13 @@ from .small import gpt_oss
 FILE = Path(__file__).parents[1] / "golden" / "simulator.json"
 POLICIES = ["none", "eplb", "lplb", "quota", "echo=ultraep", "ultraep", "ideal"]
 TRAINING = {"tokens": 2048, "sequence": 1024, "microbatches": 4, "steps": 2}
-REQUESTS = Requests(name="x", title="", mean_tokens=2000.0, spread=0.5, limit_s=0.2)
 SCENARIOS: dict[str, dict[str, Any]] = {
     "training": {},
     "no recompute": {"job": Training(**TRAINING, recompute=False)},
     "pipeline and groups": {"job": Training(**TRAINING, pipeline=2, groups=2)},
-    "prefill": {"job": Serving(requests=REQUESTS, tokens=2048, iterations=5)},
+    "prefill": {"job": Serving(tokens=2048, sequence=1024, iterations=5)},
     "by time": {"objective": "time", "slots": 2, "tolerance": 0.0},
     "hybrid": {"domain": 4},
-    "messages": {"domain": 4, "data_plane": "messages"},
     "DeepSeek": {"model": replace(load_model("deepseek-v3-671b"), layers=5, dense_layers=1)},
 }
 

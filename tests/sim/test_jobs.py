@@ -1,4 +1,4 @@
-"""Requests that arrive, wait and are prefilled in chunks; the time of a pipeline."""
+"""The rate of a prefill job, and the time of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,67 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep.errors import ConfigError
-from ultraep_tools.sim.serving import (
-    Iteration,
-    Requests,
-    Serving,
-    draw_requests,
-    mean_first_token,
-    rate_at_limit,
-)
+from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.model import load_model
+from ultraep_tools.sim.run import simulate
+from ultraep_tools.sim.scenario import Scenario
+from ultraep_tools.sim.serving import Serving
 from ultraep_tools.sim.training import pipeline_seconds
-
-PLAIN = Iteration(fixed=1.0, experts=np.array([2.0]), per_token=0.0, per_pair=0.0, chunk=10)
-PAIRS = replace(PLAIN, fixed=0.0, experts=np.zeros(1), per_pair=1.0)
-QUICK = Iteration(fixed=0.01, experts=np.array([0.1]), per_token=1e-4, per_pair=0.0, chunk=1000)
+from ultraep_tools.sim.workload import Recorded
 
 
-def requests(**changes: Any) -> Requests:
-    chosen: Any = {"name": "x", "title": "", "mean_tokens": 100.0, "spread": 0.0, "limit_s": 1.0}
-    return Requests(**chosen | changes)
-
-
-@pytest.mark.parametrize(
-    ("iteration", "arrivals", "lengths", "ranks", "seconds"),
-    [
-        # The first takes 0 to 3. The others arrive meanwhile and fill the chunk from 3 to 6.
-        (PLAIN, [0.0, 0.5, 1.0], [10, 4, 6], 1, (3 + 5.5 + 5) / 3),
-        # A long prompt is cut into 10, 10 and 5 tokens; the last iteration is half full.
-        (PLAIN, [0.0], [25], 1, 3 + 3 + 2),
-        # Chunks attend to the whole prompt before them, whatever their size.
-        (PAIRS, [0.0], [25], 1, 25**2 / 2),
-        (replace(PAIRS, chunk=100), [0.0], [25], 1, 25**2 / 2),
-        (replace(PAIRS, per_pair=0.0, per_token=2.0), [0.0], [25], 1, 50),
-        # Ranks have 10 and 2 tokens: attention waits for 10, the experts serve 6 on average.
-        (replace(PLAIN, per_token=0.5), [0.0, 0.0], [10, 2], 2, 1 + 0.5 * 10 + 0.6 * 2),
-        # The third request waits for the first, on rank 0.
-        (PLAIN, [0.0, 0.0, 0.0], [10, 2, 1], 2, (3 * 2.2 + 1 + 2 * 0.05) / 3),
-        # The loads of iterations repeat.
-        (replace(PLAIN, experts=np.array([2.0, 4.0])), [0.0], [30], 1, 3 + 5 + 3),
-    ],
-)
-def test_time_to_first_token_by_hand(
-    iteration: Iteration, arrivals: Any, lengths: Any, ranks: int, seconds: float
-) -> None:
-    mean = mean_first_token(iteration, np.array(arrivals), np.array(lengths), ranks)
-    assert mean == pytest.approx(seconds)
-
-
-def test_the_rate_meets_the_limit_and_a_higher_one_does_not() -> None:
-    serving = Serving(requests=requests(spread=0.5), tokens=1000)
-    highest = rate_at_limit(QUICK, serving, 4)
-    for factor, meets in ((1.0, True), (1.05, False)):
-        drawn = draw_requests(serving, highest * factor)
-        assert (mean_first_token(QUICK, *drawn, 4) <= 1.0) == meets
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("mean_tokens", 0.0), ("limit_s", -1.0), ("spread", -0.5)]
-)
-def test_invalid_requests(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{field} must .*, got {value}"):
-        requests(**{field: value})
+def test_a_prefill_rate_is_the_tokens_over_the_time_of_all_layers() -> None:
+    model = replace(load_model("glm-4.5-106b"), layers=3)
+    loads = Recorded(np.arange(128).reshape(1, 1, 128) + 1, model.top_k)
+    job = Serving(tokens=8192, sequence=2048, iterations=2)
+    scenario = Scenario(
+        cluster=load_cluster("h200-nvl8"), model=model, workload=loads, job=job, ranks=8
+    )
+    costs = scenario.costs
+    dense = costs.attention(8192, 1024) + costs.dense_mlp(8192)
+    none, ours, ideal = simulate(scenario, ["none", "ultraep", "ideal"])
+    for result in (none, ours, ideal):
+        assert not any("back" in stage for stage in result.stages)
+        assert result.throughput == result.tokens_per_second
+        assert result.throughput == pytest.approx(8192 / (dense + result.seconds))
+    assert none.throughput < ours.throughput < ideal.throughput
 
 
 def longest_path(forward: Any, backward: Any) -> float:

@@ -13,13 +13,8 @@ from ultraep.errors import ConfigError
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.presets import presets
-from ultraep_tools.sim.serving import load_requests
 
-LOADERS: dict[str, Any] = {
-    "clusters": load_cluster,
-    "models": load_model,
-    "requests": load_requests,
-}
+LOADERS: dict[str, Any] = {"clusters": load_cluster, "models": load_model}
 MODEL, H200 = load_model("gpt-oss-20b"), load_cluster("h200-nvl8")
 CLUSTER = """
 [first]

@@ -16,7 +16,6 @@ from ultraep_tools.sim.cluster import Cluster, load_cluster
 from ultraep_tools.sim.costs import Costs, measured_rates
 from ultraep_tools.sim.layer import LayerClock
 from ultraep_tools.sim.model import GroupedAttention, Model
-from ultraep_tools.sim.planes import PLANES
 from ultraep_tools.sim.planning import Replicas
 from ultraep_tools.sim.runtime import runtime_of
 
@@ -65,7 +64,6 @@ def _seconds(size: LayerSize, speed: float, plan: Plan) -> float:
         tokens=size.tokens,
         context=0.0,
         recompute=False,
-        plane=PLANES["hybrid" if plan.topology.num_domains > 1 else "mapped"],
     )
     first = np.zeros(plan.num_replicas, dtype=np.int64)
     placed_C4 = np.column_stack([first, plan.replicas[:, :2], plan.quotas])

@@ -4,81 +4,69 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli import scenario as scenarios
-from ultraep_tools.cli.terminal import Grid, Terminal, make_grid, progress
+from ultraep_tools.cli.terminal import FAINT, Grid, Terminal, make_grid, progress
 from ultraep_tools.report.words import counted
-from ultraep_tools.sim.advise import Advice, Configuration
+from ultraep_tools.sim.advise import OURS, Advice, Configuration
 from ultraep_tools.sim.advise import advise as make_advice
 from ultraep_tools.sim.cluster import GIGA
-from ultraep_tools.sim.planes import AUTO
+from ultraep_tools.sim.presets import presets
 from ultraep_tools.sim.run import Result
-from ultraep_tools.sim.serving import Serving
+from ultraep_tools.sim.runtime import IDEAL, NONE, Contender
 
 EXAMPLE = (
     "Example: ultraep advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --imbalance 1.6\n\n"
     "Example: ultraep advise --trace routing.npz --cluster h200-nvl8 --model gpt-oss-20b --ep 8\n\n"
-    "Example: ultraep advise --prefill stem --imbalance 3 --tokens 4096 --json"
+    "Example: ultraep advise --policy eplb,quota --imbalance 3 --prefill --tokens 4096 --json"
 )
-STEPS = 2
-ITERATIONS = 16
 HEADERS = (
-    *("configuration", "spare\nslots", "ms per\n{unit}", "tokens/s\nper device"),
-    *("over no\nbalancing", "of forced\nbalance", "fullest\ndevice GB"),
+    *("", "policy", "spare\nslots", "imbalance", "ms per\n{unit}", "over no\nbalancing"),
+    *("of forced\nbalance", "device\nGB"),
 )
+ALWAYS = (NONE, IDEAL, OURS)  # compared without --policy
 TRUST = "These numbers are simulated; docs/simulator.md lists what the simulation omits."
 
 
-class AdviseOptions(scenarios.ScenarioOptions):
-    """A scenario that is simulated many times, so with fewer steps."""
-
-    steps: int | None = cli.option("Training steps to simulate.", f"{STEPS}")
-    as_json: bool = cli.json_option()
-
-
 @cli.with_options
-def command(options: AdviseOptions) -> None:
+def command(options: scenarios.AdviseOptions) -> None:
     """Recommend settings for a cluster before you rent it: does balancing pay there?
 
     Simulates no balancing and several numbers of spare slots on the same loads, and also with
     groups of one fast-link domain each if --ep spans several. Prints the best configuration first.
     """
-    scenario = scenarios.make_scenario(options, steps=STEPS)
-    if isinstance(scenario.job, Serving):
-        scenario = replace(scenario, job=replace(scenario.job, iterations=ITERATIONS))
+    if options.list_presets:
+        print_presets(Terminal())
+        return
+    names = cli.split_names(options.policy, "--policy") if options.policy is not None else ()
+    others = [Contender.of(name) for name in names if name not in ALWAYS]
+    scenario = scenarios.make_scenario(options)
     processes = scenarios.processes_for(scenario, options.processes)
     with progress("simulating layers", lines=False) as report:
-        advice = make_advice(scenario, processes=processes, report=report)
+        advice = make_advice(scenario, others, processes=processes, report=report)
     if options.as_json:
         print(json.dumps(scenario.facts | _record(advice), indent=2))
     else:
         show(advice, scenarios.describe(scenario, imbalance=options.imbalance), Terminal())
 
 
-def _record(advice: Advice) -> dict[str, Any]:
+def _record(advice: Advice) -> dict[str, object]:
+    best = advice.best
     return {
-        "best": _facts(advice.best, advice.best.advised),
+        "best": best.record(best.advised),
         "configurations": [
-            _facts(configuration, result)
+            configuration.record(result)
             for configuration in advice.configurations
-            for result in configuration.results
+            for result in (configuration.none, *configuration.tried)
         ],
-        "gains_by_seed": advice.gains,
         "reasons": advice.reasons,
-        "settings": _settings(advice.best),
+        "settings": _settings(best),
     }
-
-
-def _facts(configuration: Configuration, result: Result) -> dict[str, Any]:
-    scenario = configuration.scenario
-    sizes = {"ep": scenario.ranks, "data_plane": scenario.plane.name}
-    return sizes | configuration.record(result)
 
 
 # -- output --------------------------------------------------------------------------------------
@@ -88,7 +76,7 @@ def show(advice: Advice, heading: str, terminal: Terminal) -> None:
     terminal.print(Text.assemble(("Best: ", "bold"), f"{headline(advice)}\n"))
     terminal.print_faint(f"{heading}\n")
     terminal.print(_table(advice))
-    terminal.print_faint("* best; forced balance: all experts equally loaded, an upper bound\n")
+    terminal.print_faint("* best; ! out of memory; forced balance: all experts equally loaded\n")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -118,12 +106,9 @@ def _compared(advice: Advice) -> str:
     without, balanced = f"{_ms(requested.none)} without balancing", requested.best_balanced
     if balanced is None:
         return f"{without}, and no spare slot is possible"
-    low, high = min(advice.gains), max(advice.gains)
-    digits = 3 if abs(high - 1) < 0.05 else 2
-    gain = f"{requested.gain(balanced):.{digits}f}x"
-    if len(advice.gains) > 1:
-        gain += f"; {low:.{digits}f}x to {high:.{digits}f}x with other seeds"
-    text = f"{_ms(balanced)} {_with(balanced)}, {without} ({gain})"
+    gain = requested.gain(balanced)
+    digits = 3 if abs(gain - 1) < 0.05 else 2
+    text = f"{_ms(balanced)} {_with(balanced)}, {without} ({gain:.{digits}f}x)"
     return text if requested.advised is balanced else f"{text}: balancing does not pay"
 
 
@@ -132,26 +117,35 @@ def _ms(result: Result) -> str:
 
 
 def _table(advice: Advice) -> Grid:
-    """Return a line for every configuration and number of slots; mark the best."""
+    """Return a line for every policy and number of slots; mark the best."""
     unit = advice.requested.scenario.job.unit
     grid = make_grid([header.format(unit=unit) for header in HEADERS])
     for configuration in advice.configurations:
-        scenario = configuration.scenario
-        name = f"EP{scenario.ranks}, {scenario.plane.name}"
-        for result in configuration.results:
+        for result in _shown(configuration):
             best = configuration is advice.best and result is configuration.advised
             short = "!" if result.out_of_memory else ""
             grid.add_row(
-                f"{'*' if best else ''}{name}",
-                str(result.slots or "none"),
+                f"{'*' if best else ''}EP{configuration.scenario.ranks}",
+                result.label,
+                str(result.slots or "-"),
+                f"{result.imbalance:.3f}",
                 f"{1e3 * result.seconds:,.1f}",
-                f"{result.tokens_per_second:,.0f}",
                 f"{configuration.gain(result):.3f}x",
                 f"{configuration.share(result):.1%}",
                 f"{short}{result.memory.total / GIGA:.1f}",
                 style="bold" if best else None,
             )
     return grid
+
+
+def _shown(configuration: Configuration) -> Iterator[Result]:
+    """Yield all results of ultraep, and the best one of every other policy."""
+    yield configuration.none
+    yield from configuration.balanced
+    for label in dict.fromkeys(result.label for result in configuration.tried):
+        best = configuration.best_of(label)
+        if best is not None and label != OURS:
+            yield best
 
 
 def _details(advice: Advice) -> Iterator[tuple[str, str]]:
@@ -173,9 +167,21 @@ def _settings(best: Configuration) -> str:
     parts = [f"slots={best.advised.slots}"]
     if size < scenario.ranks:
         parts.append(f"domain={size}")
-    if scenario.data_plane != AUTO:
-        parts.append(f'data_plane="{scenario.data_plane}"')
     if scenario.objective != "time":  # the default of a balancer
         tolerance = f"tolerance={scenario.tolerance:g}"
         parts.append(f'config=ultraep.BalanceConfig(objective="balance", {tolerance})')
     return ", ".join(parts)
+
+
+# -- presets -------------------------------------------------------------------------------------
+
+
+def print_presets(terminal: Terminal) -> None:
+    for group in ("clusters", "models"):
+        terminal.print(Text(f"{group}  (--{group[:-1]} NAME)", "bold"))
+        for name, table in presets(group).items():
+            title = Text.assemble((name, "bold"), f"  {table['title']}")
+            terminal.print(Padding(title, (0, 2)))
+            terminal.print(Padding(Text(table["source"], FAINT), (0, 6)))
+        terminal.print()
+    terminal.print("Your own TOML file has tables of the same form: --cluster FILE.toml:NAME")

@@ -47,7 +47,7 @@ class CheckOptions(cli.Options):
         "1 alone, 2 under torchrun",
         metavar="1|2|3",
     )
-    model: str | None = option("Sizes of a preset (`ultraep simulate --help`).", metavar="NAME")
+    model: str | None = option("Sizes of a preset (`ultraep advise --presets`).", metavar="NAME")
     checkpoint: Path | None = option(
         "Sizes in the config.json of a checkpoint.", flags="--from", metavar="DIR"
     )

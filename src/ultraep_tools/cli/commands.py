@@ -24,7 +24,6 @@ UsageError: Any = typer.BadParameter.__base__
 
 SUMMARIES = {
     "plan": "Plan the loads in a file: imbalance before and after, replicas, planning time.",
-    "simulate": "Simulate training or prefill on a cluster: would balancing pay there?",
     "advise": "Recommend settings for a cluster before you rent it: does balancing pay there?",
     "trace": "Summarise, replan or convert a trace of a run; explain a crash or a hang.",
     "view": "Show traces in the browser: over time, layer by layer, down to one microbatch.",

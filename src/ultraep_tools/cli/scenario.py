@@ -1,4 +1,4 @@
-"""The options of a scenario, the `Scenario` that they describe, and its description."""
+"""The options of `ultraep advise`, the `Scenario` that they describe, and its description."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from ultraep_tools.report.words import counted
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.scenario import Scenario
-from ultraep_tools.sim.serving import Serving, load_requests
+from ultraep_tools.sim.serving import Serving
 from ultraep_tools.sim.training import Training
-from ultraep_tools.sim.workload import Recorded, Skew, calibrated_noise, fit_skew, read_workload
+from ultraep_tools.sim.workload import Recorded, Skew, fit_skew, noise_of, read_workload
 
 CLUSTER, MODEL, RANKS, TOKENS, IMBALANCE = "gb200-nvl72", "qwen3-235b", 64, 8192, 2.0
+STEPS = 2
 MOST_PROCESSES = 8
 LITTLE_WORK = 1000  # layers times microbatches below which one process is fastest
-TRAINING = ("sequence_length", "pipeline", "groups", "microbatches", "steps", "no_recompute")
+TRAINING = ("pipeline", "groups", "microbatches", "steps", "no_recompute")
 
 
 def training_option(text: str, shown: str) -> Any:
     return option(f"Training only: {text}", shown)
 
 
-class ScenarioOptions(cli.Options):
-    """The simulated cluster, model, job and loads.
+class AdviseOptions(cli.Options):
+    """The cluster, model, job, loads and policies.
 
     Options of training only or of synthetic loads only default to None, so that a scenario without
     training or with recorded loads can refuse them instead of ignoring them.
     """
 
     cluster: str = option(
-        "Cluster: a preset (`ultraep simulate --presets` lists them), FILE.toml or FILE.toml:NAME.",
+        "Cluster: a preset (--presets lists them), FILE.toml or FILE.toml:NAME.",
         default=CLUSTER,
         metavar="NAME|FILE",
     )
@@ -53,75 +54,64 @@ class ScenarioOptions(cli.Options):
     tokens: int = option(
         "Tokens per rank and microbatch; with --prefill, tokens per chunk.", default=TOKENS
     )
-    sequence_length: int | None = training_option("tokens per sequence.", "as --tokens")
+    sequence_length: int | None = option("Tokens per sequence or prompt.", "as --tokens")
     pipeline: int | None = training_option("pipeline stages.", "1")
     groups: int | None = training_option(
         "data-parallel replicas of the expert-parallel group.", "1"
     )
     microbatches: int | None = training_option("microbatches per step and group.", "8")
-    steps: int | None = training_option("steps to simulate.", "8")
+    steps: int | None = training_option("steps to simulate.", f"{STEPS}")
     no_recompute: bool = cli.switch(
         "Training only: keep all activations for backward.", "--no-recompute"
     )
-    prefill: str | None = option(
-        "Serve prefill requests instead of training: stem, mixed, or a TOML file.",
-        metavar="NAME|FILE",
-    )
+    prefill: bool = cli.switch("Simulate prefill in chunks instead of training.", "--prefill")
     domain: int | None = option(
         "Ranks joined by the fast link; replicas stay in the domain of their home.",
         "of the cluster",
     )
-    data_plane: str = option(
-        "How rows and weights move: mapped, hybrid or messages. auto: mapped in one fast-link "
-        "domain, hybrid in several.",
-        default="auto",
-        metavar="NAME",
-    )
-    objective: str | None = option(
-        "Goal of ultraep's plans. time: make only replicas that pay; balance: meet the tolerance.",
-        "time; balance with --prefill",
-        metavar="time|balance",
+    policy: str | None = option(
+        "More policies to compare; `ultraep env` lists them. NAME=OTHER uses the costs of OTHER "
+        "for a policy of unknown cost: echo=ultraep.",
+        "ultraep alone",
+        metavar="NAME,...",
     )
     seed: int = option("Random seed.", default=0)
     processes: int | None = option(
         "Processes that share the work; the result does not depend on them.",
         f"one per core, at most {MOST_PROCESSES}",
     )
+    as_json: bool = cli.json_option()
+    list_presets: bool = cli.switch("List clusters and models, and exit.", "--presets")
 
 
-def make_scenario(options: ScenarioOptions, *, steps: int = 8, **balance: Any) -> Scenario:
-    """Return the scenario; raise on wrong options before the loads are fitted.
-
-    steps: default of --steps.   balance: slots, tolerance and interval, if the command has these.
-    """
+def make_scenario(options: AdviseOptions) -> Scenario:
+    """Return the scenario; raise on wrong options before the loads are fitted."""
     model = load_model(options.model)
     even = Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0, seed=options.seed)
     scenario = Scenario(
         cluster=load_cluster(options.cluster),
         model=model,
         workload=even,
-        job=_job(options, steps),
+        job=_job(options),
         ranks=options.ep,
         domain=options.domain,
-        data_plane=options.data_plane,
-        objective=options.objective or ("time" if options.prefill is None else "balance"),
-        **balance,
+        objective="balance" if options.prefill else "time",
     )
     return replace(scenario, workload=_workload(options, scenario))
 
 
-def _job(options: ScenarioOptions, steps: int) -> Training | Serving:
-    if options.prefill is not None:
+def _job(options: AdviseOptions) -> Training | Serving:
+    length = options.sequence_length
+    sequence = options.tokens if length is None else length
+    if options.prefill:
         refuse_options(options, TRAINING, "--prefill simulates serving, not training")
-        requests = load_requests(options.prefill)
-        return Serving(requests=requests, tokens=options.tokens, seed=options.seed)
-    sizes = {"steps": steps} | set_options(options, TRAINING)
-    sequence = sizes.pop("sequence_length", options.tokens)
+        return Serving(tokens=options.tokens, sequence=sequence)
+    sizes = {"steps": STEPS} | set_options(options, TRAINING)
     recompute = not sizes.pop("no_recompute", False)
     return Training(tokens=options.tokens, sequence=sequence, recompute=recompute, **sizes)
 
 
-def _workload(options: ScenarioOptions, scenario: Scenario) -> Skew | Recorded:
+def _workload(options: AdviseOptions, scenario: Scenario) -> Skew | Recorded:
     model = scenario.model
     if options.trace is not None:
         refuse_options(options, ("imbalance",), "--trace replaces synthetic loads")
@@ -131,7 +121,7 @@ def _workload(options: ScenarioOptions, scenario: Scenario) -> Skew | Recorded:
         scenario.topology,
         model.top_k,
         model.expert_layers,
-        noise=calibrated_noise(training=scenario.job.trains),
+        noise=noise_of(training=scenario.job.trains),
         seed=options.seed,
     )
 
@@ -149,22 +139,16 @@ def describe(scenario: Scenario, *, imbalance: float | None = None) -> str:
     if isinstance(workload, Recorded):
         windows, layers, _ = workload.loads.shape
         loads = f"recorded loads: {counted(windows, 'microbatch')} of {counted(layers, 'layer')}"
-    plans = "by time" if scenario.objective == "time" else "for balance"
     return (
         f"{scenario.model.title} on {scenario.cluster.name}: "
-        f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}, "
-        f"data plane {scenario.plane.name}\n{_describe_job(scenario.job)}\n"
-        f"{loads}; ultraep plans {plans}"
+        f"{counted(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}\n"
+        f"{_describe_job(scenario.job)}\n{loads}"
     )
 
 
 def _describe_job(job: Training | Serving) -> str:
     if isinstance(job, Serving):
-        requests = job.requests
-        return (
-            f"prefill of {requests.name}: prompts of {requests.mean_tokens:,.0f} tokens, chunks of "
-            f"{job.tokens:,}, mean time to first token at most {requests.limit_s:g} s"
-        )
+        return f"prefill: prompts of {job.sequence:,} tokens, chunks of {job.tokens:,} per rank"
     parts = [
         f"training: {job.tokens:,} tokens per rank and microbatch",
         f"{counted(job.steps, 'step')} of {counted(job.microbatches, 'microbatch')}",

@@ -9,7 +9,7 @@ what is modelled, what is not, and how accurate it is.
     model.py     sizes of a model                  planning.py  replicas in every microbatch
     costs.py     seconds of single operations      layer.py     seconds of the stages of a layer
     runtime.py   costs of a policy's plans         training.py  pipeline, groups, steps
-    scenario.py  what is simulated, its memory     serving.py   requests that arrive and wait
-    planes.py    data planes, rows that cross      run.py       simulate
+    scenario.py  what is simulated, its memory     serving.py   prefill in chunks
+    crossing.py  tokens between domains            run.py       simulate
     advise.py    the best configuration
 """

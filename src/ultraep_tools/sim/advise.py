@@ -1,45 +1,56 @@
 """advise: the best configuration for a job, and what balancing gains in it.
 
-A configuration is a size of the expert-parallel group with the data plane that a balancer would
-take. If the group spans several fast-link domains, groups of one domain each are tried too. Every
-configuration runs on the same loads without balancing, with 1, 2, ... spare slots, and with forced
-balance.
+A configuration is a size of the expert-parallel group. If the group spans several fast-link
+domains, groups of one domain each are tried too. Every configuration runs on the same loads without
+balancing, with 1, 2, ... spare slots, and with forced balance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ultraep.errors import ConfigError
-from ultraep.topology import Topology
-from ultraep_tools.sim.run import Comparison, Report, Result, simulate
-from ultraep_tools.sim.runtime import NONE, Contender
+from ultraep_tools.sim.cluster import GIGA
+from ultraep_tools.sim.run import Report, Result, no_report, simulate
+from ultraep_tools.sim.runtime import IDEAL, NONE, Contender
 from ultraep_tools.sim.scenario import Scenario
-from ultraep_tools.sim.serving import Serving
 from ultraep_tools.sim.training import Training
-from ultraep_tools.sim.workload import Skew, fit_skew, mean_imbalance
 
+OURS = "ultraep"
 MAX_SLOTS = 4
-UNBALANCED = Contender(NONE, NONE, slots=0)
 NEAR = 0.005  # share of the best throughput that fewer slots may cost
 SMALL_GAIN = 1.01  # least gain that is worth a spare slot
-SEEDS = 3  # runs of drawn loads
 NOTABLE_IMBALANCE = 1.02
 
 
-class Configuration(Comparison):
-    """A size of the group, without balancing and with 1, 2, ... spare slots."""
+@dataclass(frozen=True)
+class Configuration:
+    """A size of the group: results without balancing, with forced balance, and of policies.
+
+    tried: one result for every policy and number of slots.
+    """
+
+    scenario: Scenario
+    none: Result
+    ideal: Result
+    tried: tuple[Result, ...]
 
     @property
     def balanced(self) -> tuple[Result, ...]:
-        return tuple(result for result in self.results if result.slots)
+        """The results of ultraep."""
+        return tuple(result for result in self.tried if result.label == OURS)
 
     @property
     def best_balanced(self) -> Result | None:
-        """The fewest slots near the best; None if no device has memory for a slot."""
+        return self.best_of(OURS)
+
+    def best_of(self, label: str) -> Result | None:
+        """Return the fewest slots near the best; None if no device has memory for a slot."""
+        results = [result for result in self.tried if result.label == label]
         limit = self.none.out_of_memory
-        usable = [result for result in self.balanced if result.out_of_memory <= limit]
+        usable = [result for result in results if result.out_of_memory <= limit]
         if not usable:
             return None
         enough = (1 - NEAR) * max(result.throughput for result in usable)
@@ -58,19 +69,36 @@ class Configuration(Comparison):
         pays = best and (self.gain(best) >= SMALL_GAIN or self.avoids_out_of_memory)
         return best if best and pays else self.none
 
+    def gain(self, result: Result) -> float:
+        """Return the throughput over no balancing."""
+        return result.throughput / self.none.throughput
+
+    def share(self, result: Result) -> float:
+        """Return the throughput over forced balance."""
+        return result.throughput / self.ideal.throughput
+
+    def record(self, result: Result) -> dict[str, Any]:
+        """Return the numbers of a result for JSON."""
+        values = asdict(result)
+        memory = values.pop("memory") | {"total": result.memory.total}
+        return values | {
+            "ep": self.scenario.ranks,
+            "share_of_ideal": self.share(result),
+            "gain_over_none": self.gain(result),
+            "memory_gb": {name: size / GIGA for name, size in memory.items()},
+        }
+
 
 @dataclass(frozen=True)
 class Advice:
     """The requested configuration, and groups of one fast-link domain each.
 
     inside: None in one domain, or if `obstacle` says why such groups are not possible.
-    gains: of the requested configuration over no balancing, one per seed.
     """
 
     requested: Configuration
     inside: Configuration | None
     obstacle: str
-    gains: tuple[float, ...]
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:
@@ -91,51 +119,41 @@ class Advice:
         return (*_reasons(self.best), *notes)
 
 
-def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = None) -> Advice:
+def advise(
+    scenario: Scenario,
+    others: Sequence[Contender] = (),
+    *,
+    processes: int = 1,
+    report: Report = no_report,
+) -> Advice:
     """Try numbers of slots and sizes of the group. The slots of the scenario are ignored.
 
-    report: called with the number of simulated layers and of all layers.
+    others: policies to compare with ultraep.
     """
     inside, obstacle = _inside_domains(scenario)
-    seeds = SEEDS - 1 if isinstance(scenario.workload, Skew) else 0
-    progress = _Progress(report, 1 + (inside is not None) + seeds)
+    chosen = [scenario] if inside is None else [scenario, inside]
 
-    def compare(chosen: Scenario) -> Configuration:
-        slots = [_with_slots(count) for count in range(1, max_slots(chosen) + 1)]
-        part = progress.next_part()
-        return Configuration.of(chosen, [UNBALANCED, *slots], processes=processes, report=part)
+    def compare(number: int) -> Configuration:
+        def part(done: int, total: int) -> None:
+            report(number * total + done, len(chosen) * total)
 
-    requested = compare(scenario)
-    within = None if inside is None else compare(inside)
-    best, gains = requested.best_balanced, []
-    if best is not None:
-        gains.append(requested.gain(best))
-        for other in _other_seeds(scenario):
-            pair = [UNBALANCED, _with_slots(best.slots)]
-            none, own = simulate(other, pair, processes=processes, report=progress.next_part())
-            gains.append(own.throughput / none.throughput)
-    return Advice(requested, within, obstacle, tuple(gains))
+        return _compare(chosen[number], others, processes, part)
+
+    requested = compare(0)
+    return Advice(requested, None if inside is None else compare(1), obstacle)
 
 
-class _Progress:
-    """Join the progress of several simulations of the same layers."""
-
-    def __init__(self, report: Report | None, parts: int) -> None:
-        self.report, self.parts, self.begun = report, parts, 0
-
-    def next_part(self) -> Report:
-        before = self.begun
-        self.begun += 1
-
-        def layers(done: int, total: int) -> None:
-            if self.report:
-                self.report(before * total + done, self.parts * total)
-
-        return layers
-
-
-def _with_slots(count: int) -> Contender:
-    return Contender("ultraep", f"{count}", slots=count)
+def _compare(
+    scenario: Scenario, others: Sequence[Contender], processes: int, report: Report
+) -> Configuration:
+    slots = range(1, max_slots(scenario) + 1)
+    policies = (Contender(OURS), *others)
+    tried = [replace(policy, slots=count) for policy in policies for count in slots]
+    references = [Contender(NONE, slots=0), Contender(IDEAL)]
+    none, ideal, *results = simulate(
+        scenario, [*references, *tried], processes=processes, report=report
+    )
+    return Configuration(scenario, none, ideal, tuple(results))
 
 
 def _inside_domains(scenario: Scenario) -> tuple[Scenario | None, str]:
@@ -146,28 +164,9 @@ def _inside_domains(scenario: Scenario) -> tuple[Scenario | None, str]:
     if isinstance(job, Training):  # the same devices
         job = replace(job, groups=job.groups * topology.num_domains)
     try:
-        ranks = topology.domain_size
-        return replace(scenario, ranks=ranks, domain=None, data_plane="auto", job=job), ""
+        return replace(scenario, ranks=topology.domain_size, domain=None, job=job), ""
     except ConfigError as error:
         return None, str(error)
-
-
-def _other_seeds(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the scenario with loads of other seeds. A recorded trace has none."""
-    skew, model, job = scenario.workload, scenario.model, scenario.job
-    if not isinstance(skew, Skew):
-        return
-    topology, layers = Topology(ranks=scenario.ranks, experts=model.experts), model.expert_layers
-    imbalance = mean_imbalance(skew, topology, layers)
-    for number in range(1, SEEDS):
-        seed, drawn_job = skew.seed + number, job
-        if isinstance(job, Serving):  # other arrivals, too
-            drawn_job = replace(job, seed=job.seed + number)
-        try:
-            drawn = fit_skew(imbalance, topology, model.top_k, layers, noise=skew.noise, seed=seed)
-        except ConfigError:  # this seed cannot quite reach the imbalance
-            drawn = replace(skew, seed=seed)
-        yield replace(scenario, workload=drawn, job=drawn_job)
 
 
 def max_slots(scenario: Scenario) -> int:

@@ -3,7 +3,8 @@
 Stages follow each other as in the runtime (`runtime/overlap.py`). All ranks synchronise at
 dispatch and at combine, so these stages, and the experts between them, take as long as the busiest
 rank. Weights of replicas share the ports with dispatched rows or precede them. Gradients of
-replicas overlap the last product of the experts, or attention. With messages nothing overlaps.
+replicas overlap the last product of the experts, or attention. In several domains, a token crosses
+once to every domain that serves it, and the host reads the loads of every layer.
 
 Shapes: S microbatches, R ranks, E experts, C replicas, D fast-link domains.
 """
@@ -20,8 +21,8 @@ from ultraep.arrays import IntArray
 from ultraep.topology import Topology
 from ultraep_tools.sim.cluster import GIGA, MICRO
 from ultraep_tools.sim.costs import Costs, FloatArray
+from ultraep_tools.sim.crossing import served_shares
 from ultraep_tools.sim.model import GRADIENT_BYTES, ROW_BYTES
-from ultraep_tools.sim.planes import PLANES, Plane, served_shares
 from ultraep_tools.sim.planning import Replicas, sum_by_home
 from ultraep_tools.sim.runtime import Runtime
 
@@ -60,7 +61,6 @@ class LayerClock:
     context: float  # mean number of tokens before each token
     recompute: bool = True  # backward runs the forward pass again
     training: bool = True
-    plane: Plane = PLANES["mapped"]
 
     @property
     def rows(self) -> int:
@@ -83,7 +83,7 @@ class LayerClock:
         weights_S = np.zeros_like(exchange_S)
         reroute_S = np.zeros_like(exchange_S)
         plan = 0.0
-        loads = self.costs.host() if self.plane.host_waits else 0.0
+        loads = costs.host() if self.topology.num_domains > 1 else 0.0
         if runtime.relay != "nothing":
             measured = runtime.plan_us is None
             plan = (runtime.layer_us + (runtime.plan_us or 0.0)) * MICRO
@@ -93,7 +93,7 @@ class LayerClock:
                 loads += costs.loads(self.rows, ranks, self.topology.num_domains)
         if runtime.streams:
             weights_S = self._weights(replicas)
-            if not self._overlaps_dispatch:  # the transfer of weights hides rerouting
+            if not runtime.overlaps_dispatch:  # the transfer of weights hides rerouting
                 reroute_S = np.maximum(reroute_S - weights_S, 0.0)
         attention = costs.attention(self.tokens, self.context)
         return {
@@ -114,7 +114,7 @@ class LayerClock:
 
     def _ports(self, replicas: Replicas, sent: Any = 0.0, received: Any = 0.0) -> FloatArray:
         """[S, R] seconds of every rank's port to exchange rows, beside these bytes of weights."""
-        if self.plane.crosses_once:
+        if self.topology.num_domains > 1:
             return self._ports_by_domain(replicas, np.maximum(sent, received))
         seconds_SR: FloatArray = np.maximum(
             self._port(self.rows, sent), self._port(replicas.rank_loads, received)
@@ -122,12 +122,10 @@ class LayerClock:
         return seconds_SR
 
     def _port(self, rows: Any, weight_bytes: Any) -> FloatArray:
-        """Return the seconds of ports that send or receive these rows and weights."""
-        topology, size = self.topology, self._row_bytes
-        outside = size * rows * (1 - topology.domain_size / topology.ranks)
-        inside = size * rows * (topology.domain_size - 1) / topology.ranks
-        seconds = self.costs.on_links(inside + weight_bytes, outside)
-        return seconds + self.costs.latency(topology.num_domains)
+        """Return the seconds of ports in one domain that send or receive these rows and weights."""
+        ranks = self.topology.ranks
+        row_bytes = self._row_bytes * rows * (ranks - 1) / ranks
+        return self.costs.on_links(row_bytes + weight_bytes) + self.costs.latency(1)
 
     def _mean_of_domain(self, rows_SR: Any) -> FloatArray:
         size = self.topology.domain_size
@@ -156,10 +154,6 @@ class LayerClock:
     def _row_bytes(self) -> int:
         return ROW_BYTES * self.costs.model.width
 
-    @property
-    def _overlaps_dispatch(self) -> bool:
-        return self.runtime.overlaps_dispatch and self.plane.overlaps
-
     def experts_by_rank(self, replicas: Replicas, *, backward: bool) -> FloatArray:
         """[S, R] seconds of every rank's slots, one after the other, and of moving its rows."""
         seconds = partial(self.costs.experts, backward=backward)
@@ -176,7 +170,7 @@ class LayerClock:
         received_SR = replicas.received()
         size = float(self.costs.model.slot_bytes(training=False))
         start_S = hops_S * self.costs.hop()
-        if not self._overlaps_dispatch:
+        if not self.runtime.overlaps_dispatch:
             busiest_S = np.maximum(sent_SR.max(axis=1), received_SR.max(axis=1)) * size
             return self.costs.on_links(busiest_S) + start_S
         both_S = self._ports(replicas, sent_SR * size, received_SR * size).max(axis=1)
@@ -185,14 +179,11 @@ class LayerClock:
 
     def _sent(self, replicas: Replicas) -> tuple[FloatArray, FloatArray]:
         """[S, R] experts that every rank sends, and [S] hops until the last replica starts."""
-        relay = self.runtime.relay
         direct_SR = replicas.sent(chain=False).astype(float)
         fan_SE = replicas.per_expert()
         longest_S = fan_SE.max(axis=1)
         any_S = (longest_S > 0).astype(float)
-        if relay == "direct":
-            return direct_SR, any_S
-        if relay == "tree":
+        if self.runtime.relay == "tree":
             # A home with many replicas serves about sqrt(replicas) relays, which serve the rest.
             relays_SE = np.where(fan_SE >= MIN_TREE, np.ceil(np.sqrt(fan_SE)), fan_SE)
             relayed_SE = (fan_SE - relays_SE).astype(np.int64)
@@ -200,7 +191,7 @@ class LayerClock:
             return tree_SR, any_S + (longest_S >= MIN_TREE)
         chain_SR = replicas.sent(chain=True).astype(float)
         chain_SR += np.maximum(longest_S - 1, 0)[:, None] / CHUNKS
-        chains_S = (chain_SR.max(axis=1) < direct_SR.max(axis=1)) | (relay == "chain")
+        chains_S = chain_SR.max(axis=1) < direct_SR.max(axis=1)
         sent_SR = np.where(chains_S[:, None], chain_SR, direct_SR)
         return sent_SR, np.where(chains_S, longest_S, any_S)
 
@@ -216,7 +207,6 @@ class LayerClock:
         sends_again = runtime.streams and not (runtime.reuses_weights and self.recompute)
         again_S = self._weights(replicas) if sends_again else 0 * exchange_S
         hiding_S = attention_S if runtime.reduce_under == "attention" else LAST_PRODUCT * experts_S
-        hiding_S = hiding_S if self.plane.overlaps else 0 * hiding_S
         exposed_S = np.maximum(self._reduce(replicas) - hiding_S, 0.0)
         times = {
             "attention back": attention_S,

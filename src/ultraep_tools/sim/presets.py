@@ -21,7 +21,7 @@ Table = dict[str, Any]
 
 LARGEST = 10**15  # any number in a table
 MAX_FILE_BYTES = 1 << 15  # tomllib can take seconds for a file of this size
-SINGULAR = {"clusters": "cluster", "models": "model", "requests": "set of requests"}
+SINGULAR = {"clusters": "cluster", "models": "model"}
 TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 

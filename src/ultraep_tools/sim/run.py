@@ -11,9 +11,8 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
 
 import numpy as np
 
@@ -21,19 +20,17 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.trace.schema import SIMULATED
 from ultraep_tools.imports import import_in_child
-from ultraep_tools.sim.cluster import GIGA
-from ultraep_tools.sim.costs import FloatArray
 from ultraep_tools.sim.layer import LayerClock, LayerTimes
 from ultraep_tools.sim.planning import plan_layer
 from ultraep_tools.sim.runtime import IDEAL, NONE, Contender
 from ultraep_tools.sim.scenario import Memory, Scenario
 from ultraep_tools.sim.workload import share_out
 
-RECORDED = (  # in JSON
-    *("policy", "priced_as", "throughput", "unit", "tokens_per_second", "imbalance"),
-    *("worst_imbalance", "copies", "slots", "seconds", "stages", "out_of_memory"),
-)
 Report = Callable[[int, int], None]  # called with layers done, all layers
+
+
+def no_report(done: int, total: int) -> None:
+    """Ignore the progress."""
 
 
 @dataclass(frozen=True)
@@ -54,56 +51,7 @@ class Result:
     stages: dict[str, float]  # seconds of a microbatch by stage, over all layers
     memory: Memory
     out_of_memory: float  # share of the microbatches in which a device runs out of memory
-    by_microbatch: FloatArray  # [S] seconds through all layers
-    imbalance_by_layer: FloatArray  # [H]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Results of contenders, of no balancing and of forced balance, on the same loads."""
-
-    scenario: Scenario
-    results: tuple[Result, ...]
-    none: Result
-    ideal: Result
-
-    @classmethod
-    def of(
-        cls,
-        scenario: Scenario,
-        contenders: Sequence[Contender],
-        *,
-        processes: int = 1,
-        report: Report | None = None,
-    ) -> Self:
-        """Simulate the contenders, no balancing and forced balance."""
-        references = (Contender.of(NONE), Contender.of(IDEAL))
-        by_label: dict[str, Contender] = {}
-        for contender in (*contenders, *references):
-            by_label.setdefault(contender.label, contender)
-        results = simulate(scenario, list(by_label.values()), processes=processes, report=report)
-        result_of = dict(zip(by_label, results, strict=True))
-        chosen = tuple(result_of[contender.label] for contender in contenders)
-        return cls(scenario, chosen, result_of[NONE], result_of[IDEAL])
-
-    def gain(self, result: Result) -> float:
-        """Return the throughput over no balancing."""
-        return result.throughput / self.none.throughput
-
-    def share(self, result: Result) -> float:
-        """Return the throughput over forced balance."""
-        return result.throughput / self.ideal.throughput
-
-    def record(self, result: Result) -> dict[str, Any]:
-        """Return the numbers of a result for JSON."""
-        memory = asdict(result.memory) | {"total": result.memory.total}
-        return {
-            **{name: getattr(result, name) for name in RECORDED},
-            "share_of_ideal": self.share(result),
-            "gain_over_none": self.gain(result),
-            "memory_gb": {name: size / GIGA for name, size in memory.items()},
-            "imbalance_by_layer": result.imbalance_by_layer.tolist(),
-        }
+    imbalance_by_layer: list[float]
 
 
 def simulate(
@@ -111,7 +59,7 @@ def simulate(
     contenders: Sequence[Contender | str],
     *,
     processes: int = 1,
-    report: Report | None = None,
+    report: Report = no_report,
 ) -> list[Result]:
     """Simulate all contenders on the same loads and return their results in the same order."""
     chosen = [c if isinstance(c, Contender) else Contender.of(c) for c in contenders]
@@ -123,8 +71,7 @@ def simulate(
     times: list[list[LayerTimes]] = []
     for layer_times in _time_layers(scenario, chosen, layers, processes):
         times.append(layer_times)
-        if report:
-            report(len(times), len(layers))
+        report(len(times), len(layers))
     return [
         _result(scenario, contender, own)
         for contender, own in zip(chosen, zip(*times, strict=True), strict=True)
@@ -172,7 +119,6 @@ def time_layer(scenario: Scenario, contenders: Sequence[Contender], layer: int) 
             context=job.context,
             recompute=job.recompute,
             training=job.trains,
-            plane=scenario.plane,
         )
         times.append(clock.times(replicas))
     return times
@@ -183,13 +129,10 @@ def _slots(scenario: Scenario, contender: Contender) -> int:
 
 
 def _config(scenario: Scenario, contender: Contender) -> BalanceConfig:
-    tolerance = contender.tolerance
     if contender.policy == "ultraep":
-        config = scenario.config
-        return config if tolerance is None else replace(config, tolerance=tolerance)
+        return scenario.config
     # The scenario's tolerance is for ultraep: other policies interpret it differently.
-    policy = NONE if contender.policy == IDEAL else contender.policy
-    return BalanceConfig(policy=policy, tolerance=tolerance or 0.0)
+    return BalanceConfig(policy=NONE if contender.policy == IDEAL else contender.policy)
 
 
 def _result(scenario: Scenario, contender: Contender, layers: Sequence[LayerTimes]) -> Result:
@@ -199,7 +142,7 @@ def _result(scenario: Scenario, contender: Contender, layers: Sequence[LayerTime
     held_slots = slots * held.get(runtime.relay, 1)
     busiest_S = np.max([times.rank_rows for times in layers], axis=0)
     totals = [scenario.memory(held_slots, float(rows)).total for rows in busiest_S]
-    by_microbatch = np.sum([t.forward_seconds + t.backward_seconds for t in layers], axis=0)
+    seconds_S = np.sum([t.forward_seconds + t.backward_seconds for t in layers], axis=0)
     throughput, tokens = job.throughput(scenario.costs, scenario.ranks, layers)
     imbalance_HS = np.array([times.imbalance for times in layers])
     by_layer = [times.forward | times.backward for times in layers]
@@ -214,7 +157,7 @@ def _result(scenario: Scenario, contender: Contender, layers: Sequence[LayerTime
         imbalance=float(imbalance_HS.mean()),
         worst_imbalance=float(imbalance_HS.max()),
         copies=float(np.mean([times.replicas for times in layers])),
-        seconds=float(by_microbatch.mean()),
+        seconds=float(seconds_S.mean()),
         stages={
             name: float(sum(seconds[name].mean() for seconds in by_layer))
             for name in SIMULATED
@@ -222,6 +165,5 @@ def _result(scenario: Scenario, contender: Contender, layers: Sequence[LayerTime
         },
         memory=scenario.memory(held_slots, float(busiest_S.max())),
         out_of_memory=float(np.mean(np.array(totals) > scenario.cluster.memory)),
-        by_microbatch=by_microbatch,
-        imbalance_by_layer=np.array([times.imbalance.mean() for times in layers]),
+        imbalance_by_layer=[float(times.imbalance.mean()) for times in layers],
     )

@@ -17,7 +17,7 @@ class Runtime:
 
     name: str
     source: str
-    relay: str  # nothing, placed, direct, chain, auto, tree
+    relay: str  # nothing, placed, auto, tree
     reduce_under: str  # experts, attention
     reduce_gb_s: float = 0.0
     plan_us: float | None = None
@@ -29,7 +29,7 @@ class Runtime:
     @property
     def streams(self) -> bool:
         """Whether weights of replicas are sent in every pass."""
-        return self.relay in ("direct", "chain", "auto", "tree")
+        return self.relay in ("auto", "tree")
 
 
 def runtime_of(policy: str) -> Runtime:
@@ -51,9 +51,7 @@ class Contender:
     """A policy in a simulation. `None` means the default of the scenario or the policy."""
 
     policy: str
-    label: str
     slots: int | None = None
-    tolerance: float | None = None
     runtime: Runtime | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +67,11 @@ class Contender:
         policy, equals, priced_as = name.partition("=")
         if equals and not priced_as:
             raise ConfigError(f"NAME=OTHER needs two policies, got {name!r}")
-        return Contender(policy, name, runtime=runtime_of(priced_as) if priced_as else None)
+        return Contender(policy, runtime=runtime_of(priced_as) if priced_as else None)
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.runtime is None else f"{self.policy}={self.runtime.name}"
 
     def checked_runtime(self) -> Runtime:
         """Return the runtime that executes the plans; raise `ConfigError` if it cannot."""

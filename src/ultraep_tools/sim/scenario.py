@@ -12,7 +12,6 @@ from ultraep.topology import Topology
 from ultraep_tools.sim.cluster import Cluster
 from ultraep_tools.sim.costs import Costs, MeasuredRates, measured_rates, rates_by
 from ultraep_tools.sim.model import Model
-from ultraep_tools.sim.planes import AUTO, Plane, plane_for
 from ultraep_tools.sim.presets import check_range
 from ultraep_tools.sim.serving import Serving
 from ultraep_tools.sim.training import Training, stage_of_layer
@@ -52,7 +51,6 @@ class Scenario:
     tolerance: float = 0.01
     interval: int = 100  # microbatches for which policies that use past loads keep a placement
     domain: int | None = None  # None: from the cluster
-    data_plane: str = AUTO  # "auto": mapped in one fast-link domain, otherwise hybrid
     rates: MeasuredRates = field(default_factory=measured_rates)
     objective: str = "balance"  # of ultraep's plans: "time" or "balance"
 
@@ -84,7 +82,7 @@ class Scenario:
                 f"{cluster.name}: use more ranks{', a pipeline or groups' if trains else ''}"
             )
         stage_of_layer(model, self.job.pipeline)
-        _ = self.config, self.plane  # both validate their settings
+        _ = self.config  # validates its settings
 
     @property
     def devices(self) -> int:
@@ -99,7 +97,6 @@ class Scenario:
             "job": self.job.name,
             "devices": self.devices,
             "domain": self.topology.domain_size,
-            "data_plane": self.plane.name,
             "objective": self.objective,
         }
 
@@ -109,10 +106,6 @@ class Scenario:
         return Topology(
             ranks=self.ranks, experts=self.model.experts, slots=self.slots, domain=domain
         )
-
-    @property
-    def plane(self) -> Plane:
-        return plane_for(self.data_plane, self.topology)
 
     @property
     def config(self) -> BalanceConfig:

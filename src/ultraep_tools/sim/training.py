@@ -79,12 +79,6 @@ class Training:
         rows = self.tokens * model.top_k * model.row_bytes
         return STORED_WIDTHS * vector * layers + (layers - 1) * rows
 
-    def plain_seconds(self, costs: Costs, ranks: int) -> float:
-        """Return the seconds per microbatch outside the layers with experts."""
-        forward_P, backward_P = self.dense_seconds(costs)
-        optimizer = self.optimizer_seconds(costs, ranks) * self.pipeline
-        return float(forward_P.sum() + backward_P.sum()) + optimizer / self.microbatches
-
     def throughput(
         self, costs: Costs, ranks: int, layers: Sequence[LayerTimes]
     ) -> tuple[float, float]:

@@ -159,9 +159,9 @@ def _bisect(value: Callable[[float], float], target: float, high: float) -> floa
     return (low + high) / 2
 
 
-def calibrated_noise(*, training: bool) -> float:
-    """Return the noise that reproduces the published imbalance under EPLB."""
-    return float(presets("calibrated")["noise"]["training" if training else "serving"])
+def noise_of(*, training: bool) -> float:
+    """Return the calibrated noise of training loads, or the recorded noise of prompts."""
+    return float(presets("calibrated")["noise"]["training"]) if training else RECORDED_NOISE
 
 
 def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> float:

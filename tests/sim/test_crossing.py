@@ -1,4 +1,4 @@
-"""Data planes of the simulator: rows that cross, by formula and counted, and advice."""
+"""Rows that cross between domains, by formula and counted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from ultraep import Topology
-from ultraep.errors import ConfigError
 from ultraep.runtime.hybrid.crossing import Domains
 from ultraep_tools.sim.cluster import load_cluster
-from ultraep_tools.sim.planes import served_shares
+from ultraep_tools.sim.crossing import served_shares
 from ultraep_tools.sim.run import simulate
 from ultraep_tools.sim.runtime import Contender
 from ultraep_tools.sim.scenario import Scenario
@@ -22,7 +21,7 @@ from ultraep_tools.sim.workload import Skew
 
 from .small import gpt_oss
 
-OURS = Contender("ultraep", "ultraep", slots=1)
+OURS = Contender("ultraep", slots=1)
 
 
 def counted(ids: Any, topology: Topology) -> Any:
@@ -57,19 +56,6 @@ def test_even_routing_crosses_as_the_closed_formula_says(
     assert predicted == pytest.approx(exact, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("domain", "name", "message"),
-    [
-        (8, "mapped", "16 ranks are 2 fast-link domains of 8; use 'auto'"),
-        (16, "hybrid", "all 16 ranks are in one fast-link domain; use 'auto'"),
-        (16, "nccl", "data_plane must be auto, mapped, hybrid, messages, got 'nccl'"),
-    ],
-)
-def test_impossible_planes_are_refused(domain: int, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        scenario(domain=domain, data_plane=name)
-
-
 def scenario(**changes: Any) -> Scenario:
     settings: Any = {"cluster": load_cluster("h200-nvl8"), "model": gpt_oss(layers=2), "ranks": 16}
     settings["workload"] = Skew(experts=32, top_k=4, spread=0.8, noise=0.3)
@@ -77,10 +63,6 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario(**settings | changes)
 
 
-def test_hybrid_is_faster_than_messages_and_a_group_of_one_domain_is_fastest() -> None:
-    seconds = {
-        name: simulate(scenario(data_plane=name), [OURS])[0].seconds
-        for name in ("hybrid", "messages")
-    }
-    (inside,) = simulate(scenario(ranks=8), [OURS])
-    assert inside.seconds < seconds["hybrid"] < seconds["messages"]
+def test_a_group_of_one_domain_is_faster_than_a_group_of_two() -> None:
+    (across,), (inside,) = (simulate(scenario(ranks=ranks), [OURS]) for ranks in (16, 8))
+    assert inside.seconds < across.seconds
