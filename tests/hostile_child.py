@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 from ultraep import UltraEPError, read_trace
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import SUMMARIES
+from ultraep.workload.files import read_routing
 from ultraep_tools.cli.commands import app
 from ultraep_tools.demo.result import DemoResult
 from ultraep_tools.inspect.checkpoint import weight_files
@@ -103,7 +104,7 @@ def commands(folder, out):
     plans = ("loads.npy", "columns.npy", "loads.npz", "packed.npz", "loads.csv", "loads.json")
     return {
         **{name: [("plan", folder / name)] for name in plans},
-        "routing.npz": [("plan", folder / "routing.npz", "--ranks", 2, "--window", 8)],
+        "routing.npz": read_routing,
         "trace.npz": of_trace("trace.npz"),
         **{f"run/{name}": of_trace("run") for name in ("header.json", *PIECES)},
         f"old/{PIECES[0]}": of_trace("old"),

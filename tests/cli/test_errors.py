@@ -39,8 +39,8 @@ WRONG = {
     "plan negative.npy": "microbatch 0: loads must not be negative, got -1 for source rank 0, "
     "expert 1",
     "plan uneven.npy": "6 experts do not divide",
+    "plan run": "plan a trace with `ultraep trace replay`",
     # plan: options
-    "plan loads.npy --ranks 4": "--ranks is 4, but the file has loads of 8",
     "plan loads.npy --policy none,magic": "unknown policy 'magic'; choose from none, ultraep",
     "plan loads.npy --policy ,": "--policy needs at least one name",
     "plan loads.npy --backend abacus": "unknown backend 'abacus'; choose from triton, cpu",
@@ -55,10 +55,6 @@ WRONG = {
             *(f"{ADVISE} --tokens", f"{ADVISE} --seed"),
         )
     },
-    "plan loads.npy --window 8": "--window is for recorded routing",
-    # plan: recorded routing
-    "plan routing.npz": "recorded routing needs the number of ranks",
-    "plan routing.npz --ranks 3 --window 30": "8 experts do not divide evenly over 3 ranks",
     # advise
     f"{TRAIN} --model qwen3-235b": "per device do not fit into the 141 GB",
     f"{TRAIN} --policy llep=ultraep": "as ultraep: the policy replicates beyond spare slots",
@@ -108,8 +104,6 @@ def files(tmp_path_factory):
         np.save(folder / f"{name}.npy", np.asarray(values))
     (folder / "raises.py").write_text("1 / 0\n")
     (folder / "silent.py").write_text("one = 1\n")
-    ids = np.random.default_rng(0).integers(0, 8, (90, 3, 2))
-    np.savez(folder / "routing.npz", one_ids=ids)
     for name in ("run", "again", "demo/none/trace", "demo/ultraep/trace"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         record(folder / name, [plan_for(0)])
@@ -175,10 +169,10 @@ def test_an_invalid_rank_of_torchrun(monkeypatch, rank, size, message):
 
 
 def failing_plan(files, monkeypatch, error):
-    def read_layers(_):
+    def read_loads(_):
         raise error
 
-    monkeypatch.setattr(plan_command, "read_layers", read_layers)
+    monkeypatch.setattr(plan_command, "read_loads", read_loads)
     return invoke("plan", files / "loads.npy")
 
 

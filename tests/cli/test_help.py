@@ -10,8 +10,8 @@ from ultraep_tools.sim.planning import OWN
 from .commands import flat, invoke, output, records, shell
 
 OPTIONS = {
-    "plan": "--backend --domain --experts --history --json --policy --ranks --rates --slots "
-    "--speeds --tolerance --window file",
+    "plan": "--backend --domain --history --json --policy --rates --slots --speeds --tolerance "
+    "file",
     "inspect": "--device --dtype --ep --layers --out --random --sequence-length --slots --text "
     "--tokens --window model",
     "advise": "--cluster --domain --ep --groups --imbalance --json --microbatches --model "

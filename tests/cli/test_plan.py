@@ -4,13 +4,12 @@ import re
 
 import numpy as np
 import pytest
-from traces import plan_for, record
 
 import ultraep
-from ultraep import read_trace, workload
-from ultraep_tools.cli.plan import PLAN_NUMBERS, PlanOptions, read_layers
+from ultraep import workload
+from ultraep_tools.cli.plan import PLAN_NUMBERS
 
-from .commands import flat, invoke, output, records
+from .commands import flat, output, records
 
 RANKS, EXPERTS, STEPS = 8, 32, 3
 SEQUENCE = workload.topic_shift(RANKS, EXPERTS, steps=STEPS, top_k=4, tokens=200, seed=1)
@@ -43,7 +42,6 @@ def test_json_equals_the_plans_of_the_library(sequence):
         numbers = {name: getattr(plan, name) for name in PLAN_NUMBERS}
         assert line == numbers | {
             "microbatch": line["microbatch"],
-            "layer": 0,
             "policy": "ultraep",
             "total_tokens": int(loads.sum()),
             "time_ps": None,
@@ -89,45 +87,11 @@ def test_policies_are_compared_with_footnotes(sequence):
     assert f"* eplb: 3 of {STEPS} plans exceed the spare slots" in words
 
 
-LAYERS, ROUTED_EXPERTS = 3, 8
-
-
-@pytest.fixture
-def routing(tmp_path):
-    rng = np.random.default_rng(0)
-    texts = [rng.integers(0, ROUTED_EXPERTS, (tokens, LAYERS, 2)) for tokens in (50, 90)]
-    path = tmp_path / "routing.npz"
-    np.savez(path, one_ids=texts[0], one_seq_lens=np.array([50]), two_ids=texts[1])
-    return path
-
-
-@pytest.fixture
-def loads(routing):
-    """The loads of the recorded routing, layer by layer."""
-    sizes = {"ranks": 4, "experts": ROUTED_EXPERTS, "tokens": 20}
-    windows = [workload.loads_of_windows(ids, **sizes) for ids in workload.read_routing(routing)]
-    return np.concatenate(windows).swapaxes(0, 1)
-
-
-def test_recorded_routing_is_planned_layer_by_layer(routing, loads):
-    options = (routing, "--ranks", 4, "--window", 20)
-    np.testing.assert_array_equal(read_layers(PlanOptions(file=routing, ranks=4, window=20)), loads)
-    text = flat("plan", *options, "--policy", "eplb,ultraep")
-    assert "3 layers, 18 microbatches of 40 rows, 4 ranks, 8 experts" in text
-    lines = iter(records("plan", *options, "--policy", "eplb", "--history", 2))
-    topology, config = ultraep.Topology(ranks=4, experts=8), ultraep.BalanceConfig(policy="eplb")
-    for layer, number in np.ndindex(LAYERS, 6):
-        past = loads[layer, max(number - 2, 0) : max(number, 1)]
-        plan = ultraep.plan(loads[layer, number], topology, config, history=past)
-        line = next(lines)
-        assert (line["layer"], line["digest"]) == (layer, plan.digest())
-
-
-def test_a_trace_is_planned_by_layer(tmp_path):
-    plans = [plan_for(seed) for seed in range(6)]
-    folder = record(tmp_path / "run", plans, layers=2)
-    read_trace(folder).save(tmp_path / "run.npz")
-    for path in (folder, tmp_path / "run.npz"):
-        expected = [[plans[index].loads for index in layer] for layer in ((0, 2, 4), (1, 3, 5))]
-        np.testing.assert_array_equal(read_layers(PlanOptions(file=path)), expected)
-        assert invoke("plan", path).exit_code == 0
+def test_policies_plan_from_the_requested_history(sequence):
+    lines = records("plan", sequence, "--policy", "eplb", "--history", 2)
+    topology = ultraep.Topology(ranks=RANKS, experts=EXPERTS)
+    config = ultraep.BalanceConfig(policy="eplb")
+    for number, line in enumerate(lines):
+        past = np.asarray(SEQUENCE[max(number - 2, 0) : max(number, 1)])
+        plan = ultraep.plan(SEQUENCE[number], topology, config, history=past)
+        assert line["digest"] == plan.digest()

@@ -1,6 +1,6 @@
 """`ultraep plan FILE`: plan the loads in a file, and show imbalance, replicas and planning time.
 
-Shapes: H layers, M microbatches per layer, R ranks, E experts.
+Shapes: M microbatches, R ranks, E experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ultraep.plan import PER_MS, Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.topology import Topology
-from ultraep.workload.files import holds_routing
+from ultraep.trace.read import holds_trace
+from ultraep.workload.files import read_loads
 from ultraep_tools.baselines import warn_if_speeds_ignored
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import argument, option
@@ -36,12 +37,10 @@ from ultraep_tools.cli.terminal import (
     progress,
 )
 from ultraep_tools.report.words import counted
-from ultraep_tools.sim.workload import WINDOW, read_microbatches
 
 EXAMPLE = (
     "Example: ultraep plan loads.npy --slots 2 --policy quota,ultraep\n\n"
-    "Example: ultraep plan run.npz --domain 8 --policy eplb,ultraep --history 4 --json\n\n"
-    "Example: ultraep plan routing.npz --ranks 8 --experts 32"
+    "Example: ultraep plan loads.npz --domain 8 --policy eplb,ultraep --history 4 --json"
 )
 SAMPLES = 5  # timed calls per policy
 PLAN_NUMBERS = (  # in JSON
@@ -55,9 +54,8 @@ HEADERS = (
 
 
 class Outcome(NamedTuple):
-    """The plan of one microbatch. The number of the microbatch counts through all layers."""
+    """The plan of one microbatch."""
 
-    layer: int
     microbatch: int
     plan: Plan
     plan_us: float
@@ -66,17 +64,9 @@ class Outcome(NamedTuple):
 class PlanOptions(cli.Options):
     file: Path = argument(
         "Loads (.npy, .npz, .csv, .json): integers \\[source rank, expert], or a list of such "
-        "matrices, one per microbatch. Or a trace. Or recorded routing: an .npz with expert ids "
-        "\\[token, layer, choice] in arrays *_ids.",
+        "matrices, one per microbatch of a layer.",
         "FILE",
     )
-    ranks: int | None = option(
-        "Ranks that share the tokens of recorded routing.", "source ranks in the file"
-    )
-    experts: int | None = option(
-        "Experts per layer of recorded routing.", "next power of two above its ids"
-    )
-    window: int | None = option("Tokens per microbatch of recorded routing.", f"{WINDOW}")
     slots: int = cli.slots_option()
     domain: int | None = option(
         "Ranks joined by the fast link; replicas stay in their domain.", "all ranks"
@@ -99,8 +89,8 @@ class PlanOptions(cli.Options):
         "cpu (compiled) or reference (slow); their plans are equal.", "the fastest"
     )
     history: int = option(
-        "Past microbatches of a layer that eplb, lplb and flashlb plan from; a layer's first "
-        "microbatch uses its own loads.",
+        "Past microbatches that eplb, lplb and flashlb plan from; the first one uses its own "
+        "loads.",
         default=1,
     )
     as_json: bool = cli.json_option()
@@ -124,73 +114,43 @@ def command(options: PlanOptions) -> None:
     Imbalance is the load of the busiest rank over the mean. With --speeds, loads are rows over
     speed. No plan can go below the bound.
 
-    Only the planner runs, no model. The planning time is the median of several calls.
+    Only the planner runs, no model. The planning time is the median of several calls. Plan a trace
+    with `ultraep trace replay`.
     """
     configs = options.configs()
-    loads_HMRE = read_layers(options)
-    topology = _topology(options, loads_HMRE)
+    if holds_trace(options.file):
+        raise ConfigError(f"{options.file}: not loads; plan a trace with `ultraep trace replay`")
+    if options.history < 1:
+        raise ConfigError(f"--history must be at least 1, got {options.history}")
+    loads_MRE = read_loads(options.file)
+    topology = _topology(options, loads_MRE)
     for config in configs:
         config.speeds_for(topology.ranks)  # raises if their number is wrong
         warn_if_speeds_ignored(config)
-    if options.history < 1:
-        raise ConfigError(f"--history must be at least 1, got {options.history}")
-    outcomes = _plan_all(options, configs, loads_HMRE, topology)
+    outcomes = _plan_all(options, configs, loads_MRE, topology)
     if options.as_json:
         print_records(map(_record, outcomes))
-    else:
-        terminal = Terminal()
-        terminal.print(_heading(options, loads_HMRE, topology))
-        groups: dict[str, list[Outcome]] = {}
-        for outcome in outcomes:
-            groups.setdefault(outcome.plan.config.policy, []).append(outcome)
-        terminal.print(make_grid(HEADERS, map(_cells, groups.values()), padding=0))
-        if outcomes[-1].microbatch:
-            count = outcomes[-1].microbatch + 1
-            terminal.print_faint(f"mean of {count} microbatches, worst in parentheses")
-        for group in groups.values():
-            for note in _notes([outcome.plan for outcome in group]):
-                terminal.print_faint(note)
+        return
+    terminal = Terminal()
+    terminal.print(_heading(options, loads_MRE, topology))
+    groups = [outcomes[number :: len(configs)] for number in range(len(configs))]
+    terminal.print(make_grid(HEADERS, map(_cells, groups), padding=0))
+    if len(loads_MRE) > 1:
+        terminal.print_faint(f"mean of {len(loads_MRE)} microbatches, worst in parentheses")
+    for group in groups:
+        for note in _notes([outcome.plan for outcome in group]):
+            terminal.print_faint(note)
 
 
-def read_layers(options: PlanOptions) -> IntArray:
-    """[H, M, R, E] loads of a file of loads, a trace or recorded routing."""
-    file, ranks = options.file, options.ranks
-    if holds_routing(file):
-        if ranks is None:
-            raise ConfigError(
-                f"{file}: recorded routing needs the number of ranks that share the tokens; pass "
-                "for example --ranks 8"
-            )
-        if ranks < 1:
-            raise ConfigError(f"--ranks must be at least 1, got {ranks}")
-    else:
-        for name in ("experts", "window"):
-            if getattr(options, name) is not None:
-                raise ConfigError(f"--{name} is for recorded routing, but {file} holds none")
-    loads_MHRE = read_microbatches(
-        file,
-        ranks=ranks or 1,
-        experts=options.experts,
-        window=WINDOW if options.window is None else options.window,
-        any_homes=False,
-    )
-    return loads_MHRE.swapaxes(0, 1)
-
-
-def _topology(options: PlanOptions, loads_HMRE: IntArray) -> Topology:
+def _topology(options: PlanOptions, loads_MRE: IntArray) -> Topology:
     """Return the topology; raise if it does not fit the loads."""
-    *_, ranks, experts = loads_HMRE.shape
-    if options.ranks not in (None, ranks):
-        raise ConfigError(
-            f"--ranks is {options.ranks}, but the file has loads of {ranks} source ranks"
-        )
+    _, ranks, experts = loads_MRE.shape
     if experts % ranks:
         raise ConfigError(
-            f"{experts} experts do not divide evenly over {ranks} ranks; choose a number of "
-            f"ranks that divides {experts}"
+            f"{options.file}: {experts} experts do not divide evenly over {ranks} source ranks"
         )
     topology = Topology(ranks=ranks, experts=experts, slots=options.slots, domain=options.domain)
-    for microbatch, loads_RE in enumerate(loads_HMRE.reshape(-1, ranks, experts)):
+    for microbatch, loads_RE in enumerate(loads_MRE):
         try:
             as_loads(loads_RE, topology)
         except LoadError as error:
@@ -199,43 +159,39 @@ def _topology(options: PlanOptions, loads_HMRE: IntArray) -> Topology:
 
 
 def _plan_all(
-    options: PlanOptions, configs: list[BalanceConfig], loads_HMRE: IntArray, topology: Topology
+    options: PlanOptions, configs: list[BalanceConfig], loads_MRE: IntArray, topology: Topology
 ) -> list[Outcome]:
     """Plan every microbatch under every config, in that order, and time the calls."""
-    layers, microbatches = loads_HMRE.shape[:2]
 
-    def plan(layer: int, number: int, config: BalanceConfig) -> Plan:
+    def plan(number: int, config: BalanceConfig) -> Plan:
         past = None
-        if get_policy(config.policy).needs_history:  # a first microbatch uses its own loads
-            past = loads_HMRE[layer, max(number - options.history, 0) : max(number, 1)]
-        loads_RE = loads_HMRE[layer, number]
+        if get_policy(config.policy).needs_history:  # the first microbatch uses its own loads
+            past = loads_MRE[max(number - options.history, 0) : max(number, 1)]
+        loads_RE = loads_MRE[number]
         return make_plan(loads_RE, topology, config, backend=options.backend, history=past)
 
     for config in configs:
-        _ = plan(0, 0, config).lower_bound  # compile before timing
+        _ = plan(0, config).lower_bound  # compile before timing
     outcomes: list[Outcome] = []
-    count = layers * microbatches
     with progress("planning", lines=False) as report:
-        for index, config in product(range(count), configs):
-            layer, number = divmod(index, microbatches)
+        for number, config in product(range(len(loads_MRE)), configs):
             times = []
-            for _ in range(max(SAMPLES // count, 1)):
+            for _ in range(max(SAMPLES // len(loads_MRE), 1)):
                 began = perf_counter()
-                result = plan(layer, number, config)
+                result = plan(number, config)
                 times.append(1e6 * (perf_counter() - began))
-            outcomes.append(Outcome(layer, index, result, median(times)))
-            report(index + 1, count)
+            outcomes.append(Outcome(number, result, median(times)))
+            report(number + 1, len(loads_MRE))
     return outcomes
 
 
 # -- output --------------------------------------------------------------------------------------
 
 
-def _heading(options: PlanOptions, loads_HMRE: IntArray, topology: Topology) -> Text:
-    layers, microbatches = loads_HMRE.shape[0], loads_HMRE.shape[0] * loads_HMRE.shape[1]
-    rows = counted(round(loads_HMRE.sum() / microbatches), "row")
-    parts = [counted(layers, "layer")] if layers > 1 else []
-    parts.append(rows if microbatches == 1 else f"{counted(microbatches, 'microbatch')} of {rows}")
+def _heading(options: PlanOptions, loads_MRE: IntArray, topology: Topology) -> Text:
+    count = len(loads_MRE)
+    rows = counted(round(loads_MRE.sum() / count), "row")
+    parts = [rows if count == 1 else f"{counted(count, 'microbatch')} of {rows}"]
     parts += describe_topology(topology)
     if select(options.backend).__name__ == "ultraep.backends.reference":
         parts.append("reference backend")
@@ -292,12 +248,10 @@ def _times(plans: list[Plan]) -> str:
 
 def _record(outcome: Outcome) -> dict[str, Any]:
     plan = outcome.plan
-    numbers = {name: getattr(plan, name) for name in PLAN_NUMBERS}
     return {
         "microbatch": outcome.microbatch,
-        "layer": outcome.layer,
         "policy": plan.config.policy,
-        **numbers,
+        **{name: getattr(plan, name) for name in PLAN_NUMBERS},
         "total_tokens": plan.total,
         "time_ps": plan.time,
         "time_without_copies_ps": plan.time_without_replicas,
