@@ -88,8 +88,8 @@ def place_with(slots: int) -> str:
         own_topology = Topology(ranks=topology.ranks, experts=topology.experts, slots=slots)
         assert problem.history is not None
         places = place_by_past(problem.history, own_topology)
-        shares = split_equally(problem.expert_loads[None], places)
-        return away_from_home(*shares, topology)[:, 1:]
+        shares = split_equally(problem.expert_loads, places)
+        return away_from_home(*shares, topology)
 
     name = f"eplb placed, {slots} slots"
     if name not in ultraep.policy_names():

@@ -45,7 +45,6 @@ class Effort:
 
     layers: int | None  # of every model; None: all
     steps: int
-    processes: int
     points: int  # of a study, at most
     settings: int | None = None  # published ones; None: all
 
@@ -57,11 +56,11 @@ class Effort:
         return replace(scenario, model=model)
 
     def run(self, scenario: Scenario, contenders: Sequence[Contender]) -> list[Result]:
-        return simulate(self.cut(scenario), contenders, processes=self.processes)
+        return simulate(self.cut(scenario), contenders)
 
 
-FULL = Effort(layers=None, steps=2, processes=2, points=99)
-TOY = Effort(layers=4, steps=1, processes=1, points=1, settings=2)
+FULL = Effort(layers=None, steps=2, points=99)
+TOY = Effort(layers=4, steps=1, points=1, settings=2)
 
 
 class Page:

@@ -40,7 +40,7 @@ GIGABYTE = 1 << 30  # of memory, for all files together
 DATA = Path(load_cluster.__code__.co_filename).parent / "data"
 PIECES = ("rank-00000/000000.npz", "rank-00001/000000.npz")
 ADVISE = ("advise", "--ep", 8, "--steps", 1, "--microbatches", 1)
-ADVISE += ("--processes", 1, "--cluster", "h200-nvl8", "--model", "gpt-oss-20b")
+ADVISE += ("--cluster", "h200-nvl8", "--model", "gpt-oss-20b")
 INSPECT = ("--tokens", 16, "--window", 16, "--layers", 0, "--ep", 2)
 
 

@@ -28,7 +28,7 @@ from ultraep_tools.sim import workload
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(ultraep|make|python|torchrun|pip|tensorboard)(?= |$)")
 # Options that make commands faster: fewer microbatches, with the same layers and ranks.
 SHORTER = {
-    "advise": ["--steps", "1", "--microbatches", "1", "--processes", "1"],
+    "advise": ["--steps", "1", "--microbatches", "1"],
     "inspect": ["--tokens", "64", "--window", "32", "--sequence-length", "16"],
 }
 # Only the options of these commands are checked, for this reason.

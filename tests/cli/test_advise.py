@@ -27,7 +27,7 @@ network_gb_s = 50
 network_us = 8
 """
 ADVISED = ["--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8"]
-SHORT = ["--steps", "1", "--microbatches", "2", "--processes", "1"]
+SHORT = ["--steps", "1", "--microbatches", "2"]
 PREFILL = ("--prefill",)
 TWO_DOMAINS = ("--ep", "16")
 OTHERS = ("--policy", "eplb,none,echo=ultraep")
@@ -43,7 +43,7 @@ def few_layers():
 
 @cache
 def printed(*options, width=100):
-    short = SHORT[4:] if "--prefill" in options else SHORT
+    short = [] if "--prefill" in options else SHORT
     return commands.output("advise", *ADVISED, *short, *options, width=width)
 
 

@@ -16,7 +16,7 @@ from ultraep_tools.cli import plan as plan_command
 from .commands import assert_one_line, invoke, start
 
 HUGE = str(10**20)
-ADVISE = "advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --processes 1"
+ADVISE = "advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8"
 TRAIN = f"{ADVISE} --steps 1 --microbatches 3"
 PREFILL = f"{ADVISE} --prefill"
 RANDOM = "inspect --random mixtral"

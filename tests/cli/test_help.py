@@ -15,7 +15,7 @@ OPTIONS = {
     "inspect": "--device --dtype --ep --layers --out --random --sequence-length --slots --text "
     "--tokens --window model",
     "advise": "--cluster --domain --ep --groups --imbalance --json --microbatches --model "
-    "--no-recompute --pipeline --policy --prefill --presets --processes --seed --sequence-length "
+    "--no-recompute --pipeline --policy --prefill --presets --seed --sequence-length "
     "--steps --tokens --trace",
     "demo": "--no-report --out --policy --quick --ranks --seed --steps",
     "check": "--dispatcher --dtype --experts --failed-hosts --ffn --force --from --hidden --json "

@@ -121,7 +121,7 @@ def test_graphs_homes_replicas_and_peaks_equal_the_original(planner: str, case: 
     host_X = places.host[places.edge]
     assert sorted(np.column_stack([places.expert, host_X]).tolist()) == result["copies"]
     loads_E = np.array(case["loads"])
-    moved_X = lplb.split(loads_E[None], places, topology)[0]
+    moved_X = lplb.split(loads_E, places, topology)
     rank_R = np.zeros(topology.ranks, dtype=np.int64)
     np.add.at(rank_R, places.home_of_expert, loads_E)
     np.subtract.at(rank_R, places.home_of_expert[places.expert], moved_X)

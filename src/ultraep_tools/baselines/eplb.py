@@ -9,7 +9,7 @@ A rank has one place per home expert and per spare slot. Homes move freely, acro
 Unlike the original, shares are whole rows, homes may be uneven, and without past load the experts
 stay at home.
 
-Shapes: S microbatches, R ranks, E experts, C replicas.
+Shapes: R ranks, E experts, C replicas.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from __future__ import annotations
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.policies import Problem
+from ultraep.policies import Problem, register_policy
 from ultraep.topology import Topology
-from ultraep_tools.baselines.places import pack, plans_from_past, replicated_items, served_equally
+from ultraep_tools.baselines.places import pack, remember_last, replicated_items, served_equally
 
 
-@plans_from_past("eplb")
-def eplb(problem: Problem, loads_SE: IntArray) -> IntArray:
+@register_policy("eplb", within_limits=False, needs_history=True, offline=True)
+def eplb(problem: Problem) -> IntArray:
     """DeepSeek EPLB: placed by past loads, split equally over the instances."""
-    return served_equally(problem, loads_SE, place_by_past)
+    return served_equally(problem, place_by_past)
 
 
+@remember_last
 def place_by_past(history_E: IntArray, topology: Topology) -> IntArray:
     """[E, R] instances of every expert on every rank."""
     instances_ER = np.zeros((topology.experts, topology.ranks), dtype=np.int64)

@@ -12,7 +12,7 @@ It does not relabel ranks to save moves. Where an instance finds no rank, the or
 here that number of replicas is skipped, or the instance is left out if no other number exists.
 Whole rows, uneven homes and no past load are as in `eplb`.
 
-Shapes: S microbatches, R ranks, E experts, C replicas.
+Shapes: R ranks, E experts, C replicas.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.policies import Problem
+from ultraep.policies import Problem, register_policy
 from ultraep.topology import Topology
 from ultraep_tools.baselines.places import (
     FloatArray,
-    plans_from_past,
+    remember_last,
     replicated_items,
     served_equally,
 )
@@ -35,10 +35,16 @@ from ultraep_tools.baselines.places import (
 TINY = np.float32(0.01)  # makes the score of no load one
 
 
-@plans_from_past("flashlb")
-def flashlb(problem: Problem, loads_SE: IntArray) -> IntArray:
+@register_policy("flashlb", within_limits=False, needs_history=True, offline=True)
+def flashlb(problem: Problem) -> IntArray:
     """FlashLB: a search over replicas per expert, placed by past loads, split equally."""
-    return served_equally(problem, loads_SE, search)
+    return served_equally(problem, place_by_past)
+
+
+@remember_last
+def place_by_past(history_E: IntArray, topology: Topology) -> IntArray:
+    """[E, R] instances of every expert on every rank, with the settings of the original."""
+    return search(history_E, topology)
 
 
 def search(history_E: IntArray, topology: Topology, *, depth: int = 4, width: int = 8) -> IntArray:

@@ -14,8 +14,7 @@ The original solves the program with five interior-point steps in single precisi
 the graph give the optimum in whole rows. Optimal splits are not unique, so quotas may differ while
 the busiest rank is the same. Homes may be uneven; without past load they stay.
 
-Shapes: S microbatches, R ranks, E experts, X replicas, D edges, T steps along edges, C replicas
-that serve rows.
+Shapes: R ranks, E experts, X replicas, D edges, T steps along edges, C replicas that serve rows.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.policies import Problem
-from ultraep.topology import Topology
-from ultraep_tools.baselines.places import away_from_home, pack, plans_from_past, refuse_limits
+from ultraep.policies import Problem, register_policy
+from ultraep.topology import Topology, sum_by_rank
+from ultraep_tools.baselines.places import away_from_home, pack, refuse_limits, remember_last
 
 DEVICES_PER_NODE = 8
 
@@ -46,19 +45,19 @@ class Places(NamedTuple):
     host: IntArray  # [D]
 
 
-@plans_from_past("lplb")
-def lplb(problem: Problem, loads_SE: IntArray) -> IntArray:
+@register_policy("lplb", within_limits=False, needs_history=True, offline=True)
+def lplb(problem: Problem) -> IntArray:
     """DeepSeek LPLB: homes and one replica per expert on a fixed graph, split optimally."""
     refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
-    topology, history_E = problem.topology, problem.history
-    assert history_E is not None
-    places = place_on_graph(history_E, topology, graph_of(topology.domain_size, topology.slots))
-    moved_SX = split(loads_SE, places, topology)
-    stay_SE = loads_SE.copy()
-    stay_SE[:, places.expert] -= moved_SX  # an expert has at most one replica
+    topology, loads_E = problem.topology, problem.expert_loads
+    assert problem.history is not None
+    places = place_by_past(problem.history, topology)
+    moved_X = split(loads_E, places, topology)
+    stay_E = loads_E.copy()
+    stay_E[places.expert] -= moved_X  # an expert has at most one replica
     expert_X = np.concatenate([np.arange(topology.experts), places.expert])
     rank_X = np.concatenate([places.home_of_expert, places.host[places.edge]])
-    return away_from_home(expert_X, rank_X, np.concatenate([stay_SE, moved_SX], axis=1), topology)
+    return away_from_home(expert_X, rank_X, np.concatenate([stay_E, moved_X]), topology)
 
 
 # -- placement -----------------------------------------------------------------------------------
@@ -83,6 +82,12 @@ def torus(rows: int, columns: int) -> Table:
         for row in range(rows)
         for column in range(columns)
     ]
+
+
+@remember_last
+def place_by_past(history_E: IntArray, topology: Topology) -> Places:
+    """Place homes and replicas on the graph of the topology."""
+    return place_on_graph(history_E, topology, graph_of(topology.domain_size, topology.slots))
 
 
 def place_on_graph(
@@ -132,46 +137,42 @@ def move_homes(history_E: IntArray, topology: Topology, devices_per_node: int) -
 # -- split ---------------------------------------------------------------------------------------
 
 
-def split(loads_SE: IntArray, places: Places, topology: Topology) -> IntArray:
-    """[S, X] rows of every replica that minimise the busiest rank of every group."""
-    load_SX = loads_SE[:, places.expert]
-    first_D = np.searchsorted(places.edge, np.arange(len(places.source)))
-    through_SX = np.cumsum(load_SX, axis=1)
-    before_SD = (through_SX - load_SX)[:, first_D]
-    through_SX -= before_SD[:, places.edge]  # of the replicas up to this one, on the same edge
-    limit_SD = np.add.reduceat(load_SX, first_D, axis=1) if len(first_D) else load_SX
-    rank_SR = np.zeros((len(loads_SE), topology.ranks), dtype=np.int64)
-    np.add.at(rank_SR.T, places.home_of_expert, loads_SE.T)
-    moved_SD = np.zeros_like(limit_SD)
+def split(loads_E: IntArray, places: Places, topology: Topology) -> IntArray:
+    """[X] rows of every replica that minimise the busiest rank of every group."""
+    load_X = loads_E[places.expert]
+    limit_D = sum_by_rank(load_X, places.edge, len(places.source))
+    rank_R = sum_by_rank(loads_E, places.home_of_expert, topology.ranks)
+    moved_D: IntArray = np.zeros_like(limit_D)
     size = topology.domain_size
     for begin in range(0, topology.ranks, size):
         inside = np.flatnonzero(places.source // size == begin // size)
         ends = (places.source[inside] - begin, places.host[inside] - begin)
-        moved_SD[:, inside] = level(rank_SR[:, begin : begin + size], *ends, limit_SD[:, inside])
+        moved_D[inside] = level(rank_R[begin : begin + size], *ends, limit_D[inside])
     # One ratio for all replicas on an edge. The later ones get the remainder.
-    limit_SX, moved_SX = np.maximum(limit_SD, 1)[:, places.edge], moved_SD[:, places.edge]
-    shared: IntArray = moved_SX * through_SX // limit_SX
-    shared -= moved_SX * (through_SX - load_SX) // limit_SX
+    before_D: IntArray = np.cumsum(limit_D) - limit_D
+    through_X: IntArray = np.cumsum(load_X) - before_D[places.edge]  # to this one, on its edge
+    limit_X, moved_X = np.maximum(limit_D, 1)[places.edge], moved_D[places.edge]
+    shared: IntArray = moved_X * through_X // limit_X
+    shared -= moved_X * (through_X - load_X) // limit_X
     return shared
 
 
-def level(rank_SR: IntArray, source_D: IntArray, host_D: IntArray, limit_SD: IntArray) -> IntArray:
-    """[S, D] rows to move along every edge so that the busiest rank has the fewest rows.
+def level(rank_R: IntArray, source_D: IntArray, host_D: IntArray, limit_D: IntArray) -> IntArray:
+    """[D] rows to move along every edge so that the busiest rank has the fewest rows.
 
     A threshold rises from the mean: ranks above it send along a path to a rank below it. When no
     path is left, no moves can bring the ranks that were reached below their own mean, which is
     the next threshold. So the last threshold is the optimum.
 
-    rank_SR: rows of every rank before.   limit_SD: most rows for every edge.
+    rank_R: rows of every rank before.   limit_D: most rows for every edge.
 
-    >>> level(np.array([[9, 0, 0]]), np.array([0, 1]), np.array([1, 2]), np.array([[9, 2]]))
-    array([[5, 2]])
+    >>> level(np.array([9, 0, 0]), np.array([0, 1]), np.array([1, 2]), np.array([9, 2]))
+    array([5, 2])
     """
     begin_T, end_T = np.concatenate([source_D, host_D]), np.concatenate([host_D, source_D])
-    residual_ST = np.concatenate([limit_SD, np.zeros_like(limit_SD)], axis=1)
-    for load_R, residual_T in zip(rank_SR.copy(), residual_ST, strict=True):
-        _level(load_R, residual_T, begin_T, end_T)
-    return residual_ST[:, len(source_D) :]
+    residual_T = np.concatenate([limit_D, np.zeros_like(limit_D)])
+    _level(rank_R.copy(), residual_T, begin_T, end_T)
+    return residual_T[len(source_D) :]
 
 
 UNSEEN, START, NO_PATH = -2, -1, -1

@@ -4,14 +4,15 @@ Policies that use past loads move homes freely. An instance is a home or a repli
 an instance on the original home rank is the home and all others are replicas, so an expert that
 moved has its whole load in replicas.
 
-Shapes: S microbatches, R ranks, E experts, N items, X pairs of expert and rank, C replicas.
+Shapes: R ranks, E experts, N items, X pairs of expert and rank, C replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 from heapq import heapify, heappop, heapreplace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +20,25 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.policies import Problem, register_policy
+from ultraep.policies import Problem
 from ultraep.topology import Topology
 
 FloatArray = NDArray[np.float32]
-DecideInterval = Callable[[Problem, IntArray], IntArray]  # [S, E] loads -> [C, 4], microbatch first
-INTERVALS: dict[str, DecideInterval] = {}  # by policy, for the simulator: one past, many loads
+Place = Callable[[IntArray, Topology], Any]  # past loads -> placement
 
 
-def plans_from_past(name: str) -> Callable[[DecideInterval], DecideInterval]:
-    """Register a policy that decides all microbatches of an interval from the same past loads."""
+def remember_last(place: Place) -> Place:
+    """Keep the last placement: the simulator plans many microbatches from the same past."""
 
-    def register(decide: DecideInterval) -> DecideInterval:
-        @register_policy(name, within_limits=False, needs_history=True, offline=True)
-        @wraps(decide)
-        def decide_one(problem: Problem) -> IntArray:
-            return decide(problem, problem.expert_loads[None])[:, 1:]
+    @lru_cache(maxsize=1)
+    def place_once(history: bytes, topology: Topology) -> Any:
+        return place(np.frombuffer(history, dtype=np.int64), topology)
 
-        return INTERVALS.setdefault(name, decide)
+    @wraps(place)
+    def recall(history_E: IntArray, topology: Topology) -> Any:
+        return place_once(history_E.astype(np.int64).tobytes(), topology)
 
-    return register
+    return recall
 
 
 def refuse_limits(config: BalanceConfig, *names: str) -> None:
@@ -116,40 +116,33 @@ def replicated_items(weight_N: FloatArray, replicas: int, most: int) -> IntArray
     return np.array(items, dtype=np.int64)
 
 
-def split_equally(
-    loads_SE: IntArray, instances_ER: IntArray
-) -> tuple[IntArray, IntArray, IntArray]:
-    """[X] experts and [X] ranks that hold them, and [S, X] rows: equal shares per instance.
+def split_equally(loads_E: IntArray, instances_ER: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """[X] experts, [X] ranks that hold them, and [X] rows: equal shares per instance.
 
     The remainder goes to the instances on the first ranks, one row each.
 
-    >>> split_equally(np.array([[5]]), np.array([[1, 0, 2]]))
-    (array([0, 0]), array([0, 2]), array([[2, 3]]))
+    >>> split_equally(np.array([5]), np.array([[1, 0, 2]]))
+    (array([0, 0]), array([0, 2]), array([2, 3]))
     """
     expert_X, rank_X = np.nonzero(instances_ER)
     instances_X = instances_ER[expert_X, rank_X]
     before_X = (np.cumsum(instances_ER, axis=1) - instances_ER)[expert_X, rank_X]
-    share_SE, remainder_SE = np.divmod(loads_SE, instances_ER.sum(axis=1))
-    more_SX = np.clip(remainder_SE[:, expert_X] - before_X, 0, instances_X)
-    return expert_X, rank_X, share_SE[:, expert_X] * instances_X + more_SX
+    share_E, remainder_E = np.divmod(loads_E, instances_ER.sum(axis=1))
+    more_X = np.clip(remainder_E[expert_X] - before_X, 0, instances_X)
+    return expert_X, rank_X, share_E[expert_X] * instances_X + more_X
 
 
 def away_from_home(
-    expert_X: IntArray, rank_X: IntArray, rows_SX: IntArray, topology: Topology
+    expert_X: IntArray, rank_X: IntArray, rows_X: IntArray, topology: Topology
 ) -> IntArray:
-    """[C, 4] microbatch, expert, host and quota of all rows served away from home."""
-    away_X = np.flatnonzero(rank_X != topology.home_of_expert[expert_X])
-    rows_SX = rows_SX[:, away_X]
-    microbatch_C, index_C = np.nonzero(rows_SX)
-    pair_C = away_X[index_C]
-    quota_C = rows_SX[microbatch_C, index_C]
-    return np.column_stack([microbatch_C, expert_X[pair_C], rank_X[pair_C], quota_C])
+    """[C, 3] expert, host and quota of all rows served away from home."""
+    away_X = (rank_X != topology.home_of_expert[expert_X]) & (rows_X > 0)
+    placed_C3: IntArray = np.column_stack([expert_X, rank_X, rows_X])[away_X]
+    return placed_C3
 
 
-def served_equally(
-    problem: Problem, loads_SE: IntArray, place: Callable[[IntArray, Topology], IntArray]
-) -> IntArray:
-    """[C, 4] microbatch, expert, host and quota: one placement, equal shares of every load.
+def served_equally(problem: Problem, place: Place) -> IntArray:
+    """[C, 3] expert, host and quota: a placement by past load, equal shares of the current load.
 
     place: returns `[E, R]` instances for a past load. Without past load all experts stay at home.
     """
@@ -160,4 +153,4 @@ def served_equally(
         instances_ER = place(problem.history, topology)
     else:
         instances_ER = np.eye(topology.ranks, dtype=np.int64)[topology.home_of_expert]
-    return away_from_home(*split_equally(loads_SE, instances_ER), topology)
+    return away_from_home(*split_equally(problem.expert_loads, instances_ER), topology)

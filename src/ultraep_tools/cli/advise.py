@@ -46,9 +46,8 @@ def command(options: scenarios.AdviseOptions) -> None:
     names = cli.split_names(options.policy, "--policy") if options.policy is not None else ()
     others = [Contender.of(name) for name in names if name not in ALWAYS]
     scenario = scenarios.make_scenario(options)
-    processes = scenarios.processes_for(scenario, options.processes)
     with progress("simulating layers", lines=False) as report:
-        advice = make_advice(scenario, others, processes=processes, report=report)
+        advice = make_advice(scenario, others, report=report)
     if options.as_json:
         print(json.dumps(scenario.facts | _record(advice), indent=2))
     else:

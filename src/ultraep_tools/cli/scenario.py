@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultraep.errors import ConfigError
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option, refuse_options, set_options
-from ultraep_tools.machine import usable_cores
 from ultraep_tools.report.words import counted
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.model import load_model
@@ -20,8 +18,6 @@ from ultraep_tools.sim.workload import Recorded, Skew, fit_skew, noise_of, read_
 
 CLUSTER, MODEL, RANKS, TOKENS, IMBALANCE = "gb200-nvl72", "qwen3-235b", 64, 8192, 2.0
 STEPS = 2
-MOST_PROCESSES = 8
-LITTLE_WORK = 1000  # layers times microbatches below which one process is fastest
 TRAINING = ("pipeline", "groups", "microbatches", "steps", "no_recompute")
 
 
@@ -76,10 +72,6 @@ class AdviseOptions(cli.Options):
         metavar="NAME,...",
     )
     seed: int = option("Random seed.", default=0)
-    processes: int | None = option(
-        "Processes that share the work; the result does not depend on them.",
-        f"one per core, at most {MOST_PROCESSES}",
-    )
     as_json: bool = cli.json_option()
     list_presets: bool = cli.switch("List clusters and models, and exit.", "--presets")
 
@@ -158,14 +150,3 @@ def _describe_job(job: Training | Serving) -> str:
     if job.groups > 1:
         parts.append(f"{job.groups} data-parallel groups")
     return ", ".join([*parts, "recompute" if job.recompute else "no recompute"])
-
-
-def processes_for(scenario: Scenario, processes: int | None) -> int:
-    """Return --processes, or one for little work, or one per core."""
-    if processes is not None:
-        if processes < 1:
-            raise ConfigError(f"--processes must be at least 1, got {processes}")
-        return processes
-    if scenario.model.moe_layers * scenario.microbatches <= LITTLE_WORK:
-        return 1
-    return min(usable_cores(), MOST_PROCESSES)

@@ -123,7 +123,6 @@ def advise(
     scenario: Scenario,
     others: Sequence[Contender] = (),
     *,
-    processes: int = 1,
     report: Report = no_report,
 ) -> Advice:
     """Try numbers of slots and sizes of the group. The slots of the scenario are ignored.
@@ -137,22 +136,18 @@ def advise(
         def part(done: int, total: int) -> None:
             report(number * total + done, len(chosen) * total)
 
-        return _compare(chosen[number], others, processes, part)
+        return _compare(chosen[number], others, part)
 
     requested = compare(0)
     return Advice(requested, None if inside is None else compare(1), obstacle)
 
 
-def _compare(
-    scenario: Scenario, others: Sequence[Contender], processes: int, report: Report
-) -> Configuration:
+def _compare(scenario: Scenario, others: Sequence[Contender], report: Report) -> Configuration:
     slots = range(1, max_slots(scenario) + 1)
     policies = (Contender(OURS), *others)
     tried = [replace(policy, slots=count) for policy in policies for count in slots]
     references = [Contender(NONE, slots=0), Contender(IDEAL)]
-    none, ideal, *results = simulate(
-        scenario, [*references, *tried], processes=processes, report=report
-    )
+    none, ideal, *results = simulate(scenario, [*references, *tried], report=report)
     return Configuration(scenario, none, ideal, tuple(results))
 
 

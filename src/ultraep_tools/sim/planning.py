@@ -8,7 +8,7 @@ Shapes: S microbatches, E experts, R ranks, C replicas of all microbatches toget
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,10 +19,9 @@ from ultraep.arrays import IntArray
 from ultraep.backends import select
 from ultraep.config import BalanceConfig
 from ultraep.plan import decided
-from ultraep.policies import Policy, Problem, get_policy
+from ultraep.policies import Problem, get_policy
 from ultraep.topology import Topology
 from ultraep_tools.baselines import OWN
-from ultraep_tools.baselines.places import INTERVALS
 
 
 @dataclass(frozen=True)
@@ -118,31 +117,15 @@ def plan_layer(
         the interval before; `past_E` for the first one.
     """
     policy = get_policy(config.policy)
-    no_loads = np.zeros((0, topology.experts), dtype=np.int64)
-    problem = Problem(no_loads, no_loads.sum(axis=0), topology, config, select(), None)
-    if not policy.needs_history:
-        return Replicas.of(topology, _plan_each(policy, problem, loads_SE), loads_SE)
-    parts = []
-    for begin in range(0, len(loads_SE), interval):
-        now_SE = loads_SE[begin : begin + interval]
-        problem = replace(problem, history=past_E)
-        if policy.name in INTERVALS:
-            placed_C4 = INTERVALS[policy.name](problem, now_SE)
-        else:
-            placed_C4 = _plan_each(policy, problem, now_SE)
-        parts.append(np.column_stack([placed_C4[:, 0] + begin, placed_C4[:, 1:]]))
-        past_E = now_SE.sum(axis=0)
-    return Replicas.of(topology, np.concatenate(parts), loads_SE)
-
-
-def _plan_each(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
-    """[C, 4] microbatch, expert, host and rows, one decision per microbatch."""
     # These policies ignore the source ranks, so one source is enough for them.
-    sources = 1 if policy.name in OWN else problem.topology.ranks
+    sources = 1 if policy.name in OWN else topology.ranks
     source_R = np.arange(sources)[:, None]
-    placed = [
-        decided(policy, replace(problem, loads=(load_E + source_R) // sources, expert_loads=load_E))
-        for load_E in loads_SE
-    ]
-    microbatch_C = np.repeat(np.arange(len(placed)), [len(replicas) for replicas in placed])
-    return np.column_stack([microbatch_C, np.concatenate(placed)])
+    backend, parts = select(), []
+    for number, load_E in enumerate(loads_SE):
+        if number and number % interval == 0:
+            past_E = loads_SE[number - interval : number].sum(axis=0)
+        loads_RE = (load_E + source_R) // sources
+        problem = Problem(loads_RE, load_E, topology, config, backend, past_E)
+        placed_C3 = decided(policy, problem)
+        parts.append(np.column_stack([np.full(len(placed_C3), number), placed_C3]))
+    return Replicas.of(topology, np.concatenate(parts), loads_SE)

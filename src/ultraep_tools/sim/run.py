@@ -1,25 +1,18 @@
 """simulate: the throughput of every policy in a scenario.
 
-Layers are independent of each other until the job combines them, so they are distributed over
-processes. The results do not depend on the number of processes.
-
 Shapes: S microbatches, H layers with experts.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.trace.schema import SIMULATED
-from ultraep_tools.imports import import_in_child
 from ultraep_tools.sim.layer import LayerClock, LayerTimes
 from ultraep_tools.sim.planning import plan_layer
 from ultraep_tools.sim.runtime import IDEAL, NONE, Contender
@@ -58,41 +51,21 @@ def simulate(
     scenario: Scenario,
     contenders: Sequence[Contender | str],
     *,
-    processes: int = 1,
     report: Report = no_report,
 ) -> list[Result]:
     """Simulate all contenders on the same loads and return their results in the same order."""
     chosen = [c if isinstance(c, Contender) else Contender.of(c) for c in contenders]
     if not chosen:
         raise ConfigError("nothing to simulate: name at least one policy")
-    if processes < 1:
-        raise ConfigError(f"processes must be at least 1, got {processes}")
     layers = scenario.model.expert_layers
     times: list[list[LayerTimes]] = []
-    for layer_times in _time_layers(scenario, chosen, layers, processes):
-        times.append(layer_times)
+    for layer in layers:
+        times.append(time_layer(scenario, chosen, layer))
         report(len(times), len(layers))
     return [
         _result(scenario, contender, own)
         for contender, own in zip(chosen, zip(*times, strict=True), strict=True)
     ]
-
-
-def _time_layers(
-    scenario: Scenario, contenders: list[Contender], layers: range, processes: int
-) -> Iterator[list[LayerTimes]]:
-    time = partial(time_layer, scenario, contenders)
-    if processes == 1 or len(layers) == 1:
-        yield from map(time, layers)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        min(processes, len(layers)), mp_context=context, initializer=import_in_child
-    )
-    try:
-        yield from pool.map(time, layers, chunksize=1)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def time_layer(scenario: Scenario, contenders: Sequence[Contender], layer: int) -> list[LayerTimes]:
