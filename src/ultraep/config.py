@@ -209,20 +209,6 @@ class BalanceConfig:
         return self.speeds or ()
 
 
-def speeds_from_text(text: str) -> tuple[int, ...]:
-    """Parse speeds that are separated by commas.
-
-    >>> speeds_from_text("1000,900")
-    (1000, 900)
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and len(part) <= MOST_DIGITS for part in parts):
-        raise ConfigError(
-            f"speeds must be integers separated by commas, such as 1000,900, got {text!r}"
-        )
-    return checked_speeds(tuple(map(int, parts)))
-
-
 def checked_speeds(speeds: object) -> tuple[int, ...]:
     """Return the speeds as a tuple; raise if one of them, or their ratio, is out of range."""
     if isinstance(speeds, str) or not isinstance(speeds, Iterable):

@@ -10,8 +10,7 @@ from ultraep_tools.sim.planning import OWN
 from .commands import flat, invoke, output, records, shell
 
 OPTIONS = {
-    "plan": "--backend --domain --history --json --policy --rates --slots --speeds --tolerance "
-    "file",
+    "plan": "--backend --domain --history --json --policy --slots --tolerance file",
     "inspect": "--device --dtype --ep --layers --out --random --sequence-length --slots --text "
     "--tokens --window model",
     "advise": "--cluster --domain --ep --groups --imbalance --json --microbatches --model "

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
 from inspect import Parameter, Signature, cleandoc
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
+from typing import Annotated, Any, dataclass_transform, get_type_hints
 
 from typer import Argument, Option
 
 from ultraep.errors import ConfigError
 
 MOST_IN_RANGE = 1 << 20
-Number = TypeVar("Number", int, float)
 
 
 # -- records -------------------------------------------------------------------------------------
@@ -109,11 +108,6 @@ def slots_option() -> Any:
     return option("Spare slots per rank; a slot holds one replica of an expert.", default=1)
 
 
-def tolerance_option(default: float) -> Any:
-    text = "How far the busiest rank may exceed the mean load: 0.01 is 1 %."
-    return option(text, default=default)
-
-
 # -- lists in an option --------------------------------------------------------------------------
 
 
@@ -129,35 +123,20 @@ def split_names(text: str, flag: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def split_numbers(
-    text: str, flag: str, number: Callable[[str], Number] = int
-) -> tuple[Number, ...]:
-    """Split a list of numbers.
+def split_numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Split a list of numbers and ranges of numbers.
 
-    >>> split_numbers("0.5, 2", "--rate", float)
-    (0.5, 2.0)
+    >>> split_numbers("8, 0-2", "--layers")
+    (8, 0, 1, 2)
     """
-    try:
-        return tuple(number(name) for name in split_names(text, flag))
-    except ValueError:
-        example = "1,2" if number is int else "0.5,2"
-        raise ConfigError(f"{flag} must be numbers like {example}, got {text!r}") from None
-
-
-def split_ranges(text: str, flag: str) -> tuple[int, ...]:
-    """Return the sorted integers of a list that may contain ranges.
-
-    >>> split_ranges("7,0-2", "--layers")
-    (0, 1, 2, 7)
-    """
-    numbers: set[int] = set()
+    numbers: list[int] = []
     for part in split_names(text, flag):
         first, _, last = part.partition("-")
         try:
             begin, end = int(first), int(last or first)
         except ValueError:
-            raise ConfigError(f"{flag} must be numbers like 0-3,7, got {text!r}") from None
+            raise ConfigError(f"{flag} must be numbers like 1,2 or 0-3, got {text!r}") from None
         if not 0 <= begin <= end < MOST_IN_RANGE:
             raise ConfigError(f"{flag} {part}: a range must ascend and start at 0 or above")
-        numbers.update(range(begin, end + 1))
-    return tuple(sorted(numbers))
+        numbers += range(begin, end + 1)
+    return tuple(dict.fromkeys(numbers))

@@ -5,7 +5,8 @@ Shapes: M microbatches, R ranks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -17,23 +18,21 @@ from rich.text import Text
 
 from ultraep.arrays import IntArray
 from ultraep.backends import select
-from ultraep.config import BalanceConfig, Rates, speeds_from_text
+from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import as_loads
-from ultraep.plan import PER_MS, Plan
+from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.topology import Topology
 from ultraep.trace.read import holds_trace
 from ultraep.workload.files import read_loads
-from ultraep_tools.baselines import warn_if_speeds_ignored
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import argument, option
 from ultraep_tools.cli.terminal import (
     Terminal,
     describe_topology,
     make_grid,
-    print_records,
     progress,
 )
 from ultraep_tools.report.words import counted
@@ -72,18 +71,8 @@ class PlanOptions(cli.Options):
         "Ranks joined by the fast link; replicas stay in their domain.", "all ranks"
     )
     policy: str = cli.policy_option("ultraep")
-    tolerance: float = cli.tolerance_option(0.0)
-    rates: str | None = option(
-        "Cost of a row and a replica in picoseconds, as a balancer logs them; ultraep then makes "
-        "only replicas that save time.",
-        "none",
-        metavar="row=N,copy=N,...",
-    )
-    speeds: str | None = option(
-        "Speed of every rank in thousandths of the nominal speed; ultraep then balances rows over "
-        "speed.",
-        "equal",
-        metavar="N,N,...",
+    tolerance: float = option(
+        "How far the busiest rank may exceed the mean load: 0.01 is 1 %.", default=0.0
     )
     backend: str | None = option(
         "cpu (compiled) or reference (slow); their plans are equal.", "the fastest"
@@ -95,41 +84,29 @@ class PlanOptions(cli.Options):
     )
     as_json: bool = cli.json_option()
 
-    def configs(self) -> list[BalanceConfig]:
-        return [
-            BalanceConfig(
-                policy=get_policy(name).name,
-                tolerance=self.tolerance,
-                rates=None if self.rates is None else Rates.from_text(self.rates),
-                speeds=None if self.speeds is None else speeds_from_text(self.speeds),
-            )
-            for name in cli.split_names(self.policy, "--policy")
-        ]
-
 
 @cli.with_options
 def command(options: PlanOptions) -> None:
     """Plan the loads in a file: imbalance before and after, replicas, planning time.
 
-    Imbalance is the load of the busiest rank over the mean. With --speeds, loads are rows over
-    speed. No plan can go below the bound.
+    Imbalance is the load of the busiest rank over the mean. No plan can go below the bound.
 
     Only the planner runs, no model. The planning time is the median of several calls. Plan a trace
     with `ultraep trace replay`.
     """
-    configs = options.configs()
+    configs = [
+        BalanceConfig(policy=get_policy(name).name, tolerance=options.tolerance)
+        for name in cli.split_names(options.policy, "--policy")
+    ]
     if holds_trace(options.file):
         raise ConfigError(f"{options.file}: not loads; plan a trace with `ultraep trace replay`")
     if options.history < 1:
         raise ConfigError(f"--history must be at least 1, got {options.history}")
     loads_MRE = read_loads(options.file)
     topology = _topology(options, loads_MRE)
-    for config in configs:
-        config.speeds_for(topology.ranks)  # raises if their number is wrong
-        warn_if_speeds_ignored(config)
     outcomes = _plan_all(options, configs, loads_MRE, topology)
     if options.as_json:
-        print_records(map(_record, outcomes))
+        print("[\n" + ",\n".join(json.dumps(_record(outcome)) for outcome in outcomes) + "\n]")
         return
     terminal = Terminal()
     terminal.print(_heading(options, loads_MRE, topology))
@@ -138,8 +115,12 @@ def command(options: PlanOptions) -> None:
     if len(loads_MRE) > 1:
         terminal.print_faint(f"mean of {len(loads_MRE)} microbatches, worst in parentheses")
     for group in groups:
-        for note in _notes([outcome.plan for outcome in group]):
-            terminal.print_faint(note)
+        beyond = sum(not outcome.plan.within_limits for outcome in group)
+        if beyond:
+            terminal.print_faint(
+                f"* {group[0].plan.config.policy}: {beyond} of {len(group)} plans exceed the spare "
+                "slots or leave a domain, so they cannot run; a moved expert counts as a replica"
+            )
 
 
 def _topology(options: PlanOptions, loads_MRE: IntArray) -> Topology:
@@ -222,30 +203,6 @@ def _mean_and_worst(values: Sequence[float]) -> str:
     return f"{fmean(values):.3f}{worst}"
 
 
-def _notes(plans: list[Plan]) -> Iterator[str]:
-    """Yield what the table does not say about the plans of a policy."""
-    policy, beyond = plans[0].config.policy, sum(not plan.within_limits for plan in plans)
-    if beyond:
-        yield (
-            f"* {policy}: {beyond} of {len(plans)} plans exceed the spare slots or leave a domain, "
-            "so they cannot run; a moved expert counts as a replica"
-        )
-    if plans[0].rates is not None:
-        yield _times(plans)
-
-
-def _times(plans: list[Plan]) -> str:
-    """Return the mean time of a policy's plans according to the rates."""
-    policy = plans[0].config.policy
-    planned, without = (
-        fmean(getattr(plan, name) for plan in plans) / PER_MS
-        for name in ("time", "time_without_replicas")
-    )
-    alone = sum(plan.left_alone for plan in plans)
-    left = f"; {alone} of {len(plans)} without replicas, which would not pay" if alone else ""
-    return f"{policy}: {planned:.4g} ms by the rates, {without:.4g} ms without replicas{left}"
-
-
 def _record(outcome: Outcome) -> dict[str, Any]:
     plan = outcome.plan
     return {
@@ -253,8 +210,6 @@ def _record(outcome: Outcome) -> dict[str, Any]:
         "policy": plan.config.policy,
         **{name: getattr(plan, name) for name in PLAN_NUMBERS},
         "total_tokens": plan.total,
-        "time_ps": plan.time,
-        "time_without_copies_ps": plan.time_without_replicas,
         "plan_us": round(outcome.plan_us, 3),
         "digest": plan.digest(),
         "rank_loads": plan.rank_loads.tolist(),

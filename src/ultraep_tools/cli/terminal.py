@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,11 +70,6 @@ class Terminal(Console):
     ) -> None:
         """Print a table with names in the first column and numbers in all others."""
         self.print(make_grid(headers, rows, heading))
-
-
-def print_records(records: Iterable[dict[str, Any]]) -> None:
-    """Print a JSON list with one record per line."""
-    print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")
 
 
 # -- tables --------------------------------------------------------------------------------------

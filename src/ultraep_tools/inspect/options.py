@@ -74,4 +74,6 @@ class InspectOptions(cli.Options):
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:
-        return None if self.layers is None else cli.split_ranges(self.layers, "--layers")
+        if self.layers is None:
+            return None
+        return tuple(sorted(cli.split_numbers(self.layers, "--layers")))
