@@ -168,7 +168,7 @@ def picture_of_shares(page: Page, outcomes: Outcomes) -> None:
                 x = index + (place - 2) * 0.16
                 colour = colours.get(result.policy, "#c14a4a")
                 label = result.policy if index == 0 else None
-                axes.bar(x, 100 * shares[result.label], 0.15, color=colour, label=label)
+                axes.bar(x, 100 * shares[result.policy], 0.15, color=colour, label=label)
                 if result.policy in setting.throughput:
                     axes.plot(x, 100 * setting.share(result.policy), "k_", markersize=7)
         axes.set_xticks(range(len(outcomes)), [s.title.replace(" ", "\n", 1) for s, _ in outcomes])
@@ -188,7 +188,7 @@ def ours(page: Page, outcomes: Outcomes) -> None:
         return [name, percent(share), f"{gain:.2f}x"]
 
     def simulated(label: str) -> list[tuple[float, float]]:
-        pairs = [(by_label(results)[label].throughput, results) for _, results in outcomes]
+        pairs = [(by_policy(results)[label].throughput, results) for _, results in outcomes]
         return [(t / results[-1].throughput, t / results[0].throughput) for t, results in pairs]
 
     paper = [(s.share("quota"), s.throughput["quota"] / s.throughput["none"]) for s, _ in outcomes]
@@ -209,7 +209,9 @@ def errors(page: Page, outcomes: Outcomes) -> None:
     for setting, results in outcomes:
         shares = share_of_ideal(results)
         known = [result for result in results[:-1] if result.policy in setting.throughput]
-        counts[setting.use] += [100 * abs(shares[r.label] - setting.share(r.policy)) for r in known]
+        counts[setting.use] += [
+            100 * abs(shares[r.policy] - setting.share(r.policy)) for r in known
+        ]
         wrong += swapped(setting, known)
     rows = []
     for use, off in counts.items():
@@ -239,7 +241,7 @@ def exposed(page: Page, outcomes: Outcomes) -> None:
     """The forward cost of balancing per layer."""
     rows = []
     for setting, results in outcomes:
-        layers, labels = load_model(setting.model).moe_layers, by_label(results)
+        layers, labels = load_model(setting.model).moe_layers, by_policy(results)
         seconds = [
             sum(labels[label].stages[stage] for stage in ("loads", "plan", "replicate", "reroute"))
             for label in ("quota", "ultraep")
@@ -280,8 +282,8 @@ def measured(page: Page, *, small: bool) -> None:
         page.table(["load", *(f"`{policy}`" for policy in policies)], rows)
 
 
-def by_label(results: list[Result]) -> dict[str, Result]:
-    return {result.label: result for result in results}
+def by_policy(results: list[Result]) -> dict[str, Result]:
+    return {result.policy: result for result in results}
 
 
 # -- studies ---------------------------------------------------------------------------------------

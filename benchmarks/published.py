@@ -86,4 +86,4 @@ def scenario_of(
 
 def share_of_ideal(results: list[Result]) -> dict[str, float]:
     """Throughput of every contender over the last one, forced balance."""
-    return {result.label: result.throughput / results[-1].throughput for result in results}
+    return {result.policy: result.throughput / results[-1].throughput for result in results}

@@ -54,8 +54,8 @@ WRONG = {
     },
     # advise
     f"{TRAIN} --model qwen3-235b": "per device do not fit into the 141 GB",
-    f"{TRAIN} --policy llep=ultraep": "as ultraep: the policy replicates beyond spare slots",
-    f"{TRAIN} --policy echo=": "needs two policies, got 'echo='",
+    f"{TRAIN} --policy eplb,llep": "llep cannot be simulated: it replicates beyond spare slots",
+    f"{TRAIN} --policy magic": "unknown policy 'magic'",
     f"{TRAIN} --prefill": "not training; remove --microbatches and --steps",
     f"{TRAIN} --trace uneven.npy": "loads of 6 experts",
     f"{TRAIN} --trace loads.npy --imbalance 2": "remove --imbalance",

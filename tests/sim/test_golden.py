@@ -25,7 +25,7 @@ from ultraep_tools.sim.workload import Recorded
 from .small import gpt_oss
 
 FILE = Path(__file__).parents[1] / "golden" / "simulator.json"
-POLICIES = ["none", "eplb", "lplb", "quota", "echo=ultraep", "ultraep", "ideal"]
+POLICIES = ["none", "eplb", "lplb", "quota", "echo", "ultraep", "ideal"]
 TRAINING = {"tokens": 2048, "sequence": 1024, "microbatches": 4, "steps": 2}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "training": {},
@@ -53,7 +53,7 @@ def results(name: str) -> dict[str, Any]:
     for result in simulate(scenario_of(name), POLICIES):
         values = {key: getattr(result, key) for key in ("throughput", "imbalance", "copies")}
         values |= {f"memory of {key}": size for key, size in asdict(result.memory).items()}
-        numbers[result.label] = values | result.stages
+        numbers[result.policy] = values | result.stages
     return numbers
 
 

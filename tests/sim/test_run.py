@@ -6,17 +6,15 @@ import dataclasses
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from published import CONTENDERS, scenario_of, settings, share_of_ideal
 
-from ultraep import policies
 from ultraep.errors import ConfigError
-from ultraep.policies import Problem, register_policy
 from ultraep.topology import Topology
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.run import Result, simulate
+from ultraep_tools.sim.runtime import Contender
 from ultraep_tools.sim.scenario import Scenario
 from ultraep_tools.sim.training import Training
 from ultraep_tools.sim.workload import fit_skew
@@ -40,24 +38,12 @@ def results() -> list[Result]:
     return simulate(glm_scenario(), POLICIES)
 
 
-def test_a_policy_without_costs_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "_registry", dict(policies._registry))
-    calls = []
-
-    @register_policy("mine")
-    def mine(problem: Problem) -> Any:
-        calls.append(problem)
-        return np.empty((0, 3), dtype=np.int64)
-
-    with pytest.raises(ConfigError, match=r"'mine' has no costs of its own.*mine=NAME"):
-        simulate(glm_scenario(), ["none", "mine"])
-    assert not calls
-    (priced,) = simulate(glm_scenario(), ["mine=quota"])
-    none = results()[0]
-    assert (priced.policy, priced.priced_as, priced.label) == ("mine", "quota", "mine=quota")
-    assert len(calls) == 6 * 4
-    assert priced.imbalance == none.imbalance
-    assert priced.stages["plan"] > none.stages["plan"] == 0
+def test_a_policy_without_costs_of_its_own_has_those_of_its_kind() -> None:
+    echo, flashlb = simulate(glm_scenario(), ["echo", "flashlb"])
+    assert (echo.priced_as, flashlb.priced_as) == ("ultraep", "eplb")
+    assert echo.stages["plan"] == results()[4].stages["plan"] > 0
+    with pytest.raises(ConfigError, match="llep cannot be simulated: it replicates beyond spare"):
+        Contender("llep")
 
 
 def test_results_are_reproducible_and_progress_is_reported() -> None:

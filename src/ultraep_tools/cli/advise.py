@@ -18,7 +18,7 @@ from ultraep_tools.sim.advise import advise as make_advice
 from ultraep_tools.sim.cluster import GIGA
 from ultraep_tools.sim.presets import presets
 from ultraep_tools.sim.run import Result
-from ultraep_tools.sim.runtime import IDEAL, NONE, Contender
+from ultraep_tools.sim.runtime import IDEAL, NONE, runtime_of
 
 EXAMPLE = (
     "Example: ultraep advise --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --imbalance 1.6\n\n"
@@ -44,7 +44,9 @@ def command(options: scenarios.AdviseOptions) -> None:
         print_presets(Terminal())
         return
     names = cli.split_names(options.policy, "--policy") if options.policy is not None else ()
-    others = [Contender.of(name) for name in names if name not in ALWAYS]
+    others = [name for name in names if name not in ALWAYS]
+    for name in others:
+        runtime_of(name)  # refuses a policy before the loads are fitted
     scenario = scenarios.make_scenario(options)
     with progress("simulating layers", lines=False) as report:
         advice = make_advice(scenario, others, report=report)
@@ -125,7 +127,7 @@ def _table(advice: Advice) -> Grid:
             short = "!" if result.out_of_memory else ""
             grid.add_row(
                 f"{'*' if best else ''}EP{configuration.scenario.ranks}",
-                result.label,
+                result.policy,
                 str(result.slots or "-"),
                 f"{result.imbalance:.3f}",
                 f"{1e3 * result.seconds:,.1f}",
@@ -141,9 +143,9 @@ def _shown(configuration: Configuration) -> Iterator[Result]:
     """Yield all results of ultraep, and the best one of every other policy."""
     yield configuration.none
     yield from configuration.balanced
-    for label in dict.fromkeys(result.label for result in configuration.tried):
-        best = configuration.best_of(label)
-        if best is not None and label != OURS:
+    for policy in dict.fromkeys(result.policy for result in configuration.tried):
+        best = configuration.best_of(policy)
+        if best is not None and policy != OURS:
             yield best
 
 

@@ -66,8 +66,7 @@ class AdviseOptions(cli.Options):
         "of the cluster",
     )
     policy: str | None = option(
-        "More policies to compare; `ultraep env` lists them. NAME=OTHER uses the costs of OTHER "
-        "for a policy of unknown cost: echo=ultraep.",
+        "More policies to compare; `ultraep env` lists them.",
         "ultraep alone",
         metavar="NAME,...",
     )

@@ -40,15 +40,15 @@ class Configuration:
     @property
     def balanced(self) -> tuple[Result, ...]:
         """The results of ultraep."""
-        return tuple(result for result in self.tried if result.label == OURS)
+        return tuple(result for result in self.tried if result.policy == OURS)
 
     @property
     def best_balanced(self) -> Result | None:
         return self.best_of(OURS)
 
-    def best_of(self, label: str) -> Result | None:
+    def best_of(self, policy: str) -> Result | None:
         """Return the fewest slots near the best; None if no device has memory for a slot."""
-        results = [result for result in self.tried if result.label == label]
+        results = [result for result in self.tried if result.policy == policy]
         limit = self.none.out_of_memory
         usable = [result for result in results if result.out_of_memory <= limit]
         if not usable:
@@ -121,7 +121,7 @@ class Advice:
 
 def advise(
     scenario: Scenario,
-    others: Sequence[Contender] = (),
+    others: Sequence[str] = (),
     *,
     report: Report = no_report,
 ) -> Advice:
@@ -142,10 +142,9 @@ def advise(
     return Advice(requested, None if inside is None else compare(1), obstacle)
 
 
-def _compare(scenario: Scenario, others: Sequence[Contender], report: Report) -> Configuration:
+def _compare(scenario: Scenario, others: Sequence[str], report: Report) -> Configuration:
     slots = range(1, max_slots(scenario) + 1)
-    policies = (Contender(OURS), *others)
-    tried = [replace(policy, slots=count) for policy in policies for count in slots]
+    tried = [Contender(policy, slots=count) for policy in (OURS, *others) for count in slots]
     references = [Contender(NONE, slots=0), Contender(IDEAL)]
     none, ideal, *results = simulate(scenario, [*references, *tried], report=report)
     return Configuration(scenario, none, ideal, tuple(results))

@@ -15,7 +15,7 @@ from ultraep.errors import ConfigError
 from ultraep.trace.schema import SIMULATED
 from ultraep_tools.sim.layer import LayerClock, LayerTimes
 from ultraep_tools.sim.planning import plan_layer
-from ultraep_tools.sim.runtime import IDEAL, NONE, Contender
+from ultraep_tools.sim.runtime import IDEAL, NONE, Contender, runtime_of
 from ultraep_tools.sim.scenario import Memory, Scenario
 from ultraep_tools.sim.workload import share_out
 
@@ -30,7 +30,6 @@ def no_report(done: int, total: int) -> None:
 class Result:
     """The result of one contender."""
 
-    label: str
     policy: str
     priced_as: str  # the policy whose costs were used
     slots: int
@@ -54,7 +53,7 @@ def simulate(
     report: Report = no_report,
 ) -> list[Result]:
     """Simulate all contenders on the same loads and return their results in the same order."""
-    chosen = [c if isinstance(c, Contender) else Contender.of(c) for c in contenders]
+    chosen = [c if isinstance(c, Contender) else Contender(c) for c in contenders]
     if not chosen:
         raise ConfigError("nothing to simulate: name at least one policy")
     layers = scenario.model.expert_layers
@@ -87,7 +86,7 @@ def time_layer(scenario: Scenario, contenders: Sequence[Contender], layer: int) 
         clock = LayerClock(
             costs=scenario.costs,
             topology=topology,
-            runtime=contender.checked_runtime(),
+            runtime=contender.runtime or runtime_of(contender.policy),
             tokens=job.tokens,
             context=job.context,
             recompute=job.recompute,
@@ -109,7 +108,8 @@ def _config(scenario: Scenario, contender: Contender) -> BalanceConfig:
 
 
 def _result(scenario: Scenario, contender: Contender, layers: Sequence[LayerTimes]) -> Result:
-    job, runtime, slots = scenario.job, contender.checked_runtime(), _slots(scenario, contender)
+    job, slots = scenario.job, _slots(scenario, contender)
+    runtime = contender.runtime or runtime_of(contender.policy)
     # A device holds its spare slots once for all layers, unless replicas stay in every layer.
     held = {"nothing": 0, "placed": -(-scenario.model.moe_layers // job.pipeline)}
     held_slots = slots * held.get(runtime.relay, 1)
@@ -120,7 +120,6 @@ def _result(scenario: Scenario, contender: Contender, layers: Sequence[LayerTime
     imbalance_HS = np.array([times.imbalance for times in layers])
     by_layer = [times.forward | times.backward for times in layers]
     return Result(
-        label=contender.label,
         policy=contender.policy,
         priced_as=runtime.name,
         slots=slots,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ultraep.errors import ConfigError
 from ultraep.policies import get_policy
-from ultraep_tools.sim.presets import as_record, presets
+from ultraep_tools.sim.presets import presets
 
 NONE, IDEAL = "none", "ideal"
 
@@ -33,17 +33,28 @@ class Runtime:
 
 
 def runtime_of(policy: str) -> Runtime:
-    """Return the runtime of a policy; raise `ConfigError` if its costs are unknown."""
-    tables = presets("runtimes")
-    name = NONE if policy == IDEAL else policy
-    if name not in tables:
+    """Return the runtime that executes the plans of a policy.
+
+    A policy without costs of its own has the costs of `eplb` if it plans from past loads, otherwise
+    the costs of `ultraep`.
+    """
+    tables, registered = presets("runtimes"), get_policy(policy)
+    if policy in tables:
+        name = policy
+    elif policy == IDEAL:
+        name = NONE
+    elif registered.needs_history:
+        name = "eplb"
+    elif registered.within_limits:
+        name = "ultraep"
+    else:
         raise ConfigError(
-            f"policy {policy!r} has no costs of its own; costs are known for "
-            f"{', '.join([*tables, IDEAL])}. Name one of them: {policy}=NAME"
+            f"policy {policy} cannot be simulated: it replicates beyond spare slots and domains; "
+            "`ultraep plan` compares its plans"
         )
     calibrated = presets("calibrated").get(name, {})
     costs = {key: value for key, value in calibrated.items() if key.endswith("_us")}
-    return as_record(Runtime, {"name": policy, **tables[name], **costs}, f"runtime of {policy}")
+    return Runtime(name=name, **tables[name] | costs)
 
 
 @dataclass(frozen=True)
@@ -55,38 +66,4 @@ class Contender:
     runtime: Runtime | None = None
 
     def __post_init__(self) -> None:
-        self.checked_runtime()
-
-    @staticmethod
-    def of(name: str) -> Contender:
-        """Return the contender for NAME, or for NAME=OTHER.
-
-        "echo=ultraep" plans with `echo` and prices the plans like plans of `ultraep`. Use it for
-        policies without known costs.
-        """
-        policy, equals, priced_as = name.partition("=")
-        if equals and not priced_as:
-            raise ConfigError(f"NAME=OTHER needs two policies, got {name!r}")
-        return Contender(policy, runtime=runtime_of(priced_as) if priced_as else None)
-
-    @property
-    def label(self) -> str:
-        return self.policy if self.runtime is None else f"{self.policy}={self.runtime.name}"
-
-    def checked_runtime(self) -> Runtime:
-        """Return the runtime that executes the plans; raise `ConfigError` if it cannot."""
-        policy = get_policy(self.policy)
-        runtime = self.runtime or runtime_of(self.policy)
-        reason = None
-        if runtime.streams and not policy.within_limits:
-            reason = "the policy replicates beyond spare slots and domains"
-        elif runtime.relay == "placed" and not policy.needs_history:
-            reason = "the policy replicates in every microbatch, but replicas of this runtime stay"
-        elif runtime.relay == "nothing" and self.policy not in (NONE, IDEAL):
-            reason = "this runtime does not replicate"
-        if reason:
-            raise ConfigError(
-                f"policy {self.policy} cannot be priced as {runtime.name}: {reason}; "
-                "`ultraep plan` compares its plans"
-            )
-        return runtime
+        runtime_of(self.policy)  # raises before any work
