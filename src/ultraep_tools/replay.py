@@ -45,19 +45,16 @@ def cases(
     slots: Sequence[int],
     ranks: Sequence[int],
     history: Sequence[int],
-    tolerance: float | None = None,
 ) -> list[Case]:
     """Return every combination of settings; history only for policies that use it."""
     for length in history:
         if length < 1:
             raise ConfigError(f"history must be at least 1 microbatch, got {length}")
-    base = trace.header.config
-    base = base if tolerance is None else replace(base, tolerance=tolerance)
     combinations = []
     for size, count, name in product(ranks, slots, policies):
         topology = regrouped_topology(trace.topology, ranks=size, slots=count)
         lengths: Sequence[int | None] = history if get_policy(name).needs_history else [None]
-        config = replace(base, policy=name)
+        config = replace(trace.header.config, policy=name)
         combinations += [Case(config, topology, length) for length in lengths]
     return combinations
 

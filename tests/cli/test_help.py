@@ -22,7 +22,7 @@ OPTIONS = {
     "env": "--json",
     "view": "--export --force --live --open --port paths",
     "trace info": "path",
-    "trace replay": "--ep --history --json --policy --slots --tolerance path",
+    "trace replay": "--ep --history --json --policy --slots path",
     "trace place": "--domain --force --out path",
     "trace export": "--csv --force --npz path",
 }

@@ -114,7 +114,6 @@ REFUSED = {
     "slots": ({"slots": [99]}, "slots must lie between 0 and 32, got 99"),
     "policy": ({"policies": ["magic"]}, "unknown policy 'magic'"),
     "history": ({"history": [0]}, "history must be at least 1 microbatch, got 0"),
-    "tolerance": ({"tolerance": -1.0}, "tolerance must lie between"),
 }
 
 

@@ -187,9 +187,6 @@ class ReplayOptions(TraceOptions):
         default="1",
         metavar="N,...",
     )
-    tolerance: float | None = option(
-        "How far the busiest rank may exceed the mean load.", "as recorded"
-    )
     as_json: bool = cli.json_option()
 
 
@@ -211,7 +208,6 @@ def replay(options: ReplayOptions) -> None:
         slots=split_numbers(options.slots or str(trace.header.slots), "--slots"),
         ranks=split_numbers(options.ep or str(trace.header.ranks), "--ep"),
         history=split_numbers(options.history, "--history"),
-        tolerance=options.tolerance,
     )
     if not len(trace):
         raise ConfigError(f"{options.path}: nothing to replay, the trace has no records")

@@ -180,7 +180,7 @@ def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> flo
 
 def read_workload(path: str | Path, *, experts: int, top_k: int) -> Recorded:
     """Return the loads of a trace, of recorded routing (`*_ids` in .npz) or of a loads file."""
-    loads_SHRE = read_microbatches(path, experts=experts)
+    loads_SHRE = _read_loads(path, experts)
     if loads_SHRE.shape[3] != experts:
         raise ConfigError(
             f"{path} has loads of {loads_SHRE.shape[3]} experts, the model has {experts}"
@@ -195,54 +195,36 @@ def read_workload(path: str | Path, *, experts: int, top_k: int) -> Recorded:
     return Recorded(loads_SHE, top_k)
 
 
-def read_microbatches(
-    path: str | Path,
-    *,
-    ranks: int = 1,
-    experts: int | None = None,
-    window: int = WINDOW,
-    any_homes: bool = True,
-) -> IntArray:
-    """[S, H, R, E] loads of a trace, of recorded routing, or of a loads file.
-
-    ranks, experts, window: how to count recorded routing; other files store their own.
-    any_homes: accept a trace whose experts do not live in equal blocks.
-    """
+def _read_loads(path: str | Path, experts: int) -> IntArray:
+    """[S, H, R, E] loads of a trace, of recorded routing, or of a loads file."""
     if holds_routing(path):
-        return _count_routing(path, ranks, experts, window)
+        return _count_routing(path, experts)
     if not holds_trace(path):
         return read_loads(path)[:, None]
-    trace = read_trace(path)
-    if trace.header.homes is not None and not any_homes:
-        raise ConfigError(
-            f"{path}: the trace has homes of its own; plan it with `ultraep trace replay`"
-        )
-    loads_SHRE = trace.by_layer().astype(np.int64, copy=False)
+    loads_SHRE = read_trace(path).by_layer().astype(np.int64, copy=False)
     if not loads_SHRE.size:
         raise FileError(f"{path}: no microbatch with records of all layers")
     return loads_SHRE
 
 
-def _count_routing(path: str | Path, ranks: int, experts: int | None, window: int) -> IntArray:
+def _count_routing(path: str | Path, experts: int) -> IntArray:
+    """Count the rows of windows of `WINDOW` tokens."""
     texts = read_routing(path)
-    if experts is None:  # the next power of two
-        experts = 1 << max(int(ids.max()) for ids in texts).bit_length()
     layers, *different = sorted({ids.shape[1] for ids in texts})
     if different:
         raise FileError(f"{path}: texts with {layers} and with {different[0]} layers")
-    counts = sum(len(ids) // max(window, 1) for ids in texts) * layers * ranks * experts
+    counts = sum(len(ids) // WINDOW for ids in texts) * layers * experts
     if counts > MOST_NUMBERS:
         raise ConfigError(
-            f"{path}: {counts:,} counts for {ranks} ranks of {experts} experts, but at most "
-            f"{MOST_NUMBERS:,} are read: use fewer ranks or a larger window"
+            f"{path}: {counts:,} counts of {experts} experts, but at most {MOST_NUMBERS:,} are read"
         )
     try:
-        parts = [loads_of_windows(i, ranks=ranks, experts=experts, tokens=window) for i in texts]
+        parts = [loads_of_windows(i, ranks=1, experts=experts, tokens=WINDOW) for i in texts]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not sum(map(len, parts)):
         longest = max(map(len, texts))
         raise ConfigError(
-            f"{path}: no text has {window} tokens, the longest has {longest}: use a smaller window"
+            f"{path}: no text has the {WINDOW} tokens of a microbatch, the longest has {longest}"
         )
     return np.concatenate(parts)
