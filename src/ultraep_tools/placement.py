@@ -9,18 +9,15 @@ Shapes: S microbatches of the history, E experts, G groups of experts.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep import __version__
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
-from ultraep.files.writing import write_text
 from ultraep.topology import Topology
 from ultraep.trace.read import Trace
 
@@ -42,39 +39,23 @@ class PlacedLayer:
     placed: float
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The orders of all layers of a trace."""
-
-    ranks: int
-    domain: int
-    layers: dict[int, PlacedLayer]
-
-    def verdict(self) -> str:
-        """Return one line: what the new orders would change."""
-        layers = self.layers.values()
-        moved = sum(layer.better for layer in layers)
-        if not moved:
-            return "keep all experts in their order: no layer has a better forecast"
-        before = fmean(layer.recorded for layer in layers)
-        after = fmean(layer.placed if layer.better else layer.recorded for layer in layers)
-        change = f"busiest domain {before:.3f} -> {after:.3f} of the mean domain"
-        return f"{change}: new order in {moved} of {len(layers)} layers"
-
-    def write(self, path: Path) -> None:
-        """Write the orders as JSON."""
-        orders = {str(layer): own.order.tolist() for layer, own in self.layers.items()}
-        record = {"placed_by": f"ultraep {__version__}", "ranks": self.ranks}
-        write_text(path, json.dumps(record | {"domain": self.domain, "orders": orders}) + "\n")
+def verdict(layers: Collection[PlacedLayer]) -> str:
+    """Return one line: what the new orders would change."""
+    moved = sum(layer.better for layer in layers)
+    if not moved:
+        return "keep all experts in their order: no layer has a better forecast"
+    before = fmean(layer.recorded for layer in layers)
+    after = fmean(layer.placed if layer.better else layer.recorded for layer in layers)
+    change = f"busiest domain {before:.3f} -> {after:.3f} of the mean domain"
+    return f"{change}: new order in {moved} of {len(layers)} layers"
 
 
-def place_trace(trace: Trace, domain: int | None = None) -> Placement:
+def place_trace(trace: Trace, domain: int) -> dict[int, PlacedLayer]:
     """Place the experts of every layer where the forecast is better.
 
-    domain: consecutive ranks that a fast link joins; None: as recorded.
+    domain: consecutive ranks that a fast link joins.
     """
     topology, ranks = trace.topology, trace.topology.ranks
-    domain = topology.domain_size if domain is None else domain
     if domain == ranks:
         raise ConfigError(
             f"nothing to place: all {ranks} ranks are one domain, inside which replicas balance; "
@@ -83,12 +64,10 @@ def place_trace(trace: Trace, domain: int | None = None) -> Placement:
     if not len(trace) or len(set(topology.homes_per_rank.tolist())) > 1:
         reason = "ranks have different numbers of experts" if len(trace) else "no records"
         raise ConfigError(f"nothing to place: {reason}")
-    of_layers = {layer: trace.of_layer(layer) for layer in trace.layers.tolist()}
-    layers = {
-        layer: _place_layer(own.loads.sum(axis=1), topology, domain)
-        for layer, own in of_layers.items()
+    return {
+        layer: _place_layer(trace.of_layer(layer).loads.sum(axis=1), topology, domain)
+        for layer in trace.layers.tolist()
     }
-    return Placement(ranks, domain, layers)
 
 
 def _place_layer(history_SE: IntArray, topology: Topology, domain: int) -> PlacedLayer:
@@ -106,16 +85,13 @@ def _place_layer(history_SE: IntArray, topology: Topology, domain: int) -> Place
     return PlacedLayer(order, better, before, after)
 
 
-def place_experts(history_SE: IntArray, ranks: int, domain: int | None = None) -> IntArray:
+def place_experts(history_SE: IntArray, ranks: int, domain: int) -> IntArray:
     """Return the experts in a new order, whose blocks of equal size go to the ranks in turn.
 
-    domain: consecutive ranks that a fast link joins; None: all.
-
-    >>> place_experts(np.array([[9, 9, 1, 1]]), ranks=2)
+    >>> place_experts(np.array([[9, 9, 1, 1]]), ranks=2, domain=1)
     array([0, 3, 1, 2])
     """
     experts = history_SE.shape[1]
-    domain = ranks if domain is None else domain
     if domain < 1 or ranks % domain or experts % ranks:
         raise ConfigError(
             f"{experts} experts cannot be placed evenly on {ranks} ranks in domains of {domain}"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ultraep.config import NOMINAL_SPEED, Rates
 from ultraep.errors import ConfigError, FileError
-from ultraep.files.writing import is_stream
+from ultraep.files.writing import is_stream, write_text
 from ultraep.policies import get_policy
 from ultraep.trace.flight import default_folder
 from ultraep.trace.read import Trace, read_trace
@@ -24,7 +24,7 @@ from ultraep_tools.cli.terminal import Grid, Terminal, describe_topology, make_g
 from ultraep_tools.crash import MOST_CRASHES, crash_folders, read_crash
 from ultraep_tools.export import write_csv
 from ultraep_tools.outputs import check_targets
-from ultraep_tools.placement import place_trace
+from ultraep_tools.placement import place_trace, verdict
 from ultraep_tools.replay import Replayed, cases, differing, replayed
 from ultraep_tools.report.words import counted
 
@@ -290,16 +290,19 @@ def place(options: PlaceOptions) -> None:
     """
     check_targets(options.out, force=options.force)
     trace = read_trace(options.path)
-    placed = place_trace(trace, options.domain)
+    domain = trace.topology.domain_size if options.domain is None else options.domain
+    layers = place_trace(trace, domain)
     terminal = Terminal()
-    terminal.print(Text(f"{placed.verdict()}\n"))
+    terminal.print(Text(f"{verdict(layers.values())}\n"))
     rows = [
         [str(layer), f"{own.recorded:.3f}", f"{own.placed:.3f}", "new" if own.better else "kept"]
-        for layer, own in placed.layers.items()
+        for layer, own in layers.items()
     ]
     terminal.print(make_grid(PLACE_HEADERS, rows))
     if options.out is not None:
-        placed.write(options.out)
+        orders = {layer: own.order.tolist() for layer, own in layers.items()}
+        content = {"ranks": trace.header.ranks, "domain": domain, "orders": orders}
+        write_text(options.out, json.dumps(content) + "\n")
         _print_written(options.out, counted(len(rows), "layer"))
 
 
