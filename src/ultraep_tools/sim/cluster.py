@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultraep_tools.sim.presets import check_positive, check_range, load_record
+from ultraep_tools.sim.presets import as_record, check_positive, check_range, load_table
 
 GIGA = 1e9
 MICRO = 1e-6
@@ -55,4 +55,4 @@ class Cluster:
 
 
 def load_cluster(name: str) -> Cluster:
-    return load_record(Cluster, "clusters", name)
+    return as_record(Cluster, load_table("clusters", name), f"cluster {name}")

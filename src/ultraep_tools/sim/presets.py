@@ -21,7 +21,6 @@ Table = dict[str, Any]
 
 LARGEST = 10**15  # any number in a table
 MAX_FILE_BYTES = 1 << 15  # tomllib can take seconds for a file of this size
-SINGULAR = {"clusters": "cluster", "models": "model"}
 TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -43,7 +42,7 @@ def load_table(kind: str, name: str) -> Table:
         hint = f" did you mean {near[0]}?" if near else ""
         where = f"{path}: " if path else ""
         raise ConfigError(
-            f"{where}unknown {SINGULAR[kind]} {table_name!r};{hint} choose from {', '.join(tables)}"
+            f"{where}unknown {kind[:-1]} {table_name!r};{hint} choose from {', '.join(tables)}"
         )
     return {"name": table_name, **tables[table_name]}
 
@@ -56,11 +55,6 @@ def _read_tables(path: Path) -> dict[str, Table]:
     if not tables:
         raise FileError(f"{path}: holds no table; a table begins with a line like [my-name]")
     return tables
-
-
-def load_record(record_type: type[Record], kind: str, name: str) -> Record:
-    """Return a preset, or a table of a file, as a dataclass."""
-    return as_record(record_type, load_table(kind, name), f"{SINGULAR[kind]} {name}")
 
 
 def as_record(record_type: type[Record], table: Table, where: str) -> Record:
