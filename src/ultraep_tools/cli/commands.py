@@ -108,8 +108,8 @@ class Commands(TyperGroup):
         except MemoryError as error:
             print_error(f"out of memory: {error}".rstrip(": "))
             raise typer.Exit(2) from None
-        except KeyboardInterrupt as interrupt:
-            print_error("; ".join(["interrupted", *interrupt.args]))
+        except KeyboardInterrupt:
+            print_error("interrupted")
             raise typer.Exit(130) from None
 
 
