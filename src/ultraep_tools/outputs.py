@@ -29,7 +29,7 @@ def check_targets(*targets: Path | None, force: bool = False) -> None:
 
 
 def prepare_folder(folder: Path, work: str, outputs: Sequence[str]) -> None:
-    """Create a directory for these outputs, or remove those of an earlier run from it.
+    """Create a directory for these outputs, or remove the outputs of an earlier run.
 
     A marker file shows that a directory was written by an earlier run. All other files stay.
     """

@@ -356,7 +356,7 @@ class Balancer:
     def summary(self) -> str:
         """Return three lines: imbalance, replicas and time with the policy of this balancer.
 
-        Waits for a device. Bytes and measured times are those of this rank.
+        Waits for a device. Bytes and measured times count this rank only.
         """
         self.settle()
         return self._stats.summary(self.config.policy)

@@ -168,7 +168,7 @@ class Trace:
         return self.take(np.flatnonzero(self.layer == layer))
 
     def by_policy(self) -> dict[str, Trace]:
-        """Return the records of each policy, those of the run's own policy first."""
+        """Return the records of each policy, the run's own policy first."""
         names = sorted(set(self.policy.tolist()), key=lambda name: name != self.header.policy)
         return {name: self.take(np.flatnonzero(self.policy == name)) for name in names}
 

@@ -204,7 +204,7 @@ def judge_domains(facts: Sequence[Facts]) -> Finding:
     finding = Finding("domains", facts[0]["reason"], notes=facts[0]["obstacles"], facts=facts[0])
     if facts[0]["shared"]:
         finding.notes.append(
-            f"{counted(len(facts), 'rank')} share GPUs: times are not those of as many GPUs"
+            f"{counted(len(facts), 'rank')} share GPUs: times say nothing about as many GPUs"
         )
     return finding
 

@@ -166,7 +166,7 @@ def kernels() -> Finding:
         _run_layer(device)
     except (RuntimeError, UltraEPError) as error:
         finding.problems.append(f"a layer on {device} does not run: {one_line(error)}")
-    finding.summary = f"{', '.join(quotas)} plan alike, a layer runs on {device}"
+    finding.summary = f"{', '.join(quotas)} give equal plans, a layer runs on {device}"
     return finding
 
 

@@ -1,4 +1,4 @@
-"""What the simulator predicts for a layer on ranks whose speed is fitted to even routing."""
+"""Predicted gain of a layer, on ranks whose speed is fitted to even routing."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _layers(by_policy: dict[str, Trace]) -> Grid:
 
 
 def _stages(by_policy: dict[str, Trace], stages: Sequence[str]) -> Grid | str:
-    """Return the mean time of every stage; the viewer shows that of all records."""
+    """Return the mean time of every stage; the viewer shows the mean of all records."""
     means = [own.stage_means for own in by_policy.values()]
     rows = [
         [stage, *(f"{1e3 * own.get(stage, 0):,.2f}" for own in means)]

@@ -1,7 +1,7 @@
 """Answers to the requests of the page: files, numbers as JSON, errors as one sentence.
 
 The page can also be one HTML file with all answers inside, which needs no network and cannot load
-anything. Of a long trace it holds some microbatches, evenly spaced, and the most imbalanced one.
+anything. A long trace is sampled: some microbatches, evenly spaced, and the most imbalanced one.
 """
 
 from __future__ import annotations

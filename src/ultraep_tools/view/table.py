@@ -86,7 +86,7 @@ class Table:
 def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) -> Numbers:
     """Return lines over time, means by layer and totals of a range of moments.
 
-    Means and totals are those of the balanced records, or of all if none is balanced.
+    Means and totals cover the balanced records, or all records if none is balanced.
 
     most: points of a line.   unbalanced: records that means and totals leave out.
     """
