@@ -27,12 +27,9 @@ from ultraep.arrays import IntArray
 from ultraep.policies import Problem
 from ultraep_tools.baselines.eplb import place_by_past
 from ultraep_tools.baselines.places import away_from_home, split_equally
-from ultraep_tools.sim.cluster import Cluster, load_cluster
-from ultraep_tools.sim.costs import Costs, measured_rates
-from ultraep_tools.sim.layer import LayerClock
-from ultraep_tools.sim.model import GroupedAttention, Model
-from ultraep_tools.sim.planning import Replicas
-from ultraep_tools.sim.runtime import runtime_of
+from ultraep_tools.check.predict import clock_of, replicas_of, stage_seconds
+from ultraep_tools.check.size import LayerSize
+from ultraep_tools.sim.cluster import load_cluster
 
 FloatArray = NDArray[np.float64]
 Table = tuple[str, list[Line]]  # title
@@ -135,37 +132,6 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def clock_of(cluster: Cluster, shape: Shape, topology: Topology, policy: str) -> LayerClock:
-    """The clock of a model that has only experts, in one layer."""
-    sizes: Any = {"experts": shape.experts, "top_k": shape.top_k, "expert_width": shape.ffn}
-    sizes |= {"width": shape.hidden, "layers": 1, "dense_layers": 0, "vocabulary": 1}
-    attention = GroupedAttention(kind="grouped", heads=1, kv_heads=1, head_width=1)
-    model = Model(name="layer", title="", source="benchmarks", attention=attention, **sizes)
-    return LayerClock(
-        costs=Costs(cluster, model, measured_rates()),
-        topology=topology,
-        runtime=runtime_of(policy),
-        tokens=shape.tokens,
-        context=0.0,
-        recompute=False,
-    )
-
-
-def replicas_of(plan: Plan) -> Replicas:
-    """A plan of the runtime as the simulator's record."""
-    first = np.zeros(plan.num_replicas, dtype=np.int64)
-    placed_C4 = np.column_stack([first, plan.replicas[:, :2], plan.quotas])
-    return Replicas.of(plan.topology, placed_C4, plan.loads.sum(axis=0)[None])
-
-
-def stage_seconds(clock: LayerClock, replicas: Replicas, *without: str) -> float:
-    """Seconds of a layer, forward and backward, except attention and the named stages."""
-    times = clock.times(replicas)
-    stages = times.forward | times.backward
-    left_out = ("attention", "attention back", *without)
-    return sum(float(took[0]) for stage, took in stages.items() if stage not in left_out)
-
-
 def line(model: str, load: str, policy: str, predicted: float, measured: float | None) -> Line:
     """One line with the predicted and the measured share."""
     case = {"model": model, "load": load, "policy": policy}
@@ -196,7 +162,8 @@ def card_seconds(work_R: FloatArray, speed: FloatArray) -> float:
 def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
     """Seconds of a layer, forward and backward, on eight partitions of a card."""
     runtime = "none" if policy in ("none", TILE_PERFECT) else "ultraep"
-    clock = clock_of(load_cluster(PARTITIONS), size, plan.topology, runtime)
+    layer = LayerSize(*(size.hidden, size.ffn, size.experts, size.top_k, size.tokens), "bfloat16")
+    clock = clock_of(load_cluster(PARTITIONS), layer, plan.topology, runtime)
     replicas = replicas_of(plan)
     seconds = stage_seconds(clock, replicas, "experts", "experts back")
     for direction in ("forward", "backward"):

@@ -44,35 +44,48 @@ def predicted_gain(
         for policy in ("none", "ultraep")
     ]
     without, balanced = (_seconds(size, low, plan) for plan in plans)
-    return max(1.0, without / balanced)
+    return max(1.0, without / balanced)  # by default, replicas that do not pay are not made
 
 
 def _seconds(size: LayerSize, speed: float, plan: Plan) -> float:
-    """Return the seconds of the layer, forward and backward, at this multiple of the cluster."""
+    """Return the seconds of the layer at this multiple of the cluster's speed."""
     cluster = _scaled(load_cluster(CLUSTER), speed, plan.topology)
-    sizes: Any = {"experts": size.experts, "top_k": size.top_k, "expert_width": size.ffn}
-    sizes |= {"width": size.hidden, "layers": 1, "dense_layers": 0, "vocabulary": 1}
-    attention = GroupedAttention(kind="grouped", heads=1, kv_heads=1, head_width=1)
-    clock = LayerClock(
-        costs=Costs(
-            cluster,
-            Model(name="layer", title="", source="", attention=attention, **sizes),
-            measured_rates(),
-        ),
-        topology=plan.topology,
-        runtime=runtime_of(plan.config.policy),
-        tokens=size.tokens,
-        context=0.0,
-        recompute=False,
-    )
-    first = np.zeros(plan.num_replicas, dtype=np.int64)
-    placed_C4 = np.column_stack([first, plan.replicas[:, :2], plan.quotas])
-    times = clock.times(Replicas.of(plan.topology, placed_C4, plan.loads.sum(axis=0)[None]))
-    stages = times.forward | times.backward
-    return sum(float(took[0]) for stage, took in stages.items() if "attention" not in stage)
+    clock = clock_of(cluster, size, plan.topology, plan.config.policy)
+    return stage_seconds(clock, replicas_of(plan))
 
 
 def _scaled(cluster: Cluster, speed: float, topology: Topology) -> Cluster:
     rates = ("matmul_tflops", "memory_gb_s", "link_gb_s", "network_gb_s")
     scaled: Any = {name: speed * getattr(cluster, name) for name in rates}
     return replace(cluster, devices=topology.ranks, domain=topology.domain_size, **scaled)
+
+
+def clock_of(cluster: Cluster, size: LayerSize, topology: Topology, policy: str) -> LayerClock:
+    """Return the clock of a model that has only experts, in one layer."""
+    sizes: Any = {"experts": size.experts, "top_k": size.top_k, "expert_width": size.ffn}
+    sizes |= {"width": size.hidden, "layers": 1, "dense_layers": 0, "vocabulary": 1}
+    attention = GroupedAttention(kind="grouped", heads=1, kv_heads=1, head_width=1)
+    model = Model(name="layer", title="", source="", attention=attention, **sizes)
+    return LayerClock(
+        costs=Costs(cluster, model, measured_rates()),
+        topology=topology,
+        runtime=runtime_of(policy),
+        tokens=size.tokens,
+        context=0.0,
+        recompute=False,
+    )
+
+
+def replicas_of(plan: Plan) -> Replicas:
+    """Return a plan as the simulator's record."""
+    first = np.zeros(plan.num_replicas, dtype=np.int64)
+    placed_C4 = np.column_stack([first, plan.replicas[:, :2], plan.quotas])
+    return Replicas.of(plan.topology, placed_C4, plan.loads.sum(axis=0)[None])
+
+
+def stage_seconds(clock: LayerClock, replicas: Replicas, *without: str) -> float:
+    """Return the seconds of a layer, forward and backward, except attention and these stages."""
+    times = clock.times(replicas)
+    stages = times.forward | times.backward
+    left_out = ("attention", "attention back", *without)
+    return sum(float(took[0]) for stage, took in stages.items() if stage not in left_out)

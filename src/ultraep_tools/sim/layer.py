@@ -1,6 +1,6 @@
 """LayerClock: seconds of the stages of one layer, forward and backward, for all microbatches.
 
-Stages follow each other as in the runtime (`runtime/overlap.py`). All ranks synchronise at
+Stages follow each other as in the runtime. All ranks synchronise at
 dispatch and at combine, so these stages, and the experts between them, take as long as the busiest
 rank. Weights of replicas share the ports with dispatched rows or precede them. Gradients of
 replicas overlap the last product of the experts, or attention. In several domains, a token crosses
