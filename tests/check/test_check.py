@@ -211,13 +211,30 @@ def test_one_host_alone(tmp_path, monkeypatch):
     [
         ("--level 4", "--level must be 1, 2 or 3, got 4"),
         ("--level 2", "torchrun --nproc-per-node 2 -m ultraep check"),
-        ("--tokens 0", "--tokens must be at least 1, got 0"),
-        ("--dtype int8", "--dtype must be float32 or bfloat16"),
         ("--timeout 0", "--timeout must be positive"),
+        ("--tokens 8 --top-k 2", "level 1 runs no layer of your size; remove --top-k and --tokens"),
+        ("--from .", "level 1 runs no layer of your size; remove --from"),
     ],
 )
 def test_wrong_options_are_refused(words, message):
     done = invoke("check", *words.split())
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 0", "--tokens must be at least 1, got 0"),
+        ("--dtype int8", "--dtype must be float32 or bfloat16"),
+        ("--experts 9", "9 experts do not divide evenly over 2 ranks"),
+        ("--failed-hosts f", "only level 1 writes failing hosts; remove --failed-hosts"),
+    ],
+)
+def test_wrong_sizes_are_refused_before_ranks_meet(words, message, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    done = invoke("check", "--level", "3", *words.split())
     assert done.exit_code == 2
     assert message in done.stderr
 

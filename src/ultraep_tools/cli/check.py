@@ -16,7 +16,7 @@ from ultraep.errors import ConfigError
 from ultraep.files.writing import write_text
 from ultraep_tools.check.size import LayerSize, sizes_in
 from ultraep_tools.cli import options as cli
-from ultraep_tools.cli.options import option
+from ultraep_tools.cli.options import option, refuse_options
 from ultraep_tools.cli.terminal import Terminal, make_grid
 from ultraep_tools.launch.processes import RankPlace
 from ultraep_tools.outputs import check_targets
@@ -59,11 +59,10 @@ class CheckOptions(cli.Options):
     dtype: str | None = option(
         "Dtype of the layer.", "float32; bfloat16 on GPUs", metavar="float32|bfloat16"
     )
-    dispatcher: str = option(
+    dispatcher: str | None = option(
         "Rows through deepep, or the dispatcher that a function of yours returns for (group, "
         "size).",
         "the data plane",
-        default="",
         metavar="deepep|MODULE:FUNCTION",
     )
     timeout: float = option("Seconds that a part waits for a rank.", default=TIMEOUT)
@@ -107,11 +106,12 @@ def command(options: CheckOptions) -> None:
             level,
             options.timeout,
             lambda ranks, gpus: _size(options, ranks, gpus=gpus),
-            options.dispatcher,
+            options.dispatcher or "",
             shown,
         )
     if first or "rank 0 did not come" in report.verdict:
-        _print_verdict(report, terminal, options.json)
+        only_rank_0 = place is None or place.rank == 0
+        _print_verdict(report, terminal, options.json if only_rank_0 else None)
     if report.problems:
         raise typer.Exit(FAILED)
 
@@ -125,6 +125,13 @@ def _check(options: CheckOptions, level: int, place: RankPlace | None) -> None:
             f"--level {level} checks ranks: start it with "
             "torchrun --nproc-per-node 2 -m ultraep check"
         )
+    if level > 1:
+        refuse_options(options, ("failed_hosts",), "only level 1 writes failing hosts")
+    if level < 3:
+        reason = f"level {level} runs no layer of your size"
+        refuse_options(options, ("model", *NAMES, "tokens", "dtype", "dispatcher"), reason)
+        if options.checkpoint is not None:
+            raise ConfigError(f"{reason}; remove --from")
     if options.model is not None and options.checkpoint is not None:
         raise ConfigError("pass --model or --from, not both")
     if not options.timeout > 0:
@@ -135,6 +142,8 @@ def _check(options: CheckOptions, level: int, place: RankPlace | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if options.dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"--dtype must be float32 or bfloat16, got {options.dtype!r}")
+    if level == 3 and place is not None:
+        _size(options, place.size, gpus=False)
 
 
 def _size(options: CheckOptions, ranks: int, *, gpus: bool) -> LayerSize:
