@@ -52,7 +52,8 @@ class PassRecord:
     start_time: Unix time.   timed: whether `seconds` are measured.
     captured: whether a CUDA graph captures the pass; then subscribers do not see it.
     timeline: stages with the host time at which they began; "": outside of all stages.
-    plan: of the microbatch. None again after subscribers were called, to free its memory.
+    plan: of the microbatch. None again after subscribers were called, to free its memory. A plan of
+        the device if no subscriber reads plans.
     sent: "weights" or "gradients", bytes of a replica, and replicas; None: as planned.
     seconds: by stage.   bytes_sent, replicas_sent: by "weights" and "gradients".
     """
@@ -229,6 +230,7 @@ class PassLog:
 
     flight: the flight recorder, which keeps the last passes.
     every: one in this many microbatches is timed on a GPU, because events cost time of the host.
+    reads_plans: whether subscribers read plans; a rank alone need not fetch them otherwise.
     warn_of_captures: warn once that subscribers do not see the passes of graphs.
     record_type, clock: replaced by tools that watch stages.
     """
@@ -239,10 +241,10 @@ class PassLog:
     def __init__(self, rank: int, flight: FlightRecorder | None = None, every: int = TIMED) -> None:
         self.rank, self.flight, self.every = rank, flight, every
         self._subscribers: list[Subscriber] = []
-        self.warn_of_captures = False
+        self.warn_of_captures, self.reads_plans = False, True
         self._open: dict[PassRecord, None] = {}
         # Passes on a GPU that have ended, with functions that return their plans.
-        self._ended: deque[tuple[PassRecord, Callable[[], Plan] | None]] = deque()
+        self._ended: deque[tuple[PassRecord, Callable[[], Any]]] = deque()
         self._pending: deque[tuple[Any, deque[tuple[PassRecord, Any]]]] = deque()
 
     def subscribe(self, subscriber: Subscriber) -> None:
@@ -285,10 +287,17 @@ class PassLog:
         elif not record.on_gpu:
             plan = None if record.plan is None else record.plan.to_host()
             self._deliver(record, plan)
+        elif not (self.reads_plans or record.timed):
+            self._deliver(record, record.plan)
         else:
-            self._ended.append((record, record.plan and record.plan.to_host_async()))
+            self._ended.append((record, self._host_plan(record)))
             if record.timed:
                 self._wait_for(_event())  # after the copy of the plan
+
+    def _host_plan(self, record: PassRecord) -> Callable[[], Any]:
+        """Return a callable that yields the plan for subscribers."""
+        plan = record.plan
+        return plan.to_host_async() if self.reads_plans and plan is not None else lambda: plan
 
     def _wait_for(self, event: Any) -> None:
         """Deliver the passes that have ended when this event has come."""
@@ -309,7 +318,7 @@ class PassLog:
         record, plan = ended.popleft()
         if not ended:
             self._pending.popleft()
-        self._deliver(record, plan and plan())
+        self._deliver(record, plan())
         return True
 
     def _deliver(self, record: PassRecord, plan: Any) -> None:

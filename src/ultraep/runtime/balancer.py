@@ -161,6 +161,7 @@ class Balancer:
         self._host_agreement = self._agreement.over(self._hosts)
         self.log = PassLog(self.rank, self.flight, TIMED if self.recorder is None else 1)
         self.log.subscribe(self._stats.add)
+        self.log.reads_plans = self.comm.size > 1
         if self.recorder is not None:
             self.subscribe(Recording(self.recorder, self.rank).add)
         if self._speeds is not None:
@@ -325,7 +326,7 @@ class Balancer:
         and a warning says so at the first capture.
         """
         self.log.subscribe(subscriber)
-        self.log.warn_of_captures = self.rank == 0
+        self.log.reads_plans, self.log.warn_of_captures = True, self.rank == 0
 
     def at_state(self, layer: int, device: torch.device) -> None:
         """Raise unless all ranks are about to gather the experts of this layer; collective."""

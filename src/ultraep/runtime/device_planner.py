@@ -46,6 +46,7 @@ class DevicePlanner:
 
     rows: the most routed rows (tokens times choices) of this rank in one microbatch.
     config: with the policy "ultraep" or "none".
+    alone: there is one rank, and the host does not read its plan: it is routed by `reroute_alone`.
     device: None: the current GPU, or the CPU with Triton's interpreter.
     `faults`: [3] faults that the device has counted since the last `check`.
     `counts`: [E + 4] loads of this rank, its rows without an expert, and its faults.
@@ -61,6 +62,7 @@ class DevicePlanner:
         *,
         rows: int,
         rank: int = 0,
+        alone: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         config = config or BalanceConfig()
@@ -69,7 +71,7 @@ class DevicePlanner:
         from ultraep.backends.triton.device import default_device, launching
         from ultraep.backends.triton.planner import Planner
 
-        self.topology, self.config, self.rank = topology, config, rank
+        self.topology, self.config, self.rank, self.alone = topology, config, rank, alone
         self.device = torch.empty(0, device=device or default_device()).device
         if self.device.type != default_device().type:
             raise ConfigError(f"kernels run on {default_device().type}, not on {self.device}")
@@ -157,7 +159,8 @@ class DevicePlanner:
         with self._here():
             if self.topology.ranks > 1:
                 self._planner.plan(loads)
-            self._rerouter.receive(loads, self.rank, self.received)
+            if not self.alone:
+                self._rerouter.receive(loads, self.rank, self.received)
         self._plan = self._device_plan(loads)
         return self._plan
 
@@ -220,6 +223,21 @@ class DevicePlanner:
             self._rerouter.assign(ids, slots, order, positions)
         r, received = self._rerouter, self.received.clone()
         return DeviceRoutes(slots, positions, order, r.rows_of_slot, r.send_counts, received)
+
+    def reroute_alone(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Stage 4 of a rank alone, for the ids that were counted last.
+
+        Returns [T, K] slots, [S + 1] the first row of every slot, [N] the rows in the order of the
+        slots, and [N] the position of every row there; -1: padding.
+        """
+        slots = torch.empty(ids.shape, dtype=torch.int32, device=self.device)
+        even = ids.numel() + ids.numel() % 2  # aligned to 16 bytes
+        piece = torch.empty(2, even, dtype=torch.int64, device=self.device)
+        order, positions = piece[:, : ids.numel()]
+        with self._here():
+            self._rerouter.lines(self._last_plan().loads, self.rank)
+            self._rerouter.assign(ids, slots, order, positions)
+        return slots, self._rerouter.lines_of_rank.first_row.clone(), order, positions
 
     def check(self) -> None:
         """Raise faults that the device has counted since the last check; waits for it."""

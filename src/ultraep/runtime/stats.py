@@ -60,14 +60,16 @@ class Stats:
             self.add_plan(record.plan)
 
     def add_plan(self, plan: Plan) -> None:
-        """Count a plan: imbalances, replicas, rows and predicted times."""
+        """Count a plan: imbalances, replicas, rows and predicted times.
+
+        A rank alone has nothing to balance: its plan may be one of the device.
+        """
         self.microbatches += 1
         if plan.topology.ranks == 1:  # nothing to balance
             self.skipped += 1
             self.before += 1.0
             self.after += 1.0
             self.worst = max(self.worst, 1.0)
-            self.rows += plan.total
             return
         replicas = plan.num_replicas
         self.replicas += replicas

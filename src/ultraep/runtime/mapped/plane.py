@@ -35,7 +35,7 @@ from ultraep.runtime.device_plan import DevicePlan, Gathered
 from ultraep.runtime.device_planner import DevicePlanner, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.mapped.replicas import MappedReplicas
-from ultraep.runtime.mapped.rows import MappedRows
+from ultraep.runtime.mapped.rows import MappedRows, OwnRows
 from ultraep.runtime.streams import Fetch, capturing
 
 FIRST_ROWS = 1024  # routed rows that the planner has room for at first
@@ -53,11 +53,14 @@ class MappedPlane:
         _check_current(peers.device)
         self.context, self.topology, self.device = context, context.topology, peers.device
         self._peers, self.hosts = peers, context.comm.hosts()
+        # A rank alone serves its own rows: it need not know how many of them are padding.
+        self.alone = context.topology.ranks == 1 and context.capacity.setting == AUTO
         self.planner = DevicePlanner(
             context.topology,
             device_config(context.config),
             rows=FIRST_ROWS,
             rank=context.comm.rank,
+            alone=self.alone,
             device=peers.device,
         )
         self.memory = MappedMemory(
@@ -162,9 +165,7 @@ class MappedMicrobatch(Microbatch):
         super().__init__(inputs, plane.context)
         self._plane = plane
         self._captured = capturing(plane.device)
-        # A rank alone serves its own rows: it need not know how many of them are padding.
-        self._alone = plane.topology.ranks == 1 and plane.context.capacity.setting == AUTO
-        self._waits = not (self._alone or self._captured)
+        self._waits = not (plane.alone or self._captured)
         self._refusal: LoadError | None = None
         self._begins: list[int] | None = None  # of the slots of this rank, once the host knows
         self._loads: torch.Tensor | None = None
@@ -342,10 +343,15 @@ class MappedMicrobatch(Microbatch):
     def reroute(self) -> Exchange:
         self._record.at("reroute")
         plan, memory, ids = self._after("plan", self._plan), self._plane.memory, self._inputs.ids
+        planner, ids = self._current(), ids.contiguous()
+        if self._plane.alone:
+            slots, *order = planner.reroute_alone(ids)
+            own = OwnRows(self.passes, memory, slots, self._last_replicas, *order)
+            return self._rerouted(own)
         rows = MappedRows(
             self.passes,
             memory,
-            self._current().reroute(ids.contiguous(), counted=True),
+            planner.reroute(ids, counted=True),
             plan.rank_loads,
             self._last_replicas,
             self._begins,

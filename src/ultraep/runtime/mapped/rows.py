@@ -41,12 +41,11 @@ class MappedRows:
         begins: list[int] | None,
         most_rows: int = 0,
     ) -> None:
-        self.passes = passes
-        self._memory, self._routes, self._replicas, self._begins = memory, routes, replicas, begins
-        self._shape = routes.slots.shape
+        num_rows = most_rows if begins is None else begins[-1]
+        self._keep(passes, memory, routes.slots, replicas, num_rows, begins)
+        self._routes = routes
         self._tokens, top_k = memory.tokens, self._shape[1]
         self._capacity = memory.rows
-        self._num_rows = most_rows if begins is None else begins[-1]
         memory.tables_of = passes.count
         self.offsets, self._wrong = memory.exchange.tables(
             memory.tables(top_k),
@@ -56,11 +55,20 @@ class MappedRows:
             self._tokens * top_k,
             self._capacity,
         )
-        self._map: RowMap | None = None
 
-    @property
-    def slots(self) -> torch.Tensor:
-        return self._routes.slots
+    def _keep(
+        self,
+        passes: Passes,
+        memory: MappedMemory,
+        slots: torch.Tensor,
+        replicas: MappedReplicas | None,
+        num_rows: int,
+        begins: list[int] | None = None,
+    ) -> None:
+        self.passes, self._memory, self._replicas, self.slots = passes, memory, replicas, slots
+        self._shape, self._num_rows = slots.shape, num_rows
+        self._begins = begins
+        self._map: RowMap | None = None
 
     @outside_dispatch_modes
     def begins(self) -> list[int]:
@@ -146,3 +154,32 @@ class MappedRows:
         if record.backward:
             record.end()
         return sums_TD, scalars_TK
+
+
+class OwnRows(MappedRows):
+    """The rows of a rank alone: it serves all of them, so their map needs no tables of others.
+
+    order, positions: `[N]` the rows in the order of the slots, and where each row is there; -1:
+        padding, which the order has at its end.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        memory: MappedMemory,
+        slots: torch.Tensor,
+        replicas: MappedReplicas | None,
+        offsets: torch.Tensor,
+        order: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        self._keep(passes, memory, slots, replicas, slots.numel())
+        self.offsets = offsets
+        self._map = RowMap(offsets, memory.signals.words[:1], order, positions)
+
+    def _meet(self) -> None:
+        """There is no other rank."""
+
+    def _exchange_routes(self, gates_TK: torch.Tensor) -> torch.Tensor:
+        assert self._map is not None
+        return gates_TK.view(-1)[self._map.origins].to(accumulator(gates_TK.dtype))
