@@ -22,7 +22,7 @@ from ultraep import (
     UltraEPError,
     workload,
 )
-from ultraep.integrations.vllm.settings import read_settings
+from ultraep.integrations.serving.settings import read_settings
 from ultraep.plan import plan_from_replicas
 from ultraep.routes import batch_routes, from_vllm, packed_routes
 from ultraep.runtime.cost import VARIABLE, from_environment

@@ -18,10 +18,10 @@ import ultraep
 from ultraep import ConfigError
 from ultraep.bundle import Layout
 from ultraep.integrations import vllm
-from ultraep.integrations.vllm.counters import ServingCounters
+from ultraep.integrations.serving.counters import ServingCounters
+from ultraep.integrations.serving.settings import ServingSettings, read_settings
+from ultraep.integrations.serving.tensors import carry_experts, tensors_without_bundle
 from ultraep.integrations.vllm.refusals import BACKENDS, reasons_of_engine, reasons_of_layer
-from ultraep.integrations.vllm.settings import VLLM_LOGGER, ServingSettings, read_settings
-from ultraep.integrations.vllm.tensors import carry_experts, tensors_without_bundle
 from ultraep.passes import Passes, PassRecord
 from ultraep.supported import Library
 
@@ -216,9 +216,9 @@ def test_replicas_have_the_bits_and_strides_of_their_expert(dtype, form):
     elif form == "expanded":
         tensor = tensor[:1, 0, :1].expand(2, 1)
     home = Experts(tensors=WEIGHTS | {"w13_scale": tensor})
-    (carried,) = [c for c in carry_experts(home).values() if "w13_scale" in c.names]
-    assert tensors_without_bundle(home) == []
-    bundle = {name: c.stack for name, c in carry_experts(home).items()}
+    (carried,) = [c for c in carry_experts(home, 2).values() if "w13_scale" in c.names]
+    assert tensors_without_bundle(home, 2) == []
+    bundle = {name: c.stack for name, c in carry_experts(home, 2).items()}
     layout = Layout.of(bundle, 2)
     for expert in range(2):
         row = layout.pack(bundle, expert)
@@ -235,7 +235,7 @@ def test_replicas_have_the_bits_and_strides_of_their_expert(dtype, form):
 def test_a_value_that_experts_share_travels_with_each():
     scalar = torch.tensor(0.25)
     home = Experts(tensors=WEIGHTS | {"w2_input_scale": scalar})
-    carried = carry_experts(home)["w2_input_scale"]
+    carried = carry_experts(home, 2)["w2_input_scale"]
     assert carried.stack.shape == (2,)
     assert carried.restore(carried.stack[1:]).shape == ()
     assert carried.restore(carried.stack[1:]) == 0.25
@@ -278,7 +278,7 @@ def test_counters():
 def test_unsupported_versions_are_not_balanced(monkeypatch, caplog, installed, message):
     monkeypatch.setattr(Library, "installed", lambda _: installed)
     monkeypatch.setenv("ULTRAEP_SLOTS", "1")
-    with caplog.at_level(logging.DEBUG, VLLM_LOGGER):
+    with caplog.at_level(logging.DEBUG, vllm.VLLM_LOGGER):
         vllm.register()
         monkeypatch.delenv("ULTRAEP_SLOTS")
         vllm.register()

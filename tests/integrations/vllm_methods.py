@@ -197,12 +197,12 @@ def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 def check(case: Case, config: Any) -> dict[str, Any]:
     """Return what was compared; raises AssertionError if a replica is not its expert."""
     from ultraep.bundle import Layout
+    from ultraep.integrations.serving.tensors import tensors_without_bundle
     from ultraep.integrations.vllm.refusals import METHODS
-    from ultraep.integrations.vllm.tensors import tensors_without_bundle
 
     home, other = (make_layer(case, seed, config) for seed in (1, 2))
     assert {cls.__name__ for cls in type(home.quant_method).__mro__} & set(METHODS)
-    assert tensors_without_bundle(home) == []
+    assert tensors_without_bundle(home, EXPERTS) == []
     layout = Layout.of(home.bundle, EXPERTS)
     assert layout == Layout.of(other.bundle, EXPERTS)
     replicas = []
@@ -275,10 +275,10 @@ def check_outputs(home: Any, other: Any, replica: Any, expert: int) -> int:
     rows = torch.randn(7, HIDDEN, generator=generator)
     gates = torch.rand(7, generator=generator)
     counts = [7 * (number == expert) for number in range(EXPERTS)]
-    at_home = home._compute(rows, gates, counts, home)
-    in_slot = other._compute(rows, gates, [7], replica)
+    at_home = home.compute(rows, gates, counts, home)
+    in_slot = other.compute(rows, gates, [7], replica)
     assert bits(at_home) == bits(in_slot)
-    assert bits(in_slot) != bits(other._compute(rows, gates, counts, other))
+    assert bits(in_slot) != bits(other.compute(rows, gates, counts, other))
     return len(rows)
 
 
@@ -315,8 +315,8 @@ def check_settings_of_compilation(config: Any) -> dict[str, Any]:
     import vllm.model_executor.layers.fused_moe.runner.moe_runner  # registers the operation
     from vllm.compilation.backends import split_graph
 
+    from ultraep.integrations.serving.settings import ServingSettings
     from ultraep.integrations.vllm.service import adapt_compilation
-    from ultraep.integrations.vllm.settings import ServingSettings
 
     del vllm
     config.compilation_config.splitting_ops = ["vllm::unified_attention"]
@@ -346,8 +346,8 @@ def check_batches_left_to_vllm(config: Any) -> dict[str, Any]:
     """Check which batches of GPUs vLLM runs itself; CPU ranks have no all-to-all of vLLM."""
     from vllm.config import CUDAGraphMode
 
+    from ultraep.integrations.serving.settings import ServingSettings
     from ultraep.integrations.vllm import service as module
-    from ultraep.integrations.vllm.settings import ServingSettings
 
     service = module.Service(config, ServingSettings())
     balancer = object()
@@ -403,7 +403,7 @@ def check_recorded_routes(config: Any) -> dict[str, Any]:
         layer.layer_index = layer.balancer.register_layer()
         layer.service = SimpleNamespace(policy=lambda _: None)
         with set_current_vllm_config(config), torch.inference_mode():
-            assert layer._stages(x, gates, ids).shape == x.shape
+            assert layer.run_balanced(x, gates, ids).shape == x.shape
         replicas: int = layer.last_plan.to_host().num_replicas
         return replicas
 

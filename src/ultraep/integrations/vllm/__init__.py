@@ -3,12 +3,11 @@
 vLLM loads `register` through the entry point `vllm.general_plugins` in each of its processes. The
 plug-in does nothing unless a setting is given.
 
-settings   settings from the environment or --additional-config
 refusals   engines, layers and batches that are not balanced, and why
-tensors    how the tensors of an expert travel, for every quantisation method
-counters   counters on vLLM's metrics page
-service    balancers and counters that the layers of a model share
+service    the layers of a model, and what the plug-in reads from vLLM
 experts    the balanced layer; it and `service` import vLLM
+
+What SGLang's plug-in needs as well is in `integrations.serving`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import logging
 import os
 from functools import partial
 
-from ultraep.integrations.vllm.settings import VLLM_LOGGER, read_settings
+from ultraep.integrations.serving.settings import read_settings
+from ultraep.integrations.vllm.refusals import VLLM_LOGGER
 from ultraep.supported import VLLM
 
 __all__ = ["register"]

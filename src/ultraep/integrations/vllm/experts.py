@@ -7,14 +7,13 @@ logical ids of the router, so routes that vLLM records stay logical.
 On GPUs vLLM calls it inside of its opaque operation `vllm::moe_forward`. On CPUs the compiler
 traces it, and it calls an opaque operation of its own.
 
-Shapes: T tokens, K experts per token, A arrived rows, n of them, D model width.
+Shapes: T tokens, K experts per token, n arrived rows, D model width.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,15 +28,9 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-from ultraep.comm import moved
-from ultraep.dispatch import Arrivals
-from ultraep.integrations.common import Overlay, run_layer
+from ultraep.integrations.serving.experts import ServedExperts, ids_of_rows
+from ultraep.integrations.serving.settings import read_settings
 from ultraep.integrations.vllm.service import Service
-from ultraep.integrations.vllm.settings import read_settings
-from ultraep.integrations.vllm.tensors import Carried, carry_experts
-from ultraep.microbatch import AnyPlan, Layer
-from ultraep.replicas import Replicas
-from ultraep.runtime.balancer import Balancer
 
 _current: Service | None = None  # of the model being built
 
@@ -77,17 +70,10 @@ def vllm_experts(
 vllm_experts.register_fake(lambda x, *_: torch.empty_like(x))
 
 
-class BalancedRows(RoutedExperts):  # type: ignore[misc]
-    """A mixin for vLLM's experts: home experts of this rank plus replicas for a batch.
+class BalancedRows(ServedExperts, RoutedExperts):  # type: ignore[misc]
+    """A mixin for vLLM's experts: home experts of this rank plus replicas for a batch."""
 
-    balancer, layer_index: the balancer and the index of the layer, if it is balanced.
-    last_plan: the plan of the last batch.
-    """
-
-    balancer: Balancer | None = None
-    layer_index: int
-    last_plan: AnyPlan | None = None
-    _carried: dict[str, Carried] | None = None
+    service: Service | None
 
     def __init__(self, *inputs: Any, **options: Any) -> None:
         super().__init__(*inputs, **options)
@@ -124,7 +110,7 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
             )
         if shared_experts is not None:  # runs only if vLLM leaves them to the kernel
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
-        return self._stages(x, topk_weights, topk_ids)
+        return self.run_balanced(x, topk_weights, topk_ids)
 
     def forward_monolithic(self, *inputs: Any, **options: Any) -> Any:
         """Run kernels that route by themselves, which are never balanced."""
@@ -132,67 +118,21 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
             assert not self.service.ready, "layers whose kernels route by themselves are refused"
         return super().forward_monolithic(*inputs, **options)
 
-    def _stages(self, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        assert self.balancer is not None
-        assert self.service is not None
-        layer = Layer(self.layer_index, self.bundle, self._serve)
-        policy = self.service.policy(self.balancer)
-        return run_layer(self, layer, ids, gates, x, policy=policy)
-
     @property
-    def carried(self) -> dict[str, Carried]:
-        """The tensors of the experts as replicas hold them."""
-        if self._carried is None or any(
-            getattr(self, carried.names[0]) is not carried.tensor
-            for carried in self._carried.values()
-        ):
-            self._carried = carry_experts(self)
-        return self._carried
+    def num_homes(self) -> int:
+        """Number of home experts of this rank."""
+        return int(self.local_num_experts)
 
-    @property
-    def bundle(self) -> dict[str, torch.Tensor]:
-        """The tensors of a replica: all tensors of an expert."""
-        return {name: carried.stack for name, carried in self.carried.items()}
-
-    def _serve(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
-        """Return `[A, D]` outputs times gates, on home weights and on replicas."""
-        begins, homes = arrivals.begins(), replicas.num_homes
-        memory = replicas.served_rows(arrivals.rows)
-        outputs = torch.empty_like(arrivals.rows) if memory is None else memory
-
-        def serve(begin: int, end: int, counts: list[int], experts: Any) -> None:
-            rows, gates = arrivals.rows[begin:end], arrivals.gates[begin:end]
-            outputs[begin:end] = self._compute(rows, gates, counts, experts)
-
-        if begins[homes]:
-            counts = [end - begin for begin, end in pairwise(begins[: homes + 1])]
-            serve(0, begins[homes], counts, self)
-        for slot, (begin, end) in enumerate(pairwise(begins[homes:])):
-            if begin < end:  # one by one: kernels assume contiguous experts
-                serve(begin, end, [end - begin], self.replica(replicas.tensors(), slot))
-        return outputs
-
-    def replica(self, tensors: dict[str, torch.Tensor], slot: int) -> Overlay:
-        """Return this layer with the tensors of one slot."""
-        attributes = {}
-        for name, carried in self.carried.items():
-            restored = carried.restore(tensors[name][slot : slot + 1])
-            attributes.update(dict.fromkeys(carried.names, restored))
-        return Overlay(self, **attributes)
-
-    def _compute(
+    def compute(
         self, rows: torch.Tensor, gates: torch.Tensor, counts: list[int], experts: Any
     ) -> torch.Tensor:
-        """Run vLLM's kernel on `[n, D]` rows, `counts` rows for each expert of this layer."""
-        each = moved(torch.tensor(counts), rows.device)
-        ids = torch.arange(len(counts), dtype=torch.int32, device=rows.device)
-        ids = ids.repeat_interleave(each, output_size=len(rows))
+        """Run vLLM's kernel on `[n, D]` rows, `counts` rows for each expert of `experts`."""
         outputs: torch.Tensor = self._kernel(experts).apply(
             hidden_states=rows.contiguous(),
             w1=experts.w13_weight,
             w2=experts.w2_weight,
             topk_weights=gates[:, None].contiguous(),
-            topk_ids=ids[:, None].contiguous(),
+            topk_ids=ids_of_rows(counts, rows),
             activation=self.activation,
             global_num_experts=len(counts),
             expert_map=None,

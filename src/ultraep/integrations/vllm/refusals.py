@@ -6,13 +6,13 @@ vLLM; its configuration and layers are arguments.
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Any
 
 import torch
 
-from ultraep.integrations.vllm.tensors import tensors_without_bundle
+from ultraep.integrations.serving.tensors import tensors_without_bundle
 
+VLLM_LOGGER = "vllm.ultraep"  # a child of vLLM's logger, so that its handlers print it
 # Quantisation methods whose experts are their tensors `w13_...` and `w2_...` and nothing else.
 METHODS = (
     "CompressedTensorsW4A4Mxfp4MoEMethod",
@@ -60,10 +60,6 @@ BACKENDS = {
 }
 WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")  # methods of speculative decoding
 
-# Operations that a rank performs while one byte of an expert arrives, rounded: float32 on one core
-# beside shared memory, and bfloat16 on a GPU beside NVLink.
-OPERATIONS_PER_BYTE = {"cpu": 8.0, "cuda": 2000.0}
-
 
 def reasons_of_engine(config: Any) -> list[str]:
     """Return why no layer of this engine is balanced; empty if all are."""
@@ -110,7 +106,7 @@ def reasons_of_layer(layer: Any, homes: list[int]) -> list[str]:
     kernel = method.moe_kernel.fused_experts
     kernel_name, state = type(kernel).__name__, _tensors_of_kernel(kernel)
     shared = layer.expert_map_manager.num_fused_shared_experts
-    without_bundle = tensors_without_bundle(layer)
+    without_bundle = tensors_without_bundle(layer, layer.local_num_experts)
     conditions = {
         f"{name} runs on {kernel_name}, which routes tokens itself": method.is_monolithic,
         f"{name} runs on {kernel_name}: use {', '.join(KERNELS)}": not _is_one_of(kernel, KERNELS),
@@ -145,27 +141,3 @@ def _is_at_home(layer: Any, homes: list[int]) -> bool:
     mine = [expert for expert, home in enumerate(homes) if home == rank]
     held = range(len(mine)) if places is None else [int(places[expert]) for expert in mine]
     return list(held) == list(range(layer.local_num_experts))
-
-
-def rows_to_pay(nbytes: int, parameters: int, device: str) -> int:
-    """Return the rows that a replica must serve to save more time than its transfer takes.
-
-    A transfer takes `nbytes` over the link; each row saves two operations per parameter. The
-    result is 16 rows for float32 on CPUs and 2000 rows for bfloat16 on GPUs.
-
-    >>> rows_to_pay(nbytes=4_000, parameters=1_000, device="cpu")
-    16
-    """
-    per_byte = OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"])
-    return max(1, ceil(nbytes / (2 * parameters) * per_byte))
-
-
-def least_tokens(rows: int, ranks: int, top_k: int) -> int:
-    """Return the tokens of all ranks for which a rank has `rows` rows on average.
-
-    Smaller batches, mostly decoding, are not balanced.
-
-    >>> least_tokens(rows=16, ranks=4, top_k=8)
-    8
-    """
-    return ceil(rows * ranks / top_k)

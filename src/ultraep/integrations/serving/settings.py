@@ -1,5 +1,6 @@
-"""Settings of the plug-in, from the environment or `--additional-config`.
+"""Settings of a plug-in, from the environment or, with vLLM, from `--additional-config`.
 
+ULTRAEP_SLOTS=1 python -m sglang.launch_server ...
 ULTRAEP_SLOTS=1 vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel
 vllm serve MODEL ... --additional-config '{"ultraep": {"slots": 1}}'
 """
@@ -16,7 +17,6 @@ from ultraep.policies import running_policy
 
 KEY = "ultraep"  # in the additional configuration
 PREFIX = "ULTRAEP_"  # in the environment
-VLLM_LOGGER = "vllm.ultraep"  # a child of vLLM's logger, so that its handlers print it
 READ_ELSEWHERE = {"ULTRAEP_TRACE", "ULTRAEP_RATES", "ULTRAEP_FLIGHT"}
 
 
@@ -47,7 +47,7 @@ class ServingSettings:
         running_policy(self.policy)
 
 
-def read_settings(environment: Mapping[str, str], additional: Any) -> ServingSettings | None:
+def read_settings(environment: Mapping[str, str], additional: Any = None) -> ServingSettings | None:
     """Read the settings; None: no setting is given, or slots is 0.
 
     additional: vLLM's additional configuration; only its key `ultraep` is read.

@@ -1,8 +1,8 @@
-"""Counters of the plug-in on vLLM's own metrics page.
+"""Counters of a plug-in on the engine's own metrics page.
 
 Worker processes count, and API server processes serve the page. prometheus_client combines them if
 `PROMETHEUS_MULTIPROC_DIR` is set. vLLM sets it itself when it starts several API servers, as it
-does with data parallelism.
+does with data parallelism; SGLang sets it with `--enable-metrics`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ServingCounters:
     """
 
     def __init__(self, rank: int, registry: CollectorRegistry | None = None) -> None:
-        from prometheus_client import REGISTRY, Counter, Summary  # installed with vLLM
+        from prometheus_client import REGISTRY, Counter, Summary  # installed with the engine
 
         self._rank = rank
         kinds: dict[str, Any] = {"counter": Counter, "summary": Summary}

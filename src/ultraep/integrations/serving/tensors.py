@@ -1,8 +1,8 @@
-"""How the tensors of vLLM's experts travel as replicas, for every quantisation method.
+"""How the tensors of an engine's experts travel as replicas, for every quantisation method.
 
-vLLM prefixes the tensors of an expert with `w13_` and `w2_`: weights, scales, zero points, biases.
-They are parameters or plain attributes of the layer, and two names may share one tensor. Replicas
-hold their raw bytes in the layout of the kernels, so nothing is dequantised or converted again.
+vLLM and SGLang prefix the tensors of an expert with `w13_` and `w2_`: weights, scales, zero points,
+biases. They are parameters or plain attributes of the layer, and two names may share one tensor.
+Replicas hold their raw bytes in the layout of the kernels, so nothing is dequantised or converted.
 
 Shapes: H home experts of this rank, n experts.
 """
@@ -43,21 +43,20 @@ class Carried:
         return replicas.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
-def carry_experts(layer: Any) -> dict[str, Carried]:
+def carry_experts(layer: Any, homes: int) -> dict[str, Carried]:
     """Return every tensor of the layer's experts, by its first name."""
     names: dict[int, list[str]] = {}
     tensors = {name: t for name, t in _tensors(layer).items() if name.startswith(PREFIXES)}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     return {
-        aliases[0]: _carry(tensors[aliases[0]], tuple(aliases), layer.local_num_experts)
-        for aliases in names.values()
+        aliases[0]: _carry(tensors[aliases[0]], tuple(aliases), homes) for aliases in names.values()
     }
 
 
-def tensors_without_bundle(layer: Any) -> list[str]:
+def tensors_without_bundle(layer: Any, homes: int) -> list[str]:
     """Return the tensors of the layer that replicas cannot carry, each with the reason."""
-    homes, reasons = layer.local_num_experts, []
+    reasons = []
     for name, tensor in _tensors(layer).items():
         if not name.startswith(PREFIXES):
             reasons.append(f"{name} is unknown")
