@@ -202,7 +202,10 @@ def _specialise(arguments: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]
             wide = not -WIDE <= argument < WIDE
             parts.append((argument == 1) + 2 * (argument & ALIGNED == 0) + 4 * wide)
         elif isinstance(argument, tuple):
-            value = _specialise(argument, parts)
+            if argument[0] is None:  # nothing at all
+                parts.append(None)
+            else:
+                value = _specialise(argument, parts)
         else:
             parts.append(argument)
         addressed.append(value)

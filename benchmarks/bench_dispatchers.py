@@ -1,0 +1,179 @@
+"""Steps of a layer whose rows another library moves, beside the rows of our own data planes.
+
+    python benchmarks/bench_dispatchers.py          # needs a GPU, CUDA MPS and DeepEP (`deep_ep`)
+    python benchmarks/bench_dispatchers.py --toy    # two CPU processes; the data plane only, for CI
+
+Every process is a rank (`mps.py`) with a number of tokens of its own; one rank has none. All
+variants have the same weights and routes: their outputs and gradients are compared with those of
+the data plane before they are timed. Libraries build in minutes: docs/dispatchers.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Line, Metric, installed, options_parser
+from layers import (
+    AFTER,
+    BEFORE,
+    STEP,
+    FixedRouter,
+    check_variants,
+    drawn_weights,
+    layer_with_weights,
+    on_ranks,
+    slowest,
+)
+from load_cases import Shape, skewed_ids
+from mps import ThroughHost, device_of_rank, report_of_ranks
+from timing import in_turns
+
+import ultraep
+from ultraep.runtime.connect import connect
+
+OWN, LIBRARIES = "data plane", ("DeepEPBuffer", "HybridEP")
+MULTIPROCESSORS = 8  # for the kernels of the library, which must run at once on the shared GPU
+IMBALANCES, ROUNDS = (1.0, 2.0), 9
+OF_OWN = Metric("step_time_over_own", "ratio", "of own", ".3f")
+SIZE = Shape(hidden=2048, ffn=768, experts=64, top_k=8, tokens=4096, ranks=8)
+TOY = Shape(hidden=32, ffn=16, experts=8, top_k=2, tokens=32, ranks=2)
+
+
+def libraries() -> list[str]:
+    """Return the dispatchers whose library is installed."""
+    if not installed("deep_ep"):
+        return []
+    return list(LIBRARIES if installed("hybrid_ep_cpp") else LIBRARIES[:1])
+
+
+def dispatcher_of(name: str, size: Shape) -> Any:
+    """Return a dispatcher with a buffer of its library; None: rows stay with the data plane."""
+    if name == OWN:
+        return None
+    import deep_ep
+
+    if name == "DeepEPBuffer":
+        from ultraep.dispatchers.deepep import DeepEPBuffer
+
+        deep_ep.Buffer.set_num_sms(MULTIPROCESSORS)
+        return DeepEPBuffer(deep_ep.Buffer(dist.group.WORLD, num_nvl_bytes=1 << 30))
+    from ultraep.dispatchers.hybridep import HybridEP
+
+    kernels = {f"num_sms_{api}_api": MULTIPROCESSORS for api in ("dispatch", "combine")}
+    buffer = deep_ep.HybridEPBuffer(
+        dist.group.WORLD,
+        hidden_dim=size.hidden,
+        max_num_of_tokens_per_rank=size.tokens,
+        num_local_experts=size.experts // size.ranks + 1,
+        **kernels,
+    )
+    return HybridEP(buffer, tokens=size.tokens)
+
+
+class Variant:
+    """A layer of one rank with a dispatcher."""
+
+    def __init__(self, name: str, size: Shape, plane: str, parts: Any) -> None:
+        weights, router, self.x, quantised = parts
+        group: Any = dist.group.WORLD
+        if plane == "messages" and self.x.is_cuda:
+            group = ThroughHost(connect(group, timeout=120.0))
+        self.balancer = ultraep.Balancer._with_settings(
+            group,
+            experts=size.experts,
+            data_plane=plane,
+            timeout=120.0,
+            dispatcher=dispatcher_of(name, size),
+            config=ultraep.BalanceConfig(objective="balance"),
+        )
+        self.layer = layer_with_weights(self.balancer, router, weights, quantised)
+        self.leaves = (self.x, *weights.values())
+
+    def step(self) -> torch.Tensor:
+        for leaf in self.leaves:
+            leaf.grad = None
+        y = self.layer(self.x)
+        y.backward(torch.ones_like(y))
+        return y
+
+
+def on_rank(
+    rank: int, size: Shape, plane: str, quantised: str | None, ratio: float, names: Sequence[str]
+) -> dict[str, Any]:
+    """One process: milliseconds of a step by variant, and the imbalances."""
+    device = device_of_rank(cuda=torch.cuda.is_available())
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tokens = size.tokens * (rank + 1) // size.ranks if rank else 0
+    ids = skewed_ids(size, ratio)[rank, :tokens].to(device)
+    gates = torch.full(ids.shape, 1 / size.top_k, device=device, requires_grad=True)
+    per_rank = size.experts // size.ranks
+    homes = range(rank * per_rank, (rank + 1) * per_rank)
+    drawn = drawn_weights(size, homes, device, dtype)
+    weights = {name: torch.nn.Parameter(weight) for name, weight in drawn.items()}
+    x = torch.randn(tokens, size.hidden, device=device, dtype=dtype).requires_grad_()
+    parts = weights, FixedRouter(ids, gates), x, quantised
+    variants = {name: Variant(name, size, plane, parts) for name in names}
+    if tokens:
+        check_variants(names, lambda name: variants[name].step(), x, weights)
+    else:  # nothing to compare, but the other ranks need this one
+        for name in names:
+            variants[name].step()
+    measure = lambda name: slowest(variants[name].step, 1, device)[0]  # noqa: E731
+    seconds = in_turns(list(names), ROUNDS, measure, warmup=2)
+    plan = variants[OWN].layer.last_plan.to_host()
+    for variant in variants.values():
+        variant.balancer.close()
+    imbalances = plan.initial_imbalance, plan.imbalance
+    return {"ms": {n: 1e3 * median(s) for n, s in seconds.items()}, "imbalances": imbalances}
+
+
+def main(argv: Sequence[str]) -> None:
+    options = options_parser(__doc__).parse_args(argv[1:])
+    cuda = torch.cuda.is_available() and not options.toy
+    size, planes = (SIZE, ("mapped", "messages")) if cuda else (TOY, ("messages",))
+    names = [OWN, *(libraries() if cuda else ())]
+    os.environ.setdefault("NVSHMEM_DISABLE", "1")
+    with report_of_ranks("dispatchers", argv, size.ranks, cuda=cuda) as report:
+        if cuda:  # kernels of these libraries wait for each other: no rank may have a share
+            os.environ.pop("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", None)
+        for ranks in (4, 8) if cuda else (size.ranks,):
+            lines: list[Line] = []
+            add = partial(measure_case, lines, replace(size, ranks=ranks), names)
+            for ratio in IMBALANCES:
+                for plane in planes:
+                    add(plane, None, ratio)
+            add(planes[0], "fp8", IMBALANCES[-1])
+            report.add(f"EP{ranks}, {size.tokens} tokens at most, D {size.hidden}", lines)
+            report.write(options.json)
+        if names == [OWN]:
+            report.note("deep_ep is not installed: no other library was measured")
+
+
+def measure_case(
+    lines: list[Line],
+    size: Shape,
+    names: Sequence[str],
+    plane: str,
+    quantised: str | None,
+    ratio: float,
+) -> None:
+    """Add a line for every variant of one case."""
+    measured = on_ranks(size.ranks, on_rank, size, plane, quantised, ratio, names)
+    before, after = measured["imbalances"]
+    for name, ms in measured["ms"].items():
+        case = {"ranks": size.ranks, "imbalance": ratio, "plane": plane}
+        case |= {"experts": quantised or "bf16", "rows by": name}
+        own = ms / measured["ms"][OWN]
+        lines.append(Line(case, {STEP: ms, OF_OWN: own, BEFORE: before, AFTER: after}))
+
+
+if __name__ == "__main__":
+    main(sys.argv)
