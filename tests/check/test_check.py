@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 import warm
 from cli.commands import invoke
 from permuting import Shuffling
+from shared_peers import FilePeers
 
-from ultraep.errors import ConfigError, FileError
+from ultraep.errors import FileError
 from ultraep_tools.check import group, host, layer, links, size
 from ultraep_tools.check.report import Finding, Report
 from ultraep_tools.check.size import LayerSize
@@ -26,7 +28,7 @@ def check(folder, options=(), fault=None, start=warm.start_ranks):
     """Run the command on two ranks; return what the first one did, and its JSON."""
     path = folder / "check.json"
     words = ["--timeout", f"{TIMEOUT:g}", "--json", str(path), *options]
-    programs = start(2, run, words, fault, FOLDER=str(folder))
+    programs = start(2, run, words, fault)
     first, *_ = [program.finish(LIMIT) for program in programs]
     assert path.exists(), first.stdout + first.stderr
     return first, json.loads(path.read_text())
@@ -93,23 +95,21 @@ def stale():
 
 def mapped(ranks, *, broken=False, stale=False):
     """Try memory that processes map through files, in place of the memory of GPUs."""
-    nbytes = links.MAPPED_BYTES["cpu"]
-    folder, size = os.environ["FOLDER"], ranks.place.size
 
-    def get_buffer(peer, shape, dtype):
-        if broken:
-            raise ConfigError(f"cannot map the memory of rank {peer}")
-        path = f"{folder}/memory{'stale' * stale}{peer}"
-        return torch.from_file(path, shared=True, size=shape[0], dtype=dtype)
+    class Peers(FilePeers):
+        def allocate(self, name, nbytes):
+            region = super().allocate(name, nbytes)
 
-    handle = SimpleNamespace(get_buffer=get_buffer)
-    peers = SimpleNamespace(
-        size=size,
-        allocate=lambda *_: SimpleNamespace(handle=handle, nbytes=nbytes),
-        close=lambda: None,
-    )
+            def get_buffer(rank, sizes, dtype):
+                if broken:
+                    raise RuntimeError(f"no access to rank {rank}")
+                memory = region.handle[rank]
+                return (memory.clone() if stale else memory).view(dtype)[: sizes[0]]
+
+            return replace(region, handle=SimpleNamespace(get_buffer=get_buffer))
+
     comm = ranks.connected
-    comm.peers = lambda _: peers
+    comm.peers = lambda _: Peers(comm)
     return {"mapped": True, "first": 0, **links.try_mapped_memory(comm, ranks.device)}
 
 
@@ -143,7 +143,7 @@ def mixing(process_group, _):
         ("hang", "rank 1 did not come to 'messages' within 8 s"),
         pytest.param("die", "rank 1", marks=pytest.mark.slow),
         ("other_version", "rank 1 has torch 2.0.0, the others"),
-        ("unmapped", "rank 1: cannot map the memory of rank 0"),
+        ("unmapped", "rank 1: cannot map memory with its peers: no access to rank 0"),
         pytest.param("stale", "reads wrong values from the memory of", marks=pytest.mark.slow),
     ],
 )
@@ -269,11 +269,11 @@ def test_the_slowest_pair_is_named():
 
 
 def test_a_throttled_gpu_and_memory_errors_are_named():
-    state = dict.fromkeys(host.SMI_FIELDS, "0") | {"index": "3", "clocks.sm": "345"}
+    state = dict.fromkeys(host.SMI_FIELDS, "0") | {"clocks.sm": "345"}
     throttled, finding = state | {host.SMI_FIELDS[-1]: "Active"}, Finding("GPUs")
-    host._add_state(finding, throttled)
+    host._add_state(finding, 3, throttled)
     assert finding.warnings == ["GPU 3 is throttled: 345 of 0 MHz at 0 C"]
-    host._add_state(finding, state | {"ecc.errors.uncorrected.volatile.total": "2"})
+    host._add_state(finding, 3, state | {"ecc.errors.uncorrected.volatile.total": "2"})
     assert finding.problems == ["GPU 3 has uncorrected memory errors: reset or replace it"]
     report = Report(1, [finding], "this host can run ultraep")
     assert report.verdict == "Not ready: GPU 3 has uncorrected memory errors: reset or replace it"

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ultraep.comm import Communicator
-from ultraep.errors import CommunicationError, UltraEPError
+from ultraep.errors import CommunicationError
 from ultraep.runtime.connect import connect, find_fast_links
 from ultraep.runtime.hosts import FastLinks, Host, this_gpu_host
 from ultraep_tools.check import links
-from ultraep_tools.check.host import check_host, gpu_states, versions
+from ultraep_tools.check.host import check_host, gpu_states, uuid_of, versions
 from ultraep_tools.check.meeting import Meeting
 from ultraep_tools.check.report import Finding, listed_by_rank, named, one_line
 from ultraep_tools.launch.processes import RankPlace
@@ -44,7 +44,7 @@ SLOW_RANK = {"cpu": 0.6, "cuda": 0.87}  # of the median speed; cores are shared 
 class Ranks:
     """A rank in its group, as the parts find it.
 
-    shared: several ranks use one GPU, so their messages go through the host.
+    shared: ranks share a GPU, so messages go through the host.
     """
 
     place: RankPlace
@@ -64,13 +64,13 @@ class Ranks:
 @contextmanager
 def group_of(place: RankPlace, timeout: float) -> Iterator[Ranks]:
     """Yield a rank with its device and the store of the launcher; leave its group at the end."""
-    ranks = Ranks(place, Meeting(place, timeout), torch.device("cpu"))
-    ranks.meeting.gather("start")
+    ranks, own = Ranks(place, Meeting(place, timeout), torch.device("cpu")), ""
     if torch.cuda.is_available():
         ranks.device = torch.device("cuda", place.local % torch.cuda.device_count())
         torch.cuda.set_device(ranks.device)
-        on_host = int(os.environ.get("LOCAL_WORLD_SIZE", place.size))
-        ranks.shared = on_host > torch.cuda.device_count()
+        own = uuid_of(ranks.device.index)
+    gpus = [uuid for uuid in ranks.meeting.gather("start", own) if uuid]
+    ranks.shared = len(set(gpus)) < len(gpus)
     if ranks.shared:
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     try:
@@ -102,13 +102,13 @@ def run_part(part: Part, ranks: Ranks) -> Finding:
     begin, facts, cause, symptom = time.perf_counter(), Facts(), "", ""
     try:
         facts = part.run(ranks)
-    except CommunicationError as failure:  # most often because another rank failed
+    except CommunicationError as failure:  # names ranks; most often, another rank failed
         symptom = one_line(failure)
-    except (UltraEPError, RuntimeError) as failure:
+    except Exception as failure:  # noqa: BLE001  every error is a finding
         cause = one_line(failure)
     gathered = ranks.meeting.gather(part.name, (facts, cause, symptom), part.patience)
     own, causes, symptoms = zip(*gathered, strict=True)
-    problems = [*listed_by_rank(causes), *listed_by_rank(symptoms)]
+    problems = [*listed_by_rank(causes), *filter(None, dict.fromkeys(symptoms))]
     finding = Finding(part.name, "failed", problems) if problems else part.judge(own)
     finding.seconds = time.perf_counter() - begin
     return finding
@@ -215,8 +215,9 @@ def mapped_memory(ranks: Ranks) -> Facts:
     if ranks.device.type == "cpu":
         return {"mapped": False}
     domain = comm if ranks.domain == comm.size else comm.part(ranks.domain)
-    tried = links.try_mapped_memory(domain, ranks.device)
-    return {"mapped": True, "first": comm.rank - domain.rank, **tried}
+    first = comm.rank - domain.rank
+    tried = links.try_mapped_memory(domain, ranks.device, first)
+    return {"mapped": True, "first": first, **tried}
 
 
 def judge_mapped_memory(facts: Sequence[Facts]) -> Finding:
@@ -259,8 +260,7 @@ def speed(ranks: Ranks) -> Facts:
     left, right = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
     product = lambda: torch.mm(left, right)  # noqa: E731
     seconds = links.seconds_of(product, ranks.connected, device, PRODUCTS)[PRODUCTS // 2 :]
-    states = dict(enumerate(gpu_states())) if device.type == "cuda" else {}
-    state = states.get(device.index or 0, {})
+    state = gpu_states().get(device.index, {}) if device.type == "cuda" else {}
     return {"flops": 2 * width**3 / median(seconds), "state": state, "device": device.type}
 
 

@@ -19,7 +19,7 @@ import torch
 import ultraep
 from ultraep import BalanceConfig, BalancedMoE, Balancer, Topology
 from ultraep.backends import BACKENDS, wait_until_compiled
-from ultraep.errors import BackendUnavailable, UltraEPError
+from ultraep.errors import BackendUnavailable
 from ultraep.runtime.hosts import SHARED, this_gpu_host
 from ultraep.supported import MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM
 from ultraep_tools.check.report import Finding, one_line
@@ -31,7 +31,7 @@ LEAST_SHARED = 1 << 30  # bytes of /dev/shm
 FRAMEWORKS = (TRANSFORMERS, TORCHTITAN, MEGATRON, VLLM)
 SMI_SECONDS = 20
 SMI_FIELDS = (
-    *("index", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm"),
+    *("uuid", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm"),
     *("temperature.gpu", "ecc.errors.uncorrected.volatile.total"),
     *("clocks_throttle_reasons.hw_slowdown", "clocks_throttle_reasons.sw_thermal_slowdown"),
 )
@@ -76,8 +76,8 @@ def gpus() -> Finding:
     finding.summary = f"{counted(count, 'GPU')} ({', '.join(names)})"
     if not states:
         finding.notes.append("nvidia-smi reports no clocks, errors or temperatures")
-    for state in states:
-        _add_state(finding, state)
+    for index, state in states.items():
+        _add_state(finding, index, state)
     pairs = [
         f"{first} and {second}"
         for first, second in combinations(range(count), 2)
@@ -95,9 +95,9 @@ def gpus() -> Finding:
     return finding
 
 
-def _add_state(finding: Finding, state: dict[str, str]) -> None:
+def _add_state(finding: Finding, index: int, state: dict[str, str]) -> None:
     """Add what the driver reports of one GPU."""
-    name, numbers = f"GPU {state['index']}", dict[str, float]()
+    name, numbers = f"GPU {index}", dict[str, float]()
     for field, text in state.items():
         with suppress(ValueError):  # "[N/A]"
             numbers[field] = float(text)
@@ -112,17 +112,23 @@ def _add_state(finding: Finding, state: dict[str, str]) -> None:
         finding.notes.append(f"{name}: other programs use {state['memory.used']} MB")
 
 
-def gpu_states() -> list[dict[str, str]]:
-    """Return what the driver reports of every GPU; nothing without its command."""
+def gpu_states() -> dict[int, dict[str, str]]:
+    """Return what the driver reports of the GPUs that torch uses; nothing without its command."""
     command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return []
+        return {}
     rows = [line.split(", ") for line in done.stdout.splitlines()]
-    return [dict(zip(SMI_FIELDS, row, strict=True)) for row in rows if len(row) == len(SMI_FIELDS)]
+    states = {row[0]: dict(zip(SMI_FIELDS, row, strict=False)) for row in rows}
+    visible = [f"GPU-{uuid_of(index)}" for index in range(torch.cuda.device_count())]
+    return {index: states[uuid] for index, uuid in enumerate(visible) if uuid in states}
+
+
+def uuid_of(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def memory() -> Finding:
@@ -155,16 +161,16 @@ def kernels() -> Finding:
         begin = time.perf_counter()
         try:
             plan = ultraep.plan(loads, topology, config, backend=info.name)
-        except (RuntimeError, UltraEPError) as error:
+        except Exception as error:  # noqa: BLE001  every error is a finding
             finding.problems.append(f"backend {info.name} does not run: {one_line(error)}")
             continue
         quotas[info.name] = plan.quotas.tolist()
         finding.facts[info.name] = time.perf_counter() - begin
-    wrong = [name for name, own in quotas.items() if own != quotas["reference"]]
+    wrong = [name for name, own in quotas.items() if own != quotas.get("reference", own)]
     finding.problems += [f"backend {name} plans other quotas than the reference" for name in wrong]
     try:
         _run_layer(device)
-    except (RuntimeError, UltraEPError) as error:
+    except Exception as error:  # noqa: BLE001
         finding.problems.append(f"a layer on {device} does not run: {one_line(error)}")
     finding.summary = f"{', '.join(quotas)} give equal plans, a layer runs on {device}"
     return finding

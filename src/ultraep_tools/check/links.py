@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ultraep.comm import Communicator, Message
+from ultraep.comm import Communicator, Message, Peers
+from ultraep.runtime.mapped.peers import together
 from ultraep_tools.check.report import Finding, named
 
 Pairs = Mapping[tuple[int, int], float]  # bytes per second, by receiving and sending rank
@@ -25,15 +26,21 @@ WIDEST_TABLE = 8  # ranks; more do not fit into 80 columns
 GB = 1e9
 
 
-def try_mapped_memory(domain: Communicator, device: torch.device) -> dict[str, Any]:
-    """Write into the memory of every rank, read all of it, and time copies; collective.
+def try_mapped_memory(
+    domain: Communicator, device: torch.device, first_rank: int = 0
+) -> dict[str, Any]:
+    """Write into the memory of every rank, read it, time copies and exchange signals; collective.
 
     Returns the ranks whose memory holds wrong values, and the bytes per second from every rank.
+    first_rank: number of the domain's first rank, for errors.
     """
+    if domain.size == 1:
+        return {"wrong": [], "rates": [0.0]}
     nbytes = MAPPED_BYTES[device.type]
     peers = domain.peers(device)
     handle: Any = peers.allocate("check", nbytes).handle
-    views = [handle.get_buffer(peer, (nbytes // 4,), torch.int32) for peer in range(peers.size)]
+    view_of = lambda peer: handle.get_buffer(peer, (nbytes // 4,), torch.int32)  # noqa: E731
+    views = together(domain, "map memory", lambda: list(map(view_of, range(peers.size))))
     target = torch.empty_like(views[0])
 
     def copy(shift: int) -> None:
@@ -42,12 +49,25 @@ def try_mapped_memory(domain: Communicator, device: torch.device) -> dict[str, A
 
     wrong = _wrong_views(domain, views)
     seconds = _seconds_by_shift(domain, device, copy)
+    _signal(domain, peers, first_rank)
+    wait_for_ranks(domain, device)  # others still copy
     peers.close()
     rates = {
         (domain.rank + shift) % domain.size: IN_A_ROW * nbytes / took
         for shift, took in seconds.items()
     }
     return {"wrong": wrong, "rates": [rates.get(peer, 0.0) for peer in range(domain.size)]}
+
+
+def _signal(domain: Communicator, peers: Peers, first_rank: int) -> None:
+    """Let kernels of all ranks wait for each other; raise with the rank that does not signal."""
+    from ultraep.backends.triton.signals import Signals  # imports triton
+
+    signals = Signals(peers, slots=0, buffers=0, timeout=domain.timeout, first_rank=first_rank)
+    wait_for_ranks(domain, peers.device)  # one may have compiled longer
+    for _ in range(REPEATS):
+        signals.barrier("rows")
+    signals.check()
 
 
 def _wrong_views(domain: Communicator, views: Sequence[torch.Tensor]) -> list[int]:
