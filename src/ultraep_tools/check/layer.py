@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
@@ -26,6 +26,7 @@ from ultraep_tools.check.report import Finding
 from ultraep_tools.check.size import LayerSize
 
 IMBALANCES = (1.0, 1.5, 2.0)
+POLICIES = ("none", "ultraep")
 ROUNDS, WARMUP = 7, 2
 LEAST_GAIN = 1.02  # at imbalance 2
 HALVINGS = 25
@@ -115,9 +116,8 @@ class GivenRoutes(nn.Module):
     ids: torch.Tensor
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = self.ids.to(tokens.device)
-        gates = torch.full(ids.shape, 1 / ids.shape[1], device=tokens.device, dtype=tokens.dtype)
-        return ids, gates.requires_grad_()
+        gates = tokens.new_full(self.ids.shape, 1 / self.ids.shape[1])
+        return self.ids, gates.requires_grad_()
 
 
 # -- the layer -----------------------------------------------------------------------------------
@@ -125,12 +125,11 @@ class GivenRoutes(nn.Module):
 
 @dataclass
 class CheckedLayer:
-    """A layer with given routes, and its balancer."""
+    """A layer with given routes, its balancer, and the [T, H] tokens of this rank."""
 
-    size: LayerSize
-    ranks: Ranks
     moe: BalancedMoE
     balancer: Balancer
+    tokens: torch.Tensor
 
     @classmethod
     def of(cls, ranks: Ranks, size: LayerSize, dispatcher: str) -> CheckedLayer:
@@ -138,27 +137,22 @@ class CheckedLayer:
         balancer = Balancer(
             ranks.group, dispatcher=dispatcher_from(dispatcher, ranks, size), **options
         )
-        moe = BalancedMoE.swiglu(
-            *(size.hidden, size.ffn, size.experts, size.top_k),
-            balancer=balancer,
-            dtype=DTYPES[size.dtype],
-            device=ranks.device,
-        )
+        kind: Any = {"device": ranks.device, "dtype": DTYPES[size.dtype]}
+        sizes = size.hidden, size.ffn, size.experts, size.top_k
+        moe = BalancedMoE.swiglu(*sizes, balancer=balancer, **kind)
         moe.router = GivenRoutes()
-        return cls(size, ranks, moe, balancer)
-
-    def tokens(self, count: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.ranks.place.rank)
-        drawn = torch.randn(count, self.size.hidden, generator=generator)
-        return drawn.to(self.ranks.device, DTYPES[self.size.dtype]).requires_grad_()
+        generator = torch.Generator().manual_seed(ranks.place.rank)
+        tokens = torch.randn(size.tokens, size.hidden, generator=generator)
+        return cls(moe, balancer, tokens.to(**kind))
 
     def step(self, ids: torch.Tensor, policy: str) -> dict[str, torch.Tensor]:
         """Run forward and backward; return outputs and gradients."""
         router: Any = self.moe.router
-        router.ids, x = ids, self.tokens(len(ids))
+        router.ids = ids
+        x = self.tokens[: len(ids)].detach().requires_grad_()
         self.moe.zero_grad(set_to_none=True)
         y = self.moe(x, policy=policy)
-        y.float().square().sum().backward()
+        y.backward(y.detach())
         results = {"outputs": y.detach(), "gradients of tokens": x.grad}
         for name, weight in self.moe.experts.named_parameters():
             results[f"gradients of {name}"] = weight.grad
@@ -182,7 +176,7 @@ def compare(size: LayerSize, dispatcher: str, ranks: Ranks) -> Facts:
     cases = {HOT: hot, EMPTY: empty[:0] if place.rank == place.size - 1 else empty}
     facts: Facts = {"errors": {}, "replicas": {}}
     for name, ids in cases.items():
-        wanted, got = layer.step(ids, "none"), layer.step(ids, "ultraep")
+        wanted, got = (layer.step(ids.to(ranks.device), policy) for policy in POLICIES)
         facts["errors"][name] = max(_distance(got[what], wanted[what]) for what in wanted)
         facts["replicas"][name] = layer.replicas
     group.gather_objects(None)
@@ -221,14 +215,14 @@ def time_layer(size: LayerSize, dispatcher: str, ranks: Ranks) -> Facts:
     """Time steps without and with balancing at several imbalances, beside even routing."""
     layer, place = CheckedLayer.of(ranks, size, dispatcher), ranks.place
     even = even_ids(size, place.rank)
-    steps: dict[str, Callable[[], object]] = {EVEN: partial(layer.step, even, "none")}
+    steps = {EVEN: partial(layer.step, even.to(ranks.device), "none")}
     loads, replicas, slowest = {}, {}, defaultdict[str, list[float]](list)
     for imbalance in IMBALANCES:
         steep = steepness(size, place.size, imbalance)
         ids = even if imbalance == 1 else ids_of(size, place.rank, place.size, steep)
         loads[str(imbalance)] = torch.bincount(ids.flatten(), minlength=size.experts).tolist()
-        for policy in ("none", "ultraep"):
-            steps[f"{policy} {imbalance}"] = partial(layer.step, ids, policy)
+        for policy in POLICIES:
+            steps[f"{policy} {imbalance}"] = partial(layer.step, ids.to(ranks.device), policy)
     names = list(steps)
     for turn in range(WARMUP + ROUNDS):  # each round begins with another step
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
