@@ -120,4 +120,3 @@ LEGACY_BUFFER = _of_dispatcher("deep_ep", oldest=(1, 0), below=(3, 0))
 # Megatron-Core imports a name that version 2 lacks.
 FLEX_DEEPEP = replace(LEGACY_BUFFER, name='back end "deepep": deep_ep', below=(2, 0))
 HYBRID_BUFFER = _of_dispatcher("deep_ep", oldest=(1, 2), below=(3, 0))
-TOKEN_SWITCH = _of_dispatcher("torch", oldest=(2, 14), below=(2, 16))

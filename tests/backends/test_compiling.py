@@ -90,7 +90,7 @@ def test_loading_does_not_compile(monkeypatch):
 
 @pytest.fixture
 def host(monkeypatch, tmp_path):
-    """A cache directory without the planner, and a compiler that runs until it is stopped."""
+    """A cache directory without the planner, and a compiler that runs until its stdin closes."""
     host = SimpleNamespace(compiled=False, planners=[])
     stub = SimpleNamespace(
         load=lambda: host.compiled, call_all=lambda: None, cache_folder=lambda: str(tmp_path)
@@ -106,91 +106,75 @@ def host(monkeypatch, tmp_path):
     monkeypatch.setattr(compiling, "POLL_INTERVAL", 0.0)
     yield host
     for planner in host.planners:
-        planner.stop()
+        if planner._child is not None:
+            planner._child.stdin.close()
+            planner._child.wait(LIMIT)
 
 
 def test_one_process_of_a_host_compiles(host, caplog):
     caplog.set_level(logging.INFO, logger="ultraep.compile")
     first, second = host.planner(), host.planner()
-    for planner in (first, second):
-        planner.request()
+    for planner in (first, second, first, second):
         assert not planner.ready()
     assert first._child is not None
     assert second._child is None
-    first_line, second_line = caplog.messages
-    assert "compiling the planner in the background" in first_line
-    assert "another process is compiling" in second_line
+    (message,) = caplog.messages
+    assert "compiling the planner in the background" in message
 
     host.compiled = True
     first._child.communicate(timeout=LIMIT)  # closes its stdin: the compiler ends
     assert first.ready()
     assert second.ready()
-    assert first._child is None
 
 
-@pytest.mark.parametrize("end", ["stop", "wait"])
-def test_a_process_takes_over_from_one_that_stopped(host, end):
+def test_a_process_takes_over_from_one_that_stopped(host):
     first, second = host.planner(), host.planner()
-    first.request()
-    child = first._child
-    getattr(first, end)()
-    assert child.returncode is not None
-    assert first.loaded == (end == "wait")  # compiles in the foreground
-    second.request()
-    assert second._child is not None
+    assert not first.ready()
+    first._child.kill()
+    first._child.wait(LIMIT)
     assert not second.ready()
+    assert second._child is not None
 
 
-def test_short_runs_do_not_compile(host, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="ultraep.compile")
-    monkeypatch.setattr(compiling, "SHORT_RUN", 1e6)
+def test_waiting_compiles_in_the_foreground(host):
     planner = host.planner()
-    assert not planner.ready()
-    assert not planner.ready()
+    planner.wait()
+    assert planner.ready()
     assert planner._child is None
-    assert len(caplog.messages) == 1
-    assert "not compiled on this machine yet" in caplog.messages[0]
-    planner._compile_from -= compiling.SHORT_RUN
-    assert not planner.ready()
-    assert planner._child is not None
 
 
-@pytest.mark.parametrize("code", ["import sys; sys.exit(3)", None])
-def test_a_process_compiles_itself_where_no_child_can(host, monkeypatch, caplog, code):
-    if code is None:
-        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+@pytest.mark.parametrize("failure", ["exit code 3", "No such file or directory"])
+def test_the_reference_plans_where_no_child_can_compile(host, monkeypatch, caplog, failure):
+    if failure == "exit code 3":
+        monkeypatch.setattr(compiling, "CHILD", "import sys; sys.exit(3)")
     else:
-        monkeypatch.setattr(compiling, "CHILD", code)
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
     planner = host.planner()
-    planner.request()
+    assert not planner.ready()
     if planner._child is not None:
         planner._child.communicate(timeout=LIMIT)
-    assert planner.ready()
-    assert "in the background" in caplog.text
-    assert caplog.records[-1].levelno == logging.WARNING
+    assert not planner.ready()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert failure in record.getMessage()
 
 
 def test_a_forked_process_leaves_the_compiler_to_its_parent(host):
     planner = host.planner()
-    planner.request()
+    planner.ready()
     child, other_end = planner._child, os.dup(planner._child.stdin.fileno())
     planner.after_fork()
-    planner.stop()
     assert not planner.ready()
     assert child.poll() is None
     os.close(other_end)
     child.wait(LIMIT)
 
 
-@pytest.mark.parametrize("missing", ["fcntl", "permission"])
-def test_without_locks_every_process_compiles(host, monkeypatch, tmp_path, missing):
-    if missing == "fcntl":
-        monkeypatch.setattr(compiling, "fcntl", None)
-    else:
-        (tmp_path / compiling.LOCK).mkdir()  # cannot be opened for writing, even by root
+def test_without_locks_every_process_compiles(host, tmp_path):
+    (tmp_path / compiling.LOCK).mkdir()  # cannot be opened for writing, even by root
     planners = [host.planner(), host.planner()]
     for planner in planners:
-        planner.request()
+        planner.ready()
     assert all(planner._child is not None for planner in planners)
 
 
@@ -225,10 +209,6 @@ def fresh(tmp_path):
     return os.environ | {"PYTHONPATH": str(SOURCE), "NUMBA_CACHE_DIR": str(folder)}
 
 
-def compiled_files(environment):
-    return list(Path(environment["NUMBA_CACHE_DIR"]).rglob("*.nbc"))
-
-
 def test_the_first_plan_does_not_wait_for_a_compiler(fresh, tmp_path):
     loads = ultraep.workload.zipf(8, 64, ratio=2.0, top_k=2, seed=0)
     file = tmp_path / "loads.npy"
@@ -240,15 +220,13 @@ def test_the_first_plan_does_not_wait_for_a_compiler(fresh, tmp_path):
     planned = ultraep.plan(loads, Topology(ranks=8, experts=64), backend="cpu")
     assert json.loads(done.stdout)[0]["digest"] == planned.digest()
     assert done.stderr.count("\n") == 1
-    assert "the planner is not compiled on this machine yet" in done.stderr
-    assert not compiled_files(fresh)
+    assert "compiling the planner in the background" in done.stderr
 
 
 PARENT = """
 import sys
-from ultraep.backends import compile_in_background, select
+from ultraep.backends import select
 from ultraep.backends.compiling import PLANNER
-compile_in_background()
 print(select().__name__, PLANNER._child.pid, flush=True)
 sys.stdin.read()
 """

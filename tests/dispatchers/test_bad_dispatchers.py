@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from dense import Example, assert_same_tensors, on_every_rank
-from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, NcclEp, TokenSwitchNCCL, library
+from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, library
 from test_dispatchers import NAMES, dispatcher_of, one_pass, selective
 
 from ultraep import Balancer
 from ultraep.dispatchers.deepep import DeepEP, DeepEPBuffer
 from ultraep.dispatchers.hybridep import HybridEP, ranks_of_domain
-from ultraep.dispatchers.token_switch import TokenSwitch
 from ultraep.errors import (
     BackendUnavailable,
     CommunicationError,
@@ -31,7 +30,6 @@ EXAMPLE = Example([8, 6], experts=4)
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
     library(monkeypatch, "deep_ep", "2.1.0")
-    library(monkeypatch, "torch_stand_in", "2.15.0")
 
 
 class Broken:
@@ -214,17 +212,16 @@ def test_rows_of_another_dtype(name):
     first_step_of(EXAMPLE, message, ConfigError, make=dispatcher_of(name, wide=False))
 
 
-@pytest.mark.parametrize("name", ["DeepEP", "TokenSwitch"])
-def test_rows_of_a_slot_in_any_order_under_selective_checkpointing(name):
+def test_rows_of_a_slot_in_any_order_under_selective_checkpointing():
     """Results that the mode keeps would belong to other rows in backward."""
 
     def refused(layer, x, gradient):
-        message = rf"{name} may deliver rows in another order when backward recomputes them, so sel"
+        message = "DeepEP may deliver rows in another order when backward recomputes them, so sel"
         with pytest.raises(ConfigError, match=message):
             selective(layer, x, gradient)
         return one_pass(layer, x, gradient)
 
-    on_every_rank(EXAMPLE, refused, slots=2, dispatcher=dispatcher_of(name))
+    on_every_rank(EXAMPLE, refused, slots=2, dispatcher=dispatcher_of("DeepEP"))
 
 
 @pytest.mark.parametrize("first", ["no tokens", "tokens that stay"])
@@ -240,7 +237,7 @@ def test_a_wrong_order_is_found_whatever_the_first_microbatch_holds(first):
     first_step_of(example, message, CommunicationError, make=lambda comm: Broken(comm, by_rank))
 
 
-@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("name", NAMES)
 def test_widths_that_a_library_cannot_move(name):
     """v1 of DeepEP would return wrong sums."""
     example = Example([8, 6], experts=4, hidden=24, dtype=torch.bfloat16)
@@ -268,38 +265,12 @@ def test_too_many_tokens(name):
     first_step_of(example, message, LoadError, make=dispatcher_of(name))
 
 
-def test_more_rows_than_a_switch_receives():
-    def make(comm):
-        switch = TokenSwitchNCCL(NcclEp(comm, wide=True), 8, 5, 5, 128)
-        dispatcher = TokenSwitch(switch, num_experts=8, max_recv_tokens=5)
-        dispatcher.dtypes = ()  # the example has float64
-        return dispatcher
-
-    message = r"a plan with \d+ rows on rank \d, but max_recv_tokens is 5: create the TokenSwitch"
-    first_step_of(EXAMPLE, message, LoadError, make=make)
-
-
-SLOTS = {
-    "a switch for experts instead of slots": (
-        dispatcher_of("TokenSwitch", slots_per_rank=2),
-        4,
-        r"TokenSwitch\(num_experts=4\), but 2 ranks have 8 slots; create the TokenSwitchNCCL for 8",
-    ),
-    "slots that HybridEP cannot serve": (
-        dispatcher_of("HybridEP"),
-        6,
-        r"HybridEP needs a multiple of 4 slots in an NVLink domain, got 2 ranks x 5 slots; change",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SLOTS)
-def test_slots_are_checked_when_the_balancer_is_created(name):
-    make, experts, message = SLOTS[name]
+def test_slots_are_checked_when_the_balancer_is_created():
+    message = r"HybridEP needs a multiple of 4 slots in an NVLink domain, got 2 ranks x 5 slots; ch"
 
     def refused(comm):
         with pytest.raises(ConfigError, match=message):
-            Balancer(comm, experts=experts, slots=2, dispatcher=make(comm))
+            Balancer(comm, experts=6, slots=2, dispatcher=dispatcher_of("HybridEP")(comm))
         return True
 
     assert LocalGroup(2).run(refused) == [True, True]
@@ -324,17 +295,13 @@ CONSTRUCTORS = {
     "DeepEP": lambda: DeepEP(ElasticBuffer(Comm)),
     "DeepEPBuffer": lambda: DeepEPBuffer(Buffer(Comm)),
     "HybridEP": lambda: HybridEP(HybridEPBuffer(Comm), tokens=16),
-    "TokenSwitch": lambda: TokenSwitch(
-        TokenSwitchNCCL(NcclEp(Comm), 4, 8, 8, 16), num_experts=4, max_recv_tokens=8
-    ),
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("version", ["9.0.0", "0.1", "nightly", None])
 def test_an_unknown_version(name, version, monkeypatch):
-    for package in ("deep_ep", "torch_stand_in"):
-        library(monkeypatch, package, version)
+    library(monkeypatch, "deep_ep", version)
     installed = "no version of it" if version is None else version
     message = rf"\w+ [\d.]+ to [\dx.]+ is needed, but {installed} is installed"
     with pytest.raises(BackendUnavailable, match=message):

@@ -3,10 +3,8 @@
 The compiled parts of the libraries are strict stand-ins (stand_ins.py).
 """
 
-import threading
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import accumulate
 
 import pytest
@@ -20,21 +18,19 @@ from dense import (
     with_network,
 )
 from permuting import Differentiable
-from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, NcclEp, TokenSwitchNCCL, library
+from stand_ins import Buffer, ElasticBuffer, HybridEPBuffer, library
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ultraep import LocalGroup
 from ultraep.dispatch import SlotRoutes
 from ultraep.dispatchers.deepep import DeepEP, DeepEPBuffer
 from ultraep.dispatchers.hybridep import HybridEP
-from ultraep.dispatchers.token_switch import TokenSwitch
 
 pytestmark = pytest.mark.usefixtures("one_thread", "libraries")
 
 EXAMPLE = Example([30, 20, 0, 25], experts=8, bias=True)
-NAMES = ("DeepEP", "DeepEPBuffer", "HybridEP", "TokenSwitch")
+NAMES = ("DeepEP", "DeepEPBuffer", "HybridEP")
 AUTOGRAD = "a dispatcher with autograd of its own"
-ROWS = 400  # more than arrive at a rank
 
 each_library = pytest.mark.parametrize("name", NAMES)
 every_dispatcher = pytest.mark.parametrize("name", [*NAMES, AUTOGRAD])
@@ -46,10 +42,9 @@ one_of_each_kind = pytest.mark.parametrize("name", [NAMES[0], AUTOGRAD, *REST])
 def libraries(monkeypatch):
     """Pretend that the libraries are installed."""
     library(monkeypatch, "deep_ep", "2.1.0")
-    library(monkeypatch, "torch_stand_in", "2.15.0")
 
 
-def dispatcher_of(name, *, wide=True, slots_per_rank=4, row_bytes=16 * 8, deterministic=False):
+def dispatcher_of(name, *, wide=True, deterministic=False):
     """Return a function that makes the dispatcher of a rank."""
 
     def make(comm):
@@ -59,12 +54,8 @@ def dispatcher_of(name, *, wide=True, slots_per_rank=4, row_bytes=16 * 8, determ
             dispatcher = DeepEP(ElasticBuffer(comm, wide=wide, deterministic=deterministic))
         elif name == "DeepEPBuffer":
             dispatcher = DeepEPBuffer(Buffer(comm, wide=wide))
-        elif name == "HybridEP":
-            dispatcher = HybridEP(HybridEPBuffer(comm, wide=wide), tokens=32)
         else:
-            sizes = comm.size * slots_per_rank, 64, ROWS, row_bytes
-            switch = TokenSwitchNCCL(NcclEp(comm, wide=wide), *sizes)
-            dispatcher = TokenSwitch(switch, num_experts=sizes[0], max_recv_tokens=ROWS)
+            dispatcher = HybridEP(HybridEPBuffer(comm, wide=wide), tokens=32)
         dispatcher.width_multiple = 1  # of small examples
         if wide:
             dispatcher.dtypes = (*dispatcher.dtypes, torch.float32, torch.float64)
@@ -179,7 +170,7 @@ ONCE |= {
 
 def assert_equal_to_the_data_plane(name, example, work, options):
     """Outputs and all gradients, with biases and a rank without tokens."""
-    make = dispatcher_of(name, slots_per_rank=6 if options is UNEVEN else 4)
+    make = dispatcher_of(name)
     ours = on_every_rank(example, work, slots=2, **options)
     theirs = on_every_rank(example, work, slots=2, dispatcher=make, **options)
     assert_same_tensors(theirs, ours)
@@ -216,7 +207,7 @@ def test_bfloat16_as_the_libraries_take_it(name):
     """Nothing but documented dtypes; gradients of gates are exact to single precision."""
     example = fixed(replace(EXAMPLE, dtype=torch.bfloat16), padded_ids(EXAMPLE))
     ours = on_every_rank(example, one_pass, slots=2)
-    make = dispatcher_of(name, wide=False, row_bytes=32)
+    make = dispatcher_of(name, wide=False)
     assert_close_tensors(on_every_rank(example, one_pass, slots=2, dispatcher=make), ours, 2e-2)
 
 
@@ -227,7 +218,7 @@ def test_gates_travel_in_single_precision(name):
     counts = [[2, 1], [2, 2]]
 
     def there_and_back(comm):
-        dispatcher = dispatcher_of(name, wide=False, slots_per_rank=2, row_bytes=32)(comm)
+        dispatcher = dispatcher_of(name, wide=False)(comm)
         begins = [0, *accumulate(counts[comm.rank])]
         offsets, own = torch.tensor(begins, dtype=torch.int32), slots[comm.rank]
         rows = dispatcher.begin(SlotRoutes(own, offsets, lambda: begins, comm.rank, 2, 2))
@@ -240,25 +231,6 @@ def test_gates_travel_in_single_precision(name):
         assert torch.equal(sums[:, 0], (own >= 0).sum(dim=1).to(torch.bfloat16))
 
     LocalGroup(2).run(there_and_back)
-
-
-@pytest.mark.skipif(find_spec("torch.distributed._token_switch") is None, reason="torch < 2.14")
-def test_the_switch_of_torch(monkeypatch):
-    """The Python file of torch with a stand-in for its compiled extension."""
-    from torch.distributed._token_switch import TokenSwitchNCCL as TheirSwitch
-
-    extensions = threading.local()  # ranks are threads
-    monkeypatch.setattr("torch.distributed._token_switch._import_nccl_ep", lambda: extensions.own)
-
-    def make(comm):
-        extensions.own = NcclEp(comm, wide=True)
-        switch = TheirSwitch(comm, 16, 64, ROWS, 128)
-        dispatcher = TokenSwitch(switch, num_experts=16, max_recv_tokens=ROWS)
-        dispatcher.dtypes = (torch.float64,)
-        return dispatcher
-
-    ours = on_every_rank(EXAMPLE, one_pass, slots=2)
-    assert_same_tensors(on_every_rank(EXAMPLE, one_pass, slots=2, dispatcher=make), ours)
 
 
 @each_library
@@ -286,7 +258,7 @@ def test_a_token_is_sent_once_to_each_rank(name):
 
     def forward(layer, x, gradient):
         dispatcher = dispatchers[layer.balancer.rank]
-        library = getattr(dispatcher, "buffer", None) or dispatcher.switch._ep
+        library = dispatcher.buffer
         with torch.no_grad():
             layer(x)  # also sends the rows of the probe
             before = library.tokens_sent

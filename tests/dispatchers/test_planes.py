@@ -31,11 +31,10 @@ class Modules:
 def on_plane(rank, group, plane, name):
     """Two passes, and the regions of rows."""
     library(Modules, "deep_ep", "2.1.0")
-    library(Modules, "torch_stand_in", "2.15.0")
     try:
         return two_passes(rank, group, plane, name)
     finally:
-        del sys.modules["deep_ep"], sys.modules["torch_stand_in"]
+        del sys.modules["deep_ep"]
 
 
 def two_passes(rank, group, plane, name):
@@ -47,7 +46,7 @@ def two_passes(rank, group, plane, name):
         slots=2,
         data_plane=plane,
         timeout=PATIENCE,
-        dispatcher=None if name is None else dispatcher_of(name, slots_per_rank=6)(comm),
+        dispatcher=None if name is None else dispatcher_of(name)(comm),
         **peers,
     )
     layer = EXAMPLE.layer(balancer)

@@ -78,12 +78,12 @@ def select(name: str | None = None, device: str = "cpu") -> ModuleType:
 
     device: torch device type of the ids or loads.
 
-    Without a name, `reference` replaces `cpu` until the compiled functions are on disk. The name
-    "cpu" loads or compiles them now.
+    Without a name, `reference` replaces `cpu` while a child process compiles the functions. The
+    name "cpu" loads or compiles them now.
     """
     if name is None:
         name = backend_for(device).name
-        if name == "cpu" and not (PLANNER.loaded or PLANNER.ready()):
+        if name == "cpu" and not PLANNER.ready():
             name = "reference"
     return _named(str(name))
 
@@ -98,12 +98,6 @@ def _named(name: str) -> ModuleType:
     if name == "cpu":
         PLANNER.wait()
     return importlib.import_module(f"ultraep.backends.{name}")
-
-
-def compile_in_background() -> None:
-    """Compile the planner in the background, unless it is on disk; `reference` plans meanwhile."""
-    if backend_for().name == "cpu":
-        PLANNER.request()
 
 
 def wait_until_compiled() -> None:

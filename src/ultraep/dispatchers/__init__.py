@@ -1,4 +1,4 @@
-"""Dispatchers of other libraries: DeepEP, HybridEP and NCCL EP move the rows to the slots.
+"""Dispatchers of other libraries: DeepEP and HybridEP move the rows to the slots.
 
     from ultraep.dispatchers.deepep import DeepEP
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ultraep import __version__
-from ultraep.backends import compile_in_background
 from ultraep.comm import Communicator
 from ultraep.config import AUTO, BalanceConfig, check_choice, check_timeout
 from ultraep.errors import (
@@ -190,8 +189,6 @@ def warm_up(backend: str | None) -> None:
 
     Without a named backend, a child process compiles the planner; the first steps do without it.
     """
-    if backend is None:
-        compile_in_background()
     topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
     loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
     plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)

@@ -90,8 +90,7 @@ def main() -> None:
     """Fill the cache, as a child process whose parent may end at any time."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
+    os.nice(NICENESS)
     call_all()
 
 
