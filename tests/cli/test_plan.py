@@ -12,7 +12,9 @@ from ultraep_tools.cli.plan import PLAN_NUMBERS
 from .commands import output, records
 
 RANKS, EXPERTS, STEPS = 8, 32, 3
-SEQUENCE = workload.topic_shift(RANKS, EXPERTS, steps=STEPS, top_k=4, tokens=200, seed=1)
+SEQUENCE = workload.drifting(
+    workload.Load("log-normal", 2.0), RANKS, EXPERTS, steps=STEPS, every=1, top_k=4, tokens=200
+)
 
 
 @pytest.fixture

@@ -1,201 +1,29 @@
-"""Loads of microbatches: seeded generators, recorded routing, and files.
+"""Loads of microbatches: named and seeded generators, recorded routing, and files.
 
-A load matrix is `[source rank, expert]`. Every generator sets the popularity of the experts, then
-draws routing: each token chooses `top_k` different experts. So every source rank routes exactly
-`tokens * top_k` rows, and no expert gets more than one row of a token.
+A load matrix is `[source rank, expert]`. `Load` is one of the named loads that all benchmarks use:
 
->>> one_hot(ranks=2, experts=4, tokens=3, expert=1)
-array([[0, 3, 0, 0],
-       [0, 3, 0, 0]])
-
-Shapes: S microbatches, R ranks, E experts.
+>>> Load("hot rank", 1.5).draw(ranks=2, experts=4, tokens=100, top_k=1).sum(axis=0).reshape(2, 2)
+array([[75, 75],
+       [25, 25]])
 """
 
-from __future__ import annotations
-
-import numpy as np
-from numpy.typing import NDArray
-
-from ultraep.arrays import IntArray
-from ultraep.errors import ConfigError
-from ultraep.loads import MAX_TOTAL
-from ultraep.workload.files import MOST_NUMBERS, loads_of_windows, read_loads, read_routing
+from ultraep.workload.files import loads_of_windows, read_loads, read_routing, recorded_loads
+from ultraep.workload.generators import lognormal, one_hot, uniform, zipf
+from ultraep.workload.named import IMBALANCES, KINDS, Load, drifting, ids_with, sweep
 
 __all__ = [
+    "IMBALANCES",
+    "KINDS",
+    "Load",
+    "drifting",
+    "ids_with",
     "loads_of_windows",
     "lognormal",
     "one_hot",
     "read_loads",
     "read_routing",
-    "topic_shift",
+    "recorded_loads",
+    "sweep",
     "uniform",
     "zipf",
 ]
-
-FloatArray = NDArray[np.float64]
-MAX_EXPONENT = 32.0  # a Zipf exponent that puts everything on the first rank
-
-
-def uniform(
-    ranks: int, experts: int, *, top_k: int = 8, tokens: int = 8192, seed: int = 0
-) -> IntArray:
-    """[R, E] loads with equally popular experts."""
-    rng = _check(ranks, experts, top_k, tokens, seed)
-    return _draw(np.ones(experts), ranks, top_k, tokens, rng)
-
-
-def one_hot(ranks: int, experts: int, *, tokens: int = 8192, expert: int = 0) -> IntArray:
-    """[R, E] loads with all tokens on one expert."""
-    _check(ranks, experts, 1, tokens)
-    if not 0 <= expert < experts:
-        raise ConfigError(f"expert must lie in 0..{experts - 1}, got {expert}")
-    loads_RE = np.zeros((ranks, experts), dtype=np.int64)
-    loads_RE[:, expert] = tokens
-    return loads_RE
-
-
-def lognormal(
-    ranks: int,
-    experts: int,
-    *,
-    sigma: float = 1.0,
-    top_k: int = 8,
-    tokens: int = 8192,
-    seed: int = 0,
-) -> IntArray:
-    """[R, E] loads with independent log-normal popularity of the experts."""
-    rng = _check(ranks, experts, top_k, tokens, seed)
-    if not 0 <= sigma <= 10:
-        raise ConfigError(f"sigma must lie in 0..10, got {sigma}")
-    return _draw(np.exp(rng.normal(0.0, sigma, experts)), ranks, top_k, tokens, rng)
-
-
-def zipf(
-    ranks: int,
-    experts: int,
-    *,
-    ratio: float,
-    top_k: int = 8,
-    tokens: int = 8192,
-    shuffled: bool = False,
-    inner: float = 4.0,
-    seed: int = 0,
-) -> IntArray:
-    """[R, E] loads that follow a Zipf law over ranks, fitted to an imbalance.
-
-    ratio: busiest rank over mean rank, before shuffling.
-    inner: exponent of a second Zipf law, over the experts of one rank.
-    shuffled: assign the experts to ranks at random, so that several hot ones can share a rank.
-    """
-    rng = _check(ranks, experts, top_k, tokens, seed)
-    if experts % ranks:
-        raise ConfigError(
-            f"{experts} experts do not divide evenly over {ranks} ranks; choose a number of "
-            f"ranks that divides {experts}"
-        )
-    inside = np.arange(1, experts // ranks + 1) ** -float(inner)
-
-    def popularity(exponent: float) -> FloatArray:
-        return np.outer(np.arange(1, ranks + 1) ** -exponent, inside).reshape(-1)
-
-    def imbalance(exponent: float) -> float:
-        chances = _chances(popularity(exponent), top_k).reshape(ranks, -1).sum(axis=1)
-        return float(chances.max() / chances.mean())
-
-    low, high = 0.0, MAX_EXPONENT
-    if not imbalance(low) <= ratio <= imbalance(high):
-        raise ConfigError(
-            f"ratio must lie between {imbalance(low):.3g} and {imbalance(high):.3g} "
-            f"for {ranks} ranks, {experts} experts and top-{top_k}, got {ratio}"
-        )
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if imbalance(middle) < ratio else (low, middle)
-    fitted = popularity(high)
-    return _draw(rng.permutation(fitted) if shuffled else fitted, ranks, top_k, tokens, rng)
-
-
-def topic_shift(
-    ranks: int,
-    experts: int,
-    *,
-    steps: int,
-    topics: int = 3,
-    blend: float = 0.1,
-    sigma: float = 1.0,
-    top_k: int = 8,
-    tokens: int = 8192,
-    seed: int = 0,
-) -> IntArray:
-    """[S, R, E] loads of a run whose text moves from topic to topic.
-
-    Every topic has its own log-normal popularity and lasts `steps / topics` microbatches. In the
-    last share `blend` of them it fades into the next. Within a topic popularity drifts a little.
-    """
-    rng = _check(ranks, experts, top_k, tokens, seed)
-    if steps < 1 or topics < 1:
-        raise ConfigError(f"steps and topics must be at least 1, got {steps} and {topics}")
-    if not 0 <= blend <= 1 or not 0 <= sigma <= 10:
-        raise ConfigError(f"blend must lie in 0..1, sigma in 0..10, got {blend} and {sigma}")
-    profiles = rng.normal(0.0, sigma, (topics + 1, experts))
-    drift = np.zeros(experts)
-    matrices = []
-    for step in range(steps):
-        position = step * topics / steps
-        topic = int(position)
-        faded = max(0.0, (position - topic - (1 - blend)) / blend) if blend else 0.0
-        faded = 0.0 if topic == topics - 1 else faded
-        drift = 0.9 * drift + rng.normal(0.0, 0.05 * sigma, experts)
-        logits = (1 - faded) * profiles[topic] + faded * profiles[topic + 1] + drift
-        matrices.append(_draw(np.exp(logits), ranks, top_k, tokens, rng))
-    return np.stack(matrices)
-
-
-def _draw(
-    popularity: FloatArray, ranks: int, top_k: int, tokens: int, rng: np.random.Generator
-) -> IntArray:
-    """[R, E] counts of systematic sampling.
-
-    The chances of all experts form a line of length `top_k`. A token samples it at `top_k` points
-    at distance one from a random start, so it hits every expert at most once, with the expert's
-    chance. Only the starts below each boundary need to be counted.
-    """
-    ends = np.cumsum(_chances(popularity, top_k))
-    ends[-1] = top_k
-    whole = np.floor(ends).astype(np.int64)
-    rows = []
-    for _ in range(ranks):
-        starts = np.sort(rng.random(tokens))
-        hits = whole * tokens + np.searchsorted(starts, ends - whole)
-        rows.append(np.diff(hits, prepend=0))
-    return np.stack(rows)
-
-
-def _chances(popularity: FloatArray, top_k: int) -> FloatArray:
-    """[E] chance that a token chooses an expert: proportional to its popularity, at most one."""
-    certain = np.zeros(len(popularity), dtype=bool)
-    while True:
-        rest = np.where(certain, 0.0, popularity)
-        chances = np.where(certain, 1.0, rest * (top_k - certain.sum()) / (rest.sum() or 1.0))
-        if not (chances > 1.0).any():
-            return chances
-        certain |= chances >= 1.0
-
-
-def _check(ranks: int, experts: int, top_k: int, tokens: int, seed: int = 0) -> np.random.Generator:
-    """Check the sizes and return a random generator."""
-    if ranks < 1 or experts < 1 or tokens < 0:
-        raise ConfigError(
-            f"ranks and experts must be at least 1, tokens at least 0, got {ranks}, {experts} and "
-            f"{tokens}"
-        )
-    if not 1 <= top_k <= experts:
-        raise ConfigError(f"top_k must lie between 1 and {experts} experts, got {top_k}")
-    if ranks * experts > MOST_NUMBERS or ranks * tokens * top_k > MAX_TOTAL:
-        raise ConfigError(
-            f"loads have at most {MOST_NUMBERS:,} numbers and {MAX_TOTAL:,} rows, got {ranks} ranks"
-            f" of {experts} experts with {tokens} tokens each"
-        )
-    if seed < 0:
-        raise ConfigError(f"seed must not be negative, got {seed}")
-    return np.random.default_rng(seed)

@@ -194,3 +194,13 @@ def loads_of_windows(ids: IntArray, *, ranks: int, experts: int, tokens: int) ->
     places = np.arange(len(rows))[:, None] * experts + rows
     counts = np.bincount(places.reshape(-1), minlength=len(rows) * experts)
     return counts.astype(np.int64, copy=False).reshape(windows, layers, ranks, experts)
+
+
+def recorded_loads(path: str | Path, *, ranks: int, tokens: int) -> list[IntArray]:
+    """[S, H, R, E] loads of the full windows of every recorded text.
+
+    E is the power of two that holds the largest recorded id.
+    """
+    texts = read_routing(path)
+    experts = 1 << max(int(ids.max()) for ids in texts).bit_length()
+    return [loads_of_windows(ids, ranks=ranks, experts=experts, tokens=tokens) for ids in texts]

@@ -1,0 +1,179 @@
+"""Seeded generators of load matrices `[source rank, expert]`.
+
+Every generator sets the popularity of the experts, then draws routing: each token chooses `top_k`
+different experts. So every source rank routes exactly `tokens * top_k` rows, and no expert gets
+more than one row of a token.
+
+>>> one_hot(ranks=2, experts=4, tokens=3, expert=1)
+array([[0, 3, 0, 0],
+       [0, 3, 0, 0]])
+
+Shapes: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep.arrays import IntArray
+from ultraep.errors import ConfigError
+from ultraep.loads import MAX_TOTAL
+from ultraep.workload.files import MOST_NUMBERS
+
+FloatArray = NDArray[np.float64]
+MOST_UNEVEN = 32.0  # a Zipf exponent that puts everything on the first rank
+
+
+def uniform(
+    ranks: int, experts: int, *, top_k: int = 8, tokens: int = 8192, seed: int = 0
+) -> IntArray:
+    """[R, E] loads with equally popular experts."""
+    rng = check(ranks, experts, top_k, tokens, seed)
+    return draw(np.ones(experts), ranks, top_k, tokens, rng)
+
+
+def one_hot(ranks: int, experts: int, *, tokens: int = 8192, expert: int = 0) -> IntArray:
+    """[R, E] loads with all tokens on one expert."""
+    check(ranks, experts, 1, tokens)
+    if not 0 <= expert < experts:
+        raise ConfigError(f"expert must lie in 0..{experts - 1}, got {expert}")
+    loads_RE = np.zeros((ranks, experts), dtype=np.int64)
+    loads_RE[:, expert] = tokens
+    return loads_RE
+
+
+def lognormal(
+    ranks: int,
+    experts: int,
+    *,
+    sigma: float = 1.0,
+    top_k: int = 8,
+    tokens: int = 8192,
+    seed: int = 0,
+) -> IntArray:
+    """[R, E] loads with independent log-normal popularity of the experts."""
+    rng = check(ranks, experts, top_k, tokens, seed)
+    if not 0 <= sigma <= 10:
+        raise ConfigError(f"sigma must lie in 0..10, got {sigma}")
+    return draw(np.exp(rng.normal(0.0, sigma, experts)), ranks, top_k, tokens, rng)
+
+
+def zipf(
+    ranks: int,
+    experts: int,
+    *,
+    ratio: float,
+    top_k: int = 8,
+    tokens: int = 8192,
+    shuffled: bool = False,
+    inner: float = 4.0,
+    seed: int = 0,
+) -> IntArray:
+    """[R, E] loads that follow a Zipf law over ranks, fitted to an imbalance.
+
+    ratio: busiest rank over mean rank, before shuffling.
+    inner: exponent of a second Zipf law, over the experts of one rank.
+    shuffled: assign the experts to ranks at random, so that several hot ones can share a rank.
+    """
+    rng = check(ranks, experts, top_k, tokens, seed)
+    check_even_homes(ranks, experts)
+    popularity = zipf_popularity(ranks, experts, inner)
+    fitted = fit(popularity, ratio, ranks, top_k)
+    return draw(rng.permutation(fitted) if shuffled else fitted, ranks, top_k, tokens, rng)
+
+
+def zipf_popularity(ranks: int, experts: int, inner: float = 4.0) -> Callable[[float], FloatArray]:
+    """Return [E] popularity as a function of the exponent of a Zipf law over ranks."""
+    inside = np.arange(1, experts // ranks + 1) ** -float(inner)
+    return lambda exponent: np.outer(np.arange(1, ranks + 1) ** -exponent, inside).reshape(-1)
+
+
+def fit(
+    popularity: Callable[[float], FloatArray], imbalance: float, ranks: int, top_k: int
+) -> FloatArray:
+    """[E] popularity whose expected imbalance is this one.
+
+    popularity: function of a strength between 0 and `MOST_UNEVEN`.
+    """
+
+    def expected(strength: float) -> float:
+        return expected_imbalance(popularity(strength), ranks, top_k)
+
+    low, high = 0.0, MOST_UNEVEN
+    if not expected(low) <= imbalance <= expected(high):
+        experts = len(popularity(0.0))
+        raise ConfigError(
+            f"the imbalance must lie between {expected(low):.3g} and {expected(high):.3g} "
+            f"for {ranks} ranks, {experts} experts and top-{top_k}, got {imbalance}"
+        )
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle) < imbalance else (low, middle)
+    return popularity(high)
+
+
+def expected_imbalance(popularity: FloatArray, ranks: int, top_k: int) -> float:
+    chances = _chances(popularity, top_k).reshape(ranks, -1).sum(axis=1)
+    return float(chances.max() / chances.mean())
+
+
+def draw(
+    popularity: FloatArray, ranks: int, top_k: int, tokens: int, rng: np.random.Generator
+) -> IntArray:
+    """[R, E] counts of systematic sampling.
+
+    The chances of all experts form a line of length `top_k`. A token samples it at `top_k` points
+    at distance one from a random start, so it hits every expert at most once, with the expert's
+    chance. Only the starts below each boundary need to be counted.
+    """
+    ends = np.cumsum(_chances(popularity, top_k))
+    ends[-1] = top_k
+    whole = np.floor(ends).astype(np.int64)
+    rows = []
+    for _ in range(ranks):
+        starts = np.sort(rng.random(tokens))
+        hits = whole * tokens + np.searchsorted(starts, ends - whole)
+        rows.append(np.diff(hits, prepend=0))
+    return np.stack(rows)
+
+
+def _chances(popularity: FloatArray, top_k: int) -> FloatArray:
+    """[E] chance that a token chooses an expert: proportional to its popularity, at most one."""
+    certain = np.zeros(len(popularity), dtype=bool)
+    while True:
+        rest = np.where(certain, 0.0, popularity)
+        chances = np.where(certain, 1.0, rest * (top_k - certain.sum()) / (rest.sum() or 1.0))
+        if not (chances > 1.0).any():
+            return chances
+        certain |= chances >= 1.0
+
+
+def check(ranks: int, experts: int, top_k: int, tokens: int, seed: int = 0) -> np.random.Generator:
+    """Check the sizes and return a random generator."""
+    if ranks < 1 or experts < 1 or tokens < 0:
+        raise ConfigError(
+            f"ranks and experts must be at least 1, tokens at least 0, got {ranks}, {experts} and "
+            f"{tokens}"
+        )
+    if not 1 <= top_k <= experts:
+        raise ConfigError(f"top_k must lie between 1 and {experts} experts, got {top_k}")
+    if ranks * experts > MOST_NUMBERS or ranks * tokens * top_k > MAX_TOTAL:
+        raise ConfigError(
+            f"loads have at most {MOST_NUMBERS:,} numbers and {MAX_TOTAL:,} rows, got {ranks} ranks"
+            f" of {experts} experts with {tokens} tokens each"
+        )
+    if seed < 0:
+        raise ConfigError(f"seed must not be negative, got {seed}")
+    return np.random.default_rng(seed)
+
+
+def check_even_homes(ranks: int, experts: int) -> None:
+    """Raise unless all ranks have the same number of experts."""
+    if experts % ranks:
+        raise ConfigError(
+            f"{experts} experts do not divide evenly over {ranks} ranks; choose a number of "
+            f"ranks that divides {experts}"
+        )
