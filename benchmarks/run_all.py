@@ -28,6 +28,7 @@ NEEDS = {  # all other scripts run anywhere
     "bench_plan.py": ("scipy",),
     "bench_planner_gpu.py": ("a GPU",),
     "bench_prefill.py": ("transformers",),
+    "bench_public.py": ("a GPU",),
     "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),
     "bench_single.py": ("a GPU",),
 }

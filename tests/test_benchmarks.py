@@ -6,6 +6,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
+import bench_public
 import harness
 import numpy as np
 import pytest
@@ -28,11 +29,13 @@ def run(script, *options):
 def extra_options(script, folder):
     if script == "bench_frameworks.py":
         return ["--only", "transformers,transformers_fp8"]  # make test-frameworks runs the others
-    if script != "bench_plan.py":
+    if script not in ("bench_plan.py", "bench_public.py"):
         return []
     rng = np.random.default_rng(0)
     texts = {f"{name}_ids": rng.integers(0, 16, (n, 2, 2)) for name, n in (("a", 200), ("b", 70))}
     np.savez(folder / "routing.npz", **texts)
+    if script == "bench_public.py":
+        return ["--trace", str(folder / "routing.npz")]
     sections = ["--only", ",".join(PLAN_SECTIONS)]
     return [*sections, "--trace", str(folder / "routing.npz"), "--window", "64"]
 
@@ -61,6 +64,16 @@ def test_a_toy_run_writes_complete_rows(script, tmp_path):
     assert len(set(keys)) == len(keys)
     assert str(tmp_path) not in done.stdout + path.read_text()
     assert "…" not in done.stdout  # no table is cut off
+
+
+def test_the_public_planner_needs_its_sources_and_a_gpu(tmp_path):
+    with pytest.raises(
+        harness.Mismatch, match=r"has no csrc/kernels/placement\.cu; pass a checkout"
+    ):
+        bench_public.build(tmp_path, tmp_path)
+    done = run("bench_public.py", "--toy", "--public", str(tmp_path))
+    assert done.returncode != 0
+    assert "--public needs a GPU" in done.stderr
 
 
 def test_make_bench_prints_what_it_skips():
