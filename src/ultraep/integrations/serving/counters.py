@@ -63,4 +63,7 @@ def where_they_are() -> str:
     """Whether the metrics page shows the counters, for the log."""
     if os.environ.get(VARIABLE):
         return "counters are on the metrics page"
-    return f"counters are not on the metrics page; set {VARIABLE} to show them"
+    return (
+        "counters are not on the metrics page; "
+        f"set {VARIABLE}, or --enable-metrics in SGLang, to show them"
+    )
