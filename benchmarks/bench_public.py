@@ -66,6 +66,8 @@ class Scale:
     rounds: int = 15
     kinds: tuple[str, ...] = tuple(workload.KINDS)
     ours: tuple[str, ...] = tuple(OURS)
+    public: Path | None = None  # checkout
+    trace: Path | None = None
 
 
 FULL = Scale(sizes=((8, 128, 1), (8, 128, 2), (64, 256, 1), (64, 256, 2)))
@@ -253,16 +255,16 @@ def plans(bench: Bench) -> None:
     """Measure all sizes and loads."""
     scale, library = bench.scale, None
     with tempfile.TemporaryDirectory() as folder:
-        if bench.options.public is not None:
+        if scale.public is not None:
             if not bench.on_gpu:
                 raise Mismatch("--public needs a GPU")
-            library = build(bench.options.public, Path(folder))
+            library = build(scale.public, Path(folder))
         for ranks, experts, slots in scale.sizes:
             loads = list(named_loads(scale, ranks, experts))
             compare(bench, Topology(ranks=ranks, experts=experts, slots=slots), loads, library)
-        if bench.options.trace is not None:
+        if scale.trace is not None:
             for ranks in dict.fromkeys(size[0] for size in scale.sizes if size[0] <= 16):
-                matrices = recorded(scale, bench.options.trace, ranks)
+                matrices = recorded(scale, scale.trace, ranks)
                 topology = Topology(ranks=ranks, experts=matrices[0].shape[1])
                 compare(bench, topology, [("recorded", loads) for loads in matrices], library)
 

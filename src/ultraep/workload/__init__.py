@@ -2,9 +2,9 @@
 
 A load matrix is `[source rank, expert]`. `Load` is one of the named loads that all benchmarks use:
 
->>> Load("hot rank", 1.5).draw(ranks=2, experts=4, tokens=100, top_k=1).sum(axis=0).reshape(2, 2)
-array([[75, 75],
-       [25, 25]])
+>>> Load("1 hot").draw(ranks=2, experts=4, tokens=3, top_k=1)
+array([[3, 0, 0, 0],
+       [3, 0, 0, 0]])
 """
 
 from ultraep.workload.files import loads_of_windows, read_loads, read_routing, recorded_loads
