@@ -10,8 +10,8 @@ the data plane before they are timed. Libraries build in minutes: docs/dispatche
 
 from __future__ import annotations
 
-import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Line, Metric, installed, options_parser
+from harness import Line, Metric, comma_list, installed, options_parser
 from layers import (
     AFTER,
     BEFORE,
@@ -33,7 +33,7 @@ from layers import (
     slowest,
 )
 from load_cases import Shape, skewed_ids
-from mps import ThroughHost, device_of_rank, report_of_ranks
+from mps import ThroughHost, device_of_rank, phase, report_of_ranks
 from timing import in_turns
 
 import ultraep
@@ -42,16 +42,10 @@ from ultraep.runtime.connect import connect
 OWN, LIBRARIES = "data plane", ("DeepEPBuffer", "HybridEP")
 MULTIPROCESSORS = 8  # for the kernels of the library, which must run at once on the shared GPU
 IMBALANCES, ROUNDS = (1.0, 2.0), 9
+LIMIT = 60.0  # seconds of a case
 OF_OWN = Metric("step_time_over_own", "ratio", "of own", ".3f")
 SIZE = Shape(hidden=2048, ffn=768, experts=64, top_k=8, tokens=4096, ranks=8)
 TOY = Shape(hidden=32, ffn=16, experts=8, top_k=2, tokens=32, ranks=2)
-
-
-def libraries() -> list[str]:
-    """Return the dispatchers whose library is installed."""
-    if not installed("deep_ep"):
-        return []
-    return list(LIBRARIES if installed("hybrid_ep_cpp") else LIBRARIES[:1])
 
 
 def dispatcher_of(name: str, size: Shape) -> Any:
@@ -105,10 +99,16 @@ class Variant:
         return y
 
 
-def on_rank(
+def on_rank(rank: int, *case: Any) -> dict[str, Any]:
+    """One process; if a library hangs, print all stacks and end it."""
+    with phase("", LIMIT, time.time() + LIMIT):
+        return measured_on(rank, *case)
+
+
+def measured_on(
     rank: int, size: Shape, plane: str, quantised: str | None, ratio: float, names: Sequence[str]
 ) -> dict[str, Any]:
-    """One process: milliseconds of a step by variant, and the imbalances."""
+    """Return milliseconds of a step by variant, and the imbalances."""
     device = device_of_rank(cuda=torch.cuda.is_available())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tokens = size.tokens * (rank + 1) // size.ranks if rank else 0
@@ -136,15 +136,14 @@ def on_rank(
 
 
 def main(argv: Sequence[str]) -> None:
-    options = options_parser(__doc__).parse_args(argv[1:])
+    parser = options_parser(__doc__)
+    parser.add_argument("--only", type=comma_list(LIBRARIES), help=f"of {', '.join(LIBRARIES)}")
+    options = parser.parse_args(argv[1:])
     cuda = torch.cuda.is_available() and not options.toy
     size, planes = (SIZE, ("mapped", "messages")) if cuda else (TOY, ("messages",))
-    names = [OWN, *(libraries() if cuda else ())]
-    os.environ.setdefault("NVSHMEM_DISABLE", "1")
+    names = [OWN, *(options.only or LIBRARIES[:1] if cuda and installed("deep_ep") else ())]
     with report_of_ranks("dispatchers", argv, size.ranks, cuda=cuda) as report:
-        if cuda:  # kernels of these libraries wait for each other: no rank may have a share
-            os.environ.pop("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", None)
-        for ranks in (4, 8) if cuda else (size.ranks,):
+        for ranks in (4, 8)[: 1 if options.quick else 2] if cuda else (size.ranks,):
             lines: list[Line] = []
             add = partial(measure_case, lines, replace(size, ranks=ranks), names)
             for ratio in IMBALANCES:

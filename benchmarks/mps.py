@@ -123,7 +123,8 @@ def phase(what: str, seconds: float, end: float) -> Iterator[None]:
 
     seconds: the most it may take.   end: of the whole run, by `time.time()`.
     """
-    print_progress(what)
+    if what:
+        print_progress(what)
     limit = max(1.0, min(seconds, end - time.time()))
     faulthandler.dump_traceback_later(limit, exit=True)
     try:
