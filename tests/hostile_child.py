@@ -70,7 +70,6 @@ def write_all(folder):
     np.savez_compressed(folder / "packed.npz", *loads)
     lines = ["\n".join(",".join(map(str, row)) for row in matrix) for matrix in loads.tolist()]
     (folder / "loads.csv").write_text("\n\n".join(lines) + "\n")
-    (folder / "loads.json").write_text(json.dumps({"loads": loads.tolist()}))
     ids = np.random.default_rng(1).integers(0, 4, (40, 2, 2)).astype(np.uint8)
     np.savez_compressed(folder / "routing.npz", a_ids=ids, a_seq_lens=np.array([40]))
     run = record(folder / "run", [plan_for(seed) for seed in range(6)], layers=2, note="here")
@@ -101,7 +100,7 @@ def commands(folder, out):
         return [*(("trace", *words) for words in verbs), lambda _: draw(trace)]
 
     shard = sorted((folder / "model").glob("*.safetensors"))[1].name
-    plans = ("loads.npy", "columns.npy", "loads.npz", "packed.npz", "loads.csv", "loads.json")
+    plans = ("loads.npy", "columns.npy", "loads.npz", "packed.npz", "loads.csv")
     return {
         **{name: [("plan", folder / name)] for name in plans},
         "routing.npz": read_routing,
@@ -220,7 +219,6 @@ def many_pieces(path, _):
 BOMBS = [
     ("loads.npz", zeros("loads", (1 << 20, 8, 256), "int8")),
     ("routing.npz", zeros("a_ids", (1 << 24, 16, 8), "uint8")),
-    ("loads.json", text(json.dumps([["x" * 10**7, *range(400)]]))),
     ("loads.csv", text("1\n" * 4_000_000)),
     *((name, huge) for name in ("loads.npy", "packed.npz", "clusters.toml")),
     *((f"model/{name}.json", huge) for name in ("config", "tokenizer", "model.safetensors.index")),

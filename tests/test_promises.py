@@ -275,8 +275,8 @@ print("imported", len(sys.modules), "refused", len(refused), "missing", len(name
 
 
 def test_no_connection_leaves_this_machine(tmp_path):
-    loads = tmp_path / "loads.json"
-    loads.write_text("[[9, 0, 1, 2], [8, 1, 0, 3]]")
+    loads = tmp_path / "loads.csv"
+    loads.write_text("9,0,1,2\n8,1,0,3\n")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE, str(loads)],
         capture_output=True,

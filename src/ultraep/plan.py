@@ -211,15 +211,6 @@ class Plan:
         quota_ER[np.arange(len(at_home)), self.topology.home_of_expert] += at_home
         return quota_ER
 
-    def dense_split(self) -> IntArray:
-        """Return rows by `[source rank, expert, host rank]`. Large: for inspection and tests."""
-        ranks, experts = self.loads.shape
-        split_RER = np.zeros((ranks, experts, ranks), dtype=np.int64)
-        split_RER[:, self.replicas[:, 0], self.replicas[:, 1]] = self.split.T
-        at_home = self.loads - split_RER.sum(axis=2)
-        split_RER[:, np.arange(experts), self.topology.home_of_expert] += at_home
-        return split_RER
-
     def digest(self) -> str:
         """Return a stable hash: equal plans have equal digests on every machine and backend."""
         digest = hashlib.blake2b(b"ultraep-plan-1", digest_size=16)

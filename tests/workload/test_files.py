@@ -1,7 +1,5 @@
 """Load files and recorded routing, valid and damaged; generated loads."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -18,13 +16,12 @@ def write(path, matrices):
         ".npy": lambda: np.save(path, matrices),
         ".npz": lambda: np.savez(path, *sequence),
         ".csv": lambda: path.write_text("\n\n".join(lines) + "\n"),
-        ".json": lambda: path.write_text(json.dumps(matrices.tolist())),
     }
     write_as[path.suffix]()
     return path
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".npz", ".csv", ".json"])
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".csv"])
 @pytest.mark.parametrize("matrices", [MATRIX, SEQUENCE], ids=["one", "sequence"])
 def test_all_formats_hold_one_matrix_or_a_sequence(tmp_path, suffix, matrices):
     read = workload.read_loads(write(tmp_path / f"loads{suffix}", matrices))
@@ -32,18 +29,11 @@ def test_all_formats_hold_one_matrix_or_a_sequence(tmp_path, suffix, matrices):
 
 
 BAD = {
-    "loads.txt": (b"1,2", "unknown format '.txt'; choose from .npy, .npz, .csv, .json"),
+    "loads.txt": (b"1,2", "unknown format '.txt'; choose from .npy, .npz, .csv"),
     "loads": (b"1,2", r"unknown format '\(none\)'"),
     "empty.npy": (b"", "truncated or damaged"),
     "empty.npz": (b"", "truncated or damaged"),
     "empty.csv": (b"", "holds no loads"),
-    "empty.json": (b"", "Expecting value"),
-    "none.json": (b"[]", r"got shape \[0\]"),
-    "half.json": (b"[[1, 2], [3", "delimiter"),
-    "key.json": (b'{"load": []}', "needs the key 'loads', got"),
-    "ragged.json": (b"[[1, 2], [3]]", "rectangular"),
-    "float.json": (b"[[1.5, 2]]", "integers, got float"),
-    "flat.json": (b"[1, 2]", r"\[source rank, expert\].* got shape \[2\]"),
     "ragged.csv": (b"1,2\n3\n", "line 2: 1 columns, the lines before have 2"),
     "float.csv": (b"1,2\n3,4.5\n", "line 2: loads must be integers"),
     "word.csv": (b"a,b\n1,2\n", "line 1: loads must be integers"),

@@ -178,7 +178,7 @@ def join(
         compared = whole, config, settings.compared(), recording_setting(record), __version__
         agreement = Agreement(comm, repr(compared), whole.experts, whole.num_domains)
         agreement.open_flight()
-        recorder = open_recorder(record, comm, whole, config, settings)
+        recorder = open_recorder(record, comm, whole, config)
         undo.pop_all()
     return Joined(comm, links, whole, config, capacity, agreement, recorder)
 

@@ -12,16 +12,14 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ultraep.comm import Communicator, raise_together
 from ultraep.config import BalanceConfig
 from ultraep.errors import FileError
-from ultraep.hops import CHUNKS
 from ultraep.passes import FORWARD, RECOMPUTED, Passes, PassRecord
 from ultraep.reroute import rows_received
-from ultraep.runtime.settings import Settings
 from ultraep.runtime.speeds import REMEMBERED
 from ultraep.topology import Topology
 from ultraep.trace.record import Recorder
@@ -43,13 +41,11 @@ def open_recorder(
     comm: Communicator,
     topology: Topology,
     config: BalanceConfig,
-    settings: Settings,
 ) -> Recorder | None:
     """Return the recorder of this rank, or None; collective. An error on one rank is one on all."""
     parent = os.environ.get(VARIABLE) if record is None else None
     if record is None and not parent:
         return None
-    options: dict[str, Any] = {"relay": settings.relay, "chunks": CHUNKS}
     recorder = None
     directory = "" if record is None else str(Path(record).absolute())
     for first in (True, False):  # rank 0 creates the directory
@@ -57,7 +53,7 @@ def open_recorder(
         if first == (comm.rank == 0):
             try:
                 directory = directory or str(_new_directory(Path(str(parent))))
-                recorder = Recorder(directory, topology, config, rank=comm.rank, **options)
+                recorder = Recorder(directory, topology, config, rank=comm.rank)
             except FileError as refused:
                 error = FileError(f"cannot record: {refused}")
         try:

@@ -60,7 +60,6 @@ class Recorder:
     folder: of the trace, the same on all ranks. It must not hold a trace yet.
     topology, config: of the run; the plans of all records must have been made for them.
     rank: of the records. Rank 0 also writes loads and plans, which all ranks share.
-    relay, chunks: how the balancer sends weights (see `Balancer`), if known.
     stages: names of the stages in `seconds`.   note: free text for the header.
     memory: bytes that may wait to be written; records beyond the limit are dropped and counted.
     """
@@ -72,8 +71,6 @@ class Recorder:
         config: BalanceConfig = DEFAULT_CONFIG,
         *,
         rank: int = 0,
-        relay: str = "",
-        chunks: int = 0,
         stages: Sequence[str] = STAGES,
         note: str = "",
         memory: int = MEMORY,
@@ -83,9 +80,7 @@ class Recorder:
         if memory < 1:
             raise ConfigError(f"memory must be at least 1 byte, got {memory}")
         self.folder, self.rank = Path(folder), rank
-        self.header = Header.of(
-            topology, config, relay=relay, chunks=chunks, stages=tuple(stages), note=note
-        )
+        self.header = Header.of(topology, config, stages=tuple(stages), note=note)
         self._config = config
         self._slots = self.header.sizes(rank)["L"]
         self._plan_values = attrgetter(*(field.plan for field in PLAN_FIELDS))

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
-from ultraep.hops import MODES
 from ultraep.topology import Topology
 
 FORMAT = "ultraep-trace"
@@ -34,7 +33,7 @@ HEADER_FILE = "header.json"
 RANK_FOLDER, PIECE = re.compile(r"rank-(\d{5})"), re.compile(r"\d{6}\.npz")
 TOPOLOGY = ("ranks", "experts", "slots", "domain", "homes")  # entries of the header
 CONFIG = ("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality", "objective")
-LATER = {"objective", "relay", "chunks"}  # entries that older headers lack
+LATER, LEFT = {"objective"}, ("relay", "chunks")  # entries that only new, or old, headers have
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = ("recompute", "combine back", "weights again", "experts back", "reduce", "dispatch back")
@@ -181,8 +180,6 @@ class Header:
     max_replicas: int | None
     locality: bool
     objective: str = "balance"
-    relay: str = ""  # how the balancer sends weights; "": unknown
-    chunks: int = 0
     stages: tuple[str, ...] = STAGES
     note: str = ""
     created: str = ""
@@ -197,7 +194,7 @@ class Header:
 
     @classmethod
     def of(cls, topology: Topology, config: BalanceConfig, **options: Any) -> Header:
-        """Return the header of a run. options: relay, chunks, stages, note."""
+        """Return the header of a run. options: stages, note."""
         settings = {name: getattr(topology, name) for name in TOPOLOGY}
         settings |= {name: getattr(config, name) for name in CONFIG}
         return cls(**settings, **options)
@@ -231,6 +228,8 @@ class Header:
                 f"{where}: version {version} of the trace format, but this ultraep reads 1 to "
                 f"{VERSION}; update ultraep"
             )
+        for name in LEFT:
+            content.pop(name, None)
         known = {entry.name for entry in fields(cls)}
         wrong = known - LATER - content.keys() | content.keys() - known
         if wrong:
@@ -247,11 +246,6 @@ class Header:
         return header
 
     def _check(self) -> None:
-        if self.relay not in ("", *MODES) or type(self.chunks) is not int or self.chunks < 0:
-            raise ConfigError(
-                f"relay must be one of {', '.join(MODES)} with chunks >= 0, "
-                f"got {self.relay!r} with {self.chunks!r}"
-            )
         texts = (self.note, self.created, *self.stages)
         if not isinstance(self.stages, tuple) or not all(isinstance(text, str) for text in texts):
             raise ConfigError("stages, note and created must be text")

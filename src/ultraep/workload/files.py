@@ -3,7 +3,6 @@
 .npy   an integer array with two or three dimensions
 .npz   any number of these arrays, in file order
 .csv   one line per source rank, one column per expert; empty lines between matrices
-.json  nested lists, or an object whose "loads" are nested lists
 
 Recorded routing is an .npz file with expert ids `[token, layer, choice]` in arrays `*_ids`. Windows
 of consecutive tokens become microbatches.
@@ -13,7 +12,6 @@ Shapes: T tokens, H layers, K experts per token, S microbatches, R ranks, E expe
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,7 +28,6 @@ from ultraep.files.reading import (
     read_array,
     read_arrays,
     read_text,
-    reading,
 )
 from ultraep.loads import MAX_TOTAL, as_integers
 
@@ -119,31 +116,7 @@ def _parse_row(line: str, number: int, rows: list[list[int]]) -> list[int]:
     return row
 
 
-def _read_json(path: Path) -> Iterable[IntArray]:
-    text = read_text(path)
-    with reading(path):
-        content = json.loads(text)
-    if isinstance(content, dict):
-        if "loads" not in content:
-            raise LoadError(f"an object needs the key 'loads', got {sorted(content)}")
-        content = content["loads"]
-    # An array of objects: NumPy would turn a long string into an array of long strings.
-    try:
-        array = np.asarray(content, dtype=object)
-    except ValueError as error:  # nested too deeply
-        raise LoadError(f"loads must be a rectangular array: {error}") from None
-    types = sorted(item.__name__ for item in set(map(type, array.flat)) - {int})
-    if "list" in types:
-        raise LoadError("loads must be a rectangular array, got lists of different lengths")
-    if types:
-        raise LoadError(f"loads must be integers, got {', '.join(types)}")
-    try:
-        return [array.astype(np.int64)]
-    except OverflowError:
-        raise LoadError("a load is too large to count") from None
-
-
-READERS = {".npy": _read_npy, ".npz": _read_npz, ".csv": _read_csv, ".json": _read_json}
+READERS = {".npy": _read_npy, ".npz": _read_npz, ".csv": _read_csv}
 
 
 def _check_count(arrays: Sequence[NDArray[Any]]) -> None:

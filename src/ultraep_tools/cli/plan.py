@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
 class PlanOptions(cli.Options):
     file: Path = argument(
-        "Loads (.npy, .npz, .csv, .json): integers \\[source rank, expert], or a list of such "
+        "Loads (.npy, .npz, .csv): integers \\[source rank, expert], or a list of such "
         "matrices, one per microbatch of a layer.",
         "FILE",
     )

@@ -44,7 +44,7 @@ class AdviseOptions(cli.Options):
     )
     trace: Path | None = option(
         "Recorded loads instead of synthetic ones: a trace, routing (.npz with arrays *_ids) or "
-        "loads (.npy, .npz, .csv, .json). They repeat from the start when they run out.",
+        "loads (.npy, .npz, .csv). They repeat from the start when they run out.",
         metavar="FILE",
     )
     tokens: int = option(
