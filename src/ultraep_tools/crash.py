@@ -22,7 +22,6 @@ from ultraep.trace.flight import (
     FORMAT,
     KINDS,
     MISMATCH,
-    SIGNAL,
     STAGES,
     VERSION,
     FlightFile,
@@ -186,10 +185,9 @@ class Crash:
 
     def _absent(self) -> Iterator[str]:
         if self.missing:
-            asked = {flight.reason for flight in self.flights.values()} == {SIGNAL}
             yield (
-                f"{_subject(self.missing)} left no file: {'not signalled, ' * asked}killed, "
-                "stopped, or on a host whose files are in another folder."
+                f"{_subject(self.missing)} left no file: killed, stopped, or on a host whose files "
+                "are in another folder."
             )
         for rank, reason in self.damaged.items():
             yield f"The file of rank {rank} cannot be used: {reason}."

@@ -7,28 +7,23 @@ rank hangs. The file of a rank is written when
     a layer, forward or backward, or a comparison with other ranks raises
     an exception ends the program (`sys.excepthook`, chained)
     another rank of the group has failed: the thread of a roll call looks for that, so a rank that
-        hangs writes, too
-    the process receives SIGUSR1, unless the program uses this signal itself
+        hangs writes, too, with the stack of its main thread
 
-`ultraep trace crash` joins the files. ULTRAEP_FLIGHT names their folder, or
-is "off".
+`ultraep trace crash` joins the files. ULTRAEP_FLIGHT names their folder, or is "off".
 """
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
-import select
-import signal
 import socket
 import stat
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +37,6 @@ from ultraep.trace.flight import (
     MEETING,
     OFF,
     OTHERS,
-    SIGNAL,
     VARIABLE,
     FlightFile,
     Pass,
@@ -52,8 +46,6 @@ from ultraep.trace.flight import (
 PASSES = 256  # that are kept
 MOST_ERRORS = 8  # in a file: the first and the last ones
 REPEATED = 1.0  # seconds in which the same error is not written again
-STACK_PAUSE = 0.05  # seconds in which a stack arrives
-MOST_STACK = 1 << 16  # bytes
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +66,7 @@ class Flight:
         self._written_at = 0.0
         self._lock = threading.Lock()
         _flights[id(self)] = self
-        _listen()
+        _note_exceptions()
 
     def close(self) -> None:
         """Write nothing from now on."""
@@ -190,14 +182,21 @@ def _global_rank() -> int:
 # -- the process ---------------------------------------------------------------------------------
 
 _flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
-_registered: list[int] = []  # signals that this module handles
 
 
 def write_for_others() -> None:
     """Write the files of all balancers of this process, because another rank has failed."""
+    stack = _stack_of_main_thread()
     for flight in _all():
         if not flight.errors:
-            flight.write(OTHERS)
+            flight.write(OTHERS, stack)
+
+
+def _stack_of_main_thread() -> str:
+    """Return where the main thread is, the innermost frame first, as faulthandler writes it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [(f.f_code, line) for f, line in traceback.walk_stack(frame)] if frame else []
+    return "".join(f'  File "{c.co_filename}", line {line} in {c.co_name}\n' for c, line in frames)
 
 
 def _all() -> list[Flight]:
@@ -206,17 +205,8 @@ def _all() -> list[Flight]:
 
 
 @cache
-def _listen() -> None:
-    """Start the thread that writes files while the main thread hangs, once in a process."""
-    ask, asked = os.pipe()
-    for descriptor in (ask, asked):
-        os.set_blocking(descriptor, False)
-    if _signal_is_free():
-        # Its handler is C code: it runs while the main thread waits in a collective.
-        faulthandler.register(signal.SIGUSR1, file=asked, all_threads=False)
-        _registered.append(signal.SIGUSR1)
-    else:
-        logger.info("SIGUSR1 has a handler: call balancer.flight.write() there")
+def _note_exceptions() -> None:
+    """Write files when an exception ends the program; called once in a process."""
     previous = sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -225,38 +215,6 @@ def _listen() -> None:
         previous(kind, error, trace)
 
     sys.excepthook = note
-    threading.Thread(target=_answer, args=(ask,), daemon=True, name="ultraep flight").start()
 
 
-def _signal_is_free() -> bool:
-    """Whether SIGUSR1 has its default action, as far as this process can find out."""
-    if not hasattr(faulthandler, "register") or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
-        return False
-    with suppress(OSError):  # handlers of C code, such as faulthandler's own
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("SigCgt:") and int(line.split()[1], 16) >> signal.SIGUSR1 - 1 & 1:
-                return False
-    return True
-
-
-def _forget() -> None:
-    """In a forked child: give the signal back, until the child creates a balancer itself."""
-    while _registered:
-        faulthandler.unregister(_registered.pop())
-    _flights.clear()
-    _listen.cache_clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-def _answer(ask: int) -> None:
-    """Write files on request."""
-    poll = select.poll()
-    poll.register(ask, select.POLLIN)
-    while True:
-        poll.poll()
-        time.sleep(STACK_PAUSE)
-        stack = os.read(ask, MOST_STACK).decode("utf-8", "replace")
-        for flight in _all():
-            flight.write(SIGNAL, stack)
+os.register_at_fork(after_in_child=_flights.clear)

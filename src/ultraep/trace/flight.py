@@ -29,7 +29,7 @@ ORDER = {stage: place for part in (FORWARD, BACKWARD, MEETINGS) for place, stage
 COMPUTING = ("plan", "reroute", "experts", "recompute", "experts back")
 MISMATCH = "PlanMismatch"
 FOLLOWING = ("CommunicationError", MISMATCH)  # errors of a rank that others have caused
-ERROR, OTHERS, SIGNAL = "error", "another rank failed", "SIGUSR1"  # reasons to write a file
+ERROR, OTHERS = "error", "another rank failed"  # reasons to write a file
 
 
 def default_folder() -> Path:
@@ -88,7 +88,8 @@ class FlightFile:
 
     balancer: identifies the group of ranks.   global_rank: of torch.distributed; -1: unknown.
     reason: why the file was written.   written: Unix time.
-    errors: of this rank, the oldest first.   stack: of its main thread, if a signal asked for it.
+    errors: of this rank, the oldest first.
+    stack: of its main thread, if it wrote because another rank failed.
     named: ranks that its errors of communication name as their cause; older files have none.
     """
 

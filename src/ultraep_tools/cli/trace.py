@@ -354,7 +354,7 @@ class CrashOptions(cli.Options):
 def crash(options: CrashOptions) -> None:
     """Explain a crash or a hang: which ranks wait where and for whom, which ranks are missing.
 
-    Ranks write flight files when an error ends them and on SIGUSR1. The newest crash comes first.
+    Ranks write flight files when an error ends them or another rank. The newest crash comes first.
     """
     folder = options.folder or default_folder()
     folders = crash_folders(folder)
