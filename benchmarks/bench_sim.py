@@ -162,7 +162,7 @@ def card_seconds(work_R: FloatArray, speed: FloatArray) -> float:
 def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
     """Seconds of a layer, forward and backward, on eight partitions of a card."""
     runtime = "none" if policy in ("none", TILE_PERFECT) else "ultraep"
-    layer = LayerSize(*(size.hidden, size.ffn, size.experts, size.top_k, size.tokens), "bfloat16")
+    layer = LayerSize(*(size.hidden, size.ffn, size.experts, size.top_k, size.tokens))
     clock = clock_of(load_cluster(PARTITIONS), layer, plan.topology, runtime)
     replicas = replicas_of(plan)
     seconds = stage_seconds(clock, replicas, "experts", "experts back")

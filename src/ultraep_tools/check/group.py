@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -23,11 +24,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ultraep.comm import Communicator
 from ultraep.errors import CommunicationError
 from ultraep.runtime.connect import connect, find_fast_links
-from ultraep.runtime.hosts import FastLinks, Host, this_gpu_host
+from ultraep.runtime.hosts import Host, this_gpu_host
 from ultraep_tools.check import links
 from ultraep_tools.check.host import check_host, gpu_states, uuid_of, versions
 from ultraep_tools.check.meeting import Meeting
-from ultraep_tools.check.report import Finding, listed_by_rank, named, one_line
+from ultraep_tools.check.report import Finding, grouped, listed, one_line
 from ultraep_tools.launch.processes import RankPlace
 from ultraep_tools.report.words import counted
 
@@ -108,7 +109,8 @@ def run_part(part: Part, ranks: Ranks) -> Finding:
         cause = one_line(failure)
     gathered = ranks.meeting.gather(part.name, (facts, cause, symptom), part.patience)
     own, causes, symptoms = zip(*gathered, strict=True)
-    problems = [*listed_by_rank(causes), *filter(None, dict.fromkeys(symptoms))]
+    named = [(f"rank {rank}", text) for rank, text in enumerate(causes) if text]
+    problems = [*grouped(named), *filter(None, dict.fromkeys(symptoms))]
     finding = Finding(part.name, "failed", problems) if problems else part.judge(own)
     finding.seconds = time.perf_counter() - begin
     return finding
@@ -126,13 +128,12 @@ def host(ranks: Ranks) -> Facts:
 def judge_hosts(facts: Sequence[Facts]) -> Finding:
     hosts = {own["host"]: own["findings"] for own in facts if own["findings"]}
     parts = [(name, part) for name, findings in hosts.items() for part in findings]
-    first = {part["part"]: part["summary"] for part in next(iter(hosts.values()))}
-    finding = Finding(
-        "hosts", f"{counted(len(hosts), 'host')}: {first['GPUs']}; {first['kernels']}"
-    )
+    shown = [part["summary"] for _, part in parts if part["part"] in ("GPUs", "kernels")]
+    finding = Finding("hosts", facts={"hosts": hosts})
+    finding.summary = f"{counted(len(hosts), 'host')}: {'; '.join(shown[:2])}"
     for field in ("problems", "warnings", "notes"):
-        setattr(finding, field, [f"{name}: {text}" for name, part in parts for text in part[field]])
-    finding.facts = {"hosts": hosts}
+        texts = [(name, text) for name, part in parts for text in part[field]]
+        setattr(finding, field, grouped(texts))
     return finding
 
 
@@ -143,23 +144,22 @@ def settings(_: Ranks) -> Facts:
 
 
 def judge_settings(facts: Sequence[Facts]) -> Finding:
-    all_versions, variables = ([own[name] for own in facts] for name in ("versions", "variables"))
     finding = Finding("versions", f"equal on {counted(len(facts), 'rank')}")
     finding.facts = {"ranks": list(facts)}
-    finding.problems += _differences(SAME, all_versions, "has")
-    names = sorted({name for own in variables for name in own})
-    finding.warnings += _differences(names, variables, "sets")
+    finding.problems = grouped(_differences(SAME, [own["versions"] for own in facts]))
+    variables = [own["variables"] for own in facts]
+    finding.warnings = grouped(_differences(sorted(set().union(*variables)), variables))
     return finding
 
 
-def _differences(names: Sequence[str], values: Sequence[Facts], verb: str) -> Iterator[str]:
-    """Yield which ranks have another value than most."""
+def _differences(names: Iterable[str], facts: Sequence[Facts]) -> Iterator[tuple[str, str]]:
+    """Yield every rank that has another value than most, with both values."""
     for name in names:
-        own = [str(of_rank.get(name)) for of_rank in values]
-        usual = max(own, key=own.count)
-        for other in sorted(set(own) - {usual}):
-            ranks = [rank for rank, value in enumerate(own) if value == other]
-            yield f"{named(ranks)} {verb} {name} {other}, the others {usual}"
+        values = [str(own.get(name)) for own in facts]
+        usual = max(values, key=values.count)
+        for rank, value in enumerate(values):
+            if value != usual:
+                yield f"rank {rank}", f"{name} {value}, the others {usual}"
 
 
 # -- domains, memory and messages ----------------------------------------------------------------
@@ -178,10 +178,10 @@ def domains(ranks: Ranks) -> Facts:
     )
     ranks.group = dist.group.WORLD
     ranks.comm = connect(ranks.group, timeout=timeout)
-    found: FastLinks = find_fast_links(ranks.comm)
-    ranks.domain = found.domain
+    links = find_fast_links(ranks.comm)
+    ranks.domain = links.domain
     hosts = ranks.comm.gather_objects(this_gpu_host())
-    return {"reason": found.reason, "obstacles": obstacles(hosts), "shared": ranks.shared}
+    return {"reason": links.reason, "obstacles": obstacles(hosts), "shared": ranks.shared}
 
 
 def obstacles(hosts: Sequence[Host]) -> list[str]:
@@ -190,22 +190,22 @@ def obstacles(hosts: Sequence[Host]) -> list[str]:
     systems: dict[str, Host] = {}
     for rank, own in enumerate(hosts):
         if own.obstacle:
-            reasons.append(f"rank {rank}: its GPU has an NVLink fabric, but {own.obstacle}")
+            text = f"its GPU has an NVLink fabric, but {own.obstacle}"
+            reasons.append((f"rank {rank}", text))
         first = systems.setdefault(own.place[0] if own.place else own.name, own)
         if first.place != own.place:
-            reasons.append(
-                f"rank {rank}: in another container than {first.name} of the same machine; start "
-                "both with the same IPC and PID namespaces"
+            text = (
+                f"in another container than {first.name} of the same machine; start both with the "
+                "same IPC and PID namespaces"
             )
-    return reasons
+            reasons.append((f"rank {rank}", text))
+    return grouped(reasons)
 
 
 def judge_domains(facts: Sequence[Facts]) -> Finding:
     finding = Finding("domains", facts[0]["reason"], notes=facts[0]["obstacles"], facts=facts[0])
     if facts[0]["shared"]:
-        finding.notes.append(
-            f"{counted(len(facts), 'rank')} share GPUs: times say nothing about as many GPUs"
-        )
+        finding.notes.append("ranks share GPUs: times say nothing about as many GPUs")
     return finding
 
 
@@ -222,15 +222,13 @@ def mapped_memory(ranks: Ranks) -> Facts:
 
 def judge_mapped_memory(facts: Sequence[Facts]) -> Finding:
     if not facts[0]["mapped"]:
-        return Finding("mapped memory", "ranks on CPUs exchange messages", facts=facts[0])
-    pairs = {
-        (rank, own["first"] + peer): rate
-        for rank, own in enumerate(facts)
-        for peer, rate in enumerate(own["rates"])
-    }
-    finding = links.judge_pairs("mapped memory", "right, copies", pairs, len(facts))
-    wrong = [[own["first"] + peer for peer in own["wrong"]] for own in facts]
-    finding.problems = links.wrong_memory(wrong)
+        return Finding("mapped memory", "none: ranks on CPUs exchange messages", facts=facts[0])
+    finding = links.judge_rates("mapped memory", "right, copies", facts)
+    for rank, own in enumerate(facts):
+        peers = [f"rank {own['first'] + peer}" for peer in own["wrong"]]
+        if peers:
+            text = f"rank {rank} reads wrong values from the memory of {listed(peers)}"
+            finding.problems.append(text)
     finding.facts["mapped"] = True
     return finding
 
@@ -238,16 +236,7 @@ def judge_mapped_memory(facts: Sequence[Facts]) -> Finding:
 def messages(ranks: Ranks) -> Facts:
     """Time messages between ranks. gloo cannot send every tensor of a GPU, so it sends none."""
     device = torch.device("cpu") if ranks.shared else ranks.device
-    return {"rates": links.time_messages(ranks.connected, device)}
-
-
-def judge_messages(facts: Sequence[Facts]) -> Finding:
-    rates = {
-        (rank, peer): rate
-        for rank, own in enumerate(facts)
-        for peer, rate in enumerate(own["rates"])
-    }
-    return links.judge_pairs("messages", "arrive", rates, len(facts))
+    return {"rates": links.message_rates(ranks.connected, device)}
 
 
 # -- speed ---------------------------------------------------------------------------------------
@@ -258,7 +247,7 @@ def speed(ranks: Ranks) -> Facts:
     device = ranks.device
     width, dtype = PRODUCT[device.type]
     left, right = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
-    product = lambda: torch.mm(left, right)  # noqa: E731
+    product = partial(torch.mm, left, right)
     seconds = links.seconds_of(product, ranks.connected, device, PRODUCTS)[PRODUCTS // 2 :]
     state = gpu_states().get(device.index, {}) if device.type == "cuda" else {}
     return {"flops": 2 * width**3 / median(seconds), "state": state, "device": device.type}
@@ -266,21 +255,17 @@ def speed(ranks: Ranks) -> Facts:
 
 def judge_speed(facts: Sequence[Facts]) -> Finding:
     usual = median(own["flops"] for own in facts)
-    finding = Finding("speed", f"{usual / 1e12:.3g} TFLOP/s on every rank")
+    finding = Finding("speed", f"{links.digits(usual / 1e9)} GFLOP/s on every rank")
     finding.facts = {"ranks": list(facts)}
     for rank, own in enumerate(facts):
-        if own["flops"] < SLOW_RANK[own["device"]] * usual:
-            share = own["flops"] / usual
+        share, state = own["flops"] / usual, own["state"]
+        if share < SLOW_RANK[own["device"]]:
             text = f"rank {rank} computes at {share:.0%} of the median speed"
-            finding.warnings.append(text + _clock(own["state"]))
+            if state:
+                text += f" ({state['clocks.sm']} of {state['clocks.max.sm']} MHz"
+                text += f", {state['temperature.gpu']} C)"
+            finding.warnings.append(text)
     return finding
-
-
-def _clock(state: Mapping[str, str]) -> str:
-    if not state:
-        return ""
-    clocks = f"{state['clocks.sm']} of {state['clocks.max.sm']} MHz"
-    return f" ({clocks}, {state['temperature.gpu']} C)"
 
 
 PARTS = (
@@ -288,6 +273,6 @@ PARTS = (
     Part("versions", settings, judge_settings),
     Part("domains", domains, judge_domains),
     Part("mapped memory", mapped_memory, judge_mapped_memory),
-    Part("messages", messages, judge_messages),
+    Part("messages", messages, partial(links.judge_rates, "messages", "arrive")),
     Part("speed", speed, judge_speed),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -14,13 +15,12 @@ import torch
 
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.runtime.mapped.peers import together
-from ultraep_tools.check.report import Finding, named
+from ultraep_tools.check.report import Finding
 
-Pairs = Mapping[tuple[int, int], float]  # bytes per second, by receiving and sending rank
 MESSAGE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
-MAPPED_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+MAPPED_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 MOST_SHIFTS = 16  # distances of pairs that are measured in a large group
-REPEATS, IN_A_ROW = 5, 4
+REPEATS = 5
 SLOW_PAIR = 0.5  # of the median bandwidth
 WIDEST_TABLE = 8  # ranks; more do not fit into 80 columns
 GB = 1e9
@@ -36,27 +36,36 @@ def try_mapped_memory(
     """
     if domain.size == 1:
         return {"wrong": [], "rates": [0.0]}
-    nbytes = MAPPED_BYTES[device.type]
+    nbytes, ranks = MAPPED_BYTES[device.type], range(domain.size)
     peers = domain.peers(device)
     handle: Any = peers.allocate("check", nbytes).handle
-    view_of = lambda peer: handle.get_buffer(peer, (nbytes // 4,), torch.int32)  # noqa: E731
-    views = together(domain, "map memory", lambda: list(map(view_of, range(peers.size))))
+
+    def map_all() -> list[torch.Tensor]:
+        return [handle.get_buffer(peer, (nbytes // 4,), torch.int32) for peer in ranks]
+
+    views: list[torch.Tensor] = together(domain, "map memory", map_all)
     target = torch.empty_like(views[0])
-
-    def copy(shift: int) -> None:
-        for _ in range(IN_A_ROW):
-            target.copy_(views[(domain.rank + shift) % domain.size])
-
     wrong = _wrong_views(domain, views)
-    seconds = _seconds_by_shift(domain, device, copy)
+    rates = _rates(domain, device, nbytes, lambda _, source: target.copy_(views[source]))
     _signal(domain, peers, first_rank)
     wait_for_ranks(domain, device)  # others still copy
     peers.close()
-    rates = {
-        (domain.rank + shift) % domain.size: IN_A_ROW * nbytes / took
-        for shift, took in seconds.items()
-    }
-    return {"wrong": wrong, "rates": [rates.get(peer, 0.0) for peer in range(domain.size)]}
+    return {"wrong": wrong, "rates": rates}
+
+
+def _wrong_views(domain: Communicator, views: Sequence[torch.Tensor]) -> list[int]:
+    """Write the number of this rank into its block of every view; return the views that differ."""
+    block = len(views[0]) // domain.size
+    for view in views:
+        view[domain.rank * block : (domain.rank + 1) * block] = 1 + domain.rank
+    wait_for_ranks(domain, views[0].device)
+    numbers = torch.arange(1, domain.size + 1, dtype=torch.int32, device=views[0].device)
+    expected = numbers.repeat_interleave(block)
+    wrong = [
+        peer for peer, view in enumerate(views) if not torch.equal(view[: len(expected)], expected)
+    ]
+    wait_for_ranks(domain, views[0].device)
+    return wrong
 
 
 def _signal(domain: Communicator, peers: Peers, first_rank: int) -> None:
@@ -70,45 +79,30 @@ def _signal(domain: Communicator, peers: Peers, first_rank: int) -> None:
     signals.check()
 
 
-def _wrong_views(domain: Communicator, views: Sequence[torch.Tensor]) -> list[int]:
-    """Write the number of this rank into its block of every view; return the views that differ."""
-    block = len(views[0]) // domain.size
-    for view in views:
-        view[domain.rank * block : (domain.rank + 1) * block] = 1 + domain.rank
-    wait_for_ranks(domain, views[0].device)
-    numbers = torch.arange(1, domain.size + 1, dtype=torch.int32, device=views[0].device)
-    expected = numbers[:, None].expand(domain.size, block)
-    wrong = [
-        peer
-        for peer, view in enumerate(views)
-        if not torch.equal(view[: domain.size * block].view(domain.size, block), expected)
-    ]
-    wait_for_ranks(domain, views[0].device)
-    return wrong
-
-
-def time_messages(comm: Communicator, device: torch.device) -> list[float]:
+def message_rates(comm: Communicator, device: torch.device) -> list[float]:
     """Return the bytes per second of messages from every rank; collective."""
     sent = torch.ones(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
 
-    def exchange(shift: int) -> None:
-        to, source = (comm.rank - shift) % comm.size, (comm.rank + shift) % comm.size
+    def exchange(to: int, source: int) -> None:
         comm.exchange([Message(to, sent)], [Message(source, received)])
 
-    seconds = _seconds_by_shift(comm, device, exchange)
-    rates = {(comm.rank + shift) % comm.size: len(sent) / took for shift, took in seconds.items()}
-    return [rates.get(source, 0.0) for source in range(comm.size)]
+    return _rates(comm, device, len(sent), exchange)
 
 
-def _seconds_by_shift(
-    comm: Communicator, device: torch.device, act: Callable[[int], object]
-) -> dict[int, float]:
-    """Return the median seconds of an action with the rank at every distance."""
-    return {
-        shift: median(seconds_of(lambda shift=shift: act(shift), comm, device, REPEATS))  # type: ignore[misc]
-        for shift in shifts(comm.size)
-    }
+def _rates(
+    comm: Communicator, device: torch.device, nbytes: int, act: Callable[[int, int], object]
+) -> list[float]:
+    """Return the bytes per second from every rank; 0: not measured.
+
+    act: moves `nbytes`; gets the ranks that this rank sends to and receives from.
+    """
+    rates = [0.0] * comm.size
+    for shift in shifts(comm.size):
+        to, source = (comm.rank - shift) % comm.size, (comm.rank + shift) % comm.size
+        seconds = seconds_of(partial(act, to, source), comm, device, REPEATS)
+        rates[source] = nbytes / median(seconds)
+    return rates
 
 
 def seconds_of(
@@ -145,32 +139,40 @@ def shifts(size: int) -> list[int]:
     return [1 + int(step * index) for index in range(min(size - 1, MOST_SHIFTS))]
 
 
-def judge_pairs(part: str, verb: str, pairs: Pairs, size: int) -> Finding:
-    """Return a finding with the bandwidth of all pairs, and a warning about a slow pair."""
-    measured = {pair: rate / GB for pair, rate in pairs.items() if rate > 0}
-    if not measured:
+def judge_rates(part: str, verb: str, facts: Sequence[Mapping[str, Any]]) -> Finding:
+    """Return a finding with the bandwidth of all pairs, and a warning about a slow pair.
+
+    facts: of every rank, the `rates` from the ranks of its domain, which begins at rank `first`.
+    """
+    rates = {
+        (own.get("first", 0) + index, rank): rate / GB
+        for rank, own in enumerate(facts)
+        for index, rate in enumerate(own["rates"])
+        if rate
+    }
+    if not rates:
         return Finding(part, "one rank has no partner")
-    usual, slowest = median(measured.values()), min(measured, key=lambda pair: measured[pair])
-    least, named_pair = measured[slowest], f"rank {slowest[1]} to rank {slowest[0]}"
-    finding = Finding(part, f"{verb} at {usual:.2f} GB/s, slowest {named_pair}, {least:.2f} GB/s")
-    finding.facts = {"GB/s": {f"{source}->{to}": rate for (to, source), rate in measured.items()}}
+    usual, slowest = median(rates.values()), min(rates, key=lambda pair: rates[pair])
+    least, pair = rates[slowest], "rank {} to rank {}".format(*slowest)
+    finding = Finding(part, f"{verb} at {digits(usual)} GB/s, slowest {pair}, {digits(least)} GB/s")
+    finding.facts = {"GB/s": {f"{source}->{to}": rate for (source, to), rate in rates.items()}}
     if least < SLOW_PAIR * usual:
-        finding.warnings.append(
-            f"{part} from {named_pair}: {least:.2f} GB/s, median of all pairs {usual:.2f}"
-        )
-    if 2 < size <= WIDEST_TABLE:
-        finding.table = [["GB/s, to", *(f"from {rank}" for rank in range(size))]]
-        for to in range(size):
-            rates = [measured.get((to, source)) for source in range(size)]
-            cells = ["-" if rate is None else f"{rate:.1f}" for rate in rates]
+        finding.warnings = [
+            f"{part} from {pair}: {digits(least)} GB/s, median of all pairs {digits(usual)}"
+        ]
+    if 2 < len(facts) <= WIDEST_TABLE:
+        ranks = range(len(facts))
+        finding.table = [["GB/s, to", *(f"from {source}" for source in ranks)]]
+        for to in ranks:
+            cells = [digits(rates.get((source, to), 0.0)) for source in ranks]
             finding.table.append([f"rank {to}", *cells])
     return finding
 
 
-def wrong_memory(wrong: Sequence[Sequence[int]]) -> list[str]:
-    """Return a line for every rank that reads wrong values."""
-    return [
-        f"rank {rank} reads wrong values from the memory of {named(peers)}"
-        for rank, peers in enumerate(wrong)
-        if peers
-    ]
+def digits(rate: float) -> str:
+    """Return a rate with two digits or more; "-" for none.
+
+    >>> digits(412.3), digits(4.123), digits(0.0)
+    ('412', '4.1', '-')
+    """
+    return "-" if not rate else f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"

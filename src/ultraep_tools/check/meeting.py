@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ultraep.errors import CommunicationError, ConfigError
-from ultraep_tools.check.report import named
+from ultraep_tools.check.report import listed
 from ultraep_tools.launch.processes import RankPlace
 
 POLL = 0.05  # seconds
@@ -43,7 +43,8 @@ class Meeting:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 if missing:
-                    text = f"{named(missing)} did not come to '{name}' within {limit:g} s"
+                    names = listed([f"rank {rank}" for rank in missing])
+                    text = f"{names} did not come to '{name}' within {limit:g} s"
                     raise CommunicationError(text, ranks=missing)
             time.sleep(POLL)
         return [json.loads(value) for value in self.store.multi_get(keys)]

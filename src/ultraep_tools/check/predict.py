@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 import ultraep
 from ultraep import BalanceConfig, Topology
+from ultraep.arrays import IntArray
 from ultraep.plan import Plan
 from ultraep_tools.check.size import LayerSize
 from ultraep_tools.sim.cluster import Cluster, load_cluster
@@ -20,44 +20,27 @@ from ultraep_tools.sim.planning import Replicas
 from ultraep_tools.sim.runtime import runtime_of
 
 CLUSTER = "h100-nvl8"  # its ratios of computing, memory and links; its speed is fitted
-HALVINGS = 40
-SLOWEST, FASTEST = 1e-6, 1e2  # than the cluster
+RATES = ("matmul_tflops", "memory_gb_s", "link_gb_s", "network_gb_s")
+FITS = 10
 
 
-def predicted_gain(
-    size: LayerSize, domain: int, loads_RE: Sequence[Sequence[int]], even_seconds: float
-) -> float:
+def predicted_gain(size: LayerSize, domain: int, loads_RE: IntArray, even_seconds: float) -> float:
     """Return how much faster a balanced step is, on ranks that take this long with even routing."""
-    ranks = len(loads_RE)
-    topology = Topology(ranks=ranks, experts=size.experts, slots=1, domain=domain)
-    rows = size.tokens * size.top_k
-    even_RE = np.full((ranks, size.experts), max(1, rows // size.experts))
-    even = ultraep.plan(even_RE, topology, BalanceConfig(policy="none"))
-    low, high = SLOWEST, FASTEST
-    for _ in range(HALVINGS):
-        middle = (low * high) ** 0.5
-        slower = _seconds(size, middle, even) > even_seconds
-        low, high = (middle, high) if slower else (low, middle)
-    loads = np.array(loads_RE)
-    plans = [
-        ultraep.plan(loads, topology, BalanceConfig(policy=policy, objective="balance"))
-        for policy in ("none", "ultraep")
-    ]
-    without, balanced = (_seconds(size, low, plan) for plan in plans)
-    return max(1.0, without / balanced)  # by default, replicas that do not pay are not made
+    ranks, experts = loads_RE.shape
+    topology = Topology(ranks=ranks, experts=experts, slots=1, domain=domain)
+    preset = replace(load_cluster(CLUSTER), devices=ranks, domain=domain)
 
+    def seconds(speed: float, loads: IntArray, policy: str) -> float:
+        rates: Any = {name: speed * getattr(preset, name) for name in RATES}
+        plan = ultraep.plan(loads, topology, BalanceConfig(policy=policy, objective="balance"))
+        clock = clock_of(replace(preset, **rates), size, topology, policy)
+        return stage_seconds(clock, replicas_of(plan))
 
-def _seconds(size: LayerSize, speed: float, plan: Plan) -> float:
-    """Return the seconds of the layer at this multiple of the cluster's speed."""
-    cluster = _scaled(load_cluster(CLUSTER), speed, plan.topology)
-    clock = clock_of(cluster, size, plan.topology, plan.config.policy)
-    return stage_seconds(clock, replicas_of(plan))
-
-
-def _scaled(cluster: Cluster, speed: float, topology: Topology) -> Cluster:
-    rates = ("matmul_tflops", "memory_gb_s", "link_gb_s", "network_gb_s")
-    scaled: Any = {name: speed * getattr(cluster, name) for name in rates}
-    return replace(cluster, devices=topology.ranks, domain=topology.domain_size, **scaled)
+    even, speed = np.full_like(loads_RE, size.tokens * size.top_k // experts), 1.0
+    for _ in range(FITS):
+        speed *= seconds(speed, even, "none") / even_seconds
+    gain = seconds(speed, loads_RE, "none") / seconds(speed, loads_RE, "ultraep")
+    return max(1.0, gain)  # by default, replicas that do not pay are not made
 
 
 def clock_of(cluster: Cluster, size: LayerSize, topology: Topology, policy: str) -> LayerClock:
@@ -66,14 +49,9 @@ def clock_of(cluster: Cluster, size: LayerSize, topology: Topology, policy: str)
     sizes |= {"width": size.hidden, "layers": 1, "dense_layers": 0, "vocabulary": 1}
     attention = GroupedAttention(kind="grouped", heads=1, kv_heads=1, head_width=1)
     model = Model(name="layer", title="", source="", attention=attention, **sizes)
-    return LayerClock(
-        costs=Costs(cluster, model, measured_rates()),
-        topology=topology,
-        runtime=runtime_of(policy),
-        tokens=size.tokens,
-        context=0.0,
-        recompute=False,
-    )
+    costs = Costs(cluster, model, measured_rates())
+    options: Any = {"tokens": size.tokens, "context": 0.0, "recompute": False}
+    return LayerClock(costs=costs, topology=topology, runtime=runtime_of(policy), **options)
 
 
 def replicas_of(plan: Plan) -> Replicas:

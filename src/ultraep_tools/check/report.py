@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+MOST_NAMES = 8
 
 
 @dataclass
@@ -55,20 +57,19 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def listed_by_rank(texts: Sequence[str]) -> list[str]:
-    """Return the texts of the ranks, equal ones once; "" means that a rank has none.
+def grouped(texts: Iterable[tuple[str, str]]) -> list[str]:
+    """Return every text once, after the names that have it.
 
-    >>> listed_by_rank(["", "no memory", "no memory", "late"])
-    ['ranks 1, 2: no memory', 'rank 3: late']
+    >>> grouped([("rank 1", "no memory"), ("rank 2", "no memory"), ("rank 3", "late")])
+    ['rank 1, rank 2: no memory', 'rank 3: late']
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        if text:
-            ranks.setdefault(text, []).append(rank)
-    return [f"{named(of_text)}: {text}" for text, of_text in ranks.items()]
+    names: dict[str, list[str]] = {}
+    for name, text in texts:
+        names.setdefault(text, []).append(name)
+    return [f"{listed(of_text)}: {text}" for text, of_text in names.items()]
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 3, 5"; of many ranks only some."""
-    shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+def listed(names: Sequence[str]) -> str:
+    """Return the names with commas; of many names only some."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

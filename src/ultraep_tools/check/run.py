@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import fcntl
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ultraep.errors import CommunicationError
@@ -14,44 +15,39 @@ from ultraep_tools.check.host import check_host
 from ultraep_tools.check.report import Finding, Report
 from ultraep_tools.check.size import LayerSize
 from ultraep_tools.launch.processes import RankPlace
+from ultraep_tools.report.words import counted
 
 Shown = Callable[[Finding], object]
 
 
-def check_alone(shown: Shown, failed_hosts: Path | None, *, kernels: bool = True) -> Report:
+def check_alone(shown: Shown, failed_hosts: Path | None) -> Report:
     """Check this host for itself; if it fails, add it to the file of failing hosts."""
-    report = Report(1, check_host(shown, kernels_too=kernels))
-    report.ready = "this host can run ultraep"
+    name = socket.gethostname()
+    report = Report(1, check_host(shown), f"host {name} can run ultraep")
     report.next_command = "torchrun --nproc-per-node 2 -m ultraep check"
-    if report.problems:
-        job = os.environ.get("SLURM_JOB_ID")
-        path = failed_hosts or (Path(f"ultraep-failed-hosts-{job}.txt") if job else None)
-        if path is not None:
-            with path.open("a") as file:  # one write of a line: other hosts may write too
-                file.write(f"{socket.gethostname()}\n")
+    if report.problems and failed_hosts is not None:
+        with failed_hosts.open("a") as file:
+            with suppress(OSError):  # other hosts may write, too; not all file systems have locks
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            file.write(f"{name}\n")
     return report
 
 
 def check_ranks(
-    place: RankPlace,
-    level: int,
-    timeout: float,
-    size_for: Callable[[int, bool], LayerSize],
-    dispatcher: str,
-    shown: Shown,
+    place: RankPlace, timeout: float, size: LayerSize | None, dispatcher: str, shown: Shown
 ) -> Report:
     """Check the ranks that torchrun started; the same report on every rank.
 
-    size_for: returns the size of the layer, given the number of ranks and whether they have GPUs.
+    size: of the layer of level 3; None: only level 2.
     """
-    report = Report(level)
+    report = Report(2 if size is None else 3)
     try:
         with group_of(place, timeout) as ranks:
             _run(group.PARTS, ranks, report, shown)
-            if level >= 3 and not report.problems:
-                size = size_for(place.size, ranks.device.type == "cuda")
+            if size is not None:
                 _run(layer.parts_of(size, dispatcher, ranks.domain), ranks, report, shown)
-            _conclude(report, ranks)
+            if not report.problems:
+                _conclude(report, ranks)
             ranks.meeting.leave()
     except CommunicationError as late:  # a rank did not come
         report.findings.append(Finding("ranks", "not all came", [str(late)]))
@@ -68,13 +64,13 @@ def _run(parts: Sequence[Part], ranks: Ranks, report: Report, shown: Shown) -> N
 
 
 def _conclude(report: Report, ranks: Ranks) -> None:
-    """Write what a verdict says without problems, and what to run next."""
-    found = {finding.part: finding.facts for finding in report.findings}
-    plane = "mapped memory on" if found.get("mapped memory", {}).get("mapped") else "messages of"
-    devices = "GPUs" if ranks.device.type == "cuda" else "CPU ranks"
-    report.ready = f"{plane} {ranks.place.size} {devices}"
-    report.next_command = "the same with --level 3 and the sizes of your layer"
-    if "times" in found and not report.problems:
-        gain, idle = found["times"]["gains"]["2.0"], found["times"]["idle_cost"]
+    """Write what the verdict says, and what to run next."""
+    facts = {finding.part: finding.facts for finding in report.findings}
+    plane = "mapped memory on" if facts["mapped memory"]["mapped"] else "messages between"
+    devices = "GPU" if ranks.device.type == "cuda" else "CPU rank"
+    report.ready = f"{plane} {counted(ranks.place.size, devices)}"
+    report.next_command = "the same command with --level 3 and the sizes of your layer"
+    if "times" in facts:
+        gain, idle = facts["times"]["gains"]["2.0"], facts["times"]["idle_cost"]
         report.ready += f", gain {gain:.2f}x at imbalance 2, idle cost {100 * idle:.1f} %"
-        report.next_command = "train; docs/README.md has a page for every framework"
+        report.next_command = "balance your model (docs/clusters.md#change-your-job)"

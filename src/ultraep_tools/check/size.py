@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultraep.errors import FileError
-from ultraep.files.reading import read_text
+from ultraep.errors import ConfigError, FileError
+from ultraep.files.reading import read_text, reading
+from ultraep_tools.sim.presets import check_range
 
 # Names in the config.json of a checkpoint, in order of preference.
 CONFIG_NAMES = {
@@ -27,24 +28,26 @@ class LayerSize:
     experts: int
     top_k: int
     tokens: int
-    dtype: str
+
+    def __post_init__(self) -> None:
+        check_range(self, "hidden ffn experts top_k tokens", 1)
+        if self.top_k > self.experts:
+            raise ConfigError(f"top_k {self.top_k} is more than the {self.experts} experts")
 
     def __str__(self) -> str:
         return (
             f"{self.hidden} x {self.ffn}, {self.experts} experts, top-{self.top_k}, "
-            f"{self.tokens} tokens per rank, {self.dtype}"
+            f"{self.tokens} tokens per rank"
         )
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
     """Return the sizes in the config.json of a checkpoint."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise FileError(f"{path}: is not JSON: {error}") from None
-    config = config.get("text_config", config)
-    sizes = {}
+    path, sizes = folder / "config.json", {}
+    text = read_text(path)
+    with reading(path, "JSON"):
+        config = dict(json.loads(text))
+        config = dict(config.get("text_config", config))
     for name, keys in CONFIG_NAMES.items():
         values = [config[key] for key in keys if isinstance(config.get(key), int)]
         if not values:

@@ -32,13 +32,9 @@ EXAMPLE = (
 )
 FAILED = 1  # exit code
 WIDTH = 80
-TIMEOUT = 60.0
-SIZES = {  # without --model, --from or sizes, by device
-    "cpu": {"hidden": 256, "ffn": 512, "experts": 0, "top_k": 2},  # four experts per rank
-    "cuda": {"hidden": 4096, "ffn": 1536, "experts": 128, "top_k": 8},
-}
-TOKENS = {"cpu": 1024, "cuda": 4096}
-NAMES = ("hidden", "ffn", "experts", "top_k")
+SIZES = ("hidden", "ffn", "experts", "top_k", "tokens")
+DEFAULTS = {"cpu": (256, 512, 0, 2, 1024), "cuda": (4096, 1536, 128, 8, 4096)}
+PER_RANK = 4  # experts, if their number is 0
 
 
 class CheckOptions(cli.Options):
@@ -56,16 +52,13 @@ class CheckOptions(cli.Options):
     experts: int | None = option("Experts of a layer.", "4 per rank; 128 on GPUs")
     top_k: int | None = option("Experts per token.", "2; 8 on GPUs")
     tokens: int | None = option("Tokens per rank.", "1024; 4096 on GPUs")
-    dtype: str | None = option(
-        "Dtype of the layer.", "float32; bfloat16 on GPUs", metavar="float32|bfloat16"
-    )
     dispatcher: str | None = option(
         "Rows through deepep, or the dispatcher that a function of yours returns for (group, "
         "size).",
         "the data plane",
         metavar="deepep|MODULE:FUNCTION",
     )
-    timeout: float = option("Seconds that a part waits for a rank.", default=TIMEOUT)
+    timeout: float = option("Seconds that a part waits for a rank.", default=60.0)
     failed_hosts: Path | None = option(
         "Level 1: add this host to FILE if it fails; then `srun --exclude=./FILE`.",
         "in a Slurm job, ultraep-failed-hosts-JOB.txt",
@@ -89,8 +82,12 @@ def command(options: CheckOptions) -> None:
     level = options.level or (1 if place is None else 2)
     _check(options, level, place)
     first = place is None or place.rank == 0 or level == 1
-    if first:
-        check_targets(options.json, force=options.force)
+    failed_hosts, job = options.failed_hosts, os.environ.get("SLURM_JOB_ID")
+    if level == 1 and job and failed_hosts is None:
+        failed_hosts = Path(f"ultraep-failed-hosts-{job}.txt")
+    check_targets(failed_hosts, force=True)
+    path = options.json if place is None or place.rank == 0 else None
+    check_targets(path, force=options.force)
     terminal = Terminal(width=WIDTH)
     shown = partial(print_finding, terminal) if first else (lambda _: None)
     if first:
@@ -99,19 +96,12 @@ def command(options: CheckOptions) -> None:
     from ultraep_tools.check.run import check_alone, check_ranks
 
     if level == 1 or place is None:
-        report = check_alone(shown, options.failed_hosts)
+        report = check_alone(shown, failed_hosts)
     else:
-        report = check_ranks(
-            place,
-            level,
-            options.timeout,
-            lambda ranks, gpus: _size(options, ranks, gpus=gpus),
-            options.dispatcher or "",
-            shown,
-        )
+        size = _size(options, place.size) if level == 3 else None
+        report = check_ranks(place, options.timeout, size, options.dispatcher or "", shown)
     if first or "rank 0 did not come" in report.verdict:
-        only_rank_0 = place is None or place.rank == 0
-        _print_verdict(report, terminal, options.json if only_rank_0 else None)
+        _print_verdict(report, terminal, path)
     if report.problems:
         raise typer.Exit(FAILED)
 
@@ -123,48 +113,38 @@ def _check(options: CheckOptions, level: int, place: RankPlace | None) -> None:
     if level > 1 and place is None:
         raise ConfigError(
             f"--level {level} checks ranks: start it with "
-            "torchrun --nproc-per-node 2 -m ultraep check"
+            f"torchrun --nproc-per-node 2 -m ultraep check --level {level}"
         )
     if level > 1:
         refuse_options(options, ("failed_hosts",), "only level 1 writes failing hosts")
     if level < 3:
         reason = f"level {level} runs no layer of your size"
-        refuse_options(options, ("model", *NAMES, "tokens", "dtype", "dispatcher"), reason)
+        refuse_options(options, ("model", *SIZES, "dispatcher"), reason)
         if options.checkpoint is not None:
             raise ConfigError(f"{reason}; remove --from")
     if options.model is not None and options.checkpoint is not None:
         raise ConfigError("pass --model or --from, not both")
     if not options.timeout > 0:
         raise ConfigError(f"--timeout must be positive, got {options.timeout}")
-    for name in (*NAMES, "tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if options.dtype not in (None, "float32", "bfloat16"):
-        raise ConfigError(f"--dtype must be float32 or bfloat16, got {options.dtype!r}")
-    if level == 3 and place is not None:
-        _size(options, place.size, gpus=False)
 
 
-def _size(options: CheckOptions, ranks: int, *, gpus: bool) -> LayerSize:
-    device = "cuda" if gpus else "cpu"
-    sizes = dict(SIZES[device])
+def _size(options: CheckOptions, ranks: int) -> LayerSize:
+    """Return the size from the options, the preset or checkpoint, and the defaults."""
+    import torch
+
+    sizes = dict(zip(SIZES, DEFAULTS["cuda" if torch.cuda.is_available() else "cpu"], strict=True))
+    sizes["experts"] = sizes["experts"] or PER_RANK * ranks
     if options.model is not None:
         model = load_model(options.model)
-        sizes = {
-            "hidden": model.width,
-            "ffn": model.expert_width,
-            "experts": model.experts,
-            "top_k": model.top_k,
-        }
+        shape = model.width, model.expert_width, model.experts, model.top_k
+        sizes |= dict(zip(SIZES, shape, strict=False))
     elif options.checkpoint is not None:
-        sizes = sizes_in(options.checkpoint)
-    sizes |= {name: value for name in NAMES if (value := getattr(options, name)) is not None}
-    experts = sizes["experts"] = sizes["experts"] or 4 * ranks
-    if experts % ranks:
-        raise ConfigError(f"{experts} experts do not divide evenly over {ranks} ranks")
-    dtype = options.dtype or ("bfloat16" if gpus else "float32")
-    return LayerSize(**sizes, tokens=options.tokens or TOKENS[device], dtype=dtype)
+        sizes |= sizes_in(options.checkpoint)
+    sizes |= cli.set_options(options, SIZES)
+    size = LayerSize(**sizes)
+    if size.experts % ranks:
+        raise ConfigError(f"{size.experts} experts do not divide evenly over {ranks} ranks")
+    return size
 
 
 # -- output --------------------------------------------------------------------------------------
