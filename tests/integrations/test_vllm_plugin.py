@@ -12,7 +12,7 @@ import numpy as np
 import prometheus_client
 import pytest
 import torch
-from vllm_engines import logged_by_plugin
+from servers import logged_by_plugin
 
 import ultraep
 from ultraep import ConfigError

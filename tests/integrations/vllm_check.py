@@ -5,7 +5,6 @@ Prints a line for every check and exits with code 1 if one fails. Needs an envir
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,31 +20,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from vllm_engines import (
-    Server,
-    logged_by_plugin,
-    make_model,
-    make_prompts,
-    reference_answers,
-    serving,
-)
+from servers import check, check_log, check_metrics, logged_by_plugin, make_model, run_sections
+from vllm_engines import VllmServer as Server
+from vllm_engines import make_prompts, reference_answers, serving
 
 import ultraep
 from ultraep.supported import VLLM
 
 PROMPTS = make_prompts()
-FAILED: list[str] = []
 # What vLLM logs on a rank when it has stored compiled code, or read it.
 COMPILED = "saved AOT compiled function|Directly load AOT compilation"
 TIE = 0.05  # lead in log probability below which half precision may choose either token
-
-
-def check(claim: str, holds: bool, figure: object = "") -> None:
-    """Print a line; store the claim if it does not hold."""
-    text = f"{claim}: {figure}" if figure != "" else claim
-    print(f"  {'ok    ' if holds else 'FAILED'} {text}", flush=True)
-    if not holds:
-        FAILED.append(claim)
 
 
 class Bench:
@@ -96,30 +81,6 @@ def compare(
         total = sum(map(len, expected))
         figure = f"{equal}/{total}" + f", {ties} after a tie" * (ties > 0)
         check(f"tokens equal the tokens of one process, {name}", equal + ties == total, figure)
-
-
-def check_metrics(server: Server, *, small_batches: bool) -> None:
-    """Check the metrics page. small_batches: whether some batches are too small to balance."""
-    metrics = server.metrics()
-    mean = {
-        when: metrics[f'ultraep_imbalance_{when}_sum{{policy="ultraep"}}']
-        / metrics[f'ultraep_imbalance_{when}_count{{policy="ultraep"}}']
-        for when in ("before", "after")
-    }
-    figure = f"{mean['before']:.3f} -> {mean['after']:.3f}"
-    check("metrics: imbalance", mean["before"] > mean["after"] >= 1, figure)
-    sent, planned = metrics["ultraep_copies_sent_total"], metrics["ultraep_copies_planned_total"]
-    check("metrics: all replicas are sent", 0 < sent == planned, f"{sent:.0f} of {planned:.0f}")
-    nbytes = metrics["ultraep_weights_sent_bytes_total"]
-    seconds = metrics['ultraep_stage_seconds_total{stage="experts"}']
-    check("metrics: bytes and seconds", nbytes > 0 and seconds > 0)
-    skipped = metrics.get('ultraep_imbalance_before_count{policy="none"}', 0)
-    check("metrics: small batches", (skipped > 0) == small_batches, f"{skipped:.0f}")
-
-
-def check_log(server: Server) -> None:
-    lines = logged_by_plugin(server.log.read_text())
-    check("the log has one line", len(lines) == 1, lines[0] if lines else "none")
 
 
 def check_compiled(server: Server) -> None:
@@ -246,27 +207,6 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def main() -> None:
-    """Run some or all sections."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
-    names = parser.parse_args().only.split(",")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    print(f"ultraep {ultraep.__version__} in vLLM {VLLM.installed()}, {machine}")
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        for name in names:
-            begin = time.perf_counter()
-            print(f"{name}: {SECTIONS[name].__doc__}", flush=True)
-            try:
-                SECTIONS[name](bench)
-            except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
-                check(f"{name}: {error}", False)
-            print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
-    print(f"{len(FAILED)} checks failed" if FAILED else "all checks hold")
-    sys.exit(bool(FAILED))
-
-
 if __name__ == "__main__":
-    main()
+    title = f"ultraep {ultraep.__version__} in vLLM {VLLM.installed()}"
+    run_sections(SECTIONS, Bench, title, __doc__)
