@@ -52,6 +52,12 @@ class SimulatedHost:
             raise OSError(number, os.strerror(number), self.name)
         socket.sethostname(self.name)
 
+    def limit(self, mbit: float) -> None:
+        """Send at most this many megabits per second."""
+        burst = max(LEAST_BURST, int(mbit * 1e6 / 8 * BURST_SECONDS))
+        rate = ("rate", f"{mbit}mbit", "burst", str(burst), "latency", "2s")  # no loss
+        _run("tc", "-n", self.name, "qdisc", "replace", "dev", LINK, "root", "tbf", *rate)
+
     def connect(self, connected: bool) -> None:
         """Plug the network cable in, or out: then all messages are lost."""
         _run("ip", "link", "set", self.cable, "up" if connected else "down")
@@ -87,9 +93,7 @@ def hosts(count: int, mbit: int, label: str = "") -> Iterator[list[SimulatedHost
             _run(*inside, "addr", "add", f"{host.address}/24", "dev", LINK)
             _run(*inside, "link", "set", LINK, "gso_max_segs", "1", "up")
             _run(*inside, "link", "set", "lo", "up")
-            burst = max(LEAST_BURST, int(mbit * 1e6 / 8 * BURST_SECONDS))
-            rate = ("rate", f"{mbit}mbit", "burst", str(burst), "latency", "2s")  # no loss
-            _run("tc", "-n", host.name, "qdisc", "add", "dev", LINK, "root", "tbf", *rate)
+            host.limit(mbit)
             for name, value in TCP_SETTINGS.items():
                 _run(*host.command(["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}"]))
         yield simulated

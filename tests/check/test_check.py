@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import simulated_hosts
 import torch
 import warm
 from cli.commands import invoke
@@ -24,11 +28,15 @@ LIMIT = 240.0  # of a run on a busy machine
 SMALL = ("--hidden", "32", "--ffn", "64", "--experts", "8", "--top-k", "2", "--tokens", "64")
 
 
-def check(folder, options=(), fault=None, start=warm.start_ranks):
-    """Run the command on two ranks; return what the first one did, and its JSON."""
+def check(folder, options=(), fault=None, start=warm.start_ranks, act=lambda _: None):
+    """Run the command on two ranks; return what the first one did, and its JSON.
+
+    act: is called with the running programs.
+    """
     path = folder / "check.json"
     words = ["--timeout", f"{TIMEOUT:g}", "--json", str(path), *options]
-    programs = start(2, run, words, fault)
+    programs = start(2, run, words, fault, FOLDER=str(folder))
+    act(programs)
     first, *_ = [program.finish(LIMIT) for program in programs]
     assert path.exists(), first.stdout + first.stderr
     return first, json.loads(path.read_text())
@@ -37,6 +45,34 @@ def check(folder, options=(), fault=None, start=warm.start_ranks):
 def without_rank_1(count, work, *args, **environment):
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": warm.free_port(), "WORLD_SIZE": str(count)}
     return [warm.Program(work, *args, **environment, **own, RANK="0", LOCAL_RANK="0")]
+
+
+@contextmanager
+def two_hosts(mbit):
+    """Yield two simulated hosts, and a function that starts two ranks on each of them."""
+    if reason := simulated_hosts.obstacle():
+        pytest.skip(reason)
+    with simulated_hosts.hosts(2, mbit, "c") as hosts:
+        group = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29400", "WORLD_SIZE": "4"}
+        group["GLOO_SOCKET_IFNAME"] = simulated_hosts.LINK
+
+        def start(_, *args, **environment):
+            return [
+                warm.Program(
+                    *(on_host, hosts[rank // 2], *args),
+                    **(group | environment),
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank % 2),
+                )
+                for rank in range(4)
+            ]
+
+        yield hosts, start
+
+
+def on_host(host, work, *args):
+    host.enter()
+    work(*args)
 
 
 def run(words, fault):
@@ -63,6 +99,17 @@ def hang():
 
 def die():
     replace_part("messages", lambda _: os._exit(3))
+
+
+def unplugged():
+    """Wait until the test has unplugged a cable."""
+
+    def run_part(ranks):
+        while not Path(os.environ["FOLDER"], "unplugged").exists():
+            time.sleep(0.05)
+        return group.messages(ranks)
+
+    replace_part("messages", run_part)
 
 
 def other_version():
@@ -117,8 +164,8 @@ def good_memory():
     replace_part("mapped memory", mapped)
 
 
-FAULTS = {f.__name__: f for f in (hang, die, other_version, slow, unmapped, stale, good_memory)}
-EVERYWHERE = ("unmapped", "stale", "good_memory")
+EVERYWHERE = {f.__name__: f for f in (unmapped, stale, good_memory, unplugged)}
+FAULTS = EVERYWHERE | {f.__name__: f for f in (hang, die, other_version, slow)}
 
 
 def mixing(process_group, _):
@@ -166,6 +213,39 @@ def test_a_rank_that_never_starts_is_named(tmp_path):
     done, found = check(tmp_path, start=without_rank_1)
     assert done.returncode == 1
     assert "rank 1 did not come to 'start' within 8 s" in found["verdict"]
+
+
+@pytest.mark.slow
+def test_the_slow_link_between_two_hosts_is_named(tmp_path):
+    with two_hosts(mbit=400) as (hosts, start):
+        hosts[1].limit(40)
+        done, found = check(tmp_path, start=start)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [host.name for host in hosts]
+    verdict = found["verdict"]
+    assert verdict.startswith(f"Ready: messages between 4 CPU ranks on {', '.join(names)}")
+    one, other = re.search(
+        r"messages from rank . \((.*?)\) to rank . \((.*?)\): 0.00", verdict
+    ).groups()
+    assert {one, other} == set(names)
+    assert f"2 domains of 2 ranks: {'; '.join(names)}" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_be_reached_is_named(tmp_path):
+    with two_hosts(mbit=400) as (hosts, start):
+
+        def unplug(programs):
+            programs[0].wait_for("mapped memory")
+            hosts[1].connect(False)
+            (tmp_path / "unplugged").touch()
+            programs[0].wait_for("Not ready")
+            hosts[1].connect(True)
+
+        done, found = check(tmp_path, fault="unplugged", start=start, act=unplug)
+    assert done.returncode == 1
+    name = hosts[1].name
+    assert f"rank 2 ({name}), rank 3 ({name}) did not come to 'messages'" in found["verdict"]
 
 
 def test_all_levels_run_on_two_ranks(tmp_path):

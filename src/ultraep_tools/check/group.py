@@ -33,7 +33,7 @@ from ultraep_tools.launch.processes import RankPlace
 from ultraep_tools.report.words import counted
 
 Facts = dict[str, Any]
-SAME = ("ultraep", "python", "torch", "triton", "cuda", "rocm", "nccl")  # versions
+SAME = ("ultraep", "python", "torch", "triton", "cuda", "rocm", "nccl", "device")
 COMPARED = ("NCCL_", "GLOO_", "TORCH_", "ULTRAEP_", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING")
 COMPILING = 5  # timeouts that ranks wait for a host that compiles
 PRODUCT = {"cpu": (512, torch.float32), "cuda": (8192, torch.bfloat16)}  # width of a square product
@@ -70,7 +70,9 @@ def group_of(place: RankPlace, timeout: float) -> Iterator[Ranks]:
         ranks.device = torch.device("cuda", place.local % torch.cuda.device_count())
         torch.cuda.set_device(ranks.device)
         own = uuid_of(ranks.device.index)
-    gpus = [uuid for uuid in ranks.meeting.gather("start", own) if uuid]
+    started = ranks.meeting.gather("start", (socket.gethostname(), own))
+    ranks.meeting.hosts = [name for name, _ in started]
+    gpus = [uuid for _, uuid in started if uuid]
     ranks.shared = len(set(gpus)) < len(gpus)
     if ranks.shared:
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
@@ -112,6 +114,8 @@ def run_part(part: Part, ranks: Ranks) -> Finding:
     named = [(f"rank {rank}", text) for rank, text in enumerate(causes) if text]
     problems = [*grouped(named), *filter(None, dict.fromkeys(symptoms))]
     finding = Finding(part.name, "failed", problems) if problems else part.judge(own)
+    for texts in (finding.problems, finding.warnings, finding.notes):
+        texts[:] = map(ranks.meeting.with_hosts, texts)
     finding.seconds = time.perf_counter() - begin
     return finding
 
@@ -122,7 +126,8 @@ def run_part(part: Part, ranks: Ranks) -> Finding:
 def host(ranks: Ranks) -> Facts:
     """Check the host, on its first rank."""
     findings = [] if ranks.place.local else check_host(lambda _: None)
-    return {"host": socket.gethostname(), "findings": [asdict(finding) for finding in findings]}
+    host = ranks.meeting.hosts[ranks.place.rank]
+    return {"host": host, "findings": [asdict(finding) for finding in findings]}
 
 
 def judge_hosts(facts: Sequence[Facts]) -> Finding:
@@ -137,10 +142,11 @@ def judge_hosts(facts: Sequence[Facts]) -> Finding:
     return finding
 
 
-def settings(_: Ranks) -> Facts:
+def settings(ranks: Ranks) -> Facts:
     """Return the versions of this rank, and its variables that change how ranks communicate."""
     variables = {name: text for name, text in os.environ.items() if name.startswith(COMPARED)}
-    return {"versions": versions().facts, "variables": variables}
+    own = versions().facts | {"device": ranks.device.type}
+    return {"versions": own, "variables": variables}
 
 
 def judge_settings(facts: Sequence[Facts]) -> Finding:

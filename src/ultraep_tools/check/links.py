@@ -87,7 +87,11 @@ def message_rates(comm: Communicator, device: torch.device) -> list[float]:
     def exchange(to: int, source: int) -> None:
         comm.exchange([Message(to, sent)], [Message(source, received)])
 
-    return _rates(comm, device, len(sent), exchange)
+    rates = _rates(comm, device, len(sent), exchange)
+    # A rank sends as it receives and waits for both, so the faster end of a pair measured the pair.
+    everyone = comm.gather_objects(rates)
+    ends = [everyone[source][(2 * source - comm.rank) % comm.size] for source in range(comm.size)]
+    return list(map(max, rates, ends))
 
 
 def _rates(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from datetime import timedelta
 from typing import Any
@@ -23,10 +24,13 @@ POLL = 0.05  # seconds
 
 
 class Meeting:
-    """The ranks that torchrun started. Creating one connects to the store, and to nothing else."""
+    """The ranks that torchrun started. Creating one connects to the store, and to nothing else.
+
+    hosts: of the ranks, as soon as they are known.
+    """
 
     def __init__(self, place: RankPlace, timeout: float) -> None:
-        self.place, self.timeout = place, timeout
+        self.place, self.timeout, self.hosts = place, timeout, [""] * place.size
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = PrefixStore(f"ultraep check {attempt}", _connect(place, timeout))
 
@@ -36,18 +40,27 @@ class Meeting:
         patience: how many timeouts to wait.
         """
         keys = [f"{name}/{rank}" for rank in range(self.place.size)]
-        self.store.set(keys[self.place.rank], json.dumps(value))
         limit = patience * self.timeout
         deadline = time.monotonic() + limit
-        while not self.store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                if missing:
-                    names = listed([f"rank {rank}" for rank in missing])
-                    text = f"{names} did not come to '{name}' within {limit:g} s"
-                    raise CommunicationError(text, ranks=missing)
-            time.sleep(POLL)
-        return [json.loads(value) for value in self.store.multi_get(keys)]
+        try:
+            self.store.set(keys[self.place.rank], json.dumps(value))
+            while not self.store.check(keys) and time.monotonic() < deadline:
+                time.sleep(POLL)
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if not missing:
+                return [json.loads(value) for value in self.store.multi_get(keys)]
+        except RuntimeError:
+            text = f"the store of rank 0 was lost at '{name}'"
+            raise CommunicationError(self.with_hosts(text), ranks=[0]) from None
+        names = listed([f"rank {rank}" for rank in missing])
+        text = f"{names} did not come to '{name}' within {limit:g} s"
+        raise CommunicationError(self.with_hosts(text), ranks=missing)
+
+    def with_hosts(self, text: str) -> str:
+        """Add to every rank in the text its host, if ranks are on several hosts."""
+        if len(set(self.hosts)) == 1:
+            return text
+        return re.sub(r"\brank (\d+)", lambda rank: f"{rank[0]} ({self.hosts[int(rank[1])]})", text)
 
     def leave(self) -> None:
         """Leave; the rank that may hold the store waits until the others have left."""

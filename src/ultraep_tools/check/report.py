@@ -33,12 +33,14 @@ class Report:
     """All findings, and what a verdict says if no part found a problem.
 
     ready: the end of the line "Ready: ...".   next_command: what to run then.
+    rank_0_lost: rank 0 does not print the verdict.
     """
 
     level: int
     findings: list[Finding] = field(default_factory=list)
     ready: str = ""
     next_command: str = ""
+    rank_0_lost: bool = False
 
     @property
     def problems(self) -> list[str]:

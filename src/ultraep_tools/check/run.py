@@ -12,7 +12,7 @@ from ultraep.errors import CommunicationError
 from ultraep_tools.check import group, layer
 from ultraep_tools.check.group import Part, Ranks, group_of, run_part
 from ultraep_tools.check.host import check_host
-from ultraep_tools.check.report import Finding, Report
+from ultraep_tools.check.report import Finding, Report, listed
 from ultraep_tools.check.size import LayerSize
 from ultraep_tools.launch.processes import RankPlace
 from ultraep_tools.report.words import counted
@@ -50,6 +50,7 @@ def check_ranks(
                 _conclude(report, ranks)
             ranks.meeting.leave()
     except CommunicationError as late:  # a rank did not come
+        report.rank_0_lost = 0 in late.ranks
         report.findings.append(Finding("ranks", "not all came", [str(late)]))
         shown(report.findings[-1])
     return report
@@ -68,7 +69,9 @@ def _conclude(report: Report, ranks: Ranks) -> None:
     facts = {finding.part: finding.facts for finding in report.findings}
     plane = "mapped memory on" if facts["mapped memory"]["mapped"] else "messages between"
     devices = "GPU" if ranks.device.type == "cuda" else "CPU rank"
+    hosts = list(dict.fromkeys(ranks.meeting.hosts))
     report.ready = f"{plane} {counted(ranks.place.size, devices)}"
+    report.ready += f" on {listed(hosts)}" if len(hosts) > 1 else ""
     report.next_command = "the same command with --level 3 and the sizes of your layer"
     if "times" in facts:
         gain, idle = facts["times"]["gains"]["2.0"], facts["times"]["idle_cost"]

@@ -100,7 +100,7 @@ def command(options: CheckOptions) -> None:
     else:
         size = _size(options, place.size) if level == 3 else None
         report = check_ranks(place, options.timeout, size, options.dispatcher or "", shown)
-    if first or "rank 0 did not come" in report.verdict:
+    if first or report.rank_0_lost:
         _print_verdict(report, terminal, path)
     if report.problems:
         raise typer.Exit(FAILED)
