@@ -20,6 +20,7 @@ from shared_peers import FilePeers
 
 from ultraep.errors import FileError
 from ultraep_tools.check import group, host, layer, links, size
+from ultraep_tools.check import run as run_module
 from ultraep_tools.check.report import Finding, Report
 from ultraep_tools.check.size import LayerSize
 
@@ -37,7 +38,9 @@ def check(folder, options=(), fault=None, start=warm.start_ranks, act=lambda _: 
     words = ["--timeout", f"{TIMEOUT:g}", "--json", str(path), *options]
     programs = start(2, run, words, fault, FOLDER=str(folder))
     act(programs)
-    first, *_ = [program.finish(LIMIT) for program in programs]
+    first = programs[0].finish(LIMIT)
+    for other in programs[1:]:
+        other.finish(0.0 if first.returncode else LIMIT)
     assert path.exists(), first.stdout + first.stderr
     return first, json.loads(path.read_text())
 
@@ -78,7 +81,7 @@ def on_host(host, work, *args):
 def run(words, fault):
     from ultraep_tools.__main__ import main
 
-    if fault is not None and (os.environ["RANK"] == "1" or fault in EVERYWHERE):
+    if fault is not None and (os.environ.get("RANK") == "1" or fault in EVERYWHERE):
         FAULTS[fault]()
     sys.argv = ["ultraep", "check", *words]
     main()
@@ -164,7 +167,14 @@ def good_memory():
     replace_part("mapped memory", mapped)
 
 
-EVERYWHERE = {f.__name__: f for f in (unmapped, stale, good_memory, unplugged)}
+def broken_host():
+    name = f"node{os.environ['SLURM_PROCID']}"
+    run_module.socket.gethostname = lambda: name
+    host.kernels = lambda: Finding("kernels", problems=["no kernel image"])
+    os.chdir(os.environ["FOLDER"])
+
+
+EVERYWHERE = {f.__name__: f for f in (unmapped, stale, good_memory, unplugged, broken_host)}
 FAULTS = EVERYWHERE | {f.__name__: f for f in (hang, die, other_version, slow)}
 
 
@@ -187,7 +197,9 @@ def mixing(process_group, _):
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        ("hang", "rank 1 did not come to 'messages' within 8 s"),
+        pytest.param(
+            "hang", "rank 1 did not come to 'messages' within 8 s", marks=pytest.mark.slow
+        ),
         pytest.param("die", "rank 1", marks=pytest.mark.slow),
         ("other_version", "rank 1: torch 2.0.0, the others 2."),
         ("unmapped", "rank 1: cannot map memory with its peers: no access to rank 0"),
@@ -239,8 +251,6 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
             programs[0].wait_for("mapped memory")
             hosts[1].connect(False)
             (tmp_path / "unplugged").touch()
-            programs[0].wait_for("Not ready")
-            hosts[1].connect(True)
 
         done, found = check(tmp_path, fault="unplugged", start=start, act=unplug)
     assert done.returncode == 1
@@ -284,6 +294,16 @@ def test_one_host_alone(tmp_path, monkeypatch):
     assert done.exit_code == 1
     assert "Not ready: a layer on cuda does not run: no kernel image" in done.stdout
     assert failed.read_text() == os.uname().nodename + "\n"
+
+
+def test_failing_hosts_of_a_slurm_job_share_a_file(tmp_path):
+    job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "FOLDER": str(tmp_path)}
+    programs = [
+        warm.Program(run, [], "broken_host", **job, SLURM_PROCID=str(rank)) for rank in range(4)
+    ]
+    assert [program.finish(LIMIT).returncode for program in programs] == [1] * 4
+    lines = (tmp_path / "ultraep-failed-hosts-77.txt").read_text().splitlines()
+    assert sorted(lines) == ["node0", "node1", "node2", "node3"]
 
 
 @pytest.mark.parametrize(

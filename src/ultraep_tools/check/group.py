@@ -113,7 +113,7 @@ def run_part(part: Part, ranks: Ranks) -> Finding:
     own, causes, symptoms = zip(*gathered, strict=True)
     named = [(f"rank {rank}", text) for rank, text in enumerate(causes) if text]
     problems = [*grouped(named), *filter(None, dict.fromkeys(symptoms))]
-    finding = Finding(part.name, "failed", problems) if problems else part.judge(own)
+    finding = Finding(part.name, "", problems) if problems else part.judge(own)
     for texts in (finding.problems, finding.warnings, finding.notes):
         texts[:] = map(ranks.meeting.with_hosts, texts)
     finding.seconds = time.perf_counter() - begin

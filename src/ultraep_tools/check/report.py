@@ -39,7 +39,7 @@ class Report:
     level: int
     findings: list[Finding] = field(default_factory=list)
     ready: str = ""
-    next_command: str = ""
+    next_command: str = "the same command again, after a repair (docs/troubleshooting.md)"
     rank_0_lost: bool = False
 
     @property

@@ -24,8 +24,9 @@ def check_alone(shown: Shown, failed_hosts: Path | None) -> Report:
     """Check this host for itself; if it fails, add it to the file of failing hosts."""
     name = socket.gethostname()
     report = Report(1, check_host(shown), f"host {name} can run ultraep")
-    report.next_command = "torchrun --nproc-per-node 2 -m ultraep check"
-    if report.problems and failed_hosts is not None:
+    if not report.problems:
+        report.next_command = "torchrun --nproc-per-node 2 -m ultraep check"
+    elif failed_hosts is not None:
         with failed_hosts.open("a") as file:
             with suppress(OSError):  # other hosts may write, too; not all file systems have locks
                 fcntl.lockf(file, fcntl.LOCK_EX)

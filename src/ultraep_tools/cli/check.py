@@ -102,8 +102,8 @@ def command(options: CheckOptions) -> None:
         report = check_ranks(place, options.timeout, size, options.dispatcher or "", shown)
     if first or report.rank_0_lost:
         _print_verdict(report, terminal, path)
-    if report.problems:
-        raise typer.Exit(FAILED)
+        if report.problems:  # torchrun would end rank 0 if another rank failed first
+            raise typer.Exit(FAILED)
 
 
 def _check(options: CheckOptions, level: int, place: RankPlace | None) -> None:
@@ -153,7 +153,7 @@ def _size(options: CheckOptions, ranks: int) -> LayerSize:
 def print_finding(terminal: Terminal, finding: Finding) -> None:
     state = "FAIL" if finding.problems else "slow" if finding.warnings else "ok"
     seconds = f" ({finding.seconds:.1f} s)" if finding.seconds >= 1 else ""
-    lines = [f"{state:<5}{finding.part:<15}{finding.summary}{seconds}"]
+    lines = [f"{state:<5}{finding.part:<15}{finding.summary}{seconds}".rstrip()]
     lines += [f"{'':<20}- {text}" for text in (*finding.problems, *finding.warnings)]
     lines += [f"{'':<20}note: {text}" for text in finding.notes]
     for line in lines:
@@ -164,7 +164,7 @@ def print_finding(terminal: Terminal, finding: Finding) -> None:
 
 
 def _print_verdict(report: Report, terminal: Terminal, path: Path | None) -> None:
-    lines = [report.verdict] + [f"Next: {report.next_command}"] * (not report.problems)
+    lines = [report.verdict, f"Next: {report.next_command}"]
     if path is not None:
         found = {"verdict": report.verdict, "ready": not report.problems, **asdict(report)}
         write_text(path, json.dumps(found, indent=2) + "\n")
