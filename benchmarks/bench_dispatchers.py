@@ -1,7 +1,8 @@
 """Steps of a layer whose rows another library moves, beside the rows of our own data planes.
 
-    python benchmarks/bench_dispatchers.py          # needs a GPU, CUDA MPS and DeepEP (`deep_ep`)
-    python benchmarks/bench_dispatchers.py --toy    # two CPU processes; the data plane only, for CI
+    python benchmarks/bench_dispatchers.py            # a GPU, CUDA MPS and DeepEP (`deep_ep`)
+    python benchmarks/bench_dispatchers.py --ranks 8
+    python benchmarks/bench_dispatchers.py --toy      # the data plane on two CPU ranks, for CI
 
 Every process is a rank (`mps.py`) with a number of tokens of its own; one rank has none. All
 variants have the same weights and routes: their outputs and gradients are compared with those of
@@ -40,11 +41,13 @@ import ultraep
 from ultraep.runtime.connect import connect
 
 OWN, LIBRARIES = "data plane", ("DeepEPBuffer", "HybridEP")
-MULTIPROCESSORS = 8  # for the kernels of the library, which must run at once on the shared GPU
+# For kernels of the library, which must run at once on the shared GPU: with more than half of the
+# multiprocessors of a process, those of DeepEP wait forever.
+MULTIPROCESSORS = {2: 8, 4: 8, 8: 4}
 IMBALANCES, ROUNDS = (1.0, 2.0), 9
 LIMIT = 60.0  # seconds of a case
 OF_OWN = Metric("step_time_over_own", "ratio", "of own", ".3f")
-SIZE = Shape(hidden=2048, ffn=768, experts=64, top_k=8, tokens=4096, ranks=8)
+SIZE = Shape(hidden=2048, ffn=768, experts=64, top_k=8, tokens=4096, ranks=4)
 TOY = Shape(hidden=32, ffn=16, experts=8, top_k=2, tokens=32, ranks=2)
 
 
@@ -57,11 +60,11 @@ def dispatcher_of(name: str, size: Shape) -> Any:
     if name == "DeepEPBuffer":
         from ultraep.dispatchers.deepep import DeepEPBuffer
 
-        deep_ep.Buffer.set_num_sms(MULTIPROCESSORS)
+        deep_ep.Buffer.set_num_sms(MULTIPROCESSORS[size.ranks])
         return DeepEPBuffer(deep_ep.Buffer(dist.group.WORLD, num_nvl_bytes=1 << 30))
     from ultraep.dispatchers.hybridep import HybridEP
 
-    kernels = {f"num_sms_{api}_api": MULTIPROCESSORS for api in ("dispatch", "combine")}
+    kernels = {f"num_sms_{api}_api": MULTIPROCESSORS[size.ranks] for api in ("dispatch", "combine")}
     buffer = deep_ep.HybridEPBuffer(
         dist.group.WORLD,
         hidden_dim=size.hidden,
@@ -137,21 +140,24 @@ def measured_on(
 
 def main(argv: Sequence[str]) -> None:
     parser = options_parser(__doc__)
+    parser.add_argument(
+        "--ranks", type=int, choices=(2, 4, 8), help="processes (default: 4; toy: 2)"
+    )
     parser.add_argument("--only", type=comma_list(LIBRARIES), help=f"of {', '.join(LIBRARIES)}")
     options = parser.parse_args(argv[1:])
     cuda = torch.cuda.is_available() and not options.toy
     size, planes = (SIZE, ("mapped", "messages")) if cuda else (TOY, ("messages",))
+    size = replace(size, ranks=options.ranks or size.ranks)
     names = [OWN, *(options.only or LIBRARIES[:1] if cuda and installed("deep_ep") else ())]
     with report_of_ranks("dispatchers", argv, size.ranks, cuda=cuda) as report:
-        for ranks in (4, 8)[: 1 if options.quick else 2] if cuda else (size.ranks,):
-            lines: list[Line] = []
-            add = partial(measure_case, lines, replace(size, ranks=ranks), names)
+        lines: list[Line] = []
+        add = partial(measure_case, lines, size, names)
+        for plane in planes:
             for ratio in IMBALANCES:
-                for plane in planes:
-                    add(plane, None, ratio)
-            add(planes[0], "fp8", IMBALANCES[-1])
-            report.add(f"EP{ranks}, {size.tokens} tokens at most, D {size.hidden}", lines)
-            report.write(options.json)
+                add(plane, None, ratio)
+            add(plane, "fp8", IMBALANCES[-1])
+        report.add(f"EP{size.ranks}, {size.tokens} tokens at most, D {size.hidden}", lines)
+        report.write(options.json)
         if names == [OWN]:
             report.note("deep_ep is not installed: no other library was measured")
 
