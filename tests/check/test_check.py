@@ -266,7 +266,10 @@ def test_all_levels_run_on_two_ranks(tmp_path):
     parts = {finding["part"]: finding for finding in found["findings"]}
     assert list(parts) == [part.name for part in group.PARTS] + ["equal results", "times"]
     assert parts["equal results"]["facts"]["ranks"][0]["replicas"]["one hot expert"] > 0
-    assert set(parts["times"]["facts"]["gains"]) == {"1.0", "1.5", "2.0"}
+    times = parts["times"]["facts"]
+    assert set(times["gains"]) == {"1.0", "1.5", "2.0"}
+    assert times["ranks"][0]["replicas"]["1.0"] == 0
+    assert "idle cost " in found["verdict"]
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "Next: " in done.stdout
 
@@ -353,10 +356,31 @@ def test_loads_have_the_requested_imbalance(imbalance):
     small = LayerSize(32, 64, 32, 4, 4096)
     ids = torch.cat([layer.ids_of(small, rank, 4, imbalance) for rank in range(4)])
     rows = torch.bincount(ids.flatten() // 8, minlength=4)
-    assert float(rows.max() / rows.float().mean()) == pytest.approx(imbalance, rel=0.001)
+    assert float(rows.max() / rows.float().mean()) == pytest.approx(imbalance, rel=0.01)
     assert ids.sort(dim=1).values.diff(dim=1).min() > 0
     loads = torch.bincount(ids.flatten(), minlength=32)
-    assert (loads.max() > 2 * loads.min()) == (imbalance > 1)
+    assert (loads.max() == loads.min()) == (imbalance == 1)
+
+
+def test_an_imbalance_that_two_ranks_cannot_reach_is_the_largest_one():
+    ids = layer.ids_of(LayerSize(32, 64, 8, 2, 64), 0, 2, 2.5)
+    assert int(ids.max()) < 4
+
+
+@pytest.mark.parametrize(
+    ("slower", "cost"),
+    [(1.01, "below what this run can tell (2.0 %)"), (1.1, "10.0 % (2.0 % either way)")],
+)
+def test_the_idle_cost_comes_with_a_resolution(slower, cost):
+    """A machine that slows down does not change it: rounds are compared with themselves."""
+    none = [1.0 + 0.1 * turn for turn in range(12)]
+    seconds = {
+        layer.NONE: none,
+        layer.BALANCED: [slower * second for second in none],
+        layer.AGAIN: [0.98 * second for second in none],
+    }
+    times = dict(zip(("idle_cost", "resolution"), layer.idle_cost(seconds), strict=True))
+    assert run_module.idle_text(**times) == f"idle cost {cost}"
 
 
 def test_the_slowest_pair_is_named():

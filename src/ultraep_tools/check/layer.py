@@ -1,15 +1,16 @@
 """Level 3: one layer of the user's size: equal results, times, and what the simulator predicts.
 
-Shapes: T tokens of a rank, H hidden, K experts per token, R ranks, E experts.
+Shapes: T tokens of a rank, H hidden, K experts per token.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import permutations
+from operator import truediv
 from statistics import median, quantiles
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from ultraep import BalanceConfig, BalancedMoE, Balancer
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError
+from ultraep.workload.named import Load
 from ultraep_tools.check.group import Facts, Part, Ranks
 from ultraep_tools.check.links import seconds_of
 from ultraep_tools.check.predict import predicted_gain
@@ -27,16 +29,15 @@ from ultraep_tools.check.report import Finding
 from ultraep_tools.check.size import LayerSize
 from ultraep_tools.report.words import counted
 
-IMBALANCES = (1.0, 1.5, 2.0)
-POLICIES = ("none", "ultraep")
-ROUNDS, WARMUP = 7, 2
+NONE, BALANCED, AGAIN = "none", "balanced", "none again"
+ROUNDS = {1.0: 24, 1.5: 12, 2.0: 12}  # by imbalance; 1 is even routing
+WARMUP = 2  # rounds that are not counted
+STEPS = {"cpu": 1, "cuda": 4}  # timed together
 LEAST_GAIN = 1.02  # at imbalance 2
-MOST_VARIATION = 0.25  # upper over lower quartile of a time
-SKEW = 1.5  # exponent of the loads of a rank's experts
+MOST_SPREAD = 0.25  # between the quartiles of the ratios of a case
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 LIMITS = {"cpu": 1e-4, "cuda": 2e-2}  # relative errors
 HOT, EMPTY = "one hot expert", "one rank without tokens"
-BALANCE = BalanceConfig(objective="balance")  # replicates at any size
 
 
 def dispatcher_from(name: str, ranks: Ranks, size: LayerSize) -> Dispatcher | None:
@@ -74,33 +75,19 @@ def deepep(group: Any, size: LayerSize) -> Dispatcher:
 # -- the layer -----------------------------------------------------------------------------------
 
 
-def chances_of(size: LayerSize, ranks: int, imbalance: float) -> torch.Tensor:
-    """[E] chance that a token chooses an expert. Rank 0 serves `imbalance` times the mean.
-
-    Experts of a rank differ as well, as far as no chance exceeds 1, unless the imbalance is 1.
-    """
-    inside, mean = size.experts // ranks, size.top_k / size.experts
-    hot = min(imbalance, ranks, 1 / mean)
-    chances = torch.full((ranks, inside), mean * (ranks - hot) / max(1, ranks - 1)).double()
-    chances[0] = mean * hot
-    if imbalance == 1:
-        return chances.flatten()
-    shares = torch.arange(1, inside + 1).double() ** -SKEW
-    shares *= inside / shares.sum()
-    steepest = (1 / chances - 1) / max(1e-9, float(shares[0]) - 1)
-    return (chances * (1 + steepest.clamp(0, 1) * (shares - 1))).flatten()
-
-
 def ids_of(size: LayerSize, rank: int, ranks: int, imbalance: float) -> torch.Tensor:
-    """[T, K] distinct experts of every token.
+    """[T, K] distinct experts of every token. Rank 0 serves `imbalance` times the mean, or less.
 
-    The chances of all experts form a line of length K. A token samples it at K points at distance
-    one; the starts of all tokens are evenly spaced.
+    At imbalance 1, all experts get the same number of rows.
     """
-    line = chances_of(size, ranks, imbalance).cumsum(0)
-    order = torch.randperm(size.tokens, generator=torch.Generator().manual_seed(rank))
-    points = (order[:, None] + 0.5).double() / size.tokens + torch.arange(size.top_k)
-    return torch.searchsorted(line, points, right=True).clamp(max=size.experts - 1)
+    sizes: Any = {"top_k": size.top_k, "tokens": size.tokens}
+    load = Load("even") if imbalance == 1 else Load("zipf ordered", imbalance)
+    try:
+        loads_E = load.draw(ranks, size.experts, **sizes)[rank]
+    except ConfigError:  # so few ranks or experts cannot reach it
+        loads_E = Load("zipf ordered").draw(ranks, size.experts, **sizes)[rank]
+    ids = np.repeat(np.arange(size.experts), loads_E).reshape(size.top_k, size.tokens).T
+    return torch.from_numpy(np.random.default_rng(rank).permutation(ids))
 
 
 class GivenRoutes(nn.Module):
@@ -113,53 +100,62 @@ class GivenRoutes(nn.Module):
         return self.ids, gates.requires_grad_()
 
 
-class CheckedLayer:
-    """A layer with given routes and tokens."""
+class CheckedLayers:
+    """The same layer without and with balancing: the same weights, but two balancers."""
 
-    def __init__(self, size: LayerSize, dispatcher: str, ranks: Ranks) -> None:
+    def __init__(self, size: LayerSize, dispatcher: str, ranks: Ranks, config: BalanceConfig):
         options: Any = {"dispatcher": dispatcher_from(dispatcher, ranks, size)}
         options |= {"experts": size.experts, "timeout": ranks.meeting.timeout}
-        self.balancer = Balancer(ranks.group, **options)
+        none, balanced = (
+            Balancer(ranks.group, config=of_layer, **options)
+            for of_layer in (BalanceConfig(policy="none"), config)
+        )
         kind: Any = {"device": ranks.device, "dtype": DTYPES[ranks.device.type]}
         sizes = size.hidden, size.ffn, size.experts, size.top_k
-        self.moe = BalancedMoE.swiglu(*sizes, balancer=self.balancer, **kind)
-        self.moe.router = self.router = GivenRoutes()
+        layer = BalancedMoE.swiglu(*sizes, balancer=none, **kind)
+        layer.router = self.router = GivenRoutes()
+        self.layers = {NONE: layer, AGAIN: layer}
+        self.layers[BALANCED] = BalancedMoE(self.router, layer.experts, balancer=balanced)
         generator = torch.Generator().manual_seed(ranks.place.rank)
         self.tokens = torch.randn(size.tokens, size.hidden, generator=generator).to(**kind)
 
-    def step(self, ids: torch.Tensor, policy: str) -> dict[str, torch.Tensor]:
+    def step(self, name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run forward and backward; return outputs and gradients."""
-        self.router.ids = ids
+        layer, self.router.ids = self.layers[name], ids
         x = self.tokens[: len(ids)].detach().requires_grad_()
-        self.moe.zero_grad(set_to_none=True)
-        y = self.moe(x, policy=policy)
+        layer.zero_grad(set_to_none=True)
+        y = layer(x)
         y.backward(y.detach())
         results = {"outputs": y.detach(), "gradients of tokens": x.grad}
-        results |= {name: weight.grad for name, weight in self.moe.experts.named_parameters()}
+        results |= {name: weight.grad for name, weight in layer.experts.named_parameters()}
         return {what: tensor for what, tensor in results.items() if tensor is not None}
 
     @property
     def replicas(self) -> int:
-        """Replicas of the last step."""
-        plan = self.moe.last_plan
+        """Replicas of the last balanced step."""
+        plan = self.layers[BALANCED].last_plan
         return 0 if plan is None else plan.to_host().num_replicas
+
+    def close(self) -> None:
+        for name in (NONE, BALANCED):
+            self.layers[name].balancer.close()
 
 
 def compare(size: LayerSize, dispatcher: str, ranks: Ranks) -> Facts:
     """Compare outputs and gradients of balanced steps with steps without balancing."""
-    layer, place = CheckedLayer(size, dispatcher, ranks), ranks.place
-    layer.balancer.config = BALANCE
+    config = BalanceConfig(objective="balance")  # replicates at any size
+    layers, place = CheckedLayers(size, dispatcher, ranks, config), ranks.place
     hot = ids_of(size, place.rank, place.size, 1.0)
     hot[~(hot == 0).any(dim=1), -1] = 0  # no token has an expert twice
     empty = ids_of(size, place.rank, place.size, 1.5)
     cases = {HOT: hot, EMPTY: empty[:0] if place.rank == place.size - 1 else empty}
     facts: Facts = {"errors": {}, "replicas": {}, "limit": LIMITS[ranks.device.type]}
-    for name, ids in cases.items():
-        expected, results = (layer.step(ids.to(ranks.device), policy) for policy in POLICIES)
+    for case, ids in cases.items():
+        expected, results = (layers.step(name, ids.to(ranks.device)) for name in (NONE, BALANCED))
         errors = [_distance(results[what], expected[what]) for what in expected]
-        facts["errors"][name], facts["replicas"][name] = max(errors), layer.replicas
+        facts["errors"][case], facts["replicas"][case] = max(errors), layers.replicas
     ranks.connected.gather_objects(None)
-    layer.balancer.close()
+    layers.close()
     return facts
 
 
@@ -191,45 +187,82 @@ def judge_compared(facts: Sequence[Facts]) -> Finding:
 
 
 def time_layer(size: LayerSize, dispatcher: str, ranks: Ranks) -> Facts:
-    """Time steps without and with balancing at several imbalances; 1 is even routing."""
-    layer, place = CheckedLayer(size, dispatcher, ranks), ranks.place
-    steps, loads, replicas, slowest = {}, {}, {}, defaultdict[str, list[float]](list)
-    for imbalance in IMBALANCES:
-        ids = ids_of(size, place.rank, place.size, imbalance)
-        loads[str(imbalance)] = torch.bincount(ids.flatten(), minlength=size.experts).tolist()
-        for policy in POLICIES:
-            steps[f"{policy} {imbalance}"] = partial(layer.step, ids.to(ranks.device), policy)
-    names = list(steps)
-    for turn in range(WARMUP + ROUNDS):  # each round begins with another step
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            (seconds,) = seconds_of(steps[name], ranks.connected, ranks.device, 1)
-            slowest[name].append(max(ranks.connected.gather_objects(seconds)))
-            replicas[name] = layer.replicas
-    balancer = str(layer.balancer)
-    layer.balancer.close()
-    rounds = {name: values[WARMUP:] for name, values in slowest.items()}
-    return {"seconds": rounds, "replicas": replicas, "loads": loads, "balancer": balancer}
+    """Time steps without and with balancing at several imbalances."""
+    layers, place = CheckedLayers(size, dispatcher, ranks, BalanceConfig()), ranks.place
+    facts: Facts = {"seconds": {}, "replicas": {}, "loads": {}}
+    for imbalance, count in ROUNDS.items():
+        ids, case = ids_of(size, place.rank, place.size, imbalance), str(imbalance)
+        facts["loads"][case] = torch.bincount(ids.flatten(), minlength=size.experts).tolist()
+        names = (NONE, BALANCED, AGAIN)[: 3 if imbalance == 1 else 2]
+        facts["seconds"][case] = _rounds(layers, ids.to(ranks.device), names, count, ranks)
+        facts["replicas"][case] = layers.replicas
+    facts["balancer"] = str(layers.layers[BALANCED].balancer)
+    layers.close()
+    return facts
+
+
+def _rounds(
+    layers: CheckedLayers, ids: torch.Tensor, names: Sequence[str], count: int, ranks: Ranks
+) -> dict[str, list[float]]:
+    """Return the seconds of a step of the slowest rank, in every round.
+
+    Rounds run through all orders of the layers, so that no layer always follows the same one.
+    """
+    device, orders = ranks.device, list(permutations(names))
+    rounds: dict[str, list[float]] = {name: [] for name in names}
+    steps = STEPS[device.type]
+
+    def run_steps(name: str) -> None:
+        for _ in range(steps):
+            layers.step(name, ids)
+
+    for turn in range(WARMUP + count):
+        for name in orders[turn % len(orders)]:
+            (seconds,) = seconds_of(partial(run_steps, name), ranks.connected, device, 1)
+            rounds[name].append(max(ranks.connected.gather_objects(seconds)) / steps)
+    return {name: seconds[WARMUP:] for name, seconds in rounds.items()}
+
+
+def ratio_of(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Return the median over rounds of the ratio within a round, and the range of its quartiles."""
+    low, middle, high = quantiles(map(truediv, seconds, others))
+    return middle, high - low
+
+
+def idle_cost(seconds: dict[str, list[float]]) -> tuple[float, float]:
+    """Return how much longer a balanced step takes with even routing, and the resolution.
+
+    The resolution is twice the standard error of the median, as of a normal distribution, or the
+    difference between two timings of the same layer, if that is larger.
+    """
+    cost, spread = ratio_of(seconds[BALANCED], seconds[NONE])
+    again, spread_again = ratio_of(seconds[AGAIN], seconds[NONE])
+    error = 2 * 1.253 / 1.349 * max(spread, spread_again) / len(seconds[NONE]) ** 0.5
+    return cost - 1, max(error, abs(again - 1))
 
 
 def judge_times(size: LayerSize, domain: int, facts: Sequence[Facts]) -> Finding:
-    rounds, replicas = facts[0]["seconds"], facts[0]["replicas"]
-    seconds = {name: median(values) for name, values in rounds.items()}
-    finding, gains = Finding("times", f"forward and backward, {size}"), {}
+    timed, replicas, gains = facts[0]["seconds"], facts[0]["replicas"], {}
+    finding = Finding("times", f"forward and backward, {size}")
     finding.table = [["imbalance", "ms without", "ms balanced", "gain", "predicted", "replicas"]]
-    for imbalance in map(str, IMBALANCES):
-        without, balanced = (seconds[f"{policy} {imbalance}"] for policy in POLICIES)
-        loads = np.array([own["loads"][imbalance] for own in facts])
-        predicted = predicted_gain(size, domain, loads, seconds["none 1.0"])
-        gains[imbalance] = without / balanced
-        times = f"{1e3 * without:.1f}", f"{1e3 * balanced:.1f}"
-        ratios = f"{gains[imbalance]:.2f}x", f"{predicted:.2f}x"
-        finding.table.append([imbalance, *times, *ratios, str(replicas[f"ultraep {imbalance}"])])
-    finding.notes.append("predicted: by the simulator, with the speed fitted to even routing")
-    finding.facts = {"size": asdict(size), "gains": gains, "idle_cost": 1 / gains["1.0"] - 1}
-    finding.facts["ranks"] = list(facts)
-    varies = max(quartiles[2] / quartiles[0] for quartiles in map(quantiles, rounds.values())) - 1
-    if varies > MOST_VARIATION:
-        finding.warnings.append(f"times vary by {varies:.0%}: check on idle hosts")
+    even, spread = median(timed["1.0"][NONE]), 0.0
+    for case, seconds in timed.items():
+        gains[case], quartiles = ratio_of(seconds[NONE], seconds[BALANCED])
+        spread = max(spread, quartiles)
+        loads_RE = np.array([own["loads"][case] for own in facts])
+        predicted = predicted_gain(size, domain, loads_RE, even)
+        times = (f"{1e3 * median(seconds[name]):.1f}" for name in (NONE, BALANCED))
+        ratios = f"{gains[case]:.2f}x", f"{predicted:.2f}x"
+        finding.table.append([case, *times, *ratios, str(replicas[case])])
+    cost, resolution = idle_cost(timed["1.0"])
+    finding.notes = [
+        "predicted: by the simulator, with the speed fitted to imbalance 1",
+        f"at imbalance 1, balancing takes {100 * cost:+.1f} %, give or take {100 * resolution:.1f}",
+    ]
+    finding.facts = {"size": asdict(size), "gains": gains, "ranks": list(facts)}
+    finding.facts |= {"idle_cost": cost, "resolution": resolution}
+    if spread > MOST_SPREAD:
+        finding.warnings.append(f"rounds differ by {spread:.0%}: check on idle hosts")
     if gains["2.0"] < LEAST_GAIN:
         finding.warnings.append("balancing a layer of this size saves no time here")
     return finding

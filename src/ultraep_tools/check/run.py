@@ -69,12 +69,22 @@ def _conclude(report: Report, ranks: Ranks) -> None:
     """Write what the verdict says, and what to run next."""
     facts = {finding.part: finding.facts for finding in report.findings}
     plane = "mapped memory on" if facts["mapped memory"]["mapped"] else "messages between"
-    devices = "GPU" if ranks.device.type == "cuda" else "CPU rank"
+    devices = "CPU rank" if ranks.device.type == "cpu" else "rank" if ranks.shared else "GPU"
     hosts = list(dict.fromkeys(ranks.meeting.hosts))
     report.ready = f"{plane} {counted(ranks.place.size, devices)}"
+    report.ready += " that share GPUs" if ranks.shared else ""
     report.ready += f" on {listed(hosts)}" if len(hosts) > 1 else ""
     report.next_command = "the same command with --level 3 and the sizes of your layer"
     if "times" in facts:
-        gain, idle = facts["times"]["gains"]["2.0"], facts["times"]["idle_cost"]
-        report.ready += f", gain {gain:.2f}x at imbalance 2, idle cost {100 * idle:.1f} %"
+        times = facts["times"]
+        report.ready += f", gain {times['gains']['2.0']:.2f}x at imbalance 2, "
+        report.ready += idle_text(times["idle_cost"], times["resolution"])
         report.next_command = "balance your model (docs/clusters.md#change-your-job)"
+
+
+def idle_text(idle_cost: float, resolution: float) -> str:
+    """Return the idle cost, or that it is too small for this run."""
+    error = f"{100 * resolution:.1f} %"
+    if idle_cost <= resolution:
+        return f"idle cost below what this run can tell ({error})"
+    return f"idle cost {100 * idle_cost:.1f} % ({error} either way)"

@@ -155,12 +155,16 @@ def print_finding(terminal: Terminal, finding: Finding) -> None:
     seconds = f" ({finding.seconds:.1f} s)" if finding.seconds >= 1 else ""
     lines = [f"{state:<5}{finding.part:<15}{finding.summary}{seconds}".rstrip()]
     lines += [f"{'':<20}- {text}" for text in (*finding.problems, *finding.warnings)]
-    lines += [f"{'':<20}note: {text}" for text in finding.notes]
-    for line in lines:
-        terminal.print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 22), soft_wrap=True)
+    _print_lines(terminal, lines)
     if finding.table:
         headers, *rows = finding.table
         terminal.print(make_grid(headers, rows))
+    _print_lines(terminal, [f"{'':<20}note: {text}" for text in finding.notes])
+
+
+def _print_lines(terminal: Terminal, lines: list[str]) -> None:
+    for line in lines:
+        terminal.print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 22), soft_wrap=True)
 
 
 def _print_verdict(report: Report, terminal: Terminal, path: Path | None) -> None:
