@@ -15,7 +15,7 @@ look up one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -193,14 +193,13 @@ def _specialise(arguments: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]
     addressed = []
     for argument in arguments:
         value = argument
-        if argument is None:
+        if type(argument) is int:
+            parts.append(_integer(argument))
+        elif argument is None:
             parts.append(None)
         elif isinstance(argument, torch.Tensor):
             value = argument.data_ptr()
             parts += argument.dtype, value & ALIGNED
-        elif type(argument) is int:
-            wide = not -WIDE <= argument < WIDE
-            parts.append((argument == 1) + 2 * (argument & ALIGNED == 0) + 4 * wide)
         elif isinstance(argument, tuple):
             if argument[0] is None:  # nothing at all
                 parts.append(None)
@@ -210,3 +209,9 @@ def _specialise(arguments: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]
             parts.append(argument)
         addressed.append(value)
     return tuple(addressed)
+
+
+@lru_cache(maxsize=4096)
+def _integer(number: int) -> int:
+    """Return what a kernel may be compiled for: a 1, a multiple of 16, more than 32 bits."""
+    return (number == 1) + 2 * (number & ALIGNED == 0) + 4 * (not -WIDE <= number < WIDE)
