@@ -97,7 +97,7 @@ class Variant:
     def step(self) -> torch.Tensor:
         for leaf in self.leaves:
             leaf.grad = None
-        y = self.layer(self.x)
+        y: torch.Tensor = self.layer(self.x)
         y.backward(torch.ones_like(y))
         return y
 
@@ -118,7 +118,7 @@ def measured_on(
     ids = skewed_ids(size, ratio)[rank, :tokens].to(device)
     gates = torch.full(ids.shape, 1 / size.top_k, device=device, requires_grad=True)
     per_rank = size.experts // size.ranks
-    homes = range(rank * per_rank, (rank + 1) * per_rank)
+    homes = [*range(rank * per_rank, (rank + 1) * per_rank)]
     drawn = drawn_weights(size, homes, device, dtype)
     weights = {name: torch.nn.Parameter(weight) for name, weight in drawn.items()}
     x = torch.randn(tokens, size.hidden, device=device, dtype=dtype).requires_grad_()
@@ -131,7 +131,8 @@ def measured_on(
             variants[name].step()
     measure = lambda name: slowest(variants[name].step, 1, device)[0]  # noqa: E731
     seconds = in_turns(list(names), ROUNDS, measure, warmup=2)
-    plan = variants[OWN].layer.last_plan.to_host()
+    plan: Any = variants[OWN].layer.last_plan
+    plan = plan.to_host()
     for variant in variants.values():
         variant.balancer.close()
     imbalances = plan.initial_imbalance, plan.imbalance
@@ -174,7 +175,7 @@ def measure_case(
     measured = on_ranks(size.ranks, on_rank, size, plane, quantised, ratio, names)
     before, after = measured["imbalances"]
     for name, ms in measured["ms"].items():
-        case = {"ranks": size.ranks, "imbalance": ratio, "plane": plane}
+        case: dict[str, Any] = {"ranks": size.ranks, "imbalance": ratio, "plane": plane}
         case |= {"experts": quantised or "bf16", "rows by": name}
         own = ms / measured["ms"][OWN]
         lines.append(Line(case, {STEP: ms, OF_OWN: own, BEFORE: before, AFTER: after}))
