@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -48,9 +48,11 @@ IMBALANCES, ROUNDS = (1.0, 2.0), 9
 LIMIT = 60.0  # seconds of a case
 OF_OWN = Metric("step_time_over_own", "ratio", "of own", ".3f")
 SIZE = Shape(hidden=2048, ffn=768, experts=64, top_k=8, tokens=4096, ranks=4)
+Case: TypeAlias = tuple[str, str | None, float]  # data plane, format of experts, imbalance
 TOY = Shape(hidden=32, ffn=16, experts=8, top_k=2, tokens=32, ranks=2)
 
 
+@cache  # one buffer of a library serves all balancers of a process
 def dispatcher_of(name: str, size: Shape) -> Any:
     """Return a dispatcher with a buffer of its library; None: rows stay with the data plane."""
     if name == OWN:
@@ -102,14 +104,20 @@ class Variant:
         return y
 
 
-def on_rank(rank: int, *case: Any) -> dict[str, Any]:
-    """One process; if a library hangs, print all stacks and end it."""
-    with phase("", LIMIT, time.time() + LIMIT):
-        return measured_on(rank, *case)
+def on_rank(
+    rank: int, size: Shape, names: Sequence[str], cases: Sequence[Case]
+) -> list[dict[str, Any]]:
+    """One process, for all cases; if a library hangs, print all stacks and end it."""
+    results = []
+    for case in cases:
+        what = " ".join(map(str, case)) if rank == 0 else ""
+        with phase(what, LIMIT, time.time() + LIMIT):
+            results.append(measured_on(rank, size, names, *case))
+    return results
 
 
 def measured_on(
-    rank: int, size: Shape, plane: str, quantised: str | None, ratio: float, names: Sequence[str]
+    rank: int, size: Shape, names: Sequence[str], plane: str, quantised: str | None, ratio: float
 ) -> dict[str, Any]:
     """Return milliseconds of a step by variant, and the imbalances."""
     device = device_of_rank(cuda=torch.cuda.is_available())
@@ -150,35 +158,36 @@ def main(argv: Sequence[str]) -> None:
     size, planes = (SIZE, ("mapped", "messages")) if cuda else (TOY, ("messages",))
     size = replace(size, ranks=options.ranks or size.ranks)
     names = [OWN, *(options.only or LIBRARIES[:1] if cuda and installed("deep_ep") else ())]
+    ratios = IMBALANCES[-1:] if options.quick else IMBALANCES
+    cases: list[Case] = []
+    for plane in planes:
+        cases += [(plane, None, ratio) for ratio in ratios] + [(plane, "fp8", IMBALANCES[-1])]
     with report_of_ranks("dispatchers", argv, size.ranks, cuda=cuda) as report:
-        lines: list[Line] = []
-        add = partial(measure_case, lines, size, names)
-        for plane in planes:
-            for ratio in IMBALANCES:
-                add(plane, None, ratio)
-            add(plane, "fp8", IMBALANCES[-1])
+        results = on_ranks(size.ranks, on_rank, size, names, cases)
+        lines = [
+            line
+            for case, measured in zip(cases, results, strict=True)
+            for line in lines_of(case, measured)
+        ]
         report.add(f"EP{size.ranks}, {size.tokens} tokens at most, D {size.hidden}", lines)
         report.write(options.json)
         if names == [OWN]:
             report.note("deep_ep is not installed: no other library was measured")
 
 
-def measure_case(
-    lines: list[Line],
-    size: Shape,
-    names: Sequence[str],
-    plane: str,
-    quantised: str | None,
-    ratio: float,
-) -> None:
-    """Add a line for every variant of one case."""
-    measured = on_ranks(size.ranks, on_rank, size, plane, quantised, ratio, names)
+def lines_of(case: Case, measured: dict[str, Any]) -> Iterator[Line]:
+    """Yield a line for every variant of one case."""
+    plane, quantised, ratio = case
     before, after = measured["imbalances"]
     for name, ms in measured["ms"].items():
-        case: dict[str, Any] = {"ranks": size.ranks, "imbalance": ratio, "plane": plane}
-        case |= {"experts": quantised or "bf16", "rows by": name}
+        columns: dict[str, Any] = {
+            "imbalance": ratio,
+            "plane": plane,
+            "experts": quantised or "bf16",
+        }
         own = ms / measured["ms"][OWN]
-        lines.append(Line(case, {STEP: ms, OF_OWN: own, BEFORE: before, AFTER: after}))
+        values = {STEP: ms, OF_OWN: own, BEFORE: before, AFTER: after}
+        yield Line({**columns, "rows by": name}, values)
 
 
 if __name__ == "__main__":
