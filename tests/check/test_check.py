@@ -8,17 +8,19 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import simulated_hosts
 import torch
 import warm
 from cli.commands import invoke
+from dispatchers import stand_ins
 from permuting import Shuffling
 from shared_peers import FilePeers
 
 from ultraep.errors import FileError
+from ultraep.runtime.connect import connect
 from ultraep_tools.check import group, host, layer, links, size
 from ultraep_tools.check import run as run_module
 from ultraep_tools.check.report import Finding, Report
@@ -174,13 +176,35 @@ def broken_host():
     os.chdir(os.environ["FOLDER"])
 
 
-EVERYWHERE = {f.__name__: f for f in (unmapped, stale, good_memory, unplugged, broken_host)}
+def deep_ep(buffer=stand_ins.ElasticBuffer):
+    """Pretend that DeepEP is installed, and serves CPU ranks."""
+    module = sys.modules["deep_ep"] = ModuleType("deep_ep")
+    module.__version__ = "2.1.0"
+    module.ElasticBuffer = lambda process_group, hidden, num_topk, **options: buffer(
+        connect(process_group), **options
+    )
+    layer.DTYPES["cpu"], layer.LIMITS["cpu"] = torch.bfloat16, layer.LIMITS["cuda"]
+
+
+def mixing_deep_ep():
+    class Mixing(stand_ins.ElasticBuffer):
+        __module__ = stand_ins.ElasticBuffer.__module__
+
+        def _layout(self, *args):
+            handle = super()._layout(*args)
+            handle._token = handle._token.flip(0)
+            return handle
+
+    deep_ep(Mixing)
+
+
+PARTS = unmapped, stale, good_memory, unplugged, broken_host, deep_ep, mixing_deep_ep
+EVERYWHERE = {f.__name__: f for f in PARTS}
 FAULTS = EVERYWHERE | {f.__name__: f for f in (hang, die, other_version, slow)}
 
 
 def mixing(process_group, _):
     """A dispatcher that reverses the rows that arrive."""
-    from ultraep.runtime.connect import connect
 
     class Mixing(Shuffling):
         def begin(self, routes):
@@ -275,12 +299,20 @@ def test_all_levels_run_on_two_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_dispatcher_that_mixes_up_rows_is_named(tmp_path):
-    options = ["--level", "3", *SMALL, "--dispatcher", "check.test_check:mixing"]
-    done, found = check(tmp_path, options)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Mixing" in found["verdict"]
-    assert "in a probe" in found["verdict"]
+@pytest.mark.parametrize(
+    ("dispatcher", "fault", "verdict"),
+    [
+        ("check.test_check:mixing", None, "Mixing delivered a row"),
+        ("deepep", "mixing_deep_ep", "rank 0: DeepEP "),
+        ("deepep", "deep_ep", "Ready: messages between 2 CPU ranks, gain"),
+        ("deepep", None, "Not ready: all ranks: --dispatcher deepep: No module named 'deep_ep'"),
+    ],
+)
+def test_a_dispatcher_that_mixes_up_rows_is_named(dispatcher, fault, verdict, tmp_path):
+    options = ["--level", "3", *SMALL, "--hidden", "256", "--dispatcher", dispatcher]
+    done, found = check(tmp_path, options, fault)
+    assert done.returncode == (not found["verdict"].startswith("Ready: ")), done.stdout
+    assert verdict in found["verdict"]
 
 
 def test_one_host_alone(tmp_path, monkeypatch):

@@ -112,6 +112,8 @@ def run_part(part: Part, ranks: Ranks) -> Finding:
     gathered = ranks.meeting.gather(part.name, (facts, cause, symptom), part.patience)
     own, causes, symptoms = zip(*gathered, strict=True)
     named = [(f"rank {rank}", text) for rank, text in enumerate(causes) if text]
+    if len(named) > 1 and len(set(causes)) == 1:
+        named = [("all ranks", causes[0])]
     problems = [*grouped(named), *filter(None, dict.fromkeys(symptoms))]
     finding = Finding(part.name, "", problems) if problems else part.judge(own)
     for texts in (finding.problems, finding.warnings, finding.notes):
@@ -261,12 +263,12 @@ def speed(ranks: Ranks) -> Facts:
 
 def judge_speed(facts: Sequence[Facts]) -> Finding:
     usual = median(own["flops"] for own in facts)
-    finding = Finding("speed", f"{links.digits(usual / 1e9)} GFLOP/s on every rank")
+    finding = Finding("speed", f"median of the ranks {links.digits(usual / 1e9)} GFLOP/s")
     finding.facts = {"ranks": list(facts)}
     for rank, own in enumerate(facts):
         share, state = own["flops"] / usual, own["state"]
         if share < SLOW_RANK[own["device"]]:
-            text = f"rank {rank} computes at {share:.0%} of the median speed"
+            text = f"rank {rank} computes at {100 * share:.0f} % of the median speed"
             if state:
                 text += f" ({state['clocks.sm']} of {state['clocks.max.sm']} MHz"
                 text += f", {state['temperature.gpu']} C)"

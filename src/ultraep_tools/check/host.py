@@ -172,7 +172,7 @@ def kernels() -> Finding:
         _run_layer(device)
     except Exception as error:  # noqa: BLE001
         finding.problems.append(f"a layer on {device} does not run: {one_line(error)}")
-    finding.summary = f"{', '.join(quotas)} give equal plans, a layer runs on {device}"
+    finding.summary = f"backends {', '.join(quotas)} plan alike, a layer runs on {device}"
     return finding
 
 

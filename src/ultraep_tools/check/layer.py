@@ -25,7 +25,7 @@ from ultraep.workload.named import Load
 from ultraep_tools.check.group import Facts, Part, Ranks
 from ultraep_tools.check.links import seconds_of
 from ultraep_tools.check.predict import predicted_gain
-from ultraep_tools.check.report import Finding
+from ultraep_tools.check.report import Finding, one_line
 from ultraep_tools.check.size import LayerSize
 from ultraep_tools.report.words import counted
 
@@ -47,14 +47,13 @@ def dispatcher_from(name: str, ranks: Ranks, size: LayerSize) -> Dispatcher | No
     """
     if not name:
         return None
-    module_name, _, function_name = name.partition(":")
-    if name == "deepep":
-        module_name, function_name = __name__, "deepep"
+    path = f"{__name__}:deepep" if name == "deepep" else name
+    module_name, _, function_name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
+        dispatcher: Dispatcher = function(ranks.group, size)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--dispatcher must be deepep or MODULE:FUNCTION: {error}") from None
-    dispatcher: Dispatcher = function(ranks.group, size)
+        raise ConfigError(f"--dispatcher {name}: {one_line(error)}") from None
     return dispatcher
 
 
@@ -262,7 +261,9 @@ def judge_times(size: LayerSize, domain: int, facts: Sequence[Facts]) -> Finding
     finding.facts = {"size": asdict(size), "gains": gains, "ranks": list(facts)}
     finding.facts |= {"idle_cost": cost, "resolution": resolution}
     if spread > MOST_SPREAD:
-        finding.warnings.append(f"rounds differ by {spread:.0%}: check on idle hosts")
+        finding.warnings.append(
+            f"rounds differ by {100 * spread:.0f} %: repeat the check on idle hosts"
+        )
     if gains["2.0"] < LEAST_GAIN:
         finding.warnings.append("balancing a layer of this size saves no time here")
     return finding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,7 @@ def command(options: CheckOptions) -> None:
     if first or report.rank_0_lost:
         _print_verdict(report, terminal, path)
         if report.problems:  # torchrun would end rank 0 if another rank failed first
+            _report_to_torchrun(report.verdict)
             raise typer.Exit(FAILED)
 
 
@@ -145,6 +147,14 @@ def _size(options: CheckOptions, ranks: int) -> LayerSize:
     if size.experts % ranks:
         raise ConfigError(f"{size.experts} experts do not divide evenly over {ranks} ranks")
     return size
+
+
+def _report_to_torchrun(verdict: str) -> None:
+    """Let torchrun end its own report of a failed rank with the verdict."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": verdict, "timestamp": int(time.time())}
+        failure = {"message": {"message": verdict, "extraInfo": details}}
+        write_text(Path(path), json.dumps(failure))
 
 
 # -- output --------------------------------------------------------------------------------------
