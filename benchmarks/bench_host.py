@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from harness import KERNELS, Bench, Line, Metric, main
-from timing import free, in_turns, medians
+from timing import in_turns, medians
 from torch.nn.functional import silu
 
 import ultraep
@@ -42,33 +42,31 @@ class Scale:
     experts: int = 64
     top_k: int = 8
     tokens: tuple[int, ...] = (16, 256, 1024)
-    rounds: int = 5
-    warmup: int = 2  # rounds that do not count
-    steps: int = 20  # per round
+    rounds: int = 15
+    warmup: int = 3  # rounds that do not count
+    steps: int = 10  # per round
 
 
 def time_on_host(bench: Bench) -> None:
-    """Measure forward passes and steps of plain torch and of both data planes."""
+    """Measure forward passes and steps of plain torch and of both data planes.
+
+    All sizes and layers take turns, because a machine shared with others has slow moments.
+    """
     scale: Scale = bench.scale
-    lines = []
-    for tokens in scale.tokens:
-        layers: dict[str, Any] = {"torch": PlainLayer(scale, bench)}
-        layers |= {plane: balanced_layer(scale, bench, plane) for plane in PLANES}
-        x = torch.randn(tokens, scale.hidden, device=bench.clock.device, dtype=bench.clock.dtype)
-        x.requires_grad_()
-        values: dict[str, dict[Metric, float]] = {name: {} for name in layers}
-        for call, host, whole in (
-            (forward, HOST_FORWARD, FORWARD),
-            (step, HOST_STEP, STEP),
-        ):
-            calls = {name: partial(call, layer, x) for name, layer in layers.items()}
-            for name, seconds in host_ms(calls, scale).items():
-                values[name] |= dict(zip((host, whole), seconds, strict=True))
-        for name, layer in layers.items():
-            values[name][CALLS] = calls_of(partial(forward, layer, x), scale.steps)
-        lines += [Line({"tokens": tokens, "layer": name}, v) for name, v in values.items()]
-        del layers
-        free()
+    layers: dict[str, Any] = {"torch": PlainLayer(scale, bench)}
+    layers |= {plane: balanced_layer(scale, bench, plane) for plane in PLANES}
+    draw = partial(torch.randn, device=bench.clock.device, dtype=bench.clock.dtype)
+    inputs = {n: draw(n, scale.hidden).requires_grad_() for n in scale.tokens}
+    cases = {f"{n} {name}": (name, n) for n in scale.tokens for name in layers}
+    values: dict[str, dict[Metric, float]] = {case: {} for case in cases}
+    for call, host, whole in ((forward, HOST_FORWARD, FORWARD), (step, HOST_STEP, STEP)):
+        calls = {c: partial(call, layers[name], inputs[n]) for c, (name, n) in cases.items()}
+        for case, times in host_ms(calls, scale).items():
+            values[case] |= dict(zip((host, whole), times, strict=True))
+    for case, (name, n) in cases.items():
+        once = partial(forward, layers[name], inputs[n])
+        values[case][CALLS] = calls_of(once, scale.steps)
+    lines = [Line({"tokens": n, "layer": name}, values[c]) for c, (name, n) in cases.items()]
     shape = f"{scale.hidden}/{scale.ffn}/{scale.experts}/{scale.top_k}"
     bench.table(f"one rank, D/F/experts/top-k {shape}, {bench.clock.dtype}, eager", lines)
 
@@ -168,5 +166,5 @@ class PlainLayer(torch.nn.Module):
 
 if __name__ == "__main__":
     toy = Scale(16, 16, experts=2, top_k=1, tokens=(4,), rounds=1, warmup=0, steps=1)
-    scales = {"toy": toy, "quick": Scale(rounds=3), "full": Scale(rounds=9)}
+    scales = {"toy": toy, "quick": Scale(), "full": Scale(rounds=45)}
     main("host", __doc__, {"time": time_on_host}, scales, needs=KERNELS)
