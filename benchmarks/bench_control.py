@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from harness import KERNELS, Bench, Case, Line, Metric, Mismatch, Values, main
-from load_cases import SHUFFLED, Kind
 from timing import REPLAYS, Gpu, captured, device_us, time_call
 
 import ultraep
@@ -32,6 +31,7 @@ from ultraep.arrays import PADDING, IntArray
 from ultraep.reroute import Routes, reroute
 from ultraep.runtime.device_plan import DeviceRoutes
 from ultraep.runtime.device_planner import DevicePlanner
+from ultraep.workload import Load
 
 INNER = 20  # calls per graph
 SIZES = ((8, 128), (16, 128), (64, 256), (72, 288), (256, 1024), (1024, 4096))  # ranks, experts
@@ -59,7 +59,7 @@ class Setting:
     domain: int | None = None
     tolerance: float = 0.0
     ids: str = "int64"
-    kind: Kind
+    load: Load
 
     @property
     def topology(self) -> Topology:
@@ -74,7 +74,7 @@ class Setting:
     @property
     def case(self) -> Case:
         names = ("ranks", "experts", "slots", "domain", "tolerance", "ids")
-        case = {name: getattr(self, name) for name in names} | {"load": self.kind.name}
+        case = {name: getattr(self, name) for name in names} | {"load": self.load.name}
         return case | {"domain": self.domain or self.ranks, "objective": "balance"}
 
 
@@ -86,7 +86,7 @@ class Scale:
     detail: tuple[int, int] = (64, 256)  # the size at which variants are measured
     variants: tuple[dict[str, Any], ...] = VARIANTS
     stages: tuple[str, ...] = (*KERNEL_STAGES, "plan", "reroute", WHOLE)
-    kind: Kind = Kind(SHUFFLED, 3.0)  # noqa: RUF009  frozen
+    load: Load = Load("zipf shuffled", 3.0)  # noqa: RUF009  frozen
     tokens: int = 8192
 
 
@@ -95,7 +95,7 @@ TOY = Scale(
     detail=(2, 4),
     variants=(),
     stages=KERNEL_STAGES,
-    kind=Kind(SHUFFLED, 1.5),
+    load=Load("zipf shuffled", 1.5),
     tokens=16,
 )
 
@@ -112,7 +112,8 @@ class Batch:
 
 def draw(setting: Setting, tokens: int, seed: int) -> Batch:
     """Draw loads of all ranks, and ids of rank 0 with its loads."""
-    loads = setting.kind.draw(setting.ranks, setting.experts, tokens=tokens, seed=seed)
+    top_k = min(8, max(1, setting.experts // 8))
+    loads = setting.load.draw(setting.ranks, setting.experts, top_k=top_k, tokens=tokens, seed=seed)
     plan = ultraep.plan(loads, setting.topology, setting.config, backend="cpu")
     rng = np.random.default_rng(seed)
     rows = rng.permutation(np.repeat(np.arange(setting.experts), loads[0])).reshape(tokens, -1)
@@ -260,12 +261,12 @@ def stages(bench: Bench) -> None:
     """Measure every stage at every size, then the variants."""
     scale: Scale = bench.scale
     settings = [
-        (Setting(ranks=r, experts=e, kind=scale.kind), scale.stages) for r, e in scale.sizes
+        (Setting(ranks=r, experts=e, load=scale.load), scale.stages) for r, e in scale.sizes
     ]
     if scale.detail in scale.sizes:
         ranks, experts = scale.detail
         for variant in scale.variants:
-            changed = Setting(ranks=ranks, experts=experts, kind=scale.kind, **variant)
+            changed = Setting(ranks=ranks, experts=experts, load=scale.load, **variant)
             settings.append((changed, (*VERBS, WHOLE)))
     for setting, names in settings:
         measured = measure(bench, setting, names)

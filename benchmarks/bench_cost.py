@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from harness import Bench, Line, Metric, main
 from layers import BEFORE, COPIES, STEP, FixedRouter, layer_with_weights, on_ranks
-from load_cases import Shape, even_ids, skewed_ids
+from load_cases import Shape, draw, hot, ids_with
 from timing import in_turns
 
 import ultraep
@@ -81,8 +81,8 @@ def on_rank(rank: int, size: Size) -> dict[str, Any]:
         layers, cases = make_layers(size, comm), []
         for tokens, ratio in product(size.all_tokens, size.ratios):
             shape = replace(size, tokens=tokens)
-            ids = even_ids(shape) if ratio == EVEN else skewed_ids(shape, ratio)
-            facts = take_turns(layers, ids[rank], shape, rank)
+            ids = ids_with(draw(hot(ratio), shape)[rank], shape, rank)
+            facts = take_turns(layers, ids, shape, rank)
             cases.append({"tokens": tokens, "ratio": ratio, **facts})
         return {"cases": cases, "rates": str(layers[TIME].balancer.stats()["rates"][0])}
 

@@ -40,14 +40,11 @@ from layers import (
     AFTER,
     BEFORE,
     STEP,
-    FixedRouter,
-    check_variants,
-    drawn_weights,
-    layer_with_weights,
+    Variants,
     on_ranks,
     slowest,
 )
-from load_cases import HotRank, Shape, ids_with
+from load_cases import Shape, draw, hot
 from mps import ThroughHost, device_of_rank, report_of_ranks
 from shared_peers import SharedPeers
 from timing import in_turns, on_gpu, print_progress
@@ -124,73 +121,32 @@ class CrossingCounter:
         comm.all_to_all = counted
 
 
-def loads_of_rank(size: Size, rank: int, ratio: float) -> IntArray:
-    """[E] rows that a rank sends to each expert: the same imbalance in every domain."""
+def loads_of(size: Size, imbalance: float) -> IntArray:
+    """[R, E] rows: the same imbalance in every domain."""
     domains = size.ranks // size.domain
     part = replace(
         size, ranks=size.domain, experts=size.experts // domains, top_k=size.top_k // domains
     )
-    loads: IntArray = np.tile(HotRank(ratio).draw(part)[rank % size.domain], domains)
-    return loads
+    return np.tile(draw(hot(imbalance), part), (domains, domains))
 
 
-class Variants:
-    """The layer of one rank with every plane and policy, with the same weights and tokens."""
+class Planes(Variants):
+    """The layer of one rank with every plane and policy."""
 
     def __init__(self, size: Size, rank: int, device: torch.device) -> None:
-        self.size, self.rank, self.device = size, rank, device
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        draw = torch.Generator(device=device).manual_seed(rank)
-        options: dict[str, Any] = {"generator": draw, "device": device, "dtype": dtype}
-        self.x = torch.randn(size.tokens, size.hidden, **options).requires_grad_()
-        self.dy = torch.randn(size.tokens, size.hidden, **options)
-        self.router, homes = FixedRouter(), size.experts // size.ranks
-        drawn = drawn_weights(size, list(range(rank * homes, (rank + 1) * homes)), device, dtype)
-        self.weights = {name: torch.nn.Parameter(weight) for name, weight in drawn.items()}
+        super().__init__(size, rank, device)
         self.counters: dict[str, CrossingCounter] = {}
-        self.layers = {name: self._layer(name) for name in VARIANTS}
-
-    def _layer(self, name: str) -> ultraep.BalancedMoE:
-        policy, plane = VARIANTS[name]
-        ranks: dict[str, Any] = {"group": dist.group.WORLD}
-        if self.device.type == "cuda":
-            ranks = {"group": ThroughHost(connect(dist.group.WORLD, timeout=TIMEOUT))}
-        elif self.size.kernels and plane == HYBRID:
-            first = self.rank - self.rank % self.size.domain
-            inside = range(first, first + self.size.domain)
-            ranks["peers"] = SharedPeers(dist.new_group(inside, use_local_synchronization=True))
-        balancer = ultraep.Balancer._with_settings(
-            **ranks,
-            experts=self.size.experts,
-            domain=self.size.domain,
-            policy=policy,
-            data_plane=plane,
-            timeout=TIMEOUT,
-        )
-        self.counters[name] = CrossingCounter(balancer.comm, self.size.domain)
-        return layer_with_weights(balancer, self.router, self.weights, None)
-
-    def route(self, ratio: float) -> None:
-        """Set the choices of this rank's tokens: the same imbalance in every domain."""
-        size = self.size
-        loads = loads_of_rank(size, self.rank, ratio)
-        ids = ids_with(loads, size, seed=self.rank)
-        gates = torch.rand(ids.shape, generator=torch.Generator().manual_seed(self.rank))
-        self.router.ids = ids.to(self.device)
-        self.router.gates = gates.to(self.device, self.x.dtype).requires_grad_()
-
-    def step(self, name: str) -> torch.Tensor:
-        gates = self.router.gates
-        assert gates is not None
-        for tensor in (self.x, gates, *self.weights.values()):
-            tensor.grad = None
-        y: torch.Tensor = self.layers[name](self.x)
-        y.backward(self.dy)
-        return y
-
-    def check(self) -> None:
-        """Compare outputs and gradients of all variants with the first."""
-        check_variants(list(VARIANTS), self.step, self.x, self.weights)
+        for name, (policy, plane) in VARIANTS.items():
+            balancer = ultraep.Balancer._with_settings(
+                **communication(size, rank, device, plane),
+                experts=size.experts,
+                domain=size.domain,
+                policy=policy,
+                data_plane=plane,
+                timeout=TIMEOUT,
+            )
+            self.counters[name] = CrossingCounter(balancer.comm, size.domain)
+            self.add(name, balancer)
 
     def crossing(self, name: str) -> float:
         """Return the bytes that all ranks send to other domains in one step."""
@@ -201,21 +157,29 @@ class Variants:
         dist.all_reduce(total)
         return float(total)
 
-    def close(self) -> None:
-        for layer in self.layers.values():
-            layer.balancer.close()
+
+def communication(size: Size, rank: int, device: torch.device, plane: str) -> dict[str, Any]:
+    """The group of a balancer and, without a GPU, its peers of mapped memory."""
+    if device.type == "cuda":
+        return {"group": ThroughHost(connect(dist.group.WORLD, timeout=TIMEOUT))}
+    if not size.kernels or plane != HYBRID:
+        return {"group": dist.group.WORLD}
+    first = rank - rank % size.domain
+    inside = range(first, first + size.domain)
+    peers = SharedPeers(dist.new_group(inside, use_local_synchronization=True))
+    return {"group": dist.group.WORLD, "peers": peers}
 
 
 def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
     """Measure all loads in one process."""
-    variants, cases = Variants(size, rank, device_of_rank(cuda=cuda)), []
+    variants, cases = Planes(size, rank, device_of_rank(cuda=cuda)), []
     for ratio in size.ratios:
         faulthandler.dump_traceback_later(size.limit, exit=True)
-        variants.route(ratio)
+        variants.route(loads_of(size, ratio))
         for name in VARIANTS:
             variants.step(name)  # allocates memory, measures rates
-        variants.check()
-        plans = {name: layer.last_plan for name, layer in variants.layers.items()}
+        variants.check(list(VARIANTS))
+        hosts = {name: variants.plan(name) for name in VARIANTS}
         crossing = {name: variants.crossing(name) for name in VARIANTS}
 
         def seconds(name: str) -> float:
@@ -227,7 +191,6 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
         if rank == 0:
             medians = {name: f"{median(times) * 1e3:.1f} ms" for name, times in seconds_of.items()}
             print_progress(f"imbalance {ratio:g}: {medians}")
-        hosts = {name: plan.to_host() for name, plan in plans.items() if plan is not None}
         cases.append(
             {
                 "ratio": ratio,

@@ -41,16 +41,20 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from bench_ranks_gpu import DEFAULT, EVEN, NONE, Variants
-from bench_ranks_gpu import Size as LayerSize
+import torch.distributed as dist
+from bench_ranks_gpu import EVEN, NONE
 from harness import Bench, Line, Metric, Mismatch, comma_list, options_parser
-from layers import AFTER, BEFORE, LESS, PLAIN, Spent, on_ranks, slowest, step_values
-from load_cases import HotRank, ids_with, random_even_ids
+from layers import AFTER, BEFORE, LESS, PLAIN, Spent, Variants, on_ranks, slowest, step_values
+from load_cases import draw, hot, ids_with
 from mps import device_of_rank, report_of_ranks
 from timing import Host, free, in_turns, medians
 from whole_models import Choices, Size, WholeModel
 
+from ultraep import Balancer
+from ultraep.workload import Load
+
 OURS = "ultraep"
+EVEN_LOAD = Load("random even")
 OWN, HOT = "own router", "one hot rank"
 LOSS_LIMIT = {"cuda": 5e-3, "cpu": 1e-5}  # relative difference: bfloat16, float32
 BY_LAYER = Metric("gain_predicted_from_the_layer", "ratio", "by layer", ".3f")
@@ -62,7 +66,7 @@ FRAMEWORKS = ("transformers", FP8, "megatron", *ENGINE, TITAN)
 IDLE = "idle"
 
 
-QWEN3_30B = Size(hidden=2048, ffn=768, experts=128, top_k=8, tokens=4096, ranks=8, hot=HotRank(2.0))
+QWEN3_30B = Size(hidden=2048, ffn=768, experts=128, top_k=8, tokens=4096, ranks=8, hot=hot(2.0))
 CORES = Size(
     hidden=256,
     ffn=1024,
@@ -70,14 +74,14 @@ CORES = Size(
     top_k=2,
     tokens=1024,
     ranks=2,
-    hot=HotRank(1.6),
+    hot=hot(1.6),
     layers=2,
     heads=4,
     sequence_length=128,
     steps=1,
 )
 TOY = replace(
-    CORES, hidden=32, ffn=16, tokens=64, hot=HotRank(1.5), layers=1, sequence_length=32, rounds=1
+    CORES, hidden=32, ffn=16, tokens=64, hot=hot(1.5), layers=1, sequence_length=32, rounds=1
 )
 
 
@@ -109,9 +113,9 @@ def model_steps(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Seconds of a step and imbalance, by routing and variant."""
     choices = Choices()
-    hot_ids = ids_with(size.hot.draw(size)[rank], size, seed=rank).long().to(device)
+    hot_ids = ids_with(draw(size.hot, size)[rank], size, rank).long().to(device)
     routings = {OWN: None, HOT: hot_ids}
-    even = random_even_ids(size, seed=rank).long().to(device)
+    even = ids_with(draw(EVEN_LOAD, size)[rank], size, rank).long().to(device)
     build = partial(import_module(f"whole_{framework}").build, size, rank, device)
     models = {PLAIN: build(PLAIN, choices)}
     wanted = {name: loss_of(models[PLAIN], choices, ids) for name, ids in routings.items()}
@@ -164,14 +168,20 @@ def timed(
 
 def layer_seconds(rank: int, size: Size, device: torch.device) -> dict[str, float]:
     """Seconds of a step of our layer alone: one hot rank, balanced or not, and even routing."""
-    fields = {n: getattr(size, n) for n in ("hidden", "ffn", "experts", "top_k", "tokens", "ranks")}
-    variants = Variants(LayerSize(model="", **fields), rank, device, size.hot.ratio)
-    cases = {NONE: (NONE, size.hot), OURS: (DEFAULT, size.hot), EVEN: (NONE, None)}
+    variants = Variants(size, rank, device)
+    for name, policy in ((NONE, "none"), (OURS, "ultraep")):
+        rows: Any = int(1.1 * (size.hot.imbalance or 1) * size.rows) if name == NONE else "auto"
+        experts = size.experts
+        variants.add(
+            name, Balancer(dist.group.WORLD, experts=experts, policy=policy, capacity=rows)
+        )
+    cases = {NONE: (NONE, size.hot), OURS: (OURS, size.hot), EVEN: (NONE, EVEN_LOAD)}
+    loads = {load: draw(load, size) for load in (size.hot, EVEN_LOAD)}
 
     def seconds(name: str) -> float:
-        config, load = cases[name]
-        variants.route(load)
-        return slowest(partial(variants.step, config), size.steps, device)[0]
+        variant, load = cases[name]
+        variants.route(loads[load])
+        return slowest(partial(variants.step, variant), size.steps, device)[0]
 
     times = in_turns(list(cases), size.rounds, seconds, warmup=2)
     variants.close()

@@ -15,80 +15,86 @@ Shapes: T tokens of a rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from bench_ranks_gpu import DEFAULT, MODELS, NONE, TOY, Size, Variants, stepper
+import torch.distributed as dist
+from bench_ranks_gpu import DEFAULT, EAGER, GRAPHS, MODELS, NONE, Case, Ranks
 from harness import Line, Metric, options_parser
-from layers import on_ranks, slowest
+from layers import results_of_cases, slowest
+from load_cases import Shape, draw
 from mps import device_of_rank, report_of_ranks
-from timing import Call, in_turns
+from timing import in_turns
 
-from ultraep import BalanceConfig
+from ultraep import BalanceConfig, Balancer
+from ultraep.workload import Load
 
 AGAIN = "none again"
 NO_BALANCING = BalanceConfig(policy="none")
 CONFIGS = {NONE: NO_BALANCING, DEFAULT: BalanceConfig(), AGAIN: NO_BALANCING}
 PAIRS, ROW = 31, 8  # pairs of measurements, and the steps of one on a GPU
-CORES = replace(
-    TOY, model="two cores", hidden=512, ffn=1024, all_tokens=(2048, 256), experts=8, top_k=2
-)
+CORES = Shape(hidden=512, ffn=1024, experts=8, top_k=2, tokens=0, ranks=2)
+TOY = replace(CORES, hidden=32, ffn=16)
 COST = Metric("idle_cost", "ratio", "cost", "+.4f")
 LOWER = Metric("idle_cost_lower_quartile", "ratio", "lower quartile", "+.4f")
 UPPER = Metric("idle_cost_upper_quartile", "ratio", "upper quartile", "+.4f")
 STEP = Metric("step_time_p50", "ms", "none ms", ".3f")
 
 
-def on_rank(rank: int, size: Size, cuda: bool, pairs: int) -> dict[str, Any]:
-    """One process: the pairs of every mode."""
+def on_rank(
+    rank: int, cases: Sequence[Case], pairs: int, row: int, cuda: bool
+) -> Iterator[dict[str, list[float]]]:
+    """One process: the pairs of every case."""
     device = device_of_rank(cuda=cuda)
-    variants = Variants(size, rank, device, ratio=1.0, configs=CONFIGS)
-    variants.route(None)
-    for name in variants.layers:
-        variants.step(name)  # takes memory, measures rates
-    variants.check()
-    measured: dict[str, Any] = {}
-    for mode in size.modes if cuda else ("eager",):
-        calls = {name: stepper(variants, name, mode) for name in variants.layers}
-        measured[mode] = compare(calls, pairs, ROW if cuda else 1, device)
-    variants.close()
-    return measured
+    for case in cases:
+        ranks = Ranks(case, rank, device)
+        variants, names = ranks.variants, list(CONFIGS)
+        for name, config in CONFIGS.items():
+            experts = case.shape.experts
+            variants.add(name, Balancer(dist.group.WORLD, experts=experts, config=config))
+        variants.route(draw(case.load, case.shape))
+        for name in names:
+            variants.step(name)  # takes memory, measures rates
+        variants.check(names)
+        calls = {name: ranks.stepper(name, case.mode) for name in names}
+        yield in_turns(names, pairs, lambda name: slowest(calls[name], row, device)[0])  # noqa: B023
+        variants.close()
 
 
-def compare(
-    steps: dict[str, Call], pairs: int, row: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Seconds of a step, `row` steps in a row, one for every name and pair."""
-    return in_turns(list(steps), pairs, lambda name: slowest(steps[name], row, device)[0])
-
-
-def cost_lines(size: Size, measured: dict[str, Any]) -> list[Line]:
-    lines = []
-    for mode in measured:
-        none = np.array(measured[mode][NONE])
-        for name in (DEFAULT, AGAIN):
-            costs = np.array(measured[mode][name]) / none - 1
-            lower, middle, upper = np.percentile(costs, (25, 50, 75))
-            values = {STEP: 1e3 * float(np.median(none)), COST: middle, LOWER: lower, UPPER: upper}
-            lines.append(Line({"tokens": size.tokens, "mode": mode, "layer": name}, values))
+def cost_lines(case: Case, measured: dict[str, list[float]]) -> list[Line]:
+    none, lines = np.array(measured[NONE]), []
+    for name in (DEFAULT, AGAIN):
+        lower, middle, upper = np.percentile(np.array(measured[name]) / none - 1, (25, 50, 75))
+        values = {STEP: 1e3 * float(np.median(none)), COST: middle, LOWER: lower, UPPER: upper}
+        about: dict[str, str | int | float] = {
+            "tokens": case.shape.tokens,
+            "mode": case.mode,
+            "load": case.load.name,
+        }
+        lines.append(Line(about | {"layer": name}, values))
     return lines
 
 
 def main(argv: Sequence[str]) -> None:
     options = options_parser(__doc__).parse_args(argv[1:])
     cuda = torch.cuda.is_available() and not options.toy
-    size = TOY if options.toy else MODELS["qwen"] if cuda else CORES
+    model, shape = MODELS["qwen"] if cuda else ("cores", TOY if options.toy else CORES)
+    tokens = (64,) if options.toy else (4096, 512) if cuda else (2048, 256)
     pairs = 3 if options.toy else PAIRS // 3 if options.quick else PAIRS
-    with report_of_ranks("idle", argv, size.ranks, cuda=cuda) as report:
-        for tokens in size.all_tokens:
-            case = replace(size, tokens=tokens)
-            measured = on_ranks(size.ranks, on_rank, case, cuda, pairs)
-            title = f"EP{size.ranks}, {size.model}: {size.about}"
-            report.section = "cost"
-            report.add(f"{title}, cost of balancing an even load", cost_lines(case, measured))
+    even = Load("random even")
+    cases = [
+        Case(model=model, shape=replace(shape, tokens=count), load=even, mode=mode)
+        for count in tokens
+        for mode in ((EAGER, GRAPHS) if cuda else (EAGER,))
+    ]
+    title = f"EP{shape.ranks}, {model}: {shape.about}, cost of balancing an even load"
+    with report_of_ranks("idle", argv, shape.ranks, cuda=cuda) as report:
+        report.section = "cost"
+        results = results_of_cases(shape.ranks, on_rank, cases, pairs, ROW if cuda else 1, cuda)
+        for case, measured in results:
+            report.add(title, cost_lines(case, measured))
             report.write(options.json)
 
 

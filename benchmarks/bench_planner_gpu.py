@@ -17,11 +17,10 @@ from statistics import median
 import numpy as np
 import torch
 from harness import KERNELS, Bench, Metric, Mismatch, Samples, main
-from load_cases import ORDERED, SHUFFLED, Kind
 from timing import time_call
 
 import ultraep
-from ultraep import BalanceConfig, Rates, Topology
+from ultraep import BalanceConfig, Rates, Topology, workload
 from ultraep.arrays import IntArray
 from ultraep.runtime.device_planner import DevicePlanner
 
@@ -36,6 +35,7 @@ CONFIGS = {
     ),
 }
 SPEEDS = ", speeds"  # as the end of an objective: ranks differ in speed
+KINDS = ("zipf ordered", "zipf shuffled")
 COUNT = Metric("loads", "loads", "n", ".0f", sum)
 TYPICAL = Metric("plan_time_p50", "us", "us", ".2f", median)
 SLOWEST = Metric("plan_time_max", "us", "slowest us", ".2f", max)
@@ -49,7 +49,7 @@ class Scale:
     """What one run measures."""
 
     sizes: tuple[tuple[int, int], ...]  # ranks and experts
-    ratios: tuple[float, ...]
+    imbalances: tuple[float, ...]
     seeds: int
     tokens: int  # per rank
     rounds: int
@@ -58,15 +58,15 @@ class Scale:
 
 FULL = Scale(
     sizes=((8, 32), (8, 128), (16, 32), (16, 128), (32, 32), (32, 256), (64, 64), (64, 256)),
-    ratios=(1.2, 1.5, 2.0, 3.0),
+    imbalances=(1.2, 1.5, 2.0, 3.0),
     seeds=2,
     tokens=8192,
     rounds=25,
 )
-QUICK = replace(FULL, sizes=((8, 32), (64, 256)), ratios=(1.5, 3.0), seeds=1)
+QUICK = replace(FULL, sizes=((8, 32), (64, 256)), imbalances=(1.5, 3.0), seeds=1)
 TOY = Scale(
     sizes=((2, 4),),
-    ratios=(1.5,),
+    imbalances=(1.5,),
     seeds=1,
     tokens=16,
     rounds=1,
@@ -76,10 +76,12 @@ TOY = Scale(
 
 def loads_of(ranks: int, experts: int, scale: Scale) -> list[tuple[str, IntArray]]:
     """Name of the family and [R, E] loads of every microbatch."""
+    top_k = min(8, max(1, experts // 8))
     return [
-        (family, Kind(family, ratio).draw(ranks, experts, tokens=scale.tokens, seed=seed))
-        for family in (ORDERED, SHUFFLED)
-        for ratio in scale.ratios
+        (load.kind, load.draw(ranks, experts, top_k=top_k, tokens=scale.tokens, seed=seed))
+        for load in workload.sweep(
+            ranks, experts, top_k=top_k, kinds=KINDS, imbalances=scale.imbalances
+        )
         for seed in range(scale.seeds)
     ]
 

@@ -36,11 +36,12 @@ import torch
 import torch.distributed as dist
 from harness import Line, Metric, Mismatch, options_parser
 from layers import AFTER, BEFORE, PLAIN, distance, on_ranks, qwen3_config
-from load_cases import HotRank, Shape, ids_with
+from load_cases import Shape, draw, ids_with
 from mps import device_of_rank, report_of_ranks
 from prefill_model import FORCED, NONE, ServedTransformers, add_hook
 from timing import free, in_turns, medians, print_progress
 
+from ultraep.workload import Load
 from ultraep_tools.demo.even import EvenTurns
 from ultraep_tools.demo.prefill import (
     Engine,
@@ -86,7 +87,7 @@ class Scale(Shape):
 
     layers: int
     attention: dict[str, int]
-    hot: HotRank | None
+    hot: Load | None
     lengths: Lengths
     shares: tuple[float, ...]  # of the throughput without balancing
     slots: int = 1
@@ -108,7 +109,7 @@ CARD = Scale(
     ranks=8,
     layers=6,
     attention={"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
-    hot=HotRank(2.0),
+    hot=Load("zipf ordered", 2.0),
     lengths=Lengths(shortest=64, longest=1024, burst=64),
     shares=(0.75, 1.0),
 )
@@ -137,7 +138,7 @@ TOY = Scale(
     ranks=2,
     layers=2,
     attention={"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
-    hot=HotRank(1.5),
+    hot=Load("zipf ordered", 1.5),
     lengths=Lengths(shortest=4, longest=16, burst=4),
     shares=(0.5,),
     rounds=1,
@@ -167,8 +168,8 @@ class Rank:
         topology = self.balanced.use(NONE)[0].topology
         self.even = add_hook(self.plain.model, EvenTurns(topology, rank).replace)
         if scale.hot is not None:
-            loads_E = scale.hot.draw(scale)[rank]
-            self.hot_ids_TK = ids_with(loads_E, scale, seed=rank).long().to(device)
+            loads_E = draw(scale.hot, scale)[rank]
+            self.hot_ids_TK = ids_with(loads_E, scale, rank).long().to(device)
         self.fixed = []
         for served in (self.balanced, self.plain):
             in_turn = EvenTurns(topology, rank).replace

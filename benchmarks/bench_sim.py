@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 from harness import ROOT, Bench, Line, Metric, main
-from load_cases import HotRank, Shape, loads_of, tile_perfect_ids
+from load_cases import Shape, loads_of, tile_perfect_ids
 from numpy.typing import NDArray
 
 import ultraep
-from ultraep import BalanceConfig, Plan, Topology
+from ultraep import BalanceConfig, Plan, Topology, workload
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem
 from ultraep_tools.baselines.eplb import place_by_past
@@ -55,6 +55,26 @@ class Size(Shape):
     top_k: int = 8
     ranks: int = 8
     loads: int = 5
+
+
+@dataclass(frozen=True)
+class HotRank:
+    """Ordered Zipf loads of a layer, and its spare slots per rank."""
+
+    ratio: float
+    inner: float = 4.0  # how much one expert of a rank exceeds the others
+    slots: int = 1
+
+    @property
+    def name(self) -> str:
+        kind = "one expert hot" if self.inner > 2 else "many experts hot"
+        return f"{kind} {self.ratio:g}"
+
+    def draw(self, shape: Shape) -> IntArray:
+        """[R, E] loads."""
+        options: dict[str, Any] = {"top_k": shape.top_k, "tokens": shape.tokens}
+        options |= {"ratio": self.ratio, "inner": self.inner}
+        return workload.zipf(shape.ranks, shape.experts, **options)
 
 
 SIZES = (

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Line, Metric, Report, options_parser
-from layers import FixedRouter, drawn_weights, layer_with_weights, on_ranks, slowest
-from load_cases import HotRank, Shape, ids_with
+from layers import Variants, median_ratio, on_ranks, slowest
+from load_cases import Shape, draw, hot
 from mps import device_of_rank, phase, report_of_ranks
 from timing import in_turns, print_progress
 
@@ -60,7 +60,7 @@ class Size(Shape):
     tokens: int = 512
     ranks: int = 2
     layers: int = 1
-    ratio: float = 1.3  # imbalance of the loads
+    imbalance: float = 1.3  # of the load "zipf ordered"
     nice: int = 6  # of the competing process
     percentage: int = 9  # of the multiprocessors, for the last rank; the others have an equal share
     most: int = 400  # microbatches until speeds must be found, and forgotten
@@ -84,37 +84,21 @@ LIMIT = 190.0  # seconds of a run on a GPU
 TOY = Size(hidden=16, ffn=16, tokens=32, most=3, rounds=1, steps=1)
 
 
-class Variants:
-    """The layer of one rank with every config, with the same weights, tokens and routing."""
+class Learning(Variants):
+    """The layers of one model, which share their weights, with every kind of speeds."""
 
     def __init__(self, size: Size, rank: int, device: torch.device) -> None:
-        self.size, self.rank, self.device = size, rank, device
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        draw = torch.Generator().manual_seed(rank)
-        x = torch.randn(size.tokens, size.hidden, generator=draw)
-        self.x = x.to(device, self.dtype)
-        ids = ids_with(HotRank(size.ratio).draw(size)[rank], size, seed=rank).to(device)
-        gates = torch.full(ids.shape, 1 / size.top_k, device=device, dtype=self.dtype)
-        self.router = FixedRouter(ids, gates)
-        homes = size.experts // size.ranks
-        home_experts = list(range(rank * homes, (rank + 1) * homes))
-        self.weights = drawn_weights(size, home_experts, device, self.dtype)
-        self.layers: dict[str, list[ultraep.BalancedMoE]] = {}
+        super().__init__(size, rank, device, forward=True)
+        self.size = size
+        self.route(draw(hot(size.imbalance), size))
 
-    def add(self, name: str, speeds: tuple[int, ...] | str | None) -> ultraep.Balancer:
+    def learn(self, name: str, speeds: tuple[int, ...] | str | None) -> ultraep.Balancer:
         config = BalanceConfig(objective="balance", speeds=speeds)
         balancer = ultraep.Balancer(
             dist.group.WORLD, experts=self.size.experts, slots=2, config=config, timeout=120.0
         )
-        self.layers[name] = [  # of one model; they share their weights
-            layer_with_weights(balancer, self.router, self.weights) for _ in range(self.size.layers)
-        ]
+        self.add(name, balancer, self.size.layers)
         return balancer
-
-    @torch.no_grad()
-    def step(self, name: str) -> None:
-        for layer in self.layers[name]:
-            layer(self.x)
 
     def until(self, name: str, done: Callable[[], bool]) -> int:
         """Run steps until all ranks are `done`, or the most that the size allows."""
@@ -131,17 +115,12 @@ class Variants:
         for _ in range(BLOCK):
             self.step(name)
         seconds = layer.balancer.stats()["seconds"]["experts"]
-        assert layer.last_plan is not None
-        rows = int(layer.last_plan.to_host().rank_loads[self.rank])
+        rows = int(self.plan(name).rank_loads[self.rank])
         of_row = layer.balancer.comm.gather_objects(seconds / max(1, rows))
         return tuple(max(10, round(1000 * min(of_row) / own)) for own in of_row)
 
     def seconds(self, name: str) -> float:
         return slowest(lambda: self.step(name), self.size.steps, self.device)[0]
-
-    def close(self) -> None:
-        for layer, *_ in self.layers.values():
-            layer.balancer.close()
 
 
 @contextmanager
@@ -188,9 +167,9 @@ def say(rank: int, text: str) -> None:
 def straggler_on_rank(rank: int, size: Size, cuda: bool, end: float | None) -> dict[str, Any]:
     last, phases = rank == size.ranks - 1, Phases(rank, end)
     with phases("open the device"):
-        variants = Variants(size, rank, open_device(rank, size, cuda))
-        balancer = variants.add(LEARNT, "auto")
-        variants.add(ROWS, None)
+        variants = Learning(size, rank, open_device(rank, size, cuda))
+        balancer = variants.learn(LEARNT, "auto")
+        variants.learn(ROWS, None)
     facts: dict[str, Any] = {}
     with phases("first step"):
         variants.step(LEARNT)
@@ -207,7 +186,7 @@ def straggler_on_rank(rank: int, size: Size, cuda: bool, end: float | None) -> d
         with phases("measure the time per row"):
             facts["measured"] = variants.measured(ROWS)
             say(rank, f"learnt {facts['learnt']}, by time per row {facts['measured']}")
-            variants.add(IDEAL, facts["measured"])
+            variants.learn(IDEAL, facts["measured"])
         with phases("compare"):
             facts["seconds"] = in_turns([ROWS, LEARNT, IDEAL], size.rounds, variants.seconds)
             ms = {name: round(1e3 * median(times), 2) for name, times in facts["seconds"].items()}
@@ -243,10 +222,6 @@ def straggler(report: Report, size: Size, *, cuda: bool, end: float | None) -> N
         if name in facts
     ]
     report.add(f"EP{size.ranks}, learning", lines)
-
-
-def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    return median(time / other for time, other in zip(times, others, strict=True))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from harness import CARD, KERNELS, Bench, Case, Line, Metric, Mismatch, main
-from load_cases import SHUFFLED, Kind
 from shared_peers import LocalPeers
 from timing import Clock, Gpu
 
@@ -29,6 +28,7 @@ import ultraep
 from ultraep import Plan, Topology
 from ultraep.bundle import Layout
 from ultraep.hops import MODES, Hop, hops
+from ultraep.workload import Load
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.signals import Signals
@@ -64,7 +64,7 @@ class Scale:
     relay_ranks: int = 16
     budgets: Counts = (2, 4, 8, 16)  # programs per rank in relays
     fans: Counts = (1, 2, 4, 8, 15)  # replicas of one expert; the first is 1
-    ratio: float = 3.0  # of the loads in `schedule`
+    imbalance: float = 3.0  # of the load in `schedule`
     tokens: int = 8192
     numbers: int = 18_874_368  # of a gradient
     pull_fans: Counts = (1, 2, 4, 7)
@@ -92,7 +92,7 @@ TOY = Scale(
     relay_ranks=9,
     budgets=(2,),
     fans=(1, 8),
-    ratio=1.5,
+    imbalance=1.5,
     tokens=64,
     numbers=1000,
     pull_fans=(1, 2),
@@ -187,15 +187,17 @@ def schedule(bench: Bench) -> None:
     lines = []
     for ranks, experts in bench.scale.schedule_sizes:
         topology = Topology(ranks=ranks, experts=experts, slots=1)
-        ratio = bench.scale.ratio
-        loads = Kind(SHUFFLED, ratio).draw(ranks, experts, tokens=bench.scale.tokens, seed=0)
+        load = Load("zipf shuffled", bench.scale.imbalance)
+        loads = load.draw(
+            ranks, experts, top_k=min(8, max(1, experts // 8)), tokens=bench.scale.tokens
+        )
         plan = ultraep.plan(loads, topology, backend="cpu")
         chain = hops(plan, "chain")
         busiest, _ = _busiest(chain)
         signals = signals_of(LocalPeers(ranks, bench.clock.device), busiest)
         times = {SCHEDULE[mode]: _schedule_us(bench, signals, plan, mode) for mode in MODES}
         values = {COPIES: plan.num_replicas, LONGEST: _longest(chain), **times, NODE: floor}
-        case: Case = {"ranks": ranks, "experts": experts, "load": f"{SHUFFLED} {ratio:g}"}
+        case: Case = {"ranks": ranks, "experts": experts, "load": load.name}
         lines.append(Line(case, values))
     bench.table("schedule: from a plan to the hops of its busiest rank, in a graph", lines)
     bench.report.note("Floor: an empty kernel in such a graph.")

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from ultraep import workload
 from ultraep.arrays import IntArray
+from ultraep.workload import Load
 
 ORDERED, SHUFFLED = "zipf ordered", "zipf shuffled"
 
@@ -74,31 +74,14 @@ def zipf_kinds(ratios: Sequence[float]) -> list[Kind]:
     return [Kind(family, ratio) for family in (ORDERED, SHUFFLED) for ratio in ratios]
 
 
-@dataclass(frozen=True)
-class HotRank:
-    """Ordered Zipf loads of a layer, and its spare slots per rank."""
-
-    ratio: float
-    inner: float = 4.0  # how much one expert of a rank exceeds the others
-    slots: int = 1
-
-    @property
-    def name(self) -> str:
-        kind = "one expert hot" if self.inner > 2 else "many experts hot"
-        return f"{kind} {self.ratio:g}"
-
-    def draw(self, shape: Shape) -> IntArray:
-        """[R, E] loads."""
-        options: dict[str, Any] = {"top_k": shape.top_k, "tokens": shape.tokens}
-        options |= {"ratio": self.ratio, "inner": self.inner}
-        return workload.zipf(shape.ranks, shape.experts, **options)
+def hot(imbalance: float) -> Load:
+    """The named load with one dominant expert on the busiest rank; even at imbalance 1."""
+    return Load("even") if imbalance == 1 else Load("zipf ordered", imbalance)
 
 
-def even(shape: Shape) -> IntArray:
-    """[R, E] equal loads of all experts from all ranks."""
-    loads = np.full((shape.ranks, shape.experts), shape.rows // shape.experts)
-    assert loads.sum() == shape.ranks * shape.rows
-    return loads
+def draw(load: Load, shape: Shape) -> IntArray:
+    """[R, E] rows of a layer."""
+    return load.draw(shape.ranks, shape.experts, top_k=shape.top_k, tokens=shape.tokens)
 
 
 def ids_with(loads_E: IntArray, shape: Shape, seed: int) -> torch.Tensor:
@@ -106,13 +89,6 @@ def ids_with(loads_E: IntArray, shape: Shape, seed: int) -> torch.Tensor:
     line = np.repeat(np.arange(shape.experts), loads_E)
     ids = line.reshape(shape.top_k, shape.tokens).T
     return torch.from_numpy(np.random.default_rng(seed).permutation(ids).astype(np.int32))
-
-
-def random_even_ids(shape: Shape, seed: int) -> torch.Tensor:
-    """[T, K] uniformly random choices."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(shape.tokens, shape.experts, generator=generator)
-    return scores.topk(shape.top_k, dim=1).indices.int()
 
 
 def tile_perfect_ids(shape: Shape, seed: int) -> torch.Tensor:
@@ -133,30 +109,6 @@ def tile_perfect_ids(shape: Shape, seed: int) -> torch.Tensor:
 def loads_of(ids: Sequence[torch.Tensor], shape: Shape) -> IntArray:
     """[R, E] loads of the ids of all ranks."""
     return np.stack([np.bincount(own.flatten(), minlength=shape.experts) for own in ids])
-
-
-def even_ids(shape: Shape) -> torch.Tensor:
-    """[R, T, K] ids that give every expert the same number of rows."""
-    rows = torch.arange(shape.ranks * shape.rows) % shape.experts
-    return rows.reshape(shape.ranks, shape.tokens, shape.top_k)
-
-
-def skewed_ids(shape: Shape, ratio: float, seed: int = 0) -> torch.Tensor:
-    """[R, T, K] distinct experts per token; the busiest rank has `ratio` times the mean load."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.empty(shape.ranks, shape.tokens, shape.experts)
-    noise = -noise.exponential_(generator=generator).log()
-    homes = torch.arange(shape.experts) // (shape.experts // shape.ranks)
-    inside = torch.arange(shape.experts) % (shape.experts // shape.ranks)
-    low, high = 0.0, 20.0
-    for _ in range(30):
-        steep = (low + high) / 2
-        scores = noise - steep * homes - 1.5 * torch.log1p(inside)
-        ids = scores.topk(shape.top_k, dim=-1).indices
-        loads = torch.bincount(homes[ids].reshape(-1), minlength=shape.ranks)
-        steeper = loads.max() / loads.double().mean() < ratio
-        low, high = (steep, high) if steeper else (low, steep)
-    return ids
 
 
 @dataclass(frozen=True, slots=True)

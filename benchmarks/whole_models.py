@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from load_cases import HotRank, Shape
+from load_cases import Shape
 from numpy.random import default_rng
 from torch import nn
 
+from ultraep.workload import Load
 from ultraep_tools.demo.text import Text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -30,7 +31,7 @@ VOCABULARY = 256  # bytes of text
 class Size(Shape):
     """A model, its load with one hot rank, and how it is measured."""
 
-    hot: HotRank
+    hot: Load
     layers: int = 4
     heads: int = 16
     sequence_length: int = 2048

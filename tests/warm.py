@@ -146,8 +146,8 @@ def as_program(script: str, options: tuple[str, ...]) -> None:
     spawn = import_module("torch.multiprocessing.spawn")  # its package has a function of that name
     start_processes = spawn.start_processes
 
-    def fork(*args: Any, start_method: str) -> Any:
-        return start_processes(*args, start_method="fork" if FORKS else start_method)
+    def fork(*args: Any, start_method: str, **options: Any) -> Any:
+        return start_processes(*args, start_method="fork" if FORKS else start_method, **options)
 
     spawn.start_processes = fork
     sys.argv = [script, *options]
