@@ -37,7 +37,6 @@ from ultraep.inputs import Layer as Layer  # users import it from here
 from ultraep.plan import Plan
 from ultraep.replicas import Replicas
 from ultraep.runtime.agreement import Agreement
-from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.cost import CostModel
 from ultraep.runtime.dispatched import DispatchedRows, probe, slot_routes
 from ultraep.runtime.settings import Settings
@@ -64,7 +63,6 @@ class Context:
     topology: Topology
     config: BalanceConfig
     settings: Settings
-    capacity: Capacity
     agreement: Agreement
     cost: CostModel
     first_rank: int = 0  # number of rank 0 of the topology, for errors

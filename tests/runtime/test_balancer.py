@@ -300,10 +300,10 @@ WRONG = {
         {"data_plane": "air"},
         "data_plane must be one of auto, mapped, hybrid, messages, got 'air'",
     ),
-    "capacity": ({"capacity": 0}, "'static', must be an integer of at least 1, got 0"),
+    "capacity": ({"capacity": 0}, "'auto', must be an integer of at least 1, got 0"),
     "word for a capacity": (
         {"capacity": "most"},
-        "capacity, unless it is 'auto' or 'static', must be",
+        "capacity, unless it is 'auto', must be",
     ),
 }
 

@@ -251,44 +251,6 @@ def pass_under_watch(rank, group, example, alone):
         return watch.kernels
 
 
-def prepare(rank, group, example):
-    """Return the number of memory regions before and after the first pass."""
-    with small_tiles():
-        peers = Noted(group)
-        balancer = mapped_balancer(example, group, peers=peers, slots=2)
-        layer, tokens = example.layer(balancer), max(len(x) for x in example.inputs)
-        ids = torch.zeros(tokens, example.top_k, dtype=torch.int64)
-        balancer.prepare(ids, example.inputs[rank], layer.experts.bundle)
-        before = len(peers.pieces)
-        layer(example.inputs[rank]).backward(example.gradients[rank])
-        balancer.check()
-        return before, len(peers.pieces)
-
-
-def test_memory_can_be_allocated_before_the_first_pass():
-    for before, after in shared_pool().run(2, prepare, single([5, 4])):
-        assert before == after
-
-
-def prepare_different_sizes(rank, group, example):
-    peers = Noted(group)
-    balancer = mapped_balancer(example, group, peers=peers, slots=2)
-    layer, ids = example.layer(balancer), torch.zeros(4 + rank, example.top_k, dtype=torch.int64)
-    balancer.plane("cpu")
-    before = len(peers.pieces)
-    with pytest.raises(LoadError) as caught:
-        balancer.prepare(ids, example.inputs[rank], layer.experts.bundle)
-    assert len(peers.pieces) == before
-    return str(caught.value)
-
-
-def test_different_sizes_to_prepare_are_refused():
-    messages = shared_pool().run(2, prepare_different_sizes, single([5, 4]))
-    assert messages[0] == messages[1]
-    assert messages[0].startswith("prepare() needs the same sizes on all ranks: ranks [0] have 4 ")
-    assert "; ranks [1] have 5 tokens, " in messages[0]
-
-
 def test_a_pass_stays_in_the_memory_of_the_ranks():
     for kernels in shared_pool().run(2, pass_under_watch, single([7, 5]), False):
         assert {"share", "stream", "gather_rows", "sum_rows", "pull"} <= kernels

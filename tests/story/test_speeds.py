@@ -15,7 +15,6 @@ from ultraep.backends.limits import Limits
 from ultraep.backends.reference.heuristics import limits_at
 from ultraep.backends.reference.place import domains_of
 from ultraep.config import PARTS
-from ultraep.runtime.capacity import Capacity
 
 SPEEDS = st.lists(st.integers(10, 1000), min_size=1, max_size=6)
 BALANCE = BalanceConfig(objective="balance")
@@ -163,10 +162,3 @@ def test_speeds_must_fit_the_ranks():
         config = BalanceConfig(policy=policy, speeds=(1000, 900))
         with pytest.raises(ConfigError, match="each of the 16 ranks, got 2"):
             ultraep.plan(loads, topology, config)
-
-
-def test_a_static_capacity_needs_equal_speeds():
-    topology = Topology(ranks=2, experts=2, slots=1)
-    Capacity("static", topology, replace(BALANCE, speeds=(900, 900)))
-    with pytest.raises(ConfigError, match=r"speeds=\(1000, 900\), it needs equal speeds"):
-        Capacity("static", topology, replace(BALANCE, speeds=(1000, 900)))

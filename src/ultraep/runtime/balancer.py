@@ -21,18 +21,16 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
-from ultraep.bundle import Bundle, resolve, signature
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
-from ultraep.errors import ConfigError, LoadError, UltraEPError, errors_at
+from ultraep.errors import ConfigError, UltraEPError, errors_at
 from ultraep.inputs import Inputs, Layer
 from ultraep.microbatch import Context, Microbatch
 from ultraep.ops.modes import outside_dispatch_modes, refuse_transforms
 from ultraep.passes import TIMED, Passes, PassLog, Subscriber
 from ultraep.policies import running_policy
-from ultraep.position import At, Position, differing, ranks_by_value
+from ultraep.position import At, Position
 from ultraep.replicas import NO_PASS, backward_pass
-from ultraep.runtime.capacity import default_config
 from ultraep.runtime.connect import (
     Choice,
     Group,
@@ -69,15 +67,14 @@ class Balancer:
     slots: spare slots of every rank.
     domain: consecutive ranks that a fast link joins: replicas stay inside. None: the ranks of a
         host, or of hosts that an NVLink fabric joins.
-    config or policy: how to balance. `policy` alone is short for `BalanceConfig(policy=...)`, with
-        `objective="balance"` if the capacity is static. With the objective "time" and no rates, the
-        first microbatch of a layer measures rates, unless the environment variable ULTRAEP_RATES
-        contains rates or "off": docs/cost.md. ULTRAEP_POLICY replaces the policy.
+    config or policy: how to balance. `policy` alone is short for `BalanceConfig(policy=...)`.
+        With the objective "time" and no rates, the first microbatch of a layer measures rates,
+        unless the environment variable ULTRAEP_RATES contains rates or "off": docs/cost.md.
+        ULTRAEP_POLICY replaces the policy.
     data_plane: "mapped": GPUs map each other's memory, and the host reads the plan once per layer;
         "hybrid": they do so inside of each domain, and messages carry tokens between domains;
         "messages" of torch.distributed; "auto": the first of these that the ranks can use.
-    capacity: the most rows that a rank can serve. "auto": no limit, except in a captured graph;
-        "static": the mean of all ranks, refused if plans could exceed it (`runtime/capacity.py`).
+    capacity: the most rows that a rank can serve. "auto": no limit, except in a captured graph.
     in_flight: buffers of spare slots: microbatches that can hold replicas at the same time.
     timeout: seconds after which a silent rank is an error; None: the timeout of the group (30
         minutes with gloo, 10 with NCCL). A rank that died is an error within seconds.
@@ -138,7 +135,8 @@ class Balancer:
         """Check all arguments, then join the other ranks; collective."""
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
-        config = from_environment(config or default_config(policy, settings.capacity))
+        default = BalanceConfig() if policy is None else BalanceConfig(policy=policy)
+        config = from_environment(config or default)
         running_policy(config.policy)
         plane_kinds(settings.data_plane)
         ranks = resolve_ranks(group)
@@ -297,27 +295,10 @@ class Balancer:
             self.topology,
             self._plan_config,
             self.settings,
-            self._joined.capacity,
             self._agreement,
             self._cost,
         )
         return DeviceState(choice, choice.make(context))
-
-    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
-        """Allocate all memory that microbatches like this need; collective.
-
-        Otherwise the first microbatch does. Call it to capture a graph without a step before.
-        ids, rows, bundle: of the same shapes and dtypes on all ranks.
-        """
-        plane = self.plane(ids.device)
-        own = signature(resolve(bundle), ids=ids, rows=rows)
-        sizes = self.comm.gather_objects(f"{len(ids)} tokens, {own}")
-        if len(set(sizes)) > 1:
-            groups = ranks_by_value(sizes).items()
-            listed = "; ".join(f"ranks {ranks} have {size}" for size, ranks in groups)
-            text = f"prepare() needs the same sizes on all ranks: {listed}"
-            raise LoadError(text, ranks=differing(sizes))
-        plane.prepare(ids, rows, bundle)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call a function with the `PassRecord` of every forward and backward pass from now on.

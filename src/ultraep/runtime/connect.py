@@ -35,7 +35,6 @@ from ultraep.position import differing
 from ultraep.reroute import reroute
 from ultraep.runtime import hybrid, mapped, messages
 from ultraep.runtime.agreement import Agreement
-from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
 from ultraep.runtime.planes import DataPlane, PlaneKind, PlaneRequest
@@ -148,7 +147,6 @@ class Joined(NamedTuple):
     links: FastLinks
     topology: Topology
     config: BalanceConfig
-    capacity: Capacity
     agreement: Agreement
     recorder: Recorder | None
 
@@ -174,13 +172,12 @@ def join(
         check_slots(settings.dispatcher, whole)
         if config.speeds != AUTO:
             config.speeds_for(comm.size)  # raises if their number is wrong
-        capacity = Capacity(settings.capacity, whole, config)
         compared = whole, config, settings.compared(), recording_setting(record), __version__
         agreement = Agreement(comm, repr(compared), whole.experts, whole.num_domains)
         agreement.open_flight()
         recorder = open_recorder(record, comm, whole, config)
         undo.pop_all()
-    return Joined(comm, links, whole, config, capacity, agreement, recorder)
+    return Joined(comm, links, whole, config, agreement, recorder)
 
 
 @cache
@@ -249,8 +246,7 @@ def choose(name: str, request: PlaneRequest, compare_places: Callable[[], object
     """
     if capturing(request.device):
         raise ConfigError(
-            "a data plane cannot be chosen while a graph is captured: run a step before the "
-            "capture, or call `prepare`"
+            "a data plane cannot be chosen while a graph is captured: run a step before the capture"
         )
     reason, size = "", request.comm.size
     for kind in plane_kinds(name):

@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.inputs import Inputs
 from ultraep.microbatch import Context, Microbatch
@@ -27,9 +26,6 @@ class DataPlane(Protocol):
 
     def begin(self, inputs: Inputs, /) -> Microbatch:
         """Return a microbatch with these inputs."""
-
-    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle, /) -> None:
-        """Allocate the memory for microbatches of this size. Collective."""
 
     @property
     def nbytes(self) -> int:

@@ -11,9 +11,9 @@ from ultraep.backends import select
 from ultraep.comm import Peers
 from ultraep.config import AUTO, check_choice, check_integer, check_timeout
 from ultraep.dispatch import Dispatcher
-from ultraep.errors import ConfigError
+from ultraep.errors import ConfigError, LoadError
 from ultraep.hops import MODES
-from ultraep.runtime.capacity import STATIC
+from ultraep.plan import Plan
 from ultraep.topology import Topology
 
 MAY_DIFFER = ("backend", "timeout", "peers")  # between ranks
@@ -45,10 +45,19 @@ class Settings:
             select(self.backend)
         check_choice("relay", self.relay, MODES)
         check_integer("in_flight", self.in_flight, least=1)
-        if self.capacity not in (AUTO, STATIC):
-            check_integer(f"capacity, unless it is {AUTO!r} or {STATIC!r},", self.capacity, least=1)
+        if self.capacity != AUTO:
+            check_integer(f"capacity, unless it is {AUTO!r},", self.capacity, least=1)
         check_timeout(self.timeout)
         _check_dispatcher(self.dispatcher)
+
+    def check_rows(self, plan: Plan) -> None:
+        """Raise if a rank serves more rows than the capacity."""
+        most, rank = int(plan.rank_loads.max()), int(plan.rank_loads.argmax())
+        if isinstance(self.capacity, int) and most > self.capacity:
+            raise LoadError(
+                f"a plan with {most} rows on rank {rank}, but the buffers are for {self.capacity}: "
+                "pass a larger capacity= to the balancer, or none outside of graphs"
+            )
 
     def compared(self) -> str:
         """Return the settings that must be equal on all ranks, as text."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ultraep.arrays import PADDING, IntArray
-from ultraep.bundle import Bundle, resolve
+from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers, moved
 from ultraep.dispatch import Exchange
 from ultraep.inputs import Inputs
@@ -56,10 +56,6 @@ class MappedInside:
 
         self._context, self._memory = context, MappedMemory(peers, context)
         self.fit, self.check, self.close = self._memory.fit, self._memory.check, peers.close
-
-    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
-        self._memory.fit(len(ids), ids.numel())
-        self._memory.prepare(resolve(bundle), rows, ids.shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -122,11 +118,6 @@ class HybridPlane(MessagesPlane):
     def begin(self, inputs: Inputs) -> HybridMicrobatch:
         self.kernels = self._kernels_for(inputs.ids)
         return HybridMicrobatch(self, inputs)
-
-    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
-        """Allocate memory as if every token had experts in all domains."""
-        self.inside.prepare(ids.repeat(self.topology.num_domains, 1), rows, bundle)
-        self.kernels = self._kernels_for(ids)
 
     def domains(self, device: torch.device) -> Domains:
         """Return the domains as tables on a device."""

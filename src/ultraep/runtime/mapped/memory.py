@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
-from ultraep.backends.triton.exchange import SCALAR, RowExchange, aligned
+from ultraep.backends.triton.exchange import RowExchange, aligned
 from ultraep.backends.triton.launch import multiprocessors
 from ultraep.backends.triton.signals import NOWHERE, Signals
 from ultraep.backends.triton.streamer import Streamer, pull
-from ultraep.bundle import Layout, Stack
+from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, errors_at
 from ultraep.microbatch import Context
-from ultraep.ops.products import accumulator
 from ultraep.replicas import TensorSpecs, no_free_slots
 from ultraep.runtime.streams import Overlap, capturing
 
@@ -98,23 +97,6 @@ class MappedMemory:
         self.signals.barrier("rows", self.position)
         self._read.clear()
 
-    def prepare(self, tensors: Mapping[str, Stack], rows: torch.Tensor | None, top_k: int) -> None:
-        """Allocate what layers with these weights and rows need; None: rows need no memory."""
-        layout = Layout.of(tensors, self.streamer.homes)
-        self.streamer.sources(layout, tensors)
-        self.streamer.chunks_of_length(layout.nbytes)
-        for buffer in range(self.buffers):
-            self.slots(layout, buffer)
-        self.gradient_slots(
-            {name: (shape, accumulator(dtype)) for name, shape, dtype in layout.parts}
-        )
-        self.tables(top_k)
-        if rows is not None:
-            row_bytes = rows.shape[-1] * rows.itemsize
-            self.region("values", self.tokens * row_bytes)
-            self.region("served", self.rows * row_bytes)
-            self.region("scalars", self.rows * SCALAR)
-
     def tables(self, top_k: int) -> Region:
         """Return the memory for the routes of one microbatch."""
         return self.region("tables", self.exchange.table_bytes(self.tokens * top_k))
@@ -136,7 +118,7 @@ class MappedMemory:
         if capturing(self.peers.device):
             raise LoadError(
                 f"no memory is allocated for '{name} of {nbytes} bytes', and it cannot be "
-                "allocated in a graph: run such a step before the capture, or call `prepare`"
+                "allocated in a graph: run such a step before the capture"
             )
         with errors_at(f"the allocation of memory for {name!r}"):
             region = self.peers.allocate(f"{name} of {nbytes} bytes", nbytes)

@@ -3,8 +3,7 @@
 The GPUs map each other's memory. Outside of graphs, the host reads the plan once per layer, with
 the positions, tokens and faults of all ranks: one small copy to pinned memory. So all tensors have
 exact lengths, memory follows the rows, and ranks that differ are named. A rank alone does not wait.
-A captured graph keeps the memory that was allocated before: run one step before the capture, or
-`prepare`.
+A captured graph keeps the memory that was allocated before: run one step before the capture.
 
 Shapes: T tokens, K experts per token, R ranks, E experts, C replicas, D model width.
 """
@@ -40,6 +39,7 @@ from ultraep.runtime.streams import Fetch, capturing
 
 FIRST_ROWS = 1024  # routed rows that the planner has room for at first
 SPIN, PAUSE = 0.002, 0.0001  # seconds: ask without a pause; then a pause between two questions
+SPARE = 4  # one in this many rows is spare, so that memory seldom grows
 PATIENCE = 5.0  # seconds after which a rank asks whether the others are alive
 
 
@@ -54,7 +54,7 @@ class MappedPlane:
         self.context, self.topology, self.device = context, context.topology, peers.device
         self._peers, self.hosts = peers, context.comm.hosts()
         # A rank alone serves its own rows: it need not know how many of them are padding.
-        self.alone = context.topology.ranks == 1 and context.capacity.setting == AUTO
+        self.alone = context.topology.ranks == 1 and context.settings.capacity == AUTO
         self.planner = DevicePlanner(
             context.topology,
             device_config(context.config),
@@ -79,13 +79,6 @@ class MappedPlane:
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
         return MappedMicrobatch(self, inputs)
-
-    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
-        tokens, top_k = ids.shape
-        dispatched = self.context.settings.dispatcher is not None
-        self.memory.fit(tokens, self.context.capacity.rows_for(tokens * top_k))
-        self.reserve(tokens * top_k)
-        self.memory.prepare(resolve(bundle), None if dispatched else rows, top_k)
 
     def reserve(self, rows: int) -> None:
         """Provide buffers for this many routed rows of this rank."""
@@ -309,14 +302,14 @@ class MappedMicrobatch(Microbatch):
 
     def _settle(self, gathered: Gathered, plan: DevicePlan) -> None:
         """Provide memory for the rows of the plan, the same on all ranks."""
-        capacity, memory = self._context.capacity, self._plane.memory
-        if capacity.setting != AUTO:
-            capacity.check(plan.to_host())
-        top_k, planned = self._inputs.ids.shape[1], plan.most_rows()
-        tokens, rows = gathered.tokens(top_k), memory.rows
-        if planned > rows:
-            rows = capacity.rows_for(max(tokens, memory.tokens) * top_k, planned)
-        memory.fit(tokens, rows)
+        settings, memory = self._context.settings, self._plane.memory
+        rows = planned = plan.most_rows()
+        if settings.capacity != AUTO:
+            settings.check_rows(plan.to_host())
+            rows = int(settings.capacity)
+        elif planned > memory.rows:
+            rows += planned // SPARE
+        memory.fit(gathered.tokens(self._inputs.ids.shape[1]), rows)
         self._begins = [0, *accumulate(gathered.received.sum(axis=0).tolist())]
 
     def replicate(self) -> MappedReplicas:
@@ -364,7 +357,7 @@ def _cannot_grow(needed: str, room: int) -> LoadError:
     """Return the error of a graph that needs more memory than there is."""
     return LoadError(
         f"{needed}, but there is memory for {room}, and it cannot grow in a graph: run such a step "
-        "before the capture, or call `prepare` with as many tokens"
+        "before the capture"
     )
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding_bag
 
 from ultraep.arrays import IntArray, digest_of
 from ultraep.backends import backend_for
-from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
+from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import moved
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Exchange, Moved
@@ -56,13 +56,6 @@ class MessagesPlane:
     def begin(self, inputs: Inputs) -> MessagesMicrobatch:
         self.kernels = self._kernels_for(inputs.ids)
         return MessagesMicrobatch(self, inputs)
-
-    def prepare(self, ids: torch.Tensor, _rows: torch.Tensor, bundle: Bundle) -> None:
-        """Allocate one buffer of spare slots."""
-        tensors = resolve(bundle)
-        layout = Layout.of(tensors, len(self.topology.home_experts(self.context.comm.rank)))
-        with self.pool.lend(layout, device_of_bundle(tensors), "prepare()"):
-            self.kernels = self._kernels_for(ids)
 
     def replicas(
         self, passes: Passes, plan: Plan, bundle: Bundle, device: torch.device
@@ -204,8 +197,8 @@ class MessagesMicrobatch(Microbatch):
             if kernels is not None:
                 self._ahead = kernels.planned = None
             plan = make_plan(loads, context.topology, config, backend=context.settings.backend)
-        if context.capacity.setting != AUTO:
-            context.capacity.check(plan)
+        if context.settings.capacity != AUTO:
+            context.settings.check_rows(plan)
         record.plan = plan
         record.at("verify")
         if context.comm.size > 1:
