@@ -14,10 +14,6 @@ from ultraep import BalanceConfig, Rates, workload
 from ultraep.arrays import PADDING
 
 MAX_TOTAL = 2**31 - 1
-# With a GPU, the Triton kernels accept no CPU tensors.
-BACKENDS_OF_CPU = [
-    name for name in ultraep.backend_names() if name != "triton" or not torch.cuda.is_available()
-]
 POLICIES = ("none", "ultraep", "quota", "echo")  # without history
 
 

@@ -25,10 +25,9 @@ def count_loads(ids: Any, experts: int, *, backend: str | None = None) -> IntArr
     array([1, 2, 0, 1])
     """
     check_integer("experts", experts, least=1, most=MAX_EXPERTS)
-    engine = select(backend, device_of(ids))
-    flat = flat_ids(ids, engine.DEVICE)
+    flat = flat_ids(ids)
     counts: IntArray
-    counts, out_of_range = engine.count(flat, experts)
+    counts, out_of_range = select(backend).count(flat, experts)
     if out_of_range:
         real = flat[flat != PADDING]
         raise LoadError(
@@ -36,11 +35,6 @@ def count_loads(ids: Any, experts: int, *, backend: str | None = None) -> IntArr
             f"({out_of_range} of {len(flat)} are out of range)"
         )
     return counts
-
-
-def device_of(values: Any) -> str:
-    """Return the device type of a tensor; "cpu" for anything else."""
-    return str(getattr(getattr(values, "device", None), "type", "cpu"))
 
 
 def invalid_ids(ids: Any) -> LoadError | None:
@@ -58,12 +52,8 @@ def invalid_ids(ids: Any) -> LoadError | None:
     return None
 
 
-def flat_ids(ids: Any, device: str = "cpu") -> Any:
-    """Return the ids as int64 `[N]`: a tensor if they are on `device`, else an array."""
-    if device != "cpu" and device_of(ids) == device:
-        if error := invalid_ids(ids):
-            raise error
-        return ids.reshape(-1).long()
+def flat_ids(ids: Any) -> IntArray:
+    """Return the ids as int64 `[N]`."""
     flat = as_integers(ids, "ids").reshape(-1)
     if flat.dtype == np.uint64:  # the largest values must not wrap around to padding
         flat = np.minimum(flat, np.uint64(np.iinfo(np.int64).max))

@@ -18,7 +18,7 @@ from ultraep.backends import select
 from ultraep.backends.limits import Limits
 from ultraep.config import NO_RATES, PARTS, UNITS_PER_ROW, BalanceConfig, Rates
 from ultraep.errors import ConfigError, LoadError, PlanError
-from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
+from ultraep.loads import MAX_TOTAL, as_integers, as_loads
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
 from ultraep.rules import check_loads, check_replicas, check_shape, check_slots, check_split
 from ultraep.topology import Topology, sum_by_rank
@@ -290,13 +290,12 @@ def plan(
     """Plan one microbatch: a pure integer function of loads, topology and config.
 
     loads: `[source rank, expert]` integers, as an array, a tensor or nested lists.
-    backend: "triton", "cpu", "reference", or None for the fastest on the device of the loads. All
-        backends return the same plan.
+    backend: "cpu", "reference", or None for the faster one. All backends return the same plan.
     history: `[..., expert]` past loads, for offline policies that use them.
     """
     policy = get_policy(config.policy)
     config.speeds_for(topology.ranks)  # raises if their number is wrong
-    engine = select(backend, device_of(loads))
+    engine = select(backend)
     loads_RE = as_loads(loads, topology)
     if history is None and policy.needs_history:
         raise ConfigError(f"policy {policy.name!r} needs past loads; pass history=")

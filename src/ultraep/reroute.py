@@ -88,10 +88,10 @@ def reroute(ids: torch.Tensor, plan: Plan, rank: int, *, backend: str | None = N
 
     ids: the `[T, K]` ids that stage 1 counted; -1: padding.
     """
-    topology, engine = plan.topology, select(backend, ids.device.type)
+    topology = plan.topology
     experts, hosts, indices = plan.replicas.T.copy()
-    result = engine.reroute(
-        flat_ids(ids, engine.DEVICE),
+    result = select(backend).reroute(
+        flat_ids(ids),
         plan.loads[rank],
         topology.home_slot_of_expert,
         experts,

@@ -43,7 +43,7 @@ WRONG = {
     # plan: options
     "plan loads.npy --policy none,magic": "unknown policy 'magic'; choose from none, ultraep",
     "plan loads.npy --policy ,": "--policy needs at least one name",
-    "plan loads.npy --backend abacus": "unknown backend 'abacus'; choose from triton, cpu",
+    "plan loads.npy --backend abacus": "unknown backend 'abacus'; choose from cpu, reference",
     "plan loads.npy --history 0": "--history must be at least 1, got 0",
     **{
         f"{command} {HUGE}": "0" * 15

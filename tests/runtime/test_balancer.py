@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from cases import BACKENDS_OF_CPU
 from dense import Example
 from microbatches import counted, planned
 from ranks import TIMED_OUT
@@ -68,14 +67,14 @@ INVALID_IDS = {
 
 @pytest.mark.parametrize("kind", INVALID_IDS)
 @pytest.mark.parametrize(
-    ("bad_ranks", "backend"), [([2], None), ([0, 3], None), ([0, 3], "triton")], ids=str
+    ("bad_ranks", "kernels"), [([2], None), ([0, 3], None), ([0, 3], True)], ids=str
 )
-def test_invalid_ids_are_an_error_on_every_rank_and_all_go_on(bad_ranks, kind, backend):
+def test_invalid_ids_are_an_error_on_every_rank_and_all_go_on(bad_ranks, kind, kernels):
     bad, message = INVALID_IDS[kind]
 
     def work(comm):
-        balancer = Balancer._with_settings(comm, experts=8, backend=backend, data_plane="messages")
-        good = ids_of(comm.rank).to(DEVICE if backend else "cpu")
+        balancer = Balancer._with_settings(comm, experts=8, kernels=kernels, data_plane="messages")
+        good = ids_of(comm.rank).to(DEVICE if kernels else "cpu")
         with pytest.raises((LoadError, CommunicationError)) as caught:
             counted(balancer, bad.to(good.device) if comm.rank in bad_ranks else good)
         return caught, balancer.begin(Layer(), good).count().sum()
@@ -141,7 +140,7 @@ def test_the_number_of_speeds_must_be_the_number_of_ranks():
 
 def test_the_backend_may_differ():
     def work(comm):
-        names = BACKENDS_OF_CPU
+        names = ultraep.backend_names()
         balancer = Balancer._with_settings(comm, experts=8, backend=names[comm.rank % len(names)])
         return planned(balancer, ids_of(comm.rank))[1].digest()
 

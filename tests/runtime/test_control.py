@@ -258,7 +258,7 @@ def skewed_ids(rank, experts=8, tokens=30):
 
 
 def test_a_balancer_reuses_its_buffers():
-    balancer = Balancer._with_settings("alone", experts=8, backend="triton", data_plane="messages")
+    balancer = Balancer._with_settings("alone", experts=8, kernels=True, data_plane="messages")
     counted(balancer, skewed_ids(0, tokens=30).to(DEVICE))
     plane = balancer.plane(DEVICE)
     first = plane.kernels.control
@@ -272,7 +272,7 @@ def test_a_balancer_reuses_its_buffers():
 
 
 def test_interleaved_microbatches_get_their_own_plans():
-    balancer = Balancer._with_settings("alone", experts=8, backend="triton", data_plane="messages")
+    balancer = Balancer._with_settings("alone", experts=8, kernels=True, data_plane="messages")
     twin = Balancer._with_settings("alone", experts=8, backend="reference", data_plane="messages")
     every = [skewed_ids(seed, tokens=30 + seed) for seed in range(3)]
     names, actual = (None, "none", "ultraep"), []

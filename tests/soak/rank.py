@@ -43,7 +43,7 @@ STORE = ("10.77.0.1", 29500)  # on the first simulated host
 DIE_WITH_PARENT = 1  # option of prctl
 OPTIONS = {  # of the balancers, by data plane
     "messages": {"data_plane": "messages"},
-    "kernels": {"data_plane": "messages", "backend": "triton"},
+    "kernels": {"data_plane": "messages", "kernels": True},
     "mapped": {"data_plane": "mapped"},
     "hybrid": {"data_plane": "hybrid", "domain": 2},
     "hosts": {},

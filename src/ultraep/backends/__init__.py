@@ -1,4 +1,4 @@
-"""Backends that compute the stages, with the same functions in each.
+"""Backends that plan on the host, with the same functions in each, and the kernels of GPUs.
 
 A backend does not know its rank: it takes integers, arrays and `Limits`, and returns arrays.
 
@@ -8,9 +8,9 @@ A backend does not know its rank: it takes integers, arrays and `Limits`, and re
     split(...)        how many rows of every source rank each replica serves
     reroute(...)      the sending order, and the rows of every slot
     tally(...)        rows that every rank serves, and the slot of every replica
-    DEVICE            device type of the tensors that `count` and `reroute` also accept
 
-`reference` is slow and simple, and defines the correct plans; all backends return equal bits.
+`reference` is slow and simple, and defines the correct plans; `cpu` compiles its functions. The
+kernels in `triton` return the same bits; `DevicePlanner` of the runtime launches them.
 """
 
 from __future__ import annotations
@@ -18,95 +18,74 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
 from ultraep.backends.compiling import PLANNER
 from ultraep.errors import BackendUnavailable, ConfigError
 
+BACKENDS = ("cpu", "reference")  # modules of this package
+
 logger = logging.getLogger("ultraep")
-
-
-@dataclass(frozen=True, slots=True)
-class BackendInfo:
-    """Name, device and requirement of a backend, which is the module `ultraep.backends.NAME`."""
-
-    name: str
-    device: str  # type of the tensors that it serves
-    needs: str | None = None  # package
-
-    @property
-    def obstacle(self) -> str:
-        """Why the backend cannot be used here; empty if it can."""
-        if self.needs is not None and importlib.util.find_spec(self.needs) is None:
-            return f"needs {self.needs}, which is not installed: pip install {self.needs}"
-        if self.device != "cpu" and not _gpu_usable():
-            return "needs a GPU, but torch found none (TRITON_INTERPRET=1 runs it slowly without)"
-        return ""
-
-    @property
-    def available(self) -> bool:
-        return not self.obstacle
-
-
-BACKENDS = (
-    BackendInfo("triton", "cuda", "triton"),
-    BackendInfo("cpu", "cpu", "numba"),
-    BackendInfo("reference", "cpu"),
-)
 
 
 def backend_names() -> list[str]:
     """Return the names of all backends."""
-    return [info.name for info in BACKENDS]
+    return list(BACKENDS)
 
 
-@cache
-def backend_for(device: str = "cpu") -> BackendInfo:
-    """Return the best available backend for a device type; log which better ones are missing."""
-    for info in BACKENDS:
-        if info.device in (device, "cpu"):
-            if info.available:
-                return info
-            logger.warning("backend %r %s; using a slower one", info.name, info.obstacle)
-    raise AssertionError("the reference backend needs nothing and is always available")
-
-
-def select(name: str | None = None, device: str = "cpu") -> ModuleType:
-    """Return the backend of that name, or the best one for a device. A name never falls back.
-
-    device: torch device type of the ids or loads.
+def select(name: str | None = None) -> ModuleType:
+    """Return the backend of that name, or the best one. A name never falls back.
 
     Without a name, `reference` replaces `cpu` while a child process compiles the functions. The
     name "cpu" loads or compiles them now.
     """
     if name is None:
-        name = backend_for(device).name
-        if name == "cpu" and not PLANNER.ready():
-            name = "reference"
+        name = "cpu" if _can_compile() and PLANNER.ready() else "reference"
     return _named(str(name))
 
 
 @cache
+def _can_compile() -> bool:
+    if importlib.util.find_spec("numba") is None:
+        logger.warning("backend 'cpu' needs numba: pip install numba; using a slower one")
+        return False
+    return True
+
+
+@cache
 def _named(name: str) -> ModuleType:
-    info = next((info for info in BACKENDS if info.name == name), None)
-    if info is None:
-        raise ConfigError(f"unknown backend {name!r}; choose from {', '.join(backend_names())}")
-    if not info.available:
-        raise BackendUnavailable(f"backend {name!r} {info.obstacle}")
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown backend {name!r}; choose from {', '.join(BACKENDS)}")
     if name == "cpu":
+        if not _can_compile():
+            raise BackendUnavailable("backend 'cpu' needs numba: pip install numba")
         PLANNER.wait()
     return importlib.import_module(f"ultraep.backends.{name}")
 
 
 def wait_until_compiled() -> None:
     """Load or compile the planner now, before anything is timed."""
-    _named(backend_for().name)
+    if _can_compile():
+        _named("cpu")
 
 
 @cache
-def _gpu_usable() -> bool:
-    device = importlib.import_module("ultraep.backends.triton.device")
-    usable: bool = device.usable()
-    return usable
+def kernels_obstacle() -> str:
+    """Return why the Triton kernels cannot run here; empty if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton kernels need triton: pip install triton"
+    if not importlib.import_module("ultraep.backends.triton.device").usable():
+        return (
+            "Triton kernels need a GPU, but torch found none (TRITON_INTERPRET=1 runs them slowly "
+            "without)"
+        )
+    return ""
+
+
+@cache
+def has_kernels(device_type: str) -> bool:
+    """Return whether the kernels run on this type of device; log why they do not run on a GPU."""
+    if device_type == "cuda" and kernels_obstacle():
+        logger.warning("%s; using slower code", kernels_obstacle())
+    return device_type == "cuda" and not kernels_obstacle()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from ultraep.backends import backend_for
+from ultraep.backends import has_kernels
 from ultraep.config import check_choice
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
@@ -216,7 +216,7 @@ class Experts(HomeModule):
 
 def _quantise_on(device: torch.device) -> Quantise:
     """Return the function that quantises on a device: a Triton kernel, or plain torch."""
-    if device.type == "cpu" or backend_for(device.type).name != "triton":
+    if not has_kernels(device.type):
         return quantise
     from ultraep.backends.triton import fp8
 

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from ultraep.arrays import frozen
-from ultraep.backends import select
+from ultraep.backends import kernels_obstacle
 from ultraep.backends.limits import Limits
 from ultraep.config import BalanceConfig
-from ultraep.errors import ConfigError, LoadError
+from ultraep.errors import BackendUnavailable, ConfigError, LoadError
 from ultraep.loads import MAX_TOTAL, invalid_ids
 from ultraep.plan import Plan
 from ultraep.runtime.device_plan import DevicePlan, DeviceRoutes, Gathered
@@ -67,7 +67,8 @@ class DevicePlanner:
     ) -> None:
         config = config or BalanceConfig()
         _check_settings(topology, config, rows, rank)
-        select("triton")
+        if obstacle := kernels_obstacle():
+            raise BackendUnavailable(obstacle)
         from ultraep.backends.triton.device import default_device, launching
         from ultraep.backends.triton.planner import Planner
 

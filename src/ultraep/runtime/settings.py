@@ -16,7 +16,7 @@ from ultraep.hops import MODES
 from ultraep.plan import Plan
 from ultraep.topology import Topology
 
-MAY_DIFFER = ("backend", "timeout", "peers")  # between ranks
+MAY_DIFFER = ("backend", "kernels", "timeout", "peers")  # between ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class Settings:
     data_plane, capacity, in_flight, timeout, dispatcher: see `Balancer`.
 
     Only tests and benchmarks choose the others, with `Balancer._with_settings`:
-    backend: "triton", "cpu" or "reference"; None: the best one for the device of the ids.
+    backend: "cpu" or "reference"; None: the faster one.
+    kernels: whether kernels count, plan and reroute on the messages plane; None: on GPUs.
     relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
     peers: memory that the ranks map; None: the data plane maps it.
     """
@@ -37,6 +38,7 @@ class Settings:
     timeout: float | None = None
     dispatcher: Dispatcher | None = None
     backend: str | None = None
+    kernels: bool | None = None
     relay: str = "auto"
     peers: Peers | None = None
 

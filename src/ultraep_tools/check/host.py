@@ -20,6 +20,7 @@ import ultraep
 from ultraep import BalanceConfig, BalancedMoE, Balancer, Topology
 from ultraep.backends import BACKENDS, wait_until_compiled
 from ultraep.errors import BackendUnavailable
+from ultraep.runtime.device_planner import DevicePlanner
 from ultraep.runtime.hosts import SHARED, this_gpu_host
 from ultraep.supported import MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM
 from ultraep_tools.check.report import Finding, one_line
@@ -155,17 +156,19 @@ def kernels() -> Finding:
     topology = Topology(ranks=8, experts=64, slots=1)
     loads = ultraep.workload.zipf(8, 64, ratio=2.0, top_k=4, tokens=1024)
     config = BalanceConfig(objective="balance")
-    for info in BACKENDS:
-        if info.device == "cuda" and device.type == "cpu":
-            continue
+    for name in (*BACKENDS, "triton") if device.type == "cuda" else BACKENDS:
         begin = time.perf_counter()
         try:
-            plan = ultraep.plan(loads, topology, config, backend=info.name)
+            if name == "triton":
+                on_device = torch.from_numpy(loads).to(device)
+                plan = DevicePlanner(topology, config, rows=0).plan(on_device).to_host()
+            else:
+                plan = ultraep.plan(loads, topology, config, backend=name)
         except Exception as error:  # noqa: BLE001  every error is a finding
-            finding.problems.append(f"backend {info.name} does not run: {one_line(error)}")
+            finding.problems.append(f"backend {name} does not run: {one_line(error)}")
             continue
-        quotas[info.name] = plan.quotas.tolist()
-        finding.facts[info.name] = time.perf_counter() - begin
+        quotas[name] = plan.quotas.tolist()
+        finding.facts[name] = time.perf_counter() - begin
     wrong = [name for name, own in quotas.items() if own != quotas.get("reference", own)]
     finding.problems += [f"backend {name} plans other quotas than the reference" for name in wrong]
     try:

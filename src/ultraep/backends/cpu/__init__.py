@@ -11,9 +11,8 @@ from numba.extending import register_jitable
 
 from ultraep.backends import reference
 
-__all__ = ["DEVICE", "count", "lower_bound", "place", "reroute", "split", "tally"]
+__all__ = ["count", "lower_bound", "place", "reroute", "split", "tally"]
 
-DEVICE = "cpu"
 MODULES = ("heuristics", "search", "quickest", "place", "reroute")
 BACKENDS = Path(__file__).parents[1]
 SOURCES = ("cpu/*.py", "reference/*.py", "limits.py", "../config.py", "../arrays.py")
@@ -41,6 +40,6 @@ for module in (import_module(f"{reference.__name__}.{name}") for name in MODULES
             register_jitable(function)  # compiled functions may call it
 
 count, lower_bound, place, reroute, split, tally = (
-    njit(cache=True)(getattr(reference, name)) for name in __all__[1:]
+    njit(cache=True)(getattr(reference, name)) for name in __all__
 )
 discard_stale(Path(place.stats.cache_path))  # before the first call loads any

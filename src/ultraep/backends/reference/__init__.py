@@ -3,6 +3,4 @@
 from ultraep.backends.reference.place import lower_bound, place
 from ultraep.backends.reference.reroute import count, reroute, split, tally
 
-__all__ = ["DEVICE", "count", "lower_bound", "place", "reroute", "split", "tally"]
-
-DEVICE = "cpu"
+__all__ = ["count", "lower_bound", "place", "reroute", "split", "tally"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ultraep.backends import BACKENDS
+from ultraep.backends import kernels_obstacle
 from ultraep.microbatch import Context
 from ultraep.runtime.planes import DataPlane, PlaneKind, PlaneRequest
 
@@ -19,8 +19,7 @@ def passed_over(request: PlaneRequest) -> str:
 
 
 def obstacle(_: PlaneRequest) -> str:
-    triton = next(backend for backend in BACKENDS if backend.name == "triton")
-    return f"the backend 'triton' {triton.obstacle}" if triton.obstacle else ""
+    return kernels_obstacle()
 
 
 def _connect(request: PlaneRequest) -> Callable[[Context], DataPlane]:

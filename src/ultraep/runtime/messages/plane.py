@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from ultraep.arrays import IntArray, digest_of
-from ultraep.backends import backend_for
+from ultraep.backends import has_kernels
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import moved
 from ultraep.config import AUTO, BalanceConfig
@@ -79,9 +79,9 @@ class MessagesPlane:
         """Do nothing: only memory was allocated."""
 
     def _kernels_for(self, ids: torch.Tensor) -> Kernels | None:
-        """Return kernels for these ids if they are on a GPU, or if the user chose that backend."""
-        settings, kernels, rows = self.context.settings, self.kernels, ids.numel()
-        if (settings.backend or backend_for(ids.device.type).name) != "triton":
+        """Return kernels for these ids if they are on a GPU, or if the settings ask for them."""
+        chosen, kernels, rows = self.context.settings.kernels, self.kernels, ids.numel()
+        if not (has_kernels(ids.device.type) if chosen is None else chosen):
             return None
         if kernels is not None and kernels.fit(ids):
             return kernels

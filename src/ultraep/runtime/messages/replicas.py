@@ -24,7 +24,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from ultraep.backends import backend_for
+from ultraep.backends import has_kernels
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import Communicator, Message, moved
 from ultraep.hops import CHUNKS, HOME, Hop, hops
@@ -56,7 +56,7 @@ class MessageReplicas(Replicas):
         self._home_experts = plan.topology.home_experts(context.comm.rank)
         self.num_homes = len(self._home_experts)
         self.possible = plan.num_replicas > 0
-        self.kernels = device.type != "cpu" and backend_for(device.type).name == "triton"
+        self.kernels = has_kernels(device.type)
         self._buffer: Buffer | None = None  # the one that was lent last
         self._filling = object()  # what a buffer holds that these replicas have filled
         self._layout: Layout | None = None
