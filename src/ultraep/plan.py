@@ -25,6 +25,7 @@ from ultraep.topology import Topology, sum_by_rank
 
 DEFAULT_CONFIG = BalanceConfig()
 PER_MS = 1e9  # picoseconds
+SHORT = 0.05  # imbalance that more slots should remove
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,6 +192,17 @@ class Plan:
         if self.rates is None or self.num_replicas or not self.topology.can_replicate:
             return False
         return self.config.policy == "ultraep" and self.imbalance > 1 + self.config.tolerance
+
+    @property
+    def short_of_slots(self) -> bool:
+        """Whether more slots would help: the ranks with spare time have no free slot."""
+        if not self.topology.can_replicate or self.imbalance <= 1 + self.config.tolerance + SHORT:
+            return False
+        size, ranks = self.topology.domain_size, self.topology.ranks
+        first = int(self.rank_loads.argmax()) // size * size
+        loads = self.rank_loads[first : first + size]
+        used = np.bincount(self.replicas[:, 1], minlength=ranks)[first : first + size]
+        return bool((used[loads < loads.mean()] >= self.topology.slots).all())
 
     @property
     def remote_tokens(self) -> int:

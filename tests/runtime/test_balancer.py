@@ -20,13 +20,16 @@ from ultraep import (
     LocalGroup,
     PlanMismatch,
     Rates,
+    Topology,
     policies,
 )
 from ultraep.backends.triton.device import default_device
 from ultraep.microbatch import Layer
 from ultraep.runtime import connect as connect_module
 from ultraep.runtime.connect import connect
+from ultraep.runtime.stats import StatsByPolicy
 from ultraep.trace.schema import BACKWARD, FORWARD
+from ultraep.workload import Load
 from ultraep_tools.baselines import BASELINES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -191,6 +194,7 @@ def test_no_rank_waits_for_one_whose_work_has_ended():
 
 
 COUNTED = "microbatches imbalance_before imbalance_after imbalance_worst copies priced left_alone "
+COUNTED += "short_of_slots "
 COUNTED += "planned_seconds planned_seconds_without_replicas remote_share timed pool_bytes "
 COUNTED += "weights_bytes_sent weights_copies_sent gradients_bytes_sent gradients_copies_sent"
 
@@ -280,6 +284,19 @@ def test_summary():
     ]
     assert expensive.splitlines()[2].startswith("this rank spent ")
     assert stats["left_alone"] == 1
+
+
+@pytest.mark.parametrize(("slots", "after"), [(1, 1.60), (2, 1.0), (3, 1.0)])
+def test_the_summary_says_that_more_slots_would_help(slots, after):
+    loads = Load("hot rank", 2.87).draw(8, 128, tokens=4096)  # evenly over 16 experts
+    plan = ultraep.plan(loads, Topology(ranks=8, experts=128, slots=slots))
+    assert plan.imbalance == pytest.approx(after, abs=0.005)
+    assert plan.short_of_slots == (slots == 1)
+    stats = StatsByPolicy()
+    stats._stats["ultraep"].add_plan(plan)
+    lines = stats.summary("ultraep").splitlines()
+    text = "more slots would help 1 microbatch: no free slot was left"
+    assert lines[3:] == ([text] if slots == 1 else [])
 
 
 WRONG = {

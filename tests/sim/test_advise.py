@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from ultraep.topology import Topology
+from ultraep.workload import Load
 from ultraep_tools.sim.advise import Advice, Configuration, advise
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.scenario import Scenario
 from ultraep_tools.sim.training import Training
-from ultraep_tools.sim.workload import fit_skew
+from ultraep_tools.sim.workload import Recorded, fit_skew
 
 from .small import gpt_oss
 
@@ -55,6 +56,15 @@ def test_strong_skew_pays() -> None:
     assert chosen.slots >= 1
     assert advice.best.gain(chosen) >= 1.05
     assert "imbalance of EP8: 1.8" in reasons(advice)
+
+
+def test_a_hot_rank_whose_rows_are_spread_evenly_needs_a_second_slot() -> None:
+    loads = Load("hot rank", 2.87).draw(RANKS, 128, tokens=4096).sum(axis=0)
+    model = replace(MODEL, experts=128, top_k=8)
+    workload = Recorded(loads[None, None], top_k=8)
+    advice = advise(replace(scenario(), model=model, workload=workload))
+    assert advice.best.advised.slots == 2
+    assert "more slots help: imbalance 1.60 with 1 slot, 1.01 with 2" in reasons(advice)
 
 
 def test_even_loads_do_not_pay() -> None:

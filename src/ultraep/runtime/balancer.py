@@ -338,6 +338,7 @@ class Balancer:
     def summary(self) -> str:
         """Return three lines: imbalance, replicas and time with the policy of this balancer.
 
+        A fourth line says in how many microbatches more slots would help.
         Waits for a device. Bytes and measured times count this rank only.
         """
         self.settle()

@@ -23,6 +23,7 @@ class Stats:
     skipped: microbatches whose plan has no replica.
     priced: microbatches planned with rates; `left_alone`, `time` and `time_without_replicas` are
         sums over them.
+    short: microbatches that more slots would make more even.
     bytes_sent, replicas_sent: by "weights" and "gradients".
     seconds: by stage, in the `timed` microbatches.
     """
@@ -37,6 +38,7 @@ class Stats:
     remote_rows: int = 0
     priced: int = 0
     left_alone: int = 0
+    short: int = 0
     time: int = 0
     time_without_replicas: int = 0
     timed: int = 0
@@ -78,6 +80,7 @@ class Stats:
         self.before += plan.initial_imbalance
         self.after += imbalance
         self.worst = max(self.worst, imbalance)
+        self.short += plan.short_of_slots
         self.rows += plan.total
         self.remote_rows += plan.remote_tokens
         if plan.rates is not None:
@@ -120,6 +123,7 @@ class Stats:
         return self.figures() | {
             "priced": self.priced,
             "left_alone": self.left_alone,
+            "short_of_slots": self.short,
             "planned_seconds": self.time / PER_SECOND,
             "planned_seconds_without_replicas": self.time_without_replicas / PER_SECOND,
             "remote_share": self.remote_rows / max(1, self.rows),
@@ -152,14 +156,17 @@ class StatsByPolicy:
         return total
 
     def summary(self, policy: str) -> str:
-        """Return three lines: the imbalance, the replicas, and the time with this policy."""
+        """Return lines with the imbalance, the replicas, and the time with this policy."""
         own = self._stats[policy]
         if not own.microbatches:
             return f"no microbatch was planned by policy {policy!r} yet"
         others = self.total().microbatches - own.microbatches
         beside = f" ({others:,} of another)" if others else ""
         counted = f"mean of {_microbatches(own.microbatches)} of policy {policy!r}{beside}"
-        return "\n".join([f"{_imbalance(own)}, {counted}", _replicas(own), _time(own)])
+        lines = [f"{_imbalance(own)}, {counted}", _replicas(own), _time(own)]
+        if own.short:
+            lines.append(f"more slots would help {_microbatches(own.short)}: no free slot was left")
+        return "\n".join(lines)
 
 
 def _microbatches(count: int) -> str:

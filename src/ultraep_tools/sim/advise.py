@@ -195,6 +195,10 @@ def _reasons(best: Configuration) -> Iterator[str]:
         return
     ratios = f"{none.imbalance:.2f} without balancing, {balanced.imbalance:.2f} with it"
     yield f"imbalance of EP{scenario.ranks}: {ratios}"
+    if balanced.slots > 1:
+        first = best.balanced[0].imbalance
+        change = f"{first:.2f} with 1 slot, {balanced.imbalance:.2f} with {balanced.slots}"
+        yield f"more slots help: imbalance {change}"
     if best.advised is none and none.imbalance > NOTABLE_IMBALANCE:
         tokens = f"{scenario.job.tokens:,} tokens per rank"
         yield f"with {tokens}, replicas would cost about as much time as they save"
