@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 import warm
 from demo.runs import start
+from test_docs import options as known_options
+
+from ultraep.integrations.megatron.settings import REFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -67,3 +71,37 @@ def test_training_under_two_policies_learns_the_same():
     assert before == same > 1
     assert before_ours == pytest.approx(before, rel=0.05)
     assert after < before_ours
+
+
+@pytest.mark.parametrize("name", ["megatron", "torchtitan", "transformers"])
+def test_an_sbatch_file_checks_before_it_trains(name, tmp_path):
+    for program, text in {
+        "srun": 'echo "$*" | tee -a calls; exit $FAIL',
+        "scontrol": "echo node0",
+    }.items():
+        (tmp_path / program).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / program).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-3]", "SLURM_NNODES": "4"}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def run(fail):
+        return subprocess.run(
+            ["bash", EXAMPLES / "slurm" / f"{name}.sbatch", "checkpoint"],
+            env=os.environ | job | path | {"FAIL": fail},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = run("0")
+    assert done.returncode == 0, done.stderr
+    host, group, training = done.stdout.splitlines()
+    assert host == "ultraep check"
+    launcher, options = group.split(" -m ultraep check ")
+    assert known_options().issuperset(re.findall("--[a-z]+", options))
+    assert training.startswith(launcher)
+    off = [refused.setting for refused in REFUSED if refused.supported == (False,)]
+    assert not any(setting.replace("_", "-") in training for setting in off)
+    failed = run("1")
+    assert (failed.returncode, failed.stdout) == (1, "ultraep check\n")

@@ -31,7 +31,8 @@ from ultraep_tools.report.words import counted
 
 NONE, BALANCED, AGAIN = "none", "balanced", "none again"
 ROUNDS = {1.0: 24, 1.5: 12, 2.0: 12}  # by imbalance; 1 is even routing
-WARMUP = 2  # rounds that are not counted
+WARMUP, LEAST = 2, 6  # rounds that are not counted; rounds on slow machines
+LONGEST = 20.0  # seconds of the rounds of an imbalance, on slow machines
 STEPS = {"cpu": 1, "cuda": 4}  # timed together
 LEAST_GAIN = 1.02  # at imbalance 2
 MOST_SPREAD = 0.25  # between the quartiles of the ratios of a case
@@ -209,7 +210,7 @@ def _rounds(
     """
     device, orders = ranks.device, list(permutations(names))
     rounds: dict[str, list[float]] = {name: [] for name in names}
-    steps = STEPS[device.type]
+    steps, spent = STEPS[device.type], 0.0
 
     def run_steps(name: str) -> None:
         for _ in range(steps):
@@ -218,7 +219,11 @@ def _rounds(
     for turn in range(WARMUP + count):
         for name in orders[turn % len(orders)]:
             (seconds,) = seconds_of(partial(run_steps, name), ranks.connected, device, 1)
-            rounds[name].append(max(ranks.connected.gather_objects(seconds)) / steps)
+            slowest = max(ranks.connected.gather_objects(seconds))
+            rounds[name].append(slowest / steps)
+            spent += slowest
+        if turn >= WARMUP + LEAST and spent > LONGEST:  # the same on all ranks
+            break
     return {name: seconds[WARMUP:] for name, seconds in rounds.items()}
 
 
