@@ -85,7 +85,7 @@ class Mlp:
 
     def _products(self) -> TritonProducts:
         from ultraep.backends.triton.products import TritonProducts
-        from ultraep.ops.activations import activation_named
+        from ultraep.ops.products import activation_named
 
         dtype = self._rows_AD.dtype
         return TritonProducts(self._offsets, activation_named("swiglu"), dtype)

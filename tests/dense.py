@@ -129,7 +129,7 @@ def normal(up: torch.Tensor) -> torch.Tensor:
     return up * (1 + torch.erf(up / 2**0.5)) / 2
 
 
-# Reimplemented independently of ultraep.ops.activations.
+# Reimplemented independently of ultraep.ops.products.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": lambda up: silu(halves(up)[0]) * halves(up)[1],
     "clamped_swiglu": clamped,

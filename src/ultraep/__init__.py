@@ -53,8 +53,7 @@ __version__ = "0.3.0"
 if TYPE_CHECKING:
     from ultraep.experts import Experts, ExpertsFrom
     from ultraep.experts.custom import serve
-    from ultraep.layer import BalancedMoE
-    from ultraep.routing import Router, Routing
+    from ultraep.layer import BalancedMoE, Router, Routing
     from ultraep.runtime.balancer import Balancer
     from ultraep.runtime.local import LocalGroup
     from ultraep.runtime.state import gather_experts, reorder_experts
@@ -69,8 +68,8 @@ _LAZY = {
     "ExpertsFrom": "ultraep.experts",
     "LocalGroup": "ultraep.runtime.local",
     "Recorder": "ultraep.trace.record",
-    "Router": "ultraep.routing",
-    "Routing": "ultraep.routing",
+    "Router": "ultraep.layer",
+    "Routing": "ultraep.layer",
     "gather_experts": "ultraep.runtime.state",
     "reorder_experts": "ultraep.runtime.state",
     "serve": "ultraep.experts.custom",

@@ -44,7 +44,7 @@ class FileError(UltraEPError, ValueError):
 
 
 class PlanError(UltraEPError):
-    """A plan breaks a rule. `rule` is its stable short name, see `ultraep.rules`."""
+    """A plan breaks a rule. `rule` is its stable short name, see `ultraep.policies`."""
 
     def __init__(self, rule: str, detail: str) -> None:
         super().__init__(f"{rule}: {detail}")

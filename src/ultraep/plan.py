@@ -19,8 +19,17 @@ from ultraep.backends.limits import Limits
 from ultraep.config import NO_RATES, PARTS, UNITS_PER_ROW, BalanceConfig, Rates
 from ultraep.errors import ConfigError, LoadError, PlanError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads
-from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
-from ultraep.rules import check_loads, check_replicas, check_shape, check_slots, check_split
+from ultraep.policies import (
+    BUILT_IN,
+    Policy,
+    Problem,
+    check_loads,
+    check_replicas,
+    check_shape,
+    check_slots,
+    check_split,
+    get_policy,
+)
 from ultraep.topology import Topology, sum_by_rank
 
 DEFAULT_CONFIG = BalanceConfig()

@@ -198,8 +198,7 @@ def launch_products(
 
     from ultraep.backends.triton.blocks import TABLES
     from ultraep.backends.triton.products import TritonProducts, scale_rows, scale_rows_backward
-    from ultraep.ops.activations import activation_named
-    from ultraep.ops.products import Beside, Stacks
+    from ultraep.ops.products import Beside, Stacks, activation_named
 
     half, single = torch.bfloat16, torch.float32
 
@@ -243,9 +242,8 @@ def launch_fp8(
     from ultraep.backends.triton.blocks import E4M3_FROM, TABLES
     from ultraep.backends.triton.fp8 import dequantise, quantise
     from ultraep.backends.triton.products import TritonProducts
-    from ultraep.ops.activations import activation_named
     from ultraep.ops.fp8 import E4M3, pack, parts
-    from ultraep.ops.products import Stacks
+    from ultraep.ops.products import Stacks, activation_named
 
     def stacks(*shape: int, dtype: Any = torch.bfloat16) -> Stacks:
         return Stacks(*(torch.empty(count, *shape, dtype=dtype) for count in (homes, slots)))

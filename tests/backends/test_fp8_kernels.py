@@ -14,9 +14,8 @@ from ultraep.backends.triton import products as triton_products
 from ultraep.backends.triton.blocks import Blocks, multiplies_e4m3
 from ultraep.backends.triton.device import default_device
 from ultraep.ops import fp8
-from ultraep.ops.activations import activation_named
 from ultraep.ops.fp8 import E4M3, dequantise, pack, parts
-from ultraep.ops.products import Stacks, TorchProducts
+from ultraep.ops.products import Stacks, TorchProducts, activation_named
 
 DEVICE = default_device()
 SMALL = LOW | {("multiply", 1): Blocks(16, 16, 128, stages=2, band=2, half=True)}

@@ -20,8 +20,7 @@ from ultraep.backends.triton.kernels.grouped import work_of_product
 from ultraep.backends.triton.kernels.tiles import lay_tiles
 from ultraep.backends.triton.launch import matrix
 from ultraep.backends.triton.products import TritonProducts
-from ultraep.ops.activations import activation_named, swiglu
-from ultraep.ops.products import Beside, Stacks
+from ultraep.ops.products import Beside, Stacks, activation_named, swiglu
 
 DEVICE = default_device()
 CAPACITY, N, K = 40, 40, 24

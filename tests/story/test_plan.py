@@ -14,8 +14,13 @@ from ultraep import BalanceConfig, ConfigError, PlanError, Rates, Topology, work
 from ultraep.backends.limits import Limits
 from ultraep.backends.reference.heuristics import alias
 from ultraep.backends.reference.place import domains_of, place, replicas_of
-from ultraep.backends.reference.quickest import LIMITED, attempt_at, attempts_to_make
-from ultraep.backends.reference.search import shared_threshold, solve
+from ultraep.backends.reference.search import (
+    LIMITED,
+    attempt_at,
+    attempts_to_make,
+    shared_threshold,
+    solve,
+)
 from ultraep.config import MAX_THRESHOLD
 
 

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import (
 )
 
 from ultraep import Balancer, ConfigError, LoadError
+from ultraep.layer import Routing
 from ultraep.ops import recompute
 from ultraep.ops.compiled_op import routed_experts
-from ultraep.routing import Routing
 
 EXAMPLE = Example([20, 30], bias=True, shared_ffn=4)
 SINGLE = Example([20, 30], bias=True, shared_ffn=4, dtype=torch.float32)

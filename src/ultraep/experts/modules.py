@@ -24,10 +24,9 @@ from ultraep.backends import has_kernels
 from ultraep.config import check_choice
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
-from ultraep.ops.activations import activation_named
 from ultraep.ops.fp8 import E4M3, SCALES, Quantise, pack, quantise
 from ultraep.ops.modes import outside_dispatch_modes
-from ultraep.ops.products import Beside, Stacks, TorchProducts, accumulator
+from ultraep.ops.products import Beside, Stacks, TorchProducts, accumulator, activation_named
 from ultraep.ops.recompute import UNTRACKED, Gradients, first_order, run, save
 from ultraep.parallel.home import HomeModule
 from ultraep.replicas import Replicas
@@ -46,7 +45,7 @@ class Experts(HomeModule):
     """The home experts of one rank, stacked: two products with an activation in between.
 
     home_experts: the experts of this rank.
-    activation: a name of `ultraep.ops.activations.ACTIVATIONS`.
+    activation: a name of `ultraep.ops.products.ACTIVATIONS`.
     seed: each expert is drawn from the seed and its own number, so a model starts with the same
         weights on any number of ranks.
     bitwise: the output of a row does not depend on the rows beside it; slower on a CPU.

@@ -29,7 +29,7 @@ from ultraep.microbatch import Context, Microbatch
 from ultraep.ops.modes import outside_dispatch_modes, refuse_transforms
 from ultraep.passes import TIMED, Passes, PassLog, Subscriber
 from ultraep.policies import running_policy
-from ultraep.position import At, Position
+from ultraep.position import At, Position, Steps
 from ultraep.replicas import NO_PASS, backward_pass
 from ultraep.runtime.connect import (
     Choice,
@@ -47,7 +47,6 @@ from ultraep.runtime.recording import Recording
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds
 from ultraep.runtime.stats import StatsByPolicy
-from ultraep.runtime.steps import Steps
 from ultraep.topology import Topology
 
 

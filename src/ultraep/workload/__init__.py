@@ -8,8 +8,18 @@ array([[3, 0, 0, 0],
 """
 
 from ultraep.workload.files import loads_of_windows, read_loads, read_routing, recorded_loads
-from ultraep.workload.generators import lognormal, one_hot, uniform, zipf
-from ultraep.workload.named import IMBALANCES, KINDS, Load, drifting, ids_with, sweep
+from ultraep.workload.generators import (
+    IMBALANCES,
+    KINDS,
+    Load,
+    drifting,
+    ids_with,
+    lognormal,
+    one_hot,
+    sweep,
+    uniform,
+    zipf,
+)
 
 __all__ = [
     "IMBALANCES",

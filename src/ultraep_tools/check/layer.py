@@ -21,7 +21,7 @@ from torch import nn
 from ultraep import BalanceConfig, BalancedMoE, Balancer
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError
-from ultraep.workload.named import Load
+from ultraep.workload.generators import Load
 from ultraep_tools.check.group import Facts, Part, Ranks
 from ultraep_tools.check.links import seconds_of
 from ultraep_tools.check.predict import predicted_gain

@@ -24,10 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from ultraep import __version__
 from ultraep.backends import wait_until_compiled
 from ultraep.config import BalanceConfig
-from ultraep.layer import BalancedMoE
+from ultraep.layer import BalancedMoE, Routing
 from ultraep.parallel import average_expert_gradients, clip_grad_norm, data_parallel
 from ultraep.parallel.full_state import State, full_state_dict, load_full_state_dict
-from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.connect import ALONE
 from ultraep.topology import even_homes

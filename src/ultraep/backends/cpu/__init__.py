@@ -13,7 +13,7 @@ from ultraep.backends import reference
 
 __all__ = ["count", "lower_bound", "place", "reroute", "split", "tally"]
 
-MODULES = ("heuristics", "search", "quickest", "place", "reroute")
+MODULES = ("heuristics", "search", "place", "reroute")
 BACKENDS = Path(__file__).parents[1]
 SOURCES = ("cpu/*.py", "reference/*.py", "limits.py", "../config.py", "../arrays.py")
 STAMP = "ultraep-sources"

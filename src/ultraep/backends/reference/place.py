@@ -2,7 +2,7 @@
 
 Every fast-link domain is solved on its own, against a threshold that all domains share: no rank
 should serve more rows, or with speeds, more than its share. If `thrifty` does not meet it, a search
-finds the least threshold that `alias` meets. With rates, `quickest.py` tries several thresholds.
+finds the least threshold that `alias` meets. With rates, `quickest` tries several thresholds.
 
 Shapes: R ranks, E experts, C replicas.
 """
@@ -14,8 +14,13 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
 from ultraep.backends.reference.heuristics import Attempt, Domain, thrifty
-from ultraep.backends.reference.quickest import quickest
-from ultraep.backends.reference.search import least_peak_of, mean_of, shared_threshold, solve
+from ultraep.backends.reference.search import (
+    least_peak_of,
+    mean_of,
+    quickest,
+    shared_threshold,
+    solve,
+)
 from ultraep.config import PARTS, UNITS_PER_ROW, UNLIMITED
 
 

@@ -22,9 +22,8 @@ from ultraep.backends.triton.kernels.grouped import Tiling
 from ultraep.backends.triton.kernels.tiles import SlotTensors
 from ultraep.backends.triton.launch import cdiv, matrix, multiprocessors, power_of_2, quick
 from ultraep.errors import ConfigError
-from ultraep.ops.activations import Activation
 from ultraep.ops.fp8 import pack, parts
-from ultraep.ops.products import Beside, Stacks
+from ultraep.ops.products import Activation, Beside, Stacks
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_TENSORS = SlotTensors(*[None] * len(SlotTensors._fields))

@@ -40,8 +40,8 @@ from ultraep.integrations.megatron.experts import (
     wait_for_weights,
 )
 from ultraep.integrations.megatron.settings import check_options, check_settings, choices, pads
+from ultraep.layer import Routing
 from ultraep.microbatch import AnyPlan, Layer
-from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
 from ultraep.supported import FLEX_DEEPEP
 

@@ -14,7 +14,7 @@ import torch
 
 from ultraep.arrays import PADDING
 from ultraep.errors import ConfigError
-from ultraep.routing import Routing
+from ultraep.layer import Routing
 
 
 class Refused(NamedTuple):
