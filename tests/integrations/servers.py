@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
     },
+    "Olmoe": {"intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2},
     "GptOss": {  # experts with biases
         "intermediate_size": 64,
         "num_local_experts": 8,

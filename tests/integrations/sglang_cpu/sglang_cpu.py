@@ -2,7 +2,8 @@
 
 - Data-parallel attention asks the torch-native attention for a value that it lacks.
 - SGLang's own expert parallelism passes the id -1 to a kernel that does not accept it.
-- FP8 experts need AMX: here their block scales are applied in torch.
+- FP8 experts need AMX and half precision: here their block scales are applied in torch, and the
+  activations may be float32, so that tokens can be compared.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 def register() -> None:
     """Register the hooks."""
+    import torch
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -22,26 +24,27 @@ def register() -> None:
     HookRegistry.register(native, only_present_experts, HookType.AROUND)
     fp8 = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
     HookRegistry.register(f"{fp8}.apply", apply_fp8, HookType.REPLACE)
+    dtypes = "sglang.srt.layers.quantization.fp8.Fp8Config.get_supported_act_dtypes"
+    HookRegistry.register(dtypes, lambda *_: [torch.float32], HookType.REPLACE)
     HookRegistry.register(f"{fp8}.process_weights_after_loading", lambda *_: None, HookType.REPLACE)
 
 
 def only_present_experts(
     original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, config: Any
 ) -> Any:
-    """Run the kernel on the choices whose expert this rank has, one choice at a time."""
+    """Run the kernel on the choices whose expert this rank has, as rows of one choice each."""
     import torch
 
     weights, ids, _ = topk_output
-    absent = ids < 0
-    if not absent.any():
+    tokens, choices = (ids >= 0).nonzero(as_tuple=True)
+    if len(tokens) == ids.numel():
         return original(layer, x, topk_output, config)
     outputs = torch.zeros_like(x)
-    for k in range(ids.shape[1]):
-        rows = (~absent[:, k]).nonzero().flatten()
-        if len(rows):
-            one = slice(k, k + 1)
-            part = topk_output._replace(topk_weights=weights[rows, one], topk_ids=ids[rows, one])
-            outputs[rows] += original(layer, x[rows], part, config)
+    if len(tokens):
+        rows = topk_output._replace(
+            topk_weights=weights[tokens, choices, None], topk_ids=ids[tokens, choices, None]
+        )
+        outputs.index_add_(0, tokens, original(layer, x[tokens], rows, config))
     return outputs
 
 

@@ -35,11 +35,13 @@ class Service(ABC):
     """The balanced layers of one model on this rank.
 
     layers: in the order of creation, the same on all ranks.
+    others: names of the MoE layers whose class the plug-in does not replace.
     """
 
     def __init__(self, settings: ServingSettings, logger: str) -> None:
         self.settings, self.logger = settings, logging.getLogger(logger)
         self.layers: list[Any] = []
+        self.others: list[str] = []
         self._balancers: dict[tuple[tuple[int, ...], int], Balancer] = {}
         self._least: dict[Balancer, int] = {}
 
@@ -72,9 +74,11 @@ class Service(ABC):
             self._open()
         if self.is_first:
             level = logging.WARNING if reasons else logging.INFO
-            line = outcome(len(self.layers), "; ".join(reasons[:4])) if reasons else str(self)
-            self.logger.log(level, line)
+            self.logger.log(level, self._refusal(reasons) if reasons else str(self))
         return not reasons
+
+    def _refusal(self, reasons: list[str]) -> str:
+        return outcome(len(self.layers) + len(self.others), "; ".join(reasons[:4]))
 
     def _open(self) -> None:
         """Create a balancer for each size and register every layer. Collective."""

@@ -11,7 +11,6 @@ from sglang.srt.layers.dp_attention import get_dp_global_num_tokens, get_is_exte
 from sglang.srt.runtime_context import get_parallel
 
 from ultraep.errors import ConfigError
-from ultraep.integrations.common import outcome
 from ultraep.integrations.serving import service as serving
 from ultraep.integrations.serving.settings import ServingSettings
 from ultraep.integrations.sglang.refusals import (
@@ -25,13 +24,11 @@ class Service(serving.Service):
     """The balanced layers of one model on this rank.
 
     arguments: SGLang's `ServerArgs`, resolved.
-    others: names of MoE layers of other classes, known once the model is loaded.
     """
 
     def __init__(self, arguments: Any, settings: ServingSettings) -> None:
         super().__init__(settings, SGLANG_LOGGER)
         self.on_cpu = arguments.device == "cpu"
-        self.others: list[str] = []
         reasons = reasons_of_server(arguments)
         self.refused = bool(reasons)
         if self.refused and self.is_first:
@@ -49,12 +46,14 @@ class Service(serving.Service):
         others: names of the MoE layers whose class the plug-in did not replace.
         """
         self.others = others
-        if not self.ready and self.on_cpu and self.layers:
-            reasons = outcome(len(self.layers), "; ".join(self.reasons()))
-            raise ConfigError(f"{reasons}; without ultraep, SGLang has no all-to-all for CPUs")
+        if not self.ready and self.on_cpu and (self.layers or others):
+            line = self._refusal(self.reasons())
+            raise ConfigError(f"{line}; without ultraep, SGLang has no all-to-all for CPUs")
 
     def reasons(self) -> list[str]:
         """Return why no layer is balanced."""
+        if not self.layers and not self.others:
+            return ["the model has no MoE layer"]
         others = [f"{name} is not a DeepEPMoE: it gets all tokens" for name in self.others]
         return others + list(chain.from_iterable(map(reasons_of_layer, self.layers)))
 
