@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import ultraep
-from ultraep import BalanceConfig, Rates, Topology
+from ultraep import BalanceConfig, Rates, Topology, backends
 from ultraep.backends import compiling, cpu
 from ultraep.backends.compiling import CompiledPlanner
-from ultraep.backends.cpu import on_disk
 from ultraep.errors import BackendUnavailable
 from ultraep.policies import BUILT_IN
 from ultraep.reroute import reroute
@@ -51,7 +50,7 @@ def argument_types(monkeypatch):
 
 
 def test_real_calls_have_the_types_that_were_compiled(argument_types):
-    on_disk.call_all()
+    cpu.load()
     compiled = dict(argument_types)
     assert set(compiled) == set(FUNCTIONS)
     argument_types.clear()
@@ -72,19 +71,6 @@ def test_real_calls_have_the_types_that_were_compiled(argument_types):
     assert argument_types == compiled
 
 
-def test_loading_does_not_compile(monkeypatch):
-    def ours():
-        return 1
-
-    ours.__module__ = "ultraep.backends.cpu.ours"
-    function = numba.njit(ours)
-    monkeypatch.setattr(on_disk, "call_all", function)
-    assert not on_disk.load()
-    assert not function.signatures
-    assert function() == 1
-    assert on_disk.load()
-
-
 # -- who compiles --------------------------------------------------------------------------------
 
 
@@ -92,16 +78,16 @@ def test_loading_does_not_compile(monkeypatch):
 def host(monkeypatch, tmp_path):
     """A cache directory without the planner, and a compiler that runs until its stdin closes."""
     host = SimpleNamespace(compiled=False, planners=[])
-    stub = SimpleNamespace(
-        load=lambda: host.compiled, call_all=lambda: None, cache_folder=lambda: str(tmp_path)
-    )
+    complete = SimpleNamespace(exists=lambda: host.compiled, touch=lambda: None)
+    stub = SimpleNamespace(load=lambda: None, complete=complete, cache_folder=tmp_path)
 
     def planner():
         host.planners.append(CompiledPlanner())
         return host.planners[-1]
 
     host.planner = planner
-    monkeypatch.setattr(compiling, "import_on_disk", lambda: stub)
+    monkeypatch.setattr(compiling, "import_cpu", lambda: stub)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(compiling, "CHILD", "import os; os.read(0, 1)")
     monkeypatch.setattr(compiling, "POLL_INTERVAL", 0.0)
     yield host
@@ -111,10 +97,11 @@ def host(monkeypatch, tmp_path):
             planner._child.wait(LIMIT)
 
 
-def test_one_process_of_a_host_compiles(host, caplog):
+def test_the_first_rank_of_a_host_compiles(host, caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="ultraep.compile")
     first, second = host.planner(), host.planner()
-    for planner in (first, second, first, second):
+    for rank, planner in enumerate((first, second, first, second)):
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
         assert not planner.ready()
     assert first._child is not None
     assert second._child is None
@@ -125,15 +112,6 @@ def test_one_process_of_a_host_compiles(host, caplog):
     first._child.communicate(timeout=LIMIT)  # closes its stdin: the compiler ends
     assert first.ready()
     assert second.ready()
-
-
-def test_a_process_takes_over_from_one_that_stopped(host):
-    first, second = host.planner(), host.planner()
-    assert not first.ready()
-    first._child.kill()
-    first._child.wait(LIMIT)
-    assert not second.ready()
-    assert second._child is not None
 
 
 def test_waiting_compiles_in_the_foreground(host):
@@ -172,23 +150,20 @@ def test_a_forked_process_leaves_the_compiler_to_its_parent(host):
 
 def test_without_locks_every_process_compiles(host, tmp_path):
     (tmp_path / compiling.LOCK).mkdir()  # cannot be opened for writing, even by root
-    planners = [host.planner(), host.planner()]
-    for planner in planners:
-        planner.ready()
-    assert all(planner._child is not None for planner in planners)
+    host.planner().wait()
 
 
 class NoCacheDirectory:
     """Fails to import the compiled functions, as numba does if it cannot write to its cache."""
 
     def find_spec(self, name, *_):
-        if name == "ultraep.backends.cpu.on_disk":
+        if name == "ultraep.backends.cpu":
             raise RuntimeError("cannot cache function 'count': no locator available")
 
 
 def test_without_a_cache_directory_the_reference_plans(monkeypatch, caplog):
-    monkeypatch.delattr(cpu, "on_disk")
-    monkeypatch.delitem(sys.modules, "ultraep.backends.cpu.on_disk")
+    monkeypatch.delattr(backends, "cpu")
+    monkeypatch.delitem(sys.modules, "ultraep.backends.cpu")
     monkeypatch.setattr(sys, "meta_path", [NoCacheDirectory(), *sys.meta_path])
     planner = CompiledPlanner()
     assert not planner.ready()

@@ -1,9 +1,9 @@
 """Use the compiled planner once it is on disk, and let one process per host compile it.
 
 Numba takes about half a minute to compile the planner and caches the result on disk. Until then, a
-process plans with the `reference` backend, which returns the same plans. A child process compiles
-in the background and ends with its parent. It holds a file lock in the cache directory, so that
-other processes wait for its result instead of compiling, too.
+process plans with the `reference` backend, which returns the same plans. A child process of the
+first rank of a host compiles in the background and ends with its parent. Only one process at a time
+compiles: it locks a file in the cache directory.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, suppress
 from types import ModuleType
-from typing import BinaryIO
 
 from ultraep.errors import BackendUnavailable
 
 logger = logging.getLogger("ultraep.compile")
 LOCK = "ultraep-compile.lock"
 CHILD = (
-    "import sys; sys.path[:] = sys.argv[1:]; from ultraep.backends.cpu.on_disk import main; main()"
+    "import sys; sys.path[:] = sys.argv[1:]; from ultraep.backends import compiling as c; c.run()"
 )
+NICENESS = 5  # compiling in the background yields to the ranks of this host
 POLL_INTERVAL = 0.5  # seconds between two checks for the compiled planner
 FALLBACK = "planning with the slower reference backend, which gives the same plans"
 
@@ -54,40 +55,31 @@ class CompiledPlanner:
     def wait(self) -> None:
         """Load the compiled planner, compiling it here if no other process is doing so."""
         with self._mutex:
-            on_disk = import_on_disk()
-            if not self.loaded and not on_disk.load():
-                with _lock(on_disk.cache_folder(), wait=True) or nullcontext():
-                    on_disk.call_all()
+            if not self.loaded:
+                load_or_compile()
             self.loaded = True
 
     def _check(self) -> bool:
-        if self._child is not None and self._child.poll() is None:
-            return False
+        ended = self._child is not None and self._child.poll() is not None
         try:
-            on_disk = import_on_disk()
-            if on_disk.load():
+            cpu = import_cpu()
+            if cpu.complete.exists():
+                cpu.load()
                 return True
-            if self._child is not None:
-                self._give_up(f"compiling the planner failed: exit code {self._child.returncode}")
-            else:
-                self._start(on_disk.cache_folder())
+            if self._child is None and os.environ.get("LOCAL_RANK", "0") == "0":
+                self._start()
         except (BackendUnavailable, OSError) as error:
             self._give_up(str(error))
+        if ended and self._child is not None:
+            self._give_up(f"compiling the planner failed: exit code {self._child.returncode}")
         return False
 
-    def _start(self, folder: str) -> None:
-        """Start the child, which inherits the lock, unless another process holds it."""
-        lock = _lock(folder, wait=False)
-        if lock is None:
-            return
-        with lock:
-            self._child = subprocess.Popen(
-                [sys.executable, "-c", CHILD, *sys.path],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(lock.fileno(),),
-            )
+    def _start(self) -> None:
+        command = [sys.executable, "-c", CHILD, *sys.path]
+        nothing = subprocess.DEVNULL
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing
+        )
         logger.info("compiling the planner in the background; %s", FALLBACK)
 
     def _give_up(self, reason: str) -> None:
@@ -101,34 +93,45 @@ class CompiledPlanner:
             self._child.stdin.close()
 
 
-def import_on_disk() -> ModuleType:
+def import_cpu() -> ModuleType:
     """Import the `cpu` backend, which needs a directory that numba can write to."""
     try:
-        from ultraep.backends.cpu import on_disk
+        from ultraep.backends import cpu
     except RuntimeError as error:
         raise BackendUnavailable(
             f"backend 'cpu' cannot be used: {error}; set NUMBA_CACHE_DIR to a writable directory"
         ) from None
-    return on_disk
+    return cpu
 
 
-def _lock(folder: str, *, wait: bool) -> BinaryIO | None:
-    """Open and lock the lock file; return None if another process holds it.
+def load_or_compile() -> None:
+    """Load the planner; compile it if no other process does."""
+    cpu = import_cpu()
+    if cpu.complete.exists():
+        cpu.load()
+        return
+    with ExitStack() as stack:
+        with suppress(OSError):  # another user's file, or a file system without locks
+            fcntl.flock(stack.enter_context(open(cpu.cache_folder / LOCK, "ab")), fcntl.LOCK_EX)
+        if not cpu.complete.exists():
+            logger.info("compiling the planner, which takes a while; later runs load it from disk")
+        cpu.load()
+        with suppress(OSError):
+            cpu.complete.touch()
 
-    If files cannot be locked, returns an unlocked file: several processes may compile.
-    """
-    try:
-        lock = open(os.path.join(folder, LOCK), "ab")  # noqa: SIM115  the caller closes it
-    except OSError:  # another user's file
-        return open(os.devnull, "ab")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        return None
-    except OSError as error:  # a network file system without locks
-        logger.debug("%s cannot be locked: %s", lock.name, error)
-    return lock
+
+def run() -> None:
+    """Compile the planner, in a child process whose parent may end at any time."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.nice(NICENESS)
+    load_or_compile()
+
+
+def _end_with_parent() -> None:
+    """Wait until the parent closes its end of the pipe to stdin, which its death does too."""
+    os.read(0, 1)
+    os._exit(1)
 
 
 PLANNER = CompiledPlanner()

@@ -1,4 +1,7 @@
-"""The functions of `reference`, compiled with numba: equal plans, about a thousand times faster."""
+"""The functions of `reference`, compiled with numba: equal plans, about a thousand times faster.
+
+Numba caches them on disk. A file in its cache directory says that all of them are there.
+"""
 
 import hashlib
 from contextlib import suppress
@@ -6,32 +9,38 @@ from importlib import import_module
 from inspect import isfunction
 from pathlib import Path
 
-from numba import njit
+import numba
+import numpy as np
+from numba.core.registry import cpu_target
 from numba.extending import register_jitable
 
 from ultraep.backends import reference
+from ultraep.backends.limits import Limits
+from ultraep.config import BalanceConfig
+from ultraep.topology import Topology
 
 __all__ = ["count", "lower_bound", "place", "reroute", "split", "tally"]
 
 MODULES = ("heuristics", "search", "place", "reroute")
 BACKENDS = Path(__file__).parents[1]
 SOURCES = ("cpu/*.py", "reference/*.py", "limits.py", "../config.py", "../arrays.py")
-STAMP = "ultraep-sources"
+STAMP, COMPLETE = "ultraep-sources", "ultraep-compiled"
 
 
-def discard_stale(folder: Path) -> None:
+def discard_stale(folder: Path) -> str:
     """Remove numba's indices from its cache if they were written for other sources.
 
     Numba compiles a function again when its own file changes, but keeps it when a function that it
-    calls, or a constant that it uses, changes in another file.
+    calls, or a constant that it uses, changes in another file. Returns a digest of the sources.
     """
     paths = sorted(path for pattern in SOURCES for path in BACKENDS.glob(pattern))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
     with suppress(OSError):  # a folder that cannot be written keeps what it has
         if not (folder / STAMP).exists() or (folder / STAMP).read_text() != digest:
-            for index in folder.glob("*.nbi"):
-                index.unlink(missing_ok=True)
+            for outdated in (*folder.glob("*.nbi"), *folder.glob(f"{COMPLETE}-*")):
+                outdated.unlink(missing_ok=True)
             (folder / STAMP).write_text(digest)
+    return digest
 
 
 for module in (import_module(f"{reference.__name__}.{name}") for name in MODULES):
@@ -40,6 +49,26 @@ for module in (import_module(f"{reference.__name__}.{name}") for name in MODULES
             register_jitable(function)  # compiled functions may call it
 
 count, lower_bound, place, reroute, split, tally = (
-    njit(cache=True)(getattr(reference, name)) for name in __all__
+    numba.njit(cache=True)(getattr(reference, name)) for name in __all__
 )
-discard_stale(Path(place.stats.cache_path))  # before the first call loads any
+cache_folder = Path(place.stats.cache_path)
+_sources = discard_stale(cache_folder)  # before the first call loads any
+_target = _sources, numba.__version__, cpu_target.target_context.codegen().magic_tuple()
+complete = cache_folder / f"{COMPLETE}-{hashlib.sha256(repr(_target).encode()).hexdigest()[:16]}"
+
+
+def load() -> None:
+    """Load every function from the disk, or compile it: call it with the types of real calls."""
+    topology = Topology(ranks=2, experts=2)
+    homes, limits = topology.home_of_expert, Limits.of(topology, BalanceConfig())
+    ids_N = np.zeros(4, np.int64)
+    loads_E, _ = count(ids_N, topology.experts)
+    loads_RE = np.stack([loads_E, loads_E])
+    lower_bound(2 * loads_E, limits)
+    placed_C3 = place(2 * loads_E, limits)
+    split_CR = split(loads_RE, homes, placed_C3, True)
+    tally(2 * loads_E, homes, placed_C3, topology.ranks)
+    experts, hosts, _ = placed_C3.T.copy()
+    slots = topology.spare_slot(hosts, np.zeros_like(hosts))
+    loads_E.flags.writeable = False  # as in a plan
+    reroute(ids_N, loads_E, topology.home_slot_of_expert, experts, slots, split_CR[:, 0].copy(), 4)

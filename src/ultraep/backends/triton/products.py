@@ -86,12 +86,8 @@ class TritonProducts:
                 row_scales = weight_scales = None
         weights = fitting(weights, rows_AK.dtype)
         width = weights.homes.shape[1]
-        self.check(weights, (width, rows_AK.shape[1]))
         if bias is not None:
             bias = fitting(bias, self._dtype)
-            self.check(bias, (width,))
-        if weight_scales is not None:
-            self.check(weight_scales, (width, 1))
         out_AN = out
         if out_AN is None:
             out_AN = rows_AK.new_empty(rows_AK.shape[0], width, dtype=self._dtype)
@@ -113,7 +109,6 @@ class TritonProducts:
     ) -> torch.Tensor:
         weights = fitting(weights.plain(rows_AN.dtype, dequantise), rows_AN.dtype)
         width = weights.homes.shape[2]
-        self.check(weights, (rows_AN.shape[1], width))
         out_AK = rows_AN.new_empty(rows_AN.shape[0], width) if out is None else out
         blocks = self.table["multiply_transposed", rows_AN.element_size()]
         order = self.tile_order(rows_AN.shape[0], blocks)
@@ -208,7 +203,6 @@ class TritonProducts:
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
         bias = fitting(bias, rows_AN.dtype)
-        self.check(bias, rows_AN.shape[1:])
         check_rows(rows_AN, sums_A)
         blocks = self.table["row_dots", rows_AN.element_size()]
         quick(rowwise.row_dots)[(self.programs * blocks.resident,)](
@@ -241,9 +235,6 @@ class TritonProducts:
         check_rows(d_out_AN, rows_AK, scale)
         assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
         slots = len(into)  # without replicas, the spare slots have no gradients
-        self.check(into, (height, width), slots)
-        if bias is not None:
-            self.check(bias, (height,), slots)
         blocks = self.table["weight_gradients", rows_AK.element_size()]
         quick(grouped.weight_gradients)[(self.programs * blocks.resident,)](
             matrix(d_out_AN),
@@ -278,15 +269,6 @@ class TritonProducts:
             )
             self._orders[key] = order
         return self._orders[key]
-
-    def check(self, stacks: Stacks, shape: tuple[int, ...], slots: int | None = None) -> None:
-        """Assert that the stacks hold one tensor of that shape per slot, with equal strides."""
-        slots = self.num_slots if slots is None else slots
-        assert len(stacks) == slots <= self.num_slots, (len(stacks), slots, self.num_slots)
-        assert stacks.homes.shape[1:] == shape, (stacks.homes.shape, shape)
-        strides = stacks.homes.stride()[1:], stacks.replicas.stride()[1:]
-        assert strides[0] == strides[1], strides
-        assert strides[0][-1] == 1, strides
 
 
 def check_rows(*tensors: torch.Tensor | None) -> None:
