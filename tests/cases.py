@@ -91,6 +91,20 @@ def problems(draw: st.DrawFn, **limits: int) -> tuple[np.ndarray, ultraep.Topolo
     return rng.poisson(popularity * scale, shape), topology
 
 
+@st.composite
+def small_problems(draw: st.DrawFn, microbatches: int = 1) -> tuple[np.ndarray, ultraep.Topology]:
+    """Draw [S, R, E] loads, and a topology with domains and uneven homes."""
+    topology = draw(topologies())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    largest, count = (
+        draw(st.sampled_from([0, 1, 5, 100, 20_000])),
+        draw(st.integers(1, microbatches)),
+    )
+    popularity_SE = rng.integers(0, largest, (count, topology.experts), endpoint=True)
+    shape = (count, topology.ranks, topology.experts)
+    return rng.integers(0, popularity_SE[:, None], shape, endpoint=True), topology
+
+
 configs = st.builds(
     BalanceConfig,
     tolerance=st.sampled_from([0.0, 0.01, 0.1, 1.0, 4.0]),
@@ -156,6 +170,20 @@ def routings(draw):
     padding = draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]))
     ids = [with_padding(rng, own, padding) for own in ids]
     return ids, plan_of(ids, topology, config)
+
+
+def random_replicas(rng, topology, fullness):
+    """Put random experts into random spare slots of their domain, some more often than others."""
+    liked, replicas = rng.normal(0, 2, topology.experts), []
+    domain_of_rank = np.arange(topology.ranks) // topology.domain_size
+    for host in range(topology.ranks):
+        near = domain_of_rank[topology.home_of_expert] == domain_of_rank[host]
+        order = np.argsort(-(liked + rng.gumbel(size=topology.experts)))
+        away = order[(near & (topology.home_of_expert != host))[order]].tolist()
+        places = zip(away, rng.permutation(topology.slots).tolist(), strict=False)
+        held = [place for place in places if rng.random() < fullness]
+        replicas += [(expert, host, slot) for expert, slot in held]
+    return sorted(replicas)
 
 
 def skewed_ids(rank, experts=8, tokens=40, seed=0):

@@ -189,6 +189,14 @@ def zeros(name, shape, dtype):
     return lambda path, _: claim_zeros(path, name, shape, dtype)
 
 
+def claimed(path, _):
+    """Write the header of an array of four gigabytes, and one row."""
+    with path.open("wb") as file:
+        shape = {"descr": "|i1", "fortran_order": False, "shape": (1 << 30, 4)}
+        np.lib.format.write_array_header_1_0(file, shape)
+        file.write(bytes(4))
+
+
 def text(content):
     return lambda path, _: path.write_text(content)
 
@@ -220,6 +228,7 @@ BOMBS = [
     ("loads.npz", zeros("loads", (1 << 20, 8, 256), "int8")),
     ("routing.npz", zeros("a_ids", (1 << 24, 16, 8), "uint8")),
     ("loads.csv", text("1\n" * 4_000_000)),
+    ("loads.npy", claimed),
     *((name, huge) for name in ("loads.npy", "packed.npz", "clusters.toml")),
     *((f"model/{name}.json", huge) for name in ("config", "tokenizer", "model.safetensors.index")),
     ("demo/result.json", huge),

@@ -27,19 +27,9 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "",  # without bytecode, every attempt compiles torch again
     "OMP_NUM_THREADS": "1",
 }
-PRETRAIN = {
-    "model.hidden": 16,
-    "model.ffn": 32,
-    "model.layers": 2,
-    "model.heads": 2,
-    "model.experts": 8,
-    "training.batch": 8,
-    "training.length": 32,
-    "training.warmup": 2,
-    "evaluation.windows": 4,
-    "checkpoints.every": EVERY,
-    "logging.every": 1,
-}
+PRETRAIN = {"model.hidden": 16, "model.ffn": 32, "model.layers": 2, "model.heads": 2}
+PRETRAIN |= {"model.experts": 8, "training.batch": 8, "training.length": 32, "training.warmup": 2}
+PRETRAIN |= {"evaluation.windows": 4, "checkpoints.every": EVERY, "logging.every": 1}
 
 
 class Kill(NamedTuple):
@@ -120,8 +110,8 @@ def pretrain(victim: Victim, folder: Path) -> None:
 def trainer(victim: Victim, folder: Path) -> None:
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "integrations")]
     import torch
-    from families import VOCABULARY, build
-    from transformers import TrainerCallback, TrainingArguments
+    from families import build, samples, training_arguments
+    from transformers import TrainerCallback
     from transformers.trainer_utils import get_last_checkpoint
 
     from ultraep.integrations.transformers import BalancedTrainer, balance
@@ -136,26 +126,12 @@ def trainer(victim: Victim, folder: Path) -> None:
 
     run = folder / "run"
     run.mkdir(exist_ok=True)
-    arguments = TrainingArguments(
-        output_dir=str(run),
-        per_device_train_batch_size=2,
-        max_steps=STEPS,
-        save_steps=EVERY,
-        save_total_limit=2,
-        logging_steps=1,
-        learning_rate=3e-3,
-        max_grad_norm=0.3,
-        seed=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    saving = {"save_strategy": "steps", "save_steps": EVERY, "save_total_limit": 2}
+    arguments = training_arguments(run, 2, max_steps=STEPS, **saving)
     model = build("mixtral")
     balance(model)
-    rows = torch.randint(3, VOCABULARY, (64, 12), generator=torch.Generator().manual_seed(3))
-    samples = [{"input_ids": row, "labels": row} for row in rows]
     training = BalancedTrainer(
-        model=model, args=arguments, train_dataset=samples, callbacks=[Steps()]
+        model=model, args=arguments, train_dataset=samples(), callbacks=[Steps()]
     )
     training.train(resume_from_checkpoint=get_last_checkpoint(str(run)))
     torch.distributed.destroy_process_group()

@@ -100,9 +100,4 @@ def test_the_simulator_can_be_calibrated():
     done = run("calibrate_sim.py", "--toy")
     assert done.returncode == 0, done.stderr
     names = [line.partition(" = ")[0] for line in done.stdout.splitlines()]
-    assert names == [
-        "noise.training",
-        "framework.factor",
-        "eplb.backward_us",
-        "lplb.layer_us",
-    ]
+    assert names == ["noise.training", "framework.factor", "eplb.backward_us", "lplb.layer_us"]

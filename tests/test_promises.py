@@ -22,23 +22,14 @@ ALL_MODULES = [*MODULES, *sorted(TOOLS.rglob("*.py"))]
 
 # Each ring may import itself and the rings before it, also under TYPE_CHECKING.
 RINGS = [
-    ["arrays", "bundle", "comm", "config", "errors", "files", "position", "supported", "topology"],
-    [
-        "backends",
-        "hops",
-        "loads",
-        "ops",
-        "passes",
-        "plan",
-        "policies",
-        "reroute",
-        "rules",
-        "trace",
-        "workload",
-    ],
-    ["dispatch", "inputs", "microbatch", "replicas", "runtime"],
-    ["dispatchers", "experts", "integrations", "layer", "metrics", "parallel", "routes", "routing"],
-    ["__main__"],
+    names.split()
+    for names in (
+        "arrays bundle comm config errors files position supported topology",
+        "backends hops loads ops passes plan policies reroute rules trace workload",
+        "dispatch inputs microbatch replicas runtime",
+        "dispatchers experts integrations layer metrics parallel routes routing",
+        "__main__",
+    )
 ]
 
 

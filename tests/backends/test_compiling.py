@@ -13,6 +13,8 @@ import numba
 import numpy as np
 import pytest
 import torch
+from cli.commands import shell, start
+from demo.runs import alive
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, backends
@@ -22,7 +24,6 @@ from ultraep.errors import BackendUnavailable
 from ultraep.policies import BUILT_IN
 from ultraep.reroute import reroute
 
-SOURCE = Path(ultraep.__file__).parent.parent
 LIMIT = 60  # seconds, for a busy machine
 FUNCTIONS = ("count", "lower_bound", "place", "reroute", "split", "tally")
 
@@ -180,22 +181,18 @@ def test_without_a_cache_directory_the_reference_plans(monkeypatch, caplog):
 @pytest.fixture
 def fresh(tmp_path):
     """The environment of a machine where nothing is compiled."""
-    folder = tmp_path / "cache"
-    return os.environ | {"PYTHONPATH": str(SOURCE), "NUMBA_CACHE_DIR": str(folder)}
+    return {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
 
 def test_the_first_plan_does_not_wait_for_a_compiler(fresh, tmp_path):
     loads = ultraep.workload.zipf(8, 64, ratio=2.0, top_k=2, seed=0)
-    file = tmp_path / "loads.npy"
-    np.save(file, loads)
-    command = [sys.executable, "-m", "ultraep", "plan", str(file), "--json"]
-    done = subprocess.run(
-        command, env=fresh, capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    np.save(tmp_path / "loads.npy", loads)
+    code, out, errors = shell("plan", tmp_path / "loads.npy", "--json", **fresh)
+    assert code == 0, errors
     planned = ultraep.plan(loads, Topology(ranks=8, experts=64), backend="cpu")
-    assert json.loads(done.stdout)[0]["digest"] == planned.digest()
-    assert done.stderr.count("\n") == 1
-    assert "compiling the planner in the background" in done.stderr
+    assert json.loads(out)[0]["digest"] == planned.digest()
+    assert errors.count("\n") == 1
+    assert "compiling the planner in the background" in errors
 
 
 PARENT = """
@@ -210,31 +207,18 @@ sys.stdin.read()
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for a process in /proc")
 @pytest.mark.parametrize("end", ["killed", "done"])
 def test_the_compiler_ends_with_its_parent(fresh, end):
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT],
-        env=fresh,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as parent:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with start(program=("-c", PARENT), environment=fresh, **pipes) as parent:
         name, child = parent.stdout.readline().split()
         assert name == "ultraep.backends.reference"
-        assert running(child)
+        assert alive([child])
         if end == "killed":
             parent.kill()
         parent.communicate(timeout=LIMIT)
     until = time.monotonic() + LIMIT
-    while running(child) and time.monotonic() < until:
+    while alive([child]) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not running(child)
-
-
-def running(process):
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+    assert not alive([child])
 
 
 # -- sources that change ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from cases import topologies
+from cases import random_replicas, topologies
 from guard import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from ultraep import BalanceConfig, CommunicationError, ConfigError, Plan, Topology
 from ultraep.backends.triton import signals, streamer
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.signals import MAX_CHUNKS, Signals
+from ultraep.backends.triton.signals import Signals
 from ultraep.backends.triton.streamer import Streamer, chunks_for
 from ultraep.bundle import Layout
 from ultraep.hops import HOME, choose, hops
@@ -48,22 +48,7 @@ def plan_with(topology, replicas):
 
 
 def random_plan(rng, topology, fullness=0.8):
-    """Put random experts into random spare slots of their domain, some more often than others."""
-    liked = rng.normal(0, 2, topology.experts)
-    domains = topology.home_of_expert // topology.domain_size
-    replicas = []
-    for host in range(topology.ranks):
-        noise = liked + rng.gumbel(size=topology.experts)
-        order = [
-            expert
-            for expert in np.argsort(-noise).tolist()
-            if topology.home_of_expert[expert] != host
-            and domains[expert] == host // topology.domain_size
-        ]
-        slots = rng.permutation(topology.slots).tolist()
-        held = [place for place in zip(order, slots, strict=False) if rng.random() < fullness]
-        replicas += [(expert, host, slot) for expert, slot in held]
-    return plan_with(topology, replicas)
+    return plan_with(topology, random_replicas(rng, topology, fullness))
 
 
 def on_device(plan):
@@ -176,20 +161,6 @@ def test_schedules_are_those_of_the_plain_twin(topology, seed, fullness, mode, n
     plan = random_plan(np.random.default_rng(seed), topology, fullness)
     for actual, expected in schedules(plan, mode, nbytes):
         assert actual == expected
-
-
-sizes = st.integers(1, 1 << 40)
-
-
-@given(st.integers(0, 70), sizes, sizes, st.integers(1, 500))
-def test_chunks_grow_with_the_chain_and_the_expert(length, one, other, programs):
-    small, large = sorted((one, other))
-    chunks = chunks_for(length, small, programs)
-    assert 1 <= chunks <= MAX_CHUNKS
-    assert chunks <= chunks_for(length, large, programs)
-    assert chunks <= chunks_for(length + 1, small, programs)
-    assert chunks >= chunks_for(length, small, programs + 1)
-    assert (chunks == 1) == (length <= 1)
 
 
 # Transfers between processes.

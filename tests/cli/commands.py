@@ -52,7 +52,7 @@ def assert_one_line(result, message):
 def start(*words, program=("-m", "ultraep"), **options):
     """Start a program in another process; its stderr is text."""
     return subprocess.Popen(
-        [sys.executable, *program, *map(str, words)],
+        [sys.executable, *map(str, (*program, *words))],
         env=os.environ | {"PYTHONPATH": str(SOURCE)} | options.pop("environment", {}),
         stderr=subprocess.PIPE,
         text=True,

@@ -46,12 +46,7 @@ def test_a_policy_of_a_file_or_module_is_planned(folder, monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "trace replay run --policy mine",
-        "env",
-        f"{ADVISE} --policy mine",
-    ],
+    "line", ["trace replay run --policy mine", "env", f"{ADVISE} --policy mine"]
 )
 def test_other_commands_know_the_policy(folder, monkeypatch, line):
     assert "mine" in run(f"--import mine.py {line}", folder, monkeypatch)

@@ -5,30 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+from cli import commands
+
 from ultraep_tools.demo.sizes import Job, Sizes
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300.0  # seconds; reached only by a program that hangs
-TINY = {
-    "ranks": 2,
-    "experts": 8,
-    "top_k": 2,
-    "layers": 2,
-    "hidden": 16,
-    "ffn": 32,
-    "heads": 2,
-    "tokens": 128,
-    "length": 32,
-    "steps": 6,
-    "requests": 12,
-    "longest": 64,
-    "rounds": 1,
-    "layer_rounds": 1,
-}
+TINY = {"ranks": 2, "experts": 8, "top_k": 2, "layers": 2, "hidden": 16, "ffn": 32, "heads": 2}
+TINY |= {"tokens": 128, "length": 32, "steps": 6, "requests": 12, "longest": 64, "rounds": 1}
+TINY |= {"layer_rounds": 1}
 
 
 def tiny_job(out, policies=("none", "ultraep"), **sizes):
@@ -37,16 +24,9 @@ def tiny_job(out, policies=("none", "ultraep"), **sizes):
 
 def start(*command, **environment):
     """Start a program in a session of its own, with its output as text."""
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env=os.environ | own | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    environment = {"OMP_NUM_THREADS": "1"} | environment
+    options = {"stdout": subprocess.PIPE, "start_new_session": True}
+    return commands.start(program=command, environment=environment, **options)
 
 
 def wait_for_line(process, words):

@@ -14,53 +14,27 @@ EXPERTS, VOCABULARY = 8, 128
 NAMED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"]
 # Names of sizes in all families; a family takes the names that it knows.
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "moe_num_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "top_k_experts": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_shared_experts": 1,
-    "shared_expert_intermediate_size": 16,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_heads": 2,
-    "linear_head_dim": 8,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "ssm_state_size": 8,
-    "moe_hidden_size": 16,
+    name: size
+    for size, names in {
+        1: "bos_token_id n_shared_experts topk_group first_k_dense_replace",
+        2: "num_hidden_layers num_key_value_heads eos_token_id num_experts_per_tok top_k_experts "
+        "moe_topk moe_k n_group index_n_heads linear_num_key_heads linear_num_value_heads "
+        "linear_num_heads",
+        4: "num_attention_heads qk_rope_head_dim mamba_n_heads mamba_num_heads",
+        8: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim linear_key_head_dim "
+        "linear_value_head_dim linear_head_dim mamba_d_state mamba_head_dim ssm_state_size",
+        12: "q_lora_rank",
+        16: "shared_expert_intermediate_size mamba_d_head moe_hidden_size",
+        24: "moe_intermediate_size",
+        32: "hidden_size",
+        48: "intermediate_size",
+        256: "max_position_embeddings",
+        VOCABULARY: "vocab_size",
+    }.items()
+    for name in names.split()
 }
+SMALL |= {"pad_token_id": 0, "tie_word_embeddings": False, "num_experts": EXPERTS}
+SMALL |= {"num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "moe_num_experts": EXPERTS}
 LATENT = {"num_key_value_heads": 4, "head_dim": None}  # low-rank attention
 ROPE = {"rope_theta": 1e4, "rope_type": "default"}
 FULL = {"layer_types": ["full_attention"] * 2}
@@ -85,24 +59,13 @@ CLASSES = {
     "unlimited_ocr": "UnlimitedOcrTextModel",
 }
 CONFIGS = {"MistralLarge4TextModel": "MistralLarge4TextConfig"}  # classes without `config_class`
-LATENT_FAMILIES = (
-    "axk1",
-    "axk2",
-    "bailing_hybrid",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "dots3_note",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "kimi_linear",
-    "kolibri1",
-    "mistral4",
-    "mistral_large4",
-)
+LATENT_FAMILIES = """
+axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note glm4_moe_lite glm_moe_dsa
+kimi_linear kolibri1 mistral4 mistral_large4
+"""
 # Settings besides the sizes above.
 SETTINGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(LATENT_FAMILIES, LATENT),
+    **dict.fromkeys(LATENT_FAMILIES.split(), LATENT),
     **dict.fromkeys(["diffusion_gemma", "qwen3_5_moe", "qwen3_next"], FULL),
     "beam": {"mlp_layer_types": ["sparse"] * 2},
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
@@ -217,3 +180,26 @@ def loss(values: torch.Tensor) -> torch.Tensor:
     """Return a sum over tokens that depends on all outputs."""
     weights = torch.linspace(-1, 1, values.shape[-1], dtype=values.dtype)
     return (values * weights).tanh().sum() / 10
+
+
+def training_arguments(folder: Path, batch_size: int, **options: Any) -> Any:
+    """Return the arguments of a short training of the Trainer."""
+    defaults = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": batch_size,
+        "logging_steps": 1,
+        "learning_rate": 3e-3,
+        "max_grad_norm": 0.3,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+    return transformers.TrainingArguments(**defaults | options)
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Return 64 rows of random tokens, with labels."""
+    rows = torch.randint(3, VOCABULARY, (64, 12), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": row, "labels": row} for row in rows]

@@ -84,28 +84,21 @@ for name in ("torchtitan", "transformers"):
         assert f"pip install '.[{name}]'" in line
 
 
-BAD = {
+SWITCHES = """
+moe_extended_tp fp8_param moe_shared_expert_overlap overlap_moe_expert_parallel_comm
+delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad moe_single_grouped_weight
+moe_single_grouped_bias moe_paged_stash enable_cuda_graph external_cuda_graph cpu_offloading
+fine_grained_activation_offloading
+"""
+BAD = dict.fromkeys(SWITCHES.split(), True) | {
     "expert_tensor_parallel_size": 2,
-    "moe_extended_tp": True,
-    "fp8_param": True,
     "fp4": "e2m1",
     "moe_flex_dispatcher_backend": "ncclep",
     "quant_recipe": "of modules",
     "transformer_impl": "inference_optimized",
     "moe_expert_rank_capacity_factor": 1.5,
-    "moe_shared_expert_overlap": True,
-    "overlap_moe_expert_parallel_comm": True,
-    "delay_wgrad_compute": True,
-    "overlap_dispatch_backward_with_experts_wgrad": True,
-    "moe_single_grouped_weight": True,
-    "moe_single_grouped_bias": True,
-    "moe_paged_stash": True,
     "expert_gtp_weight_remat_size": 2,
     "cuda_graph_impl": "local",
-    "enable_cuda_graph": True,
-    "external_cuda_graph": True,
-    "cpu_offloading": True,
-    "fine_grained_activation_offloading": True,
     "moe_latent_size": 64,
 }
 

@@ -13,11 +13,7 @@ import pytest
 import torch
 
 from ultraep.integrations import sglang
-from ultraep.integrations.sglang.refusals import (
-    SGLANG_LOGGER,
-    reasons_of_layer,
-    reasons_of_server,
-)
+from ultraep.integrations.sglang.refusals import SGLANG_LOGGER, reasons_of_layer, reasons_of_server
 from ultraep.supported import Library
 
 SERVER = {
@@ -95,10 +91,7 @@ def layer(method="UnquantizedFusedMoEMethod", runner="triton", tensors=(), state
             {"method": "Fp8MoEMethod", "state": {"block_quant": False}},
             "layer is quantised by Fp8MoEMethod without block scales",
         ),
-        (
-            {"method": "Fp8MoEMethod", "state": {"is_fp4_expert": True}},
-            "layer is quantised to FP4",
-        ),
+        ({"method": "Fp8MoEMethod", "state": {"is_fp4_expert": True}}, "layer is quantised to FP4"),
         ({"runner": "flashinfer_trtllm"}, "layer runs on flashinfer_trtllm: use --moe-runner-"),
         ({"runner": None}, "layer runs on None: use --moe-runner-backend deep_gemm or triton"),
         (

@@ -9,9 +9,9 @@ pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
 import torch
 from equality import all_batches, assert_same_gradients, quiet, under_torchrun
-from families import FAMILIES, VOCABULARY, batch, build, loss, outputs
+from families import FAMILIES, VOCABULARY, batch, build, loss, outputs, samples, training_arguments
 from ranks import on_ranks
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from ultraep import BalanceConfig, ConfigError, LoadError
 from ultraep.integrations.transformers import BalancedTrainer, ImbalanceCallback, balance, balancers
@@ -131,19 +131,8 @@ def test_the_callback_logs_imbalance(rank, group, tmp_path):
         with pytest.raises(ConfigError, match="is not balanced"):
             ImbalanceCallback(model)
         balance(model, group, policy=None, config=BalanceConfig(objective="balance"))
-        draw = torch.Generator().manual_seed(3)
-        rows = torch.randint(3, VOCABULARY, (16, 12), generator=draw)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=2,
-            max_steps=4,
-            logging_steps=2,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-        )
-        samples = [{"input_ids": row, "labels": row} for row in rows]
-        trainer = BalancedTrainer(model=model, args=arguments, train_dataset=samples)
+        arguments = training_arguments(tmp_path, 2, max_steps=4, logging_steps=2)
+        trainer = BalancedTrainer(model=model, args=arguments, train_dataset=samples())
         reporter = Reporter()
         trainer.add_callback(reporter)
         ImbalanceCallback(model).add_to(trainer)

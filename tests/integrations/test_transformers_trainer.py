@@ -22,22 +22,16 @@ from equality import (
     quiet,
     under_torchrun,
 )
-from families import VOCABULARY, batch, build, outputs
+from families import batch, build, outputs, samples, training_arguments
 from peft import LoraConfig, get_peft_model
 from ranks import on_ranks, shared_pool
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ultraep import ConfigError, parallel
 from ultraep.integrations.transformers import BalancedTrainer, balance, balanced_from_pretrained
 
 STEPS = 6
-
-
-def samples():
-    draw = torch.Generator().manual_seed(3)
-    rows = torch.randint(3, VOCABULARY, (64, 12), generator=draw)
-    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 class Losses(TrainerCallback):
@@ -53,22 +47,9 @@ class Losses(TrainerCallback):
 
 
 def arguments(folder, batch_size, **options):
-    defaults = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": batch_size,
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "learning_rate": 3e-3,
-        "max_grad_norm": 0.3,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "train_sampling_strategy": "sequential",
-        "seed": 1,
-    }
-    return TrainingArguments(**(defaults | options))
+    usual = {"max_steps": STEPS, "remove_unused_columns": False}
+    options = usual | {"train_sampling_strategy": "sequential"} | options
+    return training_arguments(folder, batch_size, **options)
 
 
 def train(trainer_class, model, args, resume=None):

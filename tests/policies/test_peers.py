@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import small_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,18 +54,10 @@ def ranks(count: int, experts: int | None = None, **sizes: Any) -> Topology:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Any, Topology, Any]:
-    """Loads, a topology with domains and uneven homes, and past loads."""
-    domain, domains = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    count, experts = domain * domains, draw(st.integers(1, 10))
-    homes = draw(st.lists(st.integers(0, count - 1), min_size=experts, max_size=experts))
-    slots = draw(st.integers(0, min(2, experts)))
-    topology = ranks(count, experts, slots=slots, domain=domain, homes=homes)
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    largest = draw(st.sampled_from([0, 1, 5, 100, 20_000]))
-    popularity_E = rng.integers(0, largest, experts, endpoint=True)
-    loads_RE = rng.integers(0, popularity_E, (count, experts), endpoint=True)
-    history_E = rng.integers(0, draw(st.sampled_from([0, 3, 1000])), experts, endpoint=True)
-    return loads_RE, topology, history_E
+    """Loads, a topology, and past loads."""
+    (loads_RE,), topology = draw(small_problems())
+    most, rng = draw(st.sampled_from([0, 3, 1000])), np.random.default_rng(draw(st.integers(0, 99)))
+    return loads_RE, topology, rng.integers(0, most, topology.experts, endpoint=True)
 
 
 @pytest.mark.parametrize("policy", [*BUILT_IN, *BASELINES])

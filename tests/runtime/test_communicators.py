@@ -13,16 +13,8 @@ from ranks import PATIENCE, TRANSPORTS, everywhere, shared_pool
 from ultraep.comm import Message
 from ultraep.runtime.connect import connect
 
-DTYPES = [
-    torch.int64,
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
-]
+NAMES = ["int64", "float32", "float64", "bfloat16", "float8_e4m3fn", "uint16", "uint8", "bool"]
+DTYPES = [getattr(torch, name) for name in NAMES]
 WIDE = 8 << 20  # bytes
 
 

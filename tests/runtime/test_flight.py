@@ -2,23 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from cli.commands import shell
 from dense import Example, on_ranks
 from ranks import PATIENCE, RankPool, meet, set_timeout
 
-from ultraep import (
-    BalancedMoE,
-    Balancer,
-    CommunicationError,
-    LocalGroup,
-    PlanMismatch,
-    read_trace,
-)
+from ultraep import BalancedMoE, Balancer, CommunicationError, LocalGroup, PlanMismatch, read_trace
 from ultraep.arrays import digest_of
 from ultraep.passes import Passes, PassLog
 from ultraep.runtime.flight import PASSES, Flight
@@ -205,27 +197,15 @@ import torch
 from ultraep import BalancedMoE, Balancer
 balancer = Balancer("alone", experts=4)
 BalancedMoE.swiglu(8, 8, 4, 2, balancer=balancer)(torch.randn(4, 8))
-{after}
+raise KeyError("in the loader")
 """
 
 
-def run_script(folder, after):
-    script = SCRIPT.format(after=after)
-    environment = os.environ | {VARIABLE: str(folder), "ULTRAEP_RATES": "off"}
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-
-
 def test_an_exception_outside_of_the_layer(tmp_path):
-    ended = run_script(tmp_path, "raise KeyError('in the loader')")
-    assert ended.returncode == 1
-    assert "KeyError: 'in the loader'" in ended.stderr
+    environment = {VARIABLE: str(tmp_path), "ULTRAEP_RATES": "off"}
+    code, _, errors = shell(program=("-c", SCRIPT), **environment)
+    assert code == 1
+    assert "KeyError: 'in the loader'" in errors
     text = explained(tmp_path).explain()
     assert "Rank 0 raised\n  KeyError: 'in the loader'\n" in text
     assert "Rank 0 had left 'combine' of layer 0 (step 0, forward)" in text

@@ -9,22 +9,18 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from dense import Example, assert_same, dense
+from mapped_ranks import mapped_rank
 from ranks import PATIENCE, on_ranks, shared_pool
-from shared_peers import SharedPeers
 from test_random_layers import assert_dense, drawn, one_pass, seeds
 
-from ultraep import (
-    Balancer,
-    ConfigError,
-    LocalGroup,
-    Topology,
-    UltraEPError,
-)
+from ultraep import Balancer, ConfigError, LocalGroup, Topology, UltraEPError
 from ultraep.backends.triton.device import interpreted
 from ultraep.runtime import connect as connect_module
+from ultraep.runtime import hosts
 from ultraep.runtime.hosts import Host, fast_links
 from ultraep.runtime.local import LocalCommunicator
 from ultraep.runtime.mapped.peers import together
+from ultraep_tools.check.group import obstacles
 
 pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # some have no slots
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
@@ -73,30 +69,18 @@ def fewest_crossing(example, options):
     domains = np.array(options["experts"]) // options["domain"]
     layer, fewest = example.twin(), []
     for rank, x in enumerate(example.inputs):
-        own, (ids, _) = rank // options["domain"], layer.route(x)
-        fewest.append(sum(len(set(domains[row].tolist()) - {own}) for row in ids.numpy()))
+        own, ids = (
+            rank // options["domain"],
+            example.ids[rank] if example.ids else layer.route(x)[0],
+        )
+        rows = (domains[row[row >= 0]] for row in ids.numpy())
+        fewest.append(sum(len(set(row.tolist()) - {own}) for row in rows))
     return fewest
 
 
-def balancer_of(group, example, options):
-    """A rank that maps the memory of its domain."""
-    first = group.rank() - group.rank() % options["domain"]
-    inside = dist.new_group(range(first, first + options["domain"]), use_local_synchronization=True)
-    return Balancer._with_settings(
-        group,
-        data_plane="hybrid",
-        peers=SharedPeers(inside),
-        timeout=PATIENCE,
-        **options,
-    )
-
-
 def mapped_inside(rank, group, example, options, again):
-    balancer = balancer_of(group, example, options)
-    actual = one_pass(balancer, example, again)
-    balancer.check()
-    balancer.close()
-    return actual
+    with mapped_rank(group, data_plane="hybrid", **options) as balancer:
+        return one_pass(balancer, example, again)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -171,8 +155,7 @@ def errors_of(work, ranks=4):
 def with_domains(comm, device="cpu", *, blind=False, **options):
     """Create a balancer and choose its plane; blind: ranks do not compare their positions."""
     balancer = Balancer._with_settings(
-        comm,
-        **{"experts": 8, "domain": 2, "data_plane": "hybrid"} | options,
+        comm, **{"experts": 8, "domain": 2, "data_plane": "hybrid"} | options
     )
     if blind:  # comparing sends a tensor of the device
         balancer._agreement.compare = lambda *_: None
@@ -250,3 +233,52 @@ def test_processes_of_two_domains(rank, group, tmp_path):
     dist.all_gather_object(results, one_pass(balancer, example, False))
     balancer.close()
     assert_same(results, dense(example), Topology(ranks=4, experts=8))
+
+
+# Which ranks a fast link joins
+
+
+ONE, TWO = Host("one", ("boot 1", "shm", "pids")), Host("two", ("boot 2", "shm", "pids"))
+IN_FABRIC = [host._replace(fabric="cluster clique 0") for host in (ONE, TWO)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "domain", "reason"),
+    [
+        ([ONE] * 4, 1, 4, "one domain: all ranks are on one"),
+        ([ONE, ONE, TWO, TWO], 2, 2, "2 domains of 2 ranks: one; two"),
+        ([ONE, TWO, ONE, TWO], 2, 4, "one domain: the ranks of one are not consecutive"),
+        ([ONE, TWO, TWO], 2, 3, "different numbers of ranks, 1 on one, 2 on two"),
+        ([*IN_FABRIC, *IN_FABRIC], 1, 4, "one domain: all ranks are on one, two"),
+    ],
+)
+def test_domains(ranks, groups, domain, reason):
+    links = fast_links(ranks)
+    assert (links.groups, links.domain) == (groups, domain)
+    assert reason in links.reason
+
+
+def test_containers_of_one_machine_are_named():
+    other = ONE._replace(name="container", place=("boot 1", "other shm", "other pids"))
+    (reason,) = obstacles([ONE, other])
+    assert "rank 1: in another container than one of the same machine" in reason
+
+
+@pytest.mark.parametrize("variable", ["0", "1"])
+def test_a_fabric_needs_permission(variable, monkeypatch, tmp_path):
+    class Properties:
+        uuid = "1234"
+
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", variable)
+    monkeypatch.setattr(hosts, "IMEX_CHANNELS", tmp_path)
+    monkeypatch.setattr(hosts, "_fabric_of", lambda uuid: f"fabric of {uuid}")
+    monkeypatch.setattr(hosts.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hosts.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(hosts.torch.cuda, "get_device_properties", lambda _: Properties)
+    host = hosts.this_gpu_host()
+    expected = "NCCL_CUMEM_ENABLE=0" if variable == "0" else f"no IMEX channel in {tmp_path}"
+    assert (host.fabric, host.obstacle) == ("", expected)
+    assert f"rank 0: its GPU has an NVLink fabric, but {expected}" in obstacles([host])
+    (tmp_path / "channel0").touch()
+    if variable == "1":
+        assert hosts.this_gpu_host().fabric == "fabric of 1234"

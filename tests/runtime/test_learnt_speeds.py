@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from dense import Example, assert_close, gradients_of
+from mapped_ranks import mapped_rank
 from microbatches import planned
-from ranks import PATIENCE, shared_pool
-from shared_peers import SharedPeers
+from ranks import shared_pool
 from torch.utils.checkpoint import checkpoint
 
 import ultraep
@@ -257,23 +257,14 @@ def on_mapped(rank, group, steps):
     with pytest.MonkeyPatch.context() as patch:
         slowed(patch, [1.0, 1.6], block=2)
         example = Example([8, 8], experts=4, skew=0.3)
-        balancer = Balancer._with_settings(
-            group,
-            peers=SharedPeers(group),
-            experts=4,
-            slots=2,
-            config=AUTO,
-            data_plane="mapped",
-            capacity=64,
-            timeout=PATIENCE,
-        )
-        layer, used = example.layer(balancer), []
-        with torch.no_grad():
+        options = {"experts": 4, "slots": 2, "config": AUTO, "capacity": 64}
+        used = []
+        with mapped_rank(group, **options) as balancer, torch.no_grad():
+            layer = example.layer(balancer)
             for _ in range(steps):
                 layer(example.inputs[rank])
                 plan = layer.last_plan.to_host()
                 used.append((plan.digest(), plan.speeds, plan.rank_loads.tolist()))
-        balancer.close()
         return used
 
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from life_cycles import OnRank, Program, assert_agree
+from mapped_ranks import mapped_rank
 from permuting import Shuffling
 from ranks import PATIENCE, shared_pool
-from shared_peers import SharedPeers
 
 from ultraep import Balancer, LocalGroup
 from ultraep.backends.triton.device import interpreted
@@ -46,18 +45,9 @@ def in_two_domains(program):
 
 def mapped(rank, group, program):
     program.dispatcher = None
-    inside, options = group, program.options | {"data_plane": "mapped"}
-    if len(program.tokens) == 4:
-        pair = [rank - rank % 2, rank - rank % 2 + 1]
-        inside = dist.new_group(pair, use_local_synchronization=True)
-        options = program.options
-    balancer = Balancer._with_settings(
-        group, peers=SharedPeers(inside), timeout=PATIENCE, **options
-    )
-    observed = OnRank(program, balancer).run()
-    balancer.check()
-    balancer.close()
-    return observed
+    plane = "hybrid" if "domain" in program.options else "mapped"
+    with mapped_rank(group, **program.options | {"data_plane": plane}) as balancer:
+        return OnRank(program, balancer).run()
 
 
 @pytest.mark.usefixtures("one_thread")

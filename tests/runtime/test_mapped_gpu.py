@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cases import random_replicas
 from dense import assert_close
 from gpu_ranks import mapped
 
@@ -33,18 +34,6 @@ MILLISECOND = 1_700_000  # cycles, about
 def small_tiles():
     """Small experts in many chunks and tiles."""
     return mock.patch.multiple(streamer, WORDS=256, SIGNAL_COST=256)
-
-
-def random_replicas(rng, topology, fullness):
-    """Put random experts into random spare slots, some more often than others."""
-    liked, replicas = rng.normal(0, 2, topology.experts), []
-    for host in range(topology.ranks):
-        noise = liked + rng.gumbel(size=topology.experts)
-        away = [e for e in np.argsort(-noise).tolist() if topology.home_of_expert[e] != host]
-        slots = rng.permutation(topology.slots).tolist()
-        held = [place for place in zip(away, slots, strict=False) if rng.random() < fullness]
-        replicas += [(expert, host, slot) for expert, slot in held]
-    return sorted(replicas)
 
 
 def bundle_of(experts):

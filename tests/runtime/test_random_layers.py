@@ -3,12 +3,14 @@
 200 of each with `pytest -m long tests/runtime/test_random_layers.py`; some of them otherwise.
 """
 
-import cases  # noqa: F401  registers a policy, also in processes
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from cases import draw_ids, with_padding
 from dense import ACTIVATIONS, Example, Result, assert_same, dense, gradients_of
-from ranks import PATIENCE, shared_pool
-from shared_peers import SharedPeers
+from mapped_ranks import mapped_rank
+from ranks import shared_pool
 from torch.utils.checkpoint import checkpoint
 
 from ultraep import Balancer, LocalGroup, Topology
@@ -53,6 +55,11 @@ def drawn(seed, most_ranks):
         "relay": str(rng.choice(["auto", "chain", "direct"])),
         "in_flight": int(rng.integers(1, 3)),
     }
+    more = np.random.default_rng([seed, 1])
+    if more.random() < 0.4:  # fixed ids with repetition, some of them padding
+        skew, padding = more.choice([0.0, 1.0, 3.0]), more.choice([0.0, 0.4])
+        ids = [draw_ids(more, n, top_k, example, skew) for n in example.tokens]
+        example = replace(example, ids=[with_padding(more, own, padding) for own in ids])
     return example, options, bool(rng.integers(4) == 0)
 
 
@@ -73,19 +80,9 @@ def over_messages(example, options, again):
 
 
 def mapped(rank, group, example, options, again):
-    rows = sum(example.tokens) * example.top_k
-    balancer = Balancer._with_settings(
-        group,
-        data_plane="mapped",
-        peers=SharedPeers(group),
-        capacity=max(1, rows),
-        timeout=PATIENCE,
-        **options,
-    )
-    actual = one_pass(balancer, example, again)
-    balancer.check()
-    balancer.close()
-    return actual
+    capacity = max(1, sum(example.tokens) * example.top_k)
+    with mapped_rank(group, capacity=capacity, **options) as balancer:
+        return one_pass(balancer, example, again)
 
 
 def over_memory(example, options, again):
@@ -94,11 +91,11 @@ def over_memory(example, options, again):
 
 def assert_dense(example, options, actual):
     homes = Topology(ranks=example.ranks, experts=example.experts, homes=options["experts"])
-    assert_same(actual, dense(example), homes)
+    assert_same(actual, dense(example), homes, fixed_router=example.ids is not None)
 
 
 @pytest.mark.usefixtures("one_thread")
-@seeds(some=2 * BLOCK)
+@seeds(some=4 * BLOCK)
 def test_over_messages(first, count):
     for seed in range(first, first + count):
         example, options, again = drawn(seed, most_ranks=4)

@@ -72,19 +72,6 @@ def test_the_quickest_turn_of_the_slowest_rank_counts():
     assert rates_from(actual[::-1], 2, layer_shape()) == rates_from(actual, 2, layer_shape())
 
 
-@pytest.mark.parametrize("resends", [False, True])
-def test_training_adds_the_cost_of_gradients(resends):
-    one = Timings(1, [2e-6, 32e-6], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
-    expected = Rates.from_seconds(
-        row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
-        copy=(3 + resends) * 10e-6,
-        each=(2 + resends) * 1e-6,
-        layer=(2 + resends) * 1e-6,
-    )
-    actual = rates_from([one, one], 2, layer_shape(trained=True, resends=resends))
-    assert actual.at(0) == actual.at(10**6) == expected
-
-
 def test_ranks_without_home_experts_do_not_measure_rows():
     one = Timings(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
     none = one._replace(homes=0, network=[])

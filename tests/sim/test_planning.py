@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import small_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,23 +18,6 @@ from ultraep_tools.sim.planning import Replicas, plan_layer
 EXACT = ("none", "ultraep", "quota", "echo", "llep", "moonep")
 BY_PAST = ("eplb", "lplb", "flashlb")
 reproducibly = settings(derandomize=True, database=None, deadline=None, max_examples=60)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Any, Topology]:
-    """[S, R, E] loads, and a topology with domains and uneven homes."""
-    domain, domains = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    ranks, experts = domain * domains, draw(st.integers(1, 10))
-    homes = draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
-    slots = draw(st.integers(0, min(3, experts)))
-    topology = Topology(ranks=ranks, experts=experts, slots=slots, domain=domain, homes=homes)
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    largest = draw(st.sampled_from([0, 1, 5, 100, 20_000]))
-    popularity_SE = rng.integers(0, largest, (draw(st.integers(1, 4)), experts), endpoint=True)
-    loads_SRE = rng.integers(
-        0, popularity_SE[:, None], (len(popularity_SE), ranks, experts), "i8", True
-    )
-    return loads_SRE, topology
 
 
 def plan_all(
@@ -63,14 +47,14 @@ def check_same(replicas: Replicas, plans: list[Plan]) -> None:
 
 
 @pytest.mark.parametrize("policy", EXACT)
-@given(case=cases())
+@given(case=small_problems(microbatches=4))
 @reproducibly
 def test_exact_policies_plan_every_microbatch_like_the_runtime(policy: str, case: Any) -> None:
     check_same(*plan_all(*case, policy))
 
 
 @pytest.mark.parametrize("policy", BY_PAST)
-@given(case=cases(), interval=st.integers(1, 3), quiet=st.booleans())
+@given(case=small_problems(microbatches=4), interval=st.integers(1, 3), quiet=st.booleans())
 @reproducibly
 def test_placements_use_the_interval_before(
     policy: str, case: Any, interval: int, quiet: bool
@@ -80,7 +64,7 @@ def test_placements_use_the_interval_before(
 
 
 @pytest.mark.parametrize("policy", ["ultraep", "quota", "echo", "llep"])
-@given(case=cases())
+@given(case=small_problems(microbatches=4))
 @reproducibly
 def test_experts_are_sent_like_in_the_runtime(policy: str, case: Any) -> None:
     replicas, plans = plan_all(*case, policy)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from math import comb
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from published import CONTENDERS, scenario_of, settings, share_of_ideal
 
 from ultraep.errors import ConfigError
+from ultraep.runtime.hybrid.crossing import Domains
 from ultraep.topology import Topology
 from ultraep_tools.sim.cluster import load_cluster
+from ultraep_tools.sim.crossing import served_shares
 from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.run import Result, simulate
 from ultraep_tools.sim.runtime import Contender
@@ -92,3 +97,38 @@ def test_shares_imbalance_and_order_are_near_the_published_results(name: str) ->
     published = setting.throughput
     assert sorted(published, key=published.__getitem__) == sorted(published, key=shares.__getitem__)
     assert shares["quota"] < shares["ultraep"] < shares["ideal"]
+
+
+# Rows that cross between domains
+
+
+def counted(ids: Any, topology: Topology) -> Any:
+    """[D] share of the tokens that each domain serves, counted by the runtime."""
+    domains = Domains(topology, 0, torch.device("cpu"))
+    return domains.serving(domains.of_ids(torch.from_numpy(ids))).sum(1).numpy() / len(ids)
+
+
+def drawn_ids(weights: Any, tokens: int, top_k: int) -> Any:
+    """[tokens, top_k] different experts, drawn one after the other."""
+    keys = np.random.default_rng(0).exponential(size=(tokens, len(weights))) / weights
+    return keys.argsort(axis=1)[:, :top_k].astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "domain", "top_k", "rows"),
+    [(256, 64, 8, 8, 4.63), (256, 32, 8, 8, 2.71), (128, 16, 8, 8, 1.0), (32, 8, 1, 4, 3.01)],
+)
+def test_even_routing_crosses_as_the_closed_formula_says(
+    experts: int, ranks: int, domain: int, top_k: int, rows: float
+) -> None:
+    topology = Topology(ranks=ranks, experts=experts, domain=domain)
+    domains = topology.num_domains
+    elsewhere = comb(experts - experts // domains, top_k) / comb(experts, top_k)
+    exact = (domains - 1) * (1 - elsewhere)
+    assert exact == pytest.approx(rows, abs=0.005)  # the table of docs/clusters.md
+    others = (domains - 1) / domains
+    share = counted(drawn_ids(np.ones(experts), 8_000, top_k), topology).sum() * others
+    assert share == pytest.approx(exact, rel=0.01)
+    even = np.full((1, experts), 1000)
+    predicted = served_shares(even, topology, top_k).sum() * others
+    assert predicted == pytest.approx(exact, rel=1e-9)

@@ -1,61 +1,17 @@
 """Rows travel to slots and back; each direction is the gradient of the other."""
 
-from unittest.mock import Mock
-
-import numpy as np
 import pytest
 import torch
-from cases import routings
 from dense import Example
-from hypothesis import given, settings
 from microbatches import planned
 from torch.autograd.graph import saved_tensors_hooks
 
 from ultraep import Balancer, LocalGroup
 from ultraep.arrays import PADDING
 from ultraep.dispatch import combine, dispatch
-from ultraep.passes import Passes
-from ultraep.reroute import reroute
 from ultraep.runtime.connect import connect
-from ultraep.runtime.messages.plane import RowMessages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def on_ranks(routing, work):
-    """Return the results of `work(exchange, rank)` on every rank."""
-    ids, plan = routing
-
-    def on_rank(comm):
-        shared = Mock(comm=comm)
-        routes = reroute(ids[comm.rank], plan, comm.rank)
-        return work(RowMessages(routes, shared, Passes(layer=0, step=1)), comm.rank)
-
-    return LocalGroup(len(ids)).run(on_rank)
-
-
-@settings(max_examples=60)
-@given(routings())
-def test_every_slot_gets_its_rows_source_by_source(routing):
-    def work(exchange, rank):
-        routes = exchange.routes
-        tokens = torch.arange(routes.shape[0])
-        choices = torch.arange(routes.num_rows).reshape(routes.shape)
-        values = torch.stack([torch.full_like(tokens, rank), tokens], dim=1)
-        rows, scalars = exchange.to_slots(values, choices)
-        return routes, exchange.begins(), torch.cat([rows, scalars[:, None]], dim=1)
-
-    results = on_ranks(routing, work)
-    slot = 0
-    for _, begins, arrived in results:
-        for rows in arrived.split(np.diff(begins).tolist()):
-            expected = []
-            for source, (routes, *_) in enumerate(results):
-                slots = routes.slots.reshape(-1)[routes.order]
-                for choice in routes.order[slots == slot].tolist():
-                    expected.append([source, choice // routes.shape[-1], choice])
-            assert rows.tolist() == expected
-            slot += 1
 
 
 class Counting:

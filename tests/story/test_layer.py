@@ -1,10 +1,12 @@
 """The layer computes the outputs and gradients of its dense twin under every plan."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from cases import draw_ids, with_padding
 from dense import DenseMoE, Example, assert_close, assert_same, check, dense, on_ranks
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ultraep import BalanceConfig, BalancedMoE, Balancer, ConfigError, LoadError, LocalGroup
 from ultraep.arrays import PADDING
@@ -125,30 +127,13 @@ def test_inputs_that_are_not_contiguous():
     assert_close(torch.cat(gradients), x.grad)
 
 
-def random_ids(tokens, experts, top_k, *, skew, seed):
-    """Return `[T, K]` ids, with repetition, that prefer the first experts."""
-    generator = torch.Generator().manual_seed(seed)
-    liked = torch.exp(-skew * torch.arange(experts, dtype=torch.float64))
-    count = tokens * top_k
-    if not count:
-        return torch.zeros(tokens, top_k, dtype=torch.int64)
-    drawn = torch.multinomial(liked, count, replacement=True, generator=generator)
-    return drawn.reshape(tokens, top_k)
-
-
-def with_padding(ids, share, seed):
-    """Replace about this share of the ids by padding."""
-    drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed))
-    return ids.where(drawn >= share, PADDING)
-
-
 @pytest.mark.parametrize("garbage", ["largest", "inf", "nan"])
 @pytest.mark.parametrize("dtype", EVERY, ids=str)
 def test_padding_has_no_output_and_no_gradient(dtype, garbage):
-    ids = [random_ids(25, 8, 3, skew=0.8, seed=rank) for rank in range(4)]
-    ids = [with_padding(own, 0.3, rank) for rank, own in enumerate(ids)]
+    rng, example = np.random.default_rng(0), Example([25] * 4, top_k=3, dtype=dtype)
+    ids = [with_padding(rng, draw_ids(rng, 25, 3, example, 1.0), 0.3) for _ in range(4)]
     ids[0][7] = ids[2][:] = PADDING  # a token without choices, and a rank without any
-    example = Example([25] * 4, top_k=3, dtype=dtype, ids=ids)
+    example = replace(example, ids=ids)
     filled = torch.finfo(dtype).max if garbage == "largest" else float(garbage)
     for own, weights in zip(ids, example.choice_weights, strict=True):
         weights[own == PADDING] = filled
@@ -172,40 +157,6 @@ def test_a_gate_of_padding_that_overflows_the_dtype_of_the_rows():
     (result,) = on_ranks(example)
     assert result.output.isfinite().all()
     assert result.gradients["router.weight"][0, 1] == 0
-
-
-@st.composite
-def routed(draw):
-    """Draw an example with ids of any skew, some of them padding, and balancer options."""
-    ranks = draw(st.integers(1, 5))
-    experts = draw(st.integers(1, 9))
-    homes = draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
-    top_k = draw(st.integers(1, min(3, experts)))
-    tokens = draw(st.lists(st.integers(0, 24), min_size=ranks, max_size=ranks))
-    skew = draw(st.sampled_from([0.0, 0.5, 1.0, 3.0]))
-    seed = draw(st.integers(0, 2**31))
-    ids = [
-        random_ids(count, experts, top_k, skew=skew, seed=seed + rank)
-        for rank, count in enumerate(tokens)
-    ]
-    shuffled = torch.randperm(experts, generator=torch.Generator().manual_seed(seed))
-    padding = draw(st.sampled_from([0.0, 0.0, 0.4]))
-    ids = [with_padding(shuffled[own], padding, seed + rank) for rank, own in enumerate(ids)]
-    example = Example(tokens, experts=experts, top_k=top_k, hidden=6, ffn=4, ids=ids)
-    options = {
-        "experts": homes,
-        "slots": draw(st.integers(0, min(2, experts))),
-        "relay": draw(st.sampled_from(MODES)),
-        "policy": draw(st.sampled_from(["ultraep", "registered"])),
-    }
-    return example, options
-
-
-@settings(max_examples=100)
-@given(routed())
-def test_any_routing(problem):
-    example, options = problem
-    check(example, **options)
 
 
 PLANS = [

@@ -1,12 +1,13 @@
-"""The verbs of a microbatch: their order, their inputs, and their lifetime."""
+"""The verbs of a microbatch: their order, inputs and lifetime; spare slots are lent."""
 
 import weakref
 
 import pytest
 import torch
 from dense import Example
+from microbatches import planned
 
-from ultraep import Balancer, ConfigError
+from ultraep import Balancer, ConfigError, LocalGroup, SlotError
 from ultraep.layer import run_stages
 from ultraep.microbatch import Layer
 
@@ -51,3 +52,83 @@ def test_backward_keeps_no_inputs():
     del ids, gates
     assert y.requires_grad
     assert [ref() for ref in kept] == [None, None]
+
+
+# Spare slots are lent, not overwritten while in use, and returned after errors.
+
+
+@pytest.mark.parametrize(("layers", "times"), [(1, 1), (3, 5)])
+def test_backward_sends_weights_again_if_another_layer_has_used_the_slots(layers, times):
+    def work(comm):
+        rank = Rank(comm)
+        every = [rank.replicas(layer) for layer in range(layers)]
+        for replicas in (*every, *reversed(every)):
+            with replicas as filled:
+                filled.tensors()
+        return rank.balancer.stats()["weights_copies_sent"]
+
+    assert LocalGroup(2).run(work) == [times, 0]
+
+
+def hot(comm, tokens=40):
+    return torch.zeros(tokens, 1, dtype=torch.int64)
+
+
+class Rank:
+    """One rank with a bundle, all of whose tokens go to expert 0."""
+
+    def __init__(self, comm, **options):
+        self.balancer = Balancer._with_settings(comm, experts=4, **options)
+        homes = len(self.balancer.topology.home_experts(comm.rank))
+        self.bundle = {"w": torch.full((homes, 3), float(comm.rank))}
+        self.ids = hot(comm)
+
+    def replicas(self, layer=0):
+        microbatch, plan = planned(self.balancer, self.ids, self.bundle, layer=layer)
+        assert plan.num_replicas == 1
+        return microbatch.replicate()
+
+
+def test_a_second_borrower_of_the_only_buffer_is_refused():
+    def work(comm):
+        rank = Rank(comm)
+        first, second = rank.replicas(layer=5), rank.replicas(layer=6)
+        with first:
+            with pytest.raises(SlotError, match=r"layer 6 \(step 0\).*layer 5 \(step 0\)"):
+                second.__enter__()
+            with pytest.raises(SlotError, match=r"layer 5 \(step 0\)"):
+                first.__enter__()
+        with second as filled:
+            return filled.tensors()["w"].tolist()
+
+    assert LocalGroup(2).run(work)[1] == [[0.0, 0.0, 0.0]]
+
+
+def test_two_microbatches_fill_two_buffers():
+    def work(comm):
+        rank = Rank(comm, in_flight=2)
+        first, second, third = (rank.replicas(layer) for layer in range(3))
+        with first as one, second as two:
+            assert one.tensors()["w"].data_ptr() != two.tensors()["w"].data_ptr()
+            with pytest.raises(SlotError):
+                third.__enter__()
+        with third:
+            pass
+
+    LocalGroup(2).run(work)
+
+
+def test_an_error_returns_the_slots():
+    def work(comm):
+        rank = Rank(comm)
+        replicas = rank.replicas()
+        with pytest.raises(ZeroDivisionError), replicas:
+            raise ZeroDivisionError
+        with replicas, pytest.raises(SlotError):
+            replicas.__enter__()
+        with pytest.raises(SlotError, match=r"layer 0 \(step 0\) are in their slots only inside"):
+            replicas.tensors()
+        with rank.replicas() as filled:
+            return filled.tensors()["w"].tolist()
+
+    assert LocalGroup(2).run(work)[1] == [[0.0, 0.0, 0.0]]

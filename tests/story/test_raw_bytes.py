@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from dense import FixedRouter
+from mapped_ranks import mapped_rank
 from microbatches import planned
 from ranks import TRANSPORTS, everywhere, shared_pool
-from shared_peers import SharedPeers
 
 from ultraep import (
     BalancedMoE,
@@ -224,12 +224,8 @@ def on_messages(comm: Any, names: list[str], policy: str) -> list[Tensors]:
 def on_mapped(rank: int, group: Any, names: list[str]) -> list[Tensors]:
     results = []
     for name in names:
-        balancer = Balancer._with_settings(
-            group, experts=EXPERTS, data_plane="mapped", peers=SharedPeers(group), capacity=80
-        )
-        results.append(one_pass(balancer, name, "ultraep"))
-        balancer.check()
-        balancer.close()
+        with mapped_rank(group, experts=EXPERTS, capacity=80) as balancer:
+            results.append(one_pass(balancer, name, "ultraep"))
     return results
 
 

@@ -84,13 +84,6 @@ def test_the_means_are_over_all_records(trace):
     )
 
 
-@pytest.mark.parametrize("history", [1, 2, 3])
-def test_policies_see_the_requested_history(trace, history):
-    [case] = replay.cases(trace, policies=["lplb"], slots=[2], ranks=[8], history=[history])
-    wanted = planned(BalanceConfig(policy="lplb"), history=history)
-    assert [p.digest() for p in replay.plans(trace, case)] == [p.digest() for p in wanted]
-
-
 def test_fewer_and_more_ranks(trace):
     for ranks in (1, 2, 4, 16, 32):
         [case] = replay.cases(trace, policies=["ultraep"], slots=[1], ranks=[ranks], history=[1])

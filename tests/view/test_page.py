@@ -12,7 +12,7 @@ from ultraep.trace.summary import COST
 from ultraep_tools.view import catalogue as catalogue_module
 from ultraep_tools.view.api import write_page
 from ultraep_tools.view.catalogue import Catalogue
-from view.runs import LAYERS, MOMENTS, TOPOLOGY, served, write_run
+from view.runs import LAYERS, MOMENTS, served, write_run
 
 pytest.importorskip("plotly")
 if chromium() is None:
@@ -113,27 +113,6 @@ def test_the_numbers_of_the_trace(page, server, trace):
     bars = page.run("find('plot-layers').data[1].y")
     means = [trace.of_layer(layer).imbalance_after.mean() for layer in range(LAYERS)]
     np.testing.assert_allclose(bars, means, atol=1e-6)
-
-
-def test_a_link_opens_one_microbatch(page, server, trace):
-    goto(page, server, "view=record&trace=run&step=3&layer=2&microbatch=1")
-    n = int(np.flatnonzero((trace.step == 3) & (trace.layer == 2) & (trace.microbatch == 1))[0])
-    words = page.text("description")
-    assert words.startswith("Step 3, microbatch 1, layer 2 (ultraep): imbalance ")
-    before, after = trace.imbalance_before[n], trace.imbalance_after[n]
-    assert f"imbalance {before:.3f} without replicas, {after:.3f} with." in words
-    heights = page.run(
-        "find('plot-ranks').data"
-        ".map(({x, y, xaxis}) => x.map((rank, at) => [xaxis, rank, y[at]])).flat()"
-    )
-    for axis, loads in (("x", trace.initial_rank_loads[n]), ("x2", trace.rank_loads[n])):
-        heights_of_ranks = np.zeros(TOPOLOGY.ranks)
-        for _, rank, rows in (bar for bar in heights if bar[0] == axis):
-            heights_of_ranks[rank] += rows
-        np.testing.assert_array_equal(heights_of_ranks, loads)
-    widths = page.run("find('plot-forward').data.filter(({name}) => name === 'experts')[0].x")
-    stage = trace.header.stages.index("experts")
-    np.testing.assert_allclose(widths, 1e3 * trace.seconds[n, :, stage], atol=1e-3)
 
 
 def spot(page, plot, x, y):

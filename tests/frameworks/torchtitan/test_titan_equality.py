@@ -120,3 +120,29 @@ def test_the_first_rank_logs_a_line(overrides, end, tmp_path):
 
     lines = shared_pool().run(2, log_lines, "qwen3", overrides, {"folder": tmp_path})
     assert lines == [[f"ultraep: {end}"], []]
+
+
+# The framework's own DeepEP and HybridEP dispatchers move rows by slot id; deep_ep is a stand-in.
+
+
+TWO_SLOTS = ((BALANCED, {"slots": 2}),)  # HybridEP needs a multiple of 4 slots on two ranks
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "settings"),
+    [
+        ("deepep", {}),
+        ("deepep", {"recompute": "full"}),
+        ("hybridep", {"recompute": "selective"}),
+        ("deepep", {"compiler": "aot_eager"}),
+        ("hybridep", {"compiler": "aot_eager", "recompute": "full"}),
+        ("hybridep", {"accumulate": 2}),
+    ],
+    ids=str,
+)
+def test_other_dispatchers(dispatcher, settings, passes):
+    plain = {name: value for name, value in settings.items() if name == "accumulate"}
+    unmodified = passes("qwen3", 2, dispatcher=dispatcher, **plain)
+    balanced = passes("qwen3", 2, TWO_SLOTS, dispatcher=dispatcher, **settings)
+    assert all(replicas > 0 for *_, replicas in planned(balanced))
+    assert_same(unmodified, balanced)
