@@ -41,8 +41,8 @@ import ultraep
 from ultraep.runtime.connect import connect
 
 OWN, LIBRARIES = "data plane", ("DeepEPBuffer", "HybridEP")
-# For kernels of the library, which must run at once on the shared GPU: with more than half of the
-# multiprocessors of a process, those of DeepEP wait forever.
+# For kernels of the library. Those of all ranks must run at once on the shared GPU, so they get at
+# most a quarter of the share of their process; with half of it, kernels of DeepEP wait forever.
 MULTIPROCESSORS = {2: 8, 4: 8, 8: 4}
 IMBALANCES, ROUNDS = (1.0, 1.8), 9  # of two ranks, less than 2
 LIMIT = 60.0  # seconds of a case
