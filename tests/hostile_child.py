@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 
 from ultraep import UltraEPError, read_trace
 from ultraep.trace.files import write_arrays
-from ultraep.trace.schema import SUMMARIES
 from ultraep.workload.files import read_routing
 from ultraep_tools.cli.commands import app
 from ultraep_tools.demo.result import DemoResult
@@ -74,10 +73,6 @@ def write_all(folder):
     np.savez_compressed(folder / "routing.npz", a_ids=ids, a_seq_lens=np.array([40]))
     run = record(folder / "run", [plan_for(seed) for seed in range(6)], layers=2, note="here")
     read_trace(run).save(folder / "trace.npz")
-    shutil.copytree(run, folder / "old")  # version 3 had no summaries
-    for path in (folder / "old").rglob("*.npz"):
-        with np.load(path) as stored:
-            write_arrays(path, {name: stored[name] for name in set(stored) - set(SUMMARIES)})
     for file, name in (("clusters", "h200-nvl8"), ("models", "gpt-oss-20b")):
         text = (DATA / f"{file}.toml").read_text()
         (folder / f"{file}.toml").write_text(re.search(rf"\[{name}\][^[]*", text)[0])
@@ -106,7 +101,6 @@ def commands(folder, out):
         "routing.npz": read_routing,
         "trace.npz": of_trace("trace.npz"),
         **{f"run/{name}": of_trace("run") for name in ("header.json", *PIECES)},
-        f"old/{PIECES[0]}": of_trace("old"),
         "clusters.toml": [(*ADVISE, "--cluster", folder / "clusters.toml")],
         "models.toml": [(*ADVISE, "--model", folder / "models.toml")],
         "prose.txt": read_words,
@@ -241,7 +235,7 @@ BOMBS = [
     (f"run/{PIECES[0]}", zeros("summary", (40_000_000, 12), "<i8")),
     ("trace.npz", zeros("loads", (120_000_000, 2, 4), "<i4")),
     ("trace.npz", zeros("header", (), "<U500000000")),
-    (f"old/{PIECES[0]}", many_pieces),
+    (f"run/{PIECES[0]}", many_pieces),
 ]
 
 

@@ -13,7 +13,7 @@ from traces import arrived
 import ultraep
 from ultraep import BalanceConfig, Recorder, Topology
 from ultraep.trace.files import write_arrays
-from ultraep.trace.schema import BACKWARD, FORWARD, SUMMARIES
+from ultraep.trace.schema import BACKWARD, FORWARD
 from ultraep_tools.view.catalogue import Catalogue
 from ultraep_tools.view.server import ViewServer
 
@@ -70,26 +70,21 @@ def write_run(folder, *, moments=MOMENTS, ranks=range(TOPOLOGY.ranks)):
     return folder
 
 
-def write_pieces(folder, *, odd=False, version=4):
-    """Write a trace in pieces of four records; odd: rank r has r more.
-
-    version: of the pieces; before 4 they had no summary.
-    """
+def write_pieces(folder, *, odd=False):
+    """Write a trace in pieces of four records; odd: rank r has r more."""
     plans = list(plans_of_run().items())
     for rank in range(TOPOLOGY.ranks):
         size = 4 + (rank if odd else 0)
         for number, begin in enumerate(range(0, len(plans), size)):
             own = plans[begin : begin + size]
-            path = write_piece(folder, rank, number, records=own, additions=own)
-            if version < 4:
-                change(path)
+            write_piece(folder, rank, number, records=own, additions=own)
     return folder
 
 
 def change(path, **changes):
-    """Change arrays of a piece, and remove its summary."""
+    """Change arrays of a piece."""
     with np.load(path) as stored:
-        arrays = {name: stored[name] for name in stored.files if name not in SUMMARIES}
+        arrays = {name: stored[name] for name in stored.files}
     write_arrays(path, arrays | changes)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from browser import Browser, chromium
 
-from ultraep.trace.summary import COST
+from ultraep.trace.schema import COST
 from ultraep_tools.view import catalogue as catalogue_module
 from ultraep_tools.view.api import write_page
 from ultraep_tools.view.catalogue import Catalogue

@@ -12,7 +12,7 @@ from typing import Any
 from ultraep.config import PER_SECOND
 from ultraep.passes import PassRecord
 from ultraep.plan import Plan
-from ultraep.trace.summary import COST
+from ultraep.trace.schema import COST
 
 
 @dataclass

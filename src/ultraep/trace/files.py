@@ -6,7 +6,7 @@ A trace may come from an untrusted source, so sizes are checked before anything 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from ultraep.files.reading import read_arrays, read_text, sizes_of_arrays
 from ultraep.files.writing import whole_file
 from ultraep.trace.schema import (
     HEADER_FILE,
-    SUMMARIES,
+    IGNORED,
     Array,
     Arrays,
     Header,
@@ -62,15 +62,11 @@ def read_header(folder: Path) -> Header:
     return Header.from_json(read_text(path, most=MOST_HEADER), path)
 
 
-def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | None = None) -> Arrays:
-    """Return arrays of a piece, all or by name, checked against the header.
-
-    Missing summaries are left out.
-    """
-    known = fields_in_pieces(rank)
-    wanted = known if names is None else {n: known.get(n) or SUMMARIES[n] for n in names}
+def read_piece(path: Path, header: Header, rank: int) -> Arrays:
+    """Return the arrays of a piece, checked against the header."""
+    wanted = fields_in_pieces(rank)
     sizes = sizes_of_arrays(path)
-    if unknown := sizes.keys() - known.keys() - SUMMARIES.keys():
+    if unknown := sizes.keys() - wanted.keys() - set(IGNORED):
         names = ", ".join(sorted(unknown))
         raise FileError(f"{path}: not a piece of a trace, it has unknown arrays: {names}")
     claimed = sum(sizes.values())

@@ -48,7 +48,6 @@ from ultraep.trace.schema import (
     rank_folder,
     take_records,
 )
-from ultraep.trace.summary import routed_rows, stage_means, sums_between
 
 FloatArray = NDArray[np.float64]
 
@@ -126,8 +125,8 @@ class Trace:
     @property
     def stage_means(self) -> dict[str, float]:
         """Mean seconds per record of every stage that was timed, on its slowest rank."""
-        records = np.full(self.header.ranks, len(self))
-        means = stage_means(self.seconds.sum(axis=0, dtype=np.float64), records)
+        means_RG = self.seconds.sum(axis=0, dtype=np.float64) / max(1, len(self))
+        means = means_RG.max(axis=0)
         by_stage = zip(self.header.stages, means.tolist(), strict=True)
         return {stage: mean for stage, mean in by_stage if mean > 0}
 
@@ -193,6 +192,20 @@ class Trace:
         for name, field in fields_in_file().items():
             arrays[name] = self.arrays[name].astype(field.dtype)
         write_arrays(Path(path), arrays)
+
+
+def routed_rows(header: Header, loads_NRE: Array) -> IntArray:
+    """[N, R] rows of every rank without replicas."""
+    topology = header.topology
+    by_home = loads_NRE.sum(axis=1, dtype=np.int64)[:, topology.experts_by_rank]
+    return sums_between(by_home, topology.first_of_rank)
+
+
+def sums_between(values: Array, ends: IntArray) -> IntArray:
+    """[N, len(ends) - 1] sums of the columns between neighbouring ends."""
+    upto = np.zeros((len(values), values.shape[1] + 1), dtype=np.int64)
+    np.cumsum(values, axis=1, out=upto[:, 1:])
+    return np.diff(upto[:, ends], axis=1)
 
 
 def imbalance(loads_NR: IntArray, speeds_NR: IntArray) -> FloatArray:

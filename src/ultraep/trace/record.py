@@ -41,7 +41,6 @@ from ultraep.trace.schema import (
     piece_file,
     rank_folder,
 )
-from ultraep.trace.summary import summary_of
 
 MEMORY = 64 << 20  # bytes of records that wait
 OVERHEAD = 1000  # bytes of a record besides its arrays
@@ -320,7 +319,7 @@ class Writer:
 
 
 def piece(entries: list[Entry], header: Header, rank: int, *, dropped: int) -> Arrays:
-    """Return the arrays of one piece, with its summary."""
+    """Return the arrays of one piece."""
     names = (*KEY, *(field.name for field in PLAN_FIELDS))
     records, additions = [], []
     for key, values, shared, _ in entries:
@@ -337,7 +336,7 @@ def piece(entries: list[Entry], header: Header, rank: int, *, dropped: int) -> A
         default = field.defaults(sizes, field.shape[1:]) if optional else None
         column = [values.get(field.name, default) for values in own]
         arrays[name] = _array(field, column, [sizes[letter] for letter in field.shape[1:]])
-    return arrays | summary_of(header, arrays)
+    return arrays
 
 
 def _array(field: Field, column: list[Any], shape: list[int]) -> Array:

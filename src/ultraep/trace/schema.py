@@ -4,8 +4,8 @@ To add a field, add one line to `FIELDS`, with the next version in `since`, and 
 `Recorder.add`. Pieces and files then hold it, `Trace.name` returns it, and older traces return its
 default. See docs/traces.md.
 
-Shapes: N records of a piece, C replicas of all of them, M late additions, T lines and K columns of
-its summary, R ranks, E experts, L slots of a rank, S slots of all ranks, G stages.
+Shapes: N records of a piece, C replicas of all of them, M late additions, R ranks, E experts, L
+slots of a rank, S slots of all ranks, G stages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
-from enum import IntEnum
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +37,7 @@ LATER, LEFT = {"objective"}, ("relay", "chunks")  # entries that only new, or ol
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = ("recompute", "combine back", "weights again", "experts back", "reduce", "dispatch back")
 STAGES = FORWARD + BACKWARD
+COST = ("plan", "verify", "replicate", "weights again", "reduce")  # that balancing adds
 ATTENTION, ATTENTION_BACK = "attention", "attention back"
 SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # stages of the simulator
 
@@ -108,30 +108,8 @@ FIELDS: tuple[Field, ...] = (
 )
 
 
-class Column(IntEnum):
-    """A column of the summary. Times are nanoseconds on this rank."""
-
-    STEP = 0
-    LAYER = 1
-    MICROBATCH = 2
-    LATE = 3  # 0: a record of the piece; 1: additions to one record of an earlier piece
-    ROWS = 4  # that arrived at this rank
-    BYTES = 5
-    EXPERTS = 6
-    EXPERTS_BACK = 7
-    COST = 8  # of the stages that balancing adds
-    ROUTED = 9  # rows of all ranks; only rank 0 stores this and the following columns
-    PEAK = 10  # rows of the busiest rank without replicas; with speeds, at the mean speed
-    REPLICAS = 11
-
-
-# A summary of each piece, for the viewer. `Trace` does not hold it: it follows from `FIELDS`.
-SUMMARIES: dict[str, Field] = {
-    "summary": Field("summary", "int64", "TK", "pieces", since=4),  # records, then late lines
-    "more_lines": Field("more_lines", "int32", "M", "pieces", since=4),  # line of each addition
-    "stage_sums": Field("stage_sums", "float64", "G", "pieces", since=4),  # seconds of all lines
-}
-VERSION = max(entry.since for entry in (*FIELDS, *SUMMARIES.values()))
+IGNORED = ("summary", "more_lines", "stage_sums")  # arrays of pieces of versions 4 and 5
+VERSION = max(entry.since for entry in FIELDS)
 KEY = tuple(entry.name for entry in FIELDS if entry.join == "key")
 PLAN_FIELDS = tuple(entry for entry in FIELDS if entry.plan)  # that rank 0 takes from a plan
 ENDS = "copy_ends"
@@ -259,7 +237,7 @@ class Header:
         first = self.topology.first_slot_of_rank
         sizes = {"R": self.ranks, "E": self.experts, "S": int(first[-1]), "G": len(self.stages)}
         slots = int(first[rank + 1] - first[rank])
-        return sizes | {"L": slots, "K": len(Column), "1": 1, "3": 3, "4": 4}
+        return sizes | {"L": slots, "1": 1, "3": 3, "4": 4}
 
 
 def no_records(header: Header, rank: int) -> Arrays:
