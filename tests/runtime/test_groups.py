@@ -10,7 +10,7 @@ from ranks import PATIENCE, shared_pool
 
 from ultraep import Balancer, ConfigError, LocalGroup, NothingToBalance
 from ultraep.integrations.common import shared_balancer
-from ultraep.runtime import connect, mapped, messages
+from ultraep.runtime import planes
 from ultraep.runtime.planes import PlaneKind
 
 
@@ -50,7 +50,8 @@ def test_auto_tries_the_registered_data_planes_in_order(monkeypatch):
         raise ConfigError(f"{site.comm.size} ranks form no domains")
 
     hybrid = PlaneKind("hybrid", refuse, obstacle=lambda site: "")
-    monkeypatch.setattr(connect, "PLANES", (mapped.PLANE, hybrid, messages.PLANE))
+    mapped, _, messages = planes.PLANES
+    monkeypatch.setattr(planes, "PLANES", (mapped, hybrid, messages))
     ids = torch.zeros(4, 1, dtype=torch.int64)
     balancer = Balancer("alone", experts=4)
     counted(balancer, ids)

@@ -31,18 +31,9 @@ from ultraep.passes import TIMED, Passes, PassLog, Subscriber
 from ultraep.policies import running_policy
 from ultraep.position import At, Position, Steps
 from ultraep.replicas import NO_PASS, backward_pass
-from ultraep.runtime.connect import (
-    Choice,
-    Group,
-    choose,
-    join,
-    plane_kinds,
-    resolve_ranks,
-    warm_up,
-    warn_if_idle,
-)
+from ultraep.runtime.connect import Group, join, resolve_ranks, warm_up, warn_if_idle
 from ultraep.runtime.cost import CostModel, from_environment
-from ultraep.runtime.planes import DataPlane, PlaneRequest
+from ultraep.runtime.planes import Choice, DataPlane, PlaneRequest, choose, plane_kinds
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.settings import Settings, experts_and_homes
 from ultraep.runtime.speeds import Speeds

@@ -1,15 +1,11 @@
-"""Which process group, communicator and data plane a balancer uses.
-
-All ranks choose the data plane together at the first microbatch, when they know the device of the
-tokens. `PLANES` registers the data planes in order of preference; the last one serves every group.
-"""
+"""Which process group and communicator a balancer uses."""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import cache, partial
 from pathlib import Path
@@ -20,34 +16,28 @@ import torch.distributed as dist
 
 from ultraep import __version__
 from ultraep.comm import Communicator
-from ultraep.config import AUTO, BalanceConfig, check_choice, check_timeout
+from ultraep.config import AUTO, BalanceConfig, check_timeout
 from ultraep.errors import (
-    CommunicationError,
     ConfigError,
     NothingToBalance,
     PlanMismatch,
     errors_at,
 )
 from ultraep.loads import count_loads
-from ultraep.microbatch import Context
 from ultraep.plan import plan as make_plan
 from ultraep.position import differing
 from ultraep.reroute import reroute
-from ultraep.runtime import hybrid, mapped, messages
 from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
-from ultraep.runtime.planes import DataPlane, PlaneKind, PlaneRequest
 from ultraep.runtime.recording import open_recorder, recording_setting
 from ultraep.runtime.settings import Settings, check_slots
-from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 from ultraep.trace.record import Recorder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PLANES = (mapped.PLANE, hybrid.PLANE, messages.PLANE)
 ALONE: Final = "alone"  # the group of this process alone
 GroupOrName: TypeAlias = "ProcessGroup | Literal['alone'] | None"
 Group: TypeAlias = "GroupOrName | Communicator"
@@ -223,85 +213,3 @@ def _check_domains(domains: Sequence[int | None], hosts: Sequence[Host]) -> None
             f"the domain must divide the ranks: {size} ranks do not divide by a domain of {domain} "
             f"({'; '.join(places)})"
         )
-
-
-def plane_kinds(name: str) -> tuple[PlaneKind, ...]:
-    """Return the data planes to try for `data_plane=name`, in order of preference."""
-    check_choice("data_plane", name, (AUTO, *(kind.name for kind in PLANES)))
-    return tuple(kind for kind in PLANES if name in (AUTO, kind.name))
-
-
-class Choice(NamedTuple):
-    """A data plane, the reason for it, and the function that makes it."""
-
-    kind: PlaneKind
-    reason: str
-    make: Callable[[Context], DataPlane]
-
-
-def choose(name: str, request: PlaneRequest, compare_places: Callable[[], object]) -> Choice:
-    """Choose the data plane for `data_plane=name`, the same on all ranks; collective.
-
-    compare_places: raises if not all ranks have come here.
-    """
-    if capturing(request.device):
-        raise ConfigError(
-            "a data plane cannot be chosen while a graph is captured: run a step before the capture"
-        )
-    reason, size = "", request.comm.size
-    for kind in plane_kinds(name):
-        if name == AUTO and (skipped := kind.passed_over(request)):
-            reason = reason or skipped
-            continue
-        if kind.obstacle is None:
-            return Choice(kind, reason or kind.reason, kind.connect(request))
-        if request.peers is None:
-            compare_places()
-        make, obstacles = _try(kind, request)
-        if make is not None:
-            choice = Choice(kind, kind.reason.format(size=size), make)
-            logger.info("data plane of %d ranks: %s (%s)", size, kind.name, choice.reason)
-            return choice
-        if name != AUTO:
-            where = request.links.map(request.topology.domain_size, _devices_of(request))
-            raise ConfigError(
-                f"data_plane={name!r} is not possible: {'; '.join(obstacles)} ({where})"
-            )
-        reason = obstacles[0]
-        logger.warning(
-            "data plane of %d ranks: not %s, because %s; pass data_plane='messages' to request "
-            "the slower messages without this warning",
-            size,
-            kind.name,
-            reason,
-        )
-    raise AssertionError("the last data plane serves every group")
-
-
-def _devices_of(request: PlaneRequest) -> list[str]:
-    """Return the device of the tokens of every rank; collective."""
-    devices: list[str] = request.comm.gather_objects(str(request.device))
-    return devices
-
-
-def _try(
-    kind: PlaneKind, request: PlaneRequest
-) -> tuple[Callable[[Context], DataPlane] | None, list[str]]:
-    """Connect the ranks, or return the obstacles of all ranks; collective."""
-    make, obstacle = None, "" if kind.obstacle is None else kind.obstacle(request)
-    for connecting in (False, True):  # connecting is collective: only if no rank has an obstacle
-        if connecting:
-            try:
-                make = kind.connect(request)
-            except (ConfigError, CommunicationError) as error:
-                obstacle = str(error)
-        gathered = request.comm.gather_objects((request.device.type, obstacle))
-        devices = [device for device, _ in gathered]
-        if len(set(devices)) > 1:
-            where = request.links.map(request.topology.domain_size, devices)
-            text = f"ranks disagree about the device of their tokens: {where}"
-            raise PlanMismatch(text, ranks=differing(devices))
-        obstacles = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]
-        if obstacles:
-            return None, obstacles
-    return make, []
