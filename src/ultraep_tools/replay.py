@@ -23,8 +23,6 @@ from ultraep.policies import get_policy
 from ultraep.topology import Topology
 from ultraep.trace.read import FloatArray, Trace
 
-MOST_PLANS = 4000  # records of a replay in a report
-
 
 @dataclass(frozen=True)
 class Case:
@@ -192,13 +190,3 @@ def regrouped_loads(loads_RE: IntArray, ranks: int) -> IntArray:
     dealt = (ends_RE[:, None] + (parts - 1 - np.arange(parts))[:, None]) // parts
     split: IntArray = np.diff(dealt, axis=2, prepend=0).reshape(ranks, experts)
     return split
-
-
-def records_to_replan(layer_N: IntArray, most: int = MOST_PLANS) -> IntArray:
-    """Return the records of all layers, or of some evenly spaced layers if there are too many."""
-    layers, place_N = np.unique(layer_N, return_inverse=True)
-    if not len(layers):
-        raise ConfigError("nothing to replay: the trace has no records")
-    keep = max(1, min(len(layers), most * len(layers) // len(layer_N)))
-    chosen = np.linspace(0, len(layers) - 1, keep).round().astype(int)
-    return np.flatnonzero(np.isin(place_N, chosen))

@@ -1,12 +1,16 @@
 """`ultraep demo`: its output, on a terminal and elsewhere."""
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
+from traces import plan_for, record
 
+from ultraep import BalanceConfig
 from ultraep.errors import BackendUnavailable, CommunicationError
 from ultraep_tools.cli import demo
-from ultraep_tools.demo.result import DemoResult, PolicyResult, Progress
+from ultraep_tools.demo.result import DemoResult, PolicyResult, Progress, trace_folder
 from ultraep_tools.demo.sizes import Sizes
 
 from . import commands
@@ -120,3 +124,20 @@ def test_a_missing_plotly_is_a_note_before_the_work(jobs, monkeypatch, tmp_path)
     assert result.stdout.index(note) < result.stdout.index("Starting")
     assert not (tmp_path / "report.html").exists()
     assert (tmp_path / "result.json").exists()
+
+
+def test_the_report_is_the_viewer_with_the_traces_of_all_policies(monkeypatch, tmp_path):
+    pytest.importorskip("plotly")
+
+    def run(job, report):
+        for policy in job.policies:
+            config = BalanceConfig(policy=policy)
+            record(trace_folder(job.out, policy), [plan_for(0, config=config)], config=config)
+        return RESULT
+
+    monkeypatch.setattr(demo, "run", run)
+    result = invoke("--out", tmp_path, "--ranks", 2)
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "report.html").read_text()
+    baked = re.search('id="numbers-baked">(.*?)</script>', page)[1]
+    assert list(json.loads(baked)["overview"]) == ["none", "ultraep"]

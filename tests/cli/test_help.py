@@ -17,7 +17,7 @@ OPTIONS = {
     "--no-recompute --pipeline --policy --prefill --presets --seed --sequence-length "
     "--steps --tokens --trace",
     "demo": "--no-report --out --policy --quick --ranks --seed --steps",
-    "check": "--dispatcher --dtype --experts --failed-hosts --ffn --force --from --hidden --json "
+    "check": "--dispatcher --experts --failed-hosts --ffn --force --from --hidden --json "
     "--level --model --timeout --tokens --top-k",
     "env": "--json",
     "view": "--export --force --live --open --port paths",

@@ -3,7 +3,7 @@
 OUT/
 |-- result.json                a `DemoResult`
 |-- none/trace, ultraep/trace  the training under each policy, for `ultraep.read_trace`
-|-- report.html
+|-- report.html                the viewer with these traces, in one file
 `-- .ultraep-demo              marker: the next demo replaces these files
 """
 
@@ -17,12 +17,14 @@ from ultraep.policies import running_policy
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option, switch
 from ultraep_tools.cli.terminal import Terminal, progress
-from ultraep_tools.demo.result import DemoResult, Progress, trace_folder, write_report
+from ultraep_tools.demo.result import DemoResult, Progress, trace_folder
 from ultraep_tools.demo.sizes import Job, choose, cores_here
 from ultraep_tools.launch.processes import run_ranks
 from ultraep_tools.outputs import prepare_folder
 from ultraep_tools.report.page import REPORT_FILE, RESULT_FILE, require_plotly
 from ultraep_tools.report.words import counted
+from ultraep_tools.view.api import write_page
+from ultraep_tools.view.catalogue import Catalogue
 
 EXAMPLE = "Example: ultraep demo --quick"
 
@@ -38,8 +40,7 @@ class DemoOptions(cli.Options):
     )
     seed: int = option("Seed of weights, texts and requests.", default=0)
     policy: str = option(
-        "Policies to compare; the first is the baseline. The report compares the "
-        "offline baselines on the same loads.",
+        "Policies to compare; the first is the baseline.",
         default="none,ultraep",
         metavar="NAME,...",
     )
@@ -144,4 +145,6 @@ def _save(terminal: Terminal, result: DemoResult, out: Path, *, has_report: bool
         terminal.print_facts(trace=trace_folder(out, row.policy))
     terminal.print_facts(result=result.save(out))
     if has_report:
-        terminal.print_facts(report=write_report(out, result))
+        traces = [trace_folder(out, row.policy) for row in result.policies]
+        write_page(Catalogue(traces), out / REPORT_FILE)
+        terminal.print_facts(report=out / REPORT_FILE)

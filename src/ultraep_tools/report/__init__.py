@@ -1,9 +1,8 @@
-"""Parts of all reports. A report is one HTML file with interactive plots that loads nothing.
+"""Parts of pages with interactive plots, and words of all commands.
 
-page.py      the file, from page.html, page.css, parts.js and figures.js, which the viewer shares;
-             every report has its own sections (demo.html) and figures (demo.js)
+page.py      plotly.js and the files of a page; parts.js and figures.js draw its plots
 numbers.py   numbers of plots, ready for JSON
-words.py     sizes, counts and tables as text
+words.py     sizes and counts as text
 
-Reports need plotly: pip install '.[view]' in the clone of ultraep.
+Pages need plotly: pip install '.[view]' in the clone of ultraep.
 """

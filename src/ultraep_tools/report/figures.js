@@ -1,4 +1,4 @@
-// Figures that several reports and the viewer draw: numbers -> [traces, layout].
+// Figures of the viewer: numbers -> [traces, layout].
 
 // Shaded regions with the kind of text of each.
 function regions(domains) {
@@ -22,7 +22,7 @@ function stepAxis({ step, steps_per_point: several, axis = "training step" }, mo
 
 // -- over time and by layer ---------------------------------------------------------------------
 
-// The colour of a run with replicas; reports show the policy ultraep.
+// The colour of a run with replicas.
 const withColour = ({ policy = "ultraep" }) => (policy === "none" ? AFTER : policyColour(policy));
 
 function imbalanceFigure(data) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.plan import Plan
-from ultraep.trace.read import Trace
 
 Numbers = dict[str, Any]
 FloatArray = NDArray[np.float64]
@@ -23,15 +21,6 @@ def plain(values: Any, digits: int = DIGITS) -> list[float | None]:
     """Return rounded numbers for JSON, with None for NaN and infinity."""
     numbers = np.asarray(values, dtype=np.float64).tolist()
     return [round(value, digits) if math.isfinite(value) else None for value in numbers]
-
-
-def grouped(values: NDArray[Any], groups: Iterable[NDArray[Any]]) -> list[float | None]:
-    """Return the mean of each group of records; None for an empty group.
-
-    groups: masks or indices of the records.
-    """
-    parts = [values[group] for group in groups]
-    return plain([part.mean() if len(part) else math.nan for part in parts])
 
 
 def sample(count: int, size: int, required: int, most: int = MOST_NUMBERS) -> IntArray:
@@ -47,37 +36,6 @@ def sample(count: int, size: int, required: int, most: int = MOST_NUMBERS) -> In
         return np.arange(count)
     spread = np.linspace(0, count - 1, fitting).round().astype(np.int64)
     return np.union1d(spread, [required])
-
-
-def microbatches(
-    trace: Trace, plan_of: Callable[[int], Plan], domains: Sequence[str], *, noun: str
-) -> Numbers:
-    """Return microbatches to select from; `records[moment][layer]` is None where missing.
-
-    plan_of: returns the plan of a record.   domains: the kind of text of every step.
-    noun: the page's word for a step of the trace.
-    """
-    plans = [plan_of(record) for record in range(len(trace))]
-    topology, layers = plans[0].topology, trace.layers.tolist()
-    keys = list(zip(trace.step.tolist(), trace.microbatch.tolist(), strict=True))
-    plan_at = dict(zip(zip(keys, trace.layer.tolist(), strict=True), plans, strict=True))
-    worst_moment, worst_layer = max(plan_at, key=lambda at: plan_at[at].initial_imbalance)
-    moments = sorted(set(keys))
-    size = len(layers) * 2 * (topology.experts + topology.ranks * topology.slots)
-    shown = [moments[n] for n in sample(len(moments), size, moments.index(worst_moment))]
-    numbers_at = {at: microbatch(plan) for at, plan in plan_at.items() if at[0] in shown}
-    return {
-        "noun": noun,
-        "homes": [topology.home_experts(rank).tolist() for rank in range(topology.ranks)],
-        "slots": topology.slots,
-        "layers": layers,
-        "recorded": len(moments),
-        "moments": [
-            {"step": step, "microbatch": number, "domain": domains[step]} for step, number in shown
-        ],
-        "worst": [shown.index(worst_moment), layers.index(worst_layer)],
-        "records": [[numbers_at.get((key, layer)) for layer in layers] for key in shown],
-    }
 
 
 def microbatch(plan: Plan) -> Numbers:

@@ -1,6 +1,6 @@
 "use strict";
-// Functions that all reports share. They compute only sums and ratios of the embedded numbers. A
-// report's `figures` maps the name of each plot to a function: numbers -> [traces, layout].
+// Parts of plots. They compute only sums and ratios of the embedded numbers. `figures` maps the name
+// of each plot to a function: numbers -> [traces, layout].
 
 const numbers = (name) => JSON.parse(document.getElementById(`numbers-${name}`).textContent);
 const find = (id) => document.getElementById(id);
@@ -23,7 +23,6 @@ const HOMES = [
 // Kinds of work colour times and bytes.
 const WORK = { experts: "#c2872e", messages: "#2f9e8f", balancing: "#b0569b", other: "#8d949c" };
 const MOST_NAMED = 12; // experts in a sentence
-const DASHES = { none: "dot", eplb: "solid", lplb: "dash", echo: "dashdot", quota: "longdash" };
 const policyColour = (name) => POLICIES[name] || OTHERS[[...name].reduce((sum, c) => sum + c.charCodeAt(0), 0) % OTHERS.length];
 
 function layout(more) {
@@ -76,23 +75,6 @@ function even(xref, y, yref = "y") {
 }
 
 // -- one microbatch -----------------------------------------------------------------------------
-
-// The microbatch that is picked, rank by rank, without and with replicas.
-function microbatchFigure(data) {
-  const [moment, layer] = [Number(find("moment").value), Number(find("layer").value)];
-  const { step, microbatch, domain } = data.moments[moment];
-  const several = data.moments.some((moment) => moment.microbatch > 0);
-  const where = `${data.noun} ${step}${several ? `, microbatch ${microbatch}` : ""} (${domain}), ` +
-    `layer ${data.layers[layer]}: `;
-  const record = data.records[moment][layer];
-  if (record === null) {
-    find("description").textContent = where + "not recorded.";
-    return [[], {}];
-  }
-  const [drawn, more, sentence] = ranksFigure(data, record);
-  find("description").textContent = where + sentence;
-  return [drawn, more];
-}
 
 // Ranks as bars, stacked by expert, without and with replicas; and a sentence.
 function ranksFigure(data, record) {
@@ -212,20 +194,6 @@ function account(data, before, after) {
     (copies.length ? named : "No replicas.");
 }
 
-function preparePicker() {
-  const { layers, moments, worst } = (parsed.microbatches = numbers("microbatches"));
-  const [moment, layer] = [find("moment"), find("layer")];
-  layer.replaceChildren(...layers.map((name, place) => new Option(name, place)));
-  moment.max = moments.length - 1;
-  const choose = () => {
-    [moment.value, layer.value] = worst;
-    draw("microbatches");
-  };
-  for (const input of [moment, layer]) input.addEventListener("input", () => draw("microbatches"));
-  find("worst").addEventListener("click", choose);
-  [moment.value, layer.value] = worst;
-}
-
 // -- drawing ------------------------------------------------------------------------------------
 
 const parsed = {}; // by figure
@@ -241,14 +209,6 @@ function draw(name) {
 function drawable(name) {
   const plot = find(`plot-${name}`);
   return plot && plot.offsetParent !== null && (parsed[name] || find(`numbers-${name}`));
-}
-
-// Remove the sections of plots that a report has no numbers for.
-function removeEmptySections() {
-  for (const name of Object.keys(figures).filter((name) => !find(`numbers-${name}`))) {
-    find(`plot-${name}`).closest("section").remove();
-    delete figures[name];
-  }
 }
 
 function drawAll() {

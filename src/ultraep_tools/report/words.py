@@ -1,9 +1,6 @@
-"""Sizes, counts and tables as text."""
+"""Sizes and counts as text."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from html import escape
 
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -28,12 +25,3 @@ def counted(number: int, noun: str) -> str:
     """
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str) -> str:
-    """Return an HTML table; the first column names the rows."""
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    cells = [[f"<td>{escape(cell)}</td>" for cell in row[1:]] for row in rows]
-    lines = zip((escape(row[0]) for row in rows), map("".join, cells), strict=True)
-    body = "\n".join(f"<tr><th>{first}</th>{rest}</tr>" for first, rest in lines)
-    return f'<table id="{name}"><thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table>'
