@@ -1,16 +1,17 @@
 """A MoE layer over several fast-link domains: the hybrid plane beside messages.
 
     python benchmarks/bench_domains.py                     # 2 x 2 CPU processes
-    python benchmarks/bench_domains.py --mbit 500,2000     # on two simulated hosts (needs root)
+    python benchmarks/bench_domains.py --mbit 1000,10000   # on two simulated hosts (needs root)
     python benchmarks/bench_domains.py --cuda              # 2 x 4 processes on one GPU (CUDA MPS)
     python benchmarks/bench_domains.py --cuda --toy        # the same in Triton's interpreter
     python benchmarks/bench_domains.py --toy               # tiny, for CI
 
 In every domain one rank is hot. Outputs and gradients of all variants are compared with the
-unbalanced layer over messages before the timing. `crossing` counts the bytes that a step sends
-between domains: rows of tokens, and of their gradients, with gates and slots. Variants alternate;
-times are medians over rounds of the slowest rank. A load that takes longer than `Size.limit`
-seconds ends the run.
+unbalanced layer over messages before the timing. Ranks at the same place of all domains share a
+core of the simulated hosts, so balancing inside a domain takes work off a core. `crossing` counts
+the bytes that a step sends between domains: rows of tokens, and of their gradients, with gates and
+slots. Variants alternate; times are medians over rounds of the slowest rank. A load that takes
+longer than `Size.limit` seconds ends the run.
 
 On one GPU, messages travel through the memory of the host.
 
@@ -103,6 +104,9 @@ GPU = Size(
 )
 # Little work per row, so that a network of 20 to 200 Mbit/s is what limits a step.
 HOSTS = replace(CPU, ffn=32, tokens=256, ratios=(1.0, 1.5), rounds=5, steps=1)
+# Much work per row: at 1 Gbit/s and more, the ranks compute longer than the network takes.
+FAST_HOSTS = replace(CPU, ffn=1024, tokens=512, rounds=5, steps=1)
+FAST = 1000  # Mbit/s
 TOY = replace(CPU, hidden=32, ffn=16, experts=8, top_k=4, tokens=32, ratios=(1.5,), rounds=1)
 
 
@@ -196,6 +200,7 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
                 "ratio": ratio,
                 "seconds": {name: median(times) for name, times in seconds_of.items()},
                 "crossing": crossing,
+                "routes": {n: p.digest() for n, p in hosts.items()},
                 "imbalance": {n: (p.initial_imbalance, p.imbalance) for n, p in hosts.items()},
             }
         )
@@ -217,7 +222,7 @@ def lines_of(case: dict[str, Any], network: str) -> list[Line]:
             AFTER: after,
         }
         about = {"network": network, "imbalance inside": case["ratio"], "variant": name}
-        lines.append(Line(about, values))
+        lines.append(Line(about, values, case["routes"][name]))
     return lines
 
 
@@ -252,6 +257,8 @@ def on_simulated_host(rank: int, folder: str, address: str) -> None:
     """The work of one process that `on_hosts` started."""
     size: Size = torch.load(f"{folder}/size", weights_only=False)
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))  # ranks at the same place of all domains share a core
+    os.sched_setaffinity(0, {cores[rank % size.domain % len(cores)]})
     dist.init_process_group(
         "gloo", init_method=f"tcp://{address}:29577", rank=rank, world_size=size.ranks
     )
@@ -277,7 +284,8 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"--mbit: hosts cannot be simulated here: {obstacle}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # removes simulated hosts
     cuda = options.cuda and on_gpu(toy=options.toy)
-    size = GPU if cuda else HOSTS if options.mbit else CPU
+    hosts = FAST_HOSTS if min(options.mbit, default=0) >= FAST else HOSTS
+    size = GPU if cuda else hosts if options.mbit else CPU
     if options.toy:
         size = replace(TOY, kernels=options.cuda)
     if options.quick:

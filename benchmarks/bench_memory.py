@@ -67,7 +67,7 @@ class Case:
     what: str = TRAINING
 
 
-def measure(case: Case, rank: int, device: torch.device) -> dict[str, float]:
+def measure(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
     """Bytes of the rank with most."""
     shape = case.shape
     balancer = ultraep.Balancer(
@@ -89,6 +89,7 @@ def measure(case: Case, rank: int, device: torch.device) -> dict[str, float]:
     item = variants.dtype.itemsize
     rows, replicas = received(plan)
     return {
+        "routes": plan.digest(),
         "peak": peak,
         "shared": shared,
         "step": step,
@@ -135,7 +136,7 @@ def saved_bytes(variants: Variants, name: str) -> int:
     return sum(saved.values())
 
 
-def on_rank(rank: int, cases: Sequence[Case], cuda: bool) -> Iterator[dict[str, float]]:
+def on_rank(rank: int, cases: Sequence[Case], cuda: bool) -> Iterator[dict[str, Any]]:
     """Measure all cases in one process."""
     device = device_of_rank(cuda=cuda)
     for case in cases:
@@ -148,7 +149,7 @@ def on_rank(rank: int, cases: Sequence[Case], cuda: bool) -> Iterator[dict[str, 
         yield facts
 
 
-def lines_of(measured: dict[Case, dict[str, float]], many: int) -> list[Line]:
+def lines_of(measured: dict[Case, dict[str, Any]], many: int) -> list[Line]:
     """Lines of one imbalance: all policies, numbers of layers and passes."""
     peaks = {case: facts["peak"] for case, facts in measured.items()}
     for last in [case for case in measured if case.layers == many]:
@@ -159,7 +160,7 @@ def lines_of(measured: dict[Case, dict[str, float]], many: int) -> list[Line]:
     return [line_of(case, peaks, measured) for case in peaks]
 
 
-def line_of(case: Case, peaks: dict[Case, float], measured: dict[Case, dict[str, float]]) -> Line:
+def line_of(case: Case, peaks: dict[Case, float], measured: dict[Case, dict[str, Any]]) -> Line:
     facts, none = measured.get(case), peaks.get(replace(case, policy="none"))
     share = next(iter(measured.values()))["share"]
     values: dict[Metric, float | None] = {
@@ -173,7 +174,7 @@ def line_of(case: Case, peaks: dict[Case, float], measured: dict[Case, dict[str,
         values |= {metric: facts[name] / 1e6 for metric, name in names.items()}
     about: dict[str, Any] = {"pass": case.what, "imbalance": case.imbalance}
     about |= {"policy": case.policy, "layers": case.layers}
-    return Line(about, values)
+    return Line(about, values, "" if facts is None else facts["routes"])
 
 
 def main(argv: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ LONG_STEP = 0.05  # seconds: longer steps are timed one by one
 LIMIT = 150.0  # seconds of one case; the first one compiles kernels
 NONE_CONFIG = BalanceConfig(policy="none")
 Step = Callable[[], torch.Tensor]
-Facts = dict[str, dict[str, float]]  # per variant
+Facts = dict[str, dict[str, Any]]  # per variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class Ranks:
         wanted = steps[NONE]().clone()
         for name in names:
             check_close(f"outputs of {name} after the timing", steps[name](), wanted)
-        facts = {
+        facts: Facts = {
             name: {
                 "step": median(times),
                 "gain": median_ratio(seconds_of[NONE], times),
@@ -173,6 +173,7 @@ class Ranks:
                 "before": plan.initial_imbalance,
                 "after": plan.imbalance,
                 "copies": float(plan.num_replicas),
+                "routes": plan.digest(),
             }
         return facts
 
@@ -223,12 +224,12 @@ def lines_of(case: Case, facts: Facts) -> list[Line]:
     if case.quantised is not None:
         about["experts"] = case.quantised
     return [
-        Line(about | {"variant": name}, values_of(case.shape, variant))
+        Line(about | {"variant": name}, values_of(case.shape, variant), variant.get("routes", ""))
         for name, variant in facts.items()
     ]
 
 
-def values_of(shape: Shape, variant: Mapping[str, float]) -> dict[Metric, float | None]:
+def values_of(shape: Shape, variant: Mapping[str, Any]) -> dict[Metric, float | None]:
     ms = 1e3 * variant["step"]
     return {
         **step_values(shape, ms, variant["gain"] * ms),

@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from measured import MeasuredNumber as Row
-from measured import as_json, cpu_device, versions
+from measured import as_json, cpu_device, hash_of_inputs, versions
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -62,6 +62,7 @@ class Line:
 
     case: Case
     values: Values
+    routes: str = ""  # digest of the plan
 
 
 class Samples:
@@ -107,6 +108,7 @@ class Report:
         self.device = device or cpu_device()
         self.versions = versions()
         self.command = command(argv)
+        self.script = argv[0]
         self.date = datetime.now(UTC).date().isoformat()
         self.console = Console(width=WIDTH, highlight=False)
 
@@ -125,7 +127,7 @@ class Report:
         for line in lines:
             for metric, value in line.values.items():
                 if value is not None:
-                    self.rows.append(self._row(line.case, metric, value))
+                    self.rows.append(self._row(line, metric, value))
         names = list(dict.fromkeys(name for line in lines for name in line.case))
         same = [name for name in names if len({line.case.get(name) for line in lines}) == 1]
         heading = [title, *(f"{name} {lines[0].case[name]}" for name in same)]
@@ -141,11 +143,12 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, as_json(self.rows))
 
-    def _row(self, case: Case, metric: Metric, value: float) -> Row:
+    def _row(self, line: Line, metric: Metric, value: float) -> Row:
         name = f"{self.benchmark}/{self.section}" if self.section else self.benchmark
         rounded = float(f"{value:.7g}")
         run = (self.device, self.versions, self.command, self.date)
-        return Row(name, dict(case), metric.name, rounded, metric.unit, *run)
+        hashes = hash_of_inputs(line.case, self.script), line.routes
+        return Row(name, dict(line.case), metric.name, rounded, metric.unit, *run, *hashes)
 
 
 def _table(lines: Sequence[Line], shown: Sequence[str]) -> Table:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
-from ultraep import __version__
+from ultraep import __version__, workload
 from ultraep_tools.machine import usable_cores, version_of
 from ultraep_tools.report.words import counted
 
+HERE, WORKLOAD = Path(__file__).parent, Path(workload.__file__).parent
 PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
 IF_INSTALLED = ("megatron_core", "transformer_engine", "deep_ep")
 
@@ -29,6 +32,20 @@ class MeasuredNumber:
     versions: Mapping[str, str]
     command: str
     date: str
+    inputs: str  # hash of the case and of the code that draws its seeded inputs
+    routes: str  # digest of the plan: loads, replicas and the split of rows; empty: none
+
+
+def hash_of_inputs(case: Mapping[str, str | int | float], script: str) -> str:
+    """Return a hash of a case and of the code that draws its inputs; all inputs are seeded."""
+    code = json.dumps(case).encode() + _code_of_inputs(Path(script).name)
+    return hashlib.blake2b(code, digest_size=8).hexdigest()
+
+
+@cache
+def _code_of_inputs(script: str) -> bytes:
+    paths = (HERE / script, HERE / "load_cases.py", *sorted(WORKLOAD.glob("*.py")))
+    return b"".join(path.read_bytes() for path in paths if path.is_file())
 
 
 def as_json(rows: Iterable[MeasuredNumber]) -> str:

@@ -29,7 +29,7 @@ FRAMEWORKS, REST = "Frameworks", "Project"
 CONTENTS = {
     "Start": [
         *("docs/README", "docs/demo", "docs/tutorial", "docs/commands"),
-        *("docs/results", "docs/comparison", "docs/support-matrix"),
+        *("docs/results", "docs/benchmarks", "docs/comparison", "docs/support-matrix"),
     ],
     FRAMEWORKS: [],  # all pages of docs/integrations
     "Use it": [
