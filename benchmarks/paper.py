@@ -21,17 +21,15 @@ import bench_sim
 import numpy as np
 from harness import ROOT
 from measured import versions
-from published import CLUSTER, CONTENDERS, Setting, scenario_of, settings, share_of_ideal
+from published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 
 from ultraep.files.writing import whole_file, write_text
-from ultraep.topology import Topology
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.run import Result, simulate
 from ultraep_tools.sim.runtime import Contender
 from ultraep_tools.sim.scenario import Scenario
 from ultraep_tools.sim.training import Training
-from ultraep_tools.sim.workload import fit_skew
 
 NAMES = {"quota": "published UltraEP (`quota`)", "ultraep": "**`ultraep`, one slot**"}
 WITHIN = 5.0  # points
@@ -311,30 +309,18 @@ def study(page: Page, effort: Effort, title: str, text: str, cases: Sequence[Cas
 
 
 def studies(page: Page, effort: Effort) -> None:
-    """What changes with ranks, tolerance, tokens and domains."""
+    """What changes with tokens and domains."""
     page.text(
-        "## Scaling and sensitivity",
+        "## Sensitivity",
         "",
-        "`ultraep` with one slot and tolerance 0.01, beside `none` and `ideal`. Except for the first "
-        "table: Qwen3-235B training, EP64, GB200 NVL72, 8,192 tokens per rank, imbalance 2.86.",
+        "`ultraep` with one slot and tolerance 0.01, beside `none` and `ideal`: Qwen3-235B training, "
+        "EP64, GB200 NVL72, 8,192 tokens per rank, imbalance 2.86.",
     )
     ours = Contender("ultraep")
     setting = next(setting for setting in settings() if setting.name == "qwen-train")
     base = scenario_of(replace(setting, groups=1), steps=effort.steps)
     job = base.job
     assert isinstance(job, Training)
-    text = (
-        "DeepSeek-V3 with its experts cut into quarters (1,024 experts, top-32), on a GB200-like "
-        "cluster whose fast link joins all ranks. The router has the same skew everywhere. With more "
-        "ranks, each rank has fewer experts, so the imbalance grows."
-    )
-    widest = wide(effort)
-    sizes = (32, 64, 128, 256, 512, 1024)
-    ranks = [(f"EP{size}", replace(widest, ranks=size), ours) for size in sizes]
-    study(page, effort, "Ranks of a group", text, ranks)
-    slack = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
-    tolerances = [(f"{value:g}", replace(base, tolerance=value), ours) for value in slack]
-    study(page, effort, "Tolerance", "Exact balance needs the most replicas.", tolerances)
     text = "Replicas cost the same with few tokens. With 256 tokens they cost more than they save."
     tokens = [
         (f"{count}", replace(base, job=replace(job, tokens=count, sequence=count)), ours)
@@ -349,17 +335,6 @@ def studies(page: Page, effort: Effort) -> None:
     racks = [(f"GB200, domains of {n}", replace(base, domain=n), ours) for n in (8, 16, 32, 64)]
     cases = [("H200, domains of 8", h200, ours), *racks]
     study(page, effort, "Domains smaller than the group", text, cases)
-
-
-def wide(effort: Effort) -> Scenario:
-    """A model with 1,024 experts on as many ranks."""
-    whole = load_model("deepseek-v3-671b")
-    model = replace(whole, name="deepseek-v3-quarters", experts=1024, top_k=32, expert_width=512)
-    layers = range(model.dense_layers, effort.layers or model.layers)
-    skew = fit_skew(2.0, Topology(ranks=64, experts=1024), 32, layers, noise=0.25)
-    cluster = replace(load_cluster(CLUSTER), domain=1024, title="GB200-like, one fast link for all")
-    job = Training(tokens=4096, sequence=4096, pipeline=4, microbatches=4, steps=effort.steps)
-    return Scenario(cluster=cluster, model=model, workload=skew, job=job, ranks=1024)
 
 
 def write(folder: Path, effort: Effort) -> None:
