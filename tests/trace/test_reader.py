@@ -94,15 +94,11 @@ def test_a_bad_trace_is_one_clear_line(run, spoil, message):
 
 
 def test_a_trace_of_version_1_is_read(run, tmp_path):
-    """Version 1 had no `waited`."""
+    """Version 1 had no `rates` and `speeds`."""
     edit_header(run, version=1)
-    for piece in run.glob("rank-*/*.npz"):
-        with np.load(piece) as stored:
-            assert not any("waited" in name for name in stored)  # optional, not recorded here
     trace = read_trace(run)
     assert trace.header.version == 1
-    assert trace.waited.shape == trace.seconds.shape
-    assert not trace.waited.any()
+    assert not trace.rates.any()
     trace.save(tmp_path / "small.npz")
     assert read_trace(tmp_path / "small.npz").header.version == VERSION
 

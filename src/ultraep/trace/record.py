@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -31,7 +31,6 @@ from ultraep.trace.schema import (
     HEADER_FILE,
     KEY,
     PLAN_FIELDS,
-    STAGES,
     Array,
     Arrays,
     Field,
@@ -59,7 +58,7 @@ class Recorder:
     folder: of the trace, the same on all ranks. It must not hold a trace yet.
     topology, config: of the run; the plans of all records must have been made for them.
     rank: of the records. Rank 0 also writes loads and plans, which all ranks share.
-    stages: names of the stages in `seconds`.   note: free text for the header.
+    note: free text for the header.
     memory: bytes that may wait to be written; records beyond the limit are dropped and counted.
     """
 
@@ -70,7 +69,6 @@ class Recorder:
         config: BalanceConfig = DEFAULT_CONFIG,
         *,
         rank: int = 0,
-        stages: Sequence[str] = STAGES,
         note: str = "",
         memory: int = MEMORY,
     ) -> None:
@@ -79,7 +77,7 @@ class Recorder:
         if memory < 1:
             raise ConfigError(f"memory must be at least 1 byte, got {memory}")
         self.folder, self.rank = Path(folder), rank
-        self.header = Header.of(topology, config, stages=tuple(stages), note=note)
+        self.header = Header.of(topology, config, note=note)
         self._config = config
         self._slots = self.header.sizes(rank)["L"]
         self._plan_values = attrgetter(*(field.plan for field in PLAN_FIELDS))
@@ -97,7 +95,6 @@ class Recorder:
         microbatch: int = 0,
         bytes_moved: int = 0,
         seconds: Mapping[str, float] | None = None,
-        waited: Mapping[str, float] | None = None,
         began: float | None = None,
     ) -> bool:
         """Record one microbatch of one layer. Returns at once; False if it was dropped.
@@ -107,13 +104,12 @@ class Recorder:
         slot_rows: rows that arrived in each slot of this rank, home slots first.
         bytes_moved: bytes of weights and gradients of replicas that this rank sent.
         seconds: by stage, on this rank.
-        waited: the part of the seconds, at the end of a stage, spent waiting for other ranks.
         began: start in seconds since 1970; by default, now minus the seconds.
         """
         key = _key(step, layer, microbatch)
         self._check_plan(plan)
         rows = self._rows(slot_rows)
-        values = self._values("began", began, bytes_moved, seconds, waited) | {"slot_rows": rows}
+        values = self._values("began", began, bytes_moved, seconds) | {"slot_rows": rows}
         shared, nbytes = (), OVERHEAD + rows.nbytes
         if self.rank == 0:
             shared = self._plan_values(plan)
@@ -128,11 +124,10 @@ class Recorder:
         microbatch: int = 0,
         bytes_moved: int = 0,
         seconds: Mapping[str, float] | None = None,
-        waited: Mapping[str, float] | None = None,
         began: float | None = None,
     ) -> bool:
         """Add bytes and seconds of the backward pass to an earlier record."""
-        values = self._values("back_began", began, bytes_moved, seconds, waited)
+        values = self._values("back_began", began, bytes_moved, seconds)
         return self._writer.put(Entry(_key(step, layer, microbatch), values, None, OVERHEAD))
 
     @property
@@ -182,12 +177,10 @@ class Recorder:
         began: float | None,
         bytes_moved: int,
         seconds: Mapping[str, float] | None,
-        waited: Mapping[str, float] | None,
     ) -> dict[str, Any]:
         by_stage = self._by_stage(seconds or {})
         began = time.time() - sum(by_stage) if began is None else began
-        values = {began_name: began, "bytes_moved": int(bytes_moved), "seconds": by_stage}
-        return values if waited is None else values | {"waited": self._by_stage(waited)}
+        return {began_name: began, "bytes_moved": int(bytes_moved), "seconds": by_stage}
 
     def _by_stage(self, seconds: Mapping[str, float]) -> list[float]:
         stages = self.header.stages

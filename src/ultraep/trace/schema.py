@@ -38,8 +38,6 @@ FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "exper
 BACKWARD = ("recompute", "combine back", "weights again", "experts back", "reduce", "dispatch back")
 STAGES = FORWARD + BACKWARD
 COST = ("plan", "verify", "replicate", "weights again", "reduce")  # that balancing adds
-ATTENTION, ATTENTION_BACK = "attention", "attention back"
-SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # stages of the simulator
 
 MOST_STAGES, MOST_RANKS = 256, 4096
 Array = NDArray[Any]
@@ -100,15 +98,13 @@ FIELDS: tuple[Field, ...] = (
     # start of the backward pass; NaN without one
     Field("back_began", "float64", "M", "ranks", default=np.nan, late="more_began", fold=np.fmin),
     Field("seconds", "float32", "NG", "ranks", default=0, late="more_seconds"),
-    # the part of the seconds, at the end of a stage, in which the rank waited for other ranks
-    Field("waited", "float32", "NG", "ranks", default=0, late="more_waited", since=2),
     Field("more", "int64", "M3", "pieces"),  # step, layer, microbatch of each addition
     Field("dropped", "int64", "1", "sum"),  # records and additions lost so far
     Field("left_out", "int64", "1", "counted"),  # records that some ranks lack
 )
 
 
-IGNORED = ("summary", "more_lines", "stage_sums")  # arrays of pieces of versions 4 and 5
+IGNORED = ("waited", "more_waited", "summary", "more_lines", "stage_sums")  # of earlier versions
 VERSION = max(entry.since for entry in FIELDS)
 KEY = tuple(entry.name for entry in FIELDS if entry.join == "key")
 PLAN_FIELDS = tuple(entry for entry in FIELDS if entry.plan)  # that rank 0 takes from a plan
@@ -117,7 +113,7 @@ ENDS = "copy_ends"
 
 def of_backward(stages: tuple[str, ...]) -> NDArray[np.bool_]:
     """[G] whether each stage belongs to the backward pass."""
-    return np.isin(stages, (*BACKWARD, ATTENTION_BACK))
+    return np.isin(stages, BACKWARD)
 
 
 def fields_in_pieces(rank: int) -> Mapping[str, Field]:
@@ -172,7 +168,7 @@ class Header:
 
     @classmethod
     def of(cls, topology: Topology, config: BalanceConfig, **options: Any) -> Header:
-        """Return the header of a run. options: stages, note."""
+        """Return the header of a run. options: note."""
         settings = {name: getattr(topology, name) for name in TOPOLOGY}
         settings |= {name: getattr(config, name) for name in CONFIG}
         return cls(**settings, **options)
@@ -264,7 +260,7 @@ def checked_arrays(
     A missing array of a later version becomes its default; without a default it stays missing.
     """
     needed = {name for name, entry in wanted.items() if entry.since == 1}
-    wrong = needed - arrays.keys() | arrays.keys() - wanted.keys()
+    wrong = needed - arrays.keys() | arrays.keys() - wanted.keys() - set(IGNORED)
     if wrong:
         raise FileError(f"{where}: arrays missing or unknown: {', '.join(sorted(wrong))}")
     known = dict(sizes)

@@ -103,28 +103,20 @@ const STAGES = {
   loads: ["other", ""], reroute: ["other", "/"], attention: ["other", "-"], "attention back": ["other", "-"],
 };
 
-// Forward or backward of one microbatch: a row per rank; waiting is drawn thin.
-function stagesFigure({ stages, begin, seconds, waited }) {
+// Forward or backward of one microbatch: a row per rank.
+function stagesFigure({ stages, begin, seconds }) {
   const ranks = begin.map((_, rank) => rank);
   const traces = stages.flatMap((name, place) => {
-    const wait = ranks.map((rank) => waited[rank][place] || 0);
-    const busy = ranks.map((rank) => 1e3 * ((seconds[rank][place] || 0) - wait[rank]));
-    if (!busy.some((value) => value > 0) && !wait.some((value) => value > 0)) return [];
+    const busy = ranks.map((rank) => 1e3 * (seconds[rank][place] || 0));
+    if (!busy.some((value) => value > 0)) return [];
     const base = ranks.map((rank) => (begin[rank][place] === null ? null : 1e3 * begin[rank][place]));
     const [work, shape] = STAGES[name] || ["other", "+"], color = WORK[work];
     const pattern = { shape, size: 6, fgcolor: css("back"), fillmode: "overlay" };
-    const bar = (x, from, more) => ({
-      type: "bar", orientation: "h", y: ranks, x, base: from, name, legendgroup: name,
-      hovertemplate: `rank %{y}: ${name} %{x:.3f} ms<extra></extra>`, ...more,
-    });
-    const drawn = [bar(busy, base, { marker: { color, pattern, line: { width: 0 } }, width: 0.8 })];
-    if (wait.some((value) => value > 0)) {
-      drawn.push(bar(wait.map((value) => 1e3 * value), base.map((from, rank) => from + busy[rank]), {
-        marker: { color, opacity: 0.5 }, width: 0.25, showlegend: false,
-        hovertemplate: `rank %{y}: waits in ${name}, %{x:.3f} ms<extra></extra>`,
-      }));
-    }
-    return drawn;
+    return [{
+      type: "bar", orientation: "h", y: ranks, x: busy, base, name, legendgroup: name,
+      hovertemplate: `rank %{y}: ${name} %{x:.3f} ms<extra></extra>`,
+      marker: { color, pattern, line: { width: 0 } }, width: 0.8,
+    }];
   });
   return [traces, {
     barmode: "overlay", hovermode: "closest",

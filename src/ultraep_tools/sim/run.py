@@ -12,7 +12,7 @@ import numpy as np
 
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.trace.schema import SIMULATED
+from ultraep.trace.schema import STAGES
 from ultraep_tools.sim.layer import LayerClock, LayerTimes
 from ultraep_tools.sim.planning import plan_layer
 from ultraep_tools.sim.runtime import IDEAL, NONE, Contender, runtime_of
@@ -132,7 +132,7 @@ def _result(scenario: Scenario, contender: Contender, layers: Sequence[LayerTime
         seconds=float(seconds_S.mean()),
         stages={
             name: float(sum(seconds[name].mean() for seconds in by_layer))
-            for name in SIMULATED
+            for name in ("attention", *STAGES, "attention back")
             if name in by_layer[0]
         },
         memory=scenario.memory(held_slots, float(busiest_S.max())),

@@ -217,9 +217,9 @@ def stages_of(trace: Trace) -> dict[str, Numbers | None]:
 
 
 def _stages(trace: Trace, name: str, began: FloatArray, own_G: NDArray[np.bool_]) -> Numbers | None:
-    """Return start, duration and waiting time of the stages of all ranks."""
-    times = (trace.seconds[0][:, own_G], trace.waited[0][:, own_G])
-    seconds, waited = (np.where(np.isfinite(each), each, 0).astype(float) for each in times)
+    """Return start and duration of the stages of all ranks."""
+    recorded = trace.seconds[0][:, own_G]
+    seconds = np.where(np.isfinite(recorded), recorded, 0).astype(float)
     if np.isnan(began).all() or not seconds.any():
         return None
     with np.errstate(invalid="ignore"):  # a file may hold any number
@@ -229,5 +229,4 @@ def _stages(trace: Trace, name: str, began: FloatArray, own_G: NDArray[np.bool_]
         "stages": [stage for stage, own in zip(trace.header.stages, own_G, strict=True) if own],
         "begin": [plain(row, PLACES) for row in begin],
         "seconds": [plain(row, PLACES) for row in seconds],
-        "waited": [plain(row, PLACES) for row in waited],
     }

@@ -15,7 +15,7 @@ async function loadRecord() {
   draw("ranks");
   const passes = Object.values(data.stages).filter(Boolean);
   find("stage-words").textContent = passes.length
-    ? "Colours show what a stage does: experts, messages, balancing, other. Thin bars are waiting time."
+    ? "Colours show what a stage does: experts, messages, balancing, other."
     : "The trace has no stage times.";
   find("passes").replaceChildren();
   passes.forEach(showPass);
