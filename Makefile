@@ -107,7 +107,7 @@ test-triton: $(READY)
 # Random tests; the others of their files run as well.
 FUZZ := $(addprefix tests/,test_damaged_files.py test_wrong_values.py \
 	$(addprefix runtime/test_,capacity.py life_cycles.py random_layers.py) \
-	$(addprefix story/test_,dispatch.py plan.py replicate.py reroute.py speeds.py) \
+	$(addprefix story/test_,plan.py replicate.py reroute.py speeds.py) \
 	backends/test_parity.py policies/test_peers.py)
 fuzz: LIMITS =
 fuzz: $(READY)

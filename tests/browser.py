@@ -93,7 +93,6 @@ class Browser:
         self.close()
 
     def _tell(self, method, **parameters):
-        """Send a message, and return its number."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -139,7 +138,6 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def run(self, script):
-        """The value of an expression in the page."""
         found = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )

@@ -194,7 +194,6 @@ def skewed_ids(rank, experts=8, tokens=40, seed=0):
 
 
 def assert_same_plan(plan, wanted):
-    """All arrays and the digest are equal."""
     for name in ("replicas", "quotas", "split", "rank_loads"):
         np.testing.assert_array_equal(getattr(plan, name), getattr(wanted, name), err_msg=name)
     assert plan.digest() == wanted.digest()

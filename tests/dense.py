@@ -219,7 +219,6 @@ class Example:
         return state
 
     def layer(self, balancer: Balancer, **options: Any) -> BalancedMoE:
-        """Return the layer of one rank with the weights of this example."""
         layer = BalancedMoE.swiglu(
             self.hidden,
             self.ffn,
@@ -308,7 +307,6 @@ def on_every_rank(
 
 
 def on_ranks(example: Example, **options: Any) -> list[Result]:
-    """Run forward and backward on every rank; options of `on_every_rank`."""
 
     def work(layer: BalancedMoE, x: torch.Tensor, gradient: torch.Tensor) -> Result:
         y = layer(x)

@@ -77,7 +77,6 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def text_files(tmp_path_factory):
-    """A file for each of the texts."""
     folder = tmp_path_factory.mktemp("texts")
     for name, text in TEXTS.items():
         (folder / f"{name}.txt").write_text(text)

@@ -33,7 +33,6 @@ class Permuting:
         return rows, gates, counts, (there, sort, order, experts_TK.shape)
 
     def combine(self, outputs, state):
-        """Sum the outputs of each token."""
         there, sort, order, (tokens, choices) = state
         back = Moved.apply(outputs[sort.argsort()], there.reversed())
         sums = torch.zeros(tokens, outputs.shape[1], dtype=outputs.dtype)

@@ -182,7 +182,6 @@ JOBS = {
 
 
 def work(name: str, folder: Path, kills: list[Kill]) -> None:
-    """Run one rank of a job."""
     import torch
 
     torch.set_num_threads(1)

@@ -57,7 +57,6 @@ def spans(page):
 
 @cache
 def words():
-    """Every word of the sources and of their data."""
     data = [path for kind in ("*.toml", "*.json") for path in (ROOT / "src").rglob(kind)]
     data += [*SOURCES, *ROOT.glob("examples/*.toml")]
     return set(re.findall(r"\w+", "\n".join(path.read_text() for path in data)))

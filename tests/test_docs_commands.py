@@ -88,7 +88,6 @@ def failures(check, chosen):
 
 
 def code_of(page, first_line):
-    """Return the code block of a page that begins with this line."""
     text = (ROOT / "docs" / page).read_text()
     return text[text.index(first_line) :].partition("```")[0]
 

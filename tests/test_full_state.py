@@ -33,7 +33,6 @@ class Model(nn.Module):
 
 
 def trained(comm):
-    """Return a model after one step, and its optimizer."""
     model = Model(comm, seed=3)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -43,7 +42,6 @@ def trained(comm):
 
 
 def states(model, optimizer, *, keep=True):
-    """Return one dictionary of all tensors of model and optimizer, and the optimizer state."""
     optimizer_state = full_optimizer_state(model, optimizer, keep=keep)
     flat = {f"{n}/{k}": t for n, state in optimizer_state.items() for k, t in state.items()}
     return full_state_dict(model, keep=keep) | flat, optimizer_state

@@ -18,8 +18,6 @@ HIDDEN, EXPERTS, TOP_K = 8, 6, 2
 
 
 class Model(nn.Module):
-    """Two balanced layers."""
-
     def __init__(self, balancer, **options):
         super().__init__()
         self.layers = nn.ModuleList(

@@ -104,7 +104,6 @@ class Program:
 
 
 def run(script: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python script, like `subprocess.run`."""
     return Program(as_program, str(script), options).finish()
 
 

@@ -159,7 +159,6 @@ def launch_all(
     row: int = 0,
     rows: int = 4096,
 ) -> None:
-    """Launch the control plane of one rank."""
     import torch
 
     from ultraep import BalanceConfig, Topology
@@ -190,7 +189,6 @@ def launch_all(
 def launch_products(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, machine: Any, rows: int = 4096
 ) -> None:
-    """Launch the experts of all slots, forward and backward."""
     from contextlib import nullcontext
     from dataclasses import replace
 
@@ -319,7 +317,6 @@ class RankZero:
 
 
 def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) -> None:
-    """Launch barriers, and the transfer of weights and gradients."""
     import torch
 
     from ultraep import Topology

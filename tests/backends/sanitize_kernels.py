@@ -30,7 +30,6 @@ DEVICE = default_device()
 
 
 def control() -> None:
-    """Count, plan and route with several settings."""
     rng = np.random.default_rng(0)
     by_time = BalanceConfig(rates=Rates(row=1000, copy=20_000, each=1000))
     settings = product(({}, {"slots": 2, "domain": 4}, {"slots": 0}), (None, by_time))
@@ -46,7 +45,6 @@ def control() -> None:
 
 
 def layer(dtype: torch.dtype, quantised: str | None = None) -> Callable[[], None]:
-    """A layer of one rank, forward and backward, on both planes."""
 
     def passes() -> None:
         for plane in ("mapped", "messages"):

@@ -103,7 +103,6 @@ class Case:
         return Stacks(homes, padded(replicas))
 
     def each(self, *stacks):
-        """Yield the rows of every slot, and its tensor in each of the stacks."""
         parts = [slice(begin, end) for begin, end in pairwise(self.offsets.tolist())]
         yield from zip(parts, *(slots_of(stack) for stack in stacks), strict=True)
 

@@ -65,7 +65,6 @@ def memory_of(value: object) -> Memory | Addresses:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Memory:
-    """Uninitialised memory."""
     return Memory(torch.full(shape, EMPTY, dtype=dtype))
 
 
@@ -185,7 +184,6 @@ HELPERS = {f.__name__: f for f in (at, example, parts, empty, shape)}
 
 
 def examples() -> Iterator[doctest.DocTest]:
-    """Yield the doctests of all kernels."""
     for found in pkgutil.iter_modules(kernels.__path__):
         module = importlib.import_module(f"{kernels.__name__}.{found.name}")
         for name, value in vars(module).items():

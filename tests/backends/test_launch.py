@@ -16,8 +16,6 @@ STREAM = 77
 
 
 class Compiled:
-    """Records what it is launched with."""
-
     def __init__(self, log):
         self.log = log
 

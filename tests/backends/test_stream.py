@@ -92,7 +92,6 @@ def kernel_schedule(made, plan, rank):
 
 
 def host_schedule(plan, rank, mode, nbytes):
-    """Compute the schedule with `hops`."""
     longest = max((hop.depth + 1 for hop in hops(plan, "chain")), default=0)
     if mode == "auto":
         mode = choose(plan, chunks_for(longest, nbytes, programs=1))
@@ -138,7 +137,6 @@ def streamer_of(group, rank, topology, mode):
 
 
 def schedules(plan, mode, nbytes):
-    """Yield the schedules of the kernel and of the host, rank by rank."""
     topology, replicas = plan.topology, on_device(plan)
     group = LocalPeers(topology.ranks, device=DEVICE)
     for rank in range(topology.ranks):

@@ -57,7 +57,6 @@ def planned(loads, topology, config):
 
 
 def assert_planned(loads, topology, config=EXACT):
-    """The kernels and the host make the same plan."""
     assert_same_plan(planned(loads, topology, config), ultraep.plan(loads, topology, config))
 
 
@@ -239,7 +238,6 @@ def test_long_lines_are_counted_with_more_bits(rows, product):
 
 
 def routed(ids, plan, rank):
-    """Return the routes of one rank by a plan of the host, and the control plane."""
     own = BalanceConfig(policy="none") if rank % 2 else None
     control = control_of(plan.topology, own, rows=ids.numel(), rank=rank)
     assert control.adopt(plan).to_host() == plan

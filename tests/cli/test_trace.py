@@ -136,7 +136,6 @@ def test_export(run, tmp_path):
 
 
 def placed(tmp_path, first, second, **options):
-    """Record loads of experts for two halves of a run, and return the trace."""
     topology = ultraep.Topology(ranks=4, experts=8, slots=1, **options)
     loads = [np.tile(half, (4, 1)) for half in (first, first, second, second)]
     plans = [ultraep.plan(each, topology) for each in loads]

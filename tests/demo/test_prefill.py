@@ -26,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # a
 
 @pytest.fixture
 def model(tmp_path):
-    """The model on one rank, which is this process."""
     with process_group(RankPlace(0, 1, 0, str(tmp_path / "store"))) as group:
         balancer = ultraep.Balancer(group, experts=4, slots=1)
         config = ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 
 
 def do(job):
-    """Return the result of a job and its events."""
     events = []
     prepare(job)
     result = run(job, events.append)

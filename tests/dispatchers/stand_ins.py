@@ -88,7 +88,6 @@ def by_expert(local_UK, shuffle=None):
 
 
 def check_rows(rows, wide):
-    """Check rows that are sent."""
     require(rows.ndim == 2 and rows.is_contiguous(), "x is [num_tokens, hidden], contiguous")
     require(rows.shape[1] * rows.itemsize % 16 == 0, "rows of a multiple of 16 bytes")
     require(rows.dtype == BF16 or (wide and rows.is_floating_point()), "x is bfloat16")

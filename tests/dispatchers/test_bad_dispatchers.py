@@ -33,8 +33,6 @@ def libraries(monkeypatch):
 
 
 class Broken:
-    """A dispatcher whose rows or sums are changed on one rank."""
-
     def __init__(self, comm, change=None, change_sums=None):
         self.inner, self.rank = dispatcher_of("DeepEP")(comm), comm.rank
         self.change, self.change_sums = change, change_sums
@@ -195,7 +193,6 @@ def test_ranks_with_different_dispatchers():
 
 
 def first_step_of(example, message, error, *, make, **options):
-    """Check that the first step raises this error on all ranks."""
 
     def refused(layer, x, gradient):
         with pytest.raises(error, match=message):

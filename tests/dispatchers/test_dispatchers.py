@@ -45,7 +45,6 @@ def libraries(monkeypatch):
 
 
 def dispatcher_of(name, *, wide=True, deterministic=False):
-    """Return a function that makes the dispatcher of a rank."""
 
     def make(comm):
         if name == AUTOGRAD:

@@ -12,9 +12,8 @@ from test_dispatchers import NAMES, dispatcher_of
 
 from ultraep import Balancer
 from ultraep.backends.triton.device import interpreted
+from ultraep.dispatchers import LibraryRows, RawDispatcher
 from ultraep.runtime.connect import connect
-
-pytestmark = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 
 IDS = [torch.tensor([[0, 1], [0, -1], [1, 0], [-1, -1], [0, 5], [0, 4], [0, 1]]), torch.zeros(0, 2)]
 EXAMPLE = Example([7, 0], dtype=torch.float32, bias=True, ids=[ids.long() for ids in IDS])
@@ -69,6 +68,7 @@ def passes(layer, x, gradient):
     return {"y": ys[0].detach(), **gradients_of(layer, x)}
 
 
+@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 @pytest.mark.parametrize(
     "name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])]
 )
@@ -81,3 +81,63 @@ def test_processes(plane, name):
         assert regions.isdisjoint({"values", "served"})
         for key, tensor in others.items():
             assert_close(own[key], tensor, key, 1e-5)
+
+
+# Rows of one rank on a GPU
+
+
+CUDA = torch.device("cuda")
+
+
+class SortedRows(LibraryRows):
+    """Sorts rows by slot; counts stay on the device."""
+
+    def __init__(self, routes):
+        self.shape, slots = routes.slots.shape, routes.slots.flatten()
+        self.order = slots.argsort(stable=True)[(slots < 0).sum() :]  # without padding
+        self.counts = torch.bincount(slots[self.order], minlength=routes.slots_per_rank)
+
+    def to_slots(self, values, scalars):
+        rows = values[self.order // self.shape[1]]
+        return rows, None if scalars is None else scalars.flatten()[self.order]
+
+    def to_tokens(self, rows, scalars):
+        sums = rows.new_zeros(self.shape[0], rows.shape[1])
+        sums.index_add_(0, self.order // self.shape[1], rows)
+        if scalars is None:
+            return sums, None
+        back = scalars.new_zeros(self.shape).flatten().index_copy_(0, self.order, scalars)
+        return sums, back.view(self.shape)
+
+
+class Raw(RawDispatcher):
+    def begin(self, routes):
+        return SortedRows(routes)
+
+
+def one_pass(plane, dispatcher, example):
+    """Output and gradients of the second of two steps, and the regions for rows."""
+    options = {"data_plane": plane, "dispatcher": dispatcher}
+    balancer = Balancer._with_settings("alone", experts=example.experts, slots=1, **options)
+    layer = example.layer(balancer, device=CUDA)
+    x = example.inputs[0].to(CUDA, copy=True).requires_grad_()
+    layer(x)
+    y = layer(x)
+    y.backward(example.gradients[0].to(y))
+    balancer.check()
+    names = set()
+    if plane == "mapped":
+        names = set(balancer.plane(CUDA).memory._regions)
+    balancer.close()
+    return {"y": y.detach(), **gradients_of(layer, x)}, names & {"values", "served"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plane", ["mapped", "messages"])
+def test_equal_to_the_data_plane(plane):
+    example = Example([100], hidden=64, ffn=48, dtype=torch.float32)
+    actual, rows = one_pass(plane, Raw(), example)
+    expected, _ = one_pass(plane, None, example)
+    assert not rows
+    for name, tensor in expected.items():
+        assert_close(actual[name], tensor, name, 1e-5)

@@ -69,7 +69,6 @@ def test_one_block_at_a_time_has_weights(checkpoint):
 
 
 def rewrite(folder, change):
-    """Replace every tensor in the files by the tensors that `change` returns."""
     names = {}
     for path in folder.glob("*.safetensors"):
         tensors = {}

@@ -19,8 +19,6 @@ SETTINGS = {"tokens": 192, "window": 64, "sequence_length": 16, "ep": "4,8", "de
 
 
 class Done:
-    """A finished inspection and its outputs."""
-
     def __init__(self, out, **options):
         self.out, self.inspection = out, Inspection(InspectOptions(**(SETTINGS | options), out=out))
         prepare_outputs(out)

@@ -113,7 +113,6 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def mapped_memory(group: Any) -> Iterator[None]:
-    """Let `balance` use the mapped data plane between processes without GPUs."""
     module = import_module("ultraep.integrations.transformers.balance")
     options = {"data_plane": "mapped", "peers": SharedPeers(group)}
     with pytest.MonkeyPatch.context() as patch:

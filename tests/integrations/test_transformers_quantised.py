@@ -5,6 +5,8 @@ The library's own Python runs, with stand-ins for the kernels that it downloads 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -55,7 +57,6 @@ def load(kind: Any, folder: Any, experts: str = "grouped_mm", **options: Any) ->
 
 
 def saved(rank: int, folder: Any, family: str = "qwen3_moe", config: Any = None) -> Any:
-    """Save a tiny model, and the same model in FP8; return its class."""
     model = build(family, **SIZES)
     if rank == 0:
         model.save_pretrained(folder / "plain")
@@ -191,25 +192,33 @@ def test_fp4_experts_of_fp8_models(rank, group, experts, tmp_path):
         assert_same_bits(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.skipif(OLD, reason="enable() needs transformers 5.22")
-@on_ranks(2)
-def test_the_library_s_own_expert_parallelism_in_fp8(rank, group, tmp_path):
-    """Ranks have the same batch; FSDP2 refuses FP8 parameters, so there is tensor parallelism."""
+@contextmanager
+def natively(plain: Any) -> Iterator[Any]:
+    """Balance the library's own expert parallelism; yield the style, and a configuration of it.
+
+    Ranks have the same batch; FSDP2 refuses FP8 parameters, so there is tensor parallelism.
+    """
     from transformers.distributed import DistributedConfig
 
     from ultraep.integrations.transformers import enable
 
+    style = enable(slots=1)
+    try:
+        replicated = dict.fromkeys(plain.tp_plan, "replicate")
+        yield style, DistributedConfig(tp_size=2, tp_plan=replicated, ep_size=2)
+    finally:
+        style.disable()
+
+
+@pytest.mark.skipif(OLD, reason="enable() needs transformers 5.22")
+@on_ranks(2)
+def test_the_library_s_own_expert_parallelism_in_fp8(rank, group, tmp_path):
     with under_torchrun(rank, 2), fp8_kernels():
         kind = saved(rank, tmp_path)
         plain = load(kind, tmp_path / "fp8").train()
         (expected,) = learn(plain, [batch(0)])
-        style = enable(slots=1)
-        try:
-            replicated = dict.fromkeys(plain.tp_plan, "replicate")
-            config = DistributedConfig(tp_size=2, tp_plan=replicated, ep_size=2)
+        with natively(plain) as (style, config):
             model = load(kind, tmp_path / "fp8", distributed_config=config).train()
-        finally:
-            style.disable()
         (actual,) = learn(model, [batch(0)])
         assert torch.equal(actual, expected)
         gradients = (m.model.embed_tokens.weight.grad for m in (model, plain))
@@ -220,7 +229,6 @@ def test_the_library_s_own_expert_parallelism_in_fp8(rank, group, tmp_path):
 
 
 def saved_mxfp4(rank: int, folder: Any) -> Any:
-    """Save a tiny gpt-oss with random experts in MXFP4; return its class."""
     model = build("gpt_oss", intermediate_size=64)
     if rank == 0:
         model.config.quantization_config = {"quant_method": "mxfp4"}
@@ -278,21 +286,12 @@ def test_mxfp4_checkpoints(rank, group, tmp_path):
 @pytest.mark.skipif(not NEW, reason="transformers 5.22 has no expert parallelism for MXFP4")
 @on_ranks(2)
 def test_the_library_s_own_expert_parallelism_in_mxfp4(rank, group, tmp_path):
-    from transformers.distributed import DistributedConfig
-
-    from ultraep.integrations.transformers import enable
-
     with under_torchrun(rank, 2), quiet(), mxfp4_kernels(), torch.no_grad():
         kind = saved_mxfp4(rank, tmp_path)
         plain = load(kind, tmp_path)
         expected = outputs(plain, batch(0))
-        style = enable(slots=1)
-        try:
-            replicated = dict.fromkeys(plain.tp_plan, "replicate")
-            config = DistributedConfig(tp_size=2, tp_plan=replicated, ep_size=2)
+        with natively(plain) as (style, config):
             model = load(kind, tmp_path, distributed_config=config)
-        finally:
-            style.disable()
         assert torch.equal(outputs(model, batch(0)), expected)
         for balancer in style.balancers.values():
             assert balancer.stats()["copies"]
@@ -300,7 +299,6 @@ def test_the_library_s_own_expert_parallelism_in_mxfp4(rank, group, tmp_path):
 
 
 def fp8_model(folder: Any, experts: str = "grouped_mm", **options: Any) -> Any:
-    """Return a tiny FP8 model in this process."""
     model = build("qwen3_moe", **SIZES)
     model.save_pretrained(folder)
     with fp8_kernels():

@@ -35,8 +35,6 @@ STEPS = 6
 
 
 class Losses(TrainerCallback):
-    """Losses and norms that the Trainer logs at each step."""
-
     def __init__(self):
         self.losses, self.norms = [], []
 
@@ -53,7 +51,6 @@ def arguments(folder, batch_size, **options):
 
 
 def train(trainer_class, model, args, resume=None):
-    """Return losses and norms of all steps."""
     logged = Losses()
     trainer = trainer_class(model=model, args=args, train_dataset=samples(), callbacks=[logged])
     trainer.train(resume_from_checkpoint=resume)
@@ -69,7 +66,6 @@ def train_alone(folder):
 
 
 def train_on_ranks(rank, group, folder):
-    """Train, and resume from the checkpoint in the middle; return losses and norms."""
     with under_torchrun(rank, group.size()):
         args = arguments(folder, 4, save_strategy="steps", save_steps=STEPS // 2)
         model, again = build("mixtral"), build("mixtral")

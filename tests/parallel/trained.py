@@ -49,12 +49,10 @@ def grid(ep):
 
 
 def balanced(group, experts=EXAMPLE.experts):
-    """Return the model of one rank of an expert-parallel group."""
     return Model(EXAMPLE.layer(Balancer(group, experts=experts)))
 
 
 def wrapped(wrapper, model, dp_replicas):
-    """Wrap the model in DDP or FSDP2."""
     if wrapper == "ddp":
         return parallel.data_parallel(model)
     world = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -70,8 +68,6 @@ def wrapped(wrapper, model, dp_replicas):
 
 
 class Training:
-    """One rank of the training."""
-
     def __init__(self, wrapper, ep):
         experts, self.dp_replicas = grid(ep)
         self.bare = balanced(experts, HOMES[ep])
@@ -91,7 +87,6 @@ class Training:
         return total.item() / dist.get_world_size()
 
     def steps(self, count):
-        """Return losses and norms of `count` steps."""
         history = []
         for _ in range(count):
             loss = self.backward()

@@ -59,7 +59,6 @@ def replicas_of(result: Plan) -> Any:
 
 
 def settings_of(planner: str, parameters: Any) -> dict[str, Any]:
-    """Settings for the parameters of an original."""
     if planner == "quota":
         return {"min_tokens_per_replica": parameters["floor"]}
     if planner == "llep":

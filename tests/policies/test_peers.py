@@ -54,7 +54,6 @@ def ranks(count: int, experts: int | None = None, **sizes: Any) -> Topology:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Any, Topology, Any]:
-    """Loads, a topology, and past loads."""
     (loads_RE,), topology = draw(small_problems())
     most, rng = draw(st.sampled_from([0, 3, 1000])), np.random.default_rng(draw(st.integers(0, 99)))
     return loads_RE, topology, rng.integers(0, most, topology.experts, endpoint=True)
@@ -77,7 +76,6 @@ def test_every_policy_makes_valid_plans(policy: str, case: Any, tolerance: float
 
 
 def example(policy: str, loads: Any, topology: Topology, placed: Any, **settings: Any) -> Any:
-    """A policy, loads of experts, a topology, and the replicas (expert, host, quota)."""
     return policy, loads, topology, placed, settings
 
 

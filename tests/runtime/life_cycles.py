@@ -340,7 +340,6 @@ class Dense(Machine):
 
 
 def _recorded(layer: nn.Module, ids: torch.Tensor, tokens: torch.Tensor) -> tuple[Any, Any]:
-    """Return recorded ids and their scores."""
     own, _ = layer.route(tokens)
     ids = torch.where(ids < 0, own, ids)
     scores = (tokens @ layer.get("router.weight").T).softmax(-1)
@@ -372,8 +371,6 @@ class Holder(nn.Module):
 
 
 class OnRank(Machine):
-    """One rank of a balanced model."""
-
     def __init__(self, program: Program, balancer: Balancer) -> None:
         super().__init__(program)
         self.balancer = balancer

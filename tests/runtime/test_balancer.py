@@ -237,7 +237,6 @@ def test_stats():
 
 
 def summaries(comm):
-    """Return summaries at five times, the last stats and the last plan."""
     example, result = Example([30] * 2, experts=4), []
     balancer = Balancer(comm, experts=4, config=BalanceConfig(rates=Rates(row=1000)))
     layer, x = example.layer(balancer), example.inputs[comm.rank].clone().requires_grad_()

@@ -38,7 +38,6 @@ def complaint(act, *args):
 
 
 def named_by(act, *args):
-    """Return the message of the error, and the ranks that it names."""
     with pytest.raises(CommunicationError) as caught:
         act(*args)
     return str(caught.value), list(caught.value.ranks)

@@ -15,7 +15,6 @@ from ultraep.runtime.planes import PlaneKind
 
 
 def sizes(rank, group):
-    """Ranks of a balancer of the default group, of a named group, and of this process alone."""
     actual = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")

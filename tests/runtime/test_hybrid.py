@@ -101,8 +101,6 @@ def test_random_layers_with_mapped_memory_inside(first, count):
 
 
 class CountingCommunicator(LocalCommunicator):
-    """Counts the rows that `all_to_all` sends to other domains."""
-
     def __init__(self, comm, domain):
         self.__dict__.update(comm.__dict__)
         self.domain, self.crossed = domain, []
@@ -141,7 +139,6 @@ def test_one_host_stays_with_messages():
 
 
 def errors_of(work, ranks=4):
-    """Return the message that all ranks raise."""
 
     def caught(comm):
         with pytest.raises(UltraEPError) as error:

@@ -135,7 +135,6 @@ def test_speeds_are_limited_to_what_plans_accept():
 
 
 def slowed(monkeypatch, paces, block=4):
-    """Pretend that stage 6 of every rank takes `paces[rank]` times as long as predicted."""
     few = {"REMEMBERED": 3, "AGREEING": 2, "FEWEST": 2, "SAMPLES": 1}
     for name, value in {"BLOCK": block, "SPAN_OF_CPU": 0.0, **few}.items():
         monkeypatch.setattr(speeds_module, name, value)

@@ -102,7 +102,6 @@ def assert_as_on_host(body, example, **options):
 
 
 def plan_tensors(layer):
-    """Return the last plan of a layer as tensors."""
     plan = layer.last_plan.to_host()
     return {
         "replicas": torch.tensor(plan.replicas.copy()),
@@ -361,7 +360,6 @@ def test_every_rank_raises_the_error(what, refused):
 
 @pytest.fixture
 def alone():
-    """An example for one rank, and its layer."""
     with small_tiles():
         example = single([6], experts=4)
         balancer = Balancer("alone", experts=4, data_plane="mapped")

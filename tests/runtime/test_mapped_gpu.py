@@ -32,7 +32,6 @@ MILLISECOND = 1_700_000  # cycles, about
 
 
 def small_tiles():
-    """Small experts in many chunks and tiles."""
     return mock.patch.multiple(streamer, WORDS=256, SIGNAL_COST=256)
 
 
@@ -81,7 +80,6 @@ class Rank:
         self.streamer.fill(self.made, self.layout, self.tensors, self.rows)
 
     def replay(self):
-        """Return `fill` as the replay of a graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.fill()

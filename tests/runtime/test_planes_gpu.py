@@ -44,7 +44,6 @@ def alone(plane, example, **options):
 
 
 def custom_experts_of(layer):
-    """Return a layer with the same weights, whose experts are a function."""
     experts = ExpertsFrom(network, layer.experts.bundle, list(layer.experts.home_experts))
     return BalancedMoE(layer.router, experts, balancer=layer.balancer)
 
@@ -188,7 +187,6 @@ def test_what_a_capture_refuses():
 
 
 def both_planes(rank, group):
-    """Compare passes of both planes; return the replicas of each plan, and what "auto" chooses."""
     warnings.simplefilter("default")  # torch's symmetric memory warns
     balancer = Balancer(group, experts=EXPERTS, timeout=PATIENCE)
     chosen = balancer.plane(CUDA).name

@@ -28,7 +28,6 @@ def seeds(some):
 
 
 def drawn(seed, most_ranks):
-    """Draw an example, options of the balancer, and whether backward recomputes the layer."""
     rng = np.random.default_rng(seed)
     ranks = int(rng.integers(1, most_ranks + 1))
     experts = int(rng.integers(ranks, 9))

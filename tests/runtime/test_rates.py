@@ -136,7 +136,6 @@ EXAMPLE = Example([30] * 4)
 
 
 def steps(comm, count=2, layers=1, record=None, **options):
-    """Train layers that share a balancer; return gradients, plans, stats and `repr`."""
     balancer = Balancer._with_settings(comm, experts=8, record=record, **options)
     made = [EXAMPLE.layer(balancer) for _ in range(layers)]
     outputs = []
@@ -264,7 +263,6 @@ def test_a_trace_replays_bit_for_bit(measured, tmp_path, monkeypatch):
 
 
 def measured_here(comm, own_network):
-    """Measure a layer; check that the measurement leaves no trace, and return the rates."""
     with pytest.MonkeyPatch.context() as patch:  # processes have their own environment
         patch.delenv(VARIABLE, raising=False)
         balancer = Balancer(comm, experts=8)
@@ -295,7 +293,6 @@ def test_all_ranks_have_the_same_rates(transport, own_network, one_thread, monke
 
 
 def mapped_here(rank, group):
-    """Measure a layer on the mapped plane."""
     example = Example([6] * 2, experts=4, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(VARIABLE, raising=False)

@@ -42,10 +42,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="seed of all faults, models and sizes (default 0)")
-    add("--faults", type=int, metavar="N", help=f"number of faults (default {FAULTS})")
-    add("--minutes", type=float, help="instead of --faults: start runs for this time")
-    add("--only", type=int, nargs="+", metavar="N", help="repeat the faults with these numbers")
+    add("--seed", type=natural, default=0, help="seed of all faults, models, sizes (default 0)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--faults", type=natural, help=f"number of faults (default {FAULTS})")
+    length.add_argument("--minutes", type=float, help="start runs for this time")
+    add("--only", type=natural, nargs="+", metavar="N", help="repeat the faults of these numbers")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND",
         help=f"kinds of faults (default all: {', '.join(KINDS)})")  # fmt: skip
     add("--planes", nargs="+", choices=PLANES, metavar="PLANE",
@@ -58,29 +59,25 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def natural(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError
+    return int(text)
+
+
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse wrong values; fill in the data planes."""
+    """Refuse what cannot run here; fill in the data planes."""
     if sys.platform != "linux":
         parser.error("needs Linux: it forks ranks and reads /proc")
-    if options.faults is not None and options.minutes is not None:
-        parser.error("--faults and --minutes exclude each other")
-    for name in ("faults", "minutes"):
-        if (value := getattr(options, name)) is not None and not value > 0:
-            parser.error(f"--{name} must be positive, got {value}")
-    for value in (options.seed, *(options.only or ())):
-        if value < 0:
-            parser.error(f"seeds and numbers of faults must not be negative, got {value}")
     left_out = obstacles(options.device)
-    for plane in [plane for plane in options.planes or () if plane in left_out]:
-        parser.error(f"--planes {plane} is not possible here: {left_out[plane]}")
     for plane, reason in left_out.items():
         print(f"data plane {plane!r} is left out: {reason}")
+    repeated = {draw_fault(options.seed, number).plane for number in options.only or ()}
+    for plane in left_out.keys() & {*(options.planes or ()), *repeated}:
+        parser.error(f"the data plane {plane!r} is not possible here: {left_out[plane]}")
     options.planes = options.planes or [plane for plane in PLANES if plane not in left_out]
     if not any(set(KINDS[kind].planes) & set(options.planes) for kind in options.kinds):
         parser.error(f"no kind in --kinds is possible on the planes {', '.join(options.planes)}")
-    for number in options.only or ():
-        if (plane := draw_fault(options.seed, number).plane) in left_out:
-            parser.error(f"fault {number} needs the plane {plane!r}: {left_out[plane]}")
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json: {options.json.parent} is not a directory")
 
@@ -143,7 +140,6 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 
 def print_faults(rows: list[Row]) -> None:
-    """Print kinds of faults by outcome."""
     shown = [name for name in OUTCOMES if any(row.outcome == name for row in rows)]
     counts = Counter((row.fault.kind, row.outcome) for row in rows)
     kinds = [kind for kind in KINDS if any(row.fault.kind == kind for row in rows)]

@@ -66,7 +66,6 @@ class Injector(Watch):
         _of_thread.injector = self
 
     def attach(self, balancer: Balancer) -> None:
-        """Watch the stages of a balancer."""
         if self.fault.kind in OBSERVED:
             balancer.log.record_type = partial(_Watched, self)
         if self.fault.kind == "digest":
@@ -123,7 +122,6 @@ class Injector(Watch):
         return outputs
 
     def planning(self) -> None:
-        """Raise if the policy is to fail now."""
         self._planned += 1
         self._raise_if("planner", self._planned)
 

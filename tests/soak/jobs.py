@@ -60,7 +60,6 @@ class Sample(NamedTuple):
 
 
 def run_job(job: Job, pipe: Connection) -> None:
-    """Run a job in the process of a rank."""
     import_module("soak.rank").run_rank(job, pipe)
 
 

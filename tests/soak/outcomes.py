@@ -61,8 +61,6 @@ class RankEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """The outcome of one fault."""
-
     fault: Fault
     outcome: str
     detail: str = ""
@@ -118,7 +116,6 @@ def _unnamed(fault: Fault, end: RankEnd) -> str:
 
 
 def misexplained(fault: Fault, folder: Path) -> str:
-    """Return what is wrong with the explanation of the flight files."""
     if fault.kind not in EXPLAINED:
         return ""
     try:

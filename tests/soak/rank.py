@@ -51,7 +51,6 @@ OPTIONS = {  # of the balancers, by data plane
 
 
 def run_rank(job: Job, pipe: Connection) -> None:
-    """Run the job and report its end."""
     os.setsid()  # so that the supervisor finds the children of this process
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     torch.set_num_threads(1)  # renews the thread pool of the server, before threads race to do so
@@ -94,7 +93,6 @@ def _reported(rank: int, send: Callable[[RankEnd], None]) -> Iterator[None]:
 
 
 def _process(job: Job, fault: Fault, pipe: Connection) -> None:
-    """Train in this process, one rank of a group."""
 
     def fire() -> None:
         pipe.send(Fired(job.rank))
@@ -108,7 +106,6 @@ def _process(job: Job, fault: Fault, pipe: Connection) -> None:
 
 
 def _threads(job: Job, fault: Fault, pipe: Connection) -> None:
-    """Train with the ranks as threads of this process."""
     lock, case = threading.Lock(), case_of(fault)
     record = job.folder / "trace" if fault.kind == "full disk" else None
 

@@ -1,7 +1,7 @@
 """The supervisor of a soak test: starts runs, takes part in their faults, and collects their ends.
 
-Ranks are forked from a server process that has imported torch. One loop waits for the messages of
-all runs. The supervisor kills a rank only if it has hung, which is a failure of the run.
+Ranks are forked from a server process that has imported torch. One loop polls all runs. The
+supervisor kills a rank only if it has hung, which is a failure of the run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from soak.jobs import FLIGHT, TIMEOUT, Fired, Job, Sample, run_job, shared_files
 from soak.outcomes import STOPPED, UNNAMED, RankEnd, Row, classify, misexplained
 from soak.schedule import OF_KERNELS, PLANES, Fault
 
+POLL = 0.05  # seconds between looks at the runs
 SWEEP = 2.0  # seconds in which another group may remove the files of a dead one
 MBIT = 1000
 STEADY_RANKS = 4
@@ -86,8 +87,7 @@ class Run:
         self.ends: dict[int, RankEnd] = {}
         self.samples: dict[int, list[dict[str, float]]] = defaultdict(list)
         self.pids: list[int] = []
-        self.alive: dict[Any, Rank] = {}  # by the handle that becomes ready when a process ends
-        self.pipes: dict[Any, Rank] = {}
+        self.alive: list[Rank] = []
         folder.mkdir()
         for number in range(1 if self.in_threads else size):
             host = hosts[number * 2 // size] if hosts else None
@@ -102,55 +102,44 @@ class Run:
         ours, theirs = Pipe()
         process = warm.start(run_job, job, theirs)
         theirs.close()
-        rank = Rank(job.rank, process, ours)
         self.pids.append(process.pid)
-        self.alive[process.sentinel] = self.pipes[ours] = rank
+        self.alive.append(Rank(job.rank, process, ours))
 
     def stop(self) -> None:
         """End after the current training, or count as hung."""
-        for pipe in self.pipes:
+        for rank in self.alive:
             with suppress(BrokenPipeError):
-                pipe.send("stop")
+                rank.pipe.send("stop")
         self.deadline = time.monotonic() + 10 * time_limit(self.device)
 
-    # -- events ----------------------------------------------------------------------------------
+    def poll(self) -> None:
+        """Receive messages, notice ends of processes, and do what is due; kill what has hung."""
+        for rank in [*self.alive]:
+            ended = not rank.process.is_alive()  # read first: its last message may be in the pipe
+            with suppress(EOFError, ConnectionResetError):
+                while rank.pipe.poll():
+                    self._receive(rank, rank.pipe.recv())
+            if ended:
+                self.alive.remove(rank)
+                for number in range(self.size) if self.in_threads else [rank.number]:
+                    self.ends.setdefault(number, self._lost(number, rank.process.exitcode))
+        now = time.monotonic()
+        for when, action in [*self.later]:
+            if now >= when:
+                self.later.remove((when, action))
+                with suppress(ProcessLookupError):
+                    action()
+        if now >= self.deadline:
+            for rank in self.alive:
+                self.ends[rank.number] = RankEnd(rank.number, hung=True)
+                rank.process.kill()
 
-    def handles(self) -> list[Any]:
-        """Return what to wait for."""
-        return [*self.pipes, *self.alive]
-
-    def next_time(self) -> float:
-        """Return the time of the next action without a message."""
-        if not self.alive:  # wait until its files in shared memory are gone
-            return time.monotonic() + 0.05 if self.fault else float("inf")
-        return min([self.deadline, *(when for when, _ in self.later)])
-
-    def handle(self, ready: Any) -> None:
-        """Receive a message, or notice the end of a process."""
-        rank = self.alive.pop(ready, None)
-        if rank is None:
-            self._receive(ready)
-            return
-        while rank.pipe in self.pipes and rank.pipe.poll():
-            self._receive(rank.pipe)
-        rank.process.join()
-        for number in range(self.size) if self.in_threads else [rank.number]:
-            self.ends.setdefault(number, self._lost(number, rank.process.exitcode))
-
-    def _receive(self, pipe: connection.Connection) -> None:
-        rank = self.pipes.get(pipe)
-        if rank is None:
-            return
-        try:
-            message = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            del self.pipes[pipe]
-            return
+    def _receive(self, rank: Rank, message: Any) -> None:
         if isinstance(message, Fired):
             self.fired = True
             self._take_part(rank)
             with suppress(BrokenPipeError):
-                pipe.send("go on")
+                rank.pipe.send("go on")
         elif isinstance(message, Sample):
             self.samples[message.rank].append(message.resources)
         else:
@@ -166,19 +155,6 @@ class Run:
             self.hosts[1].connect(False)
             if kind == "delayed messages":
                 self.later.append((until, lambda: self.hosts[1].connect(True)))
-
-    def act(self) -> None:
-        """Do what is due; kill ranks that have hung."""
-        now = time.monotonic()
-        for when, action in [*self.later]:
-            if now >= when:
-                self.later.remove((when, action))
-                with suppress(ProcessLookupError):
-                    action()
-        if now >= self.deadline:
-            for rank in self.alive.values():
-                self.ends[rank.number] = RankEnd(rank.number, hung=True)
-                rank.process.kill()
 
     def _lost(self, rank: int, code: int | None) -> RankEnd:
         """Describe the end of a process that reported nothing."""
@@ -242,7 +218,7 @@ class Campaign:
         return self
 
     def __exit__(self, *error: object) -> None:
-        ranks = [rank for run in self._running for rank in run.alive.values()]
+        ranks = [rank for run in self._running for rank in run.alive]
         for rank in ranks:
             rank.process.kill()
         for rank in ranks:
@@ -261,7 +237,6 @@ class Campaign:
         return self._running[-1]
 
     def end_steady(self, steady: Run) -> None:
-        """Wait for the end of the trainings without faults."""
         steady.stop()
         while steady.alive:
             self._wait()
@@ -295,14 +270,9 @@ class Campaign:
         return self._undo.enter_context(simulated_hosts.hosts(2, MBIT, str(self._pairs)))
 
     def _wait(self) -> None:
-        """Wait for messages until the next action of a run."""
-        runs = {handle: run for run in self._running for handle in run.handles()}
-        until = min(run.next_time() for run in self._running)
-        seconds = None if until == float("inf") else max(0.0, until - time.monotonic())
-        for handle in connection.wait(list(runs), seconds):
-            runs[handle].handle(handle)
+        time.sleep(POLL)
         for run in self._running:
-            run.act()
+            run.poll()
 
     def _finish(self, run: Run) -> Row:
         row = run.row()

@@ -130,24 +130,6 @@ def test_a_signal_ends_all_processes(tmp_path, number):
     assert list(tmp_path.glob("ultraep-soak-*")) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--faults 0", "--faults must be positive"),
-        ("--faults 3 --minutes 1", "exclude each other"),
-        ("--planes carpet", "invalid choice"),
-        ("--kinds meteor", "invalid choice"),
-        ("--kinds device --planes messages", "no kind in --kinds is possible"),
-        ("--only -1", "must not be negative"),
-        ("--json /no/such/file", "is not a directory"),
-    ],
-)
-def test_wrong_options_are_refused(options, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        program.parse(options.split())
-    assert message in capsys.readouterr().err
-
-
 @FORKED
 @pytest.mark.slow
 def test_100_faults(tmp_path):

@@ -110,7 +110,6 @@ class Twin:
         self.optimizer = torch.optim.SGD(self.layers.parameters(), RATE)
 
     def step(self, step: int, rank: int) -> Tensors:
-        """Train one step; return the loss and the gradients of one rank."""
         self.optimizer.zero_grad()
         losses = []
         for source, (x, target) in enumerate(self.case.batch(step)):
@@ -145,8 +144,6 @@ class Watch:
 
 
 class Training:
-    """The balanced model of one rank."""
-
     def __init__(self, case: Case, balancer: Balancer, watch: Watch, device: str = "cpu") -> None:
         self.case, self.balancer, self.watch = case, balancer, watch
         self.rank, self.device = balancer.rank, torch.device(device)

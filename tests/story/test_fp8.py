@@ -31,7 +31,6 @@ def fp8_on_ranks(problem, policy="ultraep"):
 
 
 def rounded(weights):
-    """Quantise and dequantise weights."""
     codes = torch.empty(weights.shape, dtype=E4M3)
     scales = torch.empty(*weights.shape[:-1], 1)
     quantise(weights, codes, scales)
@@ -39,7 +38,6 @@ def rounded(weights):
 
 
 def dense_twin(problem):
-    """Return the dense twin with rounded weights."""
     state = {name: tensor.clone() for name, tensor in problem.state.items()}
     for name in SCALES:
         state[f"experts.{name}"] = rounded(state[f"experts.{name}"])

@@ -173,7 +173,6 @@ PLANS = [
 @pytest.mark.parametrize("dtype", EVERY, ids=str)
 @pytest.mark.parametrize(("hidden", "ffn"), [(16, 24), (100, 37), (33, 65)])
 def test_with_bitwise_all_plans_give_the_same_bits(hidden, ffn, dtype):
-    """Outputs and the gradients of tokens and router are equal."""
     example = Example([70, 33, 1, 64], hidden=hidden, ffn=ffn, dtype=dtype, bias=True, skew=2.0)
     plain, *others = (
         on_ranks(example, layer_options={"bitwise": True}, **{"slots": 2, **options})

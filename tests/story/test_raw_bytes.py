@@ -146,7 +146,6 @@ def all_experts(form: Form) -> Tensors:
 
 
 def network_of(form: Form) -> Any:
-    """Return a network that dequantises the tensors of an expert and multiplies row by row."""
 
     def network(rows: torch.Tensor, counts: list[int], tensors: Tensors) -> torch.Tensor:
         outputs = []
@@ -175,7 +174,6 @@ def routing(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def layer_of(balancer: Balancer, form: Form) -> tuple[BalancedMoE, Tensors]:
-    """Return the layer of one rank, and the bundle of its home experts."""
     homes = balancer.topology.home_experts(balancer.rank).tolist()
     bundle = {
         name: as_bytes(tensor)[homes].view(tensor.dtype)
@@ -189,7 +187,6 @@ def layer_of(balancer: Balancer, form: Form) -> tuple[BalancedMoE, Tensors]:
 
 
 def assert_replicas_are_their_homes(balancer: Balancer, form: Form, bundle: Tensors) -> None:
-    """Fill the spare slots and compare the bytes in them with the tensors of all experts."""
     ids, everywhere = routing(balancer.rank)[0], all_experts(form)
     microbatch, plan = planned(balancer, ids, bundle, layer=balancer.register_layer())
     placed = plan.to_host().replicas.tolist()
@@ -203,7 +200,6 @@ def assert_replicas_are_their_homes(balancer: Balancer, form: Form, bundle: Tens
 
 
 def one_pass(balancer: Balancer, name: str, policy: str) -> Tensors:
-    """Return outputs and gradients of a rank."""
     form = FORMS[name]
     layer, bundle = layer_of(balancer, form)
     if policy != "none":

@@ -79,8 +79,6 @@ class Failure(Exception):
 
 
 class Raising:
-    """The network. With `fails`, its backward raises once."""
-
     def __init__(self, *, fails):
         self.fails = fails
 

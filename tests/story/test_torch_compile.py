@@ -56,7 +56,6 @@ class Block(nn.Module):
 
 
 def block_on(rank, balancer, example=EXAMPLE, adapt=lambda layer: layer, **options):
-    """Return the block of one rank."""
     return Block(adapt(example.layer(balancer, **options)), example.inputs[rank])
 
 
@@ -81,7 +80,6 @@ def num_graphs():
 
 
 def per_expert(layer):
-    """Return the layer with experts whose tensors are lists, one for each expert."""
     stacks = layer.experts.bundle.items()
     lists = {name: [nn.Parameter(t.clone()) for t in stack.detach()] for name, stack in stacks}
     return with_network(layer, bundle=lists)

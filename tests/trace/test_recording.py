@@ -30,7 +30,6 @@ def ids_of(rank, step, tokens=40):
 
 
 def train(comm, folder, *, reentrant=None, layers=2, steps=STEPS, between=None, **options):
-    """Train a stack of layers; return digests of plans, sent slots, and the balancer."""
     example = Example(
         [40] * comm.size, experts=EXPERTS, ids=[ids_of(r, 0) for r in range(comm.size)]
     )

@@ -23,7 +23,6 @@ LAYERS, MOMENTS = 3, 10
 
 
 def plans_of_run(moments=MOMENTS, layers=LAYERS):
-    """Return plans by moment and layer."""
     rng = np.random.default_rng(7)
     plans = {}
     for moment in range(moments):
@@ -82,7 +81,6 @@ def write_pieces(folder, *, odd=False):
 
 
 def change(path, **changes):
-    """Change arrays of a piece."""
     with np.load(path) as stored:
         arrays = {name: stored[name] for name in stored.files}
     write_arrays(path, arrays | changes)
@@ -97,7 +95,6 @@ def wait_for(condition, seconds=60):
 
 @contextmanager
 def served(*paths, live=False, finished=True):
-    """A server of these paths, in a thread."""
     server = ViewServer(Catalogue(list(paths), live=live), 0)
     thread = threading.Thread(target=server.run)
     thread.start()

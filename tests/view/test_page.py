@@ -67,7 +67,6 @@ def net_seconds(trace):
 
 
 def goto(page, server, link):
-    """Open a link, and wait until it is drawn."""
     page.open("about:blank")
     page.open(f"{server.url}#{link}")
     drawn(page)

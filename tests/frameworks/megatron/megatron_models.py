@@ -96,7 +96,6 @@ def forget_metrics(moe_utils: Any) -> None:
 
 
 def seed() -> None:
-    """Reset the random number generators of the library."""
     from megatron.core.tensor_parallel import random
 
     random.get_cuda_rng_tracker().reset()
@@ -158,7 +157,6 @@ def make_layer(
 
 
 def make_model(config: Any, options: dict[str, Any] | None) -> list[Any]:
-    """Return the chunks of a GPT model on this rank of the pipeline."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -201,7 +199,6 @@ def skew(module: torch.nn.Module) -> None:
 
 
 def rows_of_rank(dtype: torch.dtype, microbatch: int = 0, width: int = HIDDEN) -> torch.Tensor:
-    """Draw the tokens of a microbatch of this rank."""
     draw = torch.Generator().manual_seed(10 * microbatch + torch.distributed.get_rank())
     x = torch.randn(12, 3, width, generator=draw, dtype=torch.float64)
     return x.to(dtype).requires_grad_()
@@ -210,7 +207,6 @@ def rows_of_rank(dtype: torch.dtype, microbatch: int = 0, width: int = HIDDEN) -
 def forward_backward(
     layer: Any, dtype: torch.dtype = torch.float32, microbatches: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Return the outputs and all gradients."""
     seed()
     results = {}
     for number in range(microbatches):

@@ -7,7 +7,6 @@ from test_megatron_training import DISTRIBUTED, OVERLAP, Training
 
 
 def state(training, distributed, *, loading=False):
-    """Return the state of model and optimizer for a checkpoint."""
     (chunk,) = training.chunks
     model = chunk.module.sharded_state_dict()
     options = {"metadata": {"distrib_optim_sharding_type": "dp_reshardable"}} if distributed else {}

@@ -73,7 +73,6 @@ class Ddp:
         parameter.reduced = parameter.main_grad.clone()
 
     def step(self, dtype, microbatches=3):
-        """Return outputs and main_grads of some microbatches."""
         for parameter in self.layer.parameters():
             parameter.main_grad.zero_()
         self.layer.set_is_first_microbatch()

@@ -73,8 +73,6 @@ def forward_step(tokens, model):
 
 
 class Training:
-    """A model with the DDP and the optimizer of the library."""
-
     def __init__(self, config, ddp, options):
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -101,7 +99,6 @@ class Training:
         )
 
     def step(self, number, microbatches=MICROBATCHES):
-        """Return the losses of all microbatches, all gradients, and their norm."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         for chunk in self.chunks:
@@ -162,7 +159,6 @@ def check(changes, ddp, options, steps=STEPS):
 
 
 def train(changes, ddp, options, steps):
-    """Return initial weights, the results of each step and final weights; and the training."""
     seed()
     training = Training(settings(**changes), ddp, options)
     results = [training.weights(), *(training.step(i) for i in range(steps)), training.weights()]

@@ -49,7 +49,6 @@ def test_accepted_options():
 
 
 def with_dispatcher(backend, **settings):
-    """Return settings with a dispatcher of the framework."""
     config = config_of()
     for _, routed, *_ in config.traverse(RoutedExperts.Config):
         routed.token_dispatcher = dispatcher = qwen3.make_routed_experts_config(

@@ -53,13 +53,11 @@ def casts(bfloat16):
 
 
 def whole(tensor):
-    """Return the full tensor."""
     tensor = tensor.detach()
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def facts(trainer):
-    """Return index, imbalance before and after, and replicas of every balanced layer."""
     layers = [m for m in trainer.model_parts[0].modules() if isinstance(m, BalancedRoutedExperts)]
     plans = [(layer.layer_index, layer.last_plan.to_host()) for layer in layers]
     return [(i, p.initial_imbalance, p.imbalance, p.num_replicas) for i, p in plans]
@@ -93,7 +91,6 @@ def one_pass(rank, group, family, overrides, options):
 
 
 def log_lines(rank, group, *arguments):
-    """Return what one pass logs."""
     with patch.object(common.logger, "info") as info:
         one_pass(rank, group, *arguments)
     return [call.args[0] for call in info.call_args_list]
