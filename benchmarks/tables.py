@@ -100,7 +100,8 @@ def sources(tables: Mapping[str, Any]) -> str:
         versions = sorted({row["versions"]["ultraep"] for row in recorded})
         hashed = "yes" if all("inputs" in row for row in recorded) else "no"
         date = max(row["date"] for row in recorded)
-        lines.append(f"| `{name}` | {', '.join(versions)} | {date} | {hashed} |")
+        link = f"[{name}](../benchmarks/results/{name}_202611.txt)"
+        lines.append(f"| {link} | {', '.join(versions)} | {date} | {hashed} |")
     return "\n".join(lines) + "\n"
 
 
