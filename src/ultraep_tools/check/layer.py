@@ -6,6 +6,7 @@ Shapes: T tokens of a rank, H hidden, K experts per token.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -21,6 +22,7 @@ from torch import nn
 from ultraep import BalanceConfig, BalancedMoE, Balancer
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError
+from ultraep.runtime.cost import POLICY_VARIABLE
 from ultraep.workload.generators import Load
 from ultraep_tools.check.group import Facts, Part, Ranks
 from ultraep_tools.check.links import seconds_of
@@ -104,6 +106,7 @@ class CheckedLayers:
     """The same layer without and with balancing: the same weights, but two balancers."""
 
     def __init__(self, size: LayerSize, dispatcher: str, ranks: Ranks, config: BalanceConfig):
+        os.environ.pop(POLICY_VARIABLE, None)  # it would replace both policies
         options: Any = {"dispatcher": dispatcher_from(dispatcher, ranks, size)}
         options |= {"experts": size.experts, "timeout": ranks.meeting.timeout}
         none, balanced = (
