@@ -58,7 +58,7 @@ def spans(page):
 @cache
 def words():
     data = [path for kind in ("*.toml", "*.json") for path in (ROOT / "src").rglob(kind)]
-    data += [*SOURCES, *ROOT.glob("examples/*.toml")]
+    data += [*SOURCES, *ROOT.glob("examples/*.toml"), *ROOT.glob("benchmarks/*.toml")]
     return set(re.findall(r"\w+", "\n".join(path.read_text() for path in data)))
 
 
