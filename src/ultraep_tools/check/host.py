@@ -75,7 +75,9 @@ def gpus() -> Finding:
     states, finding = gpu_states(), Finding("GPUs")
     names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
     finding.summary = f"{counted(count, 'GPU')} ({', '.join(names)})"
-    if not states:
+    if states:
+        finding.summary += f", driver {next(iter(states.values()))['driver_version']}"
+    else:
         finding.notes.append("nvidia-smi reports no clocks, errors or temperatures")
     for index, state in states.items():
         _add_state(finding, index, state)

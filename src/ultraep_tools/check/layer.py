@@ -264,7 +264,7 @@ def judge_times(size: LayerSize, domain: int, facts: Sequence[Facts]) -> Finding
     cost, resolution = idle_cost(timed["1.0"])
     finding.notes = [
         "predicted: by the simulator, with the speed fitted to imbalance 1",
-        f"at imbalance 1, balancing takes {100 * cost:+.1f} %, give or take {100 * resolution:.1f}",
+        f"idle cost at imbalance 1: {100 * cost:+.1f} %, resolution {100 * resolution:.1f} %",
     ]
     finding.facts = {"size": asdict(size), "gains": gains, "ranks": list(facts)}
     finding.facts |= {"idle_cost": cost, "resolution": resolution}

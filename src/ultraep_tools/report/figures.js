@@ -1,20 +1,5 @@
 // Figures of the viewer: numbers -> [traces, layout].
 
-// Shaded regions with the kind of text of each.
-function regions(domains) {
-  const edges = domains.map(({ begin, end }) => [begin - 0.5, end + 0.5]);
-  return {
-    shapes: edges.map(([x0, x1], place) => ({
-      type: "rect", layer: "below", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1,
-      line: { width: 0 }, fillcolor: place % 2 ? "rgba(0,0,0,0)" : css("shade"),
-    })),
-    annotations: domains.map(({ name }, place) => ({
-      text: name, showarrow: false, xref: "x", yref: "paper", yanchor: "bottom", y: 1,
-      x: (edges[place][0] + edges[place][1]) / 2, font: { color: css("soft") },
-    })),
-  };
-}
-
 function stepAxis({ step, steps_per_point: several, axis = "training step" }, more = {}) {
   const range = step.length ? [step[0] - 0.5, step[step.length - 1] + several - 0.5] : [-0.5, 0.5];
   return { ...title(axis), range, showgrid: false, zeroline: false, ...more };
@@ -33,7 +18,7 @@ function imbalanceFigure(data) {
       line(data.step, data.before.mean, "without replicas", BEFORE, { line: { color: BEFORE, dash: "dot" } }),
       line(data.step, data.after.mean, "with replicas", withColour(data)),
     ],
-    { ...regions(data.domains), xaxis: stepAxis(data), yaxis: title("imbalance; band: layers") },
+    { xaxis: stepAxis(data), yaxis: title("imbalance; band: layers") },
   ];
 }
 
@@ -67,7 +52,6 @@ function copiesFigure(data) {
         { yaxis: "y2", line: { color: WORK.balancing, dash: "dash" } }),
     ],
     {
-      ...regions(data.domains),
       xaxis: stepAxis(data, { anchor: "y2" }),
       yaxis: { ...title("replicas; band: layers"), domain: [0.55, 1], rangemode: "tozero" },
       yaxis2: { ...title(`${unit} per ${data.unit || "step"}`), domain: [0, 0.45], rangemode: "tozero" },
@@ -87,7 +71,7 @@ function timeFigure(data) {
       line(data.step, ms(data.lost), "still lost in experts", BEFORE,
         { hovertemplate, line: { color: BEFORE, dash: "dot" } }),
     ],
-    { ...regions(data.domains), xaxis: stepAxis(data), yaxis: { ...title("ms, all layers"), rangemode: "tozero" } },
+    { xaxis: stepAxis(data), yaxis: { ...title("ms, all layers"), rangemode: "tozero" } },
   ];
 }
 

@@ -107,7 +107,6 @@ def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) 
         "begin": begin,
         "end": end,
         "moments": len(step_M),
-        "domains": [],
         "lines": lines(table, records, point_N, np.diff(np.append(starts, end))),
         "layers": by_layer(table, kept),
         "totals": totals(table, kept),
