@@ -286,17 +286,15 @@ def on_every_rank(
     work: Callable[..., Any],
     *,
     layer_options: Mapping[str, Any] | None = None,
-    wrap: Callable[[Any], Any] = lambda comm: comm,
     dispatcher: Callable[[Any], Any] = lambda comm: None,
     **balancer_options: Any,
 ) -> list[Any]:
     """Return the results of `work(layer, x, gradient)` on every rank.
 
-    wrap: may replace the communicator of a rank.   dispatcher: returns the dispatcher of a rank.
+    dispatcher: returns the dispatcher of a rank.
     """
 
     def on_rank(comm: Any) -> Any:
-        comm = wrap(comm)
         options = {"experts": example.experts, "dispatcher": dispatcher(comm)} | balancer_options
         balancer = Balancer._with_settings(comm, **options)
         x = example.inputs[comm.rank].clone().requires_grad_()

@@ -55,6 +55,7 @@ def drawn(seed, most_ranks):
         "in_flight": int(rng.integers(1, 3)),
     }
     more = np.random.default_rng([seed, 1])
+    example = replace(example, hidden=int(more.choice([8, 8, 2, 33])))
     if more.random() < 0.4:  # fixed ids with repetition, some of them padding
         skew, padding = more.choice([0.0, 1.0, 3.0]), more.choice([0.0, 0.4])
         ids = [draw_ids(more, n, top_k, example, skew) for n in example.tokens]

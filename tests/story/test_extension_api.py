@@ -17,7 +17,16 @@ from microbatches import planned
 from permuting import Permuting
 from torch import nn
 
-from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, SlotError, serve
+from ultraep import (
+    BalancedMoE,
+    Balancer,
+    ConfigError,
+    ExpertsFrom,
+    LocalGroup,
+    SlotError,
+    UltraEPError,
+    serve,
+)
 from ultraep.dispatch import Arrivals
 from ultraep.microbatch import Layer
 from ultraep.parallel import ShardedState, expert_parameters
@@ -215,3 +224,94 @@ def test_microbatches_in_flight():
 
     balanced, plain = (on_every_rank(EXAMPLE, both, policy=p) for p in ("ultraep", "none"))
     assert_same_tensors(balanced, plain)
+
+
+class Sorting:
+    """The dispatcher of one rank, which can be differentiated twice."""
+
+    def dispatch(self, tokens, slots, gates):
+        order = slots.flatten().argsort(stable=True)
+        token_of_row = order // slots.shape[1]
+        counts = slots.flatten().bincount(minlength=Example([20]).experts + 1).tolist()
+        return tokens[token_of_row], gates.flatten()[order], counts, (tokens, token_of_row)
+
+    def combine(self, outputs, state):
+        tokens, token_of_row = state
+        return torch.zeros_like(tokens).index_add(0, token_of_row, outputs)
+
+
+def test_a_second_derivative_is_refused():
+    def work(layer, x, gradient):
+        moe = Foreign(layer)
+        moe.dispatcher = Sorting()
+        y = moe(x)
+        (first,) = torch.autograd.grad(y.sum(), [layer.router.weight], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (y.square().sum() + first.square().sum()).backward()
+
+    on_every_rank(Example([20]), work)
+
+
+def test_two_microbatches_in_one_backward_when_only_gates_learn():
+    def work(layer, x, gradient):
+        layer.experts.requires_grad_(False)
+        moe, tokens, weight = Foreign(layer), x.detach(), layer.router.weight
+        (moe(tokens).sum() + moe(tokens).sum()).backward()
+        both, weight.grad = weight.grad, None
+        moe(tokens).sum().backward()
+        assert_close(both, 2 * weight.grad)
+
+    on_every_rank(Example([20]), work)
+
+
+# An exception on one rank
+
+
+TWO = Example([20, 16], experts=4)
+
+
+def on_ranks(body, **options):
+    def work(comm):
+        return body(Balancer._with_settings(comm, experts=TWO.experts, **options))
+
+    return LocalGroup(TWO.ranks).run(work)
+
+
+class Failure(Exception):
+    pass
+
+
+class Raising:
+    def __init__(self, *, fails):
+        self.fails = fails
+
+    def __call__(self, *inputs):
+        outputs = network(*inputs)
+        if outputs.requires_grad:
+            outputs.register_hook(self._raise)
+        return outputs
+
+    def _raise(self, _):
+        if self.fails:
+            self.fails = False
+            raise Failure
+
+
+def test_an_exception_in_backward_on_one_rank_stops_all_ranks():
+    stopped = []
+
+    def body(balancer):
+        layer = TWO.layer(balancer)
+        moe, x = with_network(layer, Raising(fails=balancer.rank == 0)), TWO.inputs[balancer.rank]
+        try:
+            moe(x).sum().backward()
+        except Failure:
+            with pytest.raises(UltraEPError):
+                moe(x)
+        except UltraEPError:
+            stopped.append(balancer.rank)
+            raise
+
+    with pytest.raises(UltraEPError, match=r"rank 1 is at all_to_all, rank 0 at all_gather"):
+        on_ranks(body)
+    assert stopped == [1]

@@ -61,29 +61,6 @@ def test_any_setting_of_the_balancer(options, dtype):
     assert (replicas_of(results) > 0) == possible
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scores": "sigmoid"},
-        {"normalize_top_k": False},
-        {"scores": "sigmoid", "normalize_top_k": False, "router_bias": True},
-        {"router_bias": True},
-        {"bias": True},
-        {"shared_ffn": 7},
-        {"bias": True, "router_bias": True, "shared_ffn": 5, "scores": "sigmoid"},
-        {"top_k": 1, "normalize_top_k": False},
-        {"top_k": 5},
-        {"hidden": 2, "ffn": 1},
-        {"hidden": 33, "ffn": 17},
-    ],
-    ids=str,
-)
-def test_any_setting_of_the_layer(options, dtype):
-    results = check(Example([30] * 4, dtype=dtype, **options), slots=2)
-    assert replicas_of(results) > 0
-
-
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_bfloat16(bitwise):
     example = Example([30] * 4, dtype=torch.bfloat16, bias=True, shared_ffn=8)
