@@ -37,7 +37,6 @@ def tensors_of(stack: Stack) -> list[torch.Tensor]:
 
 
 def flat_tensors(stacks: Mapping[str, Stack]) -> list[torch.Tensor]:
-    """Return the tensors of all stacks."""
     return [tensor for stack in stacks.values() for tensor in tensors_of(stack)]
 
 
@@ -86,7 +85,6 @@ def check_repeatable(bundle: Bundle) -> None:
 
 
 def device_of_bundle(tensors: Mapping[str, Stack]) -> torch.device:
-    """Return the device of the tensors."""
     stack = next(iter(tensors.values()))
     return (stack if isinstance(stack, torch.Tensor) else stack[0]).device
 

@@ -84,7 +84,6 @@ class Rates:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Rates:
-        """Return the rates with these `numbers`."""
         return cls(**dict(zip(RATE_NAMES, numbers, strict=True)))
 
     def __str__(self) -> str:

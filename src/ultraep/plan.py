@@ -95,7 +95,6 @@ class Plan:
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas."""
         return len(self.replicas)
 
     @property

@@ -60,8 +60,6 @@ Decide = Callable[[Problem], IntArray]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A registered policy."""
-
     name: str
     decide: Decide
     within_limits: bool

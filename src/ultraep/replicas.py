@@ -85,7 +85,6 @@ class Replicas(ABC):
         self.give_back()
 
     def give_back(self) -> None:
-        """Return the slots."""
         assert self._loan is not None, "left a block that was not entered"
         self._lent.pop(self, None)
         self._loan.close()

@@ -30,7 +30,6 @@ logger = logging.getLogger("ultraep")
 
 
 def backend_names() -> list[str]:
-    """Return the names of all backends."""
     return list(BACKENDS)
 
 

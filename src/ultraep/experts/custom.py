@@ -159,7 +159,6 @@ class ExpertsFrom(HomeModule):
         self._checked.add(key)
 
     def weights(self) -> list[torch.Tensor]:
-        """Return all tensors of the bundle."""
         return flat_tensors(resolve(self.bundle))
 
     def forward(

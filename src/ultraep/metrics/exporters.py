@@ -40,7 +40,6 @@ class Figure:
 
     @property
     def full_name(self) -> str:
-        """The name with its prefix."""
         return f"{PREFIX}_{self.name}"
 
     def samples(self, reading: Reading) -> list[tuple[str, float]]:

@@ -55,7 +55,6 @@ def exponents_of(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """Return two to the power of biased exponents."""
     return (exponents << 23).view(torch.float32)
 
 
@@ -68,7 +67,6 @@ def pack(rows_AK: torch.Tensor, quantise: Quantise = quantise) -> torch.Tensor:
 
 
 def empty_packed(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Return memory for packed rows."""
     nbytes = _scale_offset(columns) + ALIGNMENT
     return torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
 

@@ -66,7 +66,6 @@ class Stacks:
         )
 
     def slots(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensor of every slot."""
         return *self.homes.unbind(), *self.replicas.unbind()
 
 
@@ -184,7 +183,6 @@ class TorchProducts:
                 biases[slot].copy_(scaled.sum(dim=0))
 
     def _parts(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the rows of every slot."""
         return rows[: self._rows].split_with_sizes(self._counts)
 
     def _by_slot(
@@ -305,7 +303,6 @@ ACTIVATIONS = {
 
 
 def activation_named(name: str) -> Activation:
-    """Return the activation of that name."""
     if name not in ACTIVATIONS:
         raise ConfigError(f"unknown activation {name!r}; choose from {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

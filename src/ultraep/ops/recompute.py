@@ -87,7 +87,6 @@ def save(ctx: Any, state: Any, *tensors: torch.Tensor) -> None:
 
 
 def state_of(label: torch.Tensor) -> Any:
-    """Return the state that the label identifies."""
     state = _states.get(int(label))
     if state is None:
         raise SlotError(

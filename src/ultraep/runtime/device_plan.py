@@ -114,8 +114,6 @@ def _on_its_way(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoutes:
-    """Routes on the device."""
-
     slots: torch.Tensor  # [T, K] slot of every row, counted over all ranks; -1: padding
     positions: torch.Tensor  # [N] position of each row in the order of sending; -1: padding
     order: torch.Tensor  # [N] the rows in the order of sending; -1 after the last one

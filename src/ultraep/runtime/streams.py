@@ -64,11 +64,9 @@ class Fetch:
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def here(self) -> bool:
-        """Whether the copy is complete."""
         return self._event is None or self._event.query()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the copy and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy

@@ -57,7 +57,6 @@ def folders_of_traces(folder: Path) -> list[Path]:
 
 
 def read_header(folder: Path) -> Header:
-    """Return the header of the trace in a folder."""
     path = folder / HEADER_FILE
     return Header.from_json(read_text(path, most=MOST_HEADER), path)
 

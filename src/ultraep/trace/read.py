@@ -84,7 +84,6 @@ class Trace:
 
     @property
     def topology(self) -> Topology:
-        """The topology of the run."""
         return self.header.topology
 
     @property
@@ -139,7 +138,6 @@ class Trace:
         return alone
 
     def config(self, record: int) -> BalanceConfig:
-        """Return the config of the plan of a record."""
         policy, rates = str(self.policy[record]), self.rates_of(record)
         speeds = self.speeds_of(record)
         return replace(self.header.config, policy=policy, rates=rates, speeds=speeds)
@@ -155,7 +153,6 @@ class Trace:
         return tuple(numbers.tolist()) if numbers.any() else None
 
     def plan(self, record: int) -> Plan:
-        """Return the plan of a record."""
         record = range(len(self))[record]
         begin, end = (int(self.copy_ends[n]) if n >= 0 else 0 for n in (record - 1, record))
         copies = self.copies[begin:end].astype(np.int64)
@@ -163,7 +160,6 @@ class Trace:
         return plan_from_replicas(self.loads[record], self.topology, self.config(record), copies)
 
     def of_layer(self, layer: int) -> Trace:
-        """Return the records of one layer."""
         return self.take(np.flatnonzero(self.layer == layer))
 
     def by_policy(self) -> dict[str, Trace]:

@@ -312,7 +312,6 @@ class Writer:
 
 
 def piece(entries: list[Entry], header: Header, rank: int, *, dropped: int) -> Arrays:
-    """Return the arrays of one piece."""
     names = (*KEY, *(field.name for field in PLAN_FIELDS))
     records, additions = [], []
     for key, values, shared, _ in entries:

@@ -71,7 +71,6 @@ class Field:
     since: int = 1
 
     def defaults(self, sizes: Mapping[str, int], letters: str) -> Array:
-        """Return an array of defaults."""
         shape = [sizes[letter] for letter in letters]
         return np.full(shape, self.default or 0, dtype=self.dtype)
 
@@ -175,7 +174,6 @@ class Header:
 
     @cached_property
     def topology(self) -> Topology:
-        """The topology of the run."""
         return Topology(**{name: getattr(self, name) for name in TOPOLOGY})
 
     @cached_property
@@ -184,7 +182,6 @@ class Header:
         return BalanceConfig(**{name: getattr(self, name) for name in CONFIG})
 
     def to_json(self) -> str:
-        """Return the header as indented JSON."""
         return json.dumps({"format": FORMAT} | asdict(self) | {"version": VERSION}, indent=1)
 
     @classmethod
@@ -243,12 +240,10 @@ def no_records(header: Header, rank: int) -> Arrays:
 
 
 def rank_folder(rank: int) -> str:
-    """Return the name of the folder with the pieces of a rank."""
     return f"rank-{rank:05d}"
 
 
 def piece_file(number: int) -> str:
-    """Return the file name of a piece."""
     return f"{number:06d}.npz"
 
 

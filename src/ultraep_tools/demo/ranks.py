@@ -42,8 +42,6 @@ from ultraep_tools.launch.processes import RankPlace
 
 @dataclass(frozen=True)
 class Trained:
-    """The training of one policy."""
-
     steps: list[Step]
     bytes_sent: int  # for replicas, by all ranks
     state: State  # of the model, with all experts

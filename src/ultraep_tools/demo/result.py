@@ -32,8 +32,6 @@ TABLE = {
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a phase."""
-
     done: int
     of: int
     text: str

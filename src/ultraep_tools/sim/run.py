@@ -28,8 +28,6 @@ def no_report(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one contender."""
-
     policy: str
     priced_as: str  # the policy whose costs were used
     slots: int

@@ -20,8 +20,6 @@ from ultraep_tools.sim.training import STORED_WIDTHS
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """A prefill job."""
-
     tokens: int = 8192  # chunk: per rank and iteration
     sequence: int = 8192  # tokens per prompt; a chunk may hold several prompts, or part of one
     iterations: int = 16

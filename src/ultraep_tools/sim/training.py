@@ -31,8 +31,6 @@ OPTIMIZER_BYTES = 30  # moved per weight: gradient, master weight, two moments, 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training job."""
-
     tokens: int = 8192  # per rank and microbatch
     sequence: int = 8192  # tokens per sequence; a microbatch may hold several sequences
     pipeline: int = 1  # stages

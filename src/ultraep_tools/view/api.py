@@ -39,8 +39,6 @@ Query = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a request."""
-
     content: bytes
     content_type: str
     status: int = 200

@@ -138,5 +138,4 @@ class HomeRows:
         return [len(self._homes), *self._stored.get_shape()[1:]]
 
     def get_dtype(self) -> str:
-        """Return the dtype in the file."""
         return str(self._stored.get_dtype())
