@@ -261,7 +261,7 @@ def test_the_slow_link_between_two_hosts_is_named(tmp_path):
     verdict = found["verdict"]
     assert verdict.startswith(f"Ready: messages between 4 CPU ranks on {', '.join(names)}")
     one, other = re.search(
-        r"messages from rank . \((.*?)\) to rank . \((.*?)\): 0.00", verdict
+        r"messages from rank . \((.*?)\) to rank . \((.*?)\): 0.0", verdict
     ).groups()
     assert {one, other} == set(names)
     assert f"2 domains of 2 ranks: {'; '.join(names)}" in done.stdout
