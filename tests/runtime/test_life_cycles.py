@@ -14,6 +14,7 @@ from ranks import PATIENCE, shared_pool
 
 from ultraep import Balancer, LocalGroup
 from ultraep.backends.triton.device import interpreted
+from ultraep.runtime.connect import connect
 
 BLOCK, FEW = 10, 5  # programs of one test; few: kernels are interpreted
 BLOCKS = 100
@@ -44,10 +45,14 @@ def in_two_domains(program):
 
 
 def mapped(rank, group, program):
-    program.dispatcher = None
     plane = "hybrid" if "domain" in program.options else "mapped"
-    with mapped_rank(group, **program.options | {"data_plane": plane}) as balancer:
-        return OnRank(program, balancer).run()
+    options, comm = program.options | {"data_plane": plane}, connect(group, timeout=PATIENCE)
+    if program.dispatcher is not None:
+        options["dispatcher"] = Shuffling(comm, **program.dispatcher)
+    with mapped_rank(group, **options) as balancer:
+        observed = OnRank(program, balancer).run()
+    comm.close()
+    return observed
 
 
 @pytest.mark.usefixtures("one_thread")
