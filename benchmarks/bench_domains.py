@@ -10,8 +10,9 @@ In every domain one rank is hot. Outputs and gradients of all variants are compa
 unbalanced layer over messages before the timing. Ranks at the same place of all domains share a
 core of the simulated hosts, so balancing inside a domain takes work off a core. `crossing` counts
 the bytes that a step sends between domains: rows of tokens, and of their gradients, with gates and
-slots. Variants alternate; times are medians over rounds of the slowest rank. A load that takes
-longer than `Size.limit` seconds ends the run.
+slots. Variants alternate; times are medians over rounds of the slowest rank. `cpu gain` compares
+the processor time of the busiest rank, which other programs disturb less. A load that takes longer
+than `Size.limit` seconds ends the run.
 
 On one GPU, messages travel through the memory of the host.
 
@@ -26,7 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -40,8 +41,12 @@ from harness import Line, Metric, options_parser
 from layers import (
     AFTER,
     BEFORE,
+    GAIN,
+    LESS,
     STEP,
+    Spent,
     Variants,
+    median_ratio,
     on_ranks,
     slowest,
 )
@@ -51,6 +56,7 @@ from shared_peers import SharedPeers
 from timing import in_turns, on_gpu, print_progress
 
 import ultraep
+from ultraep import BalanceConfig
 from ultraep.arrays import IntArray
 from ultraep.runtime.connect import connect
 
@@ -76,6 +82,7 @@ class Size(Shape):
     rounds: int = 7
     steps: int = 2
     limit: float = 1800.0  # seconds of one load
+    objective: str = "time"
     kernels: bool = False  # mapped memory inside of a domain; without a GPU, by the interpreter
 
 
@@ -105,7 +112,8 @@ GPU = Size(
 # Little work per row, so that a network of 20 to 200 Mbit/s is what limits a step.
 HOSTS = replace(CPU, ffn=32, tokens=256, ratios=(1.0, 1.5), rounds=5, steps=1)
 # Much work per row: at 1 Gbit/s and more, the ranks compute longer than the network takes.
-FAST_HOSTS = replace(CPU, ffn=1024, tokens=512, rounds=5, steps=1)
+# They plan for balance: rates that ranks measure while they share cores vary too much.
+FAST_HOSTS = replace(CPU, ffn=1024, tokens=256, rounds=5, steps=1, objective="balance")
 FAST = 1000  # Mbit/s
 TOY = replace(CPU, hidden=32, ffn=16, experts=8, top_k=4, tokens=32, ratios=(1.5,), rounds=1)
 
@@ -145,7 +153,7 @@ class Planes(Variants):
                 **communication(size, rank, device, plane),
                 experts=size.experts,
                 domain=size.domain,
-                policy=policy,
+                config=BalanceConfig(policy=policy, objective=size.objective),
                 data_plane=plane,
                 timeout=TIMEOUT,
             )
@@ -186,11 +194,12 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
         hosts = {name: variants.plan(name) for name in VARIANTS}
         crossing = {name: variants.crossing(name) for name in VARIANTS}
 
-        def seconds(name: str) -> float:
-            elapsed, _ = slowest(partial(variants.step, name), size.steps, variants.device)
-            return elapsed
+        def spent(name: str) -> Spent:
+            return slowest(partial(variants.step, name), size.steps, variants.device)
 
-        seconds_of = in_turns(list(VARIANTS), size.rounds, seconds, warmup=1)
+        spent_of = in_turns(list(VARIANTS), size.rounds, spent, warmup=1)
+        seconds_of = {name: [wall for wall, _ in times] for name, times in spent_of.items()}
+        busy_of = {name: [busy for _, busy in times] for name, times in spent_of.items()}
         faulthandler.cancel_dump_traceback_later()
         if rank == 0:
             medians = {name: f"{median(times) * 1e3:.1f} ms" for name, times in seconds_of.items()}
@@ -199,6 +208,8 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
             {
                 "ratio": ratio,
                 "seconds": {name: median(times) for name, times in seconds_of.items()},
+                "gain": over_unbalanced(seconds_of),
+                "busy": over_unbalanced(busy_of),
                 "crossing": crossing,
                 "routes": {n: p.digest() for n, p in hosts.items()},
                 "imbalance": {n: (p.initial_imbalance, p.imbalance) for n, p in hosts.items()},
@@ -206,6 +217,14 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
         )
     variants.close()
     return cases
+
+
+def over_unbalanced(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Gain of every variant over the same plane without balancing."""
+    return {
+        name: median_ratio(values[f"{plane}, none"], values[name])
+        for name, (_, plane) in VARIANTS.items()
+    }
 
 
 def lines_of(case: dict[str, Any], network: str) -> list[Line]:
@@ -216,6 +235,8 @@ def lines_of(case: dict[str, Any], network: str) -> list[Line]:
         values = {
             STEP: case["seconds"][name] * 1e3,
             CROSSING: case["crossing"][name] / 1e6,
+            GAIN: case["gain"][name],
+            LESS: case["busy"][name],
             SPEED_UP: case["seconds"][like] / case["seconds"][name],
             BYTES_RATIO: case["crossing"][like] / case["crossing"][name],
             BEFORE: before,

@@ -29,18 +29,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_planner_gpu import CONFIGS, INNER, check_plan
 from harness import KERNELS, Bench, Metric, Mismatch, Samples, main
 from torch.profiler import ProfilerActivity, profile
 
 import ultraep
-from ultraep import BalanceConfig, Topology, workload
+from ultraep import BalanceConfig, Rates, Topology, workload
 from ultraep.arrays import IntArray
 from ultraep.runtime.device_planner import DevicePlanner
 
 PLANNER = "csrc/kernels/placement.cu"
 PUBLIC = "public kernel"
-OURS = {"ours, balance": CONFIGS["balance"], "ours, by time": CONFIGS["time, links"]}
+INNER = 20  # plans per graph
+OURS = {
+    "ours, balance": BalanceConfig(objective="balance"),
+    "ours, by time": BalanceConfig(rates=Rates(row=5300, copy=4_100_000, layer=1_200_000)),
+}
 PROFILED = 10  # calls
 COUNT = Metric("loads", "loads", "n", ".0f", sum)
 BEFORE = Metric("imbalance_before", "max/mean", "before", ".3f")
@@ -52,6 +55,15 @@ CALL = Metric("call_time", "us", "call us", ".1f")
 SLOWEST = Metric("call_time_max", "us", "slowest", ".1f", max)
 KERNEL = Metric("kernel_time", "us", "kernel us", ".1f")
 AS_QUOTA = Metric("equal_to_reimplementation", "share", "as quota", ".2f")
+
+
+def check_plan(control: DevicePlanner, loads_RE: torch.Tensor, wanted: ultraep.Plan) -> None:
+    """Raise unless the device makes the plan of the CPU."""
+    plan = control.plan(loads_RE).to_host()
+    control.check()
+    same_loads = np.array_equal(plan.rank_loads, wanted.rank_loads)
+    if plan.digest() != wanted.digest() or not same_loads:
+        raise Mismatch(f"the plan for {wanted.topology}, {wanted.config}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

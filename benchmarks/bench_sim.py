@@ -1,148 +1,52 @@
-"""The accuracy of the simulator.
-
-A layer on eight partitions of one H200 with 16 multiprocessors each (`results/layer_gpu_*`),
-predicted for the same plans and loads on a cluster of eight such partitions. Ranks share the power
-of the GPU, so a busy rank is faster while others wait, by the factors in
-`results/grouped_h200_202611.json`. A dash means that another plan was measured.
+"""The simulator against processes: predicted and measured gains of a layer.
 
     python benchmarks/bench_sim.py --json out.json
+
+The measured gains are those of `bench_ranks_gpu.py` in `results/ranks*_h200_202611.json`: eight
+processes on one H200 with an eighth of its multiprocessors each. The simulator predicts them for
+the same loads and plans, on a cluster of eight such parts. Ranks share the power of the GPU, so a
+busy rank is faster while others wait, by the factors in `results/grouped_h200_202611.json`. The
+last table has the mean and the worst error, and by how much two runs of the same case differ.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from harness import ROOT, Bench, Line, Metric, main
-from load_cases import Shape, loads_of, tile_perfect_ids
+from load_cases import Shape, draw
 from numpy.typing import NDArray
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology, workload
 from ultraep.arrays import IntArray
-from ultraep.policies import Problem
-from ultraep_tools.baselines.eplb import place_by_past
-from ultraep_tools.baselines.places import away_from_home, split_equally
+from ultraep.workload import Load
 from ultraep_tools.check.predict import clock_of, replicas_of, stage_seconds
 from ultraep_tools.check.size import LayerSize
 from ultraep_tools.sim.cluster import load_cluster
 
 FloatArray = NDArray[np.float64]
-Table = tuple[str, list[Line]]  # title
 
 PARTITIONS = "h200-eight-parts"
-ON_CARD = (("qwen", "qwen3", 0), ("deepseek", "deepseek", 1))  # results, curve, size
-SAME = 1e-5  # tolerance: results are stored with seven digits
+MODELS = {  # as `bench_ranks_gpu.py` has named them; the curve of the expert products
+    "Qwen3-235B": (Shape(hidden=4096, ffn=1536, experts=128, top_k=8, tokens=0, ranks=8), "qwen3"),
+    "DeepSeek": (Shape(hidden=7168, ffn=2048, experts=128, top_k=8, tokens=0, ranks=8), "deepseek"),
+    "gpt-oss": (Shape(hidden=2880, ffn=2880, experts=128, top_k=4, tokens=0, ranks=8), "qwen3"),
+}
+OLD_LOADS = {"one expert hot": 4.0, "many experts hot": 1.5}  # Zipf loads of earlier results
+BALANCED = {"default": 1, "2 slots": 2, "3 slots": 3}
 
-PREDICTED = Metric("predicted_share", "share", "predicted", ".3f")
-MEASURED = Metric("measured_share", "share", "measured", ".3f")
-POINTS = Metric("error", "points", "points off", "+.1f")
-
-
-TILE_PERFECT = "tile-perfect"  # every expert gets the same number of rows, a multiple of a tile
-SHARE_OF_TILE_PERFECT = "share_of_tile_perfect"  # metric
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size(Shape):
-    """A layer, and the number of loads that were measured."""
-
-    model: str
-    top_k: int = 8
-    ranks: int = 8
-    loads: int = 5
-
-
-@dataclass(frozen=True)
-class HotRank:
-    """Ordered Zipf loads of a layer, and its spare slots per rank."""
-
-    ratio: float
-    inner: float = 4.0  # how much one expert of a rank exceeds the others
-    slots: int = 1
-
-    @property
-    def name(self) -> str:
-        kind = "one expert hot" if self.inner > 2 else "many experts hot"
-        return f"{kind} {self.ratio:g}"
-
-    def draw(self, shape: Shape) -> IntArray:
-        """[R, E] loads."""
-        options: dict[str, Any] = {"top_k": shape.top_k, "tokens": shape.tokens}
-        options |= {"ratio": self.ratio, "inner": self.inner}
-        return workload.zipf(shape.ranks, shape.experts, **options)
-
-
-SIZES = (
-    Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=8192),
-    Size(
-        model="DeepSeek-V3, half of its experts",
-        hidden=7168,
-        ffn=2048,
-        experts=128,
-        tokens=4096,
-        loads=4,
-    ),
-)
-ONE_HOT = tuple(HotRank(ratio) for ratio in (1.5, 2.0, 3.0))
-LOADS = (*ONE_HOT, HotRank(2.0, inner=1.0), HotRank(3.0, inner=1.0, slots=2))
-
-
-def place_with(slots: int) -> str:
-    """Register a policy that places like EPLB with this many spare slots; return its name.
-
-    EPLB moves homes as well. Here the homes were chosen among its places before, so the slots of
-    the topology are not the places that EPLB fills.
-    """
-
-    def place(problem: Problem) -> IntArray:
-        """Place like EPLB, with homes chosen among its places."""
-        topology = problem.topology
-        own_topology = Topology(ranks=topology.ranks, experts=topology.experts, slots=slots)
-        assert problem.history is not None
-        places = place_by_past(problem.history, own_topology)
-        shares = split_equally(problem.expert_loads, places)
-        return away_from_home(*shares, topology)
-
-    name = f"eplb placed, {slots} slots"
-    if name not in ultraep.policy_names():
-        ultraep.register_policy(name, needs_history=True)(place)
-    return name
-
-
-def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
-    """Place by loads of which half came from another topic.
-
-    EPLB moves homes as well: one of the places of each expert becomes its home here.
-    """
-    other = loads[:, np.random.default_rng(7).permutation(size.experts)]
-    past = (loads + other).sum(axis=0)
-    own_topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
-    places = place_by_past(past, own_topology)
-    homes: list[int] = []
-    for ranks in (np.flatnonzero(row) for row in places):
-        homes.append(int(min(ranks, key=lambda rank: (homes.count(int(rank)), rank))))
-    held = np.count_nonzero(places, axis=0) - np.bincount(homes, minlength=size.ranks)
-    topology = replace(own_topology, slots=max(1, int(held.max())), homes=homes)
-    return ultraep.plan(loads, topology, BalanceConfig(policy=place_with(slots)), history=past)
-
-
-def plan_for(size: Size, load: HotRank, policy: str) -> Plan:
-    """The plan of a policy for these loads."""
-    if policy == TILE_PERFECT:
-        drawn = [tile_perfect_ids(size, rank) for rank in range(size.ranks)]
-        topology = Topology(ranks=size.ranks, experts=size.experts, slots=0)
-        loads = loads_of(drawn, size)
-        return ultraep.plan(loads, topology, BalanceConfig(policy="none"))
-    loads, slots = load.draw(size), 0 if policy == "none" else load.slots
-    if policy == "eplb":
-        return eplb_plan(loads, size, slots)
-    topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
-    return ultraep.plan(loads, topology, BalanceConfig(policy=policy))
+PREDICTED = Metric("predicted_gain", "ratio", "predicted", ".3f")
+MEASURED = Metric("measured_gain", "ratio", "measured", ".3f")
+OFF = Metric("error", "percent", "% off", "+.1f")
+MEAN = Metric("mean_error", "percent", "mean % off", ".1f")
+WORST = Metric("worst_error", "percent", "worst % off", ".1f")
+COUNT = Metric("cases", "cases", "cases", ".0f")
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -152,16 +56,21 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def line(model: str, load: str, policy: str, predicted: float, measured: float | None) -> Line:
-    """One line with the predicted and the measured share."""
-    case = {"model": model, "load": load, "policy": policy}
-    points = None if measured is None else 100 * (predicted - measured)
-    return Line(case, {PREDICTED: predicted, MEASURED: measured, POINTS: points})
+def loads_of(name: str, shape: Shape) -> IntArray:
+    """[R, E] loads of a case by its name."""
+    kind, _, imbalance = name.rpartition(" ")
+    if kind in OLD_LOADS:
+        options: dict[str, Any] = {"top_k": shape.top_k, "tokens": shape.tokens}
+        options |= {"ratio": float(imbalance), "inner": OLD_LOADS[kind]}
+        return workload.zipf(shape.ranks, shape.experts, **options)
+    if name in workload.KINDS:
+        return draw(Load(name), shape)
+    return draw(Load(kind, float(imbalance)), shape)
 
 
 @cache
 def speed_by_busy(curve: str, direction: str) -> FloatArray:
-    """[0..8] speed of a partition by number of busy partitions, relative to eight."""
+    """[0..8] speed of a part by number of busy parts, relative to eight."""
     times = {
         row["case"]["busy"]: row["value"]
         for row in rows_of("grouped_h200")
@@ -179,10 +88,9 @@ def card_seconds(work_R: FloatArray, speed: FloatArray) -> float:
     return float((work / speed[len(work) : 0 : -1]).sum())
 
 
-def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
-    """Seconds of a layer, forward and backward, on eight partitions of a card."""
-    runtime = "none" if policy in ("none", TILE_PERFECT) else "ultraep"
-    layer = LayerSize(*(size.hidden, size.ffn, size.experts, size.top_k, size.tokens))
+def predict_on_card(shape: Shape, curve: str, plan: Plan, runtime: str) -> float:
+    """Seconds of a layer, forward and backward, on eight parts of a card."""
+    layer = LayerSize(*(shape.hidden, shape.ffn, shape.experts, shape.top_k, shape.tokens))
     clock = clock_of(load_cluster(PARTITIONS), layer, plan.topology, runtime)
     replicas = replicas_of(plan)
     seconds = stage_seconds(clock, replicas, "experts", "experts back")
@@ -192,46 +100,67 @@ def predict_on_card(size: Size, curve: str, plan: Plan, policy: str) -> float:
     return seconds
 
 
-def card_tables(small: bool = False) -> Iterator[Table]:
-    """Predicted and measured shares of tile-perfect routing."""
-    for name, curve, index in ON_CARD:
-        size = SIZES[index]
-        recorded = rows_of(f"layer_gpu_{name}_h200")
-        lines = []
-        for load in LOADS[: 1 if small else size.loads]:
-            plans = {
-                policy: plan_for(size, load, policy)
-                for policy in ("none", "eplb", "ultraep", TILE_PERFECT)
-            }
-            seconds = {
-                policy: predict_on_card(size, curve, plan, policy) for policy, plan in plans.items()
-            }
-            for policy in ("none", "eplb", "ultraep"):
-                share = seconds[TILE_PERFECT] / seconds[policy]
-                measured = share_on_card(recorded, load.name, policy, plans[policy])
-                lines.append(line(curve, load.name, policy, share, measured))
-        yield f"{size.model}, EP8 on one H200: share of tile-perfect routing", lines
+def predicted_gain(model: str, tokens: int, load: str, slots: int) -> float:
+    """Seconds without balancing over seconds with a plan for balance."""
+    shape, curve = next(value for name, value in MODELS.items() if model.startswith(name))
+    shape = Shape(**{**vars(shape), "tokens": tokens})
+    loads = loads_of(load, shape)
+    seconds = []
+    for policy, count in (("none", 0), ("ultraep", slots)):
+        topology = Topology(ranks=shape.ranks, experts=shape.experts, slots=count)
+        plan = ultraep.plan(loads, topology, BalanceConfig(policy=policy))
+        seconds.append(predict_on_card(shape, curve, plan, policy))
+    return seconds[0] / seconds[1]
 
 
-def share_on_card(
-    recorded: list[dict[str, Any]], load: str, policy: str, plan: Plan
-) -> float | None:
-    """The measured share; None if it was not measured, or with another plan."""
-    values = {
-        row["metric"]: row["value"]
-        for row in recorded
-        if (row["case"].get("load"), row["case"].get("policy")) == (load, policy)
-    }
-    if not values or abs(values["imbalance_after"] - plan.imbalance) >= SAME:
-        return None
-    return float(values[SHARE_OF_TILE_PERFECT])
+def measured_lines(name: str) -> list[Line]:
+    """Predicted and measured gains of one result."""
+    lines = []
+    for row in rows_of(name):
+        case = row["case"]
+        slots, load = BALANCED.get(case.get("variant")), case.get("load", "")
+        if row["metric"] != "gain_over_none" or slots is None or "pass" in case or "even" in load:
+            continue
+        gain = predicted_gain(case["model"], case["tokens"], load, slots)
+        off = 100 * (gain / row["value"] - 1)
+        about = {key: case[key] for key in ("model", "tokens", "mode", "load", "variant")}
+        about["result"] = name
+        lines.append(Line(about, {PREDICTED: gain, MEASURED: row["value"], OFF: off}))
+    return lines
 
 
-def on_card(bench: Bench) -> None:
-    for table in card_tables(bench.scale):
-        bench.table(*table)
+def against_processes(bench: Bench) -> None:
+    """Print all gains, then the errors by mode and the differences between runs."""
+    results = sorted((ROOT / "benchmarks" / "results").glob("ranks*_h200_202611.json"))
+    names = [path.name.removesuffix("_202611.json") for path in results]
+    lines = [line for name in names[: 1 if bench.scale else None] for line in measured_lines(name)]
+    bench.table("Gain of a layer over no balancing, EP8 on one H200", lines)
+    errors = []
+    for mode in sorted({str(line.case["mode"]) for line in lines}):
+        off = [abs(line.values[OFF] or 0.0) for line in lines if line.case["mode"] == mode]
+        values = {COUNT: len(off), MEAN: fmean(off), WORST: max(off)}
+        errors.append(Line({"compared": f"simulator and {mode} steps"}, values))
+    same = repeated(lines)
+    if same:
+        values = {COUNT: len(same), MEAN: fmean(same), WORST: max(same)}
+        errors.append(Line({"compared": "two runs of the same case"}, values))
+    bench.table("Errors", errors)
+
+
+def repeated(lines: list[Line]) -> list[float]:
+    """Differences between two measurements of a case, in per cent."""
+
+    def key(line: Line) -> tuple[str, ...]:
+        return tuple(str(value) for name, value in line.case.items() if name != "result")
+
+    differences = []
+    for _, same in groupby(sorted(lines, key=key), key):
+        gains = [line.values[MEASURED] or 0.0 for line in same]
+        if len(gains) > 1:
+            differences.append(100 * (max(gains) / min(gains) - 1))
+    return differences
 
 
 if __name__ == "__main__":
-    small = {"toy": True, "quick": True, "full": False}
-    main("sim", __doc__, {"card": on_card}, small)
+    small = {"toy": True, "quick": False, "full": False}
+    main("sim", __doc__, {"ranks": against_processes}, small)

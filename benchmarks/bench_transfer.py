@@ -13,7 +13,6 @@ Shapes: C replicas, R ranks, H home experts, P parameters of an expert.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,20 +23,16 @@ from harness import CARD, KERNELS, Bench, Case, Line, Metric, Mismatch, main
 from shared_peers import LocalPeers
 from timing import Clock, Gpu
 
-import ultraep
-from ultraep import Plan, Topology
+from ultraep import Topology
 from ultraep.bundle import Layout
-from ultraep.hops import MODES, Hop, hops
-from ultraep.workload import Load
+from ultraep.hops import MODES
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.signals import Signals
 
-INNER = 20  # schedules per graph
 POISON = 0xA5  # byte value of empty slots
 TIMEOUT = 5.0  # seconds
 Counts = tuple[int, ...]
-Sizes = tuple[tuple[int, int], ...]  # ranks and experts
 TIME = Metric("time_p50", "us", "us", ".1f")
 RATE = Metric("rate", "TB/s", "TB/s", ".3f")
 SHARE = Metric("share_of_copy", "share", "of copy", ".3f")
@@ -47,10 +42,6 @@ CHUNKS = Metric("chain_chunks", "chunks", "chunks", ".0f")
 SIGNAL = Metric("fitted_cost_of_a_signal", "us", "signal us", ".2f")
 FLOOR = Metric("floor", "us", "floor us", ".1f")
 OF_FLOOR = Metric("share_of_floor", "share", "of floor", ".3f")
-COPIES = Metric("copies_mean", "copies", "replicas", ".1f")
-LONGEST = Metric("longest_chain_max", "hops", "hops", ".0f", max)
-NODE = Metric("launch_floor", "us", "floor us", ".2f")
-SCHEDULE = {m: Metric(f"{m}_graph_time_p50", "us", f"{m} us", ".2f") for m in MODES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +55,9 @@ class Scale:
     relay_ranks: int = 16
     budgets: Counts = (2, 4, 8, 16)  # programs per rank in relays
     fans: Counts = (1, 2, 4, 8, 15)  # replicas of one expert; the first is 1
-    imbalance: float = 3.0  # of the load in `schedule`
     tokens: int = 8192
     numbers: int = 18_874_368  # of a gradient
     pull_fans: Counts = (1, 2, 4, 7)
-    schedule_sizes: Sizes = ((8, 128), (64, 256), (256, 1024))
     rounds: int = 21
 
     @property
@@ -92,11 +81,9 @@ TOY = Scale(
     relay_ranks=9,
     budgets=(2,),
     fans=(1, 8),
-    imbalance=1.5,
     tokens=64,
     numbers=1000,
     pull_fans=(1, 2),
-    schedule_sizes=((4, 8),),
 )
 
 
@@ -170,48 +157,6 @@ def reduce(bench: Bench) -> None:
         f"fan 4: 4 replicas of one expert of {scale.numbers / 1e6:.1f} M numbers. Floor: replica\n"
         "gradients read, home gradient read and written, at the rate of a copy."
     )
-
-
-def _busiest(sent: Sequence[Hop]) -> tuple[int, int]:
-    """The rank that sends most, and its number of hops."""
-    return (Counter(hop.sender for hop in sent).most_common(1) or [(0, 0)])[0]
-
-
-def _longest(chain: Sequence[Hop]) -> int:
-    return max((hop.depth + 1 for hop in chain), default=0)
-
-
-def schedule(bench: Bench) -> None:
-    """Time the kernel that turns a plan into the hops of one rank."""
-    floor = bench.clock.floor_us(1, INNER) if isinstance(bench.clock, Gpu) else None
-    lines = []
-    for ranks, experts in bench.scale.schedule_sizes:
-        topology = Topology(ranks=ranks, experts=experts, slots=1)
-        load = Load("zipf shuffled", bench.scale.imbalance)
-        loads = load.draw(
-            ranks, experts, top_k=min(8, max(1, experts // 8)), tokens=bench.scale.tokens
-        )
-        plan = ultraep.plan(loads, topology, backend="cpu")
-        chain = hops(plan, "chain")
-        busiest, _ = _busiest(chain)
-        signals = signals_of(LocalPeers(ranks, bench.clock.device), busiest)
-        times = {SCHEDULE[mode]: _schedule_us(bench, signals, plan, mode) for mode in MODES}
-        values = {COPIES: plan.num_replicas, LONGEST: _longest(chain), **times, NODE: floor}
-        case: Case = {"ranks": ranks, "experts": experts, "load": load.name}
-        lines.append(Line(case, values))
-    bench.table("schedule: from a plan to the hops of its busiest rank, in a graph", lines)
-    bench.report.note("Floor: an empty kernel in such a graph.")
-
-
-def _schedule_us(bench: Bench, signals: Signals, plan: Plan, mode: str) -> float:
-    """Of one mode; tests compare the result with that of the host."""
-    from ultraep.backends.triton.streamer import Streamer
-
-    streamer = Streamer(signals, plan.topology, relay=mode, programs=1)
-    replicas_C3 = as_replicas(plan.replicas.tolist(), streamer.max_replicas, bench.clock.device)
-    made = torch.zeros(streamer.size, dtype=torch.int32, device=bench.clock.device)
-    layout = bench.scale.layout
-    return bench.clock.stopwatch(partial(streamer.schedule, replicas_C3, layout, made), INNER)()
 
 
 # -- transfers -----------------------------------------------------------------------------------
@@ -380,10 +325,9 @@ SECTIONS = {
     "direct": direct,
     "relay": relay,
     "reduce": reduce,
-    "schedule": schedule,
 }
 # In CARD sections ranks must run concurrently, which the interpreter cannot do.
-NEEDS = {"direct": CARD, "relay": CARD, "reduce": KERNELS, "schedule": KERNELS}
+NEEDS = {"direct": CARD, "relay": CARD, "reduce": KERNELS}
 
 
 if __name__ == "__main__":

@@ -91,26 +91,6 @@ def ids_with(loads_E: IntArray, shape: Shape, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).permutation(ids).astype(np.int32))
 
 
-def tile_perfect_ids(shape: Shape, seed: int) -> torch.Tensor:
-    """[T, K] random choices with equal loads: E tokens in a row give K rows to every expert.
-
-    The experts form a ring in random order. Token t takes the experts K fixed steps away from t.
-    """
-    random, experts = np.random.default_rng(seed), shape.experts
-    assert shape.tokens % experts == 0, (shape.tokens, experts)
-    rings = []
-    for _ in range(shape.tokens // experts):
-        steps = random.permutation(experts)[: shape.top_k]
-        places = (np.arange(experts)[:, None] + steps) % experts
-        rings.append(random.permutation(experts)[places])
-    return torch.from_numpy(np.concatenate(rings).astype(np.int32))
-
-
-def loads_of(ids: Sequence[torch.Tensor], shape: Shape) -> IntArray:
-    """[R, E] loads of the ids of all ranks."""
-    return np.stack([np.bincount(own.flatten(), minlength=shape.experts) for own in ids])
-
-
 @dataclass(frozen=True, slots=True)
 class RecordedRouting:
     """Recorded routing, split into windows of tokens; each window is a microbatch."""

@@ -17,7 +17,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import bench_sim
 import numpy as np
 from harness import ROOT
 from measured import versions
@@ -253,33 +252,6 @@ def exposed(page: Page, outcomes: Outcomes) -> None:
     page.table(["setting", NAMES["quota"], NAMES["ultraep"]], rows)
 
 
-# -- measurements --------------------------------------------------------------------------------
-
-
-def measured(page: Page, *, small: bool) -> None:
-    """Predictions next to our own measurements."""
-    page.text(
-        "## Predicted and measured",
-        "",
-        "Speed of one layer, forward and backward, as a share of its speed with tile-perfect routing, "
-        "predicted / measured: eight ranks on partitions of one H200. Nothing was calibrated on these "
-        "runs. A dash means that the measured plan was a different one. `python benchmarks/bench_sim.py`.",
-    )
-    for title, lines in bench_sim.card_tables(small):
-        page.text(f"### {title.split(':')[0]}")
-        cells: dict[str, dict[str, str]] = {}
-        for line in lines:
-            numbers = [
-                "-" if value is None else f"{value:{metric.form}}"
-                for metric, value in line.values.items()
-            ]
-            of_load = cells.setdefault(str(line.case["load"]), {})
-            of_load[str(line.case["policy"])] = "/".join(numbers[:2])
-        policies = list(next(iter(cells.values())))
-        rows = [[load, *(row.get(name, "-") for name in policies)] for load, row in cells.items()]
-        page.table(["load", *(f"`{policy}`" for policy in policies)], rows)
-
-
 def by_policy(results: list[Result]) -> dict[str, Result]:
     return {result.policy: result for result in results}
 
@@ -352,7 +324,6 @@ def write(folder: Path, effort: Effort) -> None:
         "*Predicted and measured*.",
     )
     published(page, effort)
-    measured(page, small=effort.layers is not None)
     studies(page, effort)
     page.write()
 

@@ -26,7 +26,6 @@ NEEDS = {  # all other scripts run anywhere
     "bench_frameworks.py": ("transformers",),
     "bench_grouped.py": ("a GPU",),
     "bench_plan.py": ("scipy",),
-    "bench_planner_gpu.py": ("a GPU",),
     "bench_prefill.py": ("transformers",),
     "bench_public.py": ("a GPU",),
     "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),

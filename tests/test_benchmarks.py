@@ -90,7 +90,7 @@ def test_the_page_on_the_paper_is_written(tmp_path):
     done = run("paper.py", "--toy", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "paper.md").read_text()
-    assert text.count("### ") == 8
+    assert text.count("### ") == 6
     assert "nan" not in text
     assert (tmp_path / "shares.svg").read_text().startswith("<?xml")
 
