@@ -1,7 +1,5 @@
 """A headless Chromium, driven over its debugging pipe: pages and clicks."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

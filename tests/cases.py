@@ -1,7 +1,5 @@
 """Loads, topologies and ids for many tests: named cases and hypothesis strategies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

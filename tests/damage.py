@@ -4,8 +4,6 @@
 small when packed and takes gigabytes when read.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """Ranks that share one GPU: their processes, a balancer for each data plane, and passes."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

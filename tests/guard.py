@@ -1,7 +1,5 @@
 """Checks that interpreted kernels access only the memory of their tensor arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from unittest import mock

@@ -3,8 +3,6 @@
 Call `install` before any kernel runs. It does nothing in a process whose kernels are compiled.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -6,8 +6,6 @@ attempt must resume after the newest complete checkpoint, and no process, shared
 unfinished file may be left.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import signal

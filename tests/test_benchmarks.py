@@ -1,7 +1,5 @@
 """Every benchmark runs at toy size and writes complete rows."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path

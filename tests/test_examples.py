@@ -1,7 +1,5 @@
 """The examples run under torchrun, and balancing changes no result."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """examples/pretrain.py checks its settings and stops on all ranks together; killed jobs resume."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

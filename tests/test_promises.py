@@ -1,7 +1,5 @@
 """Promises of the whole package: public names, light imports, import rings, no broad except."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Locks have hashes and no addresses; the bill of materials and the audit say what they must."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small traces for tests."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import ultraep

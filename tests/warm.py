@@ -7,8 +7,6 @@ this process and its children. Except on Linux, where forking is safe, each proc
     done = warm.run("benchmarks/bench_plan.py", "--toy")   # as subprocess.run would
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import multiprocessing

@@ -9,8 +9,6 @@ variant is compiled once, until its source or Triton changes. With `--once TARGE
 compile one variant of most kernels, and the other targets compile every variant of the first size.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

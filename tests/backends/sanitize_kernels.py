@@ -10,8 +10,6 @@ so no kernel may wait for a later one.
 `--part 3/8`: one of eight parts, to compile them in eight processes first.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from itertools import product

@@ -4,8 +4,6 @@ An example is a doctest that calls `example`. With a GPU the kernels are compile
 Triton's interpreter runs them.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Run commands of `ultraep`, in this process or in another one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

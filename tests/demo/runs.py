@@ -1,7 +1,5 @@
 """Small jobs for tests, and the processes of a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

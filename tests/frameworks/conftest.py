@@ -1,7 +1,5 @@
 """`make test` leaves these tests out; `make test-frameworks` runs them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 HERE = Path(__file__).parent

@@ -1,7 +1,5 @@
 """Compare a balanced model with the unmodified model, on every rank."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A tiny random model of every family whose experts are in the registry of transformers."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ same bits beside any other rows.
 Shapes: S rows, E experts, N and K of a weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import make_dataclass

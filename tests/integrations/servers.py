@@ -1,7 +1,5 @@
 """Tiny models, servers of several ranks, and the runner of the checks of vLLM and SGLang."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

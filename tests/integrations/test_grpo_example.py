@@ -1,7 +1,5 @@
 """The example with TRL's GRPO on two CPU ranks. TRL is not among the packages for development."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Unsupported versions of libraries and settings of Megatron-Core are refused by name."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

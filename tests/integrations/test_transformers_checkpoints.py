@@ -1,7 +1,5 @@
 """Balanced models write the library's checkpoints; unsupported models are refused, unchanged."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

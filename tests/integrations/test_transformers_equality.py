@@ -1,7 +1,5 @@
 """Balanced models compute the outputs, gradients and tokens of unmodified models."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

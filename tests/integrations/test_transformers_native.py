@@ -1,7 +1,5 @@
 """The library's own expert parallelism under FSDP2, balanced."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from types import SimpleNamespace
 

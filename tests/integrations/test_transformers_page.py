@@ -1,7 +1,5 @@
 """The scripts of docs/integrations/transformers.md run, and are short."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -3,8 +3,6 @@
 The library's own Python runs, with stand-ins for the kernels that it downloads (hub_kernels.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

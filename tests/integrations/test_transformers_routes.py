@@ -1,7 +1,5 @@
 """Routes of transformers models: recorded in generation, replayed in training."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("accelerate")

@@ -1,7 +1,5 @@
 """Trainer and LoRA: gradients, norms, auxiliary losses and checkpoints of balanced models."""
 
-from __future__ import annotations
-
 import json
 from contextlib import redirect_stdout
 

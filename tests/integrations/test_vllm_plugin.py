@@ -1,7 +1,5 @@
 """Parts of the vLLM plug-in that do not import vLLM: settings, refusals, counters, versions."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -3,8 +3,6 @@
 Prints a line for every check and exits with code 1 if one fails. Needs an environment with vLLM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

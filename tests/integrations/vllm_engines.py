@@ -1,7 +1,5 @@
 """A reference engine of vLLM in one process, and its servers of several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -8,8 +8,6 @@ nothing of the second layer. Where the kernel runs here, its outputs must be equ
 Prints one line of JSON per case; `make test-vllm` runs it (section `methods`).
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -5,8 +5,6 @@ plain torch, with the row semantics of the kernels. Loading, conversion of weigh
 kernel stay vLLM's (`--moe-backend triton`). Any call that the kernels would not accept fails.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

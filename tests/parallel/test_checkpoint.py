@@ -1,7 +1,5 @@
 """Training resumes from torch.distributed.checkpoint; the program of the page runs."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

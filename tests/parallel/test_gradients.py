@@ -1,7 +1,5 @@
 """Training with DDP and FSDP2 equals training in one process; wrappers that damage experts fail."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

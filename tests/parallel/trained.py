@@ -4,8 +4,6 @@ All ranks together always see the same tokens. The loss of a rank is the mean ov
 loss of the job is the mean over the ranks.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 

@@ -5,8 +5,6 @@ project: they are read from the folder in ULTRAEP_PEERS_GOLDEN, or from `shared/
 the checkout. Ties go to the lower index.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

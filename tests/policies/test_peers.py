@@ -1,7 +1,5 @@
 """Policies of other projects, and policies that users register."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

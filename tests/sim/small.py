@@ -1,7 +1,5 @@
 """A small model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ultraep_tools.sim.model import Model, load_model

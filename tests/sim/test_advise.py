@@ -1,7 +1,5 @@
 """advise: the best configuration, the number of slots, and reasons."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any

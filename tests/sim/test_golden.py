@@ -4,8 +4,6 @@ When a change of the simulator is meant, write the file anew: `python -m sim.tes
 `tests`. The loads are integers, so that no library can change them.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

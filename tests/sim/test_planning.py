@@ -1,7 +1,5 @@
 """The simulator's plans equal the runtime's plans."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

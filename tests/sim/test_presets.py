@@ -1,7 +1,5 @@
 """Clusters, models, and the TOML tables that they come from."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

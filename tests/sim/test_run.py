@@ -1,7 +1,5 @@
 """simulate: whole scenarios of a moment each, and published figures next to the simulator's."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Loads that are drawn, fitted, or read from traces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

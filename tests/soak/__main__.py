@@ -5,8 +5,6 @@ make soak OPTIONS='--seed 7 --minutes 120'
 make soak OPTIONS='--seed 7 --only 17 --logs failed' # repeat a fault
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -4,8 +4,6 @@ The injector replaces the records of a balancer, to see stages, and wraps what a
 router, network, policy. The corrupted digest replaces a method of one object in this process.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Jobs and messages between supervisor and ranks of a soak test. Does not import torch."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from importlib import import_module

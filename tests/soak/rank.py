@@ -3,8 +3,6 @@
 A rank reports to its supervisor through a pipe: `Fired` when its fault happens, then `RankEnd`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

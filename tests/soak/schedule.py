@@ -3,8 +3,6 @@
 The seed of a campaign and the number of a fault determine the fault and the run that it hits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import count

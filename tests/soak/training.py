@@ -7,8 +7,6 @@ plans or messages. Every rank computes it by itself, from the seed of the run.
 Shapes: T tokens, D model width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ the output of a row has the same bits wherever it is computed.
 Shapes: E experts, N and K of a weight, D model width, F hidden width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

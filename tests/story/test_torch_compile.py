@@ -3,8 +3,6 @@
 Ranks are processes: torch compiles in one thread at a time.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Small traces to view, with times and bytes, and servers that show them."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

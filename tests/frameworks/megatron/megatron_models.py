@@ -1,7 +1,5 @@
 """Small models of Megatron-Core on gloo ranks, unmodified or balanced."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

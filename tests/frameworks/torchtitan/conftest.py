@@ -1,7 +1,5 @@
 """Tests of torchtitan. They use the model and the CUDA stand-ins of the example."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Experts multiply in float32; `torchtitan_cpu` lists the other differences on CPUs.
 """
 
-from __future__ import annotations
-
 import pytest
 from titan_models import BALANCED
 

@@ -1,7 +1,5 @@
 """The example of torchtitan prints the same losses twice under torchrun; the benchmark runs."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """Unsupported settings are refused when overrides are applied, before the model is built."""
 
-from __future__ import annotations
-
 import pytest
 import titan_models
 

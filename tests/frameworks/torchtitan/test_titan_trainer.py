@@ -1,7 +1,5 @@
 """The whole Trainer: losses of 20 steps, metrics, and checkpoints of both kinds of runs."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

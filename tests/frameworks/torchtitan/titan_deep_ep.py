@@ -4,8 +4,6 @@ They extend the stand-ins of tests/dispatchers by what torchtitan calls: compact
 constructors with a process group, and kernels for CPU tensors of its own operators.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Tiny models of three families, and settings of short runs on CPU ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torchtitan_tiny as tiny  # first: on CPUs it replaces modules that the framework imports

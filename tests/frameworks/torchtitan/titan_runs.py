@@ -1,7 +1,5 @@
 """Work of one rank in these tests: one pass of a Trainer, or a whole training."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
