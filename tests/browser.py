@@ -27,7 +27,6 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 def chromium():
-    """A Chromium of this machine, or None."""
     names = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
     found = next(filter(None, map(shutil.which, names)), None)
     if found:
@@ -143,7 +142,6 @@ class Browser:
         return found["result"].get("value")
 
     def wait(self, condition):
-        """Wait until an expression is true."""
         until = time.monotonic() + PATIENCE
         while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < until, (condition, self.run("document.body.innerText"))

@@ -22,7 +22,6 @@ BLOCK = 64
 
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
-    """Return the content after one to three accidents."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         content = rng.choice(ACCIDENTS)(content, rng)
     return content

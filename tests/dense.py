@@ -374,7 +374,6 @@ def assert_close(
 
 
 def assert_same_tensors(actual: list[State], expected: list[State]) -> None:
-    """Assert that two runs gave the same tensors, by name, on every rank."""
     for own, other in zip(actual, expected, strict=True):
         assert own.keys() == other.keys()
         for name, tensor in other.items():

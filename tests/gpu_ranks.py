@@ -35,19 +35,16 @@ def processes(size: int, directories: dict[str, str]) -> Iterator[RankPool]:
 
 
 def mapped(group: dist.ProcessGroup, **options: Any) -> Balancer:
-    """A rank whose memory the others map."""
     warnings.simplefilter("default")  # torch's symmetric memory warns
     return Balancer._with_settings(group, data_plane="mapped", timeout=PATIENCE, **options)
 
 
 def messages(group: dist.ProcessGroup, **options: Any) -> Balancer:
-    """A rank of the same group that uses messages."""
     communicator = ThroughHost(connect(group, timeout=PATIENCE))
     return Balancer._with_settings(communicator, data_plane="messages", **options)
 
 
 def hybrid(group: dist.ProcessGroup, **options: Any) -> Balancer:
-    """A rank of the same group that maps the memory of its domain."""
     warnings.simplefilter("default")  # torch's symmetric memory warns
     communicator = ThroughHost(connect(group, timeout=PATIENCE))
     return Balancer._with_settings(communicator, data_plane="hybrid", timeout=PATIENCE, **options)

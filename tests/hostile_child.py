@@ -59,7 +59,6 @@ def limit_memory():
 
 
 def write_all(folder):
-    """Write valid files of every format that commands read."""
     from cli.test_demo import RESULT
 
     loads = np.random.default_rng(0).integers(0, 99, (3, 2, 4))
@@ -113,7 +112,6 @@ def commands(folder, out):
 
 
 def draw(path):
-    """Draw a whole trace in the viewer."""
     catalogue = Catalogue([path])
     try:
         catalogue.read_all()
@@ -174,7 +172,6 @@ def _refusal(words):
 
 
 def huge(path, _):
-    """Write a sparse file of five gigabytes."""
     path.write_bytes(b"")
     os.truncate(path, 5 * GIGABYTE)
 

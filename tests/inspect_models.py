@@ -17,7 +17,6 @@ NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 
 def smaller_config(family):
-    """The configuration of a small model with 16 experts, or fewer."""
     config = small_config(family)
     for name in NUMBERS_OF_EXPERTS:
         if getattr(config, name, None):

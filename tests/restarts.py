@@ -198,7 +198,6 @@ def check(name: str, root: Path) -> None:
 
 
 def attempts(name: str, folder: Path, restarts: int) -> list[dict[int, float]]:
-    """Return the losses of every attempt by step; assert that nothing is left."""
     folder.mkdir()
     options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
     options += ["--monitor-interval=0.1", __file__, name, str(folder), str(restarts)]

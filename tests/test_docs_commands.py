@@ -62,7 +62,6 @@ def commands_of(page):
 
 @cache
 def commands():
-    """Every command of the documentation, with the first page that contains it."""
     known = {}
     for page in PAGES:
         for command in commands_of(page):
@@ -76,7 +75,6 @@ def reason_not_to_run(command):
 
 
 def failures(check, chosen):
-    """The commands that fail a check, with page and reason."""
     failed = []
     for command in chosen:
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
@@ -135,7 +133,6 @@ class Parsed(Exception):
 
 
 def parse_script(words):
-    """Run a script until it has parsed its options."""
     script = ROOT / words[0]
     if script.name == "first.py":
         return  # no options; test_examples.py runs it

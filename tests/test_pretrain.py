@@ -66,7 +66,6 @@ def checkpoint(folder, step):
 
 @pytest.fixture
 def pretrain(monkeypatch):
-    """The example as a module of this process, which is then a group of one."""
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.delenv("RANK", raising=False)
     return import_module("pretrain")

@@ -86,7 +86,6 @@ class Program:
         return [file.read_text() for file in self._files]
 
     def wait_for(self, words: str) -> None:
-        """Wait until the process has printed these words."""
         while words not in self.output()[0]:
             assert self.process.is_alive(), self.output()[1]
             time.sleep(0.01)

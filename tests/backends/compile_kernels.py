@@ -230,7 +230,6 @@ def launch_products(
 def launch_fp8(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, machine: Any, rows: int = 4096
 ) -> None:
-    """Launch FP8 products, where they run, and conversions."""
     from dataclasses import replace
 
     import torch
@@ -259,7 +258,6 @@ def launch_fp8(
 
 
 def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int) -> None:
-    """Launch dispatch, and combine with and without scalars."""
     import torch
 
     from ultraep import Topology

@@ -27,8 +27,6 @@ class Compiled:
 
 
 class Kernel:
-    """Like a Triton kernel, but without compiling."""
-
     arg_names = ("out", "number", "other", "WIDTH")
 
     def __init__(self):

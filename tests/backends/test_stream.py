@@ -34,7 +34,6 @@ only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are proce
 
 
 def plan_with(topology, replicas):
-    """Return a plan with these replicas; everything else is 0."""
     rows, ranks = sorted(replicas), topology.ranks
     return Plan(
         topology,

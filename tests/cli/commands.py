@@ -21,7 +21,6 @@ def invoke(*words, width=100):
 
 
 def output(*words, width=100):
-    """Return what a successful command prints."""
     result = invoke(*words, width=width)
     assert result.exit_code == 0, result.stderr
     return result.stdout
@@ -48,7 +47,6 @@ def assert_one_line(result, message):
 
 
 def start(*words, program=("-m", "ultraep"), **options):
-    """Start a program in another process; its stderr is text."""
     return subprocess.Popen(
         [sys.executable, *map(str, (*program, *words))],
         env=os.environ | {"PYTHONPATH": str(SOURCE)} | options.pop("environment", {}),
@@ -59,7 +57,6 @@ def start(*words, program=("-m", "ultraep"), **options):
 
 
 def shell(*words, program=("-m", "ultraep"), **environment):
-    """Run a program in another process to its end; return its exit code, stdout and stderr."""
     process = start(*words, program=program, environment=environment, stdout=subprocess.PIPE)
     out, errors = process.communicate(timeout=300)
     return process.returncode, out, errors

@@ -35,7 +35,6 @@ OTHERS = ("--policy", "eplb,none,echo")
 
 @pytest.fixture(scope="module", autouse=True)
 def few_layers():
-    """Simulate eight layers of the model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scenario, "load_model", lambda _: gpt_oss(layers=8))
         yield

@@ -111,7 +111,6 @@ def test_replay_under_other_settings(run):
 
 
 def forged(policy):
-    """Return a plan without replicas that claims to be of a policy."""
     loads = np.array([[9, 0, 1, 0], [9, 0, 0, 1]])
     plan = ultraep.plan(loads, TOPOLOGY, BalanceConfig(policy="none"))
     arrays = (plan.loads, plan.replicas, plan.quotas, plan.split, plan.rank_loads)
@@ -183,7 +182,6 @@ def test_place_refuses_what_has_no_placement(tmp_path):
 
 @pytest.fixture
 def crashed(tmp_path, monkeypatch):
-    """Rank 0 of two waits for rank 1, which left no file."""
     monkeypatch.setenv("ULTRAEP_FLIGHT", str(tmp_path / "flight"))
     flight = Flight("ab12", 0, 2)
     Passes(4, 9, PassLog(0, flight)).record.at("dispatch")

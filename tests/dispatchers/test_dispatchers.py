@@ -71,7 +71,6 @@ def one_pass(layer, x, gradient):
 
 
 def through_network(layer, x, gradient):
-    """The same experts as `ExpertsFrom`."""
     return one_pass(with_network(layer), x, gradient)
 
 
@@ -81,7 +80,6 @@ def fixed(example, ids):
 
 
 def padded_ids(example, seed=0):
-    """Skewed ids of all tokens, with padding: some choices, whole tokens, a whole rank."""
     draw = torch.Generator().manual_seed(seed)
     ids = []
     for rank, tokens in enumerate(example.tokens):

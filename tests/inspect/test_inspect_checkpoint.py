@@ -20,7 +20,6 @@ IDS = torch.arange(5 * 24).reshape(5, 24) * 37 % 4000 + 3
 
 
 def whole(folder):
-    """The routing of all layers by transformers alone, in float64 against rounding."""
     model = transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     model.set_experts_implementation("eager")  # supports float64
     with routing_of(model) as routing, torch.no_grad():

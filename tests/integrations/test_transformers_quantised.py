@@ -161,7 +161,6 @@ def tensors_in(folder: Any) -> dict[str, torch.Tensor]:
 
 
 def fp4_experts(config: Any, seed: int) -> Any:
-    """Return experts of the library with random FP4 codes and ue8m0 scales."""
     config.expert_dtype = "fp4"  # 5.17 reads it there
     options = {} if OLD else {"expert_dtype": "fp4"}
     experts = fp8.FP8Experts(config, block_size=(16, 16), scale_fmt="ue8m0", **options)

@@ -22,7 +22,6 @@ OTHERS = sorted(FAMILIES.keys() - REFUSED - set(USUAL))
 
 
 def drawn_like(routes, experts):
-    """Return other routes of the same shape, `[L, T, K]`."""
     layers, tokens, top_k = routes.shape
     draw = torch.Generator().manual_seed(5)
     return torch.rand(layers, tokens, experts, generator=draw).topk(top_k).indices

@@ -25,8 +25,6 @@ HOMES = {1: [0] * 8, 2: [1, 0, 0, 0, 1, 0, 1, 0], 3: [0, 2, 0, 0, 2, 0, 2, 0], 4
 
 
 class Model(nn.Module):
-    """Dense layers around experts."""
-
     def __init__(self, moe):
         super().__init__()
         torch.manual_seed(0)
@@ -39,7 +37,6 @@ class Model(nn.Module):
 
 
 def grid(ep):
-    """Return the expert-parallel group of this rank, and its DP replicas."""
     rows = np.arange(dist.get_world_size()).reshape(-1, ep)
     experts, _ = dist.new_subgroups_by_enumeration(rows.tolist())
     dp_replicas, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())

@@ -33,7 +33,6 @@ NO_RESPONSE = r"no response from (rank 1|ranks .*\b1\b.*) \(died, stopped, left 
 
 
 def complaint(act, *args):
-    """Return the message of the error."""
     return named_by(act, *args)[0]
 
 

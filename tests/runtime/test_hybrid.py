@@ -150,7 +150,6 @@ def errors_of(work, ranks=4):
 
 
 def with_domains(comm, device="cpu", *, blind=False, **options):
-    """Create a balancer and choose its plane; blind: ranks do not compare their positions."""
     balancer = Balancer._with_settings(
         comm, **{"experts": 8, "domain": 2, "data_plane": "hybrid"} | options
     )

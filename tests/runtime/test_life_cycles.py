@@ -21,7 +21,6 @@ BLOCKS = 100
 
 
 def blocks(quick, number=BLOCKS):
-    """Return the numbers of blocks; all but the first few are marked slow or long."""
     marks = {0: [], **dict.fromkeys(range(1, quick), pytest.mark.slow)}
     return [pytest.param(b, marks=marks.get(b, pytest.mark.long)) for b in range(number)]
 

@@ -48,7 +48,6 @@ def small_tiles():
 
 
 def mapped_balancer(example, group=None, *, peers=None, **options):
-    """Return a balancer on which one rank can serve all rows."""
     peers = peers or SharedPeers(group)
     tokens = max(len(x) for x in example.inputs)
     usual = {"experts": example.experts, "timeout": PATIENCE}
@@ -71,7 +70,6 @@ def naps(seed):
 
 
 def on_device(rank, group, body, example, options):
-    """Run `body(balancer, example)` on the mapped plane, one process per rank."""
     with small_tiles(), naps(rank):
         balancer = mapped_balancer(example, group, **options)
         actual = body(balancer, example)

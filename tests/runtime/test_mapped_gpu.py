@@ -75,7 +75,6 @@ class Rank:
         self.rows.local.fill_(SCRIBBLE)
 
     def fill(self):
-        """Schedule and send the replicas of the plan."""
         self.streamer.schedule(self.replicas, self.layout, self.made)
         self.streamer.fill(self.made, self.layout, self.tensors, self.rows)
 
@@ -86,7 +85,6 @@ class Rank:
         return graph.replay
 
     def check(self, replicas):
-        """Check that all slots of this rank hold what the plan says, and nothing else."""
         torch.cuda.synchronize()
         self.signals.check()
         slots = self.rows.local.view(self.topology.slots, self.layout.nbytes)
@@ -106,7 +104,6 @@ def symmetric(group):
 
 
 def random_plans(rank, group, rounds):
-    """Run one plan after the other, launched anew or by replaying graphs; longest chains."""
     peers, own, longest = symmetric(group), np.random.default_rng(rank), {}
     for relay, captured in product(("direct", "chain", "auto"), (False, True)):
         with small_tiles():

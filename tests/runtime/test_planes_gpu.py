@@ -36,7 +36,6 @@ def example_of(tokens, dtype=torch.float32, **options):
 
 
 def alone(plane, example, **options):
-    """The layer of one rank that is the whole group."""
     balancer = Balancer._with_settings(
         "alone", experts=example.experts, data_plane=plane, **options
     )
@@ -236,7 +235,6 @@ def test_two_processes_get_the_same_by_memory_and_by_messages(two):
 
 
 def watched(rank, group, folder):
-    """Run two layers with the device far behind the host; return plan digests and stats."""
     example = example_of([60, 50], skew=3.0)
     balancer = mapped(group, experts=EXPERTS, slots=2, relay="chain", record=folder)
     layers = [example.layer(balancer, device=CUDA) for _ in range(2)]

@@ -6,7 +6,6 @@ from ultraep_tools.sim.model import Model, load_model
 
 
 def gpt_oss(layers: int) -> Model:
-    """Return gpt-oss-20b with fewer layers; half of them have a window, as in the whole model."""
     model = load_model("gpt-oss-20b")
     attention = replace(model.attention, windowed_layers=layers // 2)
     return replace(model, layers=layers, attention=attention)

@@ -21,7 +21,6 @@ reproducibly = settings(derandomize=True, database=None, deadline=None, max_exam
 def plan_all(
     loads_SRE: Any, topology: Topology, policy: str, interval: int = 1, past: Any = None
 ) -> tuple[Replicas, list[Plan]]:
-    """The simulator's replicas and the runtime's plans."""
     config, loads_SE = BalanceConfig(policy=policy), loads_SRE.sum(axis=1)
     past_E = np.zeros(topology.experts, dtype=np.int64) if past is None else past
     replicas = plan_layer(loads_SE, topology, config, interval=interval, past_E=past_E)

@@ -96,7 +96,6 @@ def test_a_few_faults(tmp_path):
 
 
 def processes_with(text):
-    """Return the processes whose environment contains this text, beside this one."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended

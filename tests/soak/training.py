@@ -95,8 +95,6 @@ def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Twin:
-    """The same training in one process: a dense layer for every rank, and experts of all ranks."""
-
     def __init__(self, case: Case) -> None:
         self.case = case
         self.layers = nn.ModuleList()

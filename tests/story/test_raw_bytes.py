@@ -163,7 +163,6 @@ def network_of(form: Form) -> Any:
 
 
 def routing(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ids, gates and tokens of a rank; most rows go to experts 0 and 1."""
     random = torch.Generator().manual_seed(100 + rank)
     hot = torch.tensor([0, 0, 0, 1, 1, 2, 3, 4, 5])
     ids = hot[torch.randint(0, len(hot), (10 + 3 * rank, 2), generator=random)]

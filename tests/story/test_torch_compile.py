@@ -58,14 +58,12 @@ def block_on(rank, balancer, example=EXAMPLE, adapt=lambda layer: layer, **optio
 
 
 def whole_graph(module, backend="aot_eager", **options):
-    """Return the compiled module; forget all earlier graphs."""
     torch.compiler.reset()
     counters.clear()
     return torch.compile(module, backend=backend, fullgraph=True, **options)
 
 
 def one_pass(module, block, rank, example=EXAMPLE, begin=0):
-    """Return outputs and all gradients, by name, for the tokens from `begin` on."""
     block.zero_grad()
     x = example.inputs[rank][begin:].clone().requires_grad_()
     y = module(x)
@@ -84,7 +82,6 @@ def per_expert(layer):
 
 
 def by_function(layer):
-    """Return the layer with experts that get their tensors from functions."""
     experts = layer.experts
     names = experts.bundle
     functions = {name: functools.partial(getattr, experts, name) for name in names}

@@ -20,7 +20,6 @@ LOADS = workload.drifting(
 
 
 def planned(config, topology=WIDE, history=1):
-    """Plan all loads; policies with history see past microbatches of the layer."""
     plans = []
     for number, loads in enumerate(LOADS):
         past = LOADS[max(number - history * LAYERS, number % LAYERS) : max(number, 1) : LAYERS]

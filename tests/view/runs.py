@@ -60,7 +60,6 @@ def write_piece(folder, rank, number, *, records=(), additions=()):
 
 
 def write_run(folder, *, moments=MOMENTS, ranks=range(TOPOLOGY.ranks)):
-    """Write a trace with one piece per rank. ranks: the ranks that write."""
     plans = plans_of_run(moments).items()
     for rank in ranks:
         write_piece(folder, rank, 0, records=plans, additions=plans)

@@ -51,7 +51,6 @@ def pieces(tmp_path_factory):
 
 
 def check_equal(shown, trace):
-    """Compare a table with the trace."""
     for name in KEY:
         np.testing.assert_array_equal(getattr(shown, name), trace.arrays[name])
     np.testing.assert_array_equal(shown.before, trace.imbalance_before)
@@ -72,7 +71,6 @@ def check_equal(shown, trace):
 
 
 def check_records(shown, trace):
-    """Compare every record with the record of the trace."""
     for n in range(len(trace)):
         alone, own = trace.take(np.array([n])), shown.record(shown.table.key(n))
         assert numbers_of(own) == numbers_of(alone)

@@ -90,7 +90,6 @@ def test_deepep_2_lacks_what_megatron_imports():
 
 
 def compare(backend, **changes):
-    """Compare a balanced layer over a flex dispatcher with the library's own layer."""
     plain = make_layer(settings(moe_router_dtype="fp32"), None)
     with libraries():
         config = settings(**FLEX, moe_flex_dispatcher_backend=backend, **changes)

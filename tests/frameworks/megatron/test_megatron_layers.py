@@ -54,7 +54,6 @@ def grouped_products(rows, weights, counts, trans_b):
 
 
 def compare(changes, options, dtype=torch.float32, grouped=False):
-    """Return the differences of a balanced layer from the library's, by name, and its replicas."""
     config = settings(params_dtype=dtype, bf16=grouped, moe_grouped_gemm=grouped, **changes)
     with ExitStack() as stack:
         if grouped:

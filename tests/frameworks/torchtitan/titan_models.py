@@ -21,7 +21,6 @@ RECOMPUTE = {
 
 
 def around(family, model, layers, last, norm):
-    """Return a model with these layers between an embedding and a head."""
     embedding = family.Embedding.Config(
         num_embeddings=VOCABULARY, embedding_dim=DIM, param_init=family._EMBEDDING_INIT
     )
@@ -88,7 +87,6 @@ def gpt_oss_small():
 
 
 def spec(family, dispatcher="standard"):
-    """Return the framework's specification of a model."""
     if family == "qwen3":
         model = tiny.tiny_model(moe_comm_backend=dispatcher)
         return replace(tiny.qwen3.model_registry("debugmodel_moe"), model=model)
@@ -112,7 +110,6 @@ def settings(
     dispatcher="standard",
     **parallel,
 ):
-    """Return settings of the Trainer."""
     config = tiny.tiny(*overrides, steps=steps, folder=str(folder))
     config.model_spec = spec(family, dispatcher)
     config.activation_checkpoint = RECOMPUTE[recompute]()

@@ -25,7 +25,6 @@ CAST = torch._C.TensorBase.bfloat16
 
 @contextlib.contextmanager
 def quiet(rank):
-    """Set the environment of torchrun; disable logging, warnings and waiting."""
     os.environ["LOCAL_RANK"] = str(rank)
     _clear_sharding_prop_cache()  # it holds meshes of other Trainers of this process
     torch.compiler.reset()
@@ -62,7 +61,6 @@ def facts(trainer):
 
 
 def one_pass(rank, group, family, overrides, options):
-    """Return outputs, loss and gradients of one batch, by name, and the facts of all layers."""
     if "dispatcher" in options:
         titan_deep_ep.install()
     with quiet(rank), casts(options.get("bfloat16")):
@@ -95,7 +93,6 @@ def log_lines(rank, group, *arguments):
 
 
 def training(rank, group, family, overrides, options, checkpoint=None):
-    """Return the metrics of every step, the last weights and moments, and the balancers."""
     with quiet(rank), casts(options.get("bfloat16")):
         config = titan_models.settings(family, *overrides, **options)
         for name, value in (checkpoint or {}).items():
