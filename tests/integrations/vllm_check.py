@@ -91,8 +91,9 @@ def check_compiled(server: Server) -> None:
 def two_ranks(bench: Bench) -> None:
     """Qwen3-MoE, float32, DP2, compiled, settings in the environment; a rank that dies; caches."""
     expected, _ = bench.reference("Qwen3Moe", "float32")
+    variables = {"ULTRAEP_SLOTS": "1", "ULTRAEP_MIN_ROWS": "16"}  # batches are tiny
     options = "--data-parallel-size", "2", "--dtype", "float32"
-    with bench.serving("Qwen3Moe", *options, variables={"ULTRAEP_SLOTS": "1"}) as server:
+    with bench.serving("Qwen3Moe", *options, variables=variables) as server:
         check_compiled(server)
         compare(server, expected)
         check_log(server)
@@ -108,7 +109,6 @@ def two_ranks(bench: Bench) -> None:
     speculation = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
     for name, extra in (("again", ()), ("ngram", ("--speculative-config", speculation))):
         print(f"  the same server, {name}")
-        variables = {"ULTRAEP_SLOTS": "1"}
         with bench.serving("Qwen3Moe", *options, *extra, variables=variables) as server:
             compare(server, expected)
             check_log(server)

@@ -113,6 +113,11 @@ class Service(ABC):
         self._least[balancer] = least_tokens(rows, balancer.comm.size, size.top_k)
         return balancer
 
+    def check_alive(self) -> None:
+        """Raise if a rank has died. Not collective; may take some seconds."""
+        for balancer in self._balancers.values():
+            balancer.comm.check_alive()
+
     def policy(self, balancer: Balancer) -> str | None:
         """Return "none" for a batch that is too small to balance, else None."""
         return "none" if self.is_small(balancer) else None

@@ -24,6 +24,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import (
     StandardDispatchOutput,
 )
 from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_server_args
@@ -41,6 +42,7 @@ def install() -> None:
         (DeepEPMoE, BalancedDeepEPMoE, HookType.REPLACE),
         (create_moe_dispatcher, create_dispatcher, HookType.AROUND),
         (ModelRunner.load_model, verify, HookType.AFTER),
+        (Scheduler.run_event_loop, name_dead_ranks, HookType.AROUND),
     ):
         HookRegistry.register(f"{target.__module__}.{target.__qualname__}", hook, kind)
 
@@ -70,6 +72,17 @@ def verify(_: None, runner: Any, *__: Any, **___: Any) -> None:
         layers = [layer for layer in runner.model.modules() if isinstance(layer, FusedMoE)]
         others = [layer for layer in layers if not isinstance(layer, BalancedDeepEPMoE)]
         service.verify([layer.layer_name for layer in others])
+
+
+def name_dead_ranks(original: Callable[..., Any], scheduler: Any) -> Any:
+    """Run the scheduler of a rank. If a message of SGLang fails, name the ranks that died."""
+    try:
+        return original(scheduler)
+    except RuntimeError:
+        service = current_service()
+        if service is not None:
+            service.check_alive()  # raises `CommunicationError`
+        raise
 
 
 class BalancedDeepEPMoE(ServedExperts, DeepEPMoE):  # type: ignore[misc]

@@ -19,6 +19,8 @@ from ultraep.integrations.sglang.refusals import (
     reasons_of_server,
 )
 
+WITHOUT_STOCK = "; without ultraep, SGLang has no DeepEP for CPUs"
+
 
 class Service(serving.Service):
     """The balanced layers of one model on this rank.
@@ -31,8 +33,10 @@ class Service(serving.Service):
         self.on_cpu = arguments.device == "cpu"
         reasons = reasons_of_server(arguments)
         self.refused = bool(reasons)
+        line = f"ultraep: no MoE layer balanced: {'; '.join(reasons)}"
+        if self.refused and self.on_cpu and arguments.moe_a2a_backend == "deepep":
+            raise ConfigError(line + WITHOUT_STOCK)
         if self.refused and self.is_first:
-            line = f"ultraep: no MoE layer balanced: {'; '.join(reasons)}"
             self.logger.log(logging.WARNING, line)
 
     @property
@@ -47,8 +51,7 @@ class Service(serving.Service):
         """
         self.others = others
         if not self.ready and self.on_cpu and (self.layers or others):
-            line = self._refusal(self.reasons())
-            raise ConfigError(f"{line}; without ultraep, SGLang has no all-to-all for CPUs")
+            raise ConfigError(self._refusal(self.reasons()) + WITHOUT_STOCK)
 
     def reasons(self) -> list[str]:
         """Return why no layer is balanced."""
