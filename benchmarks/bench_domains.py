@@ -310,7 +310,7 @@ def main(argv: Sequence[str]) -> None:
     if options.toy:
         size = replace(TOY, kernels=options.cuda)
     if options.quick:
-        size = replace(size, ratios=(1.5,), rounds=3)
+        size = replace(size, ratios=(1.0, 1.5), rounds=3)
     runs: dict[str, Callable[[], Any]] = {
         f"{rate} Mbit/s": partial(on_hosts, size, rate) for rate in options.mbit
     }

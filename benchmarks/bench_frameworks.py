@@ -18,9 +18,10 @@ compared with the unmodified framework before anything is timed. On CPUs, unmodi
 and torchtitan are timed as well. On a shared card they would send rows through the host, and
 unmodified transformers holds all experts on every rank.
 
-Two gains are predicted with the help of our layer alone, timed in the same run. `by layer`
-subtracts from the step what balancing saves in the layer. `by even` adds to the step with even
-routing what the balanced layer takes longer than the layer with even routing.
+Two gains are predicted with the help of our layers alone, timed in the same run. `by layer`
+subtracts from the step what balancing saves in the layers, at most what even routing saves in the
+model. `by even` adds to the step with even routing what the balanced layers take longer than the
+layers with even routing.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
 """
@@ -47,7 +48,7 @@ from harness import Bench, Line, Metric, Mismatch, comma_list, options_parser
 from layers import AFTER, BEFORE, LESS, PLAIN, Spent, Variants, on_ranks, slowest, step_values
 from load_cases import draw, hot, ids_with
 from mps import device_of_rank, report_of_ranks
-from timing import Host, free, in_turns, medians
+from timing import Host, free, in_turns
 from whole_models import Choices, Size, WholeModel
 
 from ultraep import Balancer
@@ -63,7 +64,8 @@ OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
 FP8, TITAN = "transformers_fp8", "torchtitan"
 ENGINE = ("megatron_te", "megatron_te_fp8")  # need a GPU and Transformer Engine
 FRAMEWORKS = ("transformers", FP8, "megatron", *ENGINE, TITAN)
-IDLE = "idle"
+IDLE, ALONE = "idle", "hot, our layers alone"
+BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".1f")
 
 
 QWEN3_30B = Size(hidden=2048, ffn=768, experts=128, top_k=8, tokens=4096, ranks=8, hot=hot(2.0))
@@ -100,11 +102,12 @@ def on_rank(rank: int, framework: str, size: Size, cuda: bool) -> dict[str, Any]
         steps = model_steps(rank, framework, size, device)
     if framework == FP8:  # our layer in the benchmark is not
         return steps
-    layer = layer_seconds(rank, size, device)
+    layer = layer_facts(rank, size, device)
+    steps[ALONE] = layer
     hot = steps[HOT]
     none, even = hot[NONE]["step"], hot[EVEN]["step"]
-    saved, less = (size.layers * (layer[name] - layer[OURS]) for name in (NONE, EVEN))
-    hot[OURS] |= {"by_layer": none / (none - saved), "by_even": none / (even - less)}
+    saved, less = (layer[name]["step"] - layer[OURS]["step"] for name in (NONE, EVEN))
+    hot[OURS] |= {"by_layer": none / max(even, none - saved), "by_even": none / (even - less)}
     return steps
 
 
@@ -166,8 +169,8 @@ def timed(
     return {name: facts[name] for name in runs}
 
 
-def layer_seconds(rank: int, size: Size, device: torch.device) -> dict[str, float]:
-    """Seconds of a step of our layer alone: one hot rank, balanced or not, and even routing."""
+def layer_facts(rank: int, size: Size, device: torch.device) -> dict[str, dict[str, float]]:
+    """Seconds of as many of our layers alone: one hot rank, balanced or not, and even routing."""
     variants = Variants(size, rank, device)
     for name, policy in ((NONE, "none"), (OURS, "ultraep")):
         rows: Any = int(1.1 * (size.hot.imbalance or 1) * size.rows) if name == NONE else "auto"
@@ -178,14 +181,17 @@ def layer_seconds(rank: int, size: Size, device: torch.device) -> dict[str, floa
     cases = {NONE: (NONE, size.hot), OURS: (OURS, size.hot), EVEN: (NONE, EVEN_LOAD)}
     loads = {load: draw(load, size) for load in (size.hot, EVEN_LOAD)}
 
-    def seconds(name: str) -> float:
+    def spent(name: str) -> Spent:
         variant, load = cases[name]
         variants.route(loads[load])
-        return slowest(partial(variants.step, variant), size.steps, device)[0]
+        return slowest(partial(variants.step, variant), size.steps, device)
 
-    times = in_turns(list(cases), size.rounds, seconds, warmup=2)
+    facts = {}
+    for name, times in in_turns(list(cases), size.rounds, spent, warmup=2).items():
+        elapsed, busy = (size.layers * median(values) for values in zip(*times, strict=True))
+        facts[name] = {"step": elapsed, "busy": busy}
     variants.close()
-    return medians(times)
+    return facts
 
 
 def lines_of(size: Size, measured: dict[str, Any]) -> list[Line]:
@@ -194,6 +200,7 @@ def lines_of(size: Size, measured: dict[str, Any]) -> list[Line]:
         for name, facts in variants.items():
             values = {
                 **step_values(size, facts["step"] * 1e3, variants[NONE]["step"] * 1e3),
+                BUSY: 1e3 * facts["busy"],
                 LESS: variants[NONE]["busy"] / facts["busy"],
                 BY_LAYER: facts.get("by_layer"),
                 BY_EVEN: facts.get("by_even"),

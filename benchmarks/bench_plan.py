@@ -20,15 +20,16 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from harness import Bench, Extra, Metric, Samples, Values, comma_list, main
+from harness import Bench, Extra, Line, Metric, Samples, Values, comma_list, main
 from load_cases import ORDERED, Kind, RecordedRouting, zipf_kinds
 from optimum import Unproven, optimal_peak, small_cases
 from timing import one_core, time_call
 
 import ultraep
-from ultraep import BalanceConfig, Plan, Rates, Topology
+from ultraep import BalanceConfig, Plan, Rates, Topology, workload
 from ultraep.arrays import IntArray
 from ultraep.policies import get_policy
+from ultraep.workload import Load
 from ultraep_tools.baselines import OWN
 
 OBJECTIVES = {  # the rates decide how many attempts a plan by time makes
@@ -108,6 +109,9 @@ TOY = Scale(
     trace_ranks=(4,),
     optima=12,
 )
+
+
+NAMED = 8, 128  # ranks and experts of the section slots
 
 
 def measure(
@@ -269,6 +273,20 @@ def speeds(bench: Bench) -> None:
     bench.table("speeds", samples.lines())
 
 
+def slots(bench: Bench) -> None:
+    """What more slots give for named loads, at every imbalance."""
+    ranks, experts = NAMED
+    lines = []
+    loads = [Load("hot rank", 2.87), *workload.sweep(ranks, experts)]
+    for load, count in product(loads, (1, 2, 3)):
+        topology = Topology(ranks=ranks, experts=experts, slots=count)
+        plan = ultraep.plan(load.draw(ranks, experts, tokens=4096), topology)
+        values = {BEFORE: plan.initial_imbalance, MEAN: plan.imbalance, COPIES: plan.num_replicas}
+        case = _case(topology, kind=load.kind, imbalance=f"{load.imbalance or '-'}")
+        lines.append(Line(case, values, plan.digest()))
+    bench.table("slots", lines)
+
+
 def _by_speeds(loads: IntArray, topology: Topology, seed: int) -> Values:
     ranks = topology.ranks
     drawn: IntArray = np.random.default_rng(seed).integers(800, 1001, ranks)
@@ -325,6 +343,7 @@ SECTIONS = {
     "trace": trace,
     "optimum": optimum,
     "speeds": speeds,
+    "slots": slots,
 }
 OPTIONS: Extra = {
     "policies": (comma_list(OWN), "plan with these policies (default: all)"),

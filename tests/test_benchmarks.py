@@ -17,7 +17,7 @@ from ultraep_tools.sim.planning import OWN
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
-PLAN_SECTIONS = ("quality", "tolerance", "objectives", "trace", "optimum", "speeds")
+PLAN_SECTIONS = ("quality", "tolerance", "objectives", "trace", "optimum", "speeds", "slots")
 
 
 def run(script, *options):
