@@ -64,8 +64,7 @@ OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
 FP8, TITAN = "transformers_fp8", "torchtitan"
 ENGINE = ("megatron_te", "megatron_te_fp8")  # need a GPU and Transformer Engine
 FRAMEWORKS = ("transformers", FP8, "megatron", *ENGINE, TITAN)
-IDLE, ALONE = "idle", "hot, our layers alone"
-BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".1f")
+IDLE, ALONE = "idle", "layers alone"
 
 
 QWEN3_30B = Size(hidden=2048, ffn=768, experts=128, top_k=8, tokens=4096, ranks=8, hot=hot(2.0))
@@ -200,7 +199,6 @@ def lines_of(size: Size, measured: dict[str, Any]) -> list[Line]:
         for name, facts in variants.items():
             values = {
                 **step_values(size, facts["step"] * 1e3, variants[NONE]["step"] * 1e3),
-                BUSY: 1e3 * facts["busy"],
                 LESS: variants[NONE]["busy"] / facts["busy"],
                 BY_LAYER: facts.get("by_layer"),
                 BY_EVEN: facts.get("by_even"),

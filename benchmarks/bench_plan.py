@@ -84,6 +84,7 @@ class Scale:
     tokens: int = 8192
     trace_ranks: tuple[int, ...] = (8, 16)
     optima: int = 600
+    named: tuple[int, int] = (8, 128)  # ranks and experts of `slots`
     policies: Sequence[str] = OWN
     trace: Path | None = None
     window: int = 4096  # tokens of a microbatch of the trace
@@ -108,10 +109,8 @@ TOY = Scale(
     tokens=64,
     trace_ranks=(4,),
     optima=12,
+    named=(8, 64),
 )
-
-
-NAMED = 8, 128  # ranks and experts of the section slots
 
 
 def measure(
@@ -275,12 +274,13 @@ def speeds(bench: Bench) -> None:
 
 def slots(bench: Bench) -> None:
     """What more slots give for named loads, at every imbalance."""
-    ranks, experts = NAMED
+    ranks, experts = bench.scale.named
     lines = []
     loads = [Load("hot rank", 2.87), *workload.sweep(ranks, experts)]
-    for load, count in product(loads, (1, 2, 3)):
+    drawn = [(load, load.draw(ranks, experts, tokens=4096)) for load in loads]
+    for (load, loads_RE), count in product(drawn, (1, 2, 3)):
         topology = Topology(ranks=ranks, experts=experts, slots=count)
-        plan = ultraep.plan(load.draw(ranks, experts, tokens=4096), topology)
+        plan = ultraep.plan(loads_RE, topology)
         values = {BEFORE: plan.initial_imbalance, MEAN: plan.imbalance, COPIES: plan.num_replicas}
         case = _case(topology, kind=load.kind, imbalance=f"{load.imbalance or '-'}")
         lines.append(Line(case, values, plan.digest()))
