@@ -1,0 +1,202 @@
+"""Time to first token of SGLang servers on two CPU ranks, with its own load generator.
+
+    make .venv-sglang/.ready
+    .venv-sglang/bin/python benchmarks/serve_sglang.py
+
+Three servers of a random Qwen3-MoE, each with data-parallel attention over two ranks of one core:
+
+    stock      SGLang's own expert parallelism: every rank gets the tokens of all ranks
+    none       rows dispatched by the plug-in, without replicas
+    ultraep    the plug-in with its default settings
+
+`sglang.bench_serving` sends the same prompts to one server after the other in every round, as a
+Poisson process below the throughput of `stock`, and then all at once. The servers that wait are
+stopped (SIGSTOP), because SGLang's schedulers poll. `busiest rank` is the processor time of the
+rank that computes longest, which other work on the machine disturbs least. Two models differ in
+their routers only: one prefers the experts of the first rank, the other both ranks equally.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+from unittest.mock import Mock, patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integrations"))
+from harness import Line, Metric, Report, Samples, Values, options_parser
+from safetensors.torch import load_file, save_file
+from servers import make_model
+from sglang_check import Bench, SglangServer, expert_parallel
+from timing import print_progress
+
+from ultraep.supported import SGLANG
+
+CHUNK = 640  # tokens of a prefill chunk, of both ranks
+SIZES = {"hidden_size": 512, "moe_intermediate_size": 1536, "num_hidden_layers": 2}
+ROUNDS, PROMPTS = 3, 32
+SHARE = 0.75  # of the throughput of `stock`: the rate of the Poisson process
+VARIANTS: dict[str, dict[str, str] | None] = {
+    "stock": None,
+    "none": {"ULTRAEP_SLOTS": "1", "ULTRAEP_POLICY": "none"},
+    "ultraep": {"ULTRAEP_SLOTS": "1"},
+}
+P50 = Metric("first_token_p50", "ms", "p50 ms", ".1f", geometric_mean)
+P99 = Metric("first_token_p99", "ms", "p99 ms", ".1f", geometric_mean)
+SPEED = Metric("throughput_tokens", "tokens/s", "tokens/s", ".0f", geometric_mean)
+OVER_STOCK = Metric("first_token_gain_over_stock", "ratio", "to stock", ".3f", geometric_mean)
+OVER_NONE = Metric("first_token_gain_over_none", "ratio", "to none", ".3f", geometric_mean)
+FASTER = Metric("throughput_gain_over_none", "ratio", "to none", ".3f", geometric_mean)
+BUSY = Metric("busiest_rank", "ms/token", "busiest", ".3f", geometric_mean)  # its processor
+LESS_BUSY = Metric("busiest_rank_gain_over_none", "ratio", "to none", ".3f", geometric_mean)
+BEFORE = Metric("imbalance_before", "ratio", "before", ".3f")
+AFTER = Metric("imbalance_after", "ratio", "after", ".3f")
+
+
+def write_model(folder: Path, *, even: bool) -> None:
+    """Write a model whose router prefers the first rank, or both ranks equally."""
+    make_model("Qwen3Moe", folder, max_position_embeddings=4096, **SIZES)
+    if even:
+        tensors = load_file(folder / "model.safetensors")
+        for name, tensor in tensors.items():
+            if name.endswith("mlp.gate.weight"):
+                first, second = tensor.chunk(2)
+                second.copy_(-first)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def load(server: SglangServer, folder: Path, rate: float, seed: int) -> dict[str, Any]:
+    """Return what `sglang.bench_serving` measures on a server, the only one that runs."""
+    sys.modules["datasets"] = Mock()  # imported for other loads
+    from sglang.benchmark import serving
+
+    output = folder / "load.jsonl"
+    output.unlink(missing_ok=True)
+    options = f"""bench_serving --backend sglang --host 127.0.0.1 --port {server.port}
+        --dataset-name random-ids --tokenize-prompt --random-input-len 512
+        --random-range-ratio 0.125 --random-output-len 1 --num-prompts {PROMPTS} --seed {seed}
+        --request-rate {rate} --output-file {output} --disable-tqdm"""
+    os.killpg(server.process.pid, signal.SIGCONT)
+    before = processor_times(server)
+    with (
+        patch.object(sys, "argv", options.split()),
+        (folder / "load.log").open("a") as log,
+        patch.object(sys, "stdout", log),
+    ):
+        serving.cli_main()
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    figures: dict[str, Any] = json.loads(output.read_text())
+    ranks = zip(before, processor_times(server), strict=True)
+    figures["processor_time"] = max(end - begin for begin, end in ranks)
+    assert figures["completed"] == PROMPTS, figures
+    return figures
+
+
+def processor_times(server: SglangServer) -> list[float]:
+    """Return the seconds that each rank of a server has computed."""
+    ranks = server.processes("sglang::scheduler")
+    fields = [Path(f"/proc/{rank}/stat").read_text().rsplit(")")[-1].split() for rank in ranks]
+    return [(int(each[11]) + int(each[12])) / os.sysconf("SC_CLK_TCK") for each in fields]
+
+
+def start(folder: Path, stack: ExitStack, model: str, name: str) -> SglangServer:
+    """Start a server, and stop its processes until its turn."""
+    print_progress(f"{model}: start {name}")
+    options = [*expert_parallel(2), "--enable-metrics"]
+    if name == "stock":  # its default for sums needs NCCL
+        options = [*options[:-5], "--enable-metrics", "--boundary-reduction", "ar"]
+    options += ["--chunked-prefill-size", str(CHUNK), "--disable-radix-cache"]
+    logs = folder / name
+    logs.mkdir()
+    (logs / model).symlink_to(folder / model)
+    variables = VARIANTS[name]
+    server = stack.enter_context(Bench(logs).serving(model, *options, variables=variables))
+    stack.callback(os.killpg, server.process.pid, signal.SIGCONT)
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    return server
+
+
+def measure(folder: Path, model: str, rounds: int) -> list[Line]:
+    """Run all variants in turns; return a line for each load and variant."""
+    samples = Samples()
+    with ExitStack() as stack:
+        with ThreadPoolExecutor() as pool:
+            started = pool.map(partial(start, folder, stack, model), VARIANTS)
+        servers = dict(zip(VARIANTS, started, strict=True))
+        warm = [load(server, folder, float("inf"), 0) for server in servers.values()]
+        loads = {"Poisson": SHARE * warm[0]["request_throughput"], "all at once": float("inf")}
+        for number in range(1, rounds + 1):
+            for arrivals, rate in loads.items():
+                print_progress(f"{model}: round {number}, {arrivals}")
+                order = list(servers) if number % 2 else list(reversed(servers))
+                results = {name: load(servers[name], folder, rate, number) for name in order}
+                for name in servers:
+                    case = {"routing": model, "arrivals": arrivals, "server": name}
+                    samples.add(case, values(results, name, polls=arrivals == "Poisson"))
+        for server in servers.values():
+            os.killpg(server.process.pid, signal.SIGCONT)
+        imbalance = {name: imbalance_of(servers[name]) for name in ("none", "ultraep")}
+    return [
+        Line(line.case, {**line.values, **imbalance.get(str(line.case["server"]), {})})
+        for line in samples.lines()
+    ]
+
+
+def values(results: dict[str, dict[str, Any]], name: str, *, polls: bool) -> Values:
+    """Return the figures of a server, and their ratios to other servers of the same round.
+
+    polls: whether ranks also wait for prompts; the time that they compute is then unknown.
+    """
+    first = {server: figures["median_ttft_ms"] for server, figures in results.items()}
+    speed = {server: figures["input_throughput"] for server, figures in results.items()}
+    busy = {server: figures["processor_time"] for server, figures in results.items()}
+    return {
+        P50: first[name],
+        P99: results[name]["p99_ttft_ms"],
+        OVER_STOCK: first["stock"] / first[name],
+        OVER_NONE: first["none"] / first[name],
+        SPEED: speed[name],
+        FASTER: speed[name] / speed["none"],
+        BUSY: None if polls else busy[name] / results[name]["total_input_tokens"] * 1e3,
+        LESS_BUSY: None if polls else busy["none"] / busy[name],
+    }
+
+
+def imbalance_of(server: SglangServer) -> dict[Metric, float]:
+    """Return the mean imbalance before and after balancing, of batches that were planned."""
+    metrics, means = server.metrics(), {}
+    for metric in (BEFORE, AFTER):
+        name = f"ultraep_{metric.name}"
+        policies = [key.split("{")[1] for key in metrics if key.startswith(f"{name}_sum")]
+        policy = max(policies, key=lambda label: metrics[f"{name}_count{{{label}"])
+        means[metric] = metrics[f"{name}_sum{{{policy}"] / metrics[f"{name}_count{{{policy}"]
+    return means
+
+
+def main() -> None:
+    """Measure both models and print a table for each."""
+    parser = options_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each model")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end
+    report = Report("serve_sglang", sys.argv)
+    report.versions["sglang"] = str(SGLANG.installed())
+    report.header()
+    for model in ("skewed", "even"):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_model(folder / model, even=model == "even")
+            report.add("SGLang, Qwen3-MoE, two CPU ranks", measure(folder, model, options.rounds))
+            report.write(options.json)
+
+
+if __name__ == "__main__":
+    main()
