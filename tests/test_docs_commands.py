@@ -25,7 +25,10 @@ from ultraep.trace.flight import FlightFile
 from ultraep_tools.cli.commands import app
 from ultraep_tools.sim import workload
 
-PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(ultraep|make|python|torchrun|pip|tensorboard)(?= |$)")
+# SGLang's own commands start servers; make test-sglang does that.
+PROGRAM = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(ultraep|make|python(?! -m sglang)|torchrun|pip|tensorboard)(?= |$)"
+)
 # Options that make commands faster: fewer microbatches, with the same layers and ranks.
 SHORTER = {
     "advise": ["--steps", "1", "--microbatches", "1"],
