@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import platform
+import random
 import re
 import signal
 import socket
@@ -145,12 +146,19 @@ class Server:
         return False
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+def free_port(*others: int) -> int:
+    """Return a free port, below those that the system hands out; so are the `others` above it."""
+    candidates = random.sample(range(10_000, 30_000), 500)
+    return next(port for port in candidates if all(_is_free(port + n) for n in (0, *others)))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ class Bench:
         self, family: str, *options: str, variables: dict[str, str] | None = None
     ) -> AbstractContextManager[SglangServer]:
         """Start a server; its log is in the folder of the bench."""
-        port = free_port()
+        port = free_port(13, *range(233, 242))  # SGLang adds these numbers to it
         command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
         command += ["--model-path", str(self.model(family)), *OPTIONS.split(), *options]
         cores = "|".join(str(n % os.cpu_count()) for n in range(ranks_of(options)))
