@@ -292,7 +292,7 @@ def drifting(
     tokens: int = 8192,
     seed: int = 0,
 ) -> IntArray:
-    """[S, R, E] a load whose hot ranks change every so many microbatches."""
+    """[S, R, E] a load whose hot ranks change every few microbatches."""
     if steps < 1 or every < 1:
         raise ConfigError(f"steps and every must be at least 1, got {steps} and {every}")
     rng, matrices = np.random.default_rng(seed), []

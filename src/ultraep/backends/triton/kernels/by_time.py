@@ -1,4 +1,4 @@
-"""Twin of `quickest` in `reference/place.py`: all attempts side by side, and the quickest plan."""
+"""Twin of `quickest` in `reference/search.py`: all attempts side by side, and the quickest plan."""
 
 import triton
 import triton.language as tl
