@@ -29,12 +29,12 @@ from harness import Bench, Line, Metric, Mismatch, main
 from layers import on_ranks
 
 from ultraep import BalanceConfig, BalancedMoE, Balancer
-from ultraep.backends import wait_until_compiled
+from ultraep.backends import select
 from ultraep.runtime.torch_dist import TorchDistCommunicator
 
 # In the fork server, so that ranks share the planner with it, and the pages of Python objects,
 # which a collection of garbage would copy.
-wait_until_compiled()
+select()
 gc.freeze()
 
 HIDDEN, FFN, TOKENS, TOP_K, HOMES = 16, 16, 8, 2, 2

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from timing import Clock, Gpu, Host, free, on_gpu, print_progress
 
-from ultraep.backends import wait_until_compiled
+from ultraep.backends import select
 from ultraep.errors import UltraEPError
 from ultraep.files.writing import write_text
 
@@ -101,7 +101,7 @@ class Report:
     """Prints the tables of a benchmark and stores its rows."""
 
     def __init__(self, benchmark: str, argv: Sequence[str], *, device: str | None = None) -> None:
-        wait_until_compiled()  # so that no timing uses the reference backend
+        select()  # compiles the planner on a new machine, before anything is timed
         self.rows: list[Row] = []
         self.benchmark = benchmark
         self.section = ""  # set before lines are added

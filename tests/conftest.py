@@ -37,11 +37,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cases  # noqa: E402, F401  registers a policy
 import quick_interpreter  # noqa: E402  where kernels are interpreted is known only now
 
-from ultraep.backends import wait_until_compiled  # noqa: E402
+from ultraep.backends import select  # noqa: E402
 from ultraep.policies import get_policy, policy_names  # noqa: E402
 
 quick_interpreter.install()
-wait_until_compiled()  # so that child processes load the planner from disk
+select()  # so that child processes load the planner from disk
 for policy in policy_names():
     get_policy(policy)  # before tests replace the registry
 # `--dist loadfile` starts files with many tests first; the slowest files have few.

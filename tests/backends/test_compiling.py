@@ -1,11 +1,9 @@
-"""First use: the reference backend plans until one process per host has compiled the planner."""
+"""First use: one process per host compiles the planner, and others load it from disk."""
 
+import fcntl
 import json
-import logging
-import os
-import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +11,11 @@ import numba
 import numpy as np
 import pytest
 import torch
-from cli.commands import shell, start
-from demo.runs import alive
+from cli.commands import shell
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, backends
-from ultraep.backends import compiling, cpu
-from ultraep.backends.compiling import CompiledPlanner
+from ultraep.backends import cpu
 from ultraep.errors import BackendUnavailable
 from ultraep.policies import BUILT_IN
 from ultraep.reroute import reroute
@@ -55,7 +51,6 @@ def test_real_calls_have_the_types_that_were_compiled(argument_types):
     compiled = dict(argument_types)
     assert set(compiled) == set(FUNCTIONS)
     argument_types.clear()
-    compiling.PLANNER.wait()  # lower bounds use the automatic choice
     topology, ids = Topology(ranks=2, experts=4), torch.tensor([[0, 1], [0, 2], [0, 3]])
     loads = [ultraep.count_loads(ids, topology.experts, backend="cpu")] * 2
     for config in (
@@ -77,81 +72,39 @@ def test_real_calls_have_the_types_that_were_compiled(argument_types):
 
 @pytest.fixture
 def host(monkeypatch, tmp_path):
-    """A cache directory without the planner, and a compiler that runs until its stdin closes."""
-    host = SimpleNamespace(compiled=False, planners=[])
-    complete = SimpleNamespace(exists=lambda: host.compiled, touch=lambda: None)
-    stub = SimpleNamespace(load=lambda: None, complete=complete, cache_folder=tmp_path)
-
-    def planner():
-        host.planners.append(CompiledPlanner())
-        return host.planners[-1]
-
-    host.planner = planner
-    monkeypatch.setattr(compiling, "import_cpu", lambda: stub)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(compiling, "CHILD", "import os; os.read(0, 1)")
-    monkeypatch.setattr(compiling, "POLL_INTERVAL", 0.0)
-    yield host
-    for planner in host.planners:
-        if planner._child is not None:
-            planner._child.stdin.close()
-            planner._child.wait(LIMIT)
+    """A cache directory without the planner; `loads` lists whether it was complete at each load."""
+    host = SimpleNamespace(folder=tmp_path, complete=tmp_path / "complete", loads=[])
+    monkeypatch.setattr(cpu, "cache_folder", host.folder)
+    monkeypatch.setattr(cpu, "complete", host.complete)
+    monkeypatch.setattr(cpu, "load", lambda: host.loads.append(host.complete.exists()))
+    return host
 
 
-def test_the_first_rank_of_a_host_compiles(host, caplog, monkeypatch):
-    caplog.set_level(logging.INFO, logger="ultraep.compile")
-    first, second = host.planner(), host.planner()
-    for rank, planner in enumerate((first, second, first, second)):
-        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
-        assert not planner.ready()
-    assert first._child is not None
-    assert second._child is None
+def test_only_the_first_process_says_that_it_compiles(host, caplog):
+    cpu.load_or_compile()
+    cpu.load_or_compile()
+    assert host.loads == [False, True]
     (message,) = caplog.messages
-    assert "compiling the planner in the background" in message
-
-    host.compiled = True
-    first._child.communicate(timeout=LIMIT)  # closes its stdin: the compiler ends
-    assert first.ready()
-    assert second.ready()
+    assert message == "ultraep: compiling the planner, once per machine: half a minute"
 
 
-def test_waiting_compiles_in_the_foreground(host):
-    planner = host.planner()
-    planner.wait()
-    assert planner.ready()
-    assert planner._child is None
+def test_a_process_waits_for_the_one_that_compiles(host, caplog):
+    with (host.folder / cpu.LOCK).open("wb") as lock, ThreadPoolExecutor(1) as other:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = other.submit(cpu.load_or_compile)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.2)
+        host.complete.touch()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        waiting.result(timeout=LIMIT)
+    assert host.loads == [True]
+    assert not caplog.messages
 
 
-@pytest.mark.parametrize("failure", ["exit code 3", "No such file or directory"])
-def test_the_reference_plans_where_no_child_can_compile(host, monkeypatch, caplog, failure):
-    if failure == "exit code 3":
-        monkeypatch.setattr(compiling, "CHILD", "import sys; sys.exit(3)")
-    else:
-        monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    planner = host.planner()
-    assert not planner.ready()
-    if planner._child is not None:
-        planner._child.communicate(timeout=LIMIT)
-    assert not planner.ready()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert failure in record.getMessage()
-
-
-def test_a_forked_process_leaves_the_compiler_to_its_parent(host):
-    planner = host.planner()
-    planner.ready()
-    child, other_end = planner._child, os.dup(planner._child.stdin.fileno())
-    planner.after_fork()
-    assert not planner.ready()
-    assert child.poll() is None
-    os.close(other_end)
-    child.wait(LIMIT)
-
-
-def test_without_locks_every_process_compiles(host, tmp_path):
-    (tmp_path / compiling.LOCK).mkdir()  # cannot be opened for writing, even by root
-    host.planner().wait()
+def test_without_locks_every_process_compiles(host):
+    (host.folder / cpu.LOCK).mkdir()  # cannot be opened for writing, even by root
+    cpu.load_or_compile()
+    assert host.loads == [False]
 
 
 class NoCacheDirectory:
@@ -163,62 +116,29 @@ class NoCacheDirectory:
 
 
 def test_without_a_cache_directory_the_reference_plans(monkeypatch, caplog):
+    for function in (backends._named, backends._best):
+        monkeypatch.setattr(backends, function.__name__, function.__wrapped__)
     monkeypatch.delattr(backends, "cpu")
     monkeypatch.delitem(sys.modules, "ultraep.backends.cpu")
     monkeypatch.setattr(sys, "meta_path", [NoCacheDirectory(), *sys.meta_path])
-    planner = CompiledPlanner()
-    assert not planner.ready()
-    assert not planner.ready()
+    assert backends.select().__name__ == "ultraep.backends.reference"
     (message,) = caplog.messages
     assert "no locator available; set NUMBA_CACHE_DIR" in message
     with pytest.raises(BackendUnavailable, match="NUMBA_CACHE_DIR"):
-        planner.wait()
+        backends.select("cpu")
 
 
-# -- a fresh machine -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh(tmp_path):
-    """The environment of a machine where nothing is compiled."""
-    return {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-
-
-def test_the_first_plan_does_not_wait_for_a_compiler(fresh, tmp_path):
+@pytest.mark.slow
+def test_the_first_plan_on_a_new_machine(tmp_path):
     loads = ultraep.workload.zipf(8, 64, ratio=2.0, top_k=2, seed=0)
     np.save(tmp_path / "loads.npy", loads)
-    code, out, errors = shell("plan", tmp_path / "loads.npy", "--json", **fresh)
-    assert code == 0, errors
-    planned = ultraep.plan(loads, Topology(ranks=8, experts=64), backend="cpu")
-    assert json.loads(out)[0]["digest"] == planned.digest()
-    assert errors.count("\n") == 1
-    assert "compiling the planner in the background" in errors
-
-
-PARENT = """
-import sys
-from ultraep.backends import select
-from ultraep.backends.compiling import PLANNER
-print(select().__name__, PLANNER._child.pid, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for a process in /proc")
-@pytest.mark.parametrize("end", ["killed", "done"])
-def test_the_compiler_ends_with_its_parent(fresh, end):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with start(program=("-c", PARENT), environment=fresh, **pipes) as parent:
-        name, child = parent.stdout.readline().split()
-        assert name == "ultraep.backends.reference"
-        assert alive([child])
-        if end == "killed":
-            parent.kill()
-        parent.communicate(timeout=LIMIT)
-    until = time.monotonic() + LIMIT
-    while alive([child]) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not alive([child])
+    planned = ultraep.plan(loads, Topology(ranks=8, experts=64), backend="reference")
+    for lines in (1, 0):
+        environment = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        code, out, errors = shell("plan", tmp_path / "loads.npy", "--json", **environment)
+        assert code == 0, errors
+        assert json.loads(out)[0]["digest"] == planned.digest()
+        assert errors.count("ultraep: compiling the planner") == errors.count("\n") == lines
 
 
 # -- sources that change ---------------------------------------------------------------------------

@@ -83,10 +83,10 @@ def test_an_unknown_backend_is_refused():
 @pytest.fixture
 def without_numba(monkeypatch):
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
-    for function in (backends._named, backends._can_compile):
+    for function in (backends._named, backends._best):
         function.cache_clear()
     yield
-    for function in (backends._named, backends._can_compile):
+    for function in (backends._named, backends._best):
         function.cache_clear()
 
 

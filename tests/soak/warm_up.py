@@ -9,13 +9,11 @@ import torch
 from soak.training import Case, Training, Watch
 
 from ultraep import Balancer
-from ultraep.runtime.connect import warm_up
 
 with warnings.catch_warnings(), suppress(ImportError):
     warnings.simplefilter("ignore")
     import_module("ultraep.runtime.hybrid.plane")
     import_module("ultraep.runtime.mapped.plane")  # needs triton
-warm_up(None)
 case = Case(1, 0)
 balancer = Balancer._with_settings("alone", config=case.config, **case.options)
 with torch.no_grad():  # no backward: its threads cannot fork

@@ -21,7 +21,6 @@ import logging
 from functools import cache
 from types import ModuleType
 
-from ultraep.backends.compiling import PLANNER
 from ultraep.errors import BackendUnavailable, ConfigError
 
 BACKENDS = ("cpu", "reference")  # modules of this package
@@ -36,37 +35,35 @@ def backend_names() -> list[str]:
 def select(name: str | None = None) -> ModuleType:
     """Return the backend of that name, or the best one. A name never falls back.
 
-    Without a name, `reference` replaces `cpu` while a child process compiles the functions. The
-    name "cpu" loads or compiles them now.
+    The first call loads the compiled functions from disk. On a new machine it compiles them.
     """
-    if name is None:
-        name = "cpu" if _can_compile() and PLANNER.ready() else "reference"
-    return _named(str(name))
+    return _best() if name is None else _named(str(name))
 
 
 @cache
-def _can_compile() -> bool:
-    if importlib.util.find_spec("numba") is None:
-        logger.warning("backend 'cpu' needs numba: pip install numba; using a slower one")
-        return False
-    return True
+def _best() -> ModuleType:
+    try:
+        return _named("cpu")
+    except BackendUnavailable as error:
+        logger.warning("%s; planning with the slower reference backend", error)
+        return _named("reference")
 
 
 @cache
 def _named(name: str) -> ModuleType:
     if name not in BACKENDS:
         raise ConfigError(f"unknown backend {name!r}; choose from {', '.join(BACKENDS)}")
+    if name == "cpu" and importlib.util.find_spec("numba") is None:
+        raise BackendUnavailable("backend 'cpu' needs numba: pip install numba")
+    try:
+        backend = importlib.import_module(f"ultraep.backends.{name}")
+    except RuntimeError as error:  # numba finds no cache directory
+        raise BackendUnavailable(
+            f"backend 'cpu' cannot be used: {error}; set NUMBA_CACHE_DIR to a writable directory"
+        ) from None
     if name == "cpu":
-        if not _can_compile():
-            raise BackendUnavailable("backend 'cpu' needs numba: pip install numba")
-        PLANNER.wait()
-    return importlib.import_module(f"ultraep.backends.{name}")
-
-
-def wait_until_compiled() -> None:
-    """Load or compile the planner now, before anything is timed."""
-    if _can_compile():
-        _named("cpu")
+        backend.load_or_compile()
+    return backend
 
 
 @cache

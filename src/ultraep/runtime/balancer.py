@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
+from ultraep.backends import select
 from ultraep.config import AUTO, BalanceConfig
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError, UltraEPError, errors_at
@@ -31,7 +32,7 @@ from ultraep.passes import TIMED, Passes, PassLog, Subscriber
 from ultraep.policies import running_policy
 from ultraep.position import At, Position, Steps
 from ultraep.replicas import NO_PASS, backward_pass
-from ultraep.runtime.connect import Group, join, resolve_ranks, warm_up, warn_if_idle
+from ultraep.runtime.connect import Group, join, resolve_ranks, warn_if_idle
 from ultraep.runtime.cost import CostModel, from_environment
 from ultraep.runtime.planes import Choice, DataPlane, PlaneRequest, choose, plane_kinds
 from ultraep.runtime.recording import Recording
@@ -130,7 +131,7 @@ class Balancer:
         running_policy(config.policy)
         plane_kinds(settings.data_plane)
         ranks = resolve_ranks(group)
-        warm_up(settings.backend)
+        select(settings.backend)  # compiles it, before other ranks wait
         count, homes = experts_and_homes(experts)
         topology = partial(Topology, experts=count, slots=slots, domain=domain, homes=homes)
         joined = join(ranks, topology, config, settings, record)

@@ -7,26 +7,17 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-import torch
 import torch.distributed as dist
 
 from ultraep import __version__
 from ultraep.comm import Communicator
 from ultraep.config import AUTO, BalanceConfig, check_timeout
-from ultraep.errors import (
-    ConfigError,
-    NothingToBalance,
-    PlanMismatch,
-    errors_at,
-)
-from ultraep.loads import count_loads
-from ultraep.plan import plan as make_plan
+from ultraep.errors import ConfigError, NothingToBalance, PlanMismatch, errors_at
 from ultraep.position import differing
-from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement
 from ultraep.runtime.hosts import FastLinks, Host, fast_links, this_gpu_host, this_host
 from ultraep.runtime.local import LocalCommunicator, LocalGroup
@@ -168,18 +159,6 @@ def join(
         recorder = open_recorder(record, comm, whole, config)
         undo.pop_all()
     return Joined(comm, links, whole, config, agreement, recorder)
-
-
-@cache
-def warm_up(backend: str | None) -> None:
-    """Load or compile what a step needs before joining a group, so that no rank waits for another.
-
-    Without a named backend, a child process compiles the planner; the first steps do without it.
-    """
-    topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
-    loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
-    plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)
-    reroute(ids, plan, 0, backend=backend)
 
 
 def find_fast_links(comm: Communicator, domain: int | None = None) -> FastLinks:

@@ -18,7 +18,7 @@ import torch
 
 import ultraep
 from ultraep import BalanceConfig, BalancedMoE, Balancer, Topology
-from ultraep.backends import BACKENDS, wait_until_compiled
+from ultraep.backends import BACKENDS
 from ultraep.errors import BackendUnavailable
 from ultraep.runtime.device_planner import DevicePlanner
 from ultraep.runtime.hosts import SHARED, this_gpu_host
@@ -182,7 +182,6 @@ def kernels() -> Finding:
 
 
 def _run_layer(device: torch.device) -> None:
-    wait_until_compiled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a balancer alone, which balances nothing
         balancer = Balancer("alone", experts=8)

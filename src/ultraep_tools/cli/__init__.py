@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from typing import NoReturn
@@ -14,7 +13,6 @@ def main() -> None:
     """Run the command line; the entry point of the package."""
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    _log_compilation()
     try:
         from ultraep_tools.cli.commands import app
 
@@ -32,15 +30,6 @@ def main() -> None:
         raise
     except OSError as error:
         _exit_on(error)
-
-
-def _log_compilation() -> None:
-    """Print a line on stderr while the planner is being compiled."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("ultraep: %(message)s"))
-    logger = logging.getLogger("ultraep.compile")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
 
 
 def _exit_on(error: OSError) -> NoReturn:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from ultraep import __version__
-from ultraep.backends import wait_until_compiled
+from ultraep.backends import select
 from ultraep.config import BalanceConfig
 from ultraep.layer import BalancedMoE, Routing
 from ultraep.parallel import average_expert_gradients, clip_grad_norm, data_parallel
@@ -51,7 +51,7 @@ def work(place: RankPlace, job: Job, report: Callable[[Progress], None]) -> Demo
     """Run the demo as one rank. All ranks return the same result; only rank 0 reports events."""
     begin = time.perf_counter()
     settle(place)
-    wait_until_compiled()
+    select()  # compiles the planner on a new machine, before ranks wait for each other
     with process_group(place):
         return Demo(job, report if place.rank == 0 else lambda _: None).run(begin)
 

@@ -1,10 +1,13 @@
 """The functions of `reference`, compiled with numba: equal plans, about a thousand times faster.
 
-Numba caches them on disk. A file in its cache directory says that all of them are there.
+Numba takes about half a minute to compile them and caches them on disk. A file in its cache
+directory says that all of them are there.
 """
 
+import fcntl
 import hashlib
-from contextlib import suppress
+import logging
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from inspect import isfunction
 from pathlib import Path
@@ -24,7 +27,9 @@ __all__ = ["count", "lower_bound", "place", "reroute", "split", "tally"]
 MODULES = ("heuristics", "search", "place", "reroute")
 BACKENDS = Path(__file__).parents[1]
 SOURCES = ("cpu/*.py", "reference/*.py", "limits.py", "../config.py", "../arrays.py")
-STAMP, COMPLETE = "ultraep-sources", "ultraep-compiled"
+STAMP, COMPLETE, LOCK = "ultraep-sources", "ultraep-compiled", "ultraep-compile.lock"
+
+logger = logging.getLogger("ultraep")
 
 
 def discard_stale(folder: Path) -> str:
@@ -55,6 +60,20 @@ cache_folder = Path(place.stats.cache_path)
 _sources = discard_stale(cache_folder)  # before the first call loads any
 _target = _sources, numba.__version__, cpu_target.target_context.codegen().magic_tuple()
 complete = cache_folder / f"{COMPLETE}-{hashlib.sha256(repr(_target).encode()).hexdigest()[:16]}"
+
+
+def load_or_compile() -> None:
+    """Load every function from the disk; compile them if no other process on this host does."""
+    with ExitStack() as stack:
+        if not complete.exists():
+            with suppress(OSError):  # another user's file, or a file system without locks
+                file = stack.enter_context(open(cache_folder / LOCK, "ab"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if not complete.exists():
+            logger.warning("ultraep: compiling the planner, once per machine: half a minute")
+        load()
+        with suppress(OSError):
+            complete.touch()
 
 
 def load() -> None:
