@@ -14,7 +14,7 @@ import torch
 
 from ultraep import workload
 from ultraep.arrays import IntArray
-from ultraep.workload import Load
+from ultraep.workload import Load, generators
 
 ORDERED, SHUFFLED = "zipf ordered", "zipf shuffled"
 
@@ -53,12 +53,15 @@ class Kind:
 
     def draw(self, ranks: int, experts: int, *, tokens: int, seed: int) -> IntArray:
         """[R, E] loads, top-8, or less if there are few experts."""
-        if self.family == "one_hot":
-            return workload.one_hot(ranks, experts, tokens=tokens)
         top_k = min(8, max(1, experts // 8))
-        if self.ratio is None:
-            generate = workload.uniform if self.family == "uniform" else workload.lognormal
-            return generate(ranks, experts, top_k=top_k, tokens=tokens, seed=seed)
+        if self.family == "one_hot":
+            return np.eye(1, experts, dtype=np.int64).repeat(ranks, axis=0) * tokens
+        if self.family == "uniform":
+            return Load("random even").draw(ranks, experts, top_k=top_k, tokens=tokens, seed=seed)
+        if self.ratio is None:  # log-normal
+            rng = np.random.default_rng(seed)
+            popularity = np.exp(rng.normal(size=experts))
+            return generators.draw(popularity, ranks, top_k, tokens, rng)
         return workload.zipf(
             ranks,
             experts,

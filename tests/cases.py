@@ -12,7 +12,31 @@ from ultraep import BalanceConfig, Rates, workload
 from ultraep.arrays import PADDING
 
 MAX_TOTAL = 2**31 - 1
+EVEN = workload.Load("random even")
 POLICIES = ("none", "ultraep", "quota", "echo")  # without history
+
+
+def one_hot(ranks, experts, *, tokens, expert=0):
+    loads = np.zeros((ranks, experts), dtype=np.int64)
+    loads[:, expert] = tokens
+    return loads
+
+
+def lognormal(ranks, experts, *, tokens, top_k=8, sigma=1.0):
+    rng = np.random.default_rng(0)
+    popularity = np.exp(rng.normal(0.0, sigma, experts))
+    return workload.generators.draw(popularity, ranks, top_k, tokens, rng)
+
+
+def drifting(load, *, steps, every, tokens, seed=0):
+    """[S, 8, 32] a load whose hot ranks change every few microbatches."""
+    rng, matrices = np.random.default_rng(seed), []
+    for step in range(steps):
+        if step % every == 0:
+            order = rng.permutation(8)
+        drawn = load.draw(8, 32, top_k=4, tokens=tokens, seed=seed + step)
+        matrices.append(drawn.reshape(8, 8, -1)[:, order].reshape(8, 32))
+    return np.stack(matrices)
 
 
 def _named() -> dict[str, tuple[np.ndarray, ultraep.Topology]]:
@@ -23,23 +47,21 @@ def _named() -> dict[str, tuple[np.ndarray, ultraep.Topology]]:
 
     uneven = [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
     return {
-        "uniform": case(workload.uniform(8, 32, top_k=4, tokens=256)),
-        "one_hot": case(workload.one_hot(8, 32, tokens=100)),
-        "one_hot_many_slots": case(workload.one_hot(8, 32, tokens=100, expert=17), slots=3),
+        "uniform": case(EVEN.draw(8, 32, top_k=4, tokens=256)),
+        "one_hot": case(one_hot(8, 32, tokens=100)),
+        "one_hot_many_slots": case(one_hot(8, 32, tokens=100, expert=17), slots=3),
         "zipf": case(workload.zipf(16, 64, ratio=3.0, tokens=512)),
         "zipf_shuffled": case(workload.zipf(16, 64, ratio=3.0, tokens=512, shuffled=True)),
         "zipf_two_slots": case(workload.zipf(16, 32, ratio=2.0, tokens=512), slots=2),
-        "lognormal_domains": case(workload.lognormal(16, 48, sigma=2.0, tokens=128), domain=4),
+        "lognormal_domains": case(lognormal(16, 48, sigma=2.0, tokens=128), domain=4),
         "no_slots": case(workload.zipf(8, 16, ratio=2.0, top_k=2, tokens=64), slots=0),
-        "one_rank": case(workload.uniform(1, 4, top_k=2, tokens=10)),
+        "one_rank": case(EVEN.draw(1, 4, top_k=2, tokens=10)),
         "one_rank_domains": case(workload.zipf(4, 8, ratio=2.0, top_k=2, tokens=50), domain=1),
         "empty": case(np.zeros((4, 8), dtype=int)),
         "one_token": case(np.eye(1, 8, dtype=int).repeat(4, axis=0)),
         "single_row": case(np.vstack([np.arange(8), np.zeros((3, 8), dtype=int)])),
-        "uneven_homes": case(workload.lognormal(4, 10, top_k=3, tokens=99), homes=uneven),
-        "a_rank_without_homes": case(
-            workload.lognormal(4, 6, top_k=2, tokens=99), homes=[0, 0, 0, 1, 1, 3]
-        ),
+        "uneven_homes": case(lognormal(4, 10, top_k=3, tokens=99), homes=uneven),
+        "a_rank_without_homes": case(lognormal(4, 6, top_k=2, tokens=99), homes=[0, 0, 0, 1, 1, 3]),
         "near_overflow": case(_near_overflow()),
         "wide": case(workload.zipf(64, 256, ratio=4.0, shuffled=True, seed=3)),
         "unclosable": case(_many_small_experts(), slots=1),

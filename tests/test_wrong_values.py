@@ -127,8 +127,7 @@ REFUSED = [
     ),
     *((partial(Settings, backend=b), ConfigError, "unknown backend") for b in ([], {}, 3)),
     *(
-        (partial(draw, **sizes, **more), ConfigError, "loads have at most")
-        for draw, more in ((workload.uniform, {"top_k": 1}), (workload.one_hot, {}))
+        (partial(workload.Load("even").draw, top_k=1, **sizes), ConfigError, "loads have at most")
         for sizes in (
             {"ranks": 10**20, "experts": 8},
             {"ranks": 4, "experts": 2**31},

@@ -13,6 +13,7 @@ from cases import (
     assert_same_plan,
     configs,
     draw_ids,
+    one_hot,
     plan_of,
     problems,
     routings,
@@ -135,7 +136,7 @@ LARGE = {
     "domains of 24 ranks": zipf(48, 96, domain=24),
     "the largest total": full(40, 40),
     "the largest total, two slots": full(16, 32, slots=2),
-    "one hot": (workload.one_hot(33, 33, tokens=64), Topology(ranks=33, experts=33)),
+    "one hot": (one_hot(33, 33, tokens=64), Topology(ranks=33, experts=33)),
     "wide": NAMED["wide"],
 }
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from cases import NAMED, configs, problems, timed_configs, with_speeds
+from cases import NAMED, configs, one_hot, problems, timed_configs, with_speeds
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -274,7 +274,7 @@ def test_check_names_the_broken_rule(rule, changes):
 
 
 def test_check_names_a_replica_at_home_or_outside_its_domain():
-    loads = workload.one_hot(4, 4, tokens=100)
+    loads = one_hot(4, 4, tokens=100)
     plan = ultraep.plan(loads, Topology(ranks=4, experts=4, slots=1, domain=2))
     assert plan.replicas.tolist() == [[0, 1, 0]]
     for host, rule in ((0, "home"), (3, "domain")):

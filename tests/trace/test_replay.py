@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import drifting
 from traces import record
 
 import ultraep
@@ -14,9 +15,7 @@ from ultraep_tools.export import write_csv
 
 WIDE = Topology(ranks=8, experts=32, slots=2, domain=4)
 LAYERS = 3
-LOADS = workload.drifting(
-    workload.Load("log-normal", 1.5), 8, 32, steps=12, every=4, top_k=4, tokens=100, seed=2
-)
+LOADS = drifting(workload.Load("log-normal", 1.5), steps=12, every=4, tokens=100, seed=2)
 
 
 def planned(config, topology=WIDE, history=1):

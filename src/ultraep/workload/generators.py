@@ -4,10 +4,6 @@ Every generator sets the popularity of the experts, then draws routing: each tok
 different experts. So every source rank routes exactly `tokens * top_k` rows, and no expert gets
 more than one row of a token.
 
->>> one_hot(ranks=2, experts=4, tokens=3, expert=1)
-array([[0, 3, 0, 0],
-       [0, 3, 0, 0]])
-
 Shapes: S microbatches, R ranks, E experts, T tokens of a rank, K experts per token.
 """
 
@@ -27,40 +23,6 @@ from ultraep.workload.files import MOST_NUMBERS
 
 FloatArray = NDArray[np.float64]
 MOST_UNEVEN = 32.0  # a Zipf exponent that puts everything on the first rank
-
-
-def uniform(
-    ranks: int, experts: int, *, top_k: int = 8, tokens: int = 8192, seed: int = 0
-) -> IntArray:
-    """[R, E] loads with equally popular experts."""
-    rng = check(ranks, experts, top_k, tokens, seed)
-    return draw(np.ones(experts), ranks, top_k, tokens, rng)
-
-
-def one_hot(ranks: int, experts: int, *, tokens: int = 8192, expert: int = 0) -> IntArray:
-    """[R, E] loads with all tokens on one expert."""
-    check(ranks, experts, 1, tokens)
-    if not 0 <= expert < experts:
-        raise ConfigError(f"expert must lie in 0..{experts - 1}, got {expert}")
-    loads_RE = np.zeros((ranks, experts), dtype=np.int64)
-    loads_RE[:, expert] = tokens
-    return loads_RE
-
-
-def lognormal(
-    ranks: int,
-    experts: int,
-    *,
-    sigma: float = 1.0,
-    top_k: int = 8,
-    tokens: int = 8192,
-    seed: int = 0,
-) -> IntArray:
-    """[R, E] loads with independent log-normal popularity of the experts."""
-    rng = check(ranks, experts, top_k, tokens, seed)
-    if not 0 <= sigma <= 10:
-        raise ConfigError(f"sigma must lie in 0..10, got {sigma}")
-    return draw(np.exp(rng.normal(0.0, sigma, experts)), ranks, top_k, tokens, rng)
 
 
 def zipf(
@@ -279,29 +241,6 @@ def _popularity(
         hot = experts // ranks if kind == "hot rank" else int(kind.split()[0])
         logs = (np.arange(experts) < hot).astype(np.float64)
     return lambda strength: np.exp(strength * logs)
-
-
-def drifting(
-    load: Load,
-    ranks: int,
-    experts: int,
-    *,
-    steps: int,
-    every: int,
-    top_k: int = 8,
-    tokens: int = 8192,
-    seed: int = 0,
-) -> IntArray:
-    """[S, R, E] a load whose hot ranks change every few microbatches."""
-    if steps < 1 or every < 1:
-        raise ConfigError(f"steps and every must be at least 1, got {steps} and {every}")
-    rng, matrices = np.random.default_rng(seed), []
-    for step in range(steps):
-        if step % every == 0:
-            order = rng.permutation(ranks)
-        drawn = load.draw(ranks, experts, top_k=top_k, tokens=tokens, seed=seed + step)
-        matrices.append(drawn.reshape(ranks, ranks, -1)[:, order].reshape(ranks, experts))
-    return np.stack(matrices)
 
 
 def ids_with(loads_E: IntArray, top_k: int, seed: int = 0) -> IntArray:
