@@ -32,7 +32,7 @@ from ultraep.plan import Plan
 from ultraep.position import At, Position, moment
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed forward"
-TIMED = 8  # one in this many microbatches is timed on a GPU, unless all are recorded
+TIMED, LEARNT = 32, 8  # one in this many microbatches is timed on a GPU; if speeds are learnt
 MOST_OPEN, MOST_PENDING = 256, 4096  # passes that have not ended; groups that wait for the device
 MOST_WAITING = 8  # groups that wait for a pause of the host
 WORD, GOLDEN = 1 << 32, 2654435769  # the golden section of a 32-bit word

@@ -193,7 +193,8 @@ def launch_products(
     import torch
 
     from ultraep.backends.triton.blocks import TABLES
-    from ultraep.backends.triton.products import TritonProducts, scale_rows, scale_rows_backward
+    from ultraep.backends.triton.products import TritonProducts
+    from ultraep.backends.triton.scaling import scale_rows, scale_rows_backward
     from ultraep.ops.products import Beside, Stacks, activation_named
 
     half, single = torch.bfloat16, torch.float32

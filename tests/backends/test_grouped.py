@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ultraep.backends.triton import products as kernels
+from ultraep.backends.triton import scaling as kernels
 from ultraep.backends.triton.blocks import TABLES, Blocks
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.kernels.grouped import work_of_product

@@ -183,9 +183,9 @@ class _Loan:
         self._gradient_slots: dict[str, torch.Tensor] | None = None
         self.scaling: ModuleType = plain
         if replicas.kernels:
-            from ultraep.backends.triton import products
+            from ultraep.backends.triton import scaling
 
-            self.scaling = products
+            self.scaling = scaling
         self.flat = flat_tensors(homes)
         self._owner_of = {
             id(tensor): owner

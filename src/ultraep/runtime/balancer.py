@@ -28,7 +28,7 @@ from ultraep.errors import ConfigError, UltraEPError, errors_at
 from ultraep.inputs import Inputs, Layer
 from ultraep.microbatch import Context, Microbatch
 from ultraep.ops.modes import outside_dispatch_modes, refuse_transforms
-from ultraep.passes import TIMED, Passes, PassLog, Subscriber
+from ultraep.passes import LEARNT, TIMED, Passes, PassLog, Subscriber
 from ultraep.policies import running_policy
 from ultraep.position import At, Position, Steps
 from ultraep.replicas import NO_PASS, backward_pass
@@ -131,7 +131,8 @@ class Balancer:
         running_policy(config.policy)
         plane_kinds(settings.data_plane)
         ranks = resolve_ranks(group)
-        select(settings.backend)  # compiles it, before other ranks wait
+        if settings.backend is not None or not torch.cuda.is_available():
+            select(settings.backend)  # compiles it, before other ranks wait
         count, homes = experts_and_homes(experts)
         topology = partial(Topology, experts=count, slots=slots, domain=domain, homes=homes)
         joined = join(ranks, topology, config, settings, record)
@@ -148,7 +149,8 @@ class Balancer:
         self._plan_config = replace(self.config, speeds=None) if learns else self.config
         self._hosts = self.comm if self._speeds is None else self.comm.hosts()
         self._host_agreement = self._agreement.over(self._hosts)
-        self.log = PassLog(self.rank, self.flight, TIMED if self.recorder is None else 1)
+        every = 1 if self.recorder is not None else LEARNT if learns else TIMED
+        self.log = PassLog(self.rank, self.flight, every)
         self.log.subscribe(self._stats.add)
         self.log.reads_plans = self.comm.size > 1
         if self.recorder is not None:

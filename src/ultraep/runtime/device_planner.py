@@ -46,7 +46,8 @@ class DevicePlanner:
 
     rows: the most routed rows (tokens times choices) of this rank in one microbatch.
     config: with the policy "ultraep" or "none".
-    alone: there is one rank, and the host does not read its plan: it is routed by `reroute_alone`.
+    alone: there is one rank, and the host does not read its plan, which has its own loads: it is
+        routed by `reroute_alone`.
     device: None: the current GPU, or the CPU with Triton's interpreter.
     `faults`: [3] faults that the device has counted since the last `check`.
     `counts`: [E + 4] loads of this rank, its rows without an expert, and its faults.
@@ -156,13 +157,14 @@ class DevicePlanner:
 
     def plan(self, loads: torch.Tensor) -> DevicePlan:
         """Stage 2: the plan for the loads `[R, E]` of all ranks."""
-        self._check_loads(loads)
-        with self._here():
-            if self.topology.ranks > 1:
-                self._planner.plan(loads)
-            if not self.alone:
+        if loads is not self.loads:
+            self._check_loads(loads)
+        if not self.alone:
+            with self._here():
+                if self.topology.ranks > 1:
+                    self._planner.plan(loads)
                 self._rerouter.receive(loads, self.rank, self.received)
-        self._plan = self._device_plan(loads)
+        self._plan = self._device_plan(loads.clone() if self.alone else loads)
         return self._plan
 
     def read(self, pause: Callable[[torch.cuda.Event], None]) -> tuple[Gathered, DevicePlan]:
@@ -236,9 +238,9 @@ class DevicePlanner:
         piece = torch.empty(2, even, dtype=torch.int64, device=self.device)
         order, positions = piece[:, : ids.numel()]
         with self._here():
-            self._rerouter.lines(self._last_plan().loads, self.rank)
+            first_row = self._rerouter.lines(self._last_plan().loads, self.rank, kept=True)
             self._rerouter.assign(ids, slots, order, positions)
-        return slots, self._rerouter.lines_of_rank.first_row.clone(), order, positions
+        return slots, first_row, order, positions
 
     def check(self) -> None:
         """Raise faults that the device has counted since the last check; waits for it."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Blocks:
     """Tiles of rows x columns, in steps of `depth`; `band` rows of tiles share their columns."""
 
@@ -69,6 +70,7 @@ def default_table() -> Table:
     return TABLES["cuda" if torch.version.hip is None else "hip"]
 
 
+@cache
 def square_band(programs: int, blocks: Blocks) -> int:
     """Return the height of a band with which `programs` programs need the fewest rows and columns.
 

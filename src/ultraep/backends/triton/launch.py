@@ -10,11 +10,12 @@ look up one by one.
 
     launch = Bound(kernel, buffer, OPEN, 64, **constants)   once
     launch(grid, rows)                                      rows in place of OPEN
+    bound(key, make)(grid, rows)                            make() returns the Bound of a new key
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -46,6 +47,11 @@ def matrix(tensor: torch.Tensor | None) -> Matrix:
     if tensor is None:
         return Matrix(None, None, None)
     return Matrix(tensor, tensor.stride(0), tensor.shape[1])
+
+
+def open_matrix(tensor: torch.Tensor | None) -> Matrix:
+    """Return a matrix as the argument of a `Bound`, without its memory."""
+    return matrix(tensor) if tensor is None else matrix(tensor)._replace(ptr=OPEN)
 
 
 @cache
@@ -116,12 +122,12 @@ class Quick:
 class Bound:
     """A kernel with fixed arguments; a call passes those that are `OPEN`, in their order.
 
-    Open integers must not be specialised (`do_not_specialize`).
+    Parts of a named tuple may be open. Open integers must not be specialised (`do_not_specialize`).
     """
 
     def __init__(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         self._kernel, self._arguments, self._constants = kernel, arguments, constants
-        self._open = [index for index, argument in enumerate(arguments) if argument is OPEN]
+        self._open = [*_open_places(arguments)]
         self._compiled: dict[tuple[Any, ...], _Launch] = {}
         self._addressed: list[Any] = []  # from the first launch on
 
@@ -140,24 +146,58 @@ class Bound:
         if launch is None or _watched(self._kernel):
             self._through_triton(grid, values, tuple(key))
             return
-        arguments = self._addressed[:]
-        for index, value in zip(self._open, addressed, strict=True):
-            arguments[index] = value
-        launch(grid, arguments)
+        launch(grid, self._filled(self._addressed, addressed))
+
+    def _filled(self, arguments: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Return the arguments with the values in place of `OPEN`."""
+        filled = [*arguments]
+        for (index, part), value in zip(self._open, values, strict=True):
+            if part is None:
+                filled[index] = value
+            else:
+                group = filled[index]
+                filled[index] = (*group[:part], value, *group[part + 1 :])
+        return filled
 
     def _through_triton(
         self, grid: tuple[int, ...], values: tuple[Any, ...], key: tuple[Any, ...]
     ) -> None:
         """Let Triton launch the kernel: it compiles it first, or interprets it."""
-        arguments = list(self._arguments)
-        for index, value in zip(self._open, values, strict=True):
-            arguments[index] = value
+        arguments = self._filled(self._arguments, values)
+        for index, part in self._open:
+            if part is not None:  # kernels use the names of the parts
+                arguments[index] = self._arguments[index]._make(arguments[index])
         compiled = self._kernel[grid](*arguments, **self._constants)
         if compiled is None:  # it was interpreted
             return
         rest = [self._constants[name] for name in self._kernel.arg_names[len(arguments) :]]
         self._addressed = list(_specialise((*self._arguments, *rest), []))
         self._compiled[key] = _Launch(compiled, torch.cuda.current_device())
+
+
+_bounds: dict[tuple[Any, ...], Bound] = {}
+
+
+def bound(key: tuple[Any, ...], make: Callable[[], Bound]) -> Bound:
+    """Return the launch of a key: the device, and all that the fixed arguments depend on."""
+    launch = _bounds.get(key)
+    if launch is None:
+        launch = _bounds[key] = make()
+    return launch
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what the fixed arguments for a matrix depend on."""
+    return tensor.shape[1], tensor.stride()
+
+
+def _open_places(arguments: Sequence[Any]) -> Iterator[tuple[int, int | None]]:
+    """Yield the index of each open argument, and that of its part in a tuple."""
+    for index, argument in enumerate(arguments):
+        if argument is OPEN:
+            yield index, None
+        elif isinstance(argument, tuple):
+            yield from ((index, part) for part, value in enumerate(argument) if value is OPEN)
 
 
 def _watched(kernel: Any) -> bool:

@@ -6,6 +6,8 @@ weight, F hidden width, U input width of the activation, D width of a row.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import ultraep.ops.products as plain
@@ -20,14 +22,22 @@ from ultraep.backends.triton.fp8 import dequantise, quantise, swiglu_packed
 from ultraep.backends.triton.kernels import grouped, rowwise, tiles
 from ultraep.backends.triton.kernels.grouped import Tiling
 from ultraep.backends.triton.kernels.tiles import SlotTensors
-from ultraep.backends.triton.launch import cdiv, matrix, multiprocessors, power_of_2, quick
+from ultraep.backends.triton.launch import (
+    OPEN,
+    Bound,
+    bound,
+    cdiv,
+    layout,
+    multiprocessors,
+    open_matrix,
+    power_of_2,
+)
 from ultraep.errors import ConfigError
 from ultraep.ops.fp8 import pack, parts
 from ultraep.ops.products import Activation, Beside, Stacks
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_TENSORS = SlotTensors(*[None] * len(SlotTensors._fields))
-TILE, WIDEST, WARPS = 4096, 1024, 8  # elements, columns and warps of a tile of `scale_rows`
 
 
 class TritonProducts:
@@ -138,23 +148,30 @@ class TritonProducts:
         scales: tuple[torch.Tensor | None, Stacks | None] = (None, None),
     ) -> None:
         row_scales, weight_scales = scales
-        check_rows(rows, out, scale, row_scales)
-        quick(grouped.multiply)[(programs * blocks.resident,)](
-            matrix(rows),
-            slot_tensors(weights),
-            slot_tensors(bias),
-            matrix(row_scales),
-            slot_tensors(weight_scales),
-            scale,
-            order,
-            matrix(out),
-            weights.homes.shape[0],
-            TRANSPOSED=transposed,
-            TILING=tiling(blocks, depth=rows.shape[1], width=out.shape[1]),
-            DRAWN=drawn,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-        )
+        stacks = weights, bias, weight_scales
+
+        def bind() -> Bound:
+            check_rows(rows, out, scale, row_scales)
+            return Bound(
+                grouped.multiply,
+                open_matrix(rows),
+                open_slots(weights),
+                open_slots(bias),
+                open_matrix(row_scales),
+                open_slots(weight_scales),
+                *(OPEN, OPEN, open_matrix(out), weights.homes.shape[0]),
+                TRANSPOSED=transposed,
+                TILING=tiling(blocks, depth=rows.shape[1], width=out.shape[1]),
+                DRAWN=drawn,
+                num_warps=blocks.warps,
+                num_stages=blocks.stages,
+            )
+
+        layouts = layout(rows), layout(out), row_scales is None, *map(layout_of, stacks)
+        launch = bound(("multiply", rows.get_device(), blocks, transposed, drawn, *layouts), bind)
+        codes = () if row_scales is None else (row_scales,)
+        tensors = rows, *tensors_of(weights), *tensors_of(bias), *codes, *tensors_of(weight_scales)
+        launch((programs * blocks.resident,), *tensors, scale, order, out)
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         if self._activation.name != "swiglu":
@@ -163,17 +180,20 @@ class TritonProducts:
         if self._fp8:
             return swiglu_packed(up, self.offsets, self.programs)
         hidden_AF = up.new_empty(up.shape[0], up.shape[1] // 2)
-        check_rows(up, hidden_AF)
         blocks = self.table["swiglu", up.element_size()]
-        quick(rowwise.swiglu)[(self.programs * blocks.resident,)](
-            matrix(up),
-            self.offsets,
-            matrix(hidden_AF),
-            self.num_slots,
-            BLOCK_M=blocks.rows,
-            BLOCK_N=blocks.columns,
-            num_warps=blocks.warps,
-        )
+
+        def bind() -> Bound:
+            check_rows(up, hidden_AF)
+            return Bound(
+                rowwise.swiglu,
+                *(open_matrix(up), OPEN, open_matrix(hidden_AF), self.num_slots),
+                BLOCK_M=blocks.rows,
+                BLOCK_N=blocks.columns,
+                num_warps=blocks.warps,
+            )
+
+        launch = bound(("swiglu", up.get_device(), blocks, layout(up), self.num_slots), bind)
+        launch((self.programs * blocks.resident,), up, self.offsets, hidden_AF)
         return hidden_AF
 
     def activate_backward(
@@ -183,40 +203,48 @@ class TritonProducts:
         if self._activation.name != "swiglu":
             return plain.activate_backward(self._activation, up, d_hidden_AF, scale_A)
         d_up, d_scale_A = torch.empty_like(up), torch.empty_like(scale_A)
-        check_rows(up, d_hidden_AF, d_up, scale_A)
-        assert up.shape[1] == 2 * d_hidden_AF.shape[1], (up.shape, d_hidden_AF.shape)
         blocks = self.table["swiglu_backward", up.element_size()]
-        quick(rowwise.swiglu_backward)[(self.programs * blocks.resident,)](
-            matrix(up),
-            matrix(d_hidden_AF),
-            scale_A,
-            self.offsets,
-            matrix(d_up),
-            matrix(d_hidden_AF),  # the hidden values replace their gradients
-            d_scale_A,
-            self.num_slots,
-            BLOCK_M=blocks.rows,
-            BLOCK_N=blocks.columns,
-            num_warps=blocks.warps,
-        )
+
+        def bind() -> Bound:
+            check_rows(up, d_hidden_AF, d_up, scale_A)
+            assert up.shape[1] == 2 * d_hidden_AF.shape[1], (up.shape, d_hidden_AF.shape)
+            hidden = open_matrix(d_hidden_AF)
+            return Bound(
+                rowwise.swiglu_backward,
+                *(open_matrix(up), hidden, OPEN, OPEN, open_matrix(d_up), hidden, OPEN),
+                self.num_slots,
+                BLOCK_M=blocks.rows,
+                BLOCK_N=blocks.columns,
+                num_warps=blocks.warps,
+            )
+
+        layouts = layout(up), layout(d_hidden_AF), layout(d_up)
+        key = "swiglu_backward", up.get_device(), blocks, *layouts, self.num_slots
+        # The hidden values replace their gradients.
+        tensors = up, d_hidden_AF, scale_A, self.offsets, d_up, d_hidden_AF, d_scale_A
+        bound(key, bind)((self.programs * blocks.resident,), *tensors)
         return d_up, d_hidden_AF, d_scale_A
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
         bias = fitting(bias, rows_AN.dtype)
-        check_rows(rows_AN, sums_A)
         blocks = self.table["row_dots", rows_AN.element_size()]
-        quick(rowwise.row_dots)[(self.programs * blocks.resident,)](
-            matrix(rows_AN),
-            slot_tensors(bias),
-            self.offsets,
-            sums_A,
-            bias.homes.shape[0],
-            self.num_slots,
-            L=self._padded_slots,
-            BLOCK_M=blocks.rows,
-            BLOCK_N=blocks.columns,
-            num_warps=blocks.warps,
-        )
+
+        def bind() -> Bound:
+            check_rows(rows_AN, sums_A)
+            return Bound(
+                rowwise.row_dots,
+                *(open_matrix(rows_AN), open_slots(bias), OPEN, OPEN),
+                *(bias.homes.shape[0], self.num_slots),
+                L=self._padded_slots,
+                BLOCK_M=blocks.rows,
+                BLOCK_N=blocks.columns,
+                num_warps=blocks.warps,
+            )
+
+        layouts = layout(rows_AN), layout_of(bias), self.num_slots
+        launch = bound(("row_dots", rows_AN.get_device(), blocks, *layouts), bind)
+        tensors = rows_AN, *tensors_of(bias), self.offsets, sums_A
+        launch((self.programs * blocks.resident,), *tensors)
 
     def weight_gradients(
         self,
@@ -232,23 +260,25 @@ class TritonProducts:
             rows_AK = dequantise(*codes, d_out_AN.dtype, self.offsets[-1:])
         height, width = d_out_AN.shape[1], rows_AK.shape[1]
         scale = None if scale is None else scale.float()
-        check_rows(d_out_AN, rows_AK, scale)
-        assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
         slots = len(into)  # without replicas, the spare slots have no gradients
         blocks = self.table["weight_gradients", rows_AK.element_size()]
-        quick(grouped.weight_gradients)[(self.programs * blocks.resident,)](
-            matrix(d_out_AN),
-            matrix(rows_AK),
-            scale,
-            self.offsets,
-            slot_tensors(into),
-            slot_tensors(bias),
-            into.homes.shape[0],
-            slots,
-            TILING=tiling(blocks, height=height, width=width),
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-        )
+
+        def bind() -> Bound:
+            check_rows(d_out_AN, rows_AK, scale)
+            assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
+            return Bound(
+                grouped.weight_gradients,
+                *(open_matrix(d_out_AN), open_matrix(rows_AK), OPEN, OPEN),
+                *(open_slots(into), open_slots(bias), into.homes.shape[0], slots),
+                TILING=tiling(blocks, height=height, width=width),
+                num_warps=blocks.warps,
+                num_stages=blocks.stages,
+            )
+
+        layouts = layout(d_out_AN), layout(rows_AK), layout_of(into), layout_of(bias), slots
+        launch = bound(("weight_gradients", rows_AK.get_device(), blocks, *layouts), bind)
+        tensors = d_out_AN, rows_AK, scale, self.offsets, *tensors_of(into), *tensors_of(bias)
+        launch((self.programs * blocks.resident,), *tensors)
 
     def tile_order(self, rows: int, blocks: Blocks) -> torch.Tensor:
         """Return the order of tiles of that height, computed once per microbatch."""
@@ -257,16 +287,19 @@ class TritonProducts:
         if key not in self._orders:
             entries = 1 + cdiv(rows, blocks.rows) + self.num_slots
             order = self.offsets.new_empty(int(tiles.ENTRIES) * entries)
-            quick(tiles.lay_tiles)[(max(1, self.num_slots),)](
-                self.offsets,
-                order,
-                self.num_slots,
-                L=self._padded_slots,
-                BLOCK_M=blocks.rows,
-                GROUP_M=band,
-                B=64,
-                num_warps=4,
+            launch = bound(
+                ("lay_tiles", order.get_device(), self.num_slots, *key),
+                lambda: Bound(
+                    tiles.lay_tiles,
+                    *(OPEN, OPEN, self.num_slots),
+                    L=self._padded_slots,
+                    BLOCK_M=blocks.rows,
+                    GROUP_M=band,
+                    B=64,
+                    num_warps=4,
+                ),
             )
+            launch((max(1, self.num_slots),), self.offsets, order)
             self._orders[key] = order
         return self._orders[key]
 
@@ -280,13 +313,31 @@ def check_rows(*tensors: torch.Tensor | None) -> None:
         assert tensor.ndim > 1 or tensor.dtype == torch.float32, tensor.dtype
 
 
-def slot_tensors(stacks: Stacks | None) -> SlotTensors:
-    """Return stacks as the argument of a kernel."""
+def open_slots(stacks: Stacks | None) -> SlotTensors:
+    """Return stacks as the argument of a `Bound`, without the memory of `tensors_of`."""
     if stacks is None:
         return NO_TENSORS
-    homes, replicas = stacks.homes, stacks.replicas
+    homes, replicas, sums = stacks.homes, stacks.replicas, stacks.sums
+    assert homes.shape[1:] == replicas.shape[1:], (homes.shape, replicas.shape)
+    assert sums is None or sums.stride() == homes.stride(), (sums.stride(), homes.stride())
     strides = homes.stride(0), replicas.stride(0), homes.stride(1)
-    return SlotTensors(homes, replicas, stacks.sums, stacks.spans, *strides)
+    summed = None if sums is None else OPEN
+    return SlotTensors(OPEN, OPEN, summed, summed, *strides)
+
+
+def tensors_of(stacks: Stacks | None) -> tuple[torch.Tensor | None, ...]:
+    if stacks is None:
+        return ()
+    sums = () if stacks.sums is None else (stacks.sums, stacks.spans)
+    return stacks.homes, stacks.replicas, *sums
+
+
+def layout_of(stacks: Stacks | None) -> tuple[Any, ...] | None:
+    """Return what `open_slots` depends on, and the number of home slots."""
+    if stacks is None:
+        return None
+    homes = stacks.homes
+    return homes.shape[0], homes.stride(), stacks.replicas.stride(0), stacks.sums is None
 
 
 def tiling(blocks: Blocks, *, width: int, height: int = 1, depth: int = 1) -> Tiling:
@@ -311,47 +362,3 @@ def fitting(stacks: Stacks, dtype: torch.dtype) -> Stacks:
         return stacks
     homes = homes.to(dtype)
     return Stacks(homes if alike else homes.contiguous(), replicas.to(dtype))
-
-
-def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor) -> None:
-    """Write rows times their scale into `out_AD`."""
-    if not _supported(scale_A, rows_AD):
-        plain.scale_rows(rows_AD, scale_A, out_AD)
-        return
-    blocks = _tile_for(rows_AD.shape[1])
-    quick(rowwise.scale_rows)[(cdiv(rows_AD.shape[0], blocks["BLOCK_M"]),)](
-        matrix(rows_AD), scale_A, matrix(out_AD), rows_AD.shape[0], **blocks, num_warps=WARPS
-    )
-
-
-def scale_rows_backward(
-    d_out_AD: torch.Tensor, rows_AD: torch.Tensor, scale_A: torch.Tensor, d_scale_A: torch.Tensor
-) -> torch.Tensor:
-    """Return the gradient [A, D] of the rows, and write the gradient of the scale."""
-    if not _supported(scale_A, rows_AD, d_out_AD):
-        return plain.scale_rows_backward(d_out_AD, rows_AD, scale_A, d_scale_A)
-    d_rows_AD = torch.empty_like(rows_AD, memory_format=torch.contiguous_format)
-    blocks = _tile_for(rows_AD.shape[1])
-    quick(rowwise.scale_rows_backward)[(cdiv(rows_AD.shape[0], blocks["BLOCK_M"]),)](
-        matrix(d_out_AD),
-        matrix(rows_AD),
-        scale_A,
-        matrix(d_rows_AD),
-        d_scale_A,
-        rows_AD.shape[0],
-        **blocks,
-        num_warps=WARPS,
-    )
-    return d_rows_AD
-
-
-def _supported(scale_A: torch.Tensor, *matrices: torch.Tensor) -> bool:
-    """Return whether the kernels handle these shapes and dtypes; torch does otherwise."""
-    return scale_A.dtype.itemsize <= 4 and all(
-        rows.dtype.itemsize <= 4 and rows.stride(1) == 1 and len(rows) > 0 for rows in matrices
-    )
-
-
-def _tile_for(width: int) -> dict[str, int]:
-    columns = min(WIDEST, power_of_2(width))
-    return {"BLOCK_M": TILE // columns, "BLOCK_N": columns}

@@ -80,9 +80,15 @@ class Rerouter:
         self.mismatches = _zeros(1, device=device)
         self._bind()
 
-    def lines(self, loads_RE: torch.Tensor, rank: int) -> None:
-        """Divide the rows of every expert among its slots."""
-        self._lay_lines((1,), loads_RE, self.mismatches, rank, loads_RE.stride(0))
+    def lines(self, loads_RE: torch.Tensor, rank: int, *, kept: bool = False) -> torch.Tensor:
+        """Divide the rows of every expert among its slots; return `[S + 1]` their first rows.
+
+        kept: the next call does not overwrite the result.
+        """
+        own = self.lines_of_rank.first_row
+        first_row = self._first_row = torch.empty_like(own) if kept else own
+        self._lay_lines((1,), loads_RE, first_row, self.mismatches, rank, loads_RE.stride(0))
+        return first_row
 
     def assign(
         self, ids: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, positions: torch.Tensor
@@ -90,7 +96,7 @@ class Rerouter:
         """Write slot, position and order of every row, after `lines`."""
         if ids.numel():
             grid = (cdiv(ids.numel(), ROWS),)
-            self._assign(grid, ids, slots, order, positions, ids.numel())
+            self._assign(grid, ids, self._first_row, slots, order, positions, ids.numel())
 
     def receive(self, loads_RE: torch.Tensor, rank: int, received: torch.Tensor) -> None:
         """[R, L] rows that every rank sends to each slot of this rank. Needs a plan, no ids."""
@@ -99,7 +105,8 @@ class Rerouter:
 
     def _bind(self) -> None:
         planner, counter = self.planner, self.counter
-        tensors, homes, lines = planner.plan_tensors, planner.home_tables, self.lines_of_rank
+        tensors, homes = planner.plan_tensors, planner.home_tables
+        lines = self.lines_of_rank._replace(first_row=OPEN)
         sizes = planner.experts, planner.num_slots
         C, R, slots = power_of_2(self.max_replicas), power_of_2(planner.ranks), power_of_2(sizes[1])
         self._lay_lines = Bound(

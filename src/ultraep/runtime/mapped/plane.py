@@ -275,7 +275,8 @@ class MappedMicrobatch(Microbatch):
             ids, memory = self._inputs.ids, self._plane.memory
             if not self._captured:
                 memory.fit(len(ids), ids.numel())
-            return planner.plan(planner.loads).copied()
+            plan = planner.plan(planner.loads)
+            return plan if self._plane.alone else plan.copied()
         planner.plan(planner.loads)
         gathered, plan = planner.read(self._pause)
         self._compare(gathered)

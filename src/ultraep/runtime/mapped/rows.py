@@ -182,4 +182,4 @@ class OwnRows(MappedRows):
 
     def _exchange_routes(self, gates_TK: torch.Tensor) -> torch.Tensor:
         assert self._map is not None
-        return gates_TK.view(-1)[self._map.origins].to(accumulator(gates_TK.dtype))
+        return gates_TK.take(self._map.origins).to(accumulator(gates_TK.dtype))
