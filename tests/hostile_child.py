@@ -28,7 +28,6 @@ from ultraep.trace.files import write_arrays
 from ultraep.workload.files import read_routing
 from ultraep_tools.cli.commands import app
 from ultraep_tools.demo.result import DemoResult
-from ultraep_tools.inspect.checkpoint import weight_files
 from ultraep_tools.inspect.texts import hashed_words, texts_of, tokenizer_of, windows_of
 from ultraep_tools.sim.cluster import load_cluster
 from ultraep_tools.view.catalogue import Catalogue
@@ -106,7 +105,7 @@ def commands(folder, out):
         "demo/result.json": lambda path: DemoResult.load(path.parent),
         "model/config.json": [inspect],
         f"model/{shard}": [inspect],
-        "model/model.safetensors.index.json": lambda path: weight_files(path.parent),
+        "model/model.safetensors.index.json": [inspect],
         "model/tokenizer.json": lambda path: tokenizer_of(path.parent)("the quick brown fox"),
     }
 

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from ultraep_tools.inspect.checkpoint import small_config
 from ultraep_tools.inspect.library import transformers
+from ultraep_tools.inspect.model import small_config
 
 TEXTS = {
     "letters": "the quick brown fox jumps over the lazy dog and runs away from it again " * 60,

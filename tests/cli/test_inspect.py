@@ -37,11 +37,6 @@ def test_a_random_model(tmp_path):
     assert result.stderr.startswith("loading torch and transformers for random mixtral")
     assert out.index("model random") < out.index(" -> ") < out.index("Imbalance by number of ranks")
     assert max(map(len, result.stdout.split("trace  ")[0].splitlines())) <= 100
-    suggested = result.stdout.strip().splitlines()[-1].partition("ultraep advise ")[2].split()
-    shorter = ["--steps", "1", "--microbatches", "1"]
-    assert "recorded loads: 6 microbatches of 4 layers" in commands.flat(
-        "advise", *suggested, *shorter
-    )
 
 
 def test_a_checkpoint_with_texts_twice_in_one_directory(tmp_path):

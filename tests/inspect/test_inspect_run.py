@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from inspect_models import TEXTS, routing_of, save_tokenizer
 
 from ultraep.errors import ConfigError, FileError
@@ -22,8 +23,7 @@ class Done:
     def __init__(self, out, **options):
         self.out, self.inspection = out, Inspection(InspectOptions(**(SETTINGS | options), out=out))
         prepare_outputs(out)
-        with routing_of(self.inspection.opened.model) as self.ids:
-            self.inspection.record(lambda *_: None)
+        self.inspection.record(lambda *_: None)
         self.findings = self.inspection.findings(lambda *_: None)
         self.inspection.save(self.inspection.result(self.findings, 1.5))
         self.trace = read_trace(out / "trace")
@@ -41,7 +41,10 @@ def test_the_trace_holds_the_routing_and_replays(done):
     assert len(trace) == 4 * windows
     assert trace.dropped == trace.left_out == 0
     assert differing(trace) == []
-    for number, (name, ids) in enumerate(done.ids.items()):
+    with done.inspection.model.loaded() as model, routing_of(model) as routing, torch.no_grad():
+        for window in done.inspection.windows:
+            model(input_ids=torch.from_numpy(window))
+    for number, (name, ids) in enumerate(routing.items()):
         assert name == f"model.layers.{number}.mlp.experts"
         own = trace.of_layer(number)
         assert own.step.tolist() == list(range(windows))

@@ -25,16 +25,14 @@ EXAMPLE = (
     "Example: ultraep inspect models/Qwen3-30B-A3B --layers 0-7 --tokens 4096"
 )
 PRINTED_LAYERS = 12  # result.json has all layers
-CLUSTER = "h200-nvl8"
 
 
 @cli.with_options
 def command(options: InspectOptions) -> None:
     """Inspect a model: how imbalanced is its routing, and how much does balancing help?
 
-    Sends text through a Mixture-of-Experts checkpoint of transformers on this machine, one block
-    at a time, records the choices of its routers, and plans them for large groups. Downloads
-    nothing and needs no cluster.
+    Sends text through a Mixture-of-Experts checkpoint of transformers on this machine, records the
+    choices of its routers, and plans them for large groups. Downloads nothing and needs no cluster.
     """
     TRANSFORMERS.check()
     Terminal(stderr=True).print(f"loading torch and transformers for {options.name}")
@@ -59,14 +57,14 @@ def command(options: InspectOptions) -> None:
 
 def _introduce(terminal: Terminal, inspection: Inspection) -> None:
     """Print sizes before anything is read."""
-    opened, spans = inspection.opened, inspection.texts
-    layers = f"{len(inspection.layers)} of {len(opened.anatomy.blocks)} layers"
+    model, spans = inspection.model, inspection.texts
+    layers = f"{len(inspection.layers)} of {model.layers} layers"
     tokens = sum(span.tokens for span in spans)
     length = inspection.windows[0].shape[1]
     terminal.print_facts(
-        model=f"{inspection.options.name}: {decimal(opened.nbytes)}, {layers}, "
+        model=f"{inspection.options.name}: {decimal(model.nbytes)}, {layers}, "
         f"{inspection.experts} experts in each "
-        f"({opened.device}, {str(opened.dtype).removeprefix('torch.')})",
+        f"({model.device}, {str(model.dtype).removeprefix('torch.')})",
         text=f"{', '.join(span.name for span in spans)}: {tokens:,} tokens in "
         f"{len(inspection.windows)} windows, sequences of {length}",
     )
@@ -93,15 +91,9 @@ def _show(terminal: Terminal, result: dict[str, Any], findings: Findings) -> Non
 
 def _show_files(terminal: Terminal, inspection: Inspection) -> None:
     """Print what was written, and the commands that use it."""
-    from ultraep_tools.inspect.run import PRESET_FILE, TRACE
+    from ultraep_tools.inspect.run import TRACE
 
     out = inspection.options.out
-    trace = out / TRACE
-    terminal.print_facts(trace=trace, result=out / RESULT_FILE, model=out / PRESET_FILE)
-    sizes = [topology.ranks for topology in inspection.topologies]
-    ranks = next((size for size in sizes if inspection.experts % size == 0), sizes[0])
-    view = ("ultraep", "view", trace)
-    model = ("--model", out / PRESET_FILE, "--cluster", CLUSTER, "--ep", ranks)
-    advise = ("ultraep", "advise", "--trace", trace, *model)
-    terminal.print(f"\nLook at it: {shlex.join(map(str, view))}", soft_wrap=True)
-    terminal.print(f"Does it pay on a cluster? {shlex.join(map(str, advise))}", soft_wrap=True)
+    terminal.print_facts(trace=out / TRACE, result=out / RESULT_FILE)
+    view = shlex.join(["ultraep", "view", str(out / TRACE)])
+    terminal.print(f"\nLook at it: {view}", soft_wrap=True)

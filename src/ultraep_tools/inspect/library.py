@@ -17,7 +17,6 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_DEACTIVATE_ASYNC_LOAD": "1",  # one tensor at a time, not a whole block at once
 }
 LONGEST = 300  # characters of an error message
 
@@ -38,14 +37,6 @@ def check_folder(folder: Path) -> None:
             f"{folder}: not a directory; pass the directory of a checkpoint on this machine, as "
             "written by save_pretrained (nothing is downloaded)"
         )
-
-
-def build_model(config: Any, dtype: Any) -> Any:
-    """Build a model with its head, if it has one, so that weights have the names in the files."""
-    library = transformers()
-    has_head = type(config) in library.AutoModelForCausalLM._model_mapping
-    auto = library.AutoModelForCausalLM if has_head else library.AutoModel
-    return auto.from_config(config, dtype=dtype).eval()
 
 
 @contextmanager

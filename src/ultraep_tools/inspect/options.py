@@ -50,7 +50,9 @@ class InspectOptions(cli.Options):
         default=Path("ultraep-inspect"),
         metavar="DIR",
     )
-    device: str | None = option("cpu, cuda or cuda:0.", "cuda if available")
+    device: str | None = option(
+        "cpu, cuda or cuda:0.", "all GPUs; what does not fit goes to memory, then to disk"
+    )
     dtype: str | None = option("float32, bfloat16 or float16.", "as saved; float32 on a CPU")
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 OUT/
 |-- trace/              a group of ranks that balances these loads, for `ultraep view` and others
 |-- result.json         facts about the run; imbalance by case, layer and text
-|-- model.toml          the sizes of the model, for the simulator
 `-- .ultraep-inspection marker: the next inspection replaces these files
 
 Shapes: H layers, W windows, E experts.
@@ -12,8 +11,8 @@ Shapes: H layers, W windows, E experts.
 from __future__ import annotations
 
 import json
-import re
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,18 +25,20 @@ from ultraep import __version__
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.writing import write_text
-from ultraep_tools.inspect.blocks import Anatomy, num_experts, run_windows
-from ultraep_tools.inspect.checkpoint import Checkpoint, RandomModel
 from ultraep_tools.inspect.findings import Findings, Progress, find, topology_of, write_trace
 from ultraep_tools.inspect.library import library_errors
+from ultraep_tools.inspect.model import InspectedModel
 from ultraep_tools.inspect.options import InspectOptions
-from ultraep_tools.inspect.preset import parameters, preset
 from ultraep_tools.inspect.texts import TextSpan, hashed_words, texts_of, tokenizer_of, windows_of
 from ultraep_tools.outputs import prepare_folder
 from ultraep_tools.report.page import RESULT_FILE
 
-TRACE, PRESET_FILE = "trace", "model.toml"
+TRACE = "trace"
 USUAL_SIZES = (8, 16, 64)
+
+
+class _LastLayerRecorded(Exception):
+    """The rest of the model need not run."""
 
 
 class Inspection:
@@ -45,23 +46,19 @@ class Inspection:
 
     def __init__(self, options: InspectOptions) -> None:
         self.options, self.notes = options, list[str]()
-        self.opened = _open(options)
-        anatomy = self.opened.anatomy
-        self.anatomy = anatomy.only(_layers(anatomy, options.recorded_layers))
-        self.layers, self.experts = list(self.anatomy.experts), experts_per_layer(self.anatomy)
+        self.model = InspectedModel(options)
+        self.layers = _layers(self.model, options.recorded_layers)
+        self.experts = experts_per_layer(self.model, self.layers)
         sizes = _sizes(options.sizes, self.experts)
         self.topologies = [topology_of(size, self.experts, options.slots) for size in sizes]
         self.texts, self.windows = self._windows()
         if options.random is not None:
             self.notes.append("weights are random: a trained model has another imbalance")
-        blocks = list(anatomy.blocks)
-        last = max(blocks.index(name) for name in self.anatomy.block_of_layer.values())
-        self.blocks = blocks[: last + 1]  # that must run
         self.loads_HWE = np.zeros((len(self.layers), len(self.windows), self.experts), np.int64)
         self.top_k = 0  # experts per token; known after the first window
 
     def _windows(self) -> tuple[list[TextSpan], list[IntArray]]:
-        options, config = self.options, self.opened.config.get_text_config()
+        options, config = self.options, self.model.config.get_text_config()
         encode = tokenizer_of(options.model) if options.model else None
         if encode is None:
             self.notes.append("no tokenizer: every word becomes a token by its hash")
@@ -80,48 +77,50 @@ class Inspection:
 
     def record(self, report: Progress) -> None:
         """Run all windows through the model and count the choices of its routers."""
-        path, window = self.options.model or Path(self.options.name), 0
-
-        def before_block(block: str, number: int) -> None:
-            nonlocal window
-            window, place = number, self.blocks.index(block)
-            text = next(span.name for span in self.texts if window <= span.end)
-            words = f"layer {place} of {len(self.anatomy.blocks)}, {text}"
-            done = place * len(self.windows) + window
-            report(done, len(self.blocks) * len(self.windows), words)
+        window, text, layers = 0, "", len(self.layers)
 
         def before_experts(place: int, _: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+            done, steps = window * layers + place, len(self.windows) * layers
+            report(done, steps, f"{text}, layer {self.layers[place]}")
             _, ids_NK, *_ = (*args, *more.values())  # hidden states, ids, gates
             ids = ids_NK[(ids_NK >= 0) & (ids_NK < self.experts)]
             loads_E = torch.bincount(ids, minlength=self.experts)
             self.loads_HWE[place, window] = loads_E.cpu().numpy()
             self.top_k = ids_NK.shape[-1]
+            if place == layers - 1:
+                raise _LastLayerRecorded
 
         with ExitStack() as stack:
-            stack.enter_context(library_errors(path, "transformers cannot run it"))
-            for place, experts in enumerate(self.anatomy.experts.values()):
+            model = stack.enter_context(self.model.loaded())
+            stack.enter_context(library_errors(self.model.path, "transformers cannot run it"))
+            stack.enter_context(torch.no_grad())
+            for place, layer in enumerate(self.layers):
+                experts = model.get_submodule(self.model.experts[layer])
                 hook = partial(before_experts, place)
                 stack.enter_context(experts.register_forward_pre_hook(hook, with_kwargs=True))
-            ids = [torch.from_numpy(window).to(self.opened.device) for window in self.windows]
-            run_windows(self.anatomy, ids, self.opened.loaded, before_block, self.blocks[-1])
+            for window, ids in enumerate(self.windows):
+                text = next(span.name for span in self.texts if window <= span.end)
+                with suppress(_LastLayerRecorded):
+                    input_ids = torch.from_numpy(ids).to(self.model.device)
+                    model.get_decoder()(input_ids=input_ids, use_cache=False)
 
     def findings(self, report: Progress) -> Findings:
         return find(self.loads_HWE, self.layers, self.texts, self.topologies, report)
 
     def result(self, findings: Findings, seconds: float) -> dict[str, Any]:
         """Facts about the model and the run; imbalance by case, layer and text."""
-        opened = self.opened
+        model = self.model
         return {
             "version": __version__,
             "model": self.options.name,
-            "family": opened.config.model_type,
+            "family": model.config.model_type,
             "random": self.options.random is not None,
-            "parameters": parameters(opened.model),
+            "parameters": model.parameters,
             "layers": self.layers,
             "experts": self.experts,
             "top_k": self.top_k,
-            "dtype": str(opened.dtype).removeprefix("torch."),
-            "device": str(opened.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
             "texts": [asdict(span) for span in self.texts],
             "window": max(window.size for window in self.windows),
             "sequence": self.windows[0].shape[1],
@@ -133,53 +132,28 @@ class Inspection:
         }
 
     def save(self, result: dict[str, Any]) -> None:
-        """Write the trace of the first number of ranks, the result, and the sizes of the model."""
-        opened, out = self.opened, self.options.out
+        """Write the trace of the first number of ranks, and the result."""
+        out = self.options.out
         spans = ", ".join(f"{span.name} {span.begin} to {span.end}" for span in self.texts)
         note = f"ultraep inspect {self.options.name}; steps are windows of text: {spans}"
         write_trace(out / TRACE, self.loads_HWE, self.layers, self.topologies[0], note)
         write_text(out / RESULT_FILE, json.dumps(result, indent=1) + "\n")
-        config = opened.config.get_text_config()
-        text = preset(self.options.name, opened.model, config, opened.anatomy, self.top_k)
-        write_text(out / PRESET_FILE, text)
 
 
 def prepare_outputs(out: Path) -> None:
     """Remove the outputs of an earlier inspection."""
-    prepare_folder(out, "inspection", (TRACE, RESULT_FILE, PRESET_FILE))
+    prepare_folder(out, "inspection", (TRACE, RESULT_FILE))
 
 
 # -- options -------------------------------------------------------------------------------------
 
 
-def _open(options: InspectOptions) -> Checkpoint | RandomModel:
-    device = _device(options.device)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    if options.random is not None:
-        return RandomModel(options.random, device=device, dtype=dtype)
-    assert options.model is not None
-    if dtype is None and device.type == "cpu":
-        dtype = torch.float32  # the fastest dtype on most CPUs
-    return Checkpoint(options.model, device=device, dtype=dtype)
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
-        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    device, count = torch.device(name), torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"--device {name}, but torch finds {count} GPUs; use --device cpu")
-    return device
-
-
-def _layers(anatomy: Anatomy, layers: tuple[int, ...] | None) -> list[int]:
+def _layers(model: InspectedModel, layers: tuple[int, ...] | None) -> list[int]:
     for layer in layers or ():
-        if layer not in anatomy.experts:
-            names = ", ".join(map(str, anatomy.experts))
+        if layer not in model.experts:
+            names = ", ".join(map(str, model.experts))
             raise ConfigError(f"--layers {layer}: layers with experts are {names}")
-    return list(anatomy.experts if layers is None else layers)
+    return list(model.experts if layers is None else layers)
 
 
 def _sizes(sizes: tuple[int, ...] | None, experts: int) -> list[int]:
@@ -192,14 +166,14 @@ def _sizes(sizes: tuple[int, ...] | None, experts: int) -> list[int]:
     return list(sizes)
 
 
-def experts_per_layer(anatomy: Anatomy) -> int:
+def experts_per_layer(model: InspectedModel, layers: Sequence[int]) -> int:
     """Return the number of experts, which must be the same in all layers."""
-    counts = {layer: num_experts(experts) for layer, experts in anatomy.experts.items()}
-    first, experts = next(iter(counts.items()))
-    for layer, count in counts.items():
-        if count != experts:
+    experts = model.counts[layers[0]]
+    for layer in layers:
+        if model.counts[layer] != experts:
             raise ConfigError(
-                f"layer {first} has {experts} experts, layer {layer} has {count}; all layers of a "
-                "trace must have the same number, select them with --layers"
+                f"layer {layers[0]} has {experts} experts, layer {layer} has "
+                f"{model.counts[layer]}; all layers of a trace must have the same number, select "
+                "them with --layers"
             )
     return experts
