@@ -85,7 +85,7 @@ def commands(folder, out):
     """Return the command lines, or the function, that read each file."""
     inspect = ("inspect", folder / "model", "--text", folder / "prose.txt", *INSPECT)
     inspect += ("--out", out / "inspected")
-    export = ("--csv", out / "a.csv", "--npz", out / "a.npz")
+    export = ("--npz", out / "a.npz")
 
     def of_trace(name):
         trace = folder / name

@@ -66,11 +66,10 @@ WRONG = {
         )
     },
     # trace
-    "trace export run": "pass --csv or --npz",
     "trace export run --npz run.zip": "--npz needs a name that ends in .npz, got run.zip",
     "trace replay run --slots two": "--slots must be numbers like 1,2 or 0-3, got 'two'",
     "trace replay empty": "holds no trace",
-    "trace export demo --csv x.csv": "holds 2 traces; pass one of them: demo/none/trace, "
+    "trace export demo --npz x.npz": "holds 2 traces; pass one of them: demo/none/trace, "
     "demo/ultraep/trace",
     # view
     "view run --live --export a.html": "remove --live",

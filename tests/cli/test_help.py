@@ -24,7 +24,7 @@ OPTIONS = {
     "trace info": "path",
     "trace replay": "--ep --history --json --policy --slots path",
     "trace place": "--domain --force --out path",
-    "trace export": "--csv --force --npz path",
+    "trace export": "--force --npz path",
 }
 
 

@@ -1,6 +1,5 @@
 """Replays reproduce the recorded plans; other settings give other plans; exports."""
 
-import csv
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ from traces import record
 import ultraep
 from ultraep import BalanceConfig, ConfigError, Topology, read_trace, workload
 from ultraep_tools import replay
-from ultraep_tools.export import write_csv
 
 WIDE = Topology(ranks=8, experts=32, slots=2, domain=4)
 LAYERS = 3
@@ -117,22 +115,9 @@ def test_invalid_settings_are_refused(trace, changes, message):
         replay.cases(trace, **(usual | changes))
 
 
-def test_the_table(trace, tmp_path):
-    write_csv(trace, tmp_path / "run.csv")
-    with (tmp_path / "run.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 12
-    assert [int(row["layer"]) for row in rows] == [0, 1, 2] * 4
-    assert [int(row["tokens"]) for row in rows] == [3200] * 12
-    assert float(rows[3]["imbalance before"]) == pytest.approx(trace.imbalance_before[3], abs=1e-6)
-    assert rows[0]["policy"] == "ultraep"
-
-
 def test_a_trace_without_records(tmp_path):
     trace = read_trace(record(tmp_path / "run", []))
     assert replay.differing(trace) == []
     [case] = replay.cases(trace, policies=["none"], slots=[1], ranks=[2], history=[1])
     with pytest.raises(ConfigError, match="nothing to replay"):
         replay.replayed(trace, case)
-    write_csv(trace, tmp_path / "run.csv")
-    assert len((tmp_path / "run.csv").read_text().splitlines()) == 1

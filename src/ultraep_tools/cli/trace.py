@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option, split_numbers
 from ultraep_tools.cli.terminal import Grid, Terminal, describe_topology, make_grid, plain, progress
 from ultraep_tools.crash import MOST_CRASHES, crash_folders, read_crash
-from ultraep_tools.export import write_csv
 from ultraep_tools.outputs import check_targets
 from ultraep_tools.placement import place_trace, verdict
 from ultraep_tools.replay import Replayed, cases, differing, replayed
@@ -310,26 +308,21 @@ def place(options: PlaceOptions) -> None:
 
 
 class ExportOptions(TraceOptions):
-    csv: Path | None = option("Write a table, one line per record.", metavar="FILE")
     npz: Path | None = option("Write the whole trace into one file.", metavar="FILE")
     force: bool = cli.force_option()
 
 
-@app.command("export", epilog="Example: ultraep trace export run/ --csv run.csv --npz run.npz")
+@app.command("export", epilog="Example: ultraep trace export run/ --npz run.npz")
 @cli.with_options
 def export(options: ExportOptions) -> None:
-    """Write a trace into one file: a table for spreadsheets, or an archive to share."""
-    csv, npz = options.csv, options.npz
-    if npz is not None and npz.suffix.lower() != ".npz":
+    """Write a trace into one file to share."""
+    npz = options.npz
+    if npz is None or npz.suffix.lower() != ".npz":
         raise ConfigError(f"--npz needs a name that ends in .npz, got {npz}")
-    if csv is None and npz is None:
-        raise ConfigError("nothing to write; pass --csv or --npz")
-    check_targets(csv, npz, force=options.force)
+    check_targets(npz, force=options.force)
     trace = read_trace(options.path)
-    for path, write in ((csv, partial(write_csv, trace)), (npz, trace.save)):
-        if path is not None:
-            write(path)
-            _print_written(path, counted(len(trace), "record"))
+    trace.save(npz)
+    _print_written(npz, counted(len(trace), "record"))
 
 
 def _print_written(path: Path, content: str) -> None:
