@@ -112,15 +112,11 @@ def commands(folder, out):
 
 def draw(path):
     catalogue = Catalogue([path])
-    try:
-        catalogue.read_all()
-        trace = catalogue.trace(catalogue.items[0].name)
-        drawn = [overview(trace.table)]
-        for key in map(trace.table.key, range(len(trace.table))):
-            drawn += [numbers_of(trace.record(key)), stages_of(trace.record(key))]
-        json.dumps(drawn, allow_nan=False)
-    finally:
-        catalogue.close()
+    trace = catalogue.trace(catalogue.items[0].name)
+    drawn = [overview(trace.table)]
+    for key in map(trace.table.key, range(len(trace.table))):
+        drawn += [numbers_of(trace.record(key)), stages_of(trace.record(key))]
+    json.dumps(drawn, allow_nan=False)
 
 
 def read_words(path):

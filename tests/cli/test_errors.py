@@ -72,7 +72,6 @@ WRONG = {
     "trace export demo --npz x.npz": "holds 2 traces; pass one of them: demo/none/trace, "
     "demo/ultraep/trace",
     # view
-    "view run --live --export a.html": "remove --live",
     "view run --export no/such/a.html": "cannot be written",
     # demo
     "demo --seed -1": "--seed must not be negative, got -1",

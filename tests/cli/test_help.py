@@ -20,7 +20,7 @@ OPTIONS = {
     "check": "--dispatcher --experts --failed-hosts --ffn --force --from --hidden --json "
     "--level --model --timeout --tokens --top-k",
     "env": "--json",
-    "view": "--export --force --live --open --port paths",
+    "view": "--export --force --open --port paths",
     "trace info": "path",
     "trace replay": "--ep --history --json --policy --slots path",
     "trace place": "--domain --force --out path",

@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -83,22 +82,12 @@ def change(path, **changes):
     write_arrays(path, arrays | changes)
 
 
-def wait_for(condition, seconds=60):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 @contextmanager
-def served(*paths, live=False, finished=True):
-    server = ViewServer(Catalogue(list(paths), live=live), 0)
+def served(*paths):
+    server = ViewServer(Catalogue(list(paths)), 0)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        if finished:
-            items = server.catalogue.items
-            wait_for(lambda: all(item.trace is None or item.trace.finished for item in items))
         yield server
     finally:
         server.shutdown()

@@ -13,7 +13,6 @@ from ultraep import BalanceConfig, ConfigError, FileError, Rates, Recorder, Topo
 from ultraep.files.reading import read_arrays
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import IGNORED, KEY
-from ultraep_tools.view import catalogue as catalogue_module
 from ultraep_tools.view import table
 from ultraep_tools.view.catalogue import Catalogue
 from ultraep_tools.view.table import numbers_of, stages_of
@@ -25,7 +24,6 @@ from view.runs import (
     TOPOLOGY,
     change,
     plans_of_run,
-    wait_for,
     write_piece,
     write_pieces,
     write_run,
@@ -35,13 +33,9 @@ EXPERTS = ("experts", "experts back")
 COST = ("plan", "verify", "replicate", "weights again", "reduce")
 
 
-def never():
-    return False
-
-
-def read(folder, **options):
-    trace = FolderTrace(folder, **options)
-    trace.read(never)
+def read(folder):
+    trace = FolderTrace(folder)
+    trace.read()
     return trace
 
 
@@ -92,7 +86,7 @@ def test_table_and_records_equal_the_trace(source, run, pieces, trace, tmp_path)
         shown, trace = read(folder), ultraep.read_trace(folder)
     check_equal(shown.table, trace)
     check_records(shown, trace)
-    assert (shown.finished, shown.notes, shown.left_out, shown.dropped) == (True, [], 0, 0)
+    assert (shown.notes, shown.left_out, shown.dropped) == ([], 0, 0)
 
 
 def test_records_in_another_order_or_twice(tmp_path):
@@ -126,8 +120,8 @@ def test_additions_in_other_pieces_are_added_up_before_ranks_are_compared(tmp_pa
             write_piece(
                 run, rank, number, records=plans if number == piece else (), additions=plans
             )
-        shown = shown or FolderTrace(run, live=True)
-        shown.read(never)
+        shown = shown or FolderTrace(run)
+        shown.read()
     trace = ultraep.read_trace(run)
     check_equal(shown.table, trace)
     check_records(shown, trace)
@@ -139,38 +133,32 @@ def test_a_run_is_followed_piece_by_piece(pieces, tmp_path):
     grown = tmp_path / "run"
     grown.mkdir()
     shutil.copy(pieces / "header.json", grown)
-    shown, sizes = read(grown, live=True), [0]
+    shown, sizes = read(grown), [0]
     written = sorted(path.relative_to(pieces) for path in pieces.rglob("*.npz"))
     written.sort(key=lambda path: (path.name, -int(str(path.parent)[-1])))  # rank 0 comes last
     for path in written:
         (grown / path).parent.mkdir(exist_ok=True)
         shutil.copy(pieces / path, grown / path)
-        shown.read(never)
+        shown.read()
         sizes.append(len(shown.table))
     assert sizes == sorted(sizes)
     check_equal(shown.table, ultraep.read_trace(pieces))
-    assert (shown.finished, shown.notes) == (True, [])
+    assert shown.notes == []
 
 
-def test_a_folder_that_disappears_and_holds_another_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr(catalogue_module, "PERIOD", 0.02)
-    catalogue = Catalogue([tmp_path / "run"], live=True)
-    assert catalogue.items == []
-    catalogue.start()
-    try:
-        write_run(tmp_path / "run", moments=2)
-        wait_for(lambda: catalogue.items and catalogue.items[0].trace is not None)
-        item = catalogue.items[0]
-        wait_for(lambda: len(item.trace.table) == 2 * LAYERS)
-        shutil.rmtree(tmp_path / "run")
-        with pytest.raises(FileError):
-            catalogue.trace("run").record((0, 0, 0))
-        assert len(item.trace.table) == 2 * LAYERS
-        record_one(tmp_path / "run", note="another trace")
-        wait_for(lambda: item.trace is not None and item.trace.header.note == "another trace")
-        wait_for(lambda: len(item.trace.table) == 1)
-    finally:
-        catalogue.close()
+def test_a_folder_that_disappears_and_holds_another_trace(tmp_path):
+    write_run(tmp_path / "run", moments=2)
+    catalogue = Catalogue([tmp_path / "run"])
+    (item,) = catalogue.items
+    shutil.rmtree(tmp_path / "run")
+    catalogue.refresh()
+    with pytest.raises(FileError):
+        catalogue.trace("run").record((0, 0, 0))
+    assert len(item.trace.table) == 2 * LAYERS
+    record_one(tmp_path / "run", note="another trace")
+    catalogue.refresh()
+    assert item.trace.header.note == "another trace"
+    assert len(item.trace.table) == 1
 
 
 def test_a_damaged_piece_is_named_and_the_rest_is_shown(pieces, tmp_path):

@@ -9,7 +9,6 @@ import pytest
 from browser import Browser, chromium
 
 from ultraep.trace.schema import COST
-from ultraep_tools.view import catalogue as catalogue_module
 from ultraep_tools.view.api import write_page
 from ultraep_tools.view.catalogue import Catalogue
 from view.runs import LAYERS, MOMENTS, served, write_run
@@ -179,7 +178,6 @@ def test_an_exported_comparison_needs_no_server(page, run, trace, tmp_path):
     catalogue = Catalogue([run, write_run(tmp_path / "short", moments=4)])
     assert write_page(catalogue, tmp_path / "run.html") == len(trace) + 4 * LAYERS
     assert str(run) not in (tmp_path / "run.html").read_text("utf-8")
-    catalogue.close()
     address = (tmp_path / "run.html").as_uri()
     for view in VIEWS:
         page.open("about:blank")
@@ -194,15 +192,14 @@ def test_an_exported_comparison_needs_no_server(page, run, trace, tmp_path):
     assert all(url.startswith(("file:", "data:", "blob:", "about:")) for url in page.requests)
 
 
-def test_the_page_follows_a_running_job(window, tmp_path, monkeypatch):
-    monkeypatch.setattr(catalogue_module, "PERIOD", 0.1)
+def test_a_reload_shows_what_a_running_job_has_written(window, tmp_path):
     window.messages.clear()
-    with served(tmp_path / "run", live=True, finished=False) as server:
+    with served(write_run(tmp_path / "run", moments=3, ranks=(0, 1, 2))) as server:
         window.open(server.url)
-        window.wait("document.body && document.body.innerText.includes('Waiting for a trace in')")
-        write_run(tmp_path / "run", moments=3)
-        shows(window, "status", f"Follows the run: {3 * LAYERS} records")
+        drawn(window)
+        shows(window, "notes", "no record that all ranks wrote")
+        write_run(tmp_path / "run", moments=3, ranks=(3,))
+        window.call("Page.reload")
         window.wait("document.querySelector('#plot-imbalance .main-svg')")
+        assert card(window, "records") == [str(3 * LAYERS)]
         assert window.messages == []
-    shows(window, "status", "the viewer does not answer")
-    window.messages.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-from ultraep.errors import ConfigError, FileError
+from ultraep.errors import FileError
 from ultraep.files.writing import is_stream
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option
@@ -15,7 +15,6 @@ from ultraep_tools.outputs import check_targets
 EXAMPLE = (
     "Example: ultraep view run/\n\n"
     "Example: ultraep view run/ other/ --port 0 --open\n\n"
-    "Example: ultraep view run/ --live\n\n"
     "Example: ultraep view run/ other/ --export comparison.html"
 )
 
@@ -26,7 +25,6 @@ class ViewOptions(cli.Options):
         "the output of a demo. Several traces are compared.",
         "TRACE|DIR...",
     )
-    live: bool = cli.switch("Follow folders that a running job writes to.", "--live")
     port: int = option("Port to listen on; 0 picks a free one.", default=8750, metavar="N")
     open_browser: bool = cli.switch("Open a browser.", "--open")
     export: Path | None = option("Write one HTML file to share, and serve nothing.", metavar="FILE")
@@ -37,7 +35,8 @@ class ViewOptions(cli.Options):
 def command(options: ViewOptions) -> None:
     """Show traces in the browser: over time, layer by layer, down to one microbatch.
 
-    Only this machine can open the page. The page loads nothing from the network.
+    Only this machine can open the page. The page loads nothing from the network. Reload it to see
+    what a running job has written since.
     """
     from ultraep_tools.report.page import require_plotly
 
@@ -46,14 +45,12 @@ def command(options: ViewOptions) -> None:
     from ultraep_tools.view.catalogue import Catalogue
     from ultraep_tools.view.server import ViewServer
 
-    if options.export is not None and options.live:
-        raise ConfigError("--export writes the traces as they are now; remove --live")
     check_targets(options.export, force=options.force)
-    catalogue = Catalogue(options.paths, live=options.live)
+    catalogue = Catalogue(options.paths)
     errors = [item.error for item in catalogue.items if item.error]
     for error in errors:
         print_error(error)
-    if len(errors) == len(catalogue.items) and not options.live:
+    if len(errors) == len(catalogue.items):
         raise FileError("nothing to show")
     if options.export is None:
         server = ViewServer(catalogue, options.port)

@@ -33,7 +33,7 @@ OWN = ("view.css", "overview.js", "record.js", "compare.js", "view.js")
 TYPES = {"css": "text/css", "js": "text/javascript"}
 ANSWERS = ("state", "overview", "worst", "record")
 HEADER_FACTS = ("ranks", "experts", "slots", "policy", "created", "note")
-TRACE_FACTS = ("dropped", "left_out", "notes", "version", "done", "total", "finished")
+TRACE_FACTS = ("dropped", "left_out", "notes")
 Query = Mapping[str, str]
 
 
@@ -73,13 +73,9 @@ class Api:
         return Answer.text("Page not found", 404)
 
     def state(self, _: Query) -> Numbers:
-        """Return the open traces, and how much of each is read."""
-        return {
-            "version": __version__,
-            "live": self.catalogue.live,
-            "waiting_for": [path.name for path in self.catalogue.paths],
-            "items": [facts(item) for item in list(self.catalogue.items)],
-        }
+        """Return the open traces, with what running jobs have written by now."""
+        self.catalogue.refresh()
+        return {"version": __version__, "items": [facts(item) for item in self.catalogue.items]}
 
     def overview(self, query: Query) -> Numbers:
         """Return lines over time, means by layer, totals, stages, and the training if known."""
@@ -178,7 +174,6 @@ FILE_TAGS = re.compile(r'<link rel="stylesheet" href="(.*?)">|<script src="(.*?)
 def write_page(catalogue: Catalogue, path: Path) -> int:
     """Write the traces of a catalogue as one file; return the number of their records."""
     api = Api(catalogue)
-    catalogue.read_all()
     traces = {item.name: item.trace for item in catalogue.items if item.trace is not None}
     for trace in traces.values():
         if not len(trace.table):

@@ -1,4 +1,4 @@
-"""Catalogue: the open traces by name, and the thread that reads them.
+"""Catalogue: the open traces by name.
 
 A path is a trace (a folder or an .npz file) or a folder with traces, such as the output of a demo.
 If a trace cannot be opened, the page says why and shows the others.
@@ -6,11 +6,11 @@ If a trace cannot be opened, the page says why and shows the others.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import names_of_arrays
@@ -18,8 +18,6 @@ from ultraep.trace.files import folders_of_traces, read_header
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import HEADER_FILE
 from ultraep_tools.view.traces import FolderTrace, OpenTrace, WholeTrace
-
-PERIOD = 1.0  # seconds between two checks of a folder that is followed
 
 
 @dataclass
@@ -35,27 +33,10 @@ class Item:
 class Catalogue:
     """The open traces."""
 
-    def __init__(self, paths: Sequence[Path], *, live: bool = False) -> None:
-        self.paths, self.live, self.items = list(paths), live, list[Item]()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ultraep view", daemon=True)
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths, self.items, self._refreshing = list(paths), list[Item](), Lock()
         self._find_items()
-
-    def start(self) -> None:
-        """Start the reading thread; idempotent."""
-        if self._thread.ident is None:
-            self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def read_all(self) -> None:
-        """Read all traces, and return when they are read."""
-        for item in self.items:
-            if item.trace is not None:
-                item.trace.read(self._stop.is_set)
+        self.refresh()
 
     def trace(self, name: str) -> OpenTrace:
         for item in self.items:
@@ -66,20 +47,19 @@ class Catalogue:
         names = ", ".join(item.name for item in self.items) or "none"
         raise ConfigError(f"trace {name[:80]!r} is not open; open are: {names}")
 
-    def _run(self) -> None:
-        self.read_all()
-        while self.live and not self._stop.wait(PERIOD):
-            self._find_items()
+    def refresh(self) -> None:
+        """Read what running jobs have written since the last call."""
+        with self._refreshing:
+            with suppress(OSError, FileError):  # a folder disappeared
+                self._find_items()
             for item in self.items:
                 self._reopen(item)
-            self.read_all()
+                if item.trace is not None:
+                    item.trace.read()
 
     def _find_items(self) -> None:
         """Open the traces that are new."""
-        try:
-            paths = paths_of_traces(self.paths, live=self.live)
-        except OSError:
-            return  # a folder disappeared during the search
+        paths = paths_of_traces(self.paths)
         known = {item.path: item.name for item in self.items}
         for path, name in zip(paths, short_names(paths), strict=True):
             if path not in known:
@@ -91,7 +71,7 @@ class Catalogue:
         item.trace, item.error = None, ""
         try:
             if item.path.is_dir():
-                item.trace = FolderTrace(item.path, live=self.live)
+                item.trace = FolderTrace(item.path)
             else:
                 item.trace = WholeTrace(item.path, read_trace(item.path))
         except (UltraEPError, OSError) as error:
@@ -108,11 +88,8 @@ class Catalogue:
 # -- searching -----------------------------------------------------------------------------------
 
 
-def paths_of_traces(paths: Iterable[Path], *, live: bool = False) -> list[Path]:
-    """Return the traces in these paths.
-
-    Raise `FileError` for a path that is missing or has none, unless `live` is set.
-    """
+def paths_of_traces(paths: Iterable[Path]) -> list[Path]:
+    """Return the traces in these paths; raise `FileError` for a path that has none."""
     traces: dict[Path, Path] = {}
     for path in paths:
         if path.is_dir():
@@ -121,7 +98,7 @@ def paths_of_traces(paths: Iterable[Path], *, live: bool = False) -> list[Path]:
             raise FileError(f"{path}: not a trace (a folder, or an .npz file)")
         else:
             inside = [path] if path.exists() else []
-        if not inside and not live:
+        if not inside:
             missing = f"there is no {HEADER_FILE}" if path.exists() else "no such file or folder"
             raise FileError(f"{path}: nothing to view, {missing}")
         for trace in inside:

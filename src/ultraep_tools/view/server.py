@@ -70,7 +70,7 @@ class ViewServer(ThreadingMixIn, TCPServer):
     request_queue_size = 64
 
     def __init__(self, catalogue: Catalogue, port: int) -> None:
-        self.catalogue, self.api = catalogue, Api(catalogue)
+        self.api = Api(catalogue)
         try:
             super().__init__((ADDRESS, port), Handler)
         except OSError as error:
@@ -85,13 +85,8 @@ class ViewServer(ThreadingMixIn, TCPServer):
 
     def run(self) -> None:
         """Serve until Ctrl-C, or until another thread calls `shutdown`."""
-        self.catalogue.start()
-        try:
-            with suppress(KeyboardInterrupt):
-                self.serve_forever(poll_interval=0.1)
-        finally:
-            self.catalogue.close()
-            self.server_close()
+        with self, suppress(KeyboardInterrupt):
+            self.serve_forever(poll_interval=0.1)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect early; print other errors."""

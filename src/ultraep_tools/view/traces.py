@@ -1,16 +1,14 @@
 """Open traces: a table with one row per record, and single records read on request.
 
 The pieces of all ranks are read side by side. Loads and rows are summed at once, so a trace may be
-larger than the memory. A record enters the table once all ranks have it, so the table of a long
-trace grows while it is read. A damaged piece adds a note; the records of other pieces are shown.
+larger than the memory. A record enters the table once all ranks have it. A damaged piece adds a
+note; the records of other pieces are shown.
 
 Shapes: N records, R ranks, G stages.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,25 +35,21 @@ from ultraep_tools.view.table import Table
 
 LONGEST = 1e6  # seconds; longer times are clipped
 MOST_NOTES = 20
-PUBLISH_SECONDS = 0.5  # between two tables while a trace is read
 CACHED_PIECES = 2
 
 
 class OpenTrace:
-    """A trace that the viewer shows. One thread reads it; any thread may use table and records."""
+    """A trace that the viewer shows."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.header = path, header
         self.notes: list[str] = []
-        self.version = self.done = self.total = self.dropped = self._left_out = 0
-        self.finished = False
         # Of every rank; loads and rows are summed.
         self._pieces: list[list[Arrays]] = [[] for _ in range(header.ranks)]
         self._show(self._joined_pieces())
 
-    def read(self, stop: Callable[[], bool]) -> None:
-        """Read everything that is new; return early when `stop` returns True."""
-        raise NotImplementedError
+    def read(self) -> None:
+        """Read everything that is new."""
 
     def _with_record(self, key: Key) -> Trace:
         """Return a trace that contains a record."""
@@ -76,11 +70,6 @@ class OpenTrace:
             raise FileError(f"{self.path}: the record is no longer there")
         return trace.take(records[:1])
 
-    @property
-    def left_out(self) -> int:
-        """Records that some ranks lack, once all was read."""
-        return self._left_out if self.finished else 0
-
     def note(self, text: str) -> None:
         """Show a line next to the trace, once."""
         if text not in self.notes and len(self.notes) < MOST_NOTES:
@@ -96,8 +85,7 @@ class OpenTrace:
     def _show(self, joined: Arrays) -> None:
         """Show the records that all ranks have."""
         self.table = table_of(self.header, joined)
-        self.dropped, self._left_out = int(joined["dropped"][0]), int(joined["left_out"][0])
-        self.version += 1
+        self.dropped, self.left_out = int(joined["dropped"][0]), int(joined["left_out"][0])
 
 
 def summed(header: Header, arrays: Arrays) -> Arrays:
@@ -145,44 +133,31 @@ class WholeTrace(OpenTrace):
 
     def __init__(self, path: Path, trace: Trace) -> None:
         super().__init__(path, trace.header)
-        self.trace, self.finished, self.done, self.total = trace, True, 1, 1
+        self.trace = trace
         rows = {"slot_rows": trace.rank_loads, "loads": trace.initial_rank_loads}
         self._show(trace.arrays | rows)
-
-    def read(self, stop: Callable[[], bool]) -> None:
-        """Do nothing: the file is read already."""
 
     def _with_record(self, _: Key) -> Trace:
         return self.trace
 
 
 class FolderTrace(OpenTrace):
-    """A trace in a folder. live: a job may still be writing it."""
+    """A trace in a folder. A job may still be writing it."""
 
-    def __init__(self, folder: Path, *, live: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder, read_header(folder))
-        self.live = live
         self._joined = lru_cache(CACHED_PIECES)(self._read_joined)
 
     def piece_path(self, rank: int, piece: int) -> Path:
         return self.path / rank_folder(rank) / piece_file(piece)
 
-    def read(self, stop: Callable[[], bool]) -> None:
-        """Read all new pieces, the first ones of all ranks first."""
-        pieces = sorted((n, r) for r in range(self.header.ranks) for n in self._new_pieces(r))
-        self.total, published = self.done + len(pieces), time.monotonic()
-        self.finished = self.finished and not pieces
+    def read(self) -> None:
+        """Read all new pieces."""
+        pieces = [(n, rank) for rank in range(self.header.ranks) for n in self._new_pieces(rank)]
         for piece, rank in pieces:
-            if stop():
-                return
             self._pieces[rank].append(self._read_summed(rank, piece))
-            self.done += 1
-            if time.monotonic() > published + PUBLISH_SECONDS:
-                self._show(self._joined_pieces())
-                published = time.monotonic()
         if pieces:
             self._show(self._joined_pieces())
-        self.finished = True
 
     def _new_pieces(self, rank: int) -> range:
         """Return the numbers of pieces to read, up to the first missing one."""
@@ -195,7 +170,7 @@ class FolderTrace(OpenTrace):
         while piece_file(end) in names:
             end += 1
         beyond = sorted(name for name in names if PIECE.fullmatch(name) and name > piece_file(end))
-        if beyond and not self.live:
+        if beyond:
             self.note(f"{folder / beyond[0]}: not read, {piece_file(end)} before it is missing")
         return range(known, end)
 

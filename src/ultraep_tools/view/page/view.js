@@ -1,10 +1,9 @@
-// The page: addresses, requests, open traces, keys; and polling while there is more to come.
+// The page: addresses, requests, open traces, keys.
 
 const LOADS = { compare: loadCompare, overview: loadOverview, record: loadRecord };
 const VIEWS = Object.keys(LOADS);
 const KEYS = { 1: "overview", 2: "record", 3: "compare" };
 const LISTENED = ["imbalance", "layers", "copies", "time"];
-const PERIOD = 1000; // milliseconds between two polls
 const figures = {
   imbalance: imbalanceFigure, layers: layersFigure, copies: copiesFigure, time: timeFigure,
   ranks: ranksWithWords, runs: runsFigure, runlayers: runLayersFigure,
@@ -15,7 +14,7 @@ const figures = {
 const baked = find("numbers-baked") ? numbers("baked") : null;
 let route = {}; // view, trace, and the entries of the view
 let state = { items: [] };
-let turn = 0, drawnVersion = "";
+let turn = 0;
 
 // -- addresses -----------------------------------------------------------------------------------
 
@@ -31,7 +30,7 @@ function firstTrace() {
 function readRoute() {
   route = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   if (!item()) route.trace = firstTrace()?.name ?? "";
-  const start = !state.live && item() && comparable().length > 1 ? "compare" : "overview";
+  const start = item() && comparable().length > 1 ? "compare" : "overview";
   if (!VIEWS.includes(route.view)) route.view = start;
 }
 
@@ -138,57 +137,30 @@ function showItems() {
 
 function showItem() {
   const own = item();
-  if (!own) find("status").textContent = state.live ? `Waiting for a trace in ${state.waiting_for.join(", ")}.` : "There is no trace to show.";
-  else find("status").textContent = own.error ? "" : progressWords(own);
+  find("status").textContent = baked ? `Exported from ultraep ${state.version}.` : "";
   if (own?.error) showError(own.error);
-  find("reading").hidden = !own || own.error || own.finished || !own.total;
-  if (own?.total) find("reading").value = own.done / own.total;
   const notes = traces().filter(({ error, name }) => error && name !== own?.name).map(({ error }) => `cannot be opened: ${error}`);
   if (own && !own.error) notes.push(...notesOf(own));
   find("notes").hidden = !notes.length;
   find("notes").replaceChildren(...notes.map((text) => element("li", text)));
 }
 
-function progressWords(own) {
-  if (baked) return `Exported from ultraep ${state.version}.`;
-  if (own.finished) return state.live ? `Follows the run: ${counted(own.records, "record")} so far.` : "";
-  return `${counted(own.records, "record")} so far, ${Math.floor((100 * own.done) / Math.max(own.total, 1))} % of the trace is read.`;
-}
-
 function notesOf(own) {
   const notes = [...own.notes];
   if (own.dropped) notes.push(`${counted(own.dropped, "record")} or additions were dropped: they arrived faster than they could be written`);
-  if (own.left_out && !state.live) notes.push(`${counted(own.left_out, "record")} left out: some ranks lack them`);
-  if (own.finished && !own.records && !state.live) notes.push("the trace has no record that all ranks wrote");
+  if (own.left_out) notes.push(`${counted(own.left_out, "record")} left out: some ranks lack them, or have not written them yet`);
+  if (!own.records) notes.push("the trace has no record that all ranks wrote");
   return baked ? [...notes, ...baked.notes] : notes;
 }
 
-// Poll while there is more to come, and draw what has changed.
-async function follow() {
-  for (;;) {
-    let lost = null;
-    try {
-      state = await ask("state");
-    } catch (error) {
-      lost = error;
-    }
-    if (lost) find("status").textContent = lost.message;
-    else await update();
-    if (!lost && !state.live && traces().every(({ finished, error }) => finished || error)) return;
-    await new Promise((resolve) => setTimeout(resolve, PERIOD));
+async function start() {
+  try {
+    state = await ask("state");
+  } catch (error) {
+    return showError(error);
   }
-}
-
-async function update() {
   showItems();
-  readRoute();
-  showItem();
-  const own = item();
-  const watched = route.view === "compare" ? traces() : [own];
-  const version = watched.map((trace) => (trace ? `${trace.name} ${trace.version} ${trace.finished}` : "none")).join();
-  if (version === drawnVersion || (drawnVersion && route.view === "record" && record)) return;
-  drawnVersion = version;
-  await show();
+  return show();
 }
 
 function pressed(event) {
@@ -241,4 +213,4 @@ find("trace").addEventListener("input", () => chooseTrace(find("trace").value));
 document.addEventListener("keydown", pressed);
 window.addEventListener("hashchange", show);
 prepareRecord();
-follow();
+start();
