@@ -12,27 +12,32 @@ Three servers of a random Qwen3-MoE, each with data-parallel attention over two 
 `sglang.bench_serving` sends the same prompts to one server after the other in every round, as a
 Poisson process below the throughput of `stock`, and then all at once. The servers that wait are
 stopped (SIGSTOP), because SGLang's schedulers poll. `busiest rank` is the processor time of the
-rank that computes longest, which other work on the machine disturbs least. Two models differ in
-their routers only: one prefers the experts of the first rank, the other both ranks equally.
+rank that computes longest, which other work on the machine disturbs least. `pays from` is the
+number of rows from which a replica pays, as the plug-in has measured. Two models differ in their
+routers only: one prefers the experts of the first rank, the other both ranks equally. Two loads
+differ in their prompts: short ones, whose batches are too small for replicas, and long ones.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 from unittest.mock import Mock, patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integrations"))
-from harness import Line, Metric, Report, Samples, Values, options_parser
+from harness import Line, Metric, Report, Samples, Values, comma_list, options_parser
 from safetensors.torch import load_file, save_file
 from servers import make_model
 from sglang_check import Bench, SglangServer, expert_parallel
@@ -40,9 +45,25 @@ from timing import print_progress
 
 from ultraep.supported import SGLANG
 
-CHUNK = 640  # tokens of a prefill chunk, of both ranks
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 1536, "num_hidden_layers": 2}
-ROUNDS, PROMPTS = 3, 32
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Load:
+    """The prompts that a server gets.
+
+    chunk: tokens of a prefill chunk, of both ranks.
+    tokens, least: length of the longest prompt, and of the shortest one in proportion to it.
+    """
+
+    chunk: int
+    prompts: int
+    tokens: int
+    least: float
+
+
+LOADS = {"short": Load(640, 32, 512, 0.125), "long": Load(8192, 16, 3072, 0.5)}
 SHARE = 0.75  # of the throughput of `stock`: the rate of the Poisson process
 VARIANTS: dict[str, dict[str, str] | None] = {
     "stock": None,
@@ -59,6 +80,7 @@ BUSY = Metric("busiest_rank", "ms/token", "busiest", ".3f", geometric_mean)  # i
 LESS_BUSY = Metric("busiest_rank_gain_over_none", "ratio", "to none", ".3f", geometric_mean)
 BEFORE = Metric("imbalance_before", "ratio", "before", ".3f")
 AFTER = Metric("imbalance_after", "ratio", "after", ".3f")
+PAYS = Metric("rows_to_pay", "rows", "pays from", ".0f")
 
 
 def write_model(folder: Path, *, even: bool) -> None:
@@ -73,7 +95,7 @@ def write_model(folder: Path, *, even: bool) -> None:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def load(server: SglangServer, folder: Path, rate: float, seed: int) -> dict[str, Any]:
+def send(size: Load, server: SglangServer, folder: Path, rate: float, seed: int) -> dict[str, Any]:
     """Return what `sglang.bench_serving` measures on a server, the only one that runs."""
     sys.modules["datasets"] = Mock()  # imported for other loads
     from sglang.benchmark import serving
@@ -81,8 +103,9 @@ def load(server: SglangServer, folder: Path, rate: float, seed: int) -> dict[str
     output = folder / "load.jsonl"
     output.unlink(missing_ok=True)
     options = f"""bench_serving --backend sglang --host 127.0.0.1 --port {server.port}
-        --dataset-name random-ids --tokenize-prompt --random-input-len 512
-        --random-range-ratio 0.125 --random-output-len 1 --num-prompts {PROMPTS} --seed {seed}
+        --dataset-name random-ids --tokenize-prompt --random-input-len {size.tokens}
+        --random-range-ratio {size.least} --random-output-len 1 --num-prompts {size.prompts}
+        --seed {seed}
         --request-rate {rate} --output-file {output} --disable-tqdm"""
     os.killpg(server.process.pid, signal.SIGCONT)
     before = processor_times(server)
@@ -96,7 +119,7 @@ def load(server: SglangServer, folder: Path, rate: float, seed: int) -> dict[str
     figures: dict[str, Any] = json.loads(output.read_text())
     ranks = zip(before, processor_times(server), strict=True)
     figures["processor_time"] = max(end - begin for begin, end in ranks)
-    assert figures["completed"] == PROMPTS, figures
+    assert figures["completed"] == size.prompts, figures
     return figures
 
 
@@ -107,14 +130,14 @@ def processor_times(server: SglangServer) -> list[float]:
     return [(int(each[11]) + int(each[12])) / os.sysconf("SC_CLK_TCK") for each in fields]
 
 
-def start(folder: Path, stack: ExitStack, model: str, name: str) -> SglangServer:
+def start(folder: Path, stack: ExitStack, model: str, chunk: int, name: str) -> SglangServer:
     """Start a server, and stop its processes until its turn."""
     print_progress(f"{model}: start {name}")
     options = [*expert_parallel(2), "--enable-metrics"]
     if name == "stock":  # its default for sums needs NCCL
         options = [*options[:-5], "--enable-metrics", "--boundary-reduction", "ar"]
-    options += ["--chunked-prefill-size", str(CHUNK), "--disable-radix-cache"]
-    logs = folder / name
+    options += ["--chunked-prefill-size", str(chunk), "--disable-radix-cache"]
+    logs = folder / f"{name} {chunk}"
     logs.mkdir()
     (logs / model).symlink_to(folder / model)
     variables = VARIANTS[name]
@@ -124,26 +147,29 @@ def start(folder: Path, stack: ExitStack, model: str, name: str) -> SglangServer
     return server
 
 
-def measure(folder: Path, model: str, rounds: int) -> list[Line]:
-    """Run all variants in turns; return a line for each load and variant."""
-    samples = Samples()
+def measure(folder: Path, model: str, prompts: str, rounds: int) -> list[Line]:
+    """Run all variants in turns; return a line for each kind of arrivals and variant."""
+    samples, size = Samples(), LOADS[prompts]
+    load = partial(send, size)
     with ExitStack() as stack:
         with ThreadPoolExecutor() as pool:
-            started = pool.map(partial(start, folder, stack, model), VARIANTS)
+            started = pool.map(partial(start, folder, stack, model, size.chunk), VARIANTS)
         servers = dict(zip(VARIANTS, started, strict=True))
         warm = [load(server, folder, float("inf"), 0) for server in servers.values()]
         loads = {"Poisson": SHARE * warm[0]["request_throughput"], "all at once": float("inf")}
         for number in range(1, rounds + 1):
             for arrivals, rate in loads.items():
-                print_progress(f"{model}: round {number}, {arrivals}")
+                print_progress(f"{model}, {prompts}: round {number}, {arrivals}")
                 order = list(servers) if number % 2 else list(reversed(servers))
                 results = {name: load(servers[name], folder, rate, number) for name in order}
                 for name in servers:
-                    case = {"routing": model, "arrivals": arrivals, "server": name}
+                    case = {"routing": model, "prompts": prompts, "arrivals": arrivals}
+                    case["server"] = name
                     samples.add(case, values(results, name, polls=arrivals == "Poisson"))
         for server in servers.values():
             os.killpg(server.process.pid, signal.SIGCONT)
         imbalance = {name: imbalance_of(servers[name]) for name in ("none", "ultraep")}
+        imbalance["ultraep"][PAYS] = rows_to_pay(servers["ultraep"])
     return [
         Line(line.case, {**line.values, **imbalance.get(str(line.case["server"]), {})})
         for line in samples.lines()
@@ -181,20 +207,29 @@ def imbalance_of(server: SglangServer) -> dict[Metric, float]:
     return means
 
 
+def rows_to_pay(server: SglangServer) -> float:
+    """Return the number of rows from which a replica pays, as the server has logged."""
+    (rows,) = re.findall(r"a replica pays from ([\d,]+) rows", server.log.read_text())
+    return float(rows.replace(",", ""))
+
+
 def main() -> None:
-    """Measure both models and print a table for each."""
+    """Measure both models with both loads and print a table for each."""
     parser = options_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each model")
+    for name, known in (("routing", ("skewed", "even")), ("prompts", tuple(LOADS))):
+        parser.add_argument(f"--{name}", type=comma_list(known), default=known)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end
     report = Report("serve_sglang", sys.argv)
     report.versions["sglang"] = str(SGLANG.installed())
     report.header()
-    for model in ("skewed", "even"):
+    for model, prompts in product(options.routing, options.prompts):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_model(folder / model, even=model == "even")
-            report.add("SGLang, Qwen3-MoE, two CPU ranks", measure(folder, model, options.rounds))
+            lines = measure(folder, model, prompts, options.rounds)
+            report.add("SGLang, Qwen3-MoE, two CPU ranks", lines)
             report.write(options.json)
 
 

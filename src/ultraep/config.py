@@ -99,6 +99,15 @@ class Rates:
         """Row, copy, each, layer: the order in which backends expect them."""
         return self.row, self.copy, self.each, self.layer
 
+    @property
+    def rows_to_pay(self) -> int:
+        """The rows that the busiest rank must save for one replica to pay.
+
+        >>> Rates(row=5_300, copy=41_000_000, layer=1_400_000).rows_to_pay
+        8000
+        """
+        return -(-self.time(peak=0, transfers=1, replicas=1) // self.row)
+
     def time(self, *, peak: int, transfers: int, replicas: int, unit: int = 1) -> int:
         """Return the picoseconds of a plan.
 

@@ -218,6 +218,12 @@ def check_log(server: Server) -> None:
     check("the log has one line", len(lines) == 1, lines[0] if lines else "none")
 
 
+def check_measured(server: Server) -> None:
+    """Check that the plug-in logged once which batches are large enough, by measured rates."""
+    lines = re.findall(r"ultraep: a replica pays from .*", server.log.read_text())
+    check("the log says when a replica pays", len(lines) == 1, lines[0] if lines else "none")
+
+
 def check_metrics(server: Server, *, small_batches: bool) -> dict[str, float]:
     """Check and return the figures of the metrics page.
 

@@ -25,6 +25,7 @@ from servers import (
     Server,
     check,
     check_log,
+    check_measured,
     check_metrics,
     free_port,
     logged_by_plugin,
@@ -236,6 +237,16 @@ def fp8(bench: Bench) -> None:
         check_replicas(check_metrics(server, small_batches=True))
 
 
+def measured(bench: Bench) -> None:
+    """Qwen3-MoE, float32, DP2 x EP2, default settings: replicas if measured rates favour them."""
+    expected = bench.reference("Qwen3Moe")
+    variables = {"ULTRAEP_SLOTS": "1"}
+    with bench.serving("Qwen3Moe", *expert_parallel(2), variables=variables) as server:
+        compare(server, expected)
+        check_log(server)
+        check_measured(server)
+
+
 def refused(bench: Bench) -> None:
     """Stock expert parallelism with the plug-in on; servers that do not start."""
     expected = bench.reference("Qwen3Moe")
@@ -273,7 +284,7 @@ def refused(bench: Bench) -> None:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    run.__name__: run for run in (two_ranks, four_ranks, fp8, refused)
+    run.__name__: run for run in (two_ranks, four_ranks, fp8, measured, refused)
 }
 
 

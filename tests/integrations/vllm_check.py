@@ -18,7 +18,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from servers import check, check_log, check_metrics, logged_by_plugin, make_model, run_sections
+from servers import (
+    check,
+    check_log,
+    check_measured,
+    check_metrics,
+    logged_by_plugin,
+    make_model,
+    run_sections,
+)
 from vllm_engines import VllmServer as Server
 from vllm_engines import make_prompts, reference_answers, serving
 
@@ -107,11 +115,16 @@ def two_ranks(bench: Bench) -> None:
             server.complete(PROMPTS[3])
         check("all processes end after a rank died", server.ends(90))
     speculation = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
-    for name, extra in (("again", ()), ("ngram", ("--speculative-config", speculation))):
-        print(f"  the same server, {name}")
-        with bench.serving("Qwen3Moe", *options, *extra, variables=variables) as server:
-            compare(server, expected)
-            check_log(server)
+    print("  the same server, again")
+    with bench.serving("Qwen3Moe", *options, variables=variables) as server:
+        compare(server, expected)
+        check_log(server)
+    print("  default settings, ngram")
+    options += "--speculative-config", speculation
+    with bench.serving("Qwen3Moe", *options, variables={"ULTRAEP_SLOTS": "1"}) as server:
+        compare(server, expected)
+        check_log(server)
+        check_measured(server)
 
 
 def methods(bench: Bench) -> None:

@@ -348,12 +348,10 @@ def check_batches_left_to_vllm(config: Any) -> dict[str, Any]:
     from ultraep.integrations.vllm import service as module
 
     service = module.Service(config, ServingSettings())
-    balancer = object()
-    service._least[balancer] = 100  # type: ignore[index]
     checked = 0
     for device in ("cuda", "cpu"):
         weight = SimpleNamespace(device=SimpleNamespace(type=device))
-        layer = SimpleNamespace(w2_weight=weight, layer_name=device, balancer=balancer)
+        layer = SimpleNamespace(w2_weight=weight, layer_name=device, least_tokens=100)
         for number, (mode, tokens, left) in enumerate(
             [
                 (CUDAGraphMode.NONE, 512, True),  # the profile run

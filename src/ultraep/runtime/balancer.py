@@ -210,6 +210,10 @@ class Balancer:
         """Speeds in thousandths of the median rank, as measured last; (): not measured."""
         return () if self._speeds is None else self._speeds.measured
 
+    def rows_to_pay(self, layer: int) -> int | None:
+        """Return the rows that one replica in a layer must save to pay; None: not measured yet."""
+        return self._cost.rows_to_pay(layer, self.config.rates)
+
     def register_layer(self) -> int:
         """Return the number of a new layer; all ranks create their layers in the same order."""
         self._layers += 1

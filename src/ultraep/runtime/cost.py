@@ -128,6 +128,16 @@ class CostModel:
         rates = self._of_layer.get(layer)
         return 0.0 if rates is None else rates.seconds(rows_G)
 
+    def rows_to_pay(self, layer: int, given: Rates | None) -> int | None:
+        """Return the rows that the busiest rank must save for one replica to pay; None: unknown.
+
+        given: rates that are not measured.
+        """
+        if given is not None:
+            return given.rows_to_pay
+        rates = self._of_layer.get(layer)
+        return None if rates is None else min(step.rows_to_pay for _, step in rates.steps)
+
     def known(self) -> dict[int, dict[int, dict[str, float]]]:
         """Return the measured rates in microseconds: by layer and smallest number of rows."""
         return {

@@ -25,12 +25,14 @@ class ServedExperts:
 
     balancer, layer_index: the balancer and the index of the layer, if it is balanced.
     last_plan: the plan of the last batch.
+    least_tokens: smaller batches are not planned; None: not measured yet.
     """
 
     service: Service | None = None
     balancer: Balancer | None = None
     layer_index: int
     last_plan: AnyPlan | None = None
+    least_tokens: int | None = None
     _carried: dict[str, Carried] | None = None
 
     @property
@@ -49,7 +51,7 @@ class ServedExperts:
         assert self.balancer is not None
         assert self.service is not None
         layer = Layer(self.layer_index, self.bundle, self._serve)
-        return run_layer(self, layer, ids, gates, x, policy=self.service.policy(self.balancer))
+        return run_layer(self, layer, ids, gates, x, policy=self.service.policy(self))
 
     @property
     def carried(self) -> dict[str, Carried]:

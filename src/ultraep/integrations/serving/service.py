@@ -6,8 +6,8 @@ import atexit
 import logging
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache, cached_property
+from math import ceil
 from typing import Any
 
 from ultraep import __version__
@@ -16,19 +16,9 @@ from ultraep.config import BalanceConfig
 from ultraep.integrations.common import idle_reason, outcome
 from ultraep.integrations.serving.counters import ServingCounters, where_they_are
 from ultraep.integrations.serving.settings import ServingSettings
-from ultraep.integrations.serving.thresholds import least_tokens, rows_to_pay
 from ultraep.runtime.balancer import Balancer
 
 counters_of_process = cache(ServingCounters)  # prometheus_client registers names once
-
-
-@dataclass(frozen=True)
-class LayerSize:
-    """Size of a layer: home rank of every expert, experts per token, parameters of an expert."""
-
-    homes: tuple[int, ...]
-    top_k: int
-    parameters: int
 
 
 class Service(ABC):
@@ -42,8 +32,7 @@ class Service(ABC):
         self.settings, self.logger = settings, logging.getLogger(logger)
         self.layers: list[Any] = []
         self.others: list[str] = []
-        self._balancers: dict[tuple[tuple[int, ...], int], Balancer] = {}
-        self._least: dict[Balancer, int] = {}
+        self._balancers: dict[tuple[int, ...], Balancer] = {}
 
     @abstractmethod
     def reasons(self) -> list[str]:
@@ -54,12 +43,16 @@ class Service(ABC):
         """Return the expert-parallel process group for this kind of device."""
 
     @abstractmethod
-    def size_of(self, layer: Any) -> LayerSize:
-        """Return the size of a layer."""
+    def homes_of(self, layer: Any) -> tuple[int, ...]:
+        """Return the home rank of every expert of a layer."""
 
     @abstractmethod
     def tokens(self) -> int:
         """Return the tokens of all ranks in this batch, the same number on all ranks."""
+
+    @abstractmethod
+    def most_tokens(self) -> int | None:
+        """Return the most tokens that a batch of all ranks can have; None: unlimited."""
 
     @property
     @abstractmethod
@@ -81,50 +74,56 @@ class Service(ABC):
         return outcome(len(self.layers) + len(self.others), "; ".join(reasons[:4]))
 
     def _open(self) -> None:
-        """Create a balancer for each size and register every layer. Collective."""
+        """Create a balancer for each placement and register every layer. Collective."""
         with ExitStack() as undo:
             for layer in self.layers:
-                size = self.size_of(layer)
-                key = size.homes, size.top_k
-                if key not in self._balancers:
-                    balancer = self._balancers[key] = self._balancer(layer, size)
+                homes = self.homes_of(layer)
+                if homes not in self._balancers:
+                    balancer = self._balancers[homes] = self._balancer(layer, homes)
                     undo.callback(balancer.close)
                     balancer.subscribe(counters_of_process(balancer.rank).add)
-                layer.balancer = self._balancers[key]
+                layer.balancer = self._balancers[homes]
                 layer.layer_index = layer.balancer.register_layer()
             atexit.register(undo.pop_all().close)
 
-    def _balancer(self, layer: Any, size: LayerSize) -> Balancer:
-        settings, device = self.settings, layer.w2_weight.device.type
-        nbytes = Layout.of(layer.bundle, layer.num_homes).nbytes
-        rows = settings.min_rows or rows_to_pay(nbytes, size.parameters, device)
-        balancer = Balancer(
-            self.group(device),
-            experts=size.homes,
+    def _balancer(self, layer: Any, homes: tuple[int, ...]) -> Balancer:
+        settings = self.settings
+        return Balancer(
+            self.group(layer.w2_weight.device.type),
+            experts=homes,
             slots=settings.slots,
             config=BalanceConfig(
                 policy=settings.policy,
                 tolerance=settings.tolerance,
-                min_tokens_per_replica=rows,
-                objective="balance",  # `rows` says which replicas pay
+                min_tokens_per_replica=settings.min_rows or 1,
+                objective="balance" if settings.min_rows else "time",
             ),
             record=settings.record,
         )
-        self._least[balancer] = least_tokens(rows, balancer.comm.size, size.top_k)
-        return balancer
 
     def check_alive(self) -> None:
         """Raise if a rank has died. Not collective; may take some seconds."""
         for balancer in self._balancers.values():
             balancer.comm.check_alive()
 
-    def policy(self, balancer: Balancer) -> str | None:
+    def policy(self, layer: Any) -> str | None:
         """Return "none" for a batch that is too small to balance, else None."""
-        return "none" if self.is_small(balancer) else None
+        return "none" if self.is_small(layer) else None
 
-    def is_small(self, balancer: Balancer) -> bool:
-        """Return whether this batch is too small to balance."""
-        return self.tokens() < self._least[balancer]
+    def is_small(self, layer: Any) -> bool:
+        """Return whether ranks have too few rows on average in this batch for replicas to pay.
+
+        Without the setting `min_rows`, the first batch of a layer measures how many rows a replica
+        must save to pay. All ranks know the same rates and token counts.
+        """
+        if layer.least_tokens is None:
+            rows = self.settings.min_rows or layer.balancer.rows_to_pay(layer.layer_index)
+            if rows is None:
+                return False
+            layer.least_tokens = ceil(rows * layer.balancer.comm.size / layer.top_k)
+            if self.is_first and layer is self.layers[0]:
+                self.logger.info(which_batches(rows, layer.least_tokens, self.most_tokens()))
+        return bool(self.tokens() < layer.least_tokens)
 
     def __str__(self) -> str:
         layer = self.layers[0]
@@ -137,6 +136,19 @@ class Service(ABC):
             f"{line}: {topology.experts} experts over {topology.ranks} ranks{untested}, "
             f"policy {config.policy}, tolerance {config.tolerance:g}, "
             f"{nbytes / 1e6:,.1f} MB of slots; ultraep {__version__}; "
-            f"batches under {self._least[balancer]:,} tokens are not balanced, a replica serves "
-            f"{config.min_tokens_per_replica:,} rows or more; {where_they_are()}"
+            f"{where_they_are()}"
         )
+
+
+def which_batches(rows: int, least: int, most: int | None) -> str:
+    """Return the log line about the rows of a replica and the tokens of a batch.
+
+    >>> print(which_batches(2_000, 2_000, 1_000))
+    ultraep: a replica pays from 2,000 rows on, so batches under 2,000 tokens are not balanced; \
+no batch has more than 1,000
+    """
+    none = "" if most is None or most >= least else f"; no batch has more than {most:,}"
+    return (
+        f"ultraep: a replica pays from {rows:,} rows on, so batches under {least:,} tokens are "
+        f"not balanced{none}"
+    )

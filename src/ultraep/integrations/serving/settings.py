@@ -28,7 +28,7 @@ class ServingSettings:
     policy, tolerance: see `BalanceConfig`.
     record: directory for a trace of every microbatch; None: the value of ULTRAEP_TRACE.
     min_rows: fewest rows that a replica may serve. Batches with fewer rows per rank are not
-        balanced. None: enough rows to pay for the transfer of an expert (`rows_to_pay`).
+        balanced. None: measured rates say which replicas pay.
     """
 
     slots: int = 1

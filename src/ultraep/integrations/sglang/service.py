@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.dp_attention import get_dp_global_num_tokens, get_is_extend_in_batch
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_schedule
 
 from ultraep.errors import ConfigError
 from ultraep.integrations.serving import service as serving
@@ -65,18 +65,18 @@ class Service(serving.Service):
         group = get_parallel().moe_ep_group
         return group.cpu_group if device == "cpu" else group.device_group
 
-    def size_of(self, layer: Any) -> serving.LayerSize:
-        """Return the size of a layer."""
-        experts, width = (
-            layer.num_experts,
-            layer.hidden_size * layer.intermediate_size_per_partition,
-        )
-        homes = tuple(expert // layer.num_homes for expert in range(experts))
-        return serving.LayerSize(homes, layer.top_k, width * (2 + layer.moe_runner_config.is_gated))
+    def homes_of(self, layer: Any) -> tuple[int, ...]:
+        """Return the home rank of every expert of a layer."""
+        return tuple(expert // layer.num_homes for expert in range(layer.num_experts))
 
     def tokens(self) -> int:
         """Return the tokens of all ranks, which SGLang shares before every forward pass."""
         return sum(get_dp_global_num_tokens())
+
+    def most_tokens(self) -> int | None:
+        """Return the most tokens that a batch of all ranks can have; None: unlimited."""
+        chunk = get_schedule().chunked_prefill_size  # of one rank
+        return chunk * get_parallel().attn_dp_size if chunk and chunk > 0 else None
 
     def leaves(self, layer: Any) -> bool:
         """Return whether SGLang runs this batch of the layer itself.
@@ -87,4 +87,4 @@ class Service(serving.Service):
         if self.on_cpu:
             return False
         captured = torch.cuda.is_current_stream_capturing()
-        return captured or not get_is_extend_in_batch() or self.is_small(layer.balancer)
+        return captured or not get_is_extend_in_batch() or self.is_small(layer)

@@ -46,12 +46,9 @@ class Service(serving.Service):
         group = get_ep_group()
         return group.cpu_group if device == "cpu" else group.device_group
 
-    def size_of(self, layer: Any) -> serving.LayerSize:
-        """Return the size of a layer."""
-        moe = layer.moe_config
-        width = moe.hidden_dim * moe.intermediate_size_per_partition
-        parameters = width * (moe.w13_num_shards + 1)
-        return serving.LayerSize(tuple(homes_of(layer)), layer.top_k, parameters)
+    def homes_of(self, layer: Any) -> tuple[int, ...]:
+        """Return the home rank of every expert of a layer."""
+        return tuple(homes_of(layer))
 
     def leaves(self, layer: Any) -> bool:
         """Return whether vLLM runs this batch of the layer itself.
@@ -65,13 +62,18 @@ class Service(serving.Service):
         first = layer.layer_name not in self._measured
         self._measured.add(layer.layer_name)
         full = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
-        return first or full or self.is_small(layer.balancer)
+        return first or full or self.is_small(layer)
 
     def tokens(self) -> int:
         """Return the tokens of all ranks, which vLLM shares before every forward pass."""
         metadata = get_forward_context().dp_metadata
         assert metadata is not None, "data parallelism provides the token counts of all ranks"
         return int(metadata.num_tokens_across_dp_cpu.sum())
+
+    def most_tokens(self) -> int | None:
+        """Return the most tokens that a batch of all ranks can have."""
+        ranks = self.config.parallel_config.data_parallel_size
+        return int(self.config.scheduler_config.max_num_batched_tokens * ranks)
 
 
 def adapt_compilation(config: Any, settings: ServingSettings) -> None:
