@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -106,19 +105,17 @@ class Agreement:
         refused: torch.Tensor | int,
         tokens: int = 0,
         crossing_D: torch.Tensor | None = None,
-        meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
         """Gather the records of all ranks with their loads; compares only the place.
 
         signature: of weights and inputs; its digest is sent.
-        meanwhile: called with the loads on their device before the host waits for them.
         """
         record = self._record(place, loads_E.device, text_digest(signature), 0, tokens)
         record[REFUSED] = refused
         record[self._place_of_loads] = loads_E
         if crossing_D is not None:
             record[self._place_of_loads.stop :] = crossing_D
-        return self._gather(place, record, meanwhile)
+        return self._gather(place, record)
 
     def gather_numbers(self, place: Position, number: int) -> IntArray:
         """Return [R] a number of every rank; collective."""
@@ -156,12 +153,7 @@ class Agreement:
         words[: len(begin)] = begin
         return moved(torch.from_numpy(words), device)
 
-    def _gather(
-        self,
-        place: Position,
-        record: torch.Tensor,
-        meanwhile: Callable[[torch.Tensor], None] | None = None,
-    ) -> Records:
+    def _gather(self, place: Position, record: torch.Tensor) -> Records:
         meeting = None
         if self.flight is not None and place.at in MEETING_OF:
             meeting = self.flight.meet(MEETING_OF[place.at], place)
@@ -175,8 +167,6 @@ class Agreement:
             raise
         if meeting is not None:
             meeting.at("")
-        if meanwhile is not None:
-            meanwhile(gathered[:, self._place_of_loads])
         words = gathered.cpu().numpy()
         equal = bool((words[1:, COMPARED] == words[:1, COMPARED]).all())
         records = Records(words, gathered, equal, self._place_of_loads)

@@ -9,7 +9,6 @@ slots of this rank, R ranks, E experts, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from ultraep.arrays import IntArray, digest_of
 from ultraep.backends import has_kernels
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import moved
-from ultraep.config import AUTO, BalanceConfig
+from ultraep.config import AUTO
 from ultraep.dispatch import Exchange, Moved
 from ultraep.errors import LoadError
 from ultraep.inputs import NO_LAYER, Inputs
@@ -51,7 +50,6 @@ class MessagesPlane:
         self.context, self.topology = context, context.topology
         self.pool = SlotPool(context.topology.slots, context.settings.in_flight)
         self.kernels: Kernels | None = None
-        self.last_config: dict[int, BalanceConfig] = {}  # by layer
 
     def begin(self, inputs: Inputs) -> MessagesMicrobatch:
         self.kernels = self._kernels_for(inputs.ids)
@@ -106,16 +104,6 @@ class Kernels:
         return self.control.device == ids.device and ids.numel() <= self.control.rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """Results of a GPU for a microbatch before the host knows its loads."""
-
-    config: BalanceConfig  # of the last microbatch of the layer
-    plan: Callable[[], Plan]  # available once the loads are known
-    order: torch.Tensor  # [N] rows in the order of sending
-    positions: torch.Tensor  # [N] position of each row in that order
-
-
 class MessagesMicrobatch(Microbatch):
     """One microbatch of one rank."""
 
@@ -123,7 +111,6 @@ class MessagesMicrobatch(Microbatch):
         super().__init__(inputs, plane.context)
         self._plane, self._kernels = plane, plane.kernels
         self._counted: Records | None = None  # from `count`, with the loads of all ranks
-        self._ahead: _Ahead | None = None
         self._plan: Plan | None = None
 
     @outside_dispatch_modes
@@ -139,7 +126,6 @@ class MessagesMicrobatch(Microbatch):
             refused=refused,
             tokens=len(inputs.ids),
             crossing_D=None if isinstance(refused, int) and refused else self._crossing(),
-            meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[context.comm.rank]:
             self._refuse()
@@ -174,28 +160,16 @@ class MessagesMicrobatch(Microbatch):
             self._kernels.control.count(ids.contiguous())
         count_loads(ids, context.topology.experts, backend=context.settings.backend)
 
-    def _work_ahead(self, loads: torch.Tensor) -> None:
-        """Plan and reroute on the device before the host waits for the loads."""
-        kernels = self._kernels
-        assert kernels is not None
-        config = self._plane.last_config.get(self.passes.layer, self._context.config)
-        if kernels.control.use(config):
-            plan, kernels.planned = kernels.control.plan(loads).to_host_async(), self.passes
-            routes = kernels.control.reroute(self._inputs.ids.contiguous(), counted=True)
-            self._ahead = _Ahead(config, plan, *_copied(routes))
-
     @outside_dispatch_modes
     def plan(self) -> Plan:
         counted, context, record = self._after("count", self._counted), self._context, self._record
         loads, kernels = counted.loads, self._kernels
         config = context.cost.config(self._inputs, int(loads.sum()), self._trial)
         record.at("plan")
-        self._plane.last_config[self.passes.layer] = config
         if kernels is not None and kernels.control.use(config):
-            plan = self._plan_of_device(kernels, config, counted)
+            kernels.planned = self.passes
+            plan = kernels.control.plan(counted.loads_on_device).to_host(loads)
         else:
-            if kernels is not None:
-                self._ahead = kernels.planned = None
             plan = make_plan(loads, context.topology, config, backend=context.settings.backend)
         if context.settings.capacity != AUTO:
             context.settings.check_rows(plan)
@@ -213,13 +187,6 @@ class MessagesMicrobatch(Microbatch):
         if self._inputs.tokens is None:  # the caller dispatches rows
             record.at("")
         return plan
-
-    def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, counted: Records) -> Plan:
-        ahead = self._ahead
-        if ahead is not None and ahead.config == config and kernels.planned is self.passes:
-            return ahead.plan()
-        self._ahead, kernels.planned = None, self.passes
-        return kernels.control.plan(counted.loads_on_device).to_host(counted.loads)
 
     def _trial(self, plan: Plan, bundle: Bundle) -> Replicas:
         """Return the replicas of a synthetic plan, to be timed."""
@@ -240,14 +207,11 @@ class MessagesMicrobatch(Microbatch):
         ids, rank, kernels = self._inputs.ids, self._context.comm.rank, self._kernels
         if kernels is None:
             return reroute(ids, plan, rank, backend=self._context.settings.backend)
-        if self._ahead is not None:
-            order, positions = self._ahead.order, self._ahead.positions
-        else:
-            if kernels.planned is not self.passes:
-                kernels.control.adopt(plan)
-            counted = kernels.counted is self.passes
-            kernels.planned = kernels.counted = self.passes
-            order, positions = _copied(kernels.control.reroute(ids.contiguous(), counted=counted))
+        if kernels.planned is not self.passes:
+            kernels.control.adopt(plan)
+        counted = kernels.counted is self.passes
+        kernels.planned = kernels.counted = self.passes
+        order, positions = _copied(kernels.control.reroute(ids.contiguous(), counted=counted))
         sent = int(plan.loads[rank].sum())
         return routes_of(plan, rank, ids.shape, order[:sent], positions)
 
