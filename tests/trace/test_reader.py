@@ -49,7 +49,7 @@ BAD = {
         lambda d: (d / PIECE).rename(d / "rank-00000/000001.npz"),
         "000001.npz: expected piece 000000",
     ),
-    "foreign arrays": (lambda d: np.savez(d / PIECE, a=np.zeros(3)), "unknown arrays: a"),
+    "foreign arrays": (lambda d: np.savez(d / PIECE, a=np.zeros(3)), "missing or unknown: a, "),
     "an array less": (lambda d: edit(d / PIECE, loads=None), "missing or unknown: loads"),
     "shape": (
         lambda d: edit(d / PIECE, loads=np.zeros((4, 2, 5), np.int32)),
@@ -112,7 +112,7 @@ def test_paths_without_a_trace(tmp_path):
     with pytest.raises(FileError, match=r"text.npz: .*as an archive of arrays"):
         read_trace(tmp_path / "text.npz")
     np.savez(tmp_path / "loads.npz", loads=np.ones((2, 2)))
-    with pytest.raises(FileError, match=r"loads.npz: not a trace, it has no header"):
+    with pytest.raises(FileError, match=r"loads.npz: not a trace, its header is not one text"):
         read_trace(tmp_path / "loads.npz")
 
 
@@ -128,7 +128,7 @@ def test_the_only_trace_in_a_folder_is_read(run, tmp_path):
     [
         ({"loads": None}, "missing or unknown: loads"),
         ({"header": np.array("{}")}, "not the header"),
-        ({"header": np.zeros(3)}, r"must be one text, got float64 \[3\]; write"),
+        ({"header": np.zeros(3)}, "its header is not one text"),
         ({"slot_rows": np.zeros((4, 5), np.int32)}, r"slot_rows must be int32 \[4, 6\]"),
     ],
 )

@@ -31,7 +31,6 @@ UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 ENDING = ".npy"
 MOST_TEXT = 16 << 20  # bytes of a text file; parsed JSON or CSV takes up to 30 times as much
 MOST_ARRAYS = 1 << 30  # bytes of all arrays read from one file
-MOST_DIRECTORY = 4 << 20  # bytes of an archive's directory
 MOST_HEADER = 16 << 10  # bytes of an array's header; NumPy refuses 10,000
 # Readers of the shape, the order and the dtype of an .npy file, by version.
 HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[Any, bool, np.dtype[Any]]]] = {
@@ -135,12 +134,12 @@ def read_array(path: str | Path, *, most: int = MOST_ARRAYS) -> Array:
 
 
 def read_arrays(
-    path: str | Path, only: Container[str] | None = None, *, most: int = MOST_ARRAYS
+    path: str | Path, only: Container[str] | None = None, *, most: int | None = MOST_ARRAYS
 ) -> dict[str, Array]:
     """Return the arrays of an .npz file by name, in its order.
 
     only: names of the arrays to read; None reads all.
-    most: limit of their unpacked size in bytes.
+    most: limit of their unpacked size in bytes; None: the caller has checked it.
     """
     with _archive(path) as archive:
         members = {
@@ -149,7 +148,7 @@ def read_arrays(
             if only is None or name in only
         }
         size = sum(member.file_size for member in members.values())
-        if size > most:
+        if most is not None and size > most:
             raise FileError(
                 f"{path}: its arrays unpack to {size:,} bytes, but at most {most:,} are read"
             )
@@ -176,24 +175,15 @@ def names_of_arrays(path: str | Path) -> list[str]:
     return list(sizes_of_arrays(path))
 
 
-class _BoundedFile(io.FileIO):
-    """A file that refuses single reads of more than `MOST_DIRECTORY` bytes."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and size > MOST_DIRECTORY:
-            raise ValueError(
-                f"a directory of {size:,} bytes, but at most {MOST_DIRECTORY:,} are read"
-            )
-        return super().read(size)
-
-
 @contextmanager
 def _archive(path: str | Path) -> Iterator[zipfile.ZipFile]:
     """Open an .npz file; damage becomes a `FileError`."""
-    with reading(path, "an archive of arrays"), opened(path) as file:
-        bounded = _BoundedFile(file.fileno(), closefd=False)
-        with zipfile.ZipFile(bounded) as archive:
-            yield archive
+    with (
+        reading(path, "an archive of arrays"),
+        opened(path) as file,
+        zipfile.ZipFile(file) as archive,
+    ):
+        yield archive
 
 
 def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:

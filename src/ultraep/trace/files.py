@@ -6,7 +6,7 @@ A trace may come from an untrusted source, so sizes are checked before anything 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ from ultraep.files.reading import read_arrays, read_text, sizes_of_arrays
 from ultraep.files.writing import whole_file
 from ultraep.trace.schema import (
     HEADER_FILE,
-    IGNORED,
     Array,
     Arrays,
     Header,
@@ -26,28 +25,22 @@ from ultraep.trace.schema import (
 )
 
 LEVEL = 1  # of compression: most bytes of counts are zero, higher levels hardly help
-MOST_HEADER = 4 << 20  # bytes of the text
-AGAIN = "write the file again with `ultraep trace export --npz`"
+MOST_HEADER = 16 << 20  # bytes of the text; in an array, a character takes four
 SMALL, RATIO = 128 << 20, 100  # bytes that may always be unpacked; otherwise, per byte on disk
 
 
-def check_claims(where: Path, claimed: int, on_disk: int) -> None:
-    """Refuse files that claim to unpack to far more than their size on disk."""
+def check_claims(where: Path, files: Iterable[Path]) -> None:
+    """Refuse a trace whose files claim to unpack to far more than their size on disk."""
+    claimed = on_disk = 0
+    for path in files:
+        claimed += sum(sizes_of_arrays(path).values())
+        on_disk += path.stat().st_size
     most = max(SMALL, RATIO * on_disk)
     if claimed > most:
         raise FileError(
             f"{where}: its {on_disk:,} bytes claim to unpack to {claimed:,}, but at most {most:,} "
             "are unpacked"
         )
-
-
-def check_pieces(folder: Path) -> None:
-    """Check the claimed sizes of all pieces of a trace together."""
-    claimed = on_disk = 0
-    for path in folder.glob("rank-*/[0-9]*.npz"):
-        claimed += sum(sizes_of_arrays(path).values())
-        on_disk += path.stat().st_size
-    check_claims(folder, claimed, on_disk)
 
 
 def folders_of_traces(folder: Path) -> list[Path]:
@@ -62,36 +55,18 @@ def read_header(folder: Path) -> Header:
 
 
 def read_piece(path: Path, header: Header, rank: int) -> Arrays:
-    """Return the arrays of a piece, checked against the header."""
-    wanted = fields_in_pieces(rank)
-    sizes = sizes_of_arrays(path)
-    if unknown := sizes.keys() - wanted.keys() - set(IGNORED):
-        names = ", ".join(sorted(unknown))
-        raise FileError(f"{path}: not a piece of a trace, it has unknown arrays: {names}")
-    claimed = sum(sizes.values())
-    check_claims(path, claimed, path.stat().st_size)
-    arrays = read_arrays(path, wanted, most=claimed)
-    return checked_arrays(arrays, wanted, header.sizes(rank), path)
+    """Return the arrays of a piece, checked against the header; `check_claims` comes first."""
+    arrays = read_arrays(path, most=None)
+    return checked_arrays(arrays, fields_in_pieces(rank), header.sizes(rank), path)
 
 
 def read_single(path: Path) -> tuple[Header, Arrays]:
     """Read a file written by `Trace.save`."""
-    sizes, most = sizes_of_arrays(path), 4 * MOST_HEADER  # UTF-32
-    if "header" not in sizes:
-        raise FileError(f"{path}: not a trace, it has no header")
-    if sizes["header"] > most:
-        raise FileError(
-            f"{path}: its header has {sizes['header']:,} bytes, but at most {most:,} are read; "
-            f"{AGAIN}"
-        )
-    claimed = sum(sizes.values())
-    check_claims(path, claimed, path.stat().st_size)
-    arrays = read_arrays(path, most=claimed)
-    text = arrays.pop("header")
-    if text.dtype.kind != "U" or text.ndim:
-        raise FileError(
-            f"{path}: its header must be one text, got {text.dtype} {list(text.shape)}; {AGAIN}"
-        )
+    check_claims(path, [path])
+    arrays = read_arrays(path, most=None)
+    text = arrays.pop("header", np.zeros(0))
+    if text.dtype.kind != "U" or text.ndim or text.nbytes > MOST_HEADER:
+        raise FileError(f"{path}: not a trace, its header is not one text")
     header = Header.from_json(str(text), path)
     return header, checked_arrays(arrays, fields_in_file(), header.sizes(), path)
 

@@ -26,7 +26,7 @@ from ultraep.files.writing import is_unfinished
 from ultraep.plan import Plan, plan_from_replicas
 from ultraep.topology import Topology
 from ultraep.trace.files import (
-    check_pieces,
+    check_claims,
     folders_of_traces,
     read_header,
     read_piece,
@@ -247,7 +247,7 @@ def _read_folder(folder: Path) -> Trace:
     last = max(filter(RANK_FOLDER.fullmatch, os.listdir(folder)), default="")
     if last > rank_folder(header.ranks - 1):
         raise FileError(f"{folder / last}: unexpected, the trace has only {header.ranks} ranks")
-    check_pieces(folder)
+    check_claims(folder, folder.glob("rank-*/[0-9]*.npz"))
     ranks = [_read_rank(folder / rank_folder(rank), header, rank) for rank in range(header.ranks)]
     return Trace(header, join(ranks))
 
