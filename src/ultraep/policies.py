@@ -69,7 +69,6 @@ class Policy:
 
 BUILT_IN = ("none", "ultraep")
 ENTRY_POINTS = "ultraep.policies"  # name of a policy = the module that registers it
-RUNNING = "a running balancer takes ultraep, none or a policy that you register"
 _registry: dict[str, Policy] = {}
 
 
@@ -84,14 +83,15 @@ def register_policy(
 
     within_limits: False for policies that ignore spare slots or move experts freely.
     needs_history: whether the policy uses past loads.
-    offline: whether the policy is only for comparison. A running balancer refuses it, and also
-        policies with `needs_history` or without `within_limits`.
+    offline: whether the policy is only for comparison: a running balancer refuses it. Policies with
+        `needs_history` or without `within_limits` are.
     """
 
     def register(decide: Decide) -> Decide:
         if name in _registry and _registry[name].decide is not decide:
             raise ConfigError(f"a policy named {name!r} is registered already")
-        _registry[name] = Policy(name, decide, within_limits, needs_history, offline)
+        only_offline = offline or needs_history or not within_limits
+        _registry[name] = Policy(name, decide, within_limits, needs_history, only_offline)
         return decide
 
     return register
@@ -114,16 +114,11 @@ def get_policy(name: str) -> Policy:
 def running_policy(name: str) -> Policy:
     """Return the policy of that name for a running balancer; raise if it only plans offline."""
     policy = get_policy(name)
-    reasons = {
-        "is an offline baseline": policy.offline,
-        "uses past loads and plans offline only": policy.needs_history,
-        "ignores slots and domains and plans offline only": not policy.within_limits,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigError(
-                f"policy {name!r} {reason}: compare it with `ultraep trace replay`; {RUNNING}"
-            )
+    if policy.offline:
+        raise ConfigError(
+            f"policy {name!r} plans offline only, for comparison: use `ultraep trace replay`; a "
+            "running balancer takes ultraep, none or a policy that you register"
+        )
     return policy
 
 

@@ -75,7 +75,7 @@ WRONG = {
     "view run --export no/such/a.html": "cannot be written",
     # demo
     "demo --seed -1": "--seed must not be negative, got -1",
-    "demo --policy none,eplb": "policy 'eplb' is an offline baseline: compare it with",
+    "demo --policy none,eplb": "policy 'eplb' plans offline only, for comparison",
     "demo --out /dev/null/folder": "cannot be written to",
     # inspect
     "inspect": "pass the directory of a model or --random FAMILY",

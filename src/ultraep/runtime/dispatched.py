@@ -11,7 +11,6 @@ Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D m
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +137,7 @@ def _sums_problem(y_TD: torch.Tensor, routes: SlotRoutes, outputs_AD: torch.Tens
 
 
 PROBE_TOKENS = 16  # of a rank; more with many ranks
-DIGIT = 4  # base of the numbers in a probe: sums of 56 choices stay below 256, exact in bfloat16
+LARGEST = 128  # sum of the labels of a token; with gates of 2, bfloat16 is exact up to there
 
 
 @outside_dispatch_modes
@@ -149,30 +148,39 @@ def probe(
     """Send known rows through a dispatcher; raise on all ranks if one gets wrong rows. Collective.
 
     The routes are synthetic: each rank sends rows to each rank, in descending order of slots. Rows
-    contain the digits of their rank and token, and are combined with gates of 1 and 2.
+    are random zeros and ones, and are combined with gates of 1 and 2, times a label of their slot.
 
     routes, tokens_TD: of any microbatch, for their shapes, dtype and device.
     """
     most, padding = getattr(dispatcher, "max_tokens", None), getattr(dispatcher, "padding", True)
-    known_RTK, routes = _probe_routes(routes, most, padding=padding)
-    sent_TD, digits = _probe_rows(known_RTK, routes.rank, tokens_TD)
-    gates_TK = 1 + torch.arange(routes.slots.shape[1], device=routes.slots.device) % 2
-    gates_TK = gates_TK.to(tokens_TD.dtype).expand_as(routes.slots)
+    routes = _probe_routes(routes, most, padding=padding)
+    slots_TK, dtype, device = routes.slots, tokens_TD.dtype, tokens_TD.device
+    top_k = slots_TK.shape[1]
+    random = torch.Generator().manual_seed(routes.rank)
+    sent_TD = torch.randint(2, (len(slots_TK), tokens_TD.shape[1]), generator=random)
+    sent_TD = sent_TD.to(device, dtype)
+    gates_TK = 1 + torch.arange(top_k, device=device) % 2
+    gates_TK = gates_TK.to(dtype).expand_as(slots_TK)
     received = dispatcher.dispatch(sent_TD, gates_TK, routes)
     problem = _delivery_problem(received, routes, sent_TD, wait=True)
-    problem = problem or _misplaced(received.rows, routes, known_RTK, digits)
     _raise_on_all_ranks(dispatcher, comm, problem)
-    outputs_AD = received.rows * received.gates[:, None].to(tokens_TD.dtype)
+    # Neighbouring slots have different labels, so rows in the wrong slots change the sums.
+    labels = torch.arange(routes.num_slots, device=device) % max(2, LARGEST // top_k) + 1
+    labels = labels.to(dtype)
+    own = labels[routes.rank * routes.slots_per_rank :][: routes.slots_per_rank]
+    label_of_row = own.repeat_interleave(torch.tensor(routes.counts(), device=device))
+    outputs_AD = received.rows * received.gates[:, None].to(dtype)
+    outputs_AD[: len(label_of_row)] *= label_of_row[:, None]
     y_TD = dispatcher.combine(outputs_AD, received)
     problem = _sums_problem(y_TD, routes, outputs_AD)
     if not problem:
-        expected_TD = sent_TD * (gates_TK * (routes.slots >= 0)).sum(dim=1, keepdim=True)
-        wrong = (y_TD != expected_TD).any(dim=1).nonzero()
+        factors_TK = gates_TK * labels[slots_TK] * (slots_TK >= 0)
+        wrong = (y_TD != sent_TD * factors_TK.sum(dim=1, keepdim=True)).any(dim=1).nonzero()
         if len(wrong):
             problem = (
                 f"returned wrong sums for {len(wrong)} of {len(y_TD)} tokens of rank "
                 f"{routes.rank}, first for token {int(wrong[0])}, in a probe: it loses, repeats or "
-                "mixes up rows"
+                "mixes up rows, or does not order them by slot"
             )
     _raise_on_all_ranks(dispatcher, comm, problem)
 
@@ -183,10 +191,8 @@ def _raise_on_all_ranks(dispatcher: Dispatcher, comm: Communicator, problem: str
     raise_together(comm, CommunicationError(text) if problem else None)
 
 
-def _probe_routes(
-    like: SlotRoutes, most: int | None, *, padding: bool
-) -> tuple[torch.Tensor, SlotRoutes]:
-    """Return [R, T, K] the synthetic slots of all ranks, -1: padding; and the routes of this rank.
+def _probe_routes(like: SlotRoutes, most: int | None, *, padding: bool) -> SlotRoutes:
+    """Return synthetic routes of this rank, with padding.
 
     Choice `i` of a rank goes to the `i`-th next rank, from its last slot to its first.
     """
@@ -195,54 +201,18 @@ def _probe_routes(
     tokens = tokens if most is None else min(tokens, most)
     choice, rank = torch.arange(tokens * top_k), torch.arange(ranks)[:, None]
     slots = (choice + rank) % ranks * slots_per_rank + (-1 - choice // ranks) % slots_per_rank
-    slots = slots.view(ranks, tokens, top_k)
     if padding:
-        slots.view(ranks, -1)[:, 3::7] = -1
-        slots[1::2, -1] = -1
+        slots[:, 3::7] = -1
+        slots[1::2, -top_k:] = -1
     own = slots[slots.div(slots_per_rank, rounding_mode="floor") == like.rank]
     counts = torch.bincount(own - like.rank * slots_per_rank, minlength=slots_per_rank)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     device, begins = like.slots.device, offsets.tolist()
-    routes = replace(
+    return replace(
         like,
-        slots=slots[like.rank].to(device),
+        slots=slots[like.rank].view(tokens, top_k).to(device),
         offsets=offsets.to(device, torch.int32),
         begins=lambda: begins,
-    )
-    return slots, routes
-
-
-def _probe_rows(
-    slots_RTK: torch.Tensor, rank: int, like_TD: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [T, D] rows with the digits of their rank and token, and [R * T, n] all digits."""
-    ranks, tokens, _ = slots_RTK.shape
-    places = DIGIT ** torch.arange(math.ceil(math.log(ranks * tokens + 1, DIGIT)))
-    numbers = torch.arange(1, ranks * tokens + 1)[:, None]
-    digits = numbers.div(places, rounding_mode="floor") % DIGIT
-    columns = torch.arange(like_TD.shape[1]) % len(places)
-    rows = digits.view(ranks, tokens, -1)[rank][:, columns]
-    return rows.to(like_TD.device, like_TD.dtype), digits
-
-
-def _misplaced(
-    rows_AD: torch.Tensor, routes: SlotRoutes, slots_RTK: torch.Tensor, digits: torch.Tensor
-) -> str:
-    """Return which probe row is in a slot that its token did not choose; empty if none is."""
-    counts, places = torch.tensor(routes.counts()), digits.shape[1]
-    if rows_AD.shape[1] < places:  # too narrow to identify rows
-        return ""
-    got = rows_AD[: int(counts.sum()), :places].cpu().double()
-    sources = (got @ (DIGIT ** torch.arange(places)).double()).nan_to_num(0).long() - 1
-    chosen = slots_RTK.flatten(0, 1)[sources.clamp(0, len(digits) - 1)]
-    slots = (torch.arange(len(counts)) + routes.rank * len(counts)).repeat_interleave(counts)
-    wrong = (chosen != slots[:, None]).all(dim=1).nonzero()
-    if not len(wrong):
-        return ""
-    row = int(wrong[0])
-    return (
-        f"delivered a row to slot {int(slots[row])} that chose slots {chosen[row].tolist()}, in a "
-        "probe: rows must be ordered by slot"
     )
 
 
