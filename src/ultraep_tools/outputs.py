@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ultraep.errors import FileError
-from ultraep.files.writing import is_stream, resolved_target
+from ultraep.files.writing import resolved_target
 
 
 def check_targets(*targets: Path | None, force: bool = False) -> None:
@@ -18,7 +18,7 @@ def check_targets(*targets: Path | None, force: bool = False) -> None:
     force: existing files will be overwritten.
     """
     for path in targets:
-        if path is None or is_stream(path):
+        if path is None:
             continue
         try:
             tempfile.TemporaryFile(dir=resolved_target(path).parent).close()

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ultraep.config import NOMINAL_SPEED, Rates
 from ultraep.errors import ConfigError, FileError
-from ultraep.files.writing import is_stream, write_text
+from ultraep.files.writing import write_text
 from ultraep.policies import get_policy
 from ultraep.trace.flight import default_folder
 from ultraep.trace.read import Trace, read_trace
@@ -326,8 +326,7 @@ def export(options: ExportOptions) -> None:
 
 
 def _print_written(path: Path, content: str) -> None:
-    if not is_stream(path):
-        print(f"{plain(str(path))}: {content}")
+    print(f"{plain(str(path))}: {content}")
 
 
 # -- crash ---------------------------------------------------------------------------------------

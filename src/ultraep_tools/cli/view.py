@@ -6,7 +6,6 @@ import webbrowser
 from pathlib import Path
 
 from ultraep.errors import FileError
-from ultraep.files.writing import is_stream
 from ultraep_tools.cli import options as cli
 from ultraep_tools.cli.options import option
 from ultraep_tools.cli.terminal import print_error
@@ -62,5 +61,4 @@ def command(options: ViewOptions) -> None:
     records = write_page(catalogue, options.export)
     for note in (note for item in catalogue.items if item.trace for note in item.trace.notes):
         print_error(note)
-    if not is_stream(options.export):
-        print(f"{options.export}: {records:,} records")
+    print(f"{options.export}: {records:,} records")
