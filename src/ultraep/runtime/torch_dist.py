@@ -12,7 +12,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -91,16 +91,11 @@ class TorchDistCommunicator:
             m if m.tensor.is_contiguous() else Message(m.peer, m.tensor.detach().contiguous())
             for m in receives
         ]
-        own = ([tensor for peer, tensor in part if peer == self.rank] for part in (sends, buffers))
-        for source, target in zip(*own, strict=True):
-            target.detach().copy_(source.detach())
-        ops = self._ops(
-            [(peer, as_bytes(tensor)) for peer, tensor in sends if peer != self.rank],
-            [(peer, as_bytes(tensor)) for peer, tensor in buffers if peer != self.rank],
-        )
-        with self._exchanging(*ops):
-            works = dist.batch_isend_irecv(ops) if ops else []
-        self._wait_all(works, ops)
+        with self._named("exchange", collective=False):
+            self._send_and_receive(
+                [(peer, as_bytes(tensor)) for peer, tensor in sends],
+                [(peer, as_bytes(tensor)) for peer, tensor in buffers],
+            )
         for message, buffer in zip(receives, buffers, strict=True):
             if buffer is not message:
                 message.tensor.detach().copy_(buffer.tensor)
@@ -168,63 +163,49 @@ class TorchDistCommunicator:
     ) -> None:
         with self._named("all_to_all"):
             if data.device.type == "cpu" and dist.get_backend(self._group) == "gloo":
-                self._all_to_all_in_pairs(data.split(sent), arrived.split(received))
+                # gloo's own uses the two directions of a connection in turn.
+                self._send_and_receive(
+                    list(enumerate(data.split(sent))), list(enumerate(arrived.split(received)))
+                )
                 return
             work = dist.all_to_all_single(
                 arrived, data, received, sent, group=self._group, async_op=True
             )
             self._wait(work, data.device, self._deadline())
 
-    def _all_to_all_in_pairs(
-        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
-    ) -> None:
-        """As gloo's own, which uses the two directions of a connection in turn."""
-        received[self.rank].copy_(sent[self.rank])
-        sends, receives = (
-            [(peer, data) for peer, data in enumerate(parts) if peer != self.rank]
-            for parts in (sent, received)
-        )
-        works, ops, deadline = [], self._ops(sends, receives), self._deadline()
-        for op in ops:
-            with self._naming_peer(op):
-                works.append(op.op(op.tensor, op.peer, self._group))
-        for op, work in zip(ops, works, strict=True):
-            with self._naming_peer(op):
-                self._wait(work, op.tensor.device, deadline)
-
-    @contextmanager
-    def _naming_peer(self, op: dist.P2POp) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            peer = dist.get_group_rank(self._group, op.peer)
-            raise _PeerError(f"{self._names[peer]}: {error}", peer) from error
-
-    def _ops(self, sends: Pieces, receives: Pieces) -> list[dist.P2POp]:
-        """Receives come first: otherwise gloo uses the directions of a connection in turn."""
-        return [
+    def _send_and_receive(self, sends: Pieces, receives: Pieces) -> None:
+        """Exchange pieces with peers, and copy those of this rank; errors name the peers."""
+        own = ([data for peer, data in part if peer == self.rank] for part in (sends, receives))
+        for source, target in zip(*own, strict=True):
+            target.copy_(source)
+        # Receives come first: otherwise gloo uses the directions of a connection in turn.
+        ops = [
             dist.P2POp(verb, data, dist.get_global_rank(self._group, peer), self._group)
             for verb, pieces in ((dist.irecv, receives), (dist.isend, sends))
             for peer, data in pieces
-            if data.numel()  # backends treat empty messages differently
+            if peer != self.rank and data.numel()  # backends treat empty messages differently
         ]
-
-    def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp]) -> None:
-        deadline = self._deadline()
-        if len(works) != len(ops):  # NCCL returns one work for all
-            with self._exchanging(*ops):
-                for work in works:
+        works, deadline = [], self._deadline()
+        if dist.get_backend(self._group) != "gloo":
+            with self._naming_peers(*ops):
+                for work in dist.batch_isend_irecv(ops) if ops else []:
                     self._wait(work, ops[0].tensor.device, deadline)
             return
-        for work, op in zip(works, ops, strict=True):
-            with self._exchanging(op):
+        for op in ops:
+            with self._naming_peers(op):
+                works.append(op.op(op.tensor, op.peer, self._group))
+        for op, work in zip(ops, works, strict=True):
+            with self._naming_peers(op):
                 self._wait(work, op.tensor.device, deadline)
 
-    def _exchanging(self, *ops: dist.P2POp) -> AbstractContextManager[None]:
-        """Name the peers of these messages in errors of torch.distributed."""
-        peers = sorted({dist.get_group_rank(self._group, op.peer) for op in ops})
-        names = ", ".join(self._names[peer] for peer in peers)
-        return self._named(f"exchange with {names}", *peers, collective=False)
+    @contextmanager
+    def _naming_peers(self, *ops: dist.P2POp) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            peers = sorted({dist.get_group_rank(self._group, op.peer) for op in ops})
+            names = ", ".join(self._names[peer] for peer in peers)
+            raise _PeerError(f"{names}: {error}", peers) from error
 
     def _deadline(self) -> float | None:
         return None if self._timeout is None else time.monotonic() + self._timeout
@@ -236,7 +217,7 @@ class TorchDistCommunicator:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
     @contextmanager
-    def _named(self, verb: str, *peers: int, collective: bool = True) -> Iterator[None]:
+    def _named(self, verb: str, *, collective: bool = True) -> Iterator[None]:
         """Turn an error of torch.distributed into one that names the missing ranks or peers."""
         self._roll_call.enter(counted=collective)
         try:
@@ -246,7 +227,7 @@ class TorchDistCommunicator:
             self._hang_up()
             symptom = re.sub(r"\[\S+:\d+\] ", "", str(error), count=1).partition("\n")[0]
             symptom = symptom.partition(". This is typically")[0]
-            first = [error.peer] if isinstance(error, _PeerError) else peers
+            first = error.peers if isinstance(error, _PeerError) else []
             # Another rank may have found the cause, and counts this one among the late ranks.
             own = self._first_rank + self.rank
             others = [rank for rank in cause.ranks if rank != own]
@@ -276,11 +257,11 @@ class TorchDistCommunicator:
 
 
 class _PeerError(RuntimeError):
-    """An operation with one peer failed."""
+    """An operation with these peers failed."""
 
-    def __init__(self, text: str, peer: int) -> None:
+    def __init__(self, text: str, peers: list[int]) -> None:
         super().__init__(text)
-        self.peer = peer
+        self.peers = peers
 
 
 def rank_names(group: dist.ProcessGroup, first_rank: int) -> list[str]:
