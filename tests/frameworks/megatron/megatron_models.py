@@ -128,9 +128,7 @@ def settings(**changes: Any) -> Any:
     return TransformerConfig(**(defaults | changes))
 
 
-def make_layer(
-    config: Any, options: dict[str, Any] | None, *, grouped: bool = False, use_te: bool = False
-) -> Any:
+def make_layer(config: Any, options: dict[str, Any] | None, *, use_te: bool = False) -> Any:
     """Return a MoE layer. options: of a balanced layer; None: the library's own layer."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.spec_utils import build_module
@@ -139,12 +137,8 @@ def make_layer(
 
     seed()
     torch.manual_seed(11)
-    legacy = {"moe_use_legacy_grouped_gemm": True} if grouped else {}
     spec = get_moe_module_spec(
-        use_te=use_te,
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=grouped or use_te,
-        **legacy,
+        use_te=use_te, num_experts=config.num_moe_experts, moe_grouped_gemm=use_te
     )
     if options is not None:
         spec = balanced(spec, config, **options)

@@ -1,13 +1,11 @@
 """Outputs and gradients of a balanced MoE layer equal the results of Megatron-Core's layer."""
 
-from contextlib import ExitStack
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from megatron_models import VERSION, difference, forward_backward, make_layer, on_megatron, settings
+from megatron_models import difference, forward_backward, make_layer, on_megatron, settings
 
 ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 DROPPED = {"moe_expert_capacity_factor": 0.8}
@@ -47,31 +45,17 @@ CASES = {
 }
 
 
-def grouped_products(rows, weights, counts, trans_b):
-    """Compute like the package grouped_gemm, which needs a GPU."""
-    parts = zip(rows.split(counts.tolist()), weights, strict=True)
-    return torch.cat([part @ weight for part, weight in parts])
-
-
-def compare(changes, options, dtype=torch.float32, grouped=False):
-    config = settings(params_dtype=dtype, bf16=grouped, moe_grouped_gemm=grouped, **changes)
-    with ExitStack() as stack:
-        if grouped:
-            from megatron.core.transformer.moe import grouped_gemm_util
-
-            stand_in = SimpleNamespace(ops=SimpleNamespace(gmm=grouped_products))
-            stack.enter_context(patch.object(grouped_gemm_util, "grouped_gemm", stand_in))
-            ops = patch.object(grouped_gemm_util, "ops", stand_in.ops, create=True)
-            stack.enter_context(ops)
-        layers = [make_layer(config, choice, grouped=grouped) for choice in (None, options)]
-        plain, ours = (forward_backward(layer, dtype) for layer in layers)
+def compare(changes, options, dtype=torch.float32):
+    config = settings(params_dtype=dtype, **changes)
+    layers = [make_layer(config, choice) for choice in (None, options)]
+    plain, ours = (forward_backward(layer, dtype) for layer in layers)
     assert plain.keys() == ours.keys()
     differences = {name: difference(plain[name], ours[name]) for name in plain}
     return differences, layers[1].last_plan.to_host().num_replicas
 
 
-def check(changes, options, least=1, **arguments):
-    differences, replicas = compare(changes, options, **arguments)
+def check(changes, options, least=1):
+    differences, replicas = compare(changes, options)
     assert replicas >= least
     assert max(differences.values()) < 1e-5, differences
 
@@ -135,12 +119,3 @@ def test_the_first_rank_logs_a_line():
     lines = [call.args[0] for call in info.call_args_list]
     expected = ["ultraep: 2 of 2 MoE layers balanced (messages plane, 2 slots)"]
     assert lines == expected * (torch.distributed.get_rank() == 0)
-
-
-@pytest.mark.skipif(VERSION >= (0, 17), reason="0.17 and later have no GroupedMLP")
-@pytest.mark.parametrize("case", ["allgather", "gelu", "padded", "recompute"])
-@pytest.mark.parametrize("slots", [1, 2])
-@on_megatron(2, expert_model_parallel_size=2)
-def test_grouped_experts(case, slots):
-    """All experts of a rank are in one parameter."""
-    check(CASES[case], {"slots": slots}, grouped=True)

@@ -1,7 +1,7 @@
 """The experts of Megatron-Core, run with other tensors: home weights, or replicas in spare slots.
 
-SequentialMLP (and GroupedMLP, until 0.16) run twice, on home rows and on the rows of replicas.
-TEGroupedMLP runs once: the spare slots are further gemms of Transformer Engine's GroupedLinear.
+SequentialMLP runs twice, on home rows and on the rows of replicas. TEGroupedMLP runs once: the
+spare slots are further gemms of Transformer Engine's GroupedLinear.
 
 Shapes: H home experts, L slots, D model width.
 """
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any
 
-import megatron.core.transformer.moe.experts as library
 import torch
 from megatron.core.extensions.transformer_engine import TEGroupedLinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -29,21 +28,16 @@ from ultraep.parallel.home import mesh_of
 from ultraep.replicas import Replicas
 
 PARAM_GATHER_HOOK = "DistributedDataParallel._make_forward_pre_hook"
-# Until 0.16. From 0.17 on, grouped experts need Transformer Engine.
-GroupedMLP: type | None = getattr(library, "GroupedMLP", None)
 
 
 def check_spec(spec: Any, config: Any) -> None:
     """Raise if experts of this spec, builder or class cannot be balanced."""
     module, submodules = parts_of(spec)
-    known = [SequentialMLP, TEGroupedMLP] + ([] if GroupedMLP is None else [GroupedMLP])
-    if not isinstance(module, type) or not issubclass(module, tuple(known)):
+    if not isinstance(module, type) or not issubclass(module, (SequentialMLP, TEGroupedMLP)):
         raise ConfigError(
-            f"{getattr(module, '__name__', module)} cannot be balanced; use "
-            f"{' or '.join(each.__name__ for each in known)}"
+            f"{getattr(module, '__name__', module)} cannot be balanced; use SequentialMLP or "
+            "TEGroupedMLP"
         )
-    if GroupedMLP is not None and issubclass(module, GroupedMLP):
-        return
     linears = (
         (ColumnParallelLinear, RowParallelLinear)
         if issubclass(module, SequentialMLP)
@@ -107,7 +101,7 @@ def views_of(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 class Sequential:
-    """SequentialMLP, or GroupedMLP with all experts of a rank in one parameter."""
+    """SequentialMLP: one module for each expert."""
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts
@@ -117,14 +111,7 @@ class Sequential:
 
     def bundle(self) -> dict[str, Stack]:
         """Return the tensors of a replica, as views of the parameters."""
-        experts = self._experts
-        if not isinstance(experts, SequentialMLP):
-            homes, width = experts.num_local_experts, experts.config.hidden_size
-            return {
-                "weight1": experts.weight1.view(homes, width, -1),
-                "weight2": experts.weight2.view(homes, -1, width),
-            }
-        each = [dict(expert.named_parameters()) for expert in experts.local_experts]
+        each = [dict(expert.named_parameters()) for expert in self._experts.local_experts]
         return {name: views_of([own[name] for own in each]) for name in each[0]}
 
     def serve(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
@@ -142,13 +129,8 @@ class Sequential:
         self, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any], probs: torch.Tensor
     ) -> torch.Tensor:
         experts = self._experts
-        if isinstance(experts, SequentialMLP):
-            replaced: dict[str, Any] = {
-                "local_experts": _experts_with(experts.local_experts[0], tensors)
-            }
-        else:
-            replaced = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        overlay = Overlay(experts, num_local_experts=len(counts), **replaced)
+        local = _experts_with(experts.local_experts[0], tensors)
+        overlay = Overlay(experts, num_local_experts=len(counts), local_experts=local)
         outputs: torch.Tensor = type(experts).forward(overlay, rows, torch.tensor(counts), probs)[0]
         return outputs
 
