@@ -3,6 +3,7 @@
     python benchmarks/bench_frameworks.py                      # a GPU with CUDA MPS, or two cores
     python benchmarks/bench_frameworks.py --only transformers
     python benchmarks/bench_frameworks.py --toy                # two CPU processes, tiny
+    python benchmarks/bench_frameworks.py --losses             # Megatron-Core trains 20 steps
 
 Every rank is a process. On a GPU, eight ranks share the card, each with a part of its
 multiprocessors (`mps.py`). Without a GPU, two ranks have a pinned core and one thread each.
@@ -32,8 +33,8 @@ import logging
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -45,10 +46,23 @@ import torch._dynamo
 import torch.distributed as dist
 from bench_ranks_gpu import EVEN, NONE
 from harness import Bench, Line, Metric, Mismatch, comma_list, options_parser
-from layers import AFTER, BEFORE, LESS, PLAIN, Spent, Variants, on_ranks, slowest, step_values
+from layers import (
+    AFTER,
+    BEFORE,
+    COPIES,
+    LESS,
+    PLAIN,
+    STEP,
+    Spent,
+    Variants,
+    on_ranks,
+    results_of_cases,
+    slowest,
+    step_values,
+)
 from load_cases import draw, hot, ids_with
 from mps import device_of_rank, report_of_ranks
-from timing import Host, free, in_turns
+from timing import Host, free, in_turns, print_progress
 from whole_models import Choices, Size, WholeModel
 
 from ultraep import Balancer
@@ -62,10 +76,15 @@ BY_LAYER = Metric("gain_predicted_from_the_layer", "ratio", "by layer", ".3f")
 BY_EVEN = Metric("gain_predicted_from_even_routing", "ratio", "by even", ".3f")
 OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
 FP8, TITAN = "transformers_fp8", "torchtitan"
-ENGINE = ("megatron_te", "megatron_te_fp8")  # need a GPU and Transformer Engine
+ENGINE = {"megatron_te": "BF16", "megatron_te_fp8": "FP8"}  # need a GPU and Transformer Engine
 FRAMEWORKS = ("transformers", FP8, "megatron", *ENGINE, TITAN)
 IDLE, ALONE = "idle", "layers alone"
 
+AGAIN, ROUNDED = "unmodified again", "unmodified, last bits flipped"
+REPEATED = (PLAIN, AGAIN, ROUNDED, NONE, OURS)
+SHOWN = (1, 5, 10, 20)  # steps
+LOSSES = {step: Metric(f"loss_of_step_{step}", "nats", f"step {step}", ".5f") for step in SHOWN}
+DIFFERENCE = Metric("greatest_difference_of_losses", "millinats", "1000 x differ", ".3f")
 
 QWEN3_30B = Size(hidden=2048, ffn=768, experts=128, top_k=8, tokens=4096, ranks=8, hot=hot(2.0))
 CORES = Size(
@@ -84,10 +103,20 @@ CORES = Size(
 TOY = replace(
     CORES, hidden=32, ffn=16, tokens=64, hot=hot(1.5), layers=1, sequence_length=32, rounds=1
 )
+SHAPE: dict[str, Any] = {
+    "hidden": 1024,
+    "ffn": 512,
+    "experts": 32,
+    "top_k": 4,
+    "tokens": 2048,
+    "ranks": 4,
+}
+TRAINED = replace(QWEN3_30B, **SHAPE, layers=2, sequence_length=1024, steps=max(SHOWN))
 
 
-def on_rank(rank: int, framework: str, size: Size, cuda: bool) -> dict[str, Any]:
-    """One process: check and time all variants of one framework."""
+@contextmanager
+def prepared(framework: str, *, cuda: bool) -> Iterator[torch.device]:
+    """Let a framework run in this process, on this device."""
     device = device_of_rank(cuda=cuda)
     logging.getLogger().setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")  # frameworks warn about packages that are not installed
@@ -98,6 +127,21 @@ def on_rank(rank: int, framework: str, size: Size, cuda: bool) -> dict[str, Any]
             from megatron_on_cpu import on_cpu  # type: ignore[import-not-found]
 
             stack.enter_context(on_cpu())
+        yield device
+
+
+def builder(framework: str) -> partial[WholeModel]:
+    """The function that builds a variant of a framework's model."""
+    if framework not in ENGINE:
+        return partial(import_module(f"whole_{framework}").build)
+    import_module("transformer_engine.pytorch")
+    library = import_module("whole_megatron")
+    return partial(library.build, engine=getattr(library, ENGINE[framework]))
+
+
+def on_rank(rank: int, framework: str, size: Size, cuda: bool) -> dict[str, Any]:
+    """One process: check and time all variants of one framework."""
+    with prepared(framework, cuda=cuda) as device:
         steps = model_steps(rank, framework, size, device)
     if framework == FP8:  # our layer in the benchmark is not
         return steps
@@ -118,7 +162,7 @@ def model_steps(
     hot_ids = ids_with(draw(size.hot, size)[rank], size, rank).long().to(device)
     routings = {OWN: None, HOT: hot_ids}
     even = ids_with(draw(EVEN_LOAD, size)[rank], size, rank).long().to(device)
-    build = partial(import_module(f"whole_{framework}").build, size, rank, device)
+    build = partial(builder(framework), size, rank, device)
     models = {PLAIN: build(PLAIN, choices)}
     wanted = {name: loss_of(models[PLAIN], choices, ids) for name, ids in routings.items()}
     if framework != FP8 and (device.type == "cuda" or framework == "transformers"):
@@ -219,11 +263,55 @@ def run(framework: str, bench: Bench, *, cuda: bool) -> None:
     bench.table(f"{framework}, EP{size.ranks}: {about}", lines_of(size, measured))
 
 
+def losses_on_rank(
+    rank: int, cases: Sequence[tuple[str, str]], framework: str, size: Size, cuda: bool
+) -> Iterator[dict[str, Any]]:
+    """One process: train a model for every case, a part that is recomputed and a variant."""
+    with prepared(framework, cuda=cuda) as device:
+        options = dict(builder(framework).keywords.get("engine", {}))
+        if options:
+            options["gradient_accumulation_fusion"] = True
+        train = import_module("whole_megatron_losses").train
+        for recomputed, variant in cases:
+            part = {"recompute_granularity": "selective", "recompute_modules": [recomputed]}
+            policy = PLAIN if variant in REPEATED[:3] else variant
+            yield train(size, rank, device, policy, options | part, flipped=variant == ROUNDED)
+
+
+def run_losses(framework: str, bench: Bench, *, cuda: bool) -> None:
+    """Print the losses of every variant; a run that is interrupted prints what it has."""
+    size: Size = bench.scale
+    recomputed = {"moe_act": REPEATED, "moe": (PLAIN, OURS)} if cuda else {"moe": REPEATED}
+    cases = [(part, variant) for part, variants in recomputed.items() for variant in variants]
+    lines, plain = list[Line](), dict[str, list[float]]()
+    try:
+        found = results_of_cases(size.ranks, losses_on_rank, cases, framework, size, cuda)
+        for (part, variant), facts in found:
+            print_progress(f"{part}, {variant}: {facts}")
+            if facts is None:
+                continue
+            losses = facts["losses"]
+            pairs = zip(losses, plain.setdefault(part, losses), strict=True)
+            values: dict[Metric, float | None] = {
+                LOSSES[step]: losses[step - 1] for step in SHOWN if step <= size.steps
+            }
+            values[DIFFERENCE] = 1e3 * max(abs(loss - other) for loss, other in pairs)
+            values[COPIES] = facts["replicas"]
+            values[STEP] = 1e3 * median(facts["seconds"][size.steps // 4 :])
+            lines.append(Line({"recomputed": part, "variant": variant}, values))
+    finally:
+        about = f"{size.layers} layers, {size.about}, {size.tokens} tokens a rank"
+        bench.table(f"{framework}, EP{size.ranks}: {about}, {size.steps} steps of Adam", lines)
+    if len(lines) < len(cases):
+        raise Mismatch(f"{framework}: {len(cases) - len(lines)} of {len(cases)} cases failed")
+
+
 def obstacle(framework: str) -> str | None:
     """Return why a framework cannot be imported: it, or what it requires, is missing or too old."""
     if framework in ENGINE and not torch.cuda.is_available():
         return "it needs a GPU"
-    code = f"import sys; sys.path[:] = {sys.path!r}; import whole_{framework}"
+    code = f"import sys; sys.path[:] = {sys.path!r}; import bench_frameworks as b"
+    code += f"; b.builder({framework!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
@@ -237,20 +325,27 @@ def main(argv: Sequence[str]) -> None:
     parser = options_parser(__doc__)
     only = comma_list(FRAMEWORKS)
     parser.add_argument("--only", type=only, metavar="A,B", help=", ".join(FRAMEWORKS))
+    parser.add_argument(
+        "--losses", action="store_true", help="losses of optimizer steps of Megatron-Core, no times"
+    )
     options = parser.parse_args(argv[1:])
     cuda = torch.cuda.is_available() and not options.toy
     size = TOY if options.toy else QWEN3_30B if cuda else CORES
     if options.quick:
         size = replace(size, rounds=3)
-    sections = {name: partial(run, name, cuda=cuda) for name in FRAMEWORKS}
-    names = options.only or list(FRAMEWORKS)
+    name, measure = "frameworks", run
+    if options.losses:
+        name, measure = "frameworks_te_losses", run_losses
+        size = replace(size, steps=5) if options.toy else TRAINED
+    sections = {framework: partial(measure, framework, cuda=cuda) for framework in FRAMEWORKS}
+    names = options.only or list(ENGINE if options.losses else FRAMEWORKS)
     obstacles = {name: obstacle(name) for name in names}
-    with report_of_ranks("frameworks", argv, size.ranks, cuda=cuda) as report:
-        for name, reason in obstacles.items():
+    with report_of_ranks(name, argv, size.ranks, cuda=cuda) as report:
+        for framework, reason in obstacles.items():
             if reason:
-                report.note(f"{name} cannot run here: {reason}")
+                report.note(f"{framework} cannot run here: {reason}")
         bench = Bench(report, size, Host(name=""), options)
-        bench.run(sections, [name for name in names if not obstacles[name]])
+        bench.run(sections, [framework for framework in names if not obstacles[framework]])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """GPT of Megatron-Core, unmodified or balanced: part of `bench_frameworks.py`.
 
-`whole_megatron_te.py` and `whole_megatron_te_fp8.py` build it with layers of Transformer Engine.
+With the settings `BF16` or `FP8` it has layers of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def model_of(
 ) -> Any:
     """GPT of Megatron-Core; unmodified, it dispatches rows by all-to-all.
 
-    engine: settings of Transformer Engine's layers; None: local layers.
+    engine: further settings; layers are those of Transformer Engine if they have grouped products.
     """
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 reads it even without Transformer Engine
         moe_utils.te_general_gemm = None
@@ -100,7 +100,7 @@ def model_of(
     model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
     config = configured(size, on_card=device.type == "cuda", **engine or {})
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine is not None)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=config.moe_grouped_gemm)
     for layer in spec.layer_specs:
         parts_of(layer.submodules.mlp)[1].router = chosen_router(choices)
     if variant != PLAIN:

@@ -61,11 +61,13 @@ class WholeModel:
     imbalance: Callable[[], tuple[float, float]]  # before and after balancing, of the last step
 
 
-def text_batch(size: Size, rank: int, device: torch.device) -> torch.Tensor:
+def text_batch(size: Size, rank: int, device: torch.device, number: int = 0) -> torch.Tensor:
     """[B, L + 1] bytes of Python's own library; every rank reads another subject."""
     text = Text()
     subjects = [text.names[rank % len(text.names)]] * (size.tokens // size.sequence_length)
-    batch: torch.Tensor = text.sequences(default_rng(rank), subjects, size.sequence_length + 1)
+    batch: torch.Tensor = text.sequences(
+        default_rng(rank + size.ranks * number), subjects, size.sequence_length + 1
+    )
     return batch.to(device)
 
 

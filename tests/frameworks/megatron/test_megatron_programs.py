@@ -22,3 +22,12 @@ def test_the_benchmark_runs():
     assert done.returncode == 0, done.stderr
     for name in ("unmodified", "none", "ultraep", "random even routing"):
         assert name in done.stdout
+
+
+def test_the_benchmark_prints_losses():
+    done = run("bench_frameworks.py", "--toy", "--losses", "--only", "megatron")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    [balanced] = [line for line in lines if line[:1] == ["ultraep"] and len(line) == 6]
+    assert float(balanced[3]) < 0.1  # thousandths by which a loss differs
+    assert float(balanced[4]) > 0  # replicas
