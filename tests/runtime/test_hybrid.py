@@ -173,7 +173,7 @@ REFUSED = {
     ),
     "domains that do not divide the group": (
         lambda comm: with_domains(comm, domain=3),
-        ["4 ranks do not divide by a domain of 3 (rank 0: ", f"rank 3: {HOST})"],
+        ["4 ranks do not divide by a domain of 3"],
     ),
     "different devices": (
         lambda comm: with_domains(comm, "meta" if comm.rank == 1 else "cpu", blind=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -164,31 +163,20 @@ def join(
 def find_fast_links(comm: Communicator, domain: int | None = None) -> FastLinks:
     """Find out which ranks fast links join; collective.
 
-    domain: that the user chose; raises on all ranks if it differs, or does not divide the group.
+    domain: that the user chose; raises on all ranks if it differs.
     """
     gathered: list[tuple[Host, int | None]] = comm.gather_objects((this_host(), domain))
     hosts, domains = [host for host, _ in gathered], [chosen for _, chosen in gathered]
-    _check_domains(domains, hosts)
+    if len(set(domains)) > 1:
+        listed = "; ".join(
+            f"rank {rank}: {host.name} with domain={chosen}"
+            for rank, (host, chosen) in enumerate(gathered)
+        )
+        text = f"ranks disagree about their domains: {listed}; pass the same on all"
+        raise PlanMismatch(text, ranks=differing(domains))
     if len({host.domain for host in hosts}) > 1:  # a fabric may join them
         hosts = comm.gather_objects(this_gpu_host())
         links = fast_links(hosts)
         if comm.rank == 0:
             logger.info("%s; pass domain= to choose otherwise", links.reason)
     return fast_links(hosts)
-
-
-def _check_domains(domains: Sequence[int | None], hosts: Sequence[Host]) -> None:
-    """Raise with the host of every rank if these ranks cannot form these domains."""
-    size, domain = len(domains), domains[0]
-    places = [f"rank {rank}: {host.name}" for rank, host in enumerate(hosts)]
-    if any(other != domain for other in domains):
-        listed = "; ".join(
-            f"{place} with domain={other}" for place, other in zip(places, domains, strict=True)
-        )
-        text = f"ranks disagree about their domains: {listed}; pass the same on all"
-        raise PlanMismatch(text, ranks=differing(domains))
-    if isinstance(domain, int) and 1 <= domain <= size and size % domain:
-        raise ConfigError(
-            f"the domain must divide the ranks: {size} ranks do not divide by a domain of {domain} "
-            f"({'; '.join(places)})"
-        )
