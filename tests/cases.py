@@ -28,17 +28,6 @@ def lognormal(ranks, experts, *, tokens, top_k=8, sigma=1.0):
     return workload.generators.draw(popularity, ranks, top_k, tokens, rng)
 
 
-def drifting(load, *, steps, every, tokens, seed=0):
-    """[S, 8, 32] a load whose hot ranks change every few microbatches."""
-    rng, matrices = np.random.default_rng(seed), []
-    for step in range(steps):
-        if step % every == 0:
-            order = rng.permutation(8)
-        drawn = load.draw(8, 32, top_k=4, tokens=tokens, seed=seed + step)
-        matrices.append(drawn.reshape(8, 8, -1)[:, order].reshape(8, 32))
-    return np.stack(matrices)
-
-
 def _named() -> dict[str, tuple[np.ndarray, ultraep.Topology]]:
     def case(loads, **topology):
         loads = np.asarray(loads)

@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from cases import drifting
 
 import ultraep
 from ultraep import workload
@@ -13,7 +12,9 @@ from ultraep_tools.cli.plan import PLAN_NUMBERS
 from .commands import output, records
 
 RANKS, EXPERTS, STEPS = 8, 32, 3
-SEQUENCE = drifting(workload.Load("log-normal", 2.0), steps=STEPS, every=1, tokens=200)
+SEQUENCE = workload.drifting(
+    workload.Load("log-normal", 2.0), RANKS, EXPERTS, steps=STEPS, every=1, top_k=4, tokens=200
+)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import drifting
 from traces import record
 
 import ultraep
@@ -13,7 +12,9 @@ from ultraep_tools import replay
 
 WIDE = Topology(ranks=8, experts=32, slots=2, domain=4)
 LAYERS = 3
-LOADS = drifting(workload.Load("log-normal", 1.5), steps=12, every=4, tokens=100, seed=2)
+LOADS = workload.drifting(
+    workload.Load("log-normal", 1.5), 8, 32, steps=12, every=4, top_k=4, tokens=100, seed=2
+)
 
 
 def planned(config, topology=WIDE, history=1):

@@ -12,6 +12,7 @@ SMALL = {"top_k": 4, "tokens": 100}
 GENERATORS = {
     "zipf": partial(workload.zipf, 8, 32, ratio=2.0, **SMALL),
     "shuffled": partial(workload.zipf, 8, 32, ratio=2.0, shuffled=True, **SMALL),
+    "drifting": partial(workload.drifting, HOT, 8, 32, steps=6, every=2, **SMALL),
     **{load.name: partial(load.draw, 8, 32, **SMALL) for load in workload.sweep(8, 32, top_k=4)},
 }
 
@@ -62,6 +63,14 @@ def test_loads_without_a_choice_of_imbalance():
     assert (hottest[:, :4] == 100).all()
 
 
+def test_drifting_loads_move_their_hot_rank():
+    loads = workload.drifting(HOT, 8, 32, steps=12, every=3, top_k=4)
+    hot = loads.sum(axis=1).reshape(12, 8, 4).sum(axis=2).argmax(axis=1).reshape(4, 3)
+    assert (hot == hot[:, :1]).all()
+    assert len(set(hot[:, 0])) > 1
+    assert all(rank_imbalance(step) == pytest.approx(2.0, rel=0.03) for step in loads)
+
+
 def test_ids_have_the_loads():
     loads = workload.Load("log-normal", 2.0).draw(8, 32, top_k=4, tokens=64)
     for rank, own in enumerate(loads):
@@ -80,6 +89,7 @@ def test_ids_have_the_loads():
         (lambda: EVEN.draw(4, 8, top_k=9), "top_k must lie between 1 and 8"),
         (lambda: EVEN.draw(0, 8), "ranks and experts must be at least 1"),
         (lambda: EVEN.draw(4, 8, seed=-1), "seed must not be negative, got -1"),
+        (lambda: workload.drifting(HOT, 4, 8, steps=0, every=1), "at least 1, got 0 and 1"),
         (lambda: workload.Load("warm"), "unknown load 'warm'; choose from even, "),
         (lambda: workload.Load("even", 2.0), "'even' has one imbalance, got 2.0"),
         (lambda: workload.Load("1 hot", 2.0).draw(8, 128), "between 1 and 1.83 for 8 ranks"),

@@ -8,12 +8,21 @@ array([[3, 0, 0, 0],
 """
 
 from ultraep.workload.files import loads_of_windows, read_loads, read_routing, recorded_loads
-from ultraep.workload.generators import IMBALANCES, KINDS, Load, ids_with, sweep, zipf
+from ultraep.workload.generators import (
+    IMBALANCES,
+    KINDS,
+    Load,
+    drifting,
+    ids_with,
+    sweep,
+    zipf,
+)
 
 __all__ = [
     "IMBALANCES",
     "KINDS",
     "Load",
+    "drifting",
     "ids_with",
     "loads_of_windows",
     "read_loads",

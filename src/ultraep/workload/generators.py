@@ -243,6 +243,29 @@ def _popularity(
     return lambda strength: np.exp(strength * logs)
 
 
+def drifting(
+    load: Load,
+    ranks: int,
+    experts: int,
+    *,
+    steps: int,
+    every: int,
+    top_k: int = 8,
+    tokens: int = 8192,
+    seed: int = 0,
+) -> IntArray:
+    """[S, R, E] a load whose hot ranks change every few microbatches."""
+    if steps < 1 or every < 1:
+        raise ConfigError(f"steps and every must be at least 1, got {steps} and {every}")
+    rng, matrices = np.random.default_rng(seed), []
+    for step in range(steps):
+        if step % every == 0:
+            order = rng.permutation(ranks)
+        drawn = load.draw(ranks, experts, top_k=top_k, tokens=tokens, seed=seed + step)
+        matrices.append(drawn.reshape(ranks, ranks, -1)[:, order].reshape(ranks, experts))
+    return np.stack(matrices)
+
+
 def ids_with(loads_E: IntArray, top_k: int, seed: int = 0) -> IntArray:
     """[T, K] ids with exactly these loads; no token has an expert twice, no expert over T rows."""
     rows = np.repeat(np.arange(len(loads_E)), loads_E)
