@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -250,17 +251,11 @@ def measure(
     def filling(count: int, bundle: Bundle) -> list[float]:
         return _filling(partial(replicas, count, bundle), comm, inputs.ids.device)
 
-    network, error = list[float](), None
+    network, failed = list[float](), _Caught()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         home = replicas(0, bundle)
-        try:
+        with failed:  # the other ranks wait for what follows
             network = _network(inputs, home, shape.layout.views(no_slots))
-        except Exception as failure:  # noqa: BLE001 - the other ranks wait for what follows
-            error = ConfigError(
-                f"rates cannot be measured, because the network of the layer raised {failure!r}: "
-                "mend the network, or pass BalanceConfig(rates=...)"
-            )
-            error.__cause__ = failure
         timings = Timings(
             min(homes, MOST_HOMES),
             network,
@@ -269,8 +264,23 @@ def measure(
             small=filling(len(replicas_C3), few_bytes),
             whole=filling(len(replicas_C3), bundle),
         )
-    raise_together(comm, error)
+    raise_together(comm, failed.error)
     return rates_from(comm.gather_objects(timings), len(replicas_C3), shape)
+
+
+class _Caught(AbstractContextManager[None]):
+    """A block whose error is kept, as a `ConfigError` that it causes."""
+
+    error: ConfigError | None = None
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> bool:
+        if isinstance(error, Exception):
+            self.error = ConfigError(
+                f"rates cannot be measured, because the network of the layer raised {error!r}: "
+                "mend the network, or pass BalanceConfig(rates=...)"
+            )
+            self.error.__cause__ = error
+        return isinstance(error, Exception)
 
 
 def rates_from(ranks: Sequence[Timings], replicas: int, shape: LayerShape) -> MeasuredRates:
