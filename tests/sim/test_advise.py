@@ -10,14 +10,14 @@ from ultraep.topology import Topology
 from ultraep.workload import Load
 from ultraep_tools.sim.advise import Advice, Configuration, advise
 from ultraep_tools.sim.cluster import load_cluster
-from ultraep_tools.sim.model import load_model
 from ultraep_tools.sim.scenario import Scenario
 from ultraep_tools.sim.training import Training
 from ultraep_tools.sim.workload import Recorded, fit_skew
 
+from .small import gpt_oss
+
 RANKS = 8
-WHOLE = load_model("gpt-oss-20b")
-MODEL = replace(WHOLE, layers=6, attention=replace(WHOLE.attention, windowed_layers=3))
+MODEL = gpt_oss(layers=6)
 GB = 1e9
 EVEN = {"imbalance": 1.02, "noise": 0.01}
 
