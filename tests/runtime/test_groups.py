@@ -88,7 +88,7 @@ def test_the_warning_about_one_rank_points_to_the_caller(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "cause"),
-    [({"slots": 0}, "slots=0 leaves no place"), ({"domain": 1}, "domain=1 keeps replicas")],
+    [({"slots": 0}, "slots=0; pass slots=1"), ({"domain": 1}, "domain=1; pass .* a larger domain")],
     ids=["slots", "domain"],
 )
 def test_ranks_that_cannot_place_replicas_warn_once(options, cause):

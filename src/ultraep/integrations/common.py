@@ -12,6 +12,7 @@ from torch import Tensor
 from ultraep.layer import run_stages
 from ultraep.microbatch import Layer
 from ultraep.runtime.balancer import Balancer
+from ultraep.runtime.connect import idle_reason
 
 logger = logging.getLogger("ultraep")
 _balancers: WeakValueDictionary[Any, Balancer] = WeakValueDictionary()
@@ -41,21 +42,11 @@ def run_layer(module: Any, layer: Layer, *inputs: Tensor, policy: str | None = N
     outputs, plan = run_stages(balancer, layer, *inputs, policy=policy)
     if module.last_plan is None and (layers := _unannounced.pop(balancer, 0)) and not balancer.rank:
         plane = f"{balancer._device(outputs.device).choice.kind.name} plane"
-        logger.info(outcome(layers, idle_reason(balancer), plane, balancer.topology.slots))
+        topology = balancer.topology
+        reason = idle_reason(topology, balancer.config.policy)
+        logger.info(outcome(layers, reason, plane, topology.slots))
     module.last_plan = plan
     return outputs
-
-
-def idle_reason(balancer: Balancer) -> str:
-    """Return why a balancer never replicates an expert; empty if it does."""
-    topology = balancer.topology
-    reasons = {
-        "policy='none'": balancer.config.policy == "none",
-        "there is only one rank": topology.ranks == 1,
-        "slots=0": topology.slots == 0,
-        f"domain={topology.domain_size}": not topology.can_replicate,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def outcome(layers: int, reason: str, plane: str = "", slots: int = 0) -> str:

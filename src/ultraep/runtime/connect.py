@@ -81,26 +81,33 @@ def resolve_ranks(group: Any) -> Ranks:
     return Ranks(resolve_group(group), None, chosen=group == ALONE)
 
 
+def idle_reason(topology: Topology, policy: str) -> str:
+    """Return why a balancer never replicates an expert; empty if it does."""
+    reasons = {
+        "policy='none'": policy == "none",
+        "there is only one rank": topology.ranks == 1,
+        "slots=0": topology.slots == 0,
+        f"domain={topology.domain_size}": not topology.can_replicate,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
 def warn_if_idle(rank: int, topology: Topology, policy: str, *, chosen: bool) -> None:
     """Warn on rank 0 if this topology cannot have replicas.
 
     chosen: the caller chose these ranks explicitly, so one rank is not a mistake.
     """
-    if rank > 0 or topology.can_replicate or policy == "none" or (chosen and topology.ranks == 1):
+    reason = idle_reason(topology, policy)
+    if rank > 0 or not reason or policy == "none" or (chosen and topology.ranks == 1):
         return
+    remedy = "pass slots=1, a larger domain, or policy='none'"
     if topology.ranks == 1:
-        cause = "it has one rank"
         remedy = (
             "start the program with torchrun and call torch.distributed.init_process_group(), or "
             f"pass group={ALONE!r}"
         )
-    elif topology.slots == 0:
-        cause, remedy = "slots=0 leaves no place for replicas", "pass slots=1 or policy='none'"
-    else:
-        cause = f"domain={topology.domain_size} keeps replicas on their home rank"
-        remedy = "pass a larger domain or policy='none'"
     warnings.warn(
-        f"this balancer never balances anything: {cause}; {remedy}",
+        f"this balancer never balances anything: {reason}; {remedy}",
         NothingToBalance,
         stacklevel=4,  # the line that creates the balancer
     )

@@ -133,15 +133,11 @@ class RollCall:
 
     def missing(self) -> Cause:
         """Return which ranks are missing. May take some seconds."""
-        result: list[Cause] = []
-        self._try(lambda: result.append(self._ask()))
-        return result[0] if result else Cause(NO_STORE)
+        return self._in_time(self._ask) or Cause(NO_STORE)
 
     def dead(self) -> Cause:
         """Return which ranks do not answer; unlike `missing`, no rank takes it for a failure."""
-        result: list[Cause] = []
-        self._try(lambda: result.append(self._ping()))
-        return result[0] if result else Cause()
+        return self._in_time(self._ping) or Cause()
 
     def _ping(self) -> Cause:
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -162,22 +158,24 @@ class RollCall:
         if ranks:
             listed = ", ".join(map(str, ranks))
             text = f"{self._names[self._rank]} gave up, because of rank {listed}"
-            self._try(lambda: self._store_cause(Cause(text, ranks)))
+            self._in_time(lambda: self._store_cause(Cause(text, ranks)))
 
     def _store_cause(self, cause: Cause) -> None:
         """Store a cause, unless another rank has stored one."""
         self._causes.compare_set(CAUSE, "", json.dumps(cause))
 
-    def _try(self, work: Callable[[], Any]) -> None:
-        """Work with the store for some seconds; a store whose host is stopped never returns."""
+    def _in_time(self, work: Callable[[], Any]) -> Any:
+        """Return the result of work with the store; None if its host is stopped or gone."""
+        results: list[Any] = []
 
         def safely() -> None:
             with suppress(RuntimeError):
-                work()
+                results.append(work())
 
         thread = threading.Thread(target=safely, daemon=True)
         thread.start()
         thread.join(GRACE + 2)
+        return results[0] if results else None
 
     def _ask(self) -> Cause:
         if not self._causes.check([CAUSE]):

@@ -13,10 +13,11 @@ from typing import Any
 from ultraep import __version__
 from ultraep.bundle import Layout
 from ultraep.config import BalanceConfig
-from ultraep.integrations.common import idle_reason, outcome
+from ultraep.integrations.common import outcome
 from ultraep.integrations.serving.counters import ServingCounters, where_they_are
 from ultraep.integrations.serving.settings import ServingSettings
 from ultraep.runtime.balancer import Balancer
+from ultraep.runtime.connect import idle_reason
 
 counters_of_process = cache(ServingCounters)  # prometheus_client registers names once
 
@@ -131,7 +132,8 @@ class Service(ABC):
         topology, config = balancer.topology, balancer.config
         nbytes = Layout.of(layer.bundle, layer.num_homes).nbytes * topology.slots
         untested = "" if layer.w2_weight.device.type == "cpu" else " (not tested on GPUs)"
-        line = outcome(len(self.layers), idle_reason(balancer), slots=topology.slots)
+        reason = idle_reason(topology, config.policy)
+        line = outcome(len(self.layers), reason, slots=topology.slots)
         return (
             f"{line}: {topology.experts} experts over {topology.ranks} ranks{untested}, "
             f"policy {config.policy}, tolerance {config.tolerance:g}, "
