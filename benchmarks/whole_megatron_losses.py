@@ -85,6 +85,8 @@ def train(
     bf16 = dtype is torch.bfloat16
     adam = OptimizerConfig(lr=1e-3, bf16=bf16, params_dtype=dtype, **distributed)
     optimizer = get_megatron_optimizer(adam, [model])
+    for balancer in balancers(model):  # models share it
+        balancer.reset_stats()
     means: list[float] = []
 
     def step() -> None:
