@@ -126,32 +126,16 @@ def drop_tensor(folder):
     rewrite(folder, lambda name, tensor: {} if name == dropped else {name: tensor})
 
 
-def rename_expert(folder):
-    renamed = "model.layers.0.mlp.experts.3.gate_proj.weight"
-    rewrite(folder, lambda name, tensor: {name + "_old" * (name == renamed): tensor})
-
-
 DAMAGE = {
     "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
     "cut config": (lambda f: (f / "config.json").write_text("{"), "config.json"),
-    "unknown type": (lambda f: edit(f, model_type="alchemy"), "cannot read it: Val"),
     "no shard": (lambda f: second_file(f).unlink(), "No such file or directory"),
     "cut shard": (lambda f: second_file(f).write_bytes(b"12345"), "header too small"),
-    "index": (
-        lambda f: (f / "model.safetensors.index.json").write_text("[]"),
-        "cannot load the weights",
-    ),
-    "no weights": (
-        lambda f: [p.unlink() for p in f.glob("model*")],
-        "no file named model.safetensors",
-    ),
     "missing tensor": (drop_tensor, r"no weights for model.layers.1.self_attn.q"),
     "other shapes": (
         lambda f: edit(f, moe_intermediate_size=48),
         r"\[16, 128, 64\] in the files, the model needs \[16, 128, 48\]",
     ),
-    "renamed expert": (rename_expert, "automatic conversion of the weights"),
-    "wrong type": (lambda f: edit(f, hidden_size="x"), "expected int, got str"),
     "a zero": (lambda f: edit(f, head_dim=0), "cannot build this model: ZeroDiv"),
     "many layers": (
         lambda f: edit(f, num_hidden_layers=10**9),
