@@ -11,11 +11,11 @@ Three servers of a random Qwen3-MoE, each with data-parallel attention over two 
 
 `sglang.bench_serving` sends the same prompts to one server after the other in every round, as a
 Poisson process below the throughput of `stock`, and then all at once. The servers that wait are
-stopped (SIGSTOP), because SGLang's schedulers poll. `busiest rank` is the processor time of the
-rank that computes longest, which other work on the machine disturbs least. `pays from` is the
-number of rows from which a replica pays, as the plug-in has measured. Two models differ in their
-routers only: one prefers the experts of the first rank, the other both ranks equally. Two loads
-differ in their prompts: short ones, whose batches are too small for replicas, and long ones.
+stopped (SIGSTOP), because SGLang's schedulers poll. `busiest` is the processor time of the rank
+that computes longest, which other work on the machine disturbs least. `pays from` is the number of
+rows from which a replica pays, as the plug-in has measured alone on the machine. Two models differ
+in their routers only: one prefers the experts of the first rank, the other both ranks equally. Two
+loads differ in their prompts: short ones, whose batches are too small for replicas, and long ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import re
 import signal
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -152,9 +151,7 @@ def measure(folder: Path, model: str, prompts: str, rounds: int) -> list[Line]:
     samples, size = Samples(), LOADS[prompts]
     load = partial(send, size)
     with ExitStack() as stack:
-        with ThreadPoolExecutor() as pool:
-            started = pool.map(partial(start, folder, stack, model, size.chunk), VARIANTS)
-        servers = dict(zip(VARIANTS, started, strict=True))
+        servers = {name: start(folder, stack, model, size.chunk, name) for name in VARIANTS}
         warm = [load(server, folder, float("inf"), 0) for server in servers.values()]
         loads = {"Poisson": SHARE * warm[0]["request_throughput"], "all at once": float("inf")}
         for number in range(1, rounds + 1):
