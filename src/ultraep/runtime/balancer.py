@@ -211,7 +211,7 @@ class Balancer:
         return () if self._speeds is None else self._speeds.measured
 
     def rows_to_pay(self, layer: int) -> int | None:
-        """Return the rows that one replica in a layer must save to pay; None: not measured yet."""
+        """Return the rows that one replica in a layer must save to pay; None: not measured."""
         return self._cost.rows_to_pay(layer, self.config.rates)
 
     def register_layer(self) -> int:

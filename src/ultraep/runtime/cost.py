@@ -136,7 +136,7 @@ class CostModel:
         if given is not None:
             return given.rows_to_pay
         rates = self._of_layer.get(layer)
-        return None if rates is None else min(step.rows_to_pay for _, step in rates.steps)
+        return None if rates is None else rates.steps[-1][1].rows_to_pay
 
     def known(self) -> dict[int, dict[int, dict[str, float]]]:
         """Return the measured rates in microseconds: by layer and smallest number of rows."""

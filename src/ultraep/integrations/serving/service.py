@@ -19,6 +19,7 @@ from ultraep.integrations.serving.settings import ServingSettings
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.connect import idle_reason
 
+MARGIN = 2  # mean rows of a rank over the rows that a replica must save: pays at imbalance 1.5
 counters_of_process = cache(ServingCounters)  # prometheus_client registers names once
 
 
@@ -118,10 +119,12 @@ class Service(ABC):
         must save to pay. All ranks know the same rates and token counts.
         """
         if layer.least_tokens is None:
-            rows = self.settings.min_rows or layer.balancer.rows_to_pay(layer.layer_index)
+            rows, margin = self.settings.min_rows, 1
+            if rows is None:
+                rows, margin = layer.balancer.rows_to_pay(layer.layer_index), MARGIN
             if rows is None:
                 return False
-            layer.least_tokens = ceil(rows * layer.balancer.comm.size / layer.top_k)
+            layer.least_tokens = ceil(margin * rows * layer.balancer.comm.size / layer.top_k)
             if self.is_first and layer is self.layers[0]:
                 self.logger.info(which_batches(rows, layer.least_tokens, self.most_tokens()))
         return bool(self.tokens() < layer.least_tokens)
@@ -145,8 +148,8 @@ class Service(ABC):
 def which_batches(rows: int, least: int, most: int | None) -> str:
     """Return the log line about the rows of a replica and the tokens of a batch.
 
-    >>> print(which_batches(2_000, 2_000, 1_000))
-    ultraep: a replica pays from 2,000 rows on, so batches under 2,000 tokens are not balanced; \
+    >>> print(which_batches(2_000, 4_000, 1_000))
+    ultraep: a replica pays from 2,000 rows on, so batches under 4,000 tokens are not balanced; \
 no batch has more than 1,000
     """
     none = "" if most is None or most >= least else f"; no batch has more than {most:,}"
