@@ -17,6 +17,7 @@ import urllib.error
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 
 from servers import (
     check,
@@ -189,18 +190,17 @@ def biases(bench: Bench) -> None:
 def refused(bench: Bench) -> None:
     """Compiled tensor-parallel ranks are not balanced, and the log says why; an invalid setting."""
     expected, _ = bench.reference("Qwen3Moe", "float32")
-    os.environ["ULTRAEP_SLOTS"] = "1"
     model = bench.model("Qwen3Moe")
-    tokens, _, log = reference_answers(
-        model, "float32", PROMPTS, tensor_parallel_size=2, enforce_eager=False
-    )
+    with mock.patch.dict(os.environ, ULTRAEP_SLOTS="1"):
+        tokens, _, log = reference_answers(
+            model, "float32", PROMPTS, tensor_parallel_size=2, enforce_eager=False
+        )
     lines = [line.split("] ", 1)[-1] for line in log.splitlines() if "ultraep: 0 of" in line]
     check("the log says why TP2 is not balanced", len(lines) == 1, lines[0] if lines else "none")
     check("its tokens equal the tokens of one process", tokens == expected)
-    os.environ["ULTRAEP_SLOTS"] = "many"
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    del os.environ["ULTRAEP_SLOTS"]
+    environment = {**os.environ, "ULTRAEP_SLOTS": "many"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     message = "ULTRAEP_SLOTS must be an integer, got 'many'"
     stopped = done.returncode != 0 and message in done.stderr
     check("an invalid setting stops the start", stopped, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_ep_group
 from vllm.forward_context import get_forward_context
@@ -29,6 +30,7 @@ class Service(serving.Service):
         self.config = config
         self._measured: set[str] = set()
         adapt_compilation(config, settings)
+        torch.cpu._init_amx()  # else vLLM's kernel in bfloat16 on x86 is an illegal instruction
 
     @property
     def is_first(self) -> bool:
