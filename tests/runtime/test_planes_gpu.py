@@ -90,14 +90,14 @@ def test_stages_are_timed_on_the_device():
     layer, x = alone("mapped", example), example.inputs[0].to(CUDA)
     layer(x)
     layer.balancer.reset_stats()
-    for _ in range(16):
-        torch.cuda._sleep(100 * MILLISECOND)  # before the first stage: belongs to none
+    for _ in range(96):
+        torch.cuda._sleep(20 * MILLISECOND)  # before the first stage: belongs to none
         layer(x)
     stats = layer.balancer.stats()
-    assert stats["microbatches"] == 16
-    assert 1 <= stats["timed"] <= 4
+    assert stats["microbatches"] == 96
+    assert 1 <= stats["timed"] <= 6
     assert set(stats["seconds"]) == set(FORWARD)
-    assert sum(stats["seconds"].values()) < 16 * 0.05
+    assert sum(stats["seconds"].values()) < 96 * 0.01
     at_work = set(FORWARD) - {"verify", "replicate"}  # one rank has nothing to do there
     assert all(stats["seconds"][stage] > 0 for stage in at_work)
 
