@@ -198,7 +198,7 @@ def no_pieces(path, _):
 
 
 def many_pieces(path, _):
-    """Write 30 pieces of records without rows, each below the limit."""
+    """Write 16 pieces of records without rows, each below the limit."""
     with np.load(path) as stored:
         arrays = dict(stored)
     for name, array in arrays.items():
@@ -206,7 +206,7 @@ def many_pieces(path, _):
             count = 0 if name in ("copies", "quotas") else 20_000
             arrays[name] = np.zeros((count, *array.shape[1:]), array.dtype)
     write_arrays(path, arrays)
-    for number in range(1, 30):
+    for number in range(1, 16):
         shutil.copy(path, path.with_name(f"{number:06d}.npz"))
 
 
