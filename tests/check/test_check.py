@@ -302,7 +302,7 @@ def test_all_levels_run_on_two_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("dispatcher", "fault", "verdict"),
     [
-        ("check.test_check:mixing", None, "Mixing delivered a row"),
+        ("check.test_check:mixing", None, "Mixing returned wrong sums"),
         ("deepep", "mixing_deep_ep", "rank 0: DeepEP "),
         ("deepep", "deep_ep", "Ready: messages between 2 CPU ranks, gain"),
         ("deepep", None, "Not ready: all ranks: --dispatcher deepep: No module named 'deep_ep'"),

@@ -174,7 +174,7 @@ def find_fast_links(comm: Communicator, domain: int | None = None) -> FastLinks:
     """
     gathered: list[tuple[Host, int | None]] = comm.gather_objects((this_host(), domain))
     hosts, domains = [host for host, _ in gathered], [chosen for _, chosen in gathered]
-    if len(set(domains)) > 1:
+    if any(chosen != domain for chosen in domains):  # of any type
         listed = "; ".join(
             f"rank {rank}: {host.name} with domain={chosen}"
             for rank, (host, chosen) in enumerate(gathered)
