@@ -81,14 +81,14 @@ def test_large_batches_are_balanced_if_replicas_pay(measured, caplog):
     with caplog.at_level(logging.INFO, "ultraep"):
         actual = decisions([MANY, 0, MANY])
     assert actual == [[("ultraep", True), ("none", False), ("ultraep", True)]] * 2
-    assert caplog.text.count("batches under 2 tokens are not balanced") == 1
+    assert caplog.text.count("batches under 8 tokens are not balanced") == 1
 
 
 def test_batches_in_which_replicas_cannot_pay_are_not_planned(measured, caplog):
     """A replica must save 100 rows, or 3,000 in small batches, where rows are cheap."""
     measured((1, Rates(row=1_000, copy=3_000_000)), (16, Rates(row=30_000, copy=3_000_000)))
     with caplog.at_level(logging.INFO, "ultraep"):
-        actual = decisions([FEW, FEW, 199, 200])
+        actual = decisions([FEW, FEW, 799, 800])
     first, small, large = ("ultraep", False), ("none", False), ("ultraep", False)
     assert actual == [[first, small, small, large]] * 2  # 60 tokens have no 100 rows to save
     assert caplog.text.count("a replica pays from 100 rows on") == 1
@@ -100,7 +100,7 @@ def test_a_machine_on_which_replicas_never_pay(measured, caplog):
     with caplog.at_level(logging.INFO, "ultraep"):
         actual = decisions([MANY, MANY, MANY])
     assert actual == [[("ultraep", False), ("none", False), ("none", False)]] * 2
-    assert "under 2,000,000 tokens are not balanced; no batch has more than 1,000" in caplog.text
+    assert "under 8,000,000 tokens are not balanced; no batch has more than 1,000" in caplog.text
 
 
 @pytest.mark.parametrize("rates", ["row=1000,copy=1000000000", "off"])
