@@ -22,10 +22,10 @@ from ultraep import (
     UltraEPError,
     workload,
 )
+from ultraep.config import RATES_VARIABLE, from_environment
 from ultraep.integrations.serving.settings import read_settings
 from ultraep.plan import plan_from_replicas
 from ultraep.routes import batch_routes, from_vllm, packed_routes
-from ultraep.runtime.cost import VARIABLE, from_environment
 from ultraep.runtime.settings import Settings
 from ultraep_tools.cli.options import split_names, split_numbers
 from ultraep_tools.launch.processes import RankPlace
@@ -109,7 +109,7 @@ def test_texts_that_are_damaged(name, monkeypatch):
     for number in range(ROUNDS):
         text = damaged(valid.encode(), rng).decode("utf-8", "replace") if number else valid
         text += DIGITS if rng.random() < 0.1 else ""
-        monkeypatch.setenv(VARIABLE, text.replace("\x00", ""))
+        monkeypatch.setenv(RATES_VARIABLE, text.replace("\x00", ""))
         assert_refused_in_one_line(partial(read, text), text)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ultraep.errors import ConfigError
@@ -14,6 +16,9 @@ UNITS_PER_ROW = 1_000  # with speeds, thresholds count thousandths of a row at n
 SPEED_RANGE = (10, 10_000)
 MAX_SPEED_RATIO = 100
 AUTO = "auto"  # speeds that a balancer learns
+RATES_VARIABLE = "ULTRAEP_RATES"  # environment variable with rates for all balancers
+POLICY_VARIABLE = "ULTRAEP_POLICY"
+OFF = "off"
 MAX_ROWS = (1 << 31) - 1  # of a microbatch
 MAX_THRESHOLD = (MAX_ROWS + 1) * PARTS // SPEED_RANGE[0]  # all rows on the slowest rank
 MAX_TOLERANCE = 1_000.0
@@ -27,6 +32,8 @@ LADDER = (  # tolerances that objective "time" tries, in millionths
 MOST_PER_ROW = (1 << 31) - 1  # picoseconds; times 2**31 rows, less than 2**62
 MOST_REPLICAS = 1 << 20  # times UNLIMITED picoseconds, at most 2**60
 LONGEST_TIMEOUT = 1e9  # seconds; clocks and queues overflow beyond
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,3 +292,25 @@ def check_timeout(seconds: float | None) -> None:
             f"timeout must be a positive number of seconds, at most {LONGEST_TIMEOUT:g}, "
             f"got {seconds!r}"
         )
+
+
+def from_environment(config: BalanceConfig) -> BalanceConfig:
+    """Return the config with the policy of the environment, and its rates instead of a measurement.
+
+    ULTRAEP_POLICY=none switches balancing off in a program that cannot be changed.
+    """
+    policy = os.environ.get(POLICY_VARIABLE, "").strip()
+    if policy and policy != config.policy:
+        logger.info("%s=%s replaces the policy %r", POLICY_VARIABLE, policy, config.policy)
+        config = replace(config, policy=policy)
+    text = os.environ.get(RATES_VARIABLE, "").strip()
+    if not text or config.objective != "time" or config.rates is not None:
+        return config
+    if text.lower() == OFF:
+        return replace(config, objective="balance")
+    try:
+        return replace(config, rates=Rates.from_text(text))
+    except ConfigError as error:
+        raise ConfigError(
+            f"the environment variable {RATES_VARIABLE} must be {OFF!r} or rates: {error}"
+        ) from None

@@ -14,13 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from ultraep import BalanceConfig, Balancer, ConfigError, ExpertsFrom, LocalGroup, Rates, read_trace
 from ultraep.backends.triton.device import interpreted
 from ultraep.bundle import Layout
-from ultraep.config import MOST_PER_ROW, two_digits
+from ultraep.config import MOST_PER_ROW, from_environment, two_digits
 from ultraep.runtime import cost
 from ultraep.runtime.cost import (
     LayerShape,
     MeasuredRates,
     Timings,
-    from_environment,
     rates_from,
     slopes,
 )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 
 from ultraep.backends import select
-from ultraep.config import AUTO, BalanceConfig
+from ultraep.config import AUTO, BalanceConfig, from_environment
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError, UltraEPError, errors_at
 from ultraep.inputs import Inputs, Layer
@@ -33,7 +33,7 @@ from ultraep.policies import running_policy
 from ultraep.position import At, Position, Steps
 from ultraep.replicas import NO_PASS, backward_pass
 from ultraep.runtime.connect import Group, join, resolve_ranks, warn_if_idle
-from ultraep.runtime.cost import CostModel, from_environment
+from ultraep.runtime.cost import CostModel
 from ultraep.runtime.planes import Choice, DataPlane, PlaneRequest, choose, plane_kinds
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.settings import Settings, experts_and_homes

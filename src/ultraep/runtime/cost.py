@@ -10,7 +10,6 @@ Shapes: R ranks, E experts, G groups of rows, C replicas.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -40,9 +39,6 @@ from ultraep.topology import Topology
 
 Trial: TypeAlias = Callable[[Plan, Bundle], Replicas]  # replicas of a synthetic plan
 
-VARIABLE = "ULTRAEP_RATES"  # environment variable with rates for all balancers
-POLICY_VARIABLE = "ULTRAEP_POLICY"
-OFF = "off"
 BY_TIME = "ultraep"  # the policy that uses rates
 UNKNOWN = (
     "its rates are unknown: none were measured before a graph was captured, or the layer has "
@@ -59,28 +55,6 @@ PRODUCTS = 3  # in training: outputs, gradients of rows, gradients of weights
 GRADIENTS = 2  # a gradient is sent, then added
 
 logger = logging.getLogger(__name__)
-
-
-def from_environment(config: BalanceConfig) -> BalanceConfig:
-    """Return the config with the policy of the environment, and its rates instead of a measurement.
-
-    ULTRAEP_POLICY=none switches balancing off in a program that cannot be changed.
-    """
-    policy = os.environ.get(POLICY_VARIABLE, "").strip()
-    if policy and policy != config.policy:
-        logger.info("%s=%s replaces the policy %r", POLICY_VARIABLE, policy, config.policy)
-        config = replace(config, policy=policy)
-    text = os.environ.get(VARIABLE, "").strip()
-    if not text or config.objective != "time" or config.rates is not None:
-        return config
-    if text.lower() == OFF:
-        return replace(config, objective="balance")
-    try:
-        return replace(config, rates=Rates.from_text(text))
-    except ConfigError as error:
-        raise ConfigError(
-            f"the environment variable {VARIABLE} must be {OFF!r} or rates: {error}"
-        ) from None
 
 
 @lru_cache(maxsize=1024)

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from ultraep import BalanceConfig, BalancedMoE, Balancer
+from ultraep.config import POLICY_VARIABLE
 from ultraep.dispatch import Dispatcher
 from ultraep.errors import ConfigError
-from ultraep.runtime.cost import POLICY_VARIABLE
 from ultraep.workload.generators import Load
 from ultraep_tools.check.group import Facts, Part, Ranks
 from ultraep_tools.check.links import seconds_of
