@@ -161,9 +161,7 @@ def _refusal(words):
     """Return "refused" for a message of one line; `inspect` may print its progress before."""
     *before, last = words.splitlines()
     progress = all(line.startswith(("reading", "loading")) for line in before)
-    one_line = last.startswith("ultraep: ") and progress
-    no_memory = re.search("out of memory|MemoryError|Unable to allocate|can't allocate", last)
-    return "refused" if one_line and not no_memory else words
+    return "refused" if last.startswith("ultraep: ") and progress else words
 
 
 def huge(path, _):

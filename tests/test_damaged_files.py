@@ -46,7 +46,7 @@ def test_damaged_and_hostile_files_take_little_memory_and_time(tmp_path, first, 
 
 FLAWS = {
     "encrypted": (8, 1, "is encrypted"),
-    "unknown compression": (10, 99, "unknown compression"),
+    "unknown compression": (10, 99, "compression method is not supported"),
     "new version": (6, 99, "zip file version"),
     "patched data": (8, 0x20, "patched"),
 }

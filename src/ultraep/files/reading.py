@@ -1,21 +1,20 @@
 """Read text and NumPy arrays from files that the user names; a damaged file is a `FileError`.
 
-A file may be hostile: sizes are checked against limits before anything is unpacked, and pickles are
-never loaded.
+Files may come from strangers: their sizes are checked against limits before anything is unpacked,
+and pickles are never loaded.
 """
 
 from __future__ import annotations
 
 import codecs
 import io
-import math
 import os
 import stat
 import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
@@ -31,12 +30,6 @@ UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 ENDING = ".npy"
 MOST_TEXT = 16 << 20  # bytes of a text file; parsed JSON or CSV takes up to 30 times as much
 MOST_ARRAYS = 1 << 30  # bytes of all arrays read from one file
-MOST_HEADER = 16 << 10  # bytes of an array's header; NumPy refuses 10,000
-# Readers of the shape, the order and the dtype of an .npy file, by version.
-HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[Any, bool, np.dtype[Any]]]] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 
 # Exceptions of NumPy and zipfile on truncated or overwritten files.
 DAMAGE = (
@@ -126,11 +119,11 @@ def lines_of(text: str) -> Iterator[tuple[int, str]]:
 def read_array(path: str | Path, *, most: int = MOST_ARRAYS) -> Array:
     """Return the array of an .npy file of at most `most` bytes."""
     with reading(path), opened(path) as file:
-        if zipfile.is_zipfile(file):
-            raise FileError(f"{path}: an archive of arrays; its name should end in .npz")
         check_size(path, most)
-        file.seek(0)
-        return _load(file, os.stat(path).st_size)
+        array = np.load(file, allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise FileError(f"{path}: an archive of arrays; its name should end in .npz")
+        return array
 
 
 def read_arrays(
@@ -142,74 +135,38 @@ def read_arrays(
     most: limit of their unpacked size in bytes; None: the caller has checked it.
     """
     with _archive(path) as archive:
-        members = {
-            name: member
-            for name, member in _members(archive).items()
-            if only is None or name in only
-        }
-        size = sum(member.file_size for member in members.values())
-        if most is not None and size > most:
+        sizes = {name: size for name, size in _sizes(archive).items() if not only or name in only}
+        if most is not None and sum(sizes.values()) > most:
             raise FileError(
-                f"{path}: its arrays unpack to {size:,} bytes, but at most {most:,} are read"
+                f"{path}: its arrays unpack to {sum(sizes.values()):,} bytes, but at most {most:,} "
+                "are read"
             )
-        arrays = {}
-        for name, member in members.items():
-            with archive.open(member) as file:
-                arrays[name] = _load(file, member.file_size)
-        return arrays
+        return {name: archive[name] for name in sizes}
 
 
 def sizes_of_arrays(path: str | Path) -> dict[str, int]:
     """Return the unpacked sizes in bytes that the arrays of an .npz file claim, by name."""
     with _archive(path) as archive:
-        return {name: member.file_size for name, member in _members(archive).items()}
+        return _sizes(archive)
 
 
 def names_of_arrays(path: str | Path) -> list[str]:
     """Return the names of the arrays of an .npz file; [] for any other file."""
-    if Path(path).suffix.lower() != ".npz" or not os.path.isfile(path):
-        return []
-    with reading(path):
-        if not zipfile.is_zipfile(path):
-            return []
-    return list(sizes_of_arrays(path))
+    is_archive = Path(path).suffix.lower() == ".npz" and zipfile.is_zipfile(path)
+    return list(sizes_of_arrays(path)) if is_archive else []
 
 
 @contextmanager
-def _archive(path: str | Path) -> Iterator[zipfile.ZipFile]:
+def _archive(path: str | Path) -> Iterator[Any]:
     """Open an .npz file; damage becomes a `FileError`."""
-    with (
-        reading(path, "an archive of arrays"),
-        opened(path) as file,
-        zipfile.ZipFile(file) as archive,
-    ):
-        yield archive
+    with reading(path, "an archive of arrays"), opened(path) as file:
+        with np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
+            yield archive
 
 
-def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of an archive by the names of their arrays."""
-    members = {}
-    for member in archive.infolist():
-        name = member.filename.removesuffix(ENDING)
-        if name == member.filename or name in members:
-            raise ValueError(f"{member.filename!r} is not an array, or it is there twice")
-        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(f"{member.filename} has an unknown compression")
-        members[name] = member
-    return members
-
-
-def _load(file: IO[bytes], size: int) -> Array:
-    """Return the array of an .npy file, whose header must claim exactly its `size` in bytes."""
-    begin = io.BytesIO(file.read(MOST_HEADER))
-    version = np.lib.format.read_magic(begin)
-    if version not in HEADERS:
-        number = ".".join(map(str, version))
-        raise ValueError(f"version {number} of .npy cannot be read; save it as version 1.0 or 2.0")
-    shape, _, dtype = HEADERS[version](begin)
-    needed, there = math.prod(shape) * dtype.itemsize, size - begin.tell()
-    if not dtype.hasobject and (min(shape, default=0) < 0 or needed != there):
-        raise ValueError(f"{dtype} {list(shape)} needs {needed} bytes, there are {there}")
-    file.seek(0)
-    array: Array = np.load(file, allow_pickle=False)
-    return array
+def _sizes(archive: Any) -> dict[str, int]:
+    members = archive.zip.infolist()
+    sizes = {member.filename.removesuffix(ENDING): member.file_size for member in members}
+    if len(sizes) < len(members) or not all(m.filename.endswith(ENDING) for m in members):
+        raise ValueError("it has a file that is not an array, or an array twice")
+    return sizes
