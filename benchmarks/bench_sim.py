@@ -3,10 +3,10 @@
     python benchmarks/bench_sim.py --json out.json
 
 `bench_ranks_gpu.py` has measured the gains (`results/ranks_quick_h200_202611.json`), in eight
-processes on one H200 with an eighth of its multiprocessors each. The simulator predicts them for the same
-loads and plans, on a cluster of eight such parts. Ranks share the power of the GPU, so a busy rank
-is faster while others wait, by the factors in `results/grouped_h200_202611.json`; with few rows per
-expert the power is not the limit. The last table has the mean and the worst error.
+processes on one H200 with an eighth of its multiprocessors each. The simulator predicts them for
+the same loads and plans, on a cluster of eight such parts. Ranks share the power of the GPU, so a
+busy rank is faster while others wait, by the factors in `results/grouped_h200_202611.json`; with
+few rows per expert the power is not the limit. The last table has the mean and the worst error.
 """
 
 from __future__ import annotations
