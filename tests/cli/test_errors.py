@@ -54,7 +54,6 @@ WRONG = {
     },
     # advise
     f"{TRAIN} --model qwen3-235b": "per device do not fit into the 141 GB",
-    f"{TRAIN} --policy eplb,llep": "llep cannot be simulated: it replicates beyond spare slots",
     f"{TRAIN} --policy magic": "unknown policy 'magic'",
     f"{TRAIN} --prefill": "not training; remove --microbatches and --steps",
     f"{TRAIN} --trace uneven.npy": "loads of 6 experts",

@@ -23,7 +23,7 @@ from ultraep.policies import BUILT_IN
 from ultraep_tools.baselines import BASELINES
 
 NEEDS_HISTORY = ("eplb", "lplb", "flashlb")
-PEERS = ("quota", "echo", "llep", "moonep", *NEEDS_HISTORY)
+PEERS = ("quota", "echo", *NEEDS_HISTORY)
 reproducibly = settings(derandomize=True, database=None, deadline=None, max_examples=40)
 
 
@@ -93,15 +93,6 @@ EXAMPLES = {
     "echo spills from the hottest experts": example(
         "echo", [5, 0, 6, 3], ranks(2, 4, slots=2, homes=[0, 1, 0, 0]), [[0, 1, 1], [2, 1, 6]]
     ),
-    "llep needs no slots": example("llep", [9, 3, 0], ranks(3, slots=0), [[0, 1, 1], [0, 2, 4]]),
-    # The mean is 5. Rank 2 has 6 rows pending when expert 0 spills, so all 4 go to rank 1.
-    "llep counts pending rows": example(
-        "llep", [9, 0, 3, 3], ranks(3, 4, homes=[0, 1, 2, 2]), [[0, 1, 4], [2, 1, 1]]
-    ),
-    # The cap is 4. Beside expert 1 there is no room for expert 0 at home.
-    "llep sorts hosts once if nothing stays": example(
-        "llep", [6, 6, 0, 0], ranks(3, 4, homes=[0, 0, 1, 2]), [[0, 1, 4], [0, 2, 2], [1, 2, 2]]
-    ),
     "eplb without a past": example("eplb", [8, 6, 1, 1], ranks(2, 4), [], history=[0] * 4),
     "flashlb without a past": example("flashlb", [8, 6, 1, 1], ranks(2, 4), [], history=[0] * 4),
     # The first expert of each rank has its replica on the other one.
@@ -120,24 +111,11 @@ def test_examples_by_hand(name: str) -> None:
     assert replicas(policy, loads, topology, **settings) == placed
 
 
-@given(case=cases())
-@reproducibly
-def test_moonep_is_exact_and_every_host_has_one_donor(case: Any) -> None:
-    loads_RE, topology, _ = case
-    result = make("moonep", loads_RE, topology)
-    by_domain = result.rank_loads.reshape(topology.num_domains, -1)
-    assert (by_domain.max(axis=1) - by_domain.min(axis=1) <= 1).all()
-    homes = topology.home_of_expert[result.replicas[:, 0]]
-    for host in range(topology.ranks):
-        assert len(set(homes[result.replicas[:, 1] == host].tolist())) <= 1
-    assert not result.leaves_domain
-
-
 @pytest.mark.parametrize("policy", PEERS)
 def test_limits_that_a_policy_cannot_honour_are_refused(policy: str) -> None:
     with pytest.raises(ConfigError, match=f"{policy}.*max_replicas=3.*leave it at None"):
         replicas(policy, [4, 0], TWO, max_replicas=3)
-    if policy not in ("quota", "llep"):
+    if policy != "quota":
         with pytest.raises(ConfigError, match=f"{policy}.*min_tokens_per_replica=9.*leave it at 1"):
             replicas(policy, [4, 0], TWO, min_tokens_per_replica=9)
     if policy in NEEDS_HISTORY:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from published import CONTENDERS, scenario_of, settings, share_of_ideal
 
+from ultraep import policies
 from ultraep.errors import ConfigError
+from ultraep.policies import get_policy
 from ultraep.runtime.hybrid.crossing import Domains
 from ultraep.topology import Topology
 from ultraep_tools.sim.cluster import load_cluster
@@ -47,8 +49,13 @@ def test_a_policy_without_costs_of_its_own_has_those_of_its_kind() -> None:
     echo, flashlb = simulate(glm_scenario(), ["echo", "flashlb"])
     assert (echo.priced_as, flashlb.priced_as) == ("ultraep", "eplb")
     assert echo.stages["plan"] == results()[4].stages["plan"] > 0
-    with pytest.raises(ConfigError, match="llep cannot be simulated: it replicates beyond spare"):
-        Contender("llep")
+
+
+def test_a_policy_that_ignores_slots_cannot_be_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    ideal = get_policy("ideal")
+    monkeypatch.setitem(policies._registry, "free", replace(ideal, name="free"))
+    with pytest.raises(ConfigError, match="free cannot be simulated: it replicates beyond spare"):
+        Contender("free")
 
 
 def test_results_are_reproducible_and_progress_is_reported() -> None:

@@ -11,7 +11,7 @@ const css = (name) =>
 // Policies colour lines and bars of runs; a run without replicas has the colour of policy none.
 const POLICIES = {
   none: "#8d949c", eplb: "#d0713a", lplb: "#9b72cf", echo: "#c9a227", quota: "#3d9970",
-  ultraep: "#3b82d6", flashlb: "#cf5f7a", llep: "#5f9ea0", moonep: "#a0522d",
+  ultraep: "#3b82d6", flashlb: "#cf5f7a",
 };
 const OTHERS = ["#7a8b3c", "#6b6fb0", "#2f6f8f", "#8a6d3b"]; // policies of the user
 const BEFORE = POLICIES.none, AFTER = POLICIES.ultraep;
