@@ -55,7 +55,7 @@ class ServedTransformers:
     def __init__(self, model: Any) -> None:
         from ultraep.integrations.transformers import balanced_experts
 
-        self.model = model.eval().requires_grad_(False)  # so that rates exclude gradients
+        self.model = model.eval()
         self.device = next(model.parameters()).device
         self._modules = list(balanced_experts(model).values())
         self._balancers = {NONE: [module.balancer for module in self._modules]}
@@ -92,7 +92,7 @@ class ServedTransformers:
         first: list[int] = self.last_logits(texts).argmax(dim=-1).tolist()
         return first
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def last_logits(self, texts: Sequence[torch.Tensor]) -> torch.Tensor:
         """[n, V] logits after every text; the texts are packed into one sequence.
 

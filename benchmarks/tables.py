@@ -90,18 +90,16 @@ def table(spec: Mapping[str, Any]) -> str:
 
 
 def sources(tables: Mapping[str, Any]) -> str:
-    """Return a table of the results behind all tables, with their versions and dates."""
+    """Return a table of the results behind all tables that come from an older version."""
     names = {spec["source"] for spec in tables.values() if "source" in spec}
     rows = [row for spec in tables.values() for row in spec["rows"]]
     names |= {row["source"] for row in rows if "source" in row}
-    lines = ["| result | version | date | hash of inputs |", "|---|---|---|---|"]
-    for name in sorted(names):
-        recorded = rows_of(name)
-        versions = sorted({row["versions"]["ultraep"] for row in recorded})
-        hashed = "yes" if all("inputs" in row for row in recorded) else "no"
-        date = max(row["date"] for row in recorded)
-        link = f"[{name}](../benchmarks/results/{name}_202611.txt)"
-        lines.append(f"| {link} | {', '.join(versions)} | {date} | {hashed} |")
+    versions = {name: max(row["versions"]["ultraep"] for row in rows_of(name)) for name in names}
+    lines = ["| result | version | date |", "|---|---|---|"]
+    for name, version in sorted(versions.items()):
+        if version < max(versions.values()):
+            link = f"[{name}](../benchmarks/results/{name}_202611.txt)"
+            lines.append(f"| {link} | {version} | {max(row['date'] for row in rows_of(name))} |")
     return "\n".join(lines) + "\n"
 
 

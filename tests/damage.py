@@ -1,15 +1,9 @@
-"""Damaged files for tests: accidents of disks, networks and editors, and archives that lie.
-
-`damaged` applies random accidents. `claim_zeros` writes an archive with an array of zeros that is
-small when packed and takes gigabytes when read.
-"""
+"""Damaged files for tests: random accidents of disks, networks and editors."""
 
 import io
 import json
 import random
-import struct
 import zipfile
-import zlib
 
 import numpy as np
 
@@ -130,31 +124,3 @@ def json_value(content: bytes, rng: random.Random) -> bytes:
 
 ACCIDENTS = (flip_bits, cut, overwrite, insert, other_numbers, member, member, json_value)
 ACCIDENTS_INSIDE = (array_values, array_values, flip_bits, cut, other_numbers)
-
-
-def claim_zeros(path, name, shape, dtype):
-    """Put an array of zeros into an archive, keeping its other arrays if it exists."""
-    members = read_members(path) if path.exists() else {}
-    head = io.BytesIO()
-    header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(head, header)
-    size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
-    packed = members[f"{name}.npy"] = _packed_zeros(head.getvalue(), size)
-    content = bytearray(archive_of(members))
-    for mark, method, sizes in ((b"PK\x03\x04", 8, 18), (b"PK\x01\x02", 10, 20)):
-        begin = 0
-        while (begin := content.find(mark, begin)) >= 0:
-            if struct.unpack_from("<I", content, begin + sizes)[0] == len(packed):
-                struct.pack_into("<H", content, begin + method, zipfile.ZIP_DEFLATED)
-                struct.pack_into("<I", content, begin + sizes + 4, len(head.getvalue()) + size)
-            begin += 4
-    path.write_bytes(content)
-
-
-def _packed_zeros(head, size):
-    """Return a deflate stream of `head` and `size` zeros, compressing one block once."""
-    packer, block = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS), bytes(1 << 20)
-    begin = packer.compress(head) + packer.flush(zlib.Z_FULL_FLUSH)
-    zeros = packer.compress(block) + packer.flush(zlib.Z_FULL_FLUSH)
-    whole, rest = divmod(size, len(block))
-    return begin + zeros * whole + packer.compress(bytes(rest)) + packer.flush()

@@ -18,13 +18,12 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-from damage import claim_zeros, damaged
+from damage import damaged
 from inspect_models import TEXTS, save_model, save_tokenizer
 from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep import UltraEPError, read_trace
-from ultraep.trace.files import write_arrays
 from ultraep.workload.files import read_routing
 from ultraep_tools.cli.commands import app
 from ultraep_tools.demo.result import DemoResult
@@ -169,18 +168,6 @@ def huge(path, _):
     os.truncate(path, 5 * GIGABYTE)
 
 
-def zeros(name, shape, dtype):
-    return lambda path, _: claim_zeros(path, name, shape, dtype)
-
-
-def claimed(path, _):
-    """Write the header of an array of four gigabytes, and one row."""
-    with path.open("wb") as file:
-        shape = {"descr": "|i1", "fortran_order": False, "shape": (1 << 30, 4)}
-        np.lib.format.write_array_header_1_0(file, shape)
-        file.write(bytes(4))
-
-
 def text(content):
     return lambda path, _: path.write_text(content)
 
@@ -189,30 +176,8 @@ def header(**changes):
     return lambda path, _: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def no_pieces(path, _):
-    header(ranks=1 << 12, experts=1 << 20, domain=1 << 12)(path, _)
-    for piece in PIECES:
-        (path.parent / piece).unlink()
-
-
-def many_pieces(path, _):
-    """Write 16 pieces of records without rows, each below the limit."""
-    with np.load(path) as stored:
-        arrays = dict(stored)
-    for name, array in arrays.items():
-        if name != "dropped":
-            count = 0 if name in ("copies", "quotas") else 20_000
-            arrays[name] = np.zeros((count, *array.shape[1:]), array.dtype)
-    write_arrays(path, arrays)
-    for number in range(1, 16):
-        shutil.copy(path, path.with_name(f"{number:06d}.npz"))
-
-
 BOMBS = [
-    ("loads.npz", zeros("loads", (1 << 20, 8, 256), "int8")),
-    ("routing.npz", zeros("a_ids", (1 << 24, 16, 8), "uint8")),
     ("loads.csv", text("1\n" * 4_000_000)),
-    ("loads.npy", claimed),
     *((name, huge) for name in ("loads.npy", "packed.npz", "clusters.toml")),
     *((f"model/{name}.json", huge) for name in ("config", "tokenizer", "model.safetensors.index")),
     ("demo/result.json", huge),
@@ -220,12 +185,6 @@ BOMBS = [
     ("run/header.json", header(ranks=1 << 16, experts=1 << 20, domain=1 << 16)),
     ("run/header.json", header(stages=[str(number) for number in range(200_000)])),
     ("run/header.json", text("[" * (1 << 20))),
-    ("run/header.json", no_pieces),
-    (f"run/{PIECES[0]}", zeros("loads", (120_000_000, 2, 4), "<i4")),
-    (f"run/{PIECES[0]}", zeros("summary", (40_000_000, 12), "<i8")),
-    ("trace.npz", zeros("loads", (120_000_000, 2, 4), "<i4")),
-    ("trace.npz", zeros("header", (), "<U500000000")),
-    (f"run/{PIECES[0]}", many_pieces),
 ]
 
 

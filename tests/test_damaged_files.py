@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ultraep import FileError, workload
+from ultraep import FileError, read_trace, workload
+from ultraep.files.reading import read_arrays
+from ultraep.trace import files
 
 SEEDS = range(21, 20_021, 1000)
 
@@ -44,22 +47,28 @@ def test_damaged_and_hostile_files_take_little_memory_and_time(tmp_path, first, 
     assert min(ends.values()) > (last - first) // 8
 
 
-FLAWS = {
-    "encrypted": (8, 1, "is encrypted"),
-    "unknown compression": (10, 99, "compression method is not supported"),
-    "new version": (6, 99, "zip file version"),
-    "patched data": (8, 0x20, "patched"),
-}
+def packed_zeros(path, **shapes):
+    np.savez_compressed(path, **{n: np.zeros(shape, np.int32) for n, shape in shapes.items()})
+    return path
 
 
-@pytest.mark.parametrize("name", FLAWS)
-def test_unsupported_archives_are_refused(tmp_path, name):
-    offset, value, message = FLAWS[name]
+def test_arrays_that_unpack_to_too_much_are_refused(tmp_path):
+    path = packed_zeros(tmp_path / "loads.npz", a=(1 << 17,), b=(1 << 17,))
+    assert read_arrays(path, ["a"], most=1 << 20).keys() == {"a"}
+    with pytest.raises(FileError, match="unpack to 1,048,832 bytes, but at most 1,048,576"):
+        read_arrays(path, most=1 << 20)
+
+
+def test_traces_that_unpack_to_far_more_than_their_size_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SMALL", 1 << 20)
+    path = packed_zeros(tmp_path / "trace.npz", header=(1 << 20,))
+    with pytest.raises(FileError, match="claim to unpack to 4,194,"):
+        read_trace(path)
+
+
+def test_archives_of_other_things_are_refused(tmp_path):
     path = tmp_path / "loads.npz"
-    np.savez(path, np.ones((2, 4), dtype=int))
-    content = bytearray(path.read_bytes())
-    for mark, shift in ((b"PK\x01\x02", 0), (b"PK\x03\x04", -2)):
-        content[content.index(mark) + offset + shift] = value
-    path.write_bytes(content)
-    with pytest.raises(FileError, match=message):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "no array")
+    with pytest.raises(FileError, match="a file that is not an array"):
         workload.read_loads(path)

@@ -45,10 +45,10 @@ def measured(measuring, monkeypatch):
     """Replace the measurement by fixed rates; return the ranks that measured."""
     measuring_ranks = []
 
-    def of(rates):
+    def of(rates, forward=None):
         def measure(*given):
             measuring_ranks.append(given[-1].rank)  # the communicator
-            return MeasuredRates(((1, rates),))
+            return MeasuredRates(((1, rates),), forward=((1, forward or rates),))
 
         monkeypatch.setattr(cost, "measure", measure)
         return measuring_ranks
@@ -174,6 +174,20 @@ def test_replicas_that_pay_are_made(measured, monkeypatch):
         assert "ms by its rates" in repr(own[1][0])
         for one, other in zip(own[0], expected[0], strict=True):
             assert_close(one, other, "gradient", 1e-12)
+
+
+def test_inference_is_priced_without_backward(measured):
+    measured(EXPENSIVE, CHEAP)
+
+    def work(comm):
+        layer = EXAMPLE.layer(Balancer(comm, experts=8))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                layer(EXAMPLE.inputs[comm.rank])
+            yield layer.last_plan.num_replicas
+
+    for in_training, in_inference in LocalGroup(4).run(lambda comm: list(work(comm))):
+        assert in_training == 0 < in_inference
 
 
 def test_layers_of_one_shape_share_their_rates(measured):

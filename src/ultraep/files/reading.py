@@ -159,9 +159,12 @@ def names_of_arrays(path: str | Path) -> list[str]:
 @contextmanager
 def _archive(path: str | Path) -> Iterator[Any]:
     """Open an .npz file; damage becomes a `FileError`."""
-    with reading(path, "an archive of arrays"), opened(path) as file:
-        with np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
-            yield archive
+    with (
+        reading(path, "an archive of arrays"),
+        opened(path) as file,
+        np.lib.npyio.NpzFile(file, allow_pickle=False) as archive,
+    ):
+        yield archive
 
 
 def _sizes(archive: Any) -> dict[str, int]:

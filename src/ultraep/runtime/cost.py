@@ -91,7 +91,9 @@ class CostModel:
         if not depends:
             return config
         if rates is not None:
-            return _with_rates(config, rates.at(rows // self._topology.experts))
+            inference = torch.is_inference_mode_enabled()  # no backward pass can follow
+            mean = rows // self._topology.experts
+            return _with_rates(config, rates.at(mean, inference=inference))
         if not self._logged:
             self._logged = True
             logger.info("layer %d is planned for balance, not for time: %s", layer, UNKNOWN)
@@ -149,14 +151,17 @@ class MeasuredRates(NamedTuple):
 
     steps: smallest number of rows, and the rates from there on; the first also holds for fewer.
     of_group: measured seconds of a group with each of `ROWS`.
+    forward: steps of passes without backward; (): as `steps`.
     """
 
     steps: tuple[tuple[int, Rates], ...]
     of_group: tuple[float, ...] = ()
+    forward: tuple[tuple[int, Rates], ...] = ()
 
-    def at(self, rows: int) -> Rates:
+    def at(self, rows: int, *, inference: bool = False) -> Rates:
         """Return the rates for a mean number of rows per expert."""
-        return [rates for least, rates in self.steps if least <= max(rows, self.steps[0][0])][-1]
+        steps = (inference and self.forward) or self.steps
+        return [rates for least, rates in steps if least <= max(rows, steps[0][0])][-1]
 
     def seconds(self, rows_G: IntArray) -> float:
         """Return the predicted seconds of stage 6 with these groups of rows; 0.0: unknown."""
@@ -270,20 +275,26 @@ def rates_from(ranks: Sequence[Timings], replicas: int, shape: LayerShape) -> Me
     copy = max(0.0, whole - small)
     each = max(0.0, small - one) / max(1, replicas - 1)
     layer = max(0.0, one - idle - each)
-    per_byte, trained = copy / shape.layout.nbytes, shape.gradient_bytes > 0
-    passes, products = (2, PRODUCTS) if trained else (1, 1)
-    sends = 1 + (trained and shape.resends)
-    rates = [
-        Rates.from_seconds(
-            row=products * row + passes * 2 * shape.row_bytes * per_byte,
-            copy=sends * copy + GRADIENTS * shape.gradient_bytes * per_byte + products * group,
-            each=(sends + trained) * each,
-            layer=(sends + trained) * layer,
-        )
-        for row, group in slopes(network, homes)
-    ]
+    per_byte = copy / shape.layout.nbytes
+
+    def steps(*, trained: bool) -> tuple[tuple[int, Rates], ...]:
+        passes, products = (2, PRODUCTS) if trained else (1, 1)
+        sends, gradients = 1 + (trained and shape.resends), trained * shape.gradient_bytes
+        rates = [
+            Rates.from_seconds(
+                row=products * row + passes * 2 * shape.row_bytes * per_byte,
+                copy=sends * copy + GRADIENTS * gradients * per_byte + products * group,
+                each=(sends + trained) * each,
+                layer=(sends + trained) * layer,
+            )
+            for row, group in slopes(network, homes)
+        ]
+        return tuple(zip(ROWS, rates, strict=False))
+
     of_group = np.maximum.accumulate(network) / homes if network else np.zeros(0)
-    return MeasuredRates(tuple(zip(ROWS, rates, strict=False)), tuple(of_group.tolist()))
+    forward, trained = steps(trained=False), shape.gradient_bytes > 0
+    whole = steps(trained=True) if trained else forward
+    return MeasuredRates(whole, tuple(of_group.tolist()), forward if trained else ())
 
 
 def slopes(seconds: Sequence[float], homes: int) -> list[tuple[float, float]]:

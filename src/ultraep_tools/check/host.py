@@ -22,14 +22,14 @@ from ultraep.backends import BACKENDS
 from ultraep.errors import BackendUnavailable
 from ultraep.runtime.device_planner import DevicePlanner
 from ultraep.runtime.hosts import SHARED, this_gpu_host
-from ultraep.supported import MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM
+from ultraep.supported import MEGATRON, SGLANG, TORCHTITAN, TRANSFORMERS, VLLM
 from ultraep_tools.check.report import Finding, one_line
 from ultraep_tools.machine import version_of
 from ultraep_tools.report.words import counted
 
 GB = 1e9
 LEAST_SHARED = 1 << 30  # bytes of /dev/shm
-FRAMEWORKS = (TRANSFORMERS, TORCHTITAN, MEGATRON, VLLM)
+FRAMEWORKS = (TRANSFORMERS, TORCHTITAN, MEGATRON, VLLM, SGLANG)
 SMI_SECONDS = 20
 SMI_FIELDS = (
     *("uuid", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm"),

@@ -201,7 +201,7 @@ class ServedTinyMoE:
         self._balancer.config = replace(self._balancer.config, policy=policy)
         return [self._balancer]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def first_tokens(self, texts: Sequence[torch.Tensor]) -> list[int]:
         tokens, positions, ends = packed(texts)
         first: list[int] = self.model(tokens, positions)[0, ends].argmax(dim=-1).tolist()
