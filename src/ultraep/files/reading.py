@@ -152,8 +152,9 @@ def sizes_of_arrays(path: str | Path) -> dict[str, int]:
 
 def names_of_arrays(path: str | Path) -> list[str]:
     """Return the names of the arrays of an .npz file; [] for any other file."""
-    is_archive = Path(path).suffix.lower() == ".npz" and zipfile.is_zipfile(path)
-    return list(sizes_of_arrays(path)) if is_archive else []
+    if Path(path).suffix.lower() != ".npz" or not os.path.isfile(path):
+        return []
+    return list(sizes_of_arrays(path)) if zipfile.is_zipfile(path) else []
 
 
 @contextmanager
