@@ -165,13 +165,8 @@ def _settings(best: Configuration) -> str:
         return "no spare slots; leave balancing off"
     scenario = best.scenario
     size = scenario.topology.domain_size
-    parts = [f"slots={best.advised.slots}"]
-    if size < scenario.ranks:
-        parts.append(f"domain={size}")
-    if scenario.objective != "time":  # the default of a balancer
-        tolerance = f"tolerance={scenario.tolerance:g}"
-        parts.append(f'config=ultraep.BalanceConfig(objective="balance", {tolerance})')
-    return ", ".join(parts)
+    domain = f", domain={size}" if size < scenario.ranks else ""
+    return f"slots={best.advised.slots}{domain}"
 
 
 # -- presets -------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def make_scenario(options: AdviseOptions) -> Scenario:
         job=_job(options),
         ranks=options.ep,
         domain=options.domain,
-        objective="balance" if options.prefill else "time",
+        objective="time",  # as a balancer plans
     )
     return replace(scenario, workload=_workload(options, scenario))
 
