@@ -51,7 +51,6 @@ from torch.nn.functional import cross_entropy
 
 import ultraep
 from ultraep import parallel
-from ultraep.parallel import full_state
 from ultraep.topology import even_homes
 from ultraep_tools.demo.model import TinyMoE, next_byte_loss
 
@@ -201,21 +200,24 @@ class Pretraining:
     def save(self, folder: Path, keep: int) -> Path:
         """Write a checkpoint atomically; keep the last few."""
         path, rng = folder / f"step-{self.done:08d}.pt", self.everyone(rng_state(self.device))
-        mine = {"keep": self.rank == 0}  # the other ranks only send
-        content = {
-            "config": asdict(self.settings.model),
-            "step": self.done,
-            "text": self.text_position(),
-            "rng": rng,
-            "model": full_state.full_state_dict(self.model, **mine),  # ultraep 7: all experts
-            "optimizer": full_state.full_optimizer_state(self.model, self.optimizer, **mine),
-        }
+        parts = self.on_first_rank(on_host(self.state().state_dict()))
         if self.rank == 0:
+            content = {
+                "config": asdict(self.settings.model),
+                "step": self.done,
+                "text": self.text_position(),
+                "rng": rng,
+                "state": {key: value for part in parts for key, value in part.items()},
+            }
             write_whole(content, path)
             for old in checkpoints(folder)[:-keep]:
                 old.unlink()
         self.everyone("written")  # wait: writing may take longer than the timeout
         return path
+
+    def state(self) -> parallel.ShardedState:
+        """The state of model and optimizer, an entry for each expert that this rank holds."""
+        return parallel.ShardedState(self.model, self.optimizer)  # ultraep 7: also for `dcp.save`
 
     def text_position(self) -> dict[str, Any]:
         text = self.text
@@ -231,8 +233,7 @@ class Pretraining:
         """Continue from a checkpoint, saved on any number of ranks."""
         self.done, self.drawn = saved["step"], saved["text"]["drawn"]
         self.compare(saved["config"] | saved["text"])
-        full_state.load_full_state_dict(self.model, saved["model"])  # ultraep 8: the home experts
-        full_state.load_full_optimizer_state(self.model, self.optimizer, saved["optimizer"])
+        self.state().load_state_dict(saved["state"])  # ultraep 8: takes the home experts
         if len(saved["rng"]) == self.size:
             set_rng_state(saved["rng"][self.rank])
         else:
@@ -266,6 +267,17 @@ class Pretraining:
         with connected():
             dist.all_gather_object(values, mine)
         return values
+
+    def on_first_rank(self, mine: Any) -> list[Any]:
+        """Return the values of all ranks on rank 0, and nothing on the others."""
+        values = [None] * self.size if self.rank == 0 else None
+        with connected():
+            dist.gather_object(mine, values)
+        return values or []
+
+
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
 def run(settings: Settings, resume: str | None) -> None:

@@ -13,7 +13,7 @@ from ultraep.arrays import PADDING
 
 MAX_TOTAL = 2**31 - 1
 EVEN = workload.Load("random even")
-POLICIES = ("none", "ultraep", "quota", "echo")  # without history
+POLICIES = ("none", "ultraep", "quota")  # without history
 
 
 def one_hot(ranks, experts, *, tokens, expert=0):

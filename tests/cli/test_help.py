@@ -85,4 +85,4 @@ def test_env_has_all_facts():
     shown = flat("env")
     assert f"ultraep {ultraep.__version__}" in shown
     assert "no GPU" in shown
-    assert "flashlb" in shown
+    assert "lplb" in shown

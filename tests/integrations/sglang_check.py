@@ -218,20 +218,19 @@ def suppressed(call: Callable[..., Any], *inputs: Any) -> None:
 
 def four_ranks(bench: Bench) -> None:
     """GLM-4-MoE (a shared expert, scaled gates), float32, DP4 x EP4, two slots."""
-    expected = bench.reference("Glm4Moe")
     variables = {"ULTRAEP_SLOTS": "2", "ULTRAEP_MIN_ROWS": "1"}
-    options = [*expert_parallel(4), "--enable-metrics"]
-    with bench.serving("Glm4Moe", *options, variables=variables) as server:
-        compare(server, expected)
-        check_log(server)
-        check_replicas(check_metrics(server, small_batches=True))
+    balanced(bench, "Glm4Moe", *expert_parallel(4), variables=variables)
 
 
 def fp8(bench: Bench) -> None:
     """Qwen3-MoE, experts in FP8 with block scales, DP2 x EP2."""
-    expected = bench.reference("Fp8")
-    options = [*expert_parallel(2), "--enable-metrics", "--deepep-mode", "normal"]
-    with bench.serving("Fp8", *options, variables=ON) as server:
+    balanced(bench, "Fp8", *expert_parallel(2), "--deepep-mode", "normal", variables=ON)
+
+
+def balanced(bench: Bench, family: str, *options: str, variables: dict[str, str]) -> None:
+    """Compare tokens of a balanced server; check its log, metrics and replicas."""
+    expected = bench.reference(family)
+    with bench.serving(family, *options, "--enable-metrics", variables=variables) as server:
         compare(server, expected)
         check_log(server)
         check_replicas(check_metrics(server, small_batches=True))

@@ -22,8 +22,8 @@ from ultraep import (
 from ultraep.policies import BUILT_IN
 from ultraep_tools.baselines import BASELINES
 
-NEEDS_HISTORY = ("eplb", "lplb", "flashlb")
-PEERS = ("quota", "echo", *NEEDS_HISTORY)
+NEEDS_HISTORY = ("eplb", "lplb")
+PEERS = ("quota", *NEEDS_HISTORY)
 reproducibly = settings(derandomize=True, database=None, deadline=None, max_examples=40)
 
 
@@ -89,12 +89,7 @@ EXAMPLES = {
     "quota plans every domain": example(
         "quota", [100, 0, 0, 200], ranks(4, domain=2), [[0, 1, 49], [3, 2, 99]]
     ),
-    # Rank 0 is 7 above the mean of 7: expert 2 gives all of its 6 rows, expert 0 only 1.
-    "echo spills from the hottest experts": example(
-        "echo", [5, 0, 6, 3], ranks(2, 4, slots=2, homes=[0, 1, 0, 0]), [[0, 1, 1], [2, 1, 6]]
-    ),
     "eplb without a past": example("eplb", [8, 6, 1, 1], ranks(2, 4), [], history=[0] * 4),
-    "flashlb without a past": example("flashlb", [8, 6, 1, 1], ranks(2, 4), [], history=[0] * 4),
     # The first expert of each rank has its replica on the other one.
     "lplb without a past": example("lplb", [8, 6, 1, 1], ranks(2, 4), [[0, 1, 6]], history=[0] * 4),
     # Rank 1 ends its domain: its replica is on rank 0, not on rank 2.

@@ -45,10 +45,14 @@ def results() -> list[Result]:
     return simulate(glm_scenario(), POLICIES)
 
 
-def test_a_policy_without_costs_of_its_own_has_those_of_its_kind() -> None:
-    echo, flashlb = simulate(glm_scenario(), ["echo", "flashlb"])
-    assert (echo.priced_as, flashlb.priced_as) == ("ultraep", "eplb")
-    assert echo.stages["plan"] == results()[4].stages["plan"] > 0
+def test_a_policy_without_costs_of_its_own_has_those_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, like in (("exact", "quota"), ("past", "eplb")):
+        monkeypatch.setitem(policies._registry, name, replace(get_policy(like), name=name))
+    exact, past = simulate(glm_scenario(), ["exact", "past"])
+    assert (exact.priced_as, past.priced_as) == ("ultraep", "eplb")
+    assert exact.stages["plan"] == results()[4].stages["plan"] > 0
 
 
 def test_a_policy_that_ignores_slots_cannot_be_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

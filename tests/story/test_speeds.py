@@ -132,7 +132,7 @@ def test_large_rates_are_scaled_for_slow_ranks():
 def test_other_policies_ignore_speeds():
     loads, topology = NAMED["zipf"]
     speeds = [900, *[1000] * 15]
-    for policy in ("none", "quota", "echo"):
+    for policy in ("none", "quota"):
         config = BalanceConfig(policy=policy)
         with_them = replace(config, speeds=speeds)
         assert ultraep.plan(loads, topology, with_them) == ultraep.plan(loads, topology, config)
@@ -158,7 +158,7 @@ def test_bad_speeds_are_refused(speeds, message):
 
 def test_speeds_must_fit_the_ranks():
     loads, topology = NAMED["zipf"]
-    for policy in ("ultraep", "none", "echo"):
+    for policy in ("ultraep", "none", "quota"):
         config = BalanceConfig(policy=policy, speeds=(1000, 900))
         with pytest.raises(ConfigError, match="each of the 16 ranks, got 2"):
             ultraep.plan(loads, topology, config)

@@ -7,7 +7,6 @@ and pickles are never loaded.
 from __future__ import annotations
 
 import codecs
-import io
 import os
 import stat
 import struct
@@ -106,11 +105,6 @@ def read_beginning(path: str | Path, most: int) -> str:
         encoding = "utf-16" if content.startswith(UTF16) else "utf-8-sig"
         cut = os.stat(path).st_size > most  # possibly inside a character
         return codecs.getincrementaldecoder(encoding)().decode(content, final=not cut)
-
-
-def lines_of(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers; unlike `splitlines`, do not split at a form feed."""
-    return enumerate(io.StringIO(text, newline=None), start=1)
 
 
 # -- arrays --------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ Shapes: T tokens, H layers, K experts per token, S microbatches, R ranks, E expe
 
 from __future__ import annotations
 
+import io
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,7 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError, LoadError
-from ultraep.files.reading import (
-    lines_of,
-    names_of_arrays,
-    read_array,
-    read_arrays,
-    read_text,
-)
+from ultraep.files.reading import names_of_arrays, read_array, read_arrays, read_text
 from ultraep.loads import MAX_TOTAL, as_integers
 
 IDS = "_ids"  # suffix of arrays with expert ids
@@ -91,29 +87,16 @@ def _read_npz(path: Path) -> Iterable[Any]:
     return arrays.values()
 
 
-def _read_csv(path: Path) -> Iterable[list[list[int]]]:
-    rows: list[list[int]] = []
+def _read_csv(path: Path) -> Iterable[IntArray]:
     text = read_text(path)
     if max(text.count("\n"), text.count("\r")) > MOST_LINES:
         raise LoadError(f"more than {MOST_LINES:,} lines: save the loads as .npy")
-    for number, line in lines_of(text):
-        if line.strip():
-            rows.append(_parse_row(line, number, rows))
-        elif rows:
-            yield rows
-            rows = []
-    if rows:
-        yield rows
-
-
-def _parse_row(line: str, number: int, rows: list[list[int]]) -> list[int]:
+    options: Any = {"delimiter": ",", "comments": None, "dtype": np.int64, "ndmin": 2}
+    parts = re.split(r"\n\s*\n", text.replace("\r\n", "\n").replace("\r", "\n"))
     try:
-        row = [int(cell) for cell in line.split(",")]
+        return [np.loadtxt(io.StringIO(part), **options) for part in parts if part.strip()]
     except ValueError as error:
-        raise LoadError(f"line {number}: loads must be integers: {error}") from None
-    if rows and len(row) != len(rows[0]):
-        raise LoadError(f"line {number}: {len(row)} columns, the lines before have {len(rows[0])}")
-    return row
+        raise LoadError(f"loads must be integers, a line for each source rank: {error}") from None
 
 
 READERS = {".npy": _read_npy, ".npz": _read_npz, ".csv": _read_csv}

@@ -8,5 +8,5 @@ from __future__ import annotations
 
 from ultraep.policies import BUILT_IN
 
-BASELINES = ("quota", "echo", "eplb", "lplb", "flashlb", "ideal")
+BASELINES = ("quota", "eplb", "lplb", "ideal")
 OWN = (*BUILT_IN, *BASELINES)  # policies of this project

@@ -78,8 +78,7 @@ class PlanOptions(cli.Options):
         "cpu (compiled) or reference (slow); their plans are equal.", "the fastest"
     )
     history: int = option(
-        "Past microbatches that eplb, lplb and flashlb plan from; the first one uses its own "
-        "loads.",
+        "Past microbatches that eplb and lplb plan from; the first one uses its own loads.",
         default=1,
     )
     as_json: bool = cli.json_option()

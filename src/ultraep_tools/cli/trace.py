@@ -181,7 +181,7 @@ class ReplayOptions(TraceOptions):
         metavar="N,...",
     )
     history: str = option(
-        "Past microbatches of a layer that eplb, lplb and flashlb plan from.",
+        "Past microbatches of a layer that eplb and lplb plan from.",
         default="1",
         metavar="N,...",
     )

@@ -25,8 +25,13 @@ from ultraep import __version__
 from ultraep.backends import select
 from ultraep.config import BalanceConfig
 from ultraep.layer import BalancedMoE, Routing
-from ultraep.parallel import average_expert_gradients, clip_grad_norm, data_parallel
-from ultraep.parallel.full_state import State, full_state_dict, load_full_state_dict
+from ultraep.parallel import (
+    average_expert_gradients,
+    clip_grad_norm,
+    data_parallel,
+    dense_parameters,
+    expert_parameters,
+)
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.connect import ALONE
 from ultraep.topology import even_homes
@@ -44,7 +49,8 @@ from ultraep_tools.launch.processes import RankPlace
 class Trained:
     steps: list[Step]
     bytes_sent: int  # for replicas, by all ranks
-    state: State  # of the model, with all experts
+    parameters: int  # of the model, with all experts
+    state: dict[str, torch.Tensor]  # of this rank
 
 
 def work(place: RankPlace, job: Job, report: Callable[[Progress], None]) -> DemoResult:
@@ -69,7 +75,7 @@ class Demo:
         first = trainings[job.policies[0]]
         with self.balancer("none") as balancer:
             model = make_model(self.sizes, balancer, job.seed).eval()
-            load_full_state_dict(model, first.state)  # all policies use these weights from here on
+            model.load_state_dict(first.state)  # all policies use these weights from here on
             requests = self.requests()
             answers = answer(
                 model,
@@ -90,7 +96,7 @@ class Demo:
             machine=f"{platform.system()} {platform.machine()}",
             seed=job.seed,
             sizes=self.sizes,
-            parameters=sum(tensor.numel() for tensor in first.state.values()),
+            parameters=first.parameters,
             steps=len(first.steps),
             domains=[self.subject(step) for step in range(len(first.steps))],
             forced_tokens_per_second=speeds[FORCED],
@@ -191,9 +197,14 @@ def policy_result(
 
 def trained(steps: list[Step], trainer: Trainer) -> Trained:
     """Collect the results of a training from all ranks."""
-    ranks = trainer.balancer.comm.gather_objects(trainer.balancer.stats())
-    sent = sum(own["weights_bytes_sent"] + own["gradients_bytes_sent"] for own in ranks)
-    return Trained(steps, sent, full_state_dict(trainer.model))
+    model, own = trainer.model, trainer.balancer.stats()
+    mine = [
+        own["weights_bytes_sent"] + own["gradients_bytes_sent"],
+        sum(tensor.numel() for tensor in expert_parameters(model).values()),
+    ]
+    sent, in_experts = np.sum(trainer.balancer.comm.gather_objects(mine), axis=0).tolist()
+    dense = sum(tensor.numel() for tensor in dense_parameters(model).values())
+    return Trained(steps, sent, dense + in_experts, model.state_dict())
 
 
 def difference(values: list[float], reference: list[float]) -> float:

@@ -10,8 +10,8 @@ const css = (name) =>
 // One colour language for all pages.
 // Policies colour lines and bars of runs; a run without replicas has the colour of policy none.
 const POLICIES = {
-  none: "#8d949c", eplb: "#d0713a", lplb: "#9b72cf", echo: "#c9a227", quota: "#3d9970",
-  ultraep: "#3b82d6", flashlb: "#cf5f7a",
+  none: "#8d949c", eplb: "#d0713a", lplb: "#9b72cf", quota: "#3d9970",
+  ultraep: "#3b82d6",
 };
 const OTHERS = ["#7a8b3c", "#6b6fb0", "#2f6f8f", "#8a6d3b"]; // policies of the user
 const BEFORE = POLICIES.none, AFTER = POLICIES.ultraep;
