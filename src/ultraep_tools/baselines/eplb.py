@@ -34,8 +34,7 @@ def place_by_past(history_E: IntArray, topology: Topology) -> IntArray:
     instances_ER = np.zeros((topology.experts, topology.ranks), dtype=np.int64)
     past_E = history_E.astype(np.float32)
     places_R = topology.homes_per_rank + topology.slots
-    places = int(places_R.sum())
-    replicated = replicated_items(past_E, places - topology.experts, most=places)
+    replicated = replicated_items(past_E, int(places_R.sum()) - topology.experts)
     expert_N = np.concatenate([np.arange(topology.experts), replicated])
     share_E = past_E / np.bincount(expert_N).astype(np.float32)
     np.add.at(instances_ER, (expert_N, pack(share_E[expert_N], places_R)), 1)

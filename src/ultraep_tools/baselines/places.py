@@ -93,23 +93,18 @@ def pack(weight_N: FloatArray, places_R: IntArray) -> IntArray:
     return rank_N
 
 
-def replicated_items(weight_N: FloatArray, replicas: int, most: int) -> IntArray:
+def replicated_items(weight_N: FloatArray, replicas: int) -> IntArray:
     """Return the items to replicate, in order: always the largest weight per instance.
 
-    most: instances of one item. No more items are returned once all items have that many.
-
-    >>> replicated_items(np.array([90, 31, 20], dtype=np.float32), replicas=3, most=4)
+    >>> replicated_items(np.array([90, 31, 20], dtype=np.float32), replicas=3)
     array([0, 0, 1])
     """
     instances_N = [1] * len(weight_N)
     shares = [(-weight, item) for item, weight in enumerate(weight_N)]
     heapify(shares)
     items: list[int] = []
-    while shares and len(items) < replicas:
+    while len(items) < replicas:
         item = shares[0][1]
-        if instances_N[item] == most:
-            heappop(shares)
-            continue
         instances_N[item] += 1
         heapreplace(shares, (-weight_N[item] / np.float32(instances_N[item]), item))
         items.append(item)
