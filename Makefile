@@ -37,7 +37,7 @@ help:
 	@echo "make test-failed  the tests that failed in the last run, one at a time"
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (five minutes)"
-	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (40 minutes)"
+	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (20 minutes)"
 	@echo "make test-sglang  set up SGLang for CPUs on its own, then the plug-in in real servers (ten minutes)"
 	@echo "make test-triton  set up, then compile all kernels with the oldest Triton that is supported (a minute)"
 	@echo "make soak    set up, then train with 100 injected faults and report how every run ends (five minutes; OPTIONS=--help)"

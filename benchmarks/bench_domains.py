@@ -38,18 +38,7 @@ import simulated_hosts
 import torch
 import torch.distributed as dist
 from harness import Line, Metric, options_parser
-from layers import (
-    AFTER,
-    BEFORE,
-    GAIN,
-    LESS,
-    STEP,
-    Spent,
-    Variants,
-    median_ratio,
-    on_ranks,
-    slowest,
-)
+from layers import AFTER, BEFORE, GAIN, LESS, STEP, Spent, Variants, median_ratio, on_ranks, slowest
 from load_cases import Shape, draw, hot
 from mps import ThroughHost, device_of_rank, report_of_ranks
 from shared_peers import SharedPeers

@@ -95,11 +95,7 @@ class Scale:
 
 
 QUICK = Scale(
-    sizes=((8, 32), (64, 256), (256, 1024)),
-    ratios=(2.0, 3.0),
-    seeds=3,
-    trace_ranks=(8,),
-    optima=60,
+    sizes=((8, 32), (64, 256), (256, 1024)), ratios=(2.0, 3.0), seeds=3, trace_ranks=(8,), optima=60
 )
 TOY = Scale(
     sizes=((4, 8), (8, 16)),

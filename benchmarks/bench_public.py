@@ -282,10 +282,7 @@ def plans(bench: Bench) -> None:
 
 
 def compare(
-    bench: Bench,
-    topology: Topology,
-    loads: list[tuple[str, IntArray]],
-    library: ctypes.CDLL | None,
+    bench: Bench, topology: Topology, loads: list[tuple[str, IntArray]], library: ctypes.CDLL | None
 ) -> None:
     """Measure all planners on these loads and print the table of a topology."""
     contest, samples = Contest(bench, topology, library), Samples()

@@ -70,15 +70,7 @@ class Size(Shape):
 
 CPU_SIZES = (Size(), Size(ranks=4, tokens=256, nice=3))
 CARD = Size(
-    hidden=4096,
-    ffn=1536,
-    experts=128,
-    top_k=8,
-    tokens=4096,
-    ranks=8,
-    layers=6,
-    rounds=7,
-    steps=2,
+    hidden=4096, ffn=1536, experts=128, top_k=8, tokens=4096, ranks=8, layers=6, rounds=7, steps=2
 )
 LIMIT = 190.0  # seconds of a run on a GPU
 TOY = Size(hidden=16, ffn=16, tokens=32, most=3, rounds=1, steps=1)
@@ -159,13 +151,9 @@ def open_device(rank: int, size: Size, cuda: bool) -> torch.device:
     return device
 
 
-def say(rank: int, text: str) -> None:
-    if rank == 0:
-        print_progress(text)
-
-
 def straggler_on_rank(rank: int, size: Size, cuda: bool, end: float | None) -> dict[str, Any]:
     last, phases = rank == size.ranks - 1, Phases(rank, end)
+    say = print_progress if rank == 0 else lambda _: None
     with phases("open the device"):
         variants = Learning(size, rank, open_device(rank, size, cuda))
         balancer = variants.learn(LEARNT, "auto")
@@ -178,19 +166,19 @@ def straggler_on_rank(rank: int, size: Size, cuda: bool, end: float | None) -> d
     with slowed(size, last and not cuda):
         with phases("learn", 90):
             facts["found"] = 1 + variants.until(LEARNT, lambda: bool(balancer.speeds))
-            say(rank, f"after {facts['found']} microbatches: {balancer.speeds or 'equal speeds'}")
+            say(f"after {facts['found']} microbatches: {balancer.speeds or 'equal speeds'}")
         with phases("learn more"):
             for _ in range(2 * BLOCK if size.most > BLOCK else 1):
                 variants.step(LEARNT)
             facts["learnt"] = balancer.speeds or (1000,) * size.ranks
         with phases("measure the time per row"):
             facts["measured"] = variants.measured(ROWS)
-            say(rank, f"learnt {facts['learnt']}, by time per row {facts['measured']}")
+            say(f"learnt {facts['learnt']}, by time per row {facts['measured']}")
             variants.learn(IDEAL, facts["measured"])
         with phases("compare"):
             facts["seconds"] = in_turns([ROWS, LEARNT, IDEAL], size.rounds, variants.seconds)
             ms = {name: round(1e3 * median(times), 2) for name, times in facts["seconds"].items()}
-            say(rank, f"milliseconds {ms}")
+            say(f"milliseconds {ms}")
     if not cuda:
         with phases("forget", 90):
             facts["forgotten"] = variants.until(LEARNT, lambda: not balancer.speeds)

@@ -321,11 +321,7 @@ class Pull:
                 raise Mismatch(f"the gradient that rank {rank + 1} holds, of {fan} replicas")
 
 
-SECTIONS = {
-    "direct": direct,
-    "relay": relay,
-    "reduce": reduce,
-}
+SECTIONS = {"direct": direct, "relay": relay, "reduce": reduce}
 # In CARD sections ranks must run concurrently, which the interpreter cannot do.
 NEEDS = {"direct": CARD, "relay": CARD, "reduce": KERNELS}
 

@@ -1,9 +1,6 @@
 """Run all benchmarks that this machine can run, one after the other: `make bench`.
 
-    python benchmarks/run_all.py --quick    # fewer sizes
-
-It first prints a line with the reason for each script that cannot run. Scripts that can run in part
-print which sections they skip.
+python benchmarks/run_all.py --quick    # fewer sizes
 """
 
 from __future__ import annotations

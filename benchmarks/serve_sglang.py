@@ -10,12 +10,10 @@ Three servers of a random Qwen3-MoE, each with data-parallel attention over two 
     ultraep    the plug-in with its default settings
 
 `sglang.bench_serving` sends the same prompts to one server after the other in every round, as a
-Poisson process below the throughput of `stock`, and then all at once. The servers that wait are
-stopped (SIGSTOP), because SGLang's schedulers poll. `busiest` is the processor time of the rank
-that computes longest, which other work on the machine disturbs least. `pays from` is the number of
-rows from which a replica pays, as the plug-in has measured alone on the machine. Two models differ
-in their routers only: one prefers the experts of the first rank, the other both ranks equally. Two
-loads differ in their prompts: short ones, whose batches are too small for replicas, and long ones.
+Poisson process below the throughput of `stock`, and then all at once. Servers that wait are stopped
+(SIGSTOP), because they poll. `busiest` is the processor time of the rank that computes longest;
+`pays from` are the rows from which a replica pays, as the plug-in has measured. Two models differ
+in their routers only: one prefers the experts of the first rank, the other both ranks equally.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import re
 import signal
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -38,8 +36,8 @@ from unittest.mock import Mock, patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integrations"))
 from harness import Line, Metric, Report, Samples, Values, comma_list, options_parser
 from safetensors.torch import load_file, save_file
-from servers import make_model
-from sglang_check import Bench, SglangServer, expert_parallel
+from servers import Server, make_model
+from sglang_check import Bench, expert_parallel
 from timing import print_progress
 
 from ultraep.supported import SGLANG
@@ -94,64 +92,76 @@ def write_model(folder: Path, *, even: bool) -> None:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def send(size: Load, server: SglangServer, folder: Path, rate: float, seed: int) -> dict[str, Any]:
-    """Return what `sglang.bench_serving` measures on a server, the only one that runs."""
-    sys.modules["datasets"] = Mock()  # imported for other loads
-    from sglang.benchmark import serving
+class Sglang:
+    """Servers of SGLang, and its load generator."""
 
-    output = folder / "load.jsonl"
-    output.unlink(missing_ok=True)
-    options = f"""bench_serving --backend sglang --host 127.0.0.1 --port {server.port}
-        --dataset-name random-ids --tokenize-prompt --random-input-len {size.tokens}
-        --random-range-ratio {size.least} --random-output-len 1 --num-prompts {size.prompts}
-        --seed {seed}
-        --request-rate {rate} --output-file {output} --disable-tqdm"""
+    library, title = SGLANG, "SGLang, Qwen3-MoE, two CPU ranks"
+    rank = "sglang::scheduler"  # in the command of a rank
+
+    def serving(self, folder: Path, model: str, size: Load, name: str) -> Any:
+        """Return the context of a server."""
+        options = [*expert_parallel(2), "--enable-metrics"]
+        if name == "stock":  # its default for sums needs NCCL
+            options = [*options[:-5], "--enable-metrics", "--boundary-reduction", "ar"]
+        options += ["--chunked-prefill-size", str(size.chunk), "--disable-radix-cache"]
+        return Bench(folder).serving(model, *options, variables=VARIANTS[name])
+
+    def send(self, size: Load, server: Server, folder: Path, rate: float, seed: int) -> Any:
+        """Return what `sglang.bench_serving` measures on a server."""
+        sys.modules["datasets"] = Mock()  # imported for other loads
+        from sglang.benchmark import serving
+
+        output = folder / "load.jsonl"
+        output.unlink(missing_ok=True)
+        options = f"""bench_serving --backend sglang --host 127.0.0.1 --port {server.port}
+            --dataset-name random-ids --tokenize-prompt --random-input-len {size.tokens}
+            --random-range-ratio {size.least} --random-output-len 1 --num-prompts {size.prompts}
+            --seed {seed} --request-rate {rate} --output-file {output} --disable-tqdm"""
+        with patch.object(sys, "argv", options.split()):
+            serving.cli_main()
+        return json.loads(output.read_text())
+
+
+def send(
+    engine: Any, size: Load, server: Server, folder: Path, rate: float, seed: int
+) -> dict[str, Any]:
+    """Return what the load generator measures on a server, the only one that runs."""
     os.killpg(server.process.pid, signal.SIGCONT)
-    before = processor_times(server)
-    with (
-        patch.object(sys, "argv", options.split()),
-        (folder / "load.log").open("a") as log,
-        patch.object(sys, "stdout", log),
-    ):
-        serving.cli_main()
+    before = processor_times(server, engine.rank)
+    with (folder / "load.log").open("a") as log, redirect_stdout(log):
+        figures: dict[str, Any] = engine.send(size, server, folder, rate, seed)
     os.killpg(server.process.pid, signal.SIGSTOP)
-    figures: dict[str, Any] = json.loads(output.read_text())
-    ranks = zip(before, processor_times(server), strict=True)
+    ranks = zip(before, processor_times(server, engine.rank), strict=True)
     figures["processor_time"] = max(end - begin for begin, end in ranks)
     assert figures["completed"] == size.prompts, figures
     return figures
 
 
-def processor_times(server: SglangServer) -> list[float]:
+def processor_times(server: Server, rank: str) -> list[float]:
     """Return the seconds that each rank of a server has computed."""
-    ranks = server.processes("sglang::scheduler")
-    fields = [Path(f"/proc/{rank}/stat").read_text().rsplit(")")[-1].split() for rank in ranks]
+    stats = [Path(f"/proc/{process}/stat") for process in server.processes(rank)]
+    fields = [stat.read_text().rsplit(")")[-1].split() for stat in stats]
     return [(int(each[11]) + int(each[12])) / os.sysconf("SC_CLK_TCK") for each in fields]
 
 
-def start(folder: Path, stack: ExitStack, model: str, chunk: int, name: str) -> SglangServer:
+def start(engine: Any, folder: Path, stack: ExitStack, model: str, size: Load, name: str) -> Server:
     """Start a server, and stop its processes until its turn."""
     print_progress(f"{model}: start {name}")
-    options = [*expert_parallel(2), "--enable-metrics"]
-    if name == "stock":  # its default for sums needs NCCL
-        options = [*options[:-5], "--enable-metrics", "--boundary-reduction", "ar"]
-    options += ["--chunked-prefill-size", str(chunk), "--disable-radix-cache"]
-    logs = folder / f"{name} {chunk}"
+    logs = folder / f"{name}-{size.chunk}"
     logs.mkdir()
     (logs / model).symlink_to(folder / model)
-    variables = VARIANTS[name]
-    server = stack.enter_context(Bench(logs).serving(model, *options, variables=variables))
+    server: Server = stack.enter_context(engine.serving(logs, model, size, name))
     stack.callback(os.killpg, server.process.pid, signal.SIGCONT)
     os.killpg(server.process.pid, signal.SIGSTOP)
     return server
 
 
-def measure(folder: Path, model: str, prompts: str, rounds: int) -> list[Line]:
+def measure(engine: Any, folder: Path, model: str, prompts: str, rounds: int) -> list[Line]:
     """Run all variants in turns; return a line for each kind of arrivals and variant."""
     samples, size = Samples(), LOADS[prompts]
-    load = partial(send, size)
+    load = partial(send, engine, size)
     with ExitStack() as stack:
-        servers = {name: start(folder, stack, model, size.chunk, name) for name in VARIANTS}
+        servers = {name: start(engine, folder, stack, model, size, name) for name in VARIANTS}
         warm = [load(server, folder, float("inf"), 0) for server in servers.values()]
         loads = {"Poisson": SHARE * warm[0]["request_throughput"], "all at once": float("inf")}
         for number in range(1, rounds + 1):
@@ -193,42 +203,41 @@ def values(results: dict[str, dict[str, Any]], name: str, *, polls: bool) -> Val
     }
 
 
-def imbalance_of(server: SglangServer) -> dict[Metric, float]:
+def imbalance_of(server: Server) -> dict[Metric, float]:
     """Return the mean imbalance before and after balancing, of batches that were planned."""
     metrics, means = server.metrics(), {}
+    planned = any('policy="ultraep"}' in key for key in metrics)
+    policy = 'policy="ultraep"}' if planned else 'policy="none"}'
     for metric in (BEFORE, AFTER):
         name = f"ultraep_{metric.name}"
-        policies = [key.split("{")[1] for key in metrics if key.startswith(f"{name}_sum")]
-        policy = max(policies, key=lambda label: metrics[f"{name}_count{{{label}"])
         means[metric] = metrics[f"{name}_sum{{{policy}"] / metrics[f"{name}_count{{{policy}"]
     return means
 
 
-def rows_to_pay(server: SglangServer) -> float:
+def rows_to_pay(server: Server) -> float:
     """Return the number of rows from which a replica pays, as the server has logged."""
     (rows,) = re.findall(r"a replica pays from ([\d,]+) rows", server.log.read_text())
     return float(rows.replace(",", ""))
 
 
-def main() -> None:
+def main(engine: Any, doc: str | None) -> None:
     """Measure both models with both loads and print a table for each."""
-    parser = options_parser(__doc__)
+    parser = options_parser(doc)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each model")
     for name, known in (("routing", ("skewed", "even")), ("prompts", tuple(LOADS))):
         parser.add_argument(f"--{name}", type=comma_list(known), default=known)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end
-    report = Report("serve_sglang", sys.argv)
-    report.versions["sglang"] = str(SGLANG.installed())
+    report = Report(Path(sys.argv[0]).stem, sys.argv)
+    report.versions[Path(sys.argv[0]).stem.removeprefix("serve_")] = str(engine.library.installed())
     report.header()
     for model, prompts in product(options.routing, options.prompts):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_model(folder / model, even=model == "even")
-            lines = measure(folder, model, prompts, options.rounds)
-            report.add("SGLang, Qwen3-MoE, two CPU ranks", lines)
+            report.add(engine.title, measure(engine, folder, model, prompts, options.rounds))
             report.write(options.json)
 
 
 if __name__ == "__main__":
-    main()
+    main(Sglang(), __doc__)

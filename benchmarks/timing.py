@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from measured import cpu_device
-from numpy.typing import NDArray
 
 Call = Callable[[], object]
 Value = TypeVar("Value")
@@ -225,13 +224,6 @@ def free() -> None:
 def print_progress(text: str) -> None:
     """Print the time since the start and this text on stderr."""
     print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", file=sys.stderr, flush=True)
-
-
-def standard_error(values: NDArray[np.float64]) -> float:
-    """Error of the median of normal values, estimated from the 20th and 80th percentiles."""
-    low, high = np.percentile(values, (20, 80)).tolist()
-    deviation = (high - low) / 1.683
-    return float(1.253 * deviation / len(values) ** 0.5)
 
 
 def one_core() -> None:
