@@ -41,7 +41,6 @@ NOT_RUN = {
     "ultraep demo": "takes minutes; tests/demo runs it",
     "python examples/": "takes minutes; test_examples.py and test_pretrain.py run it at small size",
     "torchrun": "takes minutes; test_examples.py and test_pretrain.py run it at small size",
-    "python tests/": "test_compile.py runs it",
     "python benchmarks/": "takes minutes; test_benchmarks.py runs it at toy size",
     "make": "installs an environment; the target must be in the Makefile",
     "pip": "changes the environment; the extras must be in pyproject.toml",
