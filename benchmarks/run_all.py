@@ -1,6 +1,8 @@
 """Run all benchmarks that this machine can run, one after the other: `make bench`.
 
-python benchmarks/run_all.py --quick    # fewer sizes
+    python benchmarks/run_all.py --quick    # fewer sizes
+
+Scripts that cannot run here are named first, with the reason.
 """
 
 from __future__ import annotations

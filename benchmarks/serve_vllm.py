@@ -41,8 +41,7 @@ class Vllm:
         counters.mkdir()
         variables = (VARIANTS[name] or {}) | {"PROMETHEUS_MULTIPROC_DIR": str(counters)}
         variables |= {"VLLM_CACHE_ROOT": str(folder / "cache")}
-        log = folder / "server.log"
-        return serving(folder / model, log, *options.split(), variables=variables)
+        return serving(folder / model, folder / "server.log", *options.split(), variables=variables)
 
     def send(self, size: Load, server: Server, folder: Path, rate: float, seed: int) -> Any:
         """Return what `vllm bench serve` measures on a server."""
@@ -57,8 +56,7 @@ class Vllm:
             --random-range-ratio {(1 - size.least) / 2 / middle:.3f} --seed {seed}
             --request-rate {rate} --disable-tqdm --metric-percentiles 99 --temperature 0"""
         figures = serve.main(parser.parse_args(options.split()))
-        speed = figures["total_input_tokens"] / figures["duration"]
-        return {**figures, "input_throughput": speed}
+        return {**figures, "input_throughput": figures["total_input_tokens"] / figures["duration"]}
 
 
 if __name__ == "__main__":

@@ -116,7 +116,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise FileError(f"{path}: cannot be read: {error.strerror}") from None
     except (RuntimeError, UnpicklingError) as error:
         raise FileError(f"{path}: {str(error).partition(chr(10))[0]}") from None
-    if not isinstance(saved, dict) or not saved.keys() >= {"config", "step", "text", "rng"}:
+    entries = {"config", "step", "text", "rng", "state"}
+    if not isinstance(saved, dict) or not saved.keys() >= entries:
         raise FileError(f"{path} is not a checkpoint of pretrain.py")
     return saved
 

@@ -114,7 +114,7 @@ def write(path, matrices):
     write_as = {
         ".npy": lambda: np.save(path, matrices),
         ".npz": lambda: np.savez(path, *sequence),
-        ".csv": lambda: path.write_text("\n\n".join(lines) + "\n"),
+        ".csv": lambda: path.write_text(" \n" + "\n \n".join(lines) + "\n "),
     }
     write_as[path.suffix]()
     return path

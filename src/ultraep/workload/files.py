@@ -92,7 +92,8 @@ def _read_csv(path: Path) -> Iterable[IntArray]:
     if max(text.count("\n"), text.count("\r")) > MOST_LINES:
         raise LoadError(f"more than {MOST_LINES:,} lines: save the loads as .npy")
     options: Any = {"delimiter": ",", "comments": None, "dtype": np.int64, "ndmin": 2}
-    parts = re.split(r"\n\s*\n", text.replace("\r\n", "\n").replace("\r", "\n"))
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")
+    parts = re.split(r"\n\s*\n", f"\n{lines}\n")
     try:
         return [np.loadtxt(io.StringIO(part), **options) for part in parts if part.strip()]
     except ValueError as error:
