@@ -85,12 +85,13 @@ CPU = Size(
     tokens=512,
     ratios=(1.0, 1.5, 1.8),  # two ranks: less than 2
 )
+# Wide experts: ranks compute longer than the host takes to carry rows between domains.
 GPU = Size(
     ranks=8,
     domain=4,
     hidden=4096,
-    ffn=1536,
-    experts=128,
+    ffn=6144,
+    experts=32,
     top_k=8,
     tokens=1024,
     rounds=5,

@@ -2,11 +2,12 @@
 
     python benchmarks/bench_sim.py --json out.json
 
-`bench_ranks_gpu.py` has measured the gains (`results/ranks_quick_h200_202611.json`), in eight
-processes on one H200 with an eighth of its multiprocessors each. The simulator predicts them for
-the same loads and plans, on a cluster of eight such parts. Ranks share the power of the GPU, so a
-busy rank is faster while others wait, by the factors in `results/grouped_h200_202611.json`; with
-few rows per expert the power is not the limit. The last table has the mean and the worst error.
+`bench_ranks_gpu.py` has measured the gains in eight processes on one H200 with an eighth of its
+multiprocessors each (`results/ranks_long_h200_202611.json`, other loads in `ranks_quick_h200`). The
+simulator predicts them for the same loads and plans, on a cluster of eight such parts. Ranks share
+the power of the GPU, so a busy rank is faster while others wait, by the factors in
+`results/grouped_h200_202611.json`; with few rows per expert the power is not the limit. The last
+table has the mean and the worst error.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ MODELS = {  # as `bench_ranks_gpu.py` has named them; the curve of the expert pr
     "gpt-oss": (Shape(hidden=2880, ffn=2880, experts=128, top_k=4, tokens=0, ranks=8), "qwen3"),
 }
 BALANCED = {"default": 1, "2 slots": 2, "3 slots": 3}
+MEASUREMENTS = ("ranks_quick_h200", "ranks_long_h200")
 POWER_LIMITS = 512  # rows per expert from which eight busy parts draw all power
 
 PREDICTED = Metric("predicted_gain", "ratio", "predicted", ".3f")
@@ -110,10 +112,10 @@ def predicted_gain(model: str, tokens: int, load: str, slots: int) -> float:
     return seconds[0] / seconds[1]
 
 
-def measured_lines(name: str) -> list[Line]:
-    """Predicted and measured gains of one result."""
-    lines = []
-    for row in rows_of(name):
+def measured_lines() -> list[Line]:
+    """Predicted and measured gains; of a load that was measured twice, the one of longer rounds."""
+    lines: dict[str, Line] = {}
+    for result, row in ((name, row) for name in MEASUREMENTS for row in rows_of(name)):
         case = row["case"]
         slots, load = BALANCED.get(case.get("variant")), case.get("load", "")
         if row["metric"] != "gain_over_none" or slots is None or "pass" in case or "even" in load:
@@ -121,14 +123,15 @@ def measured_lines(name: str) -> list[Line]:
         gain = predicted_gain(case["model"], case["tokens"], load, slots)
         off = 100 * (gain / row["value"] - 1)
         about = {key: case[key] for key in ("model", "tokens", "mode", "load", "variant")}
-        about["result"] = name
-        lines.append(Line(about, {PREDICTED: gain, MEASURED: row["value"], OFF: off}))
-    return lines
+        about["rounds"] = result.split("_")[1]
+        values = {PREDICTED: gain, MEASURED: row["value"], OFF: off}
+        lines[repr(case)] = Line(about, values)
+    return list(lines.values())
 
 
 def against_processes(bench: Bench) -> None:
     """Print all gains, then the errors by mode."""
-    lines = measured_lines("ranks_quick_h200")
+    lines = measured_lines()
     bench.table("Gain of a layer over no balancing, EP8 on one H200", lines)
     errors = []
     for mode in sorted({str(line.case["mode"]) for line in lines}):

@@ -28,7 +28,6 @@ NEEDS = {  # all other scripts run anywhere
     "bench_prefill.py": ("transformers",),
     "bench_public.py": ("a GPU",),
     "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),
-    "bench_single.py": ("a GPU",),
 }
 OPTIONAL = ("scipy", "transformers")
 

@@ -79,7 +79,7 @@ def test_make_bench_prints_what_it_skips():
     assert run_all.select_scripts(dict.fromkeys(available, True)) == (SCRIPTS, [])
     runs, skipped = run_all.select_scripts(dict.fromkeys(available, False))
     assert {*runs, *(line.split()[0] for line in skipped)} == set(SCRIPTS)
-    assert "bench_single.py is skipped: it needs a GPU" in skipped
+    assert "bench_control.py is skipped: it needs a GPU" in skipped
 
 
 @pytest.mark.slow

@@ -20,8 +20,9 @@ from test_docs import PAGES, ROOT
 from traces import plan_for, record
 from typer.testing import CliRunner
 
-from ultraep import Topology, read_trace
+from ultraep import Topology, policies, read_trace
 from ultraep.trace.flight import FlightFile
+from ultraep_tools import imports
 from ultraep_tools.cli.commands import app
 from ultraep_tools.sim import workload
 
@@ -109,6 +110,8 @@ def run(tmp_path, monkeypatch):
     (tmp_path / trace).parent.mkdir(parents=True)
     read_trace(ROOT / trace).take(np.arange(60)).save(tmp_path / trace)  # the first steps
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(policies, "_registry", dict(policies._registry))
+    monkeypatch.setenv(imports.VARIABLE, "")  # --import sets it
     monkeypatch.setattr(workload, "PROBES", 1)  # fits loads to one microbatch per layer
 
     def run(words):

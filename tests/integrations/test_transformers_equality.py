@@ -15,7 +15,13 @@ from safetensors.torch import load_file
 
 from ultraep import ConfigError, parallel
 from ultraep.integrations import common
-from ultraep.integrations.transformers import balance, balancers, unbalance
+from ultraep.integrations.transformers import (
+    balance,
+    balanced_experts,
+    balancers,
+    unbalance,
+)
+from ultraep.integrations.transformers import experts as module
 
 TWO = ["mixtral", "gpt_oss"]
 THREE = [*TWO, "deepseek_v3"]
@@ -185,3 +191,33 @@ def test_the_first_rank_logs_a_line(rank, group, options, end):
             model(input_ids=batch(rank))
     lines = [call.args[0] for call in info.call_args_list]
     assert lines == ([] if rank else [f"ultraep: {end}"])
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_a_rank_alone_runs_the_experts_of_the_library_on_few_tokens(experts, monkeypatch):
+    """Many tokens, or a subscriber of the balancer, need the stages."""
+    with quiet(), patch.object(common.logger, "info") as info:
+        plain, model = build("mixtral", experts=experts), build("mixtral", experts=experts)
+        balancer = balance(model, "alone")
+        wanted = learn(plain, [batch(0)])
+        for needs_stages in (False, True):
+            monkeypatch.setattr(module, "FEW_TOKENS", batch(0).numel() + 1 - needs_stages)
+            model.zero_grad()
+            torch.testing.assert_close(learn(model, [batch(0)]), wanted)
+            assert_gradients_equal(model, plain)
+            plans = [layer.last_plan for layer in balanced_experts(model).values()]
+            assert [plan is not None for plan in plans] == [needs_stages] * 2
+        balancer.reset_stats()
+        monkeypatch.undo()
+        learn(model, [batch(0)])
+        assert not balancer.stats()["microbatches"]
+        balancer.subscribe(lambda _: None)
+        learn(model, [batch(0)])
+        assert balancer.stats()["microbatches"] == 2
+    lines = [call.args[0] for call in info.call_args_list]
+    assert lines == ["ultraep: 0 of 2 MoE layers balanced: there is only one rank"]
+
+
+def assert_gradients_equal(model, plain):
+    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad, msg=name)

@@ -40,13 +40,26 @@ def run_layer(module: Any, layer: Layer, *inputs: Tensor, policy: str | None = N
     """Run the stages of a module on ids, gates and tokens; keep the plan as `last_plan`."""
     balancer: Balancer = module.balancer
     outputs, plan = run_stages(balancer, layer, *inputs, policy=policy)
-    if module.last_plan is None and (layers := _unannounced.pop(balancer, 0)) and not balancer.rank:
-        plane = f"{balancer._device(outputs.device).choice.kind.name} plane"
+    if module.last_plan is None:
+        announce(balancer, f"{balancer._device(outputs.device).choice.kind.name} plane")
+    module.last_plan = plan
+    return outputs
+
+
+def leaves_alone(balancer: Balancer) -> bool:
+    """Whether the library's own layer may run, because nothing needs the stages; logs it once."""
+    if balancer.needed:
+        return False
+    announce(balancer)
+    return True
+
+
+def announce(balancer: Balancer, plane: str = "") -> None:
+    """Log once what becomes of the new layers of a balancer."""
+    if (layers := _unannounced.pop(balancer, 0)) and not balancer.rank:
         topology = balancer.topology
         reason = idle_reason(topology, balancer.config.policy)
         logger.info(outcome(layers, reason, plane, topology.slots))
-    module.last_plan = plan
-    return outputs
 
 
 def outcome(layers: int, reason: str, plane: str = "", slots: int = 0) -> str:

@@ -297,6 +297,11 @@ class Balancer:
         )
         return DeviceState(choice, choice.make(context))
 
+    @property
+    def needed(self) -> bool:
+        """Whether there are other ranks, or subscribers. Else a layer may leave out the stages."""
+        return self.log.reads_plans
+
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call a function with the `PassRecord` of every forward and backward pass from now on.
 

@@ -119,3 +119,18 @@ def test_the_first_rank_logs_a_line():
     lines = [call.args[0] for call in info.call_args_list]
     expected = ["ultraep: 2 of 2 MoE layers balanced (messages plane, 2 slots)"]
     assert lines == expected * (torch.distributed.get_rank() == 0)
+
+
+@on_megatron(1)
+def test_a_rank_alone_runs_the_layer_of_the_library():
+    """A subscriber of the balancer needs the stages."""
+    config = settings(expert_model_parallel_size=1, moe_shared_expert_intermediate_size=40)
+    plain, layer = make_layer(config, None), make_layer(config, {})
+    wanted, results = forward_backward(plain), forward_backward(layer)
+    assert layer.last_plan is None
+    assert all(torch.equal(results[name], wanted[name]) for name in wanted)
+    layer.balancer.subscribe(lambda _: None)
+    layer.zero_grad()
+    results = forward_backward(layer)
+    assert layer.last_plan is not None
+    assert max(difference(wanted[name], results[name]) for name in wanted) < 1e-5
