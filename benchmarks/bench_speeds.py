@@ -46,7 +46,13 @@ GAIN = Metric("gain_over_equal_rows", "ratio", "over equal rows", ".3f")
 SPEED = Metric("speed_of_the_slowest_rank", "thousandths", "slowest rank", ".0f")
 MICROBATCHES = Metric("microbatches", "microbatches", "microbatches", ".0f")
 SPARE = 20.0  # seconds to end all processes
-COMPETE = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True:\n    pass"
+COMPETE = """
+import os, sys
+os.nice(int(sys.argv[1]))
+parent = os.getppid()
+while os.getppid() == parent:
+    pass
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
