@@ -150,15 +150,15 @@ def megatron_te_blocks(shape: Shape, rank: int, device: torch.device, choices: C
             if index:  # of an expert
                 name = f"{stem}{weight}{int(index) + rank * homes}"
             parameter.copy_(whole[name])
-    return {name: Rows(block, whole=True) for name, block in blocks.items()}
+    return {name: Rows(block, returns_bias=True) for name, block in blocks.items()}
 
 
 class Rows(nn.Module):
-    """A block of `[B, S, D]` tokens as a block of `[T, D]` tokens."""
+    """A block of `[B, S, D]` tokens as a block of `[T, D]` tokens; MoELayer also returns a bias."""
 
-    def __init__(self, block: nn.Module, *, whole: bool = False) -> None:
+    def __init__(self, block: nn.Module, *, returns_bias: bool = False) -> None:
         super().__init__()
-        self.block, self._returns_bias = block, whole
+        self.block, self._returns_bias = block, returns_bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         outputs = self.block(x[None])
