@@ -46,8 +46,8 @@ def run_layer(module: Any, layer: Layer, *inputs: Tensor, policy: str | None = N
     return outputs
 
 
-def leaves_alone(balancer: Balancer) -> bool:
-    """Whether the library's own layer may run, because nothing needs the stages; logs it once."""
+def stays_unchanged(balancer: Balancer) -> bool:
+    """Return whether the library's own layer runs, because nothing needs the stages; log it once."""
     if balancer.needed:
         return False
     announce(balancer)
@@ -55,7 +55,7 @@ def leaves_alone(balancer: Balancer) -> bool:
 
 
 def announce(balancer: Balancer, plane: str = "") -> None:
-    """Log once what becomes of the new layers of a balancer."""
+    """Log once whether the new layers of a balancer are balanced."""
     if (layers := _unannounced.pop(balancer, 0)) and not balancer.rank:
         topology = balancer.topology
         reason = idle_reason(topology, balancer.config.policy)

@@ -299,7 +299,7 @@ class Balancer:
 
     @property
     def needed(self) -> bool:
-        """Whether there are other ranks, or subscribers. Else a layer may leave out the stages."""
+        """Whether layers must run the stages: there are other ranks, or subscribers."""
         return self.log.reads_plans
 
     def subscribe(self, subscriber: Subscriber) -> None:

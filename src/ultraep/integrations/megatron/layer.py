@@ -31,7 +31,7 @@ from ultraep.bundle import Bundle
 from ultraep.dispatch import Received, SlotRoutes
 from ultraep.dispatchers.hybridep import check_slots, ranks_of_domain
 from ultraep.errors import ConfigError
-from ultraep.integrations.common import Overlay, leaves_alone, run_layer, shared_balancer
+from ultraep.integrations.common import Overlay, stays_unchanged, run_layer, shared_balancer
 from ultraep.integrations.megatron.experts import (
     adapter_for,
     check_plain,
@@ -50,12 +50,12 @@ OF_LIBRARY = {"is_mtp_layer", "name"}
 Stage = TypeVar("Stage", bound=Callable[..., Any])
 
 
-def unless_alone(method: Stage) -> Stage:
-    """Replace a method of the library, except in microbatches that are left alone."""
+def replaces_library(method: Stage) -> Stage:
+    """Run a method in place of the library's, unless the layer stays unchanged."""
 
     @wraps(method)
     def chosen(self: Any, *inputs: Any) -> Any:
-        own = getattr(MoELayer, method.__name__) if self._left_alone else method
+        own = getattr(MoELayer, method.__name__) if self._unchanged else method
         return own(self, *inputs)
 
     return chosen  # type: ignore[return-value]
@@ -100,7 +100,7 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
             )
         if balancer.topology.ranks > 1:
             self.token_dispatcher = None
-        self._left_alone = False  # this microbatch
+        self._unchanged = False  # the library's own layer runs this microbatch
         self.balancer, self.layer_index = balancer, balancer.register_layer()
         self.last_plan: AnyPlan | None = None
         self._adapter = adapter_for(self.experts, slots)
@@ -109,19 +109,19 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, Routing]:
-        """Convert the `[T, E]` routing to `[T, K]` ids and gates; a rank alone need not."""
-        self._left_alone = leaves_alone(self.balancer)
-        if self._left_alone:
+        """Convert the `[T, E]` routing to `[T, K]` ids and gates, unless the layer stays unchanged."""
+        self._unchanged = stays_unchanged(self.balancer)
+        if self._unchanged:
             return super().preprocess(hidden_states, probs, routing_map)  # type: ignore[no-any-return]
         top_k, padded = self.config.moe_router_topk, pads(self.config)
         return hidden_states, choices(probs, routing_map, top_k, padded=padded)
 
-    @unless_alone
+    @replaces_library
     def dispatch(self, hidden_states: torch.Tensor, probs: Routing) -> tuple[torch.Tensor, Routing]:
         """Do nothing: `routed_experts_compute` dispatches after planning."""
         return hidden_states, probs
 
-    @unless_alone
+    @replaces_library
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: Routing
     ) -> tuple[torch.Tensor, None]:
@@ -133,12 +133,12 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
         layer = Layer(self.layer_index, self._weights(), self._adapter.serve)
         return run_layer(self, layer, ids, gates, tokens).view(hidden_states.shape), None
 
-    @unless_alone
+    @replaces_library
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Do nothing: `routed_experts_compute` has combined the rows."""
         return output
 
-    @unless_alone
+    @replaces_library
     def postprocess(
         self, output: torch.Tensor, shared_expert_output: torch.Tensor | None
     ) -> torch.Tensor:

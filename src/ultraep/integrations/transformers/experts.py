@@ -24,7 +24,7 @@ from ultraep.bundle import Bundle
 from ultraep.comm import moved
 from ultraep.errors import ConfigError
 from ultraep.experts.custom import serve
-from ultraep.integrations.common import Overlay, expect_layer, leaves_alone, run_layer
+from ultraep.integrations.common import Overlay, expect_layer, stays_unchanged, run_layer
 from ultraep.integrations.transformers.quantised import (
     MXFP4_ROUTED,
     FP8Experts,
@@ -43,7 +43,7 @@ from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
 
 GROUPED = "grouped_mm"  # the library's grouped matrix products
-FEW_TOKENS = 4096  # of a rank alone: below, the library's forward is faster (bench_blocks.py)
+FEW_TOKENS = 4096  # with one rank and fewer tokens, the library is faster (bench_blocks.py)
 
 
 def is_registered(module: nn.Module) -> bool:
@@ -86,9 +86,9 @@ class BalancedExperts(HomeModule):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Map `[T, D]` to `[T, D]`, with `[T, K]` expert ids and gates."""
-        if len(hidden_states) < FEW_TOKENS and leaves_alone(self.balancer):
-            alone: Any = self.original_class.forward
-            outputs: torch.Tensor = alone(self, hidden_states, top_k_index, top_k_weights)
+        if len(hidden_states) < FEW_TOKENS and stays_unchanged(self.balancer):
+            library: Any = self.original_class.forward
+            outputs: torch.Tensor = library(self, hidden_states, top_k_index, top_k_weights)
             return outputs
         return stages(self, self.bundle, hidden_states, top_k_index, top_k_weights)
 
