@@ -15,8 +15,7 @@ Outputs and gradients of tokens are compared at every size. Blocks take turns; `
 gradients, `step` includes backward. The slowest rank counts, and `speed` is the median ratio
 within a round. The torch layer is the faster one of two.
 
-Shapes: T tokens of a rank, K experts per token, E experts, A = T * K rows, D model width, F hidden
-width.
+Shapes: T tokens of a rank, K experts per token, D model width.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_frameworks import obstacle, prepared
+from bench_frameworks import CORES, QWEN3_30B, TOY, obstacle, prepared
+from bench_ranks_gpu import numbers_of
 from harness import Bench, Line, Metric, comma_list, options_parser
 from layers import (
     PLAIN,
@@ -71,17 +71,14 @@ Block = Callable[[torch.Tensor], torch.Tensor]
 class Scale:
     """What one run measures."""
 
-    shape: Shape
-    tokens: tuple[int, ...] = (128, 512, 2048, 8192, 16384)
+    shape: Size
+    tokens: tuple[int, ...]
     rounds: int = 15
 
 
-QWEN3_30B = Shape(hidden=2048, ffn=768, experts=128, top_k=8, tokens=0)
-FULL = Scale(QWEN3_30B)
-CORES = Scale(
-    Shape(hidden=256, ffn=512, experts=8, top_k=2, tokens=0), tokens=(16, 128, 1024), rounds=15
-)
-TOY = Scale(Shape(hidden=16, ffn=16, experts=4, top_k=2, tokens=0), tokens=(8, 32), rounds=1)
+ON_GPU = Scale(QWEN3_30B, tokens=(128, 512, 2048, 8192, 16384))
+ON_CORES = Scale(CORES, tokens=(16, 128, 1024))
+TINY = Scale(TOY, tokens=(8, 32), rounds=1)
 
 
 def torch_blocks(shape: Shape, rank: int, device: torch.device, choices: Choices) -> Any:
@@ -130,17 +127,16 @@ def transformers_blocks(shape: Shape, _: int, device: torch.device, choices: Cho
     return {PLAIN: Rows(block), OURS: Rows(balanced)}
 
 
-def megatron_te_blocks(shape: Shape, rank: int, device: torch.device, choices: Choices) -> Any:
+def megatron_te_blocks(shape: Size, rank: int, device: torch.device, choices: Choices) -> Any:
     """The MoELayer of a GPT with TEGroupedMLP, and the same balanced, with equal weights."""
     from megatron.core import parallel_state
     from whole_megatron import BF16, model_of
 
-    size = Size(**vars(shape), hot=EVEN, layers=1)
     blocks = {}
     for name, ranks in ((PLAIN, 1), (OURS, shape.ranks)):
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
-        model = model_of(replace(size, ranks=ranks), device, name, choices, BF16)
+        model = model_of(replace(shape, ranks=ranks, layers=1), device, name, choices, BF16)
         blocks[name] = model.decoder.layers[0].mlp
     whole = blocks[PLAIN].state_dict()
     homes = shape.experts // shape.ranks
@@ -268,20 +264,18 @@ def run(library: str, bench: Bench, *, cuda: bool) -> None:
     bench.table(f"{library}: {bench.scale.shape.about}, random even routing", lines)
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def main(argv: Sequence[str]) -> None:
     parser = options_parser(__doc__)
     only = comma_list(LIBRARIES)
     parser.add_argument("--only", type=only, metavar="A,B", help=", ".join(LIBRARIES))
-    parser.add_argument("--ranks", type=numbers, metavar="A,B", help="1,8 on a GPU, else 1,2")
+    parser.add_argument(
+        "--ranks", type=numbers_of(int), metavar="A,B", help="1,8 on a GPU, else 1,2"
+    )
     options = parser.parse_args(argv[1:])
     cuda = torch.cuda.is_available() and not options.toy
-    options.ranks = options.ranks or ([1, 8] if cuda else [1, 2])
-    scale = FULL if cuda else CORES
-    scale = TOY if options.toy else replace(scale, rounds=7) if options.quick else scale
+    options.ranks = options.ranks or ((1, 8) if cuda else (1, 2))
+    scale = ON_GPU if cuda else ON_CORES
+    scale = TINY if options.toy else replace(scale, rounds=7) if options.quick else scale
     names = options.only or LIBRARIES
     obstacles = {name: obstacle(name) for name in names if name != "torch"}
     with report_of_ranks("blocks", argv, max(options.ranks), cuda=cuda) as report:

@@ -47,7 +47,7 @@ def run_layer(module: Any, layer: Layer, *inputs: Tensor, policy: str | None = N
 
 
 def stays_unchanged(balancer: Balancer) -> bool:
-    """Return whether the library's own layer runs, because nothing needs the stages; log it once."""
+    """Return whether the library's own layer runs: nothing needs the stages. Log it once."""
     if balancer.needed:
         return False
     announce(balancer)

@@ -31,7 +31,7 @@ from ultraep.bundle import Bundle
 from ultraep.dispatch import Received, SlotRoutes
 from ultraep.dispatchers.hybridep import check_slots, ranks_of_domain
 from ultraep.errors import ConfigError
-from ultraep.integrations.common import Overlay, stays_unchanged, run_layer, shared_balancer
+from ultraep.integrations.common import Overlay, run_layer, shared_balancer, stays_unchanged
 from ultraep.integrations.megatron.experts import (
     adapter_for,
     check_plain,
@@ -109,7 +109,7 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, Routing]:
-        """Convert the `[T, E]` routing to `[T, K]` ids and gates, unless the layer stays unchanged."""
+        """Convert the `[T, E]` routing to `[T, K]` ids and gates, or leave it to the library."""
         self._unchanged = stays_unchanged(self.balancer)
         if self._unchanged:
             return super().preprocess(hidden_states, probs, routing_map)  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from ultraep.bundle import Bundle
 from ultraep.comm import moved
 from ultraep.errors import ConfigError
 from ultraep.experts.custom import serve
-from ultraep.integrations.common import Overlay, expect_layer, stays_unchanged, run_layer
+from ultraep.integrations.common import Overlay, expect_layer, run_layer, stays_unchanged
 from ultraep.integrations.transformers.quantised import (
     MXFP4_ROUTED,
     FP8Experts,
