@@ -28,6 +28,7 @@ Counts = tuple[int, ...]
 Curves = tuple[tuple[Model, int], ...]  # model and slots
 PASSES = {"forward": 1, "backward": 2}  # operations per row and weight
 CALLS = 4  # calls in a graph of the whole GPU
+OCCUPIED = 40_000_000  # cycles, about 20 ms: longer than any of these calls
 
 TIME = {p: Metric(f"{p}_time_p50", "ms", f"{p} ms", ".4f") for p in PASSES}
 RATE = {p: Metric(f"{p}_rate", "TFLOP/s", "TFLOP/s", ".1f") for p in PASSES}
@@ -44,6 +45,7 @@ class Scale:
     curves: Curves = ((QWEN3, 3), (QWEN3, 5), (QWEN3, 9), (DEEPSEEK, 5), (GLM, 5), (GPT_OSS, 5))
     rows: Counts = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # of a slot
     most_rows: int = 131072  # of all slots
+    beside: Counts = (1024, 4096)
     matmul_rows: int = 8192
     matmul_widths: Counts = (4096, 5120, 7168)
     heads: int = 64
@@ -57,6 +59,7 @@ TOY = Scale(
     curves=((TINY, 3),),
     rows=(16, 24, 130),
     most_rows=200,
+    beside=(24,),
     matmul_rows=32,
     matmul_widths=(64,),
     heads=2,
@@ -89,6 +92,27 @@ def grouped(bench: Bench) -> None:
         bench.table(f"whole GPU, D {model.width}, F {model.ffn}; rows per slot", lines)
         del mlp, watches
         free()
+
+
+def beside(bench: Bench) -> None:
+    """Time products alone, and beside a kernel that keeps one multiprocessor busy."""
+    side = torch.cuda.Stream() if bench.on_gpu else None
+
+    def occupy() -> None:
+        if side is not None:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(OCCUPIED)
+
+    for model, slots in bench.scale.curves[-1:]:
+        mlp, lines = Mlp(model, slots, slots * max(bench.scale.beside), bench.clock), []
+        for count in bench.scale.beside:
+            mlp.divide([count] * slots)
+            for where, before in (("alone", nothing), ("beside another kernel", occupy)):
+                case: Case = {"model": model.name, "slots": slots, "rows": count, "products": where}
+                watches = {n: partial(bench.clock.us, f, before) for n, f in mlp.passes.items()}
+                lines.append(Line(case, measured(watches, model.flops(slots * count))))
+        bench.table(f"D {model.width}, F {model.ffn}; rows per slot", lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +177,7 @@ def moves(scale: Scale, draw: Draw) -> Iterator[Work]:
     yield Work({"work": "copy", "size": size}, partial(out.copy_, rows), moved=2 * nbytes)
 
 
-SECTIONS = {"grouped": grouped, "dense": dense}
+SECTIONS = {"grouped": grouped, "beside": beside, "dense": dense}
 
 
 if __name__ == "__main__":

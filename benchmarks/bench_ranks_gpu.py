@@ -16,8 +16,6 @@ The unbalanced layer, the balanced ones and random even routing alternate. The s
 Times are medians over rounds; so are gains and shares, of the ratios within each round. The ranks
 measure the rates, as in any training. Outputs and gradients of every variant are compared with the
 unbalanced layer before the timing, outputs also after it. If a case fails, the others still run.
-`allocs` are the memory allocations of the device in a step of the first rank, the busiest one: if
-memory is short, torch frees and allocates again in every step, which takes time.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ from ultraep.workload import Load
 EVEN, NONE, DEFAULT = "random even routing", "none", "default"
 EAGER, GRAPHS, SLOTS = "eager", "graphs", "slots"  # sections
 OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
-ALLOCATIONS = Metric("device_allocations_per_step", "allocations", "allocs", ".1f")
 ROUNDS, FEWEST, MOST_STEPS = 11, 3, 4  # rounds of a case; steps that are timed together
 LONG_STEP = 0.05  # seconds: longer steps are timed one by one
 LIMIT = 150.0  # seconds of one case; the first one compiles kernels
@@ -150,14 +147,9 @@ class Ranks:
         even = variants.router.ids, variants.router.gates
         steps[EVEN] = self.stepper(NONE, case.mode)
 
-        allocations: dict[str, list[float]] = {name: [] for name in steps}
-
         def seconds(name: str, count: int) -> float:
             variants.router.ids, variants.router.gates = even if name == EVEN else routed
-            before = device_allocations()
-            elapsed = slowest(steps[name], count, variants.device)[0]
-            allocations[name].append((device_allocations() - before) / count)
-            return elapsed
+            return slowest(steps[name], count, variants.device)[0]
 
         once = {name: seconds(name, 1) for name in steps}  # the same on all ranks
         count = 1 if max(once.values()) > LONG_STEP else MOST_STEPS
@@ -173,7 +165,6 @@ class Ranks:
                 "step": median(times),
                 "gain": median_ratio(seconds_of[NONE], times),
                 "of_even": median_ratio(seconds_of[EVEN], times),
-                "allocations": median(allocations[name]),
             }
             for name, times in seconds_of.items()
         }
@@ -203,12 +194,6 @@ class Ranks:
             return y
 
         return replay
-
-
-def device_allocations() -> int:
-    """Allocations of device memory so far; memory that torch keeps is allocated once."""
-    count: int = torch.cuda.memory_stats().get("num_device_alloc", 0)
-    return count
 
 
 def on_rank(rank: int, cases: Sequence[Case], cuda: bool) -> Iterator[Facts]:
@@ -252,7 +237,6 @@ def values_of(shape: Shape, variant: Mapping[str, Any]) -> dict[Metric, float | 
         BEFORE: variant.get("before"),
         AFTER: variant.get("after"),
         COPIES: variant.get("copies"),
-        ALLOCATIONS: variant["allocations"],
     }
 
 

@@ -80,7 +80,7 @@ def test_registers_suffice(table):
 
     So may FP8 products with a bias, behind their loop.
     """
-    allowed = {"search": 64, "plan_by_time": 64, "multiply": 8}
+    allowed = {"search": 64, "plan_by_time": 64, "multiply": 16}
     for row in table:
         if row["size"] == "64x256x1" and row["target"] == "sm_90":
             assert int(row["spilled"]) <= allowed.get(row["kernel"], 0), row

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 from guard import watched
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from ultraep.backends.triton import scaling as kernels
 from ultraep.backends.triton.blocks import TABLES, Blocks
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.kernels.grouped import work_of_product
-from ultraep.backends.triton.kernels.tiles import lay_tiles
+from ultraep.backends.triton.kernels.tiles import finish, first_tile, lay_tiles, next_tile
 from ultraep.backends.triton.launch import matrix
 from ultraep.backends.triton.products import TritonProducts
 from ultraep.ops import products as torch_products
@@ -265,6 +266,28 @@ def test_other_tiles_and_programs_change_no_bit(width, name, programs):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
+@triton.jit
+def visit(tiles, visits, total, programs):
+    tile, turn = first_tile(tiles, total, programs)
+    while tile < total:
+        this = tile
+        tile, turn = next_tile(tiles, tile, turn, total, programs)
+        tl.atomic_add(visits + this, 1)
+    finish(tiles, turn, programs)
+
+
+@pytest.mark.parametrize("grids", [(1,), (2,), (6,), (4, 2), (300,), (130, 2)], ids=str)
+@pytest.mark.parametrize("total", [0, 1, 5, 6, 7, 13, 64, 1000])
+def test_every_tile_is_computed_once(total, grids):
+    """Also if several launches share the tiles, and whichever programs are late."""
+    tiles = torch.zeros(6, dtype=torch.int32, device=DEVICE)
+    visits = torch.zeros(max(1, total), dtype=torch.int32, device=DEVICE)
+    for _ in range(3):
+        for programs in grids:
+            visit[(programs,)](tiles, visits, total, sum(grids))
+    assert visits.tolist() == [3 if total else 0] * max(1, total)
+
+
 @given(st.lists(st.integers(0, 90) | st.integers(0, 9), max_size=9), st.sampled_from([1, 2, 3, 8]))
 @settings(deadline=None, max_examples=20)
 def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
@@ -275,13 +298,14 @@ def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
         for slot, count in enumerate(rows)
         for first in range(0, count, height)
     ]
-    tiles = torch.full((5 * (len(expected) + len(rows) + 1),), -1, dtype=torch.int32, device=DEVICE)
+    tiles = torch.full((6 + 5 * (len(expected) + len(rows)),), -1, dtype=torch.int32, device=DEVICE)
     offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     L = 1 << max(0, len(rows) - 1).bit_length()
     lay_tiles[(max(1, len(rows)),)](
         offsets, tiles, len(rows), L=L, BLOCK_M=height, GROUP_M=band, B=4, num_warps=4
     )
-    (number, low, *_), *entries = tiles.view(-1, 5).tolist()
+    (number, low, *counters), entries = tiles[:6].tolist(), tiles[6:].view(-1, 5).tolist()
+    assert counters == [0, 0, 0, 0]
     few = sum(0 < count <= height // 2 for count in rows)
     assert (number, low) == (len(expected), int(2 * few > len(expected)))
     assert [tuple(row[:3]) for row in entries[:number]] == expected

@@ -112,7 +112,7 @@ DEFAULTS: dict[str, Any] = {
     "STEP": 4,
     "GROUP_M": 8,
 }
-DEFAULTS |= dict.fromkeys(("TRANSPOSED", "DRAWN"), False)
+DEFAULTS["TRANSPOSED"] = False
 PRIVATE = ("attempts", "attempt_loads", "counts", "outcomes", "scratch", "homes")
 
 

@@ -75,7 +75,7 @@ class TritonProducts:
         self.programs = programs or multiprocessors(offsets.device)
         self.table = table or default_table()
         self._activation, self._dtype, self._fp8 = activation, dtype, fp8
-        self._orders: dict[tuple[int, int], torch.Tensor] = {}
+        self._orders: dict[tuple[int, int, int], torch.Tensor] = {}
         self._padded_slots = power_of_2(max(1, self.num_slots))
 
     def multiply(
@@ -126,10 +126,9 @@ class TritonProducts:
         if beside is None:
             self._multiply(*arguments, self.programs, transposed=True)
             return out_AK
-        order[int(tiles.DRAWN)].zero_()
         with beside.behind():
-            self._multiply(*arguments, beside.programs, transposed=True, drawn=True)
-        self._multiply(*arguments, self.programs - beside.programs, transposed=True, drawn=True)
+            self._multiply(*arguments, beside.programs, transposed=True)
+        self._multiply(*arguments, self.programs - beside.programs, transposed=True)
         return out_AK
 
     def _multiply(
@@ -144,7 +143,6 @@ class TritonProducts:
         programs: int,
         *,
         transposed: bool,
-        drawn: bool = False,
         scales: tuple[torch.Tensor | None, Stacks | None] = (None, None),
     ) -> None:
         row_scales, weight_scales = scales
@@ -159,19 +157,19 @@ class TritonProducts:
                 open_slots(bias),
                 open_matrix(row_scales),
                 open_slots(weight_scales),
-                *(OPEN, OPEN, open_matrix(out), weights.homes.shape[0]),
+                *(OPEN, OPEN, open_matrix(out), weights.homes.shape[0], OPEN),
                 TRANSPOSED=transposed,
                 TILING=tiling(blocks, depth=rows.shape[1], width=out.shape[1]),
-                DRAWN=drawn,
                 num_warps=blocks.warps,
                 num_stages=blocks.stages,
             )
 
         layouts = layout(rows), layout(out), row_scales is None, *map(layout_of, stacks)
-        launch = bound(("multiply", rows.get_device(), blocks, transposed, drawn, *layouts), bind)
+        launch = bound(("multiply", rows.get_device(), blocks, transposed, *layouts), bind)
         codes = () if row_scales is None else (row_scales,)
         tensors = rows, *tensors_of(weights), *tensors_of(bias), *codes, *tensors_of(weight_scales)
-        launch((programs * blocks.resident,), *tensors, scale, order, out)
+        together = self.programs * blocks.resident
+        launch((programs * blocks.resident,), *tensors, scale, order, out, together)
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         if self._activation.name != "swiglu":
@@ -268,8 +266,8 @@ class TritonProducts:
             assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
             return Bound(
                 grouped.weight_gradients,
-                *(open_matrix(d_out_AN), open_matrix(rows_AK), OPEN, OPEN),
-                *(open_slots(into), open_slots(bias), into.homes.shape[0], slots),
+                *(open_matrix(d_out_AN), open_matrix(rows_AK), OPEN, OPEN, OPEN),
+                *(open_slots(into), open_slots(bias), into.homes.shape[0], slots, OPEN),
                 TILING=tiling(blocks, height=height, width=width),
                 num_warps=blocks.warps,
                 num_stages=blocks.stages,
@@ -277,18 +275,19 @@ class TritonProducts:
 
         layouts = layout(d_out_AN), layout(rows_AK), layout_of(into), layout_of(bias), slots
         launch = bound(("weight_gradients", rows_AK.get_device(), blocks, *layouts), bind)
-        tensors = d_out_AN, rows_AK, scale, self.offsets, *tensors_of(into), *tensors_of(bias)
-        launch((self.programs * blocks.resident,), *tensors)
+        order, programs = self.tile_order(rows_AK.shape[0], blocks), self.programs * blocks.resident
+        tensors = scale, self.offsets, order, *tensors_of(into), *tensors_of(bias)
+        launch((programs,), d_out_AN, rows_AK, *tensors, programs)
 
     def tile_order(self, rows: int, blocks: Blocks) -> torch.Tensor:
         """Return the order of tiles of that height, computed once per microbatch."""
         band = min(blocks.band, square_band(self.programs, blocks))
-        key = blocks.rows, band
+        key = blocks.rows, band, blocks.resident
         if key not in self._orders:
-            entries = 1 + cdiv(rows, blocks.rows) + self.num_slots
-            order = self.offsets.new_empty(int(tiles.ENTRIES) * entries)
+            entries = int(tiles.ENTRIES) * (cdiv(rows, blocks.rows) + self.num_slots)
+            order = self.offsets.new_empty(int(tiles.HEADER) + entries)
             launch = bound(
-                ("lay_tiles", order.get_device(), self.num_slots, *key),
+                ("lay_tiles", order.get_device(), self.num_slots, *key[:2]),
                 lambda: Bound(
                     tiles.lay_tiles,
                     *(OPEN, OPEN, self.num_slots),

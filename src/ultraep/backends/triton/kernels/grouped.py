@@ -4,7 +4,7 @@
     weight_gradients    d_out^T @ rows for every slot
 
 The rows of slot l are `offsets[l]:offsets[l + 1]`; only the device knows these numbers. A fixed
-number of programs shares the tiles of all slots: tile t goes to program t modulo their number.
+number of programs shares the tiles of all slots.
 
 A row of the result depends only on that row and its weights, not on its position: every sum over
 columns runs from the first to the last column, in steps of BLOCK_K.
@@ -21,8 +21,10 @@ from ultraep.backends.triton.kernels.tiles import (
     Matrix,
     Part,
     SlotTensors,
-    draw_tile,
     find_tile,
+    finish,
+    first_tile,
+    next_tile,
     slot_ptr,
     store_to_slot,
 )
@@ -87,7 +89,7 @@ def work_of_product(_grid, kernel, args):
     return {"name": name, f"flops{bits}": 2 * count * inner * width}
 
 
-@triton.jit(do_not_specialize=["num_homes"], launch_metadata=work_of_product)
+@triton.jit(do_not_specialize=["num_homes", "sharing"], launch_metadata=work_of_product)
 def multiply(
     rows: Matrix,
     weights: SlotTensors,
@@ -98,48 +100,39 @@ def multiply(
     tiles_ptr,
     out: Matrix,
     num_homes,
+    sharing,
     TRANSPOSED: tl.constexpr,
     TILING: tl.constexpr,
-    DRAWN: tl.constexpr,
 ):
     """[A, K] -> [A, N]: (rows @ W^T + bias) * scale, with W [N, K] per slot.
 
     TRANSPOSED: rows @ W, with W [K, N].   tiles_ptr: see `lay_tiles`.
     row_scales, weight_scales: of FP8 numbers, [A, 1] and [N, 1] per slot; None for other dtypes.
-    DRAWN: programs draw their tiles from a counter, which several launches may share.
+    sharing: programs of all launches that share the tiles of this product.
 
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> homes = [[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]
     >>> replicas = [[[1.0, 1.0], [2.0, 0.0]]]
-    >>> tiles = [3, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 1]
+    >>> tiles = [3, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 1]
     >>> example(multiply, 2, rows=rows, weights=(homes, replicas), tiles=tiles, num_homes=2,
-    ...         biases=([[0.0, 0.0], [10.0, 20.0]], [[100.0, 0.0]]),
+    ...         biases=([[0.0, 0.0], [10.0, 20.0]], [[100.0, 0.0]]), sharing=2,
     ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], out=empty(6, 2, dtype=torch.float32))
     out = [[1.0, 2.0], [14.0, 23.0], [55.5, 5.0], [230.0, 28.0], [119.0, 18.0], [_, _]]
     """
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(out.columns, TILING.BLOCK_N)
-    halves = TILING.HALF and tl.load(tiles_ptr + 1) != 0
-    first = draw_tile(tiles_ptr) if DRAWN else tl.program_id(0)
-    following, next_column = find_tile(tiles_ptr, first, num_m, num_n)
-    if DRAWN:
-        while first < num_m * num_n:
-            part, column = following, next_column
-            first = draw_tile(tiles_ptr)
-            following, next_column = find_tile(tiles_ptr, first, num_m, num_n)
-            multiply_part(
-                rows, weights, biases, row_scales, weight_scales, scale_ptr, out, part, column,
-                halves, num_homes, TRANSPOSED, TILING
-            )  # fmt: skip
-    else:
-        for tile in range(first, num_m * num_n, tl.num_programs(0)):
-            part, column = following, next_column
-            # Look up the next tile before this product: its entries are three loads away.
-            next_tile = tile + tl.num_programs(0)
-            following, next_column = find_tile(tiles_ptr, next_tile, num_m, num_n)
-            multiply_part(
-                rows, weights, biases, row_scales, weight_scales, scale_ptr, out, part, column,
-                halves, num_homes, TRANSPOSED, TILING
-            )  # fmt: skip
+    halves, total = TILING.HALF and tl.load(tiles_ptr + 1) != 0, num_m * num_n
+    tile, turn = first_tile(tiles_ptr, total, sharing)
+    next_part, next_column = find_tile(tiles_ptr, tile, num_m, num_n)
+    while tile < total:
+        part, column = next_part, next_column
+        # Look up the next tile before this product: its entries are three loads away.
+        tile, turn = next_tile(tiles_ptr, tile, turn, total, sharing)
+        next_part, next_column = find_tile(tiles_ptr, tile, num_m, num_n)
+        multiply_part(
+            rows, weights, biases, row_scales, weight_scales, scale_ptr, out, part, column, halves,
+            num_homes, TRANSPOSED, TILING
+        )  # fmt: skip
+    finish(tiles_ptr, turn, sharing)
 
 
 @triton.jit
@@ -219,27 +212,32 @@ def store_products(
     tl.store(ptr_MN, out_MN, mask=(offs_m < part.count)[:, None] & mask_n[None, :])
 
 
-@triton.jit(do_not_specialize=["num_homes", "num_slots"], launch_metadata=work_of_product)
+@triton.jit(
+    do_not_specialize=["num_homes", "num_slots", "sharing"], launch_metadata=work_of_product
+)
 def weight_gradients(
     d_out: Matrix,
     rows: Matrix,
     scale_ptr,
     offsets_ptr,
+    tiles_ptr,
     into: SlotTensors,
     biases: SlotTensors,
     num_homes,
     num_slots,
+    sharing,
     TILING: tl.constexpr,
 ):
     """[A, N], [A, K] -> [N, K] per slot: d_out^T @ rows; zeros for a slot without rows.
 
     The first column of tiles also sums d_out * scale into the biases [N]. Gradients of home experts
-    that have replicas go to `into.sums_ptr` unrounded, if it is not None.
+    that have replicas go to `into.sums_ptr` unrounded, if it is not None. Only the counters of
+    `tiles_ptr` are used.
 
     >>> d_out = [[1.0, 2.0], [0.0, 3.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [9.0, 9.0]]
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> example(weight_gradients, 2, d_out=d_out, rows=rows, scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0],
-    ...         offsets=[0, 1, 2, 5], num_homes=2, num_slots=3,
+    ...         offsets=[0, 1, 2, 5], tiles=[0] * 6, num_homes=2, num_slots=3, sharing=2,
     ...         into=(empty(2, 2, 2, dtype=torch.bfloat16), empty(1, 2, 2, dtype=torch.float32),
     ...               empty(2, 2, 2, dtype=torch.float32), [[0, 0], [0, 1]]),
     ...         biases=(empty(2, 2, dtype=torch.bfloat16), empty(1, 2, dtype=torch.float32)))
@@ -250,16 +248,20 @@ def weight_gradients(
     biases.replicas = [[2.5, 3.0]]
     """
     num_m, num_n = tl.cdiv(d_out.columns, TILING.BLOCK_M), tl.cdiv(rows.columns, TILING.BLOCK_N)
-    following = rows_of_slot(offsets_ptr, tl.program_id(0) // (num_m * num_n), num_slots)
-    for number in range(tl.program_id(0), num_slots * num_m * num_n, tl.num_programs(0)):
-        part, tile = following, number % (num_m * num_n)
-        next_slot = (number + tl.num_programs(0)) // (num_m * num_n)
-        following = rows_of_slot(offsets_ptr, next_slot, num_slots)
+    of_slot = num_m * num_n
+    total = num_slots * of_slot
+    number, turn = first_tile(tiles_ptr, total, sharing)
+    next_part = rows_of_slot(offsets_ptr, number // of_slot, num_slots)
+    while number < total:
+        part, tile = next_part, number % of_slot
+        number, turn = next_tile(tiles_ptr, number, turn, total, sharing)
+        next_part = rows_of_slot(offsets_ptr, number // of_slot, num_slots)
         row, column = in_bands(tile, num_m, num_n, TILING.GROUP_M)
         row, first = row * TILING.BLOCK_M, column * TILING.BLOCK_N
         gradient_tile(d_out, rows, into, part, row, first, num_homes, TILING)
         if biases.homes_ptr is not None and column == 0:
             bias_tile(d_out, scale_ptr, biases, part, row, num_homes, TILING)
+    finish(tiles_ptr, turn, sharing)
 
 
 @triton.jit

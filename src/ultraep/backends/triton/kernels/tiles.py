@@ -4,6 +4,11 @@ A *row of tiles* covers BLOCK_M rows of one slot and all columns of the result. 
 bands within a slot, and a band is computed column by column: programs that run at the same time
 share rows and weights, and find most of them in the cache.
 
+Of P programs, the p-th to begin computes the tiles p, p + P, ... A kernel of another stream or
+process may keep a multiprocessor busy, so that a program cannot begin. Programs that have not begun
+when the first tile is done are late. Then all programs draw the tiles of the late ones from a
+counter; otherwise the product would take twice as long.
+
 Shapes: L slots of this rank, padded to a power of two.
 """
 
@@ -14,8 +19,11 @@ import triton.language as tl
 
 from ultraep.backends.triton.kernels.schedule import load_pair
 
+HEADER = tl.constexpr(6)  # integers before the rows of tiles
 ENTRIES = tl.constexpr(5)  # integers per row of tiles
-DRAWN = tl.constexpr(2)  # index of the counter of drawn tiles
+DRAWN, IN_TIME, BEGUN = (tl.constexpr(index) for index in (2, 3, 4))  # in the header
+MANY = tl.constexpr(65536)  # more than any product has programs
+FEW = tl.constexpr(2)  # up to so many tiles per program, counting costs more than it gains
 
 
 class Matrix(NamedTuple):
@@ -42,6 +50,17 @@ class SlotTensors(NamedTuple):
     stride_row: Any
 
 
+class Turn(NamedTuple):
+    """What a program knows of its product.
+
+    launch: number of the product among those with these tiles.
+    in_time: programs that are not late; 0: not yet known, -1: not yet of interest.
+    """
+
+    launch: Any
+    in_time: Any
+
+
 class Part(NamedTuple):
     """`count` rows of one slot, from row `begin` on."""
 
@@ -62,14 +81,14 @@ def lay_tiles(
 ):
     """Program l: write the rows of tiles of slot l.
 
-    tiles_ptr: the number of rows of tiles, and whether most belong to slots of at most BLOCK_M // 2
-    rows. Then, from index ENTRIES on, for each: slot, first row, rows of the slot from there on,
-    first row of tiles of its band, height of the band. Bands of a slot have equal heights of about
-    GROUP_M.
+    tiles_ptr: the number of rows of tiles, whether most belong to slots of at most BLOCK_M // 2
+    rows, and counters, see `first_tile`. Then, from index HEADER on, for each: slot, first row,
+    rows of the slot from there on, first row of tiles of its band, height of the band. Bands of a
+    slot have equal heights of about GROUP_M.
 
-    >>> example(lay_tiles, 3, offsets=[0, 1, 2, 5], tiles=empty(30), num_slots=3, L=4, BLOCK_M=2,
+    >>> example(lay_tiles, 3, offsets=[0, 1, 2, 5], tiles=empty(31), num_slots=3, L=4, BLOCK_M=2,
     ...         GROUP_M=2, B=4)
-    tiles = [4, 0, _, _, _, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 4, 1, 2, 2,
+    tiles = [4, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 4, 1, 2, 2,
              _, _, _, _, _]
     """
     slot, slot_L = tl.program_id(0), tl.arange(0, L)
@@ -87,7 +106,7 @@ def lay_tiles(
         tile_B = begin + tl.arange(0, B)
         after_B = tile_B - higher * (height + 1)
         within_B = tl.where(after_B < 0, tile_B % (height + 1), after_B % height)
-        at_B, mask_b = tiles_ptr + ENTRIES * (1 + before + tile_B), tile_B < high
+        at_B, mask_b = tiles_ptr + HEADER + ENTRIES * (before + tile_B), tile_B < high
         tl.store(at_B, slot, mask=mask_b)
         tl.store(at_B + 1, first_row + tile_B * BLOCK_M, mask=mask_b)
         tl.store(at_B + 2, rows - tile_B * BLOCK_M, mask=mask_b)
@@ -96,12 +115,83 @@ def lay_tiles(
     low = tl.sum(((rows_L > 0) & (rows_L <= BLOCK_M // 2)).to(tl.int32), 0)
     tl.store(tiles_ptr, tl.sum(high_L, 0))
     tl.store(tiles_ptr + 1, (2 * low > tl.sum(high_L, 0)).to(tl.int32))
+    for counter in tl.static_range(2, HEADER):
+        tl.store(tiles_ptr + counter, 0)
 
 
 @triton.jit
-def draw_tile(tiles):
-    """Draw the next tile from the counter that all programs share."""
-    return tl.atomic_add(tiles + DRAWN, 1, sem="relaxed", scope="gpu")
+def first_tile(tiles, total, programs):
+    """Return the first tile of this program, at least `total` if it has none, and its turn.
+
+    The counters need no reset: every product counts all its programs twice in one 64-bit word, when
+    they begin and, in the upper half, when they ask how many are in time. Small products in one
+    launch do without.
+    """
+    tile, launch, in_time = tl.program_id(0), tl.full((), 0, tl.int64), programs
+    if (total > FEW * programs) | (tl.num_programs(0) < programs):
+        state = tl.atomic_add(counts(tiles), 1, sem="relaxed", scope="gpu")
+        begun = state & 0xFFFFFFFF
+        launch = begun // programs
+        tile, in_time = (begun - launch * programs).to(tl.int32), -1 + programs * 0
+        if state >> 32 > launch * programs:
+            in_time = programs_in_time(tiles, launch, True, programs)
+            tile = draw(tiles, in_time, programs)
+    return tile, Turn(launch, in_time)
+
+
+@triton.jit
+def counts(tiles):
+    return (tiles + BEGUN).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def draw(tiles, in_time, programs):
+    """Draw a tile of the late programs."""
+    drawn, late = tl.atomic_add(tiles + DRAWN, 1, sem="relaxed", scope="gpu"), programs - in_time
+    return in_time + drawn % late + drawn // late * programs
+
+
+@triton.jit
+def next_tile(tiles, tile, turn, total, programs):
+    """Return the tile after this one, at least `total` if there is none, and the turn.
+
+    Call it before the product of this tile. Asks who is in time when the first tile is done.
+    """
+    in_time, after = turn.in_time, tile + programs
+    if in_time == 0:
+        in_time = programs_in_time(tiles, turn.launch, False, programs)
+    own = (after < total) & (tile % programs < in_time)
+    if (in_time > 0) & (in_time < programs) & (own == 0):
+        after = draw(tiles, in_time, programs)
+    return after, Turn(turn.launch, tl.maximum(in_time, 0))
+
+
+@triton.jit
+def finish(tiles, turn, programs):
+    """Ask for programs that had no reason to ask before."""
+    if turn.in_time <= 0:
+        programs_in_time(tiles, turn.launch, False, programs)
+
+
+@triton.jit
+def programs_in_time(tiles, launch, late, programs):
+    """Return how many programs are in time; the first program that asks decides it.
+
+    A program that asks when all have begun does not look for late ones, which draw their own tiles.
+    """
+    state = tl.atomic_add(counts(tiles), 1 << 32, sem="acq_rel", scope="gpu")
+    begun = ((state & 0xFFFFFFFF) - launch * programs).to(tl.int32)
+    tag, in_time = (launch * MANY).to(tl.int32), programs
+    if (begun < programs) | late:
+        if state >> 32 == launch * programs:
+            in_time = begun
+            tl.atomic_xchg(tiles + DRAWN, 0, sem="relaxed", scope="gpu")
+            tl.atomic_xchg(tiles + IN_TIME, tag + in_time, sem="release", scope="gpu")
+        else:
+            in_time = tl.atomic_add(tiles + IN_TIME, 0, sem="acquire", scope="gpu") - tag
+            while in_time <= 0:
+                in_time = tl.atomic_add(tiles + IN_TIME, 0, sem="acquire", scope="gpu") - tag
+    return in_time
 
 
 @triton.jit
@@ -111,12 +201,12 @@ def find_tile(tiles, tile, high, wide):
     The count of rows runs to the end of the slot: it may be larger than BLOCK_M.
     """
     mask = tile < high * wide
-    at = tiles + ENTRIES * (1 + tile // wide)
+    at = tiles + HEADER + ENTRIES * (tile // wide)
     first = tl.load(at + 3, mask=mask, other=0)
     height = tl.load(at + 4, mask=mask, other=1)
     within = tile - first * wide
     number = first + within % height
-    at = tiles + ENTRIES * (1 + number)
+    at = tiles + HEADER + ENTRIES * number
     slot = tl.load(at, mask=mask, other=0)
     begin = tl.load(at + 1, mask=mask, other=0)
     part = Part(slot, begin.to(tl.int64), tl.load(at + 2, mask=mask, other=0))
