@@ -23,7 +23,7 @@ HEADER = tl.constexpr(6)  # integers before the rows of tiles
 ENTRIES = tl.constexpr(5)  # integers per row of tiles
 DRAWN, IN_TIME, BEGUN = (tl.constexpr(index) for index in (2, 3, 4))  # in the header
 MANY = tl.constexpr(65536)  # more than any product has programs
-FEW = tl.constexpr(2)  # up to so many tiles per program, counting costs more than it gains
+FEW = tl.constexpr(3)  # up to so many tiles per program, counting costs more than it gains
 
 
 class Matrix(NamedTuple):
@@ -132,7 +132,7 @@ def first_tile(tiles, total, programs):
         state = tl.atomic_add(counts(tiles), 1, sem="relaxed", scope="gpu")
         begun = state & 0xFFFFFFFF
         launch = begun // programs
-        tile, in_time = (begun - launch * programs).to(tl.int32), -1 + programs * 0
+        tile, in_time = (begun - launch * programs).to(tl.int32), tl.full((), -1, tl.int32)
         if state >> 32 > launch * programs:
             in_time = programs_in_time(tiles, launch, True, programs)
             tile = draw(tiles, in_time, programs)
