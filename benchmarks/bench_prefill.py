@@ -70,6 +70,7 @@ EQUAL_LIMIT = {"cpu": 1.0, "cuda": 0.75}  # share of equal first tokens
 
 P50 = Metric("first_token_p50", "ms", "p50 ms", ".2f")
 P95 = Metric("first_token_p95", "ms", "p95 ms", ".2f")
+P99 = Metric("first_token_p99", "ms", "p99 ms", ".2f")
 SOONER = Metric("first_token_gain_over_none", "ratio", "over none", ".3f")
 SERVED = Metric("throughput", "prompts/s", "prompts/s", ".1f")
 SPEED = Metric("throughput_tokens", "tokens/s", "tokens/s", ".0f")
@@ -353,6 +354,7 @@ def load_lines(served: Sequence[Mapping[str, Any]], prompts_per_second: float) -
         values = {
             P50: float(np.median(waited)),
             P95: float(np.percentile(waited, 95)),
+            P99: float(np.percentile(waited, 99)),
             SOONER: float(none / np.median(waited)),
             SERVED: len(waited) / seconds,
             SPEED: sum(sum(turn["tokens"]) for turn in turns) / seconds,
