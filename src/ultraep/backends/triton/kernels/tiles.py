@@ -7,7 +7,7 @@ share rows and weights, and find most of them in the cache.
 Of P programs, the p-th to begin computes the tiles p, p + P, ... A kernel of another stream or
 process may keep a multiprocessor busy, so that a program cannot begin. Programs that have not begun
 when the first tile is done are late. Then all programs draw the tiles of the late ones from a
-counter; otherwise the product would take twice as long.
+counter; otherwise the product could take twice as long.
 
 Shapes: L slots of this rank, padded to a power of two.
 """
