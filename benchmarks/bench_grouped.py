@@ -104,15 +104,17 @@ def beside(bench: Bench) -> None:
             with torch.cuda.stream(side):
                 torch.cuda._sleep(OCCUPIED)
 
-    for model, slots in bench.scale.curves[-1:]:
-        mlp, lines = Mlp(model, slots, slots * max(bench.scale.beside), bench.clock), []
-        for count in bench.scale.beside:
-            mlp.divide([count] * slots)
-            for where, before in (("alone", nothing), ("beside another kernel", occupy)):
-                case: Case = {"model": model.name, "slots": slots, "rows": count, "products": where}
-                watches = {n: partial(bench.clock.us, f, before) for n, f in mlp.passes.items()}
-                lines.append(Line(case, measured(watches, model.flops(slots * count))))
-        bench.table(f"D {model.width}, F {model.ffn}; rows per slot", lines)
+    model, slots = bench.scale.curves[-1]
+    mlp, lines = Mlp(model, slots, slots * max(bench.scale.beside), bench.clock), []
+    for count in bench.scale.beside:
+        mlp.divide([count] * slots)
+        for where, before in (("alone", nothing), ("beside another kernel", occupy)):
+            case: Case = {"model": model.name, "slots": slots, "rows": count, "products": where}
+            watches = {
+                name: partial(bench.clock.us, call, before) for name, call in mlp.passes.items()
+            }
+            lines.append(Line(case, measured(watches, model.flops(slots * count))))
+    bench.table(f"D {model.width}, F {model.ffn}; rows per slot", lines)
 
 
 @dataclass(frozen=True, slots=True)

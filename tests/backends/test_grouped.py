@@ -268,12 +268,12 @@ def test_other_tiles_and_programs_change_no_bit(width, name, programs):
 
 @triton.jit
 def visit(tiles, visits, total, programs):
-    tile, turn = first_tile(tiles, total, programs)
+    tile, progress = first_tile(tiles, total, programs)
     while tile < total:
         this = tile
-        tile, turn = next_tile(tiles, tile, turn, total, programs)
+        tile, progress = next_tile(tiles, tile, progress, total, programs)
         tl.atomic_add(visits + this, 1)
-    finish(tiles, turn, programs)
+    finish(tiles, progress, programs)
 
 
 @pytest.mark.parametrize("grids", [(1,), (2,), (6,), (4, 2), (300,), (130, 2)], ids=str)

@@ -121,18 +121,18 @@ def multiply(
     """
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(out.columns, TILING.BLOCK_N)
     halves, total = TILING.HALF and tl.load(tiles_ptr + 1) != 0, num_m * num_n
-    tile, turn = first_tile(tiles_ptr, total, sharing)
+    tile, progress = first_tile(tiles_ptr, total, sharing)
     next_part, next_column = find_tile(tiles_ptr, tile, num_m, num_n)
     while tile < total:
         part, column = next_part, next_column
         # Look up the next tile before this product: its entries are three loads away.
-        tile, turn = next_tile(tiles_ptr, tile, turn, total, sharing)
+        tile, progress = next_tile(tiles_ptr, tile, progress, total, sharing)
         next_part, next_column = find_tile(tiles_ptr, tile, num_m, num_n)
         multiply_part(
             rows, weights, biases, row_scales, weight_scales, scale_ptr, out, part, column, halves,
             num_homes, TRANSPOSED, TILING
         )  # fmt: skip
-    finish(tiles_ptr, turn, sharing)
+    finish(tiles_ptr, progress, sharing)
 
 
 @triton.jit
@@ -250,18 +250,18 @@ def weight_gradients(
     num_m, num_n = tl.cdiv(d_out.columns, TILING.BLOCK_M), tl.cdiv(rows.columns, TILING.BLOCK_N)
     of_slot = num_m * num_n
     total = num_slots * of_slot
-    number, turn = first_tile(tiles_ptr, total, sharing)
+    number, progress = first_tile(tiles_ptr, total, sharing)
     next_part = rows_of_slot(offsets_ptr, number // of_slot, num_slots)
     while number < total:
         part, tile = next_part, number % of_slot
-        number, turn = next_tile(tiles_ptr, number, turn, total, sharing)
+        number, progress = next_tile(tiles_ptr, number, progress, total, sharing)
         next_part = rows_of_slot(offsets_ptr, number // of_slot, num_slots)
         row, column = in_bands(tile, num_m, num_n, TILING.GROUP_M)
         row, first = row * TILING.BLOCK_M, column * TILING.BLOCK_N
         gradient_tile(d_out, rows, into, part, row, first, num_homes, TILING)
         if biases.homes_ptr is not None and column == 0:
             bias_tile(d_out, scale_ptr, biases, part, row, num_homes, TILING)
-    finish(tiles_ptr, turn, sharing)
+    finish(tiles_ptr, progress, sharing)
 
 
 @triton.jit

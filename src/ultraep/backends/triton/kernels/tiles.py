@@ -4,10 +4,10 @@ A *row of tiles* covers BLOCK_M rows of one slot and all columns of the result. 
 bands within a slot, and a band is computed column by column: programs that run at the same time
 share rows and weights, and find most of them in the cache.
 
-Of P programs, the p-th to begin computes the tiles p, p + P, ... A kernel of another stream or
-process may keep a multiprocessor busy, so that a program cannot begin. Programs that have not begun
-when the first tile is done are late. Then all programs draw the tiles of the late ones from a
-counter; otherwise the product could take twice as long.
+Program p of P, numbered in the order in which programs begin, computes the tiles p, p + P, ...
+A kernel of another stream or process may keep a multiprocessor busy, so that a program begins late:
+after the first tile is computed. All programs then draw the tiles of late programs from a counter.
+Otherwise the product could take twice as long.
 
 Shapes: L slots of this rank, padded to a power of two.
 """
@@ -23,7 +23,7 @@ HEADER = tl.constexpr(6)  # integers before the rows of tiles
 ENTRIES = tl.constexpr(5)  # integers per row of tiles
 DRAWN, IN_TIME, BEGUN = (tl.constexpr(index) for index in (2, 3, 4))  # in the header
 MANY = tl.constexpr(65536)  # more than any product has programs
-FEW = tl.constexpr(3)  # up to so many tiles per program, counting costs more than it gains
+FEW = tl.constexpr(3)  # with at most 3 tiles per program, counting costs more than it gains
 
 
 class Matrix(NamedTuple):
@@ -50,11 +50,11 @@ class SlotTensors(NamedTuple):
     stride_row: Any
 
 
-class Turn(NamedTuple):
-    """What a program knows of its product.
+class Progress(NamedTuple):
+    """State of a program within its product.
 
-    launch: number of the product among those with these tiles.
-    in_time: programs that are not late; 0: not yet known, -1: not yet of interest.
+    launch: number of the product among all products with these tiles.
+    in_time: number of programs that are not late; 0: unknown; -1: unknown, before the first tile.
     """
 
     launch: Any
@@ -121,11 +121,11 @@ def lay_tiles(
 
 @triton.jit
 def first_tile(tiles, total, programs):
-    """Return the first tile of this program, at least `total` if it has none, and its turn.
+    """Return the first tile of this program, at least `total` if it has none, and its progress.
 
-    The counters need no reset: every product counts all its programs twice in one 64-bit word, when
-    they begin and, in the upper half, when they ask how many are in time. Small products in one
-    launch do without.
+    The counters need no reset. Every product counts each of its programs twice in one 64-bit word:
+    in the lower half when it begins, in the upper half when it calls `programs_in_time`. A small
+    product in one launch has fixed tiles and counts nothing.
     """
     tile, launch, in_time = tl.program_id(0), tl.full((), 0, tl.int64), programs
     if (total > FEW * programs) | (tl.num_programs(0) < programs):
@@ -136,11 +136,12 @@ def first_tile(tiles, total, programs):
         if state >> 32 > launch * programs:
             in_time = programs_in_time(tiles, launch, True, programs)
             tile = draw(tiles, in_time, programs)
-    return tile, Turn(launch, in_time)
+    return tile, Progress(launch, in_time)
 
 
 @triton.jit
 def counts(tiles):
+    """Return the pointer to the 64-bit word of `first_tile`."""
     return (tiles + BEGUN).to(tl.pointer_type(tl.int64))
 
 
@@ -152,32 +153,32 @@ def draw(tiles, in_time, programs):
 
 
 @triton.jit
-def next_tile(tiles, tile, turn, total, programs):
-    """Return the tile after this one, at least `total` if there is none, and the turn.
+def next_tile(tiles, tile, progress, total, programs):
+    """Return the tile after this one, at least `total` if there is none, and the progress.
 
-    Call it before the product of this tile. Asks who is in time when the first tile is done.
+    Call it before computing this tile; the second call finds out how many programs are in time.
     """
-    in_time, after = turn.in_time, tile + programs
+    in_time, after = progress.in_time, tile + programs
     if in_time == 0:
-        in_time = programs_in_time(tiles, turn.launch, False, programs)
+        in_time = programs_in_time(tiles, progress.launch, False, programs)
     own = (after < total) & (tile % programs < in_time)
     if (in_time > 0) & (in_time < programs) & (own == 0):
         after = draw(tiles, in_time, programs)
-    return after, Turn(turn.launch, tl.maximum(in_time, 0))
+    return after, Progress(progress.launch, tl.maximum(in_time, 0))
 
 
 @triton.jit
-def finish(tiles, turn, programs):
-    """Ask for programs that had no reason to ask before."""
-    if turn.in_time <= 0:
-        programs_in_time(tiles, turn.launch, False, programs)
+def finish(tiles, progress, programs):
+    """Count this program in `programs_in_time` if `next_tile` has not done so."""
+    if progress.in_time <= 0:
+        programs_in_time(tiles, progress.launch, False, programs)
 
 
 @triton.jit
 def programs_in_time(tiles, launch, late, programs):
-    """Return how many programs are in time; the first program that asks decides it.
+    """Return the number of programs in time, which the first caller of a product fixes.
 
-    A program that asks when all have begun does not look for late ones, which draw their own tiles.
+    A caller after all programs have begun returns `programs`: late programs draw their own tiles.
     """
     state = tl.atomic_add(counts(tiles), 1 << 32, sem="acq_rel", scope="gpu")
     begun = ((state & 0xFFFFFFFF) - launch * programs).to(tl.int32)
