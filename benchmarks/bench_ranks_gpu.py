@@ -12,8 +12,9 @@ Every process is a rank with a share of the multiprocessors of the GPU (`mps.py`
 own kernels. `eager` and `graphs` sweep the imbalance of the load "zipf ordered". `slots` takes the
 load "hot rank", which one slot cannot balance, and balances it with one, two and three slots.
 
-The unbalanced layer, the balanced ones and random even routing alternate. The slowest rank counts.
-Times are medians over rounds; so are gains and shares, of the ratios within each round. The ranks
+The unbalanced layer, the balanced ones and random even routing alternate; every turn begins with an
+untimed step, because the clock of a GPU depends on the load before. The slowest rank counts. Times
+are medians over rounds; so are gains and shares, of the ratios within each round. The ranks
 measure the rates, as in any training. Outputs and gradients of every variant are compared with the
 unbalanced layer before the timing, outputs also after it. If a case fails, the others still run.
 """
@@ -149,11 +150,12 @@ class Ranks:
 
         def seconds(name: str, count: int) -> float:
             variants.router.ids, variants.router.gates = even if name == EVEN else routed
+            steps[name]()
             return slowest(steps[name], count, variants.device)[0]
 
         once = {name: seconds(name, 1) for name in steps}  # the same on all ranks
         count = 1 if max(once.values()) > LONG_STEP else MOST_STEPS
-        rounds = int(case.seconds / count / sum(once.values()))
+        rounds = int(case.seconds / (1 + count) / sum(once.values()))
         rounds = min(ROUNDS, max(FEWEST, rounds))
         seconds_of = in_turns(list(steps), rounds, partial(seconds, count=count), warmup=1)
         variants.router.ids, variants.router.gates = routed

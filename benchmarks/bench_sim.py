@@ -3,11 +3,10 @@
     python benchmarks/bench_sim.py --json out.json
 
 `bench_ranks_gpu.py` has measured the gains in eight processes on one H200 with an eighth of its
-multiprocessors each (`results/ranks_long_h200_202611.json`, other loads in `ranks_quick_h200`). The
+multiprocessors each (`results/ranks_quick_h200_202611.json` and `ranks_deepseek_h200`). The
 simulator predicts them for the same loads and plans, on a cluster of eight such parts. Ranks share
-the power of the GPU, so a busy rank is faster while others wait, by the factors in
-`results/grouped_h200_202611.json`; with few rows per expert the power is not the limit. The last
-table has the mean and the worst error.
+the power and the memory of the GPU, so a busy rank is faster while others wait, by the factors in
+`results/grouped_h200_202611.json`. The last table has the mean and the worst error.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ MODELS = {  # as `bench_ranks_gpu.py` has named them; the curve of the expert pr
     "gpt-oss": (Shape(hidden=2880, ffn=2880, experts=128, top_k=4, tokens=0, ranks=8), "qwen3"),
 }
 BALANCED = {"default": 1, "2 slots": 2, "3 slots": 3}
-MEASUREMENTS = ("ranks_quick_h200", "ranks_long_h200")
-POWER_LIMITS = 512  # rows per expert from which eight busy parts draw all power
+MEASUREMENTS = ("ranks_quick_h200", "ranks_deepseek_h200")
 
 PREDICTED = Metric("predicted_gain", "ratio", "predicted", ".3f")
 MEASURED = Metric("measured_gain", "ratio", "measured", ".3f")
@@ -91,11 +89,9 @@ def predict_on_card(shape: Shape, curve: str, plan: Plan, runtime: str) -> float
     clock = clock_of(load_cluster(PARTITIONS), layer, plan.topology, runtime)
     replicas = replicas_of(plan)
     seconds = stage_seconds(clock, replicas, "experts", "experts back")
-    limited = shape.tokens * shape.ranks * shape.top_k >= POWER_LIMITS * shape.experts
     for direction in ("forward", "backward"):
         work_SR = clock.experts_by_rank(replicas, backward=direction == "backward")
-        speed = speed_by_busy(curve, direction) if limited else np.ones(9)
-        seconds += card_seconds(work_SR[0], speed)
+        seconds += card_seconds(work_SR[0], speed_by_busy(curve, direction))
     return seconds
 
 
@@ -113,20 +109,19 @@ def predicted_gain(model: str, tokens: int, load: str, slots: int) -> float:
 
 
 def measured_lines() -> list[Line]:
-    """Predicted and measured gains; of a load that was measured twice, the one of longer rounds."""
-    lines: dict[str, Line] = {}
-    for result, row in ((name, row) for name in MEASUREMENTS for row in rows_of(name)):
+    """Predicted and measured gains."""
+    lines = []
+    for row in (row for name in MEASUREMENTS for row in rows_of(name)):
         case = row["case"]
         slots, load = BALANCED.get(case.get("variant")), case.get("load", "")
-        if row["metric"] != "gain_over_none" or slots is None or "pass" in case or "even" in load:
+        if row["metric"] != "gain_over_none" or slots is None or "even" in load:
             continue
         gain = predicted_gain(case["model"], case["tokens"], load, slots)
         off = 100 * (gain / row["value"] - 1)
         about = {key: case[key] for key in ("model", "tokens", "mode", "load", "variant")}
-        about["rounds"] = result.split("_")[1]
         values = {PREDICTED: gain, MEASURED: row["value"], OFF: off}
-        lines[repr(case)] = Line(about, values)
-    return list(lines.values())
+        lines.append(Line(about, values))
+    return lines
 
 
 def against_processes(bench: Bench) -> None:

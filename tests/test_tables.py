@@ -25,7 +25,7 @@ def test_other_numbers_are_detected():
     link = "([tables](../benchmarks/results/ranks_quick_h200_202611.txt))"
     page = "<!-- table layer -->\n| old |\n<!-- end -->"
     assert tables.page_with_tables(page, SPECIFIED["table"]) != page
-    assert tables.unknown_numbers(f"A step took 171.8 ms {link}.\n\nIt took 12.34 ms.") == []
+    assert tables.unknown_numbers(f"A step took 163.2 ms {link}.\n\nIt took 12.34 ms.") == []
     assert tables.unknown_numbers(f"A step took 12.34 ms {link}.") == [
         "12.34 ms of ranks_quick_h200_202611"
     ]
