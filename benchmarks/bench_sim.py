@@ -1,12 +1,13 @@
-"""The simulator against processes: predicted and measured gains of a layer.
+"""The simulator against processes: predicted and measured speed of a balanced layer.
 
     python benchmarks/bench_sim.py --json out.json
 
-`bench_ranks_gpu.py` has measured the gains in eight processes on one H200 with an eighth of its
-multiprocessors each (`results/ranks_quick_h200_202611.json` and `ranks_deepseek_h200`). The
-simulator predicts them for the same loads and plans, on a cluster of eight such parts. Ranks share
-the power and the memory of the GPU, so a busy rank is faster while others wait, by the factors in
-`results/grouped_h200_202611.json`. The last table has the mean and the worst error.
+`bench_ranks_gpu.py` has measured gains, and shares of the speed of even routing, in eight processes
+on one H200 with an eighth of its multiprocessors each (`results/ranks_quick_h200_202611.json` and
+`ranks_deepseek_h200`). The simulator predicts both for the same loads and plans, on a cluster of
+eight such parts. Ranks share the power and the memory of the GPU, so a busy rank is faster while
+others wait, by the factors in `results/grouped_h200_202611.json`. The last table has the mean and
+the worst error.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ BALANCED = {"default": 1, "2 slots": 2, "3 slots": 3}
 MEASUREMENTS = ("ranks_quick_h200", "ranks_deepseek_h200")
 
 PREDICTED = Metric("predicted_gain", "ratio", "predicted", ".3f")
-MEASURED = Metric("measured_gain", "ratio", "measured", ".3f")
+MEASURED = Metric("gain_over_none", "ratio", "measured", ".3f")
+SHARE = Metric("predicted_share_of_even", "share", "predicted", ".3f")
+MEASURED_SHARE = Metric("share_of_random_even_routing", "share", "measured", ".3f")
 OFF = Metric("error", "percent", "% off", "+.1f")
 MEAN = Metric("mean_error", "percent", "mean % off", ".1f")
 WORST = Metric("worst_error", "percent", "worst % off", ".1f")
@@ -95,45 +98,46 @@ def predict_on_card(shape: Shape, curve: str, plan: Plan, runtime: str) -> float
     return seconds
 
 
-def predicted_gain(model: str, tokens: int, load: str, slots: int) -> float:
-    """Seconds without balancing over seconds with a plan for balance."""
-    shape, curve = next(value for name, value in MODELS.items() if model.startswith(name))
-    shape = Shape(**{**vars(shape), "tokens": tokens})
-    loads = loads_of(load, shape)
-    seconds = []
-    for policy, count in (("none", 0), ("ultraep", slots)):
-        topology = Topology(ranks=shape.ranks, experts=shape.experts, slots=count)
-        plan = ultraep.plan(loads, topology, BalanceConfig(policy=policy))
-        seconds.append(predict_on_card(shape, curve, plan, policy))
-    return seconds[0] / seconds[1]
+def predicted_seconds(case: dict[str, Any], load: str, slots: int) -> float:
+    """Seconds with a plan for balance; without slots, of the unbalanced layer."""
+    shape, curve = next(value for name, value in MODELS.items() if case["model"].startswith(name))
+    shape = Shape(**{**vars(shape), "tokens": case["tokens"]})
+    topology = Topology(ranks=shape.ranks, experts=shape.experts, slots=slots)
+    policy = "ultraep" if slots else "none"
+    plan = ultraep.plan(loads_of(load, shape), topology, BalanceConfig(policy=policy))
+    return predict_on_card(shape, curve, plan, policy)
 
 
-def measured_lines() -> list[Line]:
-    """Predicted and measured gains."""
-    lines = []
-    for row in (row for name in MEASUREMENTS for row in rows_of(name)):
-        case = row["case"]
-        slots, load = BALANCED.get(case.get("variant")), case.get("load", "")
-        if row["metric"] != "gain_over_none" or slots is None or "even" in load:
+def measured_lines() -> tuple[list[Line], list[Line]]:
+    """Gains of all balanced loads, and their shares of the speed of even routing."""
+    rows = [row for name in MEASUREMENTS for row in rows_of(name)]
+    measured = {(repr(row["case"]), row["metric"]): row["value"] for row in rows}
+    gains, shares = [], []
+    for case in (row["case"] for row in rows if row["metric"] == MEASURED.name):
+        slots, load = BALANCED.get(case["variant"]), case["load"]
+        if slots is None or "even" in load:
             continue
-        gain = predicted_gain(case["model"], case["tokens"], load, slots)
-        off = 100 * (gain / row["value"] - 1)
+        wanted = ((load, 0), (load, slots), ("random even", 0))
+        none, balanced, even = (predicted_seconds(case, *which) for which in wanted)
+        gain, share = (measured[repr(case), metric.name] for metric in (MEASURED, MEASURED_SHARE))
+        off = 100 * (none / balanced / gain - 1)
         about = {key: case[key] for key in ("model", "tokens", "mode", "load", "variant")}
-        values = {PREDICTED: gain, MEASURED: row["value"], OFF: off}
-        lines.append(Line(about, values))
-    return lines
+        gains.append(Line(about, {PREDICTED: none / balanced, MEASURED: gain, OFF: off}))
+        shares.append(Line(about, {SHARE: even / balanced, MEASURED_SHARE: share}))
+    return gains, shares
 
 
 def against_processes(bench: Bench) -> None:
-    """Print all gains, then the errors by mode."""
-    lines = measured_lines()
+    """Print gains, shares, and the errors of gains by mode."""
+    lines, shares = measured_lines()
     bench.table("Gain of a layer over no balancing, EP8 on one H200", lines)
+    bench.table("Share of the speed of random even routing", shares)
     errors = []
     for mode in sorted({str(line.case["mode"]) for line in lines}):
         off = [abs(line.values[OFF] or 0.0) for line in lines if line.case["mode"] == mode]
         values = {COUNT: len(off), MEAN: fmean(off), WORST: max(off)}
         errors.append(Line({"compared": f"simulator and {mode} steps"}, values))
-    bench.table("Errors", errors)
+    bench.table("Errors of the gain", errors)
 
 
 if __name__ == "__main__":
