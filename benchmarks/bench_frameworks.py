@@ -213,14 +213,17 @@ def timed(
 
 
 def layer_facts(rank: int, size: Size, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds of as many of our layers alone: one hot rank, balanced or not, and even routing."""
+    """Seconds of as many of our layers alone: one hot rank, balanced or not, and even routing.
+
+    All layers run in one step: memory that a CPU rank frees may leave the process, and is then
+    cleared by the system when it is used again, which takes longer the more rows a rank has.
+    """
     variants = Variants(size, rank, device)
     for name, policy in ((NONE, "none"), (OURS, "ultraep")):
         rows: Any = int(1.1 * (size.hot.imbalance or 1) * size.rows) if name == NONE else "auto"
         experts = size.experts
-        variants.add(
-            name, Balancer(dist.group.WORLD, experts=experts, policy=policy, capacity=rows)
-        )
+        balancer = Balancer(dist.group.WORLD, experts=experts, policy=policy, capacity=rows)
+        variants.add(name, balancer, size.layers)
     cases = {NONE: (NONE, size.hot), OURS: (OURS, size.hot), EVEN: (NONE, EVEN_LOAD)}
     loads = {load: draw(load, size) for load in (size.hot, EVEN_LOAD)}
 
@@ -231,7 +234,7 @@ def layer_facts(rank: int, size: Size, device: torch.device) -> dict[str, dict[s
 
     facts = {}
     for name, times in in_turns(list(cases), size.rounds, spent, warmup=2).items():
-        elapsed, busy = (size.layers * median(values) for values in zip(*times, strict=True))
+        elapsed, busy = (median(values) for values in zip(*times, strict=True))
         facts[name] = {"step": elapsed, "busy": busy}
     variants.close()
     return facts
