@@ -213,10 +213,10 @@ def timed(
 
 
 def layer_facts(rank: int, size: Size, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds of as many of our layers alone: one hot rank, balanced or not, and even routing.
+    """Seconds of our layers without the model: one hot rank, balanced or not, and even routing.
 
-    All layers run in one step: memory that a CPU rank frees may leave the process, and is then
-    cleared by the system when it is used again, which takes longer the more rows a rank has.
+    One step runs as many layers as the model has. With one layer per step, a busy CPU rank returns
+    more memory to the system, and has more page faults per layer than in the model.
     """
     variants = Variants(size, rank, device)
     for name, policy in ((NONE, "none"), (OURS, "ultraep")):
